@@ -1,0 +1,52 @@
+# Every target is complete on a fresh machine with Python 3.11 or newer: the first one makes its own environment in .venv.
+# pip's own settings say where packages come from, and with them which build of torch is installed; the CPU build is enough.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+BENCH := $(VENV)/.bench
+INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help venv test contract faults demo lint format bench clean
+
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
+
+venv: $(READY)  ## the pinned environment in .venv
+
+# torch comes first and alone, so that nothing after it can choose another build.
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed: make PYTHON=python3.11" if sys.version_info < (3, 11) else 0)'
+	$(PYTHON) -m venv $(VENV)
+	$(INSTALL) torch==2.13.0
+	$(INSTALL) --editable '.[data,demo,plot,dev]'
+	touch $@
+
+$(BENCH): $(READY)
+	$(INSTALL) --editable '.[bench]'
+	touch $@
+
+test: $(READY)  ## every test and doctest
+	$(BIN)/pytest -q -n 2
+
+contract: $(READY)  ## the whole equivalence table
+	$(BIN)/pytest -q -n 2 -m contract tests/contract
+
+faults: $(READY)  ## every fault ten times, without retries
+	FAULT_RUNS=10 $(BIN)/pytest -q -m faults tests/faults
+
+demo: $(READY)  ## about a minute: the same weights from 1, 2 and 4 devices
+	$(BIN)/python examples/demo.py
+
+lint: $(READY)  ## style and types
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+bench: $(BENCH)  ## what a step through tutti costs beside the same step by hand
+	$(BIN)/python benchmarks/step_tax.py
+
+clean:  ## remove the environment and every cache
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,139 @@
+"""The same training step through six pairs of hands, each with its own copy of the model, in one process group."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from models import Batch, Workload, mean_loss
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import TensorDataset
+
+import tutti
+
+WORKERS = 2
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """A way to train.
+
+    Attributes:
+        model: whose parameters are trained, in the workload's order.
+        step: trains it on one batch: forward, loss, backward, update, gradients cleared.
+    """
+
+    model: nn.Module
+    step: Callable[[Batch], object]
+
+
+def _fresh(work: Workload) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = work.build()
+    return model, work.optimizer(model.parameters())
+
+
+def ddp(work: Workload, data: TensorDataset) -> Contestant:
+    """The hand-written loop."""
+    plain, optimizer = _fresh(work)
+    model = DistributedDataParallel(plain)
+
+    def step(batch: Batch) -> None:
+        loss = mean_loss(model, batch)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return Contestant(plain, step)
+
+
+def _prepared(work: Workload, data: TensorDataset) -> tuple[tutti.Run, torch.optim.Optimizer]:
+    model, optimizer = _fresh(work)
+    size = WORKERS * work.samples
+    run = tutti.prepare(model, optimizer, data, mean_loss, strategy="mirrored", workers=WORKERS, batch_size=size)
+    return run, optimizer
+
+
+def tutti_step(work: Workload, data: TensorDataset) -> Contestant:
+    """tutti, one call a step."""
+    run, _ = _prepared(work, data)
+    return Contestant(run.model, run.step)
+
+
+def tutti_loop(work: Workload, data: TensorDataset) -> Contestant:
+    """tutti in a loop that stays the user's own, fed with the others' batches, for loading is not measured."""
+    run, optimizer = _prepared(work, data)
+    given: list[Batch] = []
+
+    def epoch(number: int, start: int = 0) -> Iterator[Batch]:
+        while True:
+            yield given.pop()
+
+    run.epoch = epoch  # type: ignore[method-assign]
+    cells = run.cells(0)
+
+    def step(batch: Batch) -> None:
+        given.append(batch)
+        loss = mean_loss(run.model, next(cells))
+        run.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return Contestant(run.model, step)
+
+
+def accelerate(work: Workload, data: TensorDataset) -> Contestant:
+    """Hugging Face Accelerate; joins the process group that is there."""
+    from accelerate import Accelerator  # type: ignore[import-untyped]
+
+    plain, plain_optimizer = _fresh(work)
+    accelerator = Accelerator(cpu=True)
+    model, optimizer = accelerator.prepare(plain, plain_optimizer)
+
+    def step(batch: Batch) -> None:
+        loss = mean_loss(model, batch)
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return Contestant(plain, step)
+
+
+def fabric(work: Workload, data: TensorDataset) -> Contestant:
+    """Lightning Fabric; joins the process group that is there."""
+    from lightning_fabric import Fabric
+    from lightning_fabric.plugins.environments.lightning import LightningEnvironment
+
+    plain, plain_optimizer = _fresh(work)
+    engine = Fabric(accelerator="cpu", strategy="ddp", devices=WORKERS, plugins=LightningEnvironment())
+    engine.launch()
+    model, optimizer = engine.setup(plain, plain_optimizer)
+
+    def step(batch: Batch) -> None:
+        loss = mean_loss(model, batch)
+        engine.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return Contestant(plain, step)
+
+
+REFERENCE = "ddp"
+CONTESTANTS: dict[str, Callable[[Workload, TensorDataset], Contestant]] = {
+    REFERENCE: ddp,
+    "ddp-again": ddp,
+    "tutti-step": tutti_step,
+    "tutti-loop": tutti_loop,
+    "accelerate": accelerate,
+    "fabric": fabric,
+}
+JUDGED = ("tutti-step", "tutti-loop")
+PACKAGES = {"accelerate": "accelerate", "fabric": "lightning_fabric"}
+
+
+def missing(names: list[str]) -> list[str]:
+    """Those contestants whose package is not installed."""
+    return [name for name in names if name in PACKAGES and importlib.util.find_spec(PACKAGES[name]) is None]

@@ -1,0 +1,1 @@
+"""The command line: arguments, refusals and exit codes. Loads no torch."""

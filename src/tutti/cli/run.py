@@ -1,0 +1,72 @@
+"""``tutti run``: a user's own script, once a device. Loads no torch."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from tutti.cli.devices import count_gpus
+from tutti.errors import ExitCode, UsageError
+from tutti.world import identity
+from tutti.world.launch import check_script, launch, run_script
+
+WITH_VALUE = ("-np", "--num-proc", "--num_proc", "--devices", "--logs", "--timeout")
+
+
+def end_options(words: list[str]) -> list[str]:
+    """Mark where ``tutti run``'s own options end: what follows the script is the script's, dashes and all.
+
+    >>> end_options(["run", "-np", "4", "train.py", "--epochs", "3"])
+    ['run', '-np', '4', '--', 'train.py', '--epochs', '3']
+    """
+    if words[:1] != ["run"]:
+        return words
+    at = 1
+    while at < len(words) and words[at].startswith("-"):
+        if words[at] == "--":
+            return words
+        at += 2 if words[at] in WITH_VALUE else 1
+    return [*words[:at], "--", *words[at:]] if at < len(words) else words
+
+
+def run(
+    *command: Annotated[str, Parameter(show=False, allow_leading_hyphen=True)],
+    devices: Annotated[str, Parameter(name=("-np", "--num-proc", "--devices"))] = "auto",
+    module: Annotated[bool, Parameter(name="-m", negative="", show_default=False)] = False,
+    logs: Path = Path("runs/logs"),
+    timeout: float = 300,
+    show_all: Annotated[bool, Parameter(negative="", show_default=False)] = False,
+) -> int:
+    """Start your own script on many devices; in it, call tutti.init().
+
+    Example: tutti run -np 4 train.py --epochs 3
+
+    Parameters
+    ----------
+    devices:
+        processes to start; auto: one a GPU, or one
+    module:
+        SCRIPT is a module's name, as in python -m
+    logs:
+        folder for each process's output
+    timeout:
+        seconds that processes may take to find each other
+    show_all:
+        show every process's output, not the first one's only
+    """
+    if not command:
+        raise UsageError("no script is given", remedy="write tutti run -np 4 script.py")
+    if devices != "auto" and (not devices.isdecimal() or int(devices) < 1):
+        raise UsageError(f"-np is '{devices}'", remedy="give a whole number of at least 1, or auto")
+    script, *arguments = command
+    check_script(script, module)
+    if identity.joined(os.environ):
+        run_script(script, arguments, module)
+        return ExitCode.DONE
+    processes = count_gpus(os.environ) or 1 if devices == "auto" else int(devices)
+    return launch(
+        run_script, (script, arguments, module), processes=processes, logs=logs, timeout=timeout, show_all=show_all
+    )

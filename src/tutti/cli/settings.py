@@ -1,0 +1,148 @@
+"""One configuration from flags, ``TUTTI_*``, files and defaults, in that precedence. No torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+import tomllib
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypedDict, get_args, get_origin
+
+from cyclopts import Group, Parameter, Token
+
+from tutti.errors import UsageError, did_you_mean
+from tutti.training.config import TrainConfig
+
+HINTS = typing.get_type_hints(TrainConfig)
+
+FILES = "Configuration and output"
+GROUPS: Mapping[str, tuple[str, ...]] = {
+    "What is trained": ("data", "model", "augment"),
+    "On what": ("strategy", "workers", "devices", "device", "threads", "timeout", "reproducible"),
+    "How": (
+        *("optimizer", "schedule", "batch_size", "micro_batch", "precision", "clip"),
+        *("channels_last", "seed", "max_nonfinite"),
+    ),
+    "How long": ("epochs", "steps", "samples", "duration", "eval_every"),
+    "Saving and resuming": ("checkpoint_every", "keep", "resume", "max_restarts"),
+    FILES: ("runs", "out", "overwrite", "log_every"),
+}
+"""Groups of the help page; every field of TrainConfig is in one."""
+
+HEADINGS = {title: Group(title, sort_key=place) for place, title in enumerate(GROUPS)}
+
+
+def resolve(flags: Mapping[str, Any], files: Sequence[Path], task: str | None) -> tuple[str, TrainConfig]:
+    """The task and its configuration.
+
+    Args:
+        flags: fields given by flag or environment.
+        files: TOML files; a later one wins over an earlier one.
+        task: given on the command line, wins over a file's ``task``.
+
+    Raises UsageError for a file that is missing or not TOML, an unknown key, a value of the wrong type, no task at
+    all, and what TrainConfig itself refuses.
+    """
+    values: dict[str, Any] = {}
+    for file in files:
+        values |= read_file(file)
+    from_file = values.pop("task", None)
+    name = task or from_file
+    if not name:
+        raise UsageError("no task is given", remedy="write tutti train TASK, such as tutti train digits")
+    return name, TrainConfig(**{**values, **flags})
+
+
+def read_file(file: Path) -> dict[str, Any]:
+    """Fields (and ``task``) that a TOML file sets. Dashes and underscores in keys are the same."""
+    try:
+        with file.open("rb") as stream:
+            table = tomllib.load(stream)
+    except OSError as error:
+        raise UsageError("cannot read the configuration", where=str(file), why=error.strerror) from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError("the configuration is not TOML", where=str(file), why=str(error)) from error
+    values = {}
+    for written, value in table.items():
+        key = written.replace("-", "_")
+        if key != "task" and key not in HINTS:
+            raise UsageError(f"unknown key '{written}'", where=str(file), remedy=did_you_mean(key, [*HINTS, "task"]))
+        if key in values:
+            raise UsageError(f"'{key}' is given twice", where=str(file), remedy="write it with dashes or underscores")
+        values[key] = typed(value, HINTS.get(key, str), f"{file}, {written}")
+    return values
+
+
+def typed(value: Any, hint: Any, where: str) -> Any:
+    """A TOML value as the type ``hint``. Raises UsageError where it is another one.
+
+    >>> typed(3, float, "clip"), typed(2, str, "devices")
+    (3.0, '2')
+    """
+    if get_origin(hint) in (typing.Union, types.UnionType):
+        (hint,) = (member for member in get_args(hint) if member is not type(None))
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if get_origin(hint) is Literal:
+        if value not in get_args(hint):
+            raise UsageError(f"'{value}' is not possible", where=where, remedy=did_you_mean(str(value), get_args(hint)))
+        return value
+    if whole and hint in (float, str):
+        return hint(value)
+    if isinstance(value, hint) and (whole or hint is not int):
+        return value
+    kinds = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+    raise UsageError(f"{value!r} is not {kinds[hint]}", where=where)
+
+
+def descriptions() -> dict[str, str]:
+    """What TrainConfig's docstring says of each field; fields described together share one text."""
+    text = inspect.cleandoc(TrainConfig.__doc__ or "").partition("Attributes:\n")[2]
+    found = {}
+    for names, words in re.findall(r"^ {4}(\w[\w, ]*): (.*(?:\n {8}.*)*)", text, flags=re.MULTILINE):
+        for name in names.split(", "):
+            found[name] = " ".join(words.split()).translate({ord("`"): None, ord("*"): None}).rstrip(".")
+    return found
+
+
+def _whole_number(optional: bool) -> Callable[[Any, Sequence[Token]], int | None]:
+    """Reads a whole number strictly: cyclopts itself rounds ``--steps 1.5`` to 2."""
+
+    def convert(hint: Any, tokens: Sequence[Token]) -> int | None:
+        text = tokens[0].value
+        if optional and text.lower() == "none":
+            return None
+        try:
+            return int(text)
+        except ValueError:
+            raise ValueError(f"'{text}' is not a whole number") from None
+
+    return convert
+
+
+def _parameter(field: dataclasses.Field[Any], group: Group, text: str) -> Any:
+    hint = HINTS[field.name]
+    members = get_args(hint)
+    shown = field.default is not None and field.default is not False and "default" not in text
+    parameter = Parameter(
+        help=text,
+        group=group,
+        env_var=f"TUTTI_{field.name.upper()}",
+        show_default=str(field.default).removesuffix(".0") if shown else False,
+        converter=_whole_number(type(None) in members) if int in (hint, *members) else None,
+    )
+    return Annotated[hint, parameter]
+
+
+def flag_table() -> Any:
+    """A TypedDict with one optional key a field, by flag or ``TUTTI_*``: what is absent was not given."""
+    fields = {field.name: field for field in dataclasses.fields(TrainConfig)}
+    texts = descriptions()
+    keys = {}
+    for title, names in GROUPS.items():
+        for name in names:
+            keys[name] = _parameter(fields[name], HEADINGS[title], texts.get(name, ""))
+    return TypedDict("Flags", keys, total=False)  # type: ignore[operator]

@@ -1,0 +1,279 @@
+"""Collectives among the ranks of one line of the grid.
+
+Every collective of the *control* kind first compares a header (sequence number, operation, shape, dtype, name) over the
+ranks; where headers differ nothing is sent, and every rank raises MismatchError showing both calls. The gradient path
+skips that: its buckets are compared once at the start, carry a digest in every step, and travel in a process group of
+their own, so that they never meet another collective.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tutti.comm.stall import Call, StallInspector
+from tutti.errors import MismatchError
+from tutti.laws.keys import mix, name_key
+from tutti.world.context import World
+from tutti.world.grid import Grid
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup, Work
+
+_TEXT = 1024
+
+
+class Pending:
+    """A collective under way. ``wait`` returns when its result is there."""
+
+    def __init__(self, work: Work | None, call: Call | None, stall: StallInspector | None) -> None:
+        self._work, self._call, self._stall = work, call, stall
+
+    def wait(self) -> None:
+        """Block until done. Raises PeerError or MismatchError as ``StallInspector.wait``."""
+        if self._work is not None and self._stall is not None and self._call is not None:
+            self._stall.wait(self._work, self._call)
+
+
+_DONE = Pending(None, None, None)
+
+
+class Communicator:
+    """The ranks of one line of the grid, in order.
+
+    A communicator of one rank does nothing, quickly.
+
+    Args:
+        name: shown in messages.
+        ranks: their global numbers, in increasing order; this rank is one of them.
+        world: this process's place.
+        group: control process group; None for one rank.
+        fast: process group of the gradient path; None for one rank.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        ranks: tuple[int, ...],
+        world: World,
+        group: ProcessGroup | None,
+        fast: ProcessGroup | None,
+    ) -> None:
+        self.name, self.ranks, self.size = name, ranks, len(ranks)
+        self.rank = ranks.index(world.identity.rank)
+        self.device = world.device
+        self._group, self._fast, self.global_rank = group, fast, world.identity.rank
+        self.stall = StallInspector(world.store, world.identity.rank, world.identity.size, world.timeout)
+        self._sequence = 0
+
+    # --- the gradient path: verified once, no header ---------------------------------------------------------------
+
+    def start_all_reduce(self, flat: Tensor, text: str) -> Pending:
+        """Begin an in-place sum of ``flat`` over the ranks; its shape must have been agreed before."""
+        if self.size == 1:
+            return _DONE
+        work = dist.all_reduce(flat, group=self._fast, async_op=True)
+        return Pending(work, Call(text, self.ranks), self.stall)
+
+    def exchange_slices(self, send: Tensor, receive: Tensor, parts: Sequence[int], mine: int, text: str) -> None:
+        """All-to-all of rows: ``mine`` equal rows go to each rank, ``parts[s]`` rows come from rank ``s``.
+
+        Args:
+            send: (size · mine, row), rows for rank 0 first.
+            receive: (sum(parts), row).
+        """
+        if self.size == 1:
+            receive.copy_(send)
+            return
+        work = dist.all_to_all_single(receive, send, list(parts), [mine] * self.size, group=self._fast, async_op=True)
+        self.stall.wait(work, Call(text, self.ranks))
+
+    def gather_slices(self, mine: Tensor, text: str) -> Tensor:
+        """All-gather of equal slices: (n,) here → (size · n,) everywhere, in rank order."""
+        if self.size == 1:
+            return mine
+        whole = mine.new_empty(self.size * mine.numel())
+        work = dist.all_gather(list(whole.view(self.size, -1).unbind()), mine, group=self._fast, async_op=True)
+        self._wait(work, text)
+        return whole
+
+    def send(self, tensor: Tensor, to: int) -> None:
+        """Send to the neighbour ``to``, which knows shape and dtype. A broadcast in the group of the two."""
+        self._transfer(tensor, self.rank, to)
+
+    def receive(self, tensor: Tensor, source: int) -> None:
+        """Receive into ``tensor`` from the neighbour ``source``."""
+        self._transfer(tensor, source, self.rank)
+
+    def spread(self, tensor: Tensor, source: int, text: str) -> None:
+        """In-place copy of a tensor whose shape was agreed before, from rank ``source`` of this communicator."""
+        if self.size > 1:
+            self._wait(dist.broadcast(tensor, self.ranks[source], group=self._fast, async_op=True), text)
+
+    def _transfer(self, tensor: Tensor, source: int, to: int) -> None:
+        # Gloo closes a connection whose receive was waited for with a limit; a broadcast can be waited for in slices.
+        sender, receiver = self.ranks[source], self.ranks[to]
+        pair = min(sender, receiver), max(sender, receiver)
+        work = dist.broadcast(tensor, sender, group=_groups(pair)[1], async_op=True)
+        if work is not None:
+            self.stall.wait(work, Call(f"transfer from rank {sender} to rank {receiver}", pair))
+
+    # --- control: every call is compared first ---------------------------------------------------------------------
+
+    def all_reduce(self, tensor: Tensor, name: str) -> None:
+        """In-place sum over the ranks. Raises MismatchError where shape, dtype, name or operation differ."""
+        if self.size > 1:
+            self._compare(f"all_reduce '{name}' of {_shape(tensor)}")
+            self._wait(dist.all_reduce(tensor, group=self._carrier(tensor), async_op=True), f"all_reduce '{name}'")
+
+    def broadcast(self, tensor: Tensor, source: int, name: str) -> None:
+        """In-place copy from rank ``source`` of this communicator. Raises MismatchError as ``all_reduce``."""
+        if self.size > 1:
+            self._compare(f"broadcast '{name}' of {_shape(tensor)} from {source}")
+            work = dist.broadcast(tensor, self.ranks[source], group=self._carrier(tensor), async_op=True)
+            self._wait(work, f"broadcast '{name}'")
+
+    def all_gather(self, tensor: Tensor, name: str) -> list[Tensor]:
+        """Every rank's tensor, in rank order; all of one shape and dtype. Raises MismatchError as ``all_reduce``."""
+        if self.size == 1:
+            return [tensor]
+        self._compare(f"all_gather '{name}' of {_shape(tensor)}")
+        return self._gather(tensor, f"all_gather '{name}'")
+
+    def broadcast_json(self, value: Any, source: int, name: str) -> Any:
+        """A JSON value from rank ``source``; other ranks' ``value`` is ignored. Two broadcasts, no pickle."""
+        if self.size == 1:
+            return value
+        raw = json.dumps(value).encode() if self.rank == source else b""
+        length = torch.tensor([len(raw)])
+        self.broadcast(length, source, f"{name}, length")
+        payload = torch.zeros(int(length), dtype=torch.uint8)
+        if self.rank == source:
+            payload = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+        self.broadcast(payload, source, name)
+        return json.loads(bytes(payload.numpy()))
+
+    def agree(self, lines: Sequence[str], name: str, remedy: str) -> None:
+        """Compare text line by line over the ranks, by hash; where it differs, show the first difference.
+
+        Raises:
+            MismatchError: on every rank, naming two ranks and both their lines.
+        """
+        if self.size == 1:
+            return
+        sums = self._gather(_digests(lines), f"comparing {name}")
+        other = next((r for r, digest in enumerate(sums) if not torch.equal(digest, sums[0])), None)
+        if other is None:
+            return
+        counts = [int(c) for c in self._gather(torch.tensor([len(lines)]), f"comparing {name}")]
+        padded = torch.zeros(max(counts), dtype=torch.int64)
+        padded[: len(lines)] = torch.tensor([name_key(line) for line in lines])
+        table = self._gather(padded, f"comparing {name}")
+        differ = int((table[0] != table[other]).nonzero()[0])
+        said = self.texts(lines[differ] if differ < len(lines) else "(nothing)", f"comparing {name}")
+        raise MismatchError(
+            f"ranks disagree about {name}: rank {self.ranks[0]} has {said[0]}, "
+            f"rank {self.ranks[other]} has {said[other]}",
+            where=f"rank {self.global_rank}, entry {differ}",
+            remedy=remedy,
+        )
+
+    def _compare(self, text: str) -> None:
+        """Compare this call's header over the ranks before anything of it is sent."""
+        self._sequence += 1
+        header = torch.tensor([self._sequence, _signed(mix(name_key(text), len(text)))])
+        headers = torch.stack(self._gather(header, text))
+        if bool((headers == headers[0]).all()):
+            return
+        said = self.texts(f"call {self._sequence}: {text}", "comparing calls")
+        other = int((headers != headers[0]).any(dim=1).nonzero()[0])
+        raise MismatchError(
+            f"ranks are in different collectives: rank {self.ranks[0]} in {said[0]}, "
+            f"rank {self.ranks[other]} in {said[other]}",
+            where=f"rank {self.global_rank}",
+            remedy="nothing was sent; make all ranks call the same collectives with the same shapes, in the same order",
+        )
+
+    def texts(self, text: str, name: str) -> list[str]:
+        """Every rank's text, in rank order, each cut to 1 KiB. ``name`` is shown where a rank does not come."""
+        if self.size == 1:
+            return [text]
+        raw = text.encode()[:_TEXT]
+        padded = torch.zeros(_TEXT, dtype=torch.uint8)
+        padded[: len(raw)] = torch.tensor(list(raw), dtype=torch.uint8)
+        texts = self._gather(padded, name)
+        return [bytes(t.numpy()).rstrip(b"\0").decode(errors="replace") for t in texts]
+
+    def _gather(self, tensor: Tensor, text: str) -> list[Tensor]:
+        parts = [torch.empty_like(tensor) for _ in self.ranks]
+        self._wait(dist.all_gather(parts, tensor, group=self._carrier(tensor), async_op=True), text)
+        return parts
+
+    def _carrier(self, tensor: Tensor) -> ProcessGroup | None:
+        """Headers and CPU tensors go by the control group; CUDA tensors need NCCL, which only the other one has."""
+        return self._fast if tensor.is_cuda else self._group
+
+    def _wait(self, work: Work | None, text: str) -> None:
+        if work is not None:
+            self.stall.wait(work, Call(f"{text} ({self.name})", self.ranks))
+
+
+class Communicators:
+    """The communicators along a grid's axes, made when first asked for (by all ranks alike) and kept.
+
+    ``world`` has all ranks, ``replica`` those that hold the same part of the model, ``model`` those of one replica.
+    """
+
+    def __init__(self, world: World, grid: Grid) -> None:
+        self._world, self._grid = world, grid
+        self.world = self._line("world", "replica", "shard", "stage", "tensor")
+        self.replica = self._line("replica", "replica", "shard")
+        self.model = self._line("model", "stage", "tensor")
+        for line in self._lines("stage", "tensor"):
+            for pair in pairwise(line):
+                _groups(pair)
+
+    def _line(self, name: str, *axes: str) -> Communicator:
+        """This rank's line along ``axes``. Collective: every rank makes the groups of all lines, in one order."""
+        made = {line: _groups(line) for line in self._lines(*axes)}
+        mine = self._grid.along(*axes)
+        return Communicator(name, mine, self._world, *made[mine])
+
+    def _lines(self, *axes: str) -> list[tuple[int, ...]]:
+        """Every rank's line along ``axes``, each once, in the same order on all ranks."""
+        return sorted({Grid(*self._grid.shape, rank).along(*axes) for rank in range(self._grid.size)})
+
+
+_cache: dict[tuple[Any, tuple[int, ...]], tuple[ProcessGroup, ProcessGroup]] = {}
+
+
+def _groups(ranks: tuple[int, ...]) -> tuple[ProcessGroup | None, ProcessGroup | None]:
+    """Control and gradient process group of ``ranks``, made once a world: connections are not free."""
+    if len(ranks) == 1:
+        return None, None
+    key = (dist.group.WORLD, ranks)
+    if key not in _cache:
+        control = dist.new_group(list(ranks), backend="gloo")
+        fast = dist.new_group(list(ranks))
+        _cache[key] = (control, fast)
+    return _cache[key]
+
+
+def _digests(lines: Sequence[str]) -> Tensor:
+    """Two independent 64-bit digests of ``lines``."""
+    keys = [name_key(line) for line in lines]
+    return torch.tensor([_signed(mix(1, len(lines), *keys)), _signed(mix(2, *reversed(keys)))])
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >= 1 << 63 else value
+
+
+def _shape(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"

@@ -1,0 +1,5 @@
+"""The order of samples, who gets which, and how they are read."""
+
+from tutti.data.source import AugmentKey, Source
+
+__all__ = ["AugmentKey", "Source"]

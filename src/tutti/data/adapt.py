@@ -1,0 +1,110 @@
+"""Sources from what people already have."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import TensorDataset, default_collate
+
+from tutti.data.hashing import hash64
+from tutti.data.source import AugmentKey, Source
+from tutti.errors import DataError, UsageError
+from tutti.types import Batch
+
+
+def adapt(data: Any) -> Source:
+    """``data`` as a source: a source itself, tensors (alone, a tuple or a ``TensorDataset``), or a map-style dataset.
+
+    Raises:
+        UsageError: it has no length or no items by number.
+        DataError: it is empty.
+    """
+    if isinstance(data, Source):
+        source: Source = data
+    elif isinstance(data, TensorDataset):
+        source = TensorSource(tuple(data.tensors))
+    elif isinstance(data, Tensor):
+        source = TensorSource(data)
+    elif isinstance(data, tuple | list) and data and all(isinstance(t, Tensor) for t in data):
+        source = TensorSource(tuple(data))
+    elif hasattr(data, "__getitem__") and hasattr(data, "__len__"):
+        source = ItemSource(data)
+    else:
+        raise UsageError(
+            f"cannot read samples from a {type(data).__name__}",
+            remedy="give tensors, a TensorDataset or any dataset with __len__ and __getitem__",
+        )
+    if len(source) == 0:
+        raise DataError(f"the data set ({type(data).__name__}) is empty", remedy="check its path and filters")
+    return source
+
+
+class TensorSource:
+    """Tensors whose first dimension is the sample."""
+
+    def __init__(self, tensors: Tensor | tuple[Tensor, ...]) -> None:
+        self._tensors = tensors
+        lengths = {len(t) for t in (tensors if isinstance(tensors, tuple) else (tensors,))}
+        if len(lengths) != 1:
+            raise DataError(f"tensors of different lengths {sorted(lengths)}", remedy="one entry a sample in each")
+        self._length = lengths.pop()
+
+    def __len__(self) -> int:
+        return self._length
+
+    def fetch(self, indices: NDArray[np.int64], augment: AugmentKey | None) -> Batch:
+        """Rows by number. Nothing is random."""
+        rows = torch.from_numpy(indices)
+        if isinstance(self._tensors, Tensor):
+            return self._tensors.index_select(0, rows)
+        return tuple(t.index_select(0, rows) for t in self._tensors)
+
+
+class ItemSource:
+    """Any map-style dataset, one item at a time.
+
+    Random draws of an item (augmentation with Python's, NumPy's or PyTorch's global generators) are keyed by
+    (seed, epoch, sample): they do not depend on the rank, the worker or what was read before.
+    """
+
+    def __init__(self, items: Any) -> None:
+        self._items = items
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def fetch(self, indices: NDArray[np.int64], augment: AugmentKey | None) -> Batch:
+        """Items by number, collated as PyTorch's DataLoader does. Raises DataError naming an item that fails."""
+        key = augment or AugmentKey(0, -1)
+        keys = hash64(key.seed, key.epoch, indices)
+        with _own_generators():
+            return default_collate([self._item(int(i), int(k)) for i, k in zip(indices, keys, strict=True)])
+
+    def _item(self, index: int, key: int) -> Any:
+        random.seed(key)
+        np.random.seed(key & 0xFFFFFFFF)
+        torch.default_generator.manual_seed(key >> 1)
+        try:
+            return self._items[index]
+        except (IndexError, KeyError, OSError, ValueError) as error:
+            why = f"{type(error).__name__}: {error}"
+            raise DataError(f"cannot read sample {index}", where=type(self._items).__name__, why=why) from error
+
+
+@contextmanager
+def _own_generators() -> Iterator[None]:
+    """Give the global generators back as they were."""
+    states = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.default_generator.set_state(states[2])

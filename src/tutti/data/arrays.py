@@ -1,0 +1,114 @@
+"""Samples that already are arrays, in memory or mapped from a file, with normalisation and augmentation at fetch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tutti.data.hashing import hash64
+from tutti.data.source import AugmentKey
+from tutti.errors import DataError
+
+Augmentation: TypeAlias = Callable[[NDArray[Any], NDArray[np.uint64]], NDArray[Any]]
+"""``augmentation(inputs, bits)``: a changed copy of a batch, one 64-bit random number for each sample."""
+
+# Sample order is drawn from (seed, epoch, …) too; a stream of its own keeps crops independent of positions.
+_STREAM = int.from_bytes(b"augment", "big")
+_BLOCK = 64
+
+
+@dataclass(frozen=True)
+class CropFlip:
+    """Shift by up to ``pad`` pixels with black borders and mirror every other image.
+
+    The standard augmentation of CIFAR (He et al. 2015, arXiv:1512.03385, §4.2): pad by 4, crop back, flip.
+    """
+
+    pad: int = 4
+
+    def __call__(self, images: NDArray[Any], bits: NDArray[np.uint64]) -> NDArray[Any]:
+        """Images (samples, channels, height, width) and bits (samples,) to images of the same shape."""
+        samples, channels, height, width = images.shape
+        pad, places = self.pad, np.uint64(2 * self.pad + 1)
+        padded = np.zeros((samples, channels, height + 2 * pad, width + 2 * pad), dtype=images.dtype)
+        padded[:, :, pad : pad + height, pad : pad + width] = images
+        low24 = np.uint64(0xFFFFFF)
+        top = ((bits & low24) * places) >> np.uint64(24)
+        left = (((bits >> np.uint64(24)) & low24) * places) >> np.uint64(24)
+        windows = np.lib.stride_tricks.sliding_window_view(padded, (height, width), axis=(2, 3))
+        cropped = windows[np.arange(samples), :, top.astype(np.intp), left.astype(np.intp)]
+        mirrored = (bits >> np.uint64(63)).astype(bool)
+        cropped[mirrored] = cropped[mirrored][..., ::-1]
+        return cropped
+
+
+class ArraySource:
+    """Pairs (inputs, targets) out of two arrays; a ``tutti.data.source.Source``.
+
+    Args:
+        inputs: (samples, …); uint8 images are (samples, channels, height, width).
+        targets: (samples, …).
+        mean, std: of each channel in units of the inputs' full scale (1 for floats, 255 for uint8); the fetched
+            inputs are (inputs / scale - mean) / std in float32. Without them inputs are fetched as they are.
+        augment: applied to the raw inputs of every fetch that has an ``AugmentKey``.
+
+    Raises:
+        DataError: no samples, or not as many targets as inputs.
+    """
+
+    def __init__(
+        self,
+        inputs: NDArray[Any],
+        targets: NDArray[Any],
+        *,
+        mean: Sequence[float] | None = None,
+        std: Sequence[float] | None = None,
+        augment: Augmentation | None = None,
+    ) -> None:
+        if len(inputs) != len(targets):
+            raise DataError(f"there are {len(inputs)} inputs and {len(targets)} targets", remedy="give one of each")
+        if not len(inputs):
+            raise DataError("there are no samples", remedy="give at least one")
+        # The view without np.memmap's subclass is the same pages without its bookkeeping on every fetch.
+        self.inputs, self.targets, self.augment = np.asarray(inputs), np.asarray(targets), augment
+        self._line: tuple[NDArray[np.float32], NDArray[np.float32]] | None = None
+        if mean is not None and std is not None:
+            scale = 255.0 if self.inputs.dtype == np.uint8 else 1.0
+            shape = (len(mean), *(1,) * (self.inputs.ndim - 2))
+            centre, spread = (np.asarray(values, dtype=np.float64).reshape(shape) for values in (mean, std))
+            self._line = (1 / (scale * spread)).astype(np.float32), (-centre / spread).astype(np.float32)
+
+    def __len__(self) -> int:
+        """Samples in one epoch."""
+        return len(self.inputs)
+
+    def fetch(self, indices: NDArray[np.int64], augment: AugmentKey | None) -> tuple[Tensor, Tensor]:
+        """Inputs and targets of ``indices``, in that order, contiguous on the CPU.
+
+        Augmentation depends on nothing but (augment.seed, augment.epoch, index).
+        """
+        picked = self.inputs[indices]
+        if augment is not None and self.augment is not None:
+            picked = self.augment(picked, hash64(_STREAM, augment.seed, augment.epoch, np.asarray(indices)))
+        inputs = np.ascontiguousarray(picked) if self._line is None else _affine(picked, *self._line)
+        return torch.from_numpy(inputs), torch.from_numpy(self.targets[indices])
+
+
+def _affine(raw: NDArray[Any], factor: NDArray[np.float32], shift: NDArray[np.float32]) -> NDArray[np.float32]:
+    """raw · factor + shift in float32.
+
+    NumPy in blocks that stay in the cache, and not torch: its threads would fight with those that train meanwhile.
+    """
+    out = np.empty(raw.shape, dtype=np.float32)
+    for start in range(0, len(raw), _BLOCK):
+        block = out[start : start + _BLOCK]
+        block[...] = raw[start : start + _BLOCK]
+        block *= factor
+        block += shift
+    return out

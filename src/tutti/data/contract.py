@@ -1,0 +1,93 @@
+"""The batch contract: everything that follows from a global batch, a number of workers and a number of data ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from tutti.errors import DataError, UsageError
+from tutti.laws.shares import chunks, share
+
+
+@dataclass(frozen=True)
+class BatchContract:
+    """Who gets which samples. Pure arithmetic.
+
+    Attributes:
+        dataset: samples in an epoch.
+        batch: samples in a global batch B, over all workers.
+        workers: logical replicas N.
+        ranks: data ranks R that play them.
+        micro: largest micro-batch; None for a worker's whole share.
+    """
+
+    dataset: int
+    batch: int
+    workers: int
+    ranks: int = 1
+    micro: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.dataset < 1:
+            raise DataError("the training set is empty", remedy="check the path and the filters of the data")
+        if self.batch < self.workers:
+            raise UsageError(
+                f"a global batch of {self.batch} gives {self.workers} workers less than one sample each",
+                remedy=f"take --batch-size {self.workers} or more, or fewer workers",
+            )
+        if self.workers < self.ranks:
+            raise UsageError(
+                f"{self.workers} workers cannot be spread over {self.ranks} data ranks",
+                remedy=f"take {self.ranks} workers or more, or fewer devices",
+            )
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Global batches in an epoch; the last may be smaller, no sample is dropped."""
+        return math.ceil(self.dataset / self.batch)
+
+    def samples(self, step: int) -> int:
+        """Samples in global batch ``step`` of an epoch, from 0."""
+        return min(self.batch, self.dataset - step * self.batch)
+
+    def mine(self, rank: int) -> range:
+        """The contiguous workers that data rank ``rank`` plays."""
+        return share(self.workers, self.ranks, rank)
+
+    def worker(self, samples: int, worker: int) -> range:
+        """Where a worker's share lies within a global batch of ``samples``."""
+        return share(samples, self.workers, worker)
+
+    def cells(self, count: int) -> list[range]:
+        """A worker's ``count`` samples as micro-batches."""
+        return chunks(count, self.micro)
+
+    def consumed(self, steps: int) -> int:
+        """Samples consumed after ``steps`` steps."""
+        epochs, rest = divmod(steps, self.steps_per_epoch)
+        return epochs * self.dataset + min(rest * self.batch, self.dataset)
+
+    def describe(self) -> Mapping[str, str]:
+        """All derived numbers, for people."""
+        big, small = len(share(self.batch, self.workers, 0)), len(share(self.batch, self.workers, self.workers - 1))
+        most, least = len(self.mine(0)), len(self.mine(self.ranks - 1))
+        last = self.samples(self.steps_per_epoch - 1)
+        micro = len(self.cells(big)[0])
+        lines = {
+            "global batch": f"{self.batch} samples",
+            "workers": f"{self.workers}, each {_between(small, big)} samples a step",
+            "micro-batch": f"{micro} samples × {len(self.cells(big))} accumulated",
+            "data ranks": f"{self.ranks}, each plays {_between(least, most)} workers",
+            "epoch": f"{self.dataset} samples = {self.steps_per_epoch} steps",
+        }
+        if most != least:
+            busy = self.workers / (self.ranks * most)
+            lines["imbalance"] = f"ranks with {least} wait for those with {most}: {busy:.0%} busy"
+        if last != self.batch:
+            lines["last batch"] = f"{last} samples, weighted exactly"
+        return lines
+
+
+def _between(low: int, high: int) -> str:
+    return str(low) if low == high else f"{low} or {high}"

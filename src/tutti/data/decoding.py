@@ -1,0 +1,90 @@
+"""Encoded images into one array, several at a time. Pillow is imported on first use; no torch."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tutti.errors import DataError
+
+SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".webp"})
+# Pillow would otherwise try formats that start other programs, such as EPS.
+_FORMATS = ("PNG", "JPEG", "BMP", "WEBP")
+_CHUNK = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """One image as it is stored: its bytes or its file, its label, and where it is for messages."""
+
+    data: bytes | Path
+    label: int
+    where: str
+
+
+def record(size: int) -> np.dtype[Any]:
+    """One sample: its label and its image (3, size, size), as in CIFAR's own binary files."""
+    return np.dtype([("label", "<u2"), ("image", "u1", (3, size, size))])
+
+
+def decode(rows: Iterable[Encoded], size: int) -> NDArray[Any]:
+    """Decode in a thread pool, in order; dtype ``record(size)``.
+
+    Raises:
+        DataError: the first image, in order, that is broken or is not size × size; Pillow is not installed.
+    """
+    try:
+        import PIL.Image  # noqa: F401
+    except ImportError:
+        raise DataError("reading images needs Pillow", remedy="run pip install 'tutti[data]'") from None
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        chunks = list(pool.map(lambda chunk: _decode_chunk(chunk, size), _chunks(rows)))
+    return np.concatenate(chunks) if chunks else np.empty(0, dtype=record(size))
+
+
+def _chunks(rows: Iterable[Encoded]) -> Iterator[list[Encoded]]:
+    iterator = iter(rows)
+    while chunk := list(islice(iterator, _CHUNK)):
+        yield chunk
+
+
+def _decode_chunk(rows: Sequence[Encoded], size: int) -> NDArray[Any]:
+    out = np.empty(len(rows), dtype=record(size))
+    labels, images = out["label"], out["image"]
+    for i, row in enumerate(rows):
+        labels[i] = row.label
+        images[i] = _pixels(row, size).transpose(2, 0, 1)
+    return out
+
+
+def _pixels(row: Encoded, size: int) -> NDArray[np.uint8]:
+    """Red, green and blue of one image: (size, size, 3)."""
+    from PIL import Image
+
+    try:
+        data = row.data if isinstance(row.data, bytes) else row.data.read_bytes()
+        with Image.open(io.BytesIO(data), formats=_FORMATS) as image:
+            # Before any pixel is decoded: a small file may claim to be a gigantic image.
+            if image.size != (size, size):
+                width, height = image.size
+                raise DataError(
+                    f"an image is {width}×{height} and not {size}×{size}",
+                    where=row.where,
+                    remedy=f"resize all images to {size}×{size}",
+                )
+            return np.asarray(image.convert("RGB"))
+    except DataError:
+        raise
+    except Exception as error:  # Pillow raises errors of many kinds for broken files
+        raise DataError(
+            "an image is broken", where=row.where, why=str(error) or type(error).__name__, remedy="replace or remove it"
+        ) from error

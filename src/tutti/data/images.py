@@ -1,0 +1,299 @@
+"""Labelled images of one size: from parquet files as the hub stores them, from folders of files, or from the hub.
+
+Nothing outside the given folder is read, only files that are images by their extension are opened, and nothing is
+unpickled. pyarrow, Pillow and ``datasets`` are imported on first use; no torch.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.util
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tutti.data.cache import cached
+from tutti.data.decoding import SUFFIXES, Encoded, decode
+from tutti.errors import DataError
+
+# Where both exist, the validation set is the one to look at during training.
+_HELD_OUT = ("val", "validation", "test")
+_IMAGE_COLUMNS = ("img", "image")
+_CACHE_VERSION = 1
+_LAYOUTS = "train-*.parquet and test-*.parquet (or in plain_text/ or data/), or train/CLASS/*.png and test/CLASS/*.png"
+
+
+@dataclass(frozen=True)
+class Split:
+    """One set of images that is found but not yet read.
+
+    Attributes:
+        name: for messages.
+        classes: names of the labels 0, 1, ….
+        files: what the images are read from; their names, sizes and times identify the content.
+        rows: reads the encoded images, in a fixed order.
+    """
+
+    name: str
+    classes: tuple[str, ...]
+    files: tuple[Path, ...]
+    rows: Callable[[], Iterator[Encoded]]
+
+
+def find(data: str, *, classes: Sequence[str], hub: str | None = None) -> tuple[Split, Split]:
+    """The training and the held-out set of a folder, or of the hub's repository ``hub``; reads no image.
+
+    Args:
+        data: a folder in one of two layouts, or ``hub``.
+        classes: names of the labels where a hub layout has no README.md that gives them.
+        hub: the one repository name that ``data`` may be.
+
+    Raises:
+        DataError: no such folder, neither layout, no images, or a link that leads out of the folder.
+    """
+    if data == hub and not Path(data).exists():
+        return _hub(data)
+    root = _root(data)
+    if (root / "train").is_dir():
+        return _folders(root)
+    names = _class_names(root) or tuple(classes)
+    train, held_out = (
+        Split(name, names, files, functools.partial(_parquet_rows, files, len(names)))
+        for name, files in zip(("train", "held-out"), _parquet_pair(root), strict=True)
+    )
+    return train, held_out
+
+
+def check(data: str, *, hub: str | None = None) -> None:
+    """Whether ``find`` can be tried, in a millisecond: the folder has one of the layouts, or ``datasets`` is installed.
+
+    Raises:
+        DataError: it cannot.
+    """
+    if data != hub or Path(data).exists():
+        root = _root(data)
+        _held_out_folder(root) if (root / "train").is_dir() else _parquet_pair(root)
+    elif importlib.util.find_spec("datasets") is None:
+        raise DataError(
+            f"'{data}' is no folder here, and reading it from the hub needs the package datasets",
+            remedy="run pip install datasets, or give a folder with --data",
+        )
+
+
+def read(split: Split, size: int) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+    """Images (samples, 3, size, size) and labels (samples,); decoded once, then mapped from the cache.
+
+    Raises:
+        DataError: a broken image, another size, a label out of range, a file that cannot be read, or an empty set.
+    """
+    stamps = [(str(file), (status := file.stat()).st_size, status.st_mtime_ns) for file in split.files]
+    identity = json.dumps([_CACHE_VERSION, size, split.classes, stamps])
+    key = hashlib.sha256(identity.encode()).hexdigest()[:32]
+
+    def make() -> NDArray[Any]:
+        records = decode(split.rows(), size)
+        if not len(records):
+            raise DataError(f"the {split.name} set is empty", where=str(split.files[0]), remedy="give some images")
+        return records
+
+    records = np.asarray(cached(key, make))
+    return records["image"], records["label"].astype(np.int64)
+
+
+def _root(data: str) -> Path:
+    try:
+        root = Path(data).expanduser().resolve(strict=True)
+    except (OSError, RuntimeError):
+        raise DataError("there is no such folder", where=data, remedy="check --data") from None
+    if not root.is_dir():
+        raise DataError("this is no folder", where=data, remedy=f"give a folder that holds {_LAYOUTS}")
+    return root
+
+
+def _inside(path: Path, root: Path) -> Path:
+    """``path`` without links. Raises DataError where it leads out of ``root`` or nowhere."""
+    try:
+        target = path.resolve(strict=True)
+    except (OSError, RuntimeError) as error:
+        raise DataError("a link leads nowhere", where=str(path), remedy="remove it") from error
+    if not target.is_relative_to(root):
+        raise DataError("a link leads out of the data folder", where=str(path), remedy="put a copy in its place")
+    return target
+
+
+# Folders of image files.
+
+
+def _folders(root: Path) -> tuple[Split, Split]:
+    train, held_out = _inside(root / "train", root), _inside(_held_out_folder(root), root)
+    classes = tuple(path.name for path in _entries(train) if path.is_dir())
+    return _folder_split(train, root, classes), _folder_split(held_out, root, classes)
+
+
+def _held_out_folder(root: Path) -> Path:
+    for name in _HELD_OUT:
+        if (root / name).is_dir():
+            return root / name
+    raise DataError("there are no held-out images", where=str(root), remedy="add the folder test/ or val/")
+
+
+def _folder_split(folder: Path, root: Path, classes: tuple[str, ...]) -> Split:
+    found: list[tuple[Path, int]] = []
+    for subfolder in _entries(folder):
+        if not subfolder.is_dir():
+            continue
+        if subfolder.name not in classes:
+            raise DataError(
+                f"class '{subfolder.name}' has no training images", where=str(subfolder), remedy="add it to train/"
+            )
+        label = classes.index(subfolder.name)
+        files = _entries(_inside(subfolder, root))
+        found += [(_image_file(file, root), label) for file in files if file.suffix.lower() in SUFFIXES]
+    if not found:
+        raise DataError("there are no images", where=str(folder), remedy="the folder should hold CLASS/*.png")
+    return Split(
+        folder.name,
+        classes,
+        tuple(file for file, _ in found),
+        lambda: (Encoded(file, label, str(file)) for file, label in found),
+    )
+
+
+def _entries(folder: Path) -> list[Path]:
+    """What lies in a folder, sorted by name, hidden files left out. Raises DataError where it cannot be listed."""
+    try:
+        return sorted(path for path in folder.iterdir() if not path.name.startswith("."))
+    except OSError as error:
+        raise DataError("this folder cannot be listed", where=str(folder), why=str(error)) from error
+
+
+def _image_file(file: Path, root: Path) -> Path:
+    target = _inside(file, root) if file.is_symlink() else file
+    # A named pipe would be waited for, and a link inside the folder may rename any file to an image.
+    if not target.is_file() or target.suffix.lower() not in SUFFIXES:
+        raise DataError("this is no image file", where=str(file), remedy="remove it")
+    return target
+
+
+# Parquet files in the hub's layout.
+
+
+def _class_names(root: Path) -> tuple[str, ...]:
+    """The class names that the front matter of README.md gives, in order of their labels; () where it gives none."""
+    readme = root / "README.md"
+    if not readme.is_file():
+        return ()
+    text = _inside(readme, root).read_text(encoding="utf-8", errors="replace")
+    front = re.match(r"---\n(.*?)\n---", text, re.DOTALL)
+    block = re.search(r"^ *names:\n((?: *['\"]?\d+['\"]?: .*\n?)+)", front[1] if front else "", re.MULTILINE)
+    pairs = re.findall(r"['\"]?(\d+)['\"]?: (.*)", block[1] if block else "")
+    names = {int(label): name.strip().strip("'\"") for label, name in pairs}
+    return tuple(names[label] for label in sorted(names)) if sorted(names) == list(range(len(names))) else ()
+
+
+def _parquet_pair(root: Path) -> tuple[tuple[Path, ...], tuple[Path, ...]]:
+    train, held_out = _parquet_files(root, ("train",)), _parquet_files(root, _HELD_OUT)
+    if not train or not held_out:
+        raise DataError("no images found", where=str(root), remedy=f"the folder should hold {_LAYOUTS}")
+    return train, held_out
+
+
+def _parquet_files(root: Path, words: Sequence[str]) -> tuple[Path, ...]:
+    for word in words:
+        for folder in (root / "plain_text", root / "data", root):
+            if files := sorted(folder.glob(f"{word}-*.parquet")):
+                return tuple(_inside(file, root) for file in files)
+    return ()
+
+
+def _parquet_rows(files: Sequence[Path], classes: int) -> Iterator[Encoded]:
+    try:
+        import pyarrow
+        import pyarrow.parquet as parquet
+    except ImportError:
+        raise DataError("reading parquet files needs pyarrow", remedy="run pip install 'tutti[data]'") from None
+    for path in files:
+        try:
+            with parquet.ParquetFile(path) as file:
+                _check_columns(file.schema_arrow.names, str(path))
+                column = next(name for name in _IMAGE_COLUMNS if name in file.schema_arrow.names)
+                first = 0
+                for batch in file.iter_batches(1024, columns=[column, "label"]):
+                    yield from _rows(batch, classes, str(path), first)
+                    first += batch.num_rows
+        except (pyarrow.ArrowException, OSError) as error:
+            raise DataError(
+                "this parquet file cannot be read", where=str(path), why=str(error), remedy="download it again"
+            ) from error
+
+
+def _check_columns(names: Sequence[str], where: str) -> None:
+    if "label" not in names or not any(name in names for name in _IMAGE_COLUMNS):
+        raise DataError(
+            f"the columns are {', '.join(names)}", where=where, remedy="there should be img (bytes, path) and label"
+        )
+
+
+def _rows(batch: Any, classes: int, where: str, first: int) -> Iterator[Encoded]:
+    """The rows of an Arrow record batch whose first row has the number ``first``."""
+    column = next(batch.column(name) for name in _IMAGE_COLUMNS if name in batch.schema.names)
+    try:
+        images = column.field("bytes").to_pylist()
+    except (AttributeError, KeyError):
+        raise DataError(
+            f"images are stored as {column.type}", where=where, remedy="the column should be a struct of bytes and path"
+        ) from None
+    for row, (image, label) in enumerate(zip(images, batch.column("label").to_pylist(), strict=True), first):
+        place = f"{where}, row {row}"
+        if not isinstance(label, int) or not 0 <= label < classes:
+            raise DataError(f"the label {label} is not in 0 … {classes - 1}", where=place, remedy="correct the label")
+        if not isinstance(image, bytes):
+            raise DataError("there is no image in this row", where=place, remedy="store the bytes in the column img")
+        yield Encoded(image, label, place)
+
+
+# The hub.
+
+
+def _hub(name: str) -> tuple[Split, Split]:
+    check(name, hub=name)
+    import datasets
+
+    try:
+        loaded = datasets.load_dataset(name)
+    except Exception as error:  # the library's errors are of many kinds: no network, no such name, no space
+        raise DataError(
+            f"cannot load '{name}' from the hub",
+            why=f"{type(error).__name__}: {error}",
+            remedy="check the network, or download the repository and give its folder with --data",
+        ) from error
+    held_out = next((word for word in _HELD_OUT if word in loaded), None)
+    if "train" not in loaded or held_out is None:
+        raise DataError(f"'{name}' has the splits {', '.join(loaded)}", remedy="it should have train and test")
+    return _hub_split(loaded["train"], name, "train"), _hub_split(loaded[held_out], name, held_out)
+
+
+def _hub_split(table: Any, name: str, split: str) -> Split:
+    import datasets
+
+    where = f"{name}, {split}"
+    _check_columns(table.column_names, where)
+    column = next(word for word in _IMAGE_COLUMNS if word in table.column_names)
+    encoded = table.cast_column(column, datasets.Image(decode=False)).with_format("arrow")
+    classes = tuple(table.features["label"].names)
+
+    def rows() -> Iterator[Encoded]:
+        first = 0
+        for part in encoded.iter(batch_size=1024):
+            for batch in part.to_batches():
+                yield from _rows(batch, len(classes), where, first)
+                first += batch.num_rows
+
+    return Split(where, classes, tuple(Path(file["filename"]) for file in table.cache_files), rows)

@@ -1,0 +1,214 @@
+"""Grey images with binary masks, from folders of files: ``train/image/NN.png`` and ``train/label/NN.png``.
+
+Nothing outside the given folder is read, and only files that are images by their extension are opened. Pillow is
+imported on first use, torch on the first fetch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tutti.data.cache import cached
+from tutti.data.decoding import SUFFIXES
+from tutti.data.hashing import hash64
+from tutti.data.source import AugmentKey
+from tutti.errors import DataError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+    from torch import Tensor
+
+HELD_OUT = 5
+_STREAM = int.from_bytes(b"dihedral", "big")
+_CACHE_VERSION = 1
+# Pillow would otherwise try formats that start other programs, such as EPS.
+_FORMATS = ("PNG", "JPEG", "BMP", "WEBP")
+_DEEP = ("I", "F")
+_LAYOUT = "the folder should hold train/image/NN.png and train/label/NN.png"
+
+Pairs: TypeAlias = NDArray[np.uint8]
+"""Images beside their masks: (samples, 2, height, width), grey levels in channel 0, 0 or 1 in channel 1."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The files of one image and its mask."""
+
+    image: Path
+    mask: Path
+
+
+class MaskSource:
+    """Images and their masks by number; a ``tutti.data.Source``.
+
+    Args:
+        pairs: as ``read`` gives them.
+        augment: one of the eight symmetries of the square (four of other rectangles) for each sample and epoch.
+    """
+
+    def __init__(self, pairs: Pairs, *, augment: bool = False) -> None:
+        self._pairs, self._augment = pairs, augment
+
+    def __len__(self) -> int:
+        """Images."""
+        return len(self._pairs)
+
+    def fetch(self, indices: NDArray[np.int64], augment: AugmentKey | None) -> dict[str, Tensor]:
+        """``image``: float32 in [-2, 2], ``mask``: uint8, 0 or 1; both (samples, 1, height, width).
+
+        Augmentation depends on nothing but (augment.seed, augment.epoch, index).
+        """
+        import torch
+
+        picked = self._pairs[indices]
+        if augment is not None and self._augment:
+            turn(picked, hash64(_STREAM, augment.seed, augment.epoch, np.asarray(indices)))
+        image = (picked[:, :1].astype(np.float32) - 127.5) / 63.75
+        return {"image": torch.from_numpy(image), "mask": torch.from_numpy(picked[:, 1:].copy())}
+
+
+def turn(pairs: Pairs, bits: NDArray[np.uint64]) -> None:
+    """Mirror and turn each pair in place: image and mask alike, by three of its 64 random bits."""
+    square = pairs.shape[2] == pairs.shape[3]
+    draws = np.stack([bits >> np.uint64(place) & np.uint64(1) for place in (61, 62, 63)], axis=1).astype(bool)
+    for pair, (upside_down, mirrored, transposed) in zip(pairs, draws, strict=True):
+        changed = pair.transpose(0, 2, 1) if square and transposed else pair
+        pair[...] = changed[:, :: -1 if upside_down else 1, :: -1 if mirrored else 1].copy()
+
+
+def check(data: str) -> None:
+    """Whether every image of the folder has a mask; opens no image. Raises DataError."""
+    find(data)
+
+
+def find(data: str) -> tuple[tuple[Pair, ...], tuple[Pair, ...]]:
+    """The training and the held-out pairs, sorted by name; opens no image.
+
+    Without the folder ``test`` the last five of ``train`` are held out.
+
+    Raises:
+        DataError: no such folder, another layout, no images, an image without a mask, a mask without an image, or a
+            link that leads out of the folder.
+    """
+    try:
+        root = Path(data).expanduser().resolve(strict=True)
+    except (OSError, RuntimeError):
+        raise DataError("there is no such folder", where=data, remedy="check --data") from None
+    train = _pairs(root / "train", root)
+    if (root / "test").is_dir():
+        return train, _pairs(root / "test", root)
+    if len(train) <= HELD_OUT:
+        raise DataError(
+            f"there are {len(train)} images, and {HELD_OUT} are held out for evaluation",
+            where=str(root / "train"),
+            remedy="add more, or add test/image and test/label",
+        )
+    return train[:-HELD_OUT], train[-HELD_OUT:]
+
+
+def read(pairs: tuple[Pair, ...]) -> Pairs:
+    """All images with their masks; decoded once, then mapped from the cache.
+
+    Raises:
+        DataError: a broken image, one with more than 8 bits a pixel, another size than the first one's or its mask's,
+            or a mask with more than one level besides 0.
+    """
+    files = [file for pair in pairs for file in (pair.image, pair.mask)]
+    stamps = [(str(file), (status := file.stat()).st_size, status.st_mtime_ns) for file in files]
+    key = hashlib.sha256(json.dumps(["masks", _CACHE_VERSION, stamps]).encode()).hexdigest()[:32]
+    return np.asarray(cached(key, lambda: _decode(pairs)))
+
+
+def _pairs(folder: Path, root: Path) -> tuple[Pair, ...]:
+    images, masks = (_files(folder / name, root) for name in ("image", "label"))
+    for have, other, name in ((images, masks, "mask"), (masks, images, "image")):
+        if missing := sorted(have.keys() - other.keys()):
+            partner = folder / ("label" if name == "mask" else "image")
+            raise DataError(
+                f"there is no {name} for it", where=str(have[missing[0]]), remedy=f"add {missing[0]}.png to {partner}"
+            )
+    return tuple(Pair(images[name], masks[name]) for name in sorted(images))
+
+
+def _files(folder: Path, root: Path) -> dict[str, Path]:
+    """Image files by name without extension. Raises DataError where there are none."""
+    try:
+        paths = sorted(folder.iterdir())
+    except OSError as error:
+        raise DataError("this folder cannot be listed", where=str(folder), why=error.strerror, remedy=_LAYOUT) from None
+    found: dict[str, Path] = {}
+    for path in paths:
+        if path.suffix.lower() not in SUFFIXES or path.name.startswith("."):
+            continue
+        # A named pipe would be waited for, and a link may lead to any file of the machine.
+        target = path.resolve()
+        if not target.is_file() or not target.is_relative_to(root):
+            raise DataError("this is no image file of the folder", where=str(path), remedy="put a copy in its place")
+        if path.stem in found:
+            raise DataError(f"there are two files of the name {path.stem}", where=str(path), remedy="remove one")
+        found[path.stem] = path
+    if not found:
+        raise DataError("there are no images", where=str(folder), remedy=_LAYOUT)
+    return found
+
+
+def _decode(pairs: tuple[Pair, ...]) -> Pairs:
+    try:
+        import PIL.Image  # noqa: F401
+    except ImportError:
+        raise DataError("reading images needs Pillow", remedy="run pip install 'tutti[data]'") from None
+    first = _grey(pairs[0].image, None)
+    out = np.empty((len(pairs), 2, *first.shape), dtype=np.uint8)
+    for number, pair in enumerate(pairs):
+        out[number] = _grey(pair.image, first.shape), _binary(pair.mask, first.shape)
+    return out
+
+
+def _binary(file: Path, shape: tuple[int, ...]) -> NDArray[np.uint8]:
+    """A mask as 0 and 1."""
+    levels = _grey(file, shape)
+    if (levels[levels > 0] != levels.max()).any():
+        raise DataError(
+            f"this mask has {len(np.unique(levels))} different levels",
+            where=str(file),
+            remedy="save it with two, 0 and 255, in a format that keeps them, such as PNG",
+        )
+    return (levels > 0).astype(np.uint8)
+
+
+def _grey(file: Path, shape: tuple[int, ...] | None) -> NDArray[np.uint8]:
+    """Grey levels (height, width) of an image; with ``shape`` only of that one."""
+    from PIL import Image
+
+    try:
+        with Image.open(io.BytesIO(file.read_bytes()), formats=_FORMATS) as image:
+            # Before any pixel is decoded: a small file may claim to be a gigantic image.
+            _check_form(image, file, shape)
+            return np.asarray(image.convert("L"))
+    except DataError:
+        raise
+    except Exception as error:  # Pillow raises errors of many kinds for broken files
+        raise DataError(
+            "an image is broken", where=str(file), why=str(error) or type(error).__name__, remedy="replace or remove it"
+        ) from error
+
+
+def _check_form(image: Image, file: Path, shape: tuple[int, ...] | None) -> None:
+    width, height = image.size
+    if shape is not None and shape != (height, width):
+        raise DataError(
+            f"this image is {width}×{height} and the first one {shape[1]}×{shape[0]}",
+            where=str(file),
+            remedy="crop all images and masks to one size",
+        )
+    if image.mode.startswith(_DEEP):
+        # Pillow would cut every level above 255 down to it.
+        raise DataError("this image has more than 8 bits a pixel", where=str(file), remedy="convert it to 8 bits")

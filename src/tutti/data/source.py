@@ -1,0 +1,33 @@
+"""Where samples come from: one vectorised protocol, and adapters for what people already have."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tutti.types import Batch
+
+
+@dataclass(frozen=True)
+class AugmentKey:
+    """What random augmentation is drawn from, together with the sample's index: never the rank or the position."""
+
+    seed: int
+    epoch: int
+
+
+@runtime_checkable
+class Source(Protocol):
+    """Samples by number, fetched many at a time."""
+
+    def __len__(self) -> int:
+        """Samples in one epoch."""
+
+    def fetch(self, indices: NDArray[np.int64], augment: AugmentKey | None) -> Batch:
+        """The samples of ``indices``, in that order, as one collated batch on the CPU.
+
+        ``augment`` is None in evaluation. Draws must depend on nothing but (augment.seed, augment.epoch, index).
+        """

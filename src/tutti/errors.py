@@ -1,0 +1,129 @@
+"""Every error that tutti raises on purpose, with the exit code that the command line returns for it.
+
+An error says *what* happened, *where* (rank, step), *why*, and what to *do*. Exit codes are those of
+``docs/architecture.md``: 0 done, 1 unexpected, 2 usage or configuration, 3 data, 4 checkpoint, 5 peer or collective,
+6 non-finite, 7 authentication, 8 disk, 9 a stated threshold was not met, 75 preempted, 130/143 signals.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from enum import IntEnum
+
+
+class ExitCode(IntEnum):
+    """Process exit codes of every ``tutti`` command."""
+
+    DONE = 0
+    UNEXPECTED = 1
+    USAGE = 2
+    DATA = 3
+    CHECKPOINT = 4
+    PEER = 5
+    NON_FINITE = 6
+    AUTHENTICATION = 7
+    DISK = 8
+    THRESHOLD = 9
+    PREEMPTED = 75
+    INTERRUPTED = 130
+    TERMINATED = 143
+
+
+class TuttiError(Exception):
+    """Base of all errors raised on purpose.
+
+    Args:
+        what: what happened, in one sentence.
+        where: rank, step, file or option concerned.
+        why: the cause, where it is known.
+        remedy: what the user can do.
+
+    >>> print(TuttiError("the run stopped", where="rank 1, step 7", remedy="raise --timeout"))
+    the run stopped (rank 1, step 7). Raise --timeout.
+    """
+
+    exit_code = ExitCode.UNEXPECTED
+
+    def __init__(
+        self, what: str, *, where: str | None = None, why: str | None = None, remedy: str | None = None
+    ) -> None:
+        self.what, self.where, self.why, self.remedy = what, where, why, remedy
+        super().__init__(self._text())
+
+    def _text(self) -> str:
+        text = self.what.rstrip(".")
+        if self.where:
+            text += f" ({self.where})"
+        if self.why:
+            text += f": {self.why.rstrip('.')}"
+        text += "."
+        if self.remedy:
+            text += f" {self.remedy[0].upper()}{self.remedy[1:].rstrip('.')}."
+        return text
+
+
+class UsageError(TuttiError):
+    """A flag, file or combination that cannot be run. Raised before any process starts wherever possible."""
+
+    exit_code = ExitCode.USAGE
+
+
+class DataError(TuttiError):
+    """Data that is missing, unreadable, out of range or empty."""
+
+    exit_code = ExitCode.DATA
+
+
+class CheckpointError(TuttiError):
+    """A checkpoint that is missing, incomplete, damaged or of another kind."""
+
+    exit_code = ExitCode.CHECKPOINT
+
+
+class PeerError(TuttiError):
+    """Another rank died, hung or never arrived."""
+
+    exit_code = ExitCode.PEER
+
+
+class MismatchError(PeerError):
+    """Ranks disagree about what they are about to exchange; raised before any arithmetic, on every rank."""
+
+
+class NonFiniteError(TuttiError):
+    """Too many steps in a row had a NaN or infinite gradient."""
+
+    exit_code = ExitCode.NON_FINITE
+
+
+class DiskError(TuttiError):
+    """The run directory cannot be written."""
+
+    exit_code = ExitCode.DISK
+
+
+class Preempted(TuttiError):
+    """The run was asked to end (SIGTERM, SIGUSR1), has saved its state and can be resumed."""
+
+    exit_code = ExitCode.PREEMPTED
+
+
+class Interrupted(TuttiError):
+    """The run was interrupted (Ctrl-C), has saved its state and can be resumed."""
+
+    exit_code = ExitCode.INTERRUPTED
+
+
+def did_you_mean(word: str, choices: Iterable[str]) -> str:
+    """A remedy that names the nearest choice, or all of them where none is near.
+
+    >>> did_you_mean("miror", ["single", "mirrored"])
+    "did you mean 'mirrored'? Choices: mirrored, single"
+    >>> did_you_mean("zzz", ["sgd", "adam"])
+    'choices: adam, sgd'
+    """
+    known = sorted(choices)
+    near = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    listed = ", ".join(known)
+    return f"did you mean '{near[0]}'? Choices: {listed}" if near else f"choices: {listed}"

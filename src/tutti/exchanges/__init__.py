@@ -1,0 +1,1 @@
+"""How replicas agree. An exchange owns the update of the parameters."""

@@ -1,0 +1,183 @@
+"""Every device holds the whole state; gradients are summed over all of them, and each makes the same update.
+
+Synchronous data parallelism: Goyal et al. 2017, arXiv 1706.02677, §2.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from tutti.comm.communicator import Communicator
+from tutti.errors import UsageError
+from tutti.exchanges.buckets import DIGESTS, METRICS, agreed, digests
+from tutti.exchanges.config import AllReduceConfig
+from tutti.exchanges.reducers import Named, OverlappedReducer, Reducer, TreeReducer, refuse
+from tutti.exchanges.saved import load_optimizer, mine_of, optimizer_tensors
+from tutti.exchanges.shared import attach_shared
+from tutti.exchanges.verify import agree_on_state, spread_state
+from tutti.exchanges.workers import WorkerBuffers
+from tutti.nn.swap import parameters
+from tutti.types import Agreed, GradSink, OptimizerFactory, Replica, SavedState, Setting, Tick, Totals, Update
+
+_BUCKET_MB = 25.0
+
+
+class AllReduce:
+    """The exchange of ``single``, ``mirrored`` and ``model_parallel``. Also its own gradient sink."""
+
+    gradient_over: Literal["step", "worker"] = "step"
+
+    def __init__(self, config: AllReduceConfig, setting: Setting) -> None:
+        if setting.reproducible and config.wire != "fp32":
+            raise UsageError(
+                f"reproducible does not go with wire={config.wire}",
+                why="compression acts once a device, so the result would depend on how many there are",
+                remedy="leave out one of the two",
+            )
+        self._config, self._setting = config, setting
+        self._tick = Tick(0, 0)
+        self._totals: Totals | None = None
+        self._metric_names: tuple[str, ...] = ()
+        self._worker = -1
+        self._parts: list[int] | None = None
+
+    def attach(self, replica: Replica, make_optimizer: OptimizerFactory) -> GradSink:
+        comm = self._setting.comms.replica
+        named = parameters(replica.parts)
+        agree_on_state(comm, replica.parts)
+        spread_state(comm, replica.parts)
+        self._replica, self._parameters = replica, [p for _, p in named if p.requires_grad]
+        self._named = named
+        self._buffers = WorkerBuffers(replica.parts, self._setting)
+        self._reducer = self._make_reducer(named)
+        self._optimizer = make_optimizer(named)
+        self._last = self._setting.mine[-1] if len(self._setting.mine) else -1
+        self.optimizers: Sequence[Optimizer] = (self._optimizer,) if self._optimizer else ()
+        self.ready = self._reducer.ready
+        if self._reducer.listens:
+            replica.connect(self)
+        return self
+
+    def arm(self, part: Totals | None) -> None:
+        """The current worker's last backward comes; if it is this rank's last, gradients may leave as they come."""
+        if self._worker == self._last:
+            together = part if self._totals is None or part is None else self._totals + part
+            self._reducer.arm(self._tick, None if together is None else together.lanes)
+
+    def enter(self, worker: int, tick: Tick) -> None:
+        self._tick, self._worker = tick, worker
+        self._buffers.enter(worker)
+
+    def leave(self, worker: int, part: Totals | None) -> None:
+        if part is not None:
+            if len(part.names) > METRICS:
+                raise UsageError(f"the loss function reports {len(part.names)} metrics", remedy=f"at most {METRICS}")
+            self._totals = part if self._totals is None else self._totals + part
+        self._reducer.collect(self._tick, worker, None if part is None else part.lanes)
+
+    def finish(self, tick: Tick) -> Agreed:
+        totals, self._totals = self._totals, None
+        if totals is not None:
+            self._metric_names = totals.names
+        sums = self._reducer.finish(tick, None if totals is None else totals.lanes)
+        if sums.samples and sums.samples != tick.samples:
+            # The loss counts something else than samples (tokens), or the batch was not of the announced size.
+            self._reducer.scale(tick.samples / sums.samples)
+        square, stop = self._across_stages(self._reducer.squares(), sums.stop)
+        norm = math.sqrt(square)
+        metrics = {name: value / sums.samples for name, value in zip(self._metric_names, sums.metrics, strict=False)}
+        loss = sums.loss / sums.samples if sums.samples else math.nan
+        return Agreed(loss, sums.samples, metrics, norm, math.isfinite(norm) or self._all_finite(), stop)
+
+    def update(self, agreed: Agreed, tick: Tick) -> Update:
+        if agreed.finite:
+            clip = self._setting.clip
+            if clip is not None and agreed.grad_norm > clip:
+                self._reducer.scale(clip / (agreed.grad_norm + 1e-6))
+            for optimizer in self.optimizers:
+                step(optimizer, tick.lr_factor)
+        nonfinite = () if agreed.finite else culprits(self._setting.comms.model, self._named)
+        for parameter in self._parameters:
+            parameter.grad = None
+        return Update(int(agreed.finite), skipped=not agreed.finite, nonfinite=nonfinite)
+
+    def merged(self) -> dict[str, Tensor]:
+        return {**{name: p.data for name, p in self._named}, **self._buffers.merged()}
+
+    def state(self) -> dict[str, dict[str, Tensor]]:
+        comm = self._setting.comms.replica
+        optim = optimizer_tensors(self._optimizer, self._named) if self._optimizer else {}
+        return {
+            "model": mine_of(self.merged(), comm.rank, comm.size),
+            "optim": mine_of(optim, comm.rank, comm.size),
+            "workers": self._buffers.state(),
+        }
+
+    def load(self, saved: SavedState) -> None:
+        for name, parameter in self._named:
+            parameter.data.copy_(saved.get("model", name))
+        self._buffers.load(saved)
+        if self._optimizer:
+            load_optimizer(self._optimizer, self._named, saved, "optim")
+
+    def _across_stages(self, squares: list[float], stop: bool) -> tuple[float, bool]:
+        """Sum of squares of the whole model's gradient, in the model's order, and whether any stage asks to stop."""
+        model = self._setting.comms.model
+        if model.size > 1:
+            if self._parts is None:
+                mine = torch.tensor([len(squares)])
+                self._parts = [int(n) for n in model.all_gather(mine, "parts of the gradient norm")]
+            whole = torch.zeros(sum(self._parts) + 1 + DIGESTS, dtype=torch.float64, device=model.device)
+            start = sum(self._parts[: model.rank])
+            whole[start : start + len(squares)] = torch.tensor(squares, dtype=torch.float64)
+            digest = digests(self._tick)
+            whole[-1 - DIGESTS :] = torch.tensor([stop, *digest])
+            model.start_all_reduce(whole, "all_reduce of the gradient norm").wait()
+            *squares, asked, a, aa, b, bb = whole.tolist()
+            if not agreed((a, aa, b, bb), digest, model.size):
+                refuse(model, self._tick)
+            stop = asked > 0
+        return sum(squares), stop
+
+    def _make_reducer(self, named: Named) -> Reducer:
+        config, setting = self._config, self._setting
+        if setting.reproducible:
+            return TreeReducer(named, setting)
+        if config.algorithm != "native" and config.wire == "fp32" and config.bucket_mb is None:
+            shared = attach_shared(named, setting)
+            if shared is not None:
+                return shared
+            if config.algorithm == "shared_memory" and setting.comms.replica.size > 1:
+                raise UsageError(
+                    "these ranks cannot share memory",
+                    why="they are on several hosts or on GPUs, the processor is not x86-64, or /dev/shm is too small",
+                    remedy="take algorithm=native",
+                )
+        return OverlappedReducer(named, setting, config.wire, int((config.bucket_mb or _BUCKET_MB) * 2**20))
+
+    def _all_finite(self) -> bool:
+        """The norm overflowed or is not a number: only the elements tell whether the gradient is finite."""
+        if self._setting.comms.model.size > 1:
+            return False
+        return all(p.grad is None or bool(torch.isfinite(p.grad).all()) for p in self._parameters)
+
+
+def culprits(comm: Communicator, named: Named) -> tuple[str, ...]:
+    """Parameters of any rank of ``comm`` whose gradient is not finite, at most three a rank. Collective."""
+    found = [name for name, p in named if p.grad is not None and not bool(torch.isfinite(p.grad).all())]
+    said = comm.texts("\n".join(found[:3]), "names of gradients that are not finite")
+    return tuple(name for text in said for name in text.splitlines())
+
+
+def step(optimizer: Optimizer, lr_factor: float | None) -> None:
+    """One optimizer step at ``lr_factor`` times each group's initial learning rate (None: as the group says)."""
+    if lr_factor is not None:
+        for group in optimizer.param_groups:
+            group["lr"] = group.setdefault("initial_lr", group["lr"]) * lr_factor
+    optimizer.step()

@@ -1,0 +1,160 @@
+"""Gradients summed in memory that all ranks of a host share: no messages, no copies but the sum itself.
+
+Each rank packs its gradients straight into its slot. When all have, each adds up one slice of all slots and writes the
+sum into every slot; when all have, every slot holds the whole sum. Two meetings a step, 2·n numbers moved a rank.
+Before anything is added the ranks compare what each has put there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tutti.comm.segment import Segment, attach
+from tutti.exchanges.buckets import METRICS, Bucket, Sums, plan, read_sums
+from tutti.exchanges.reducers import Named, expose, layout_key, refuse, scale_all
+from tutti.laws.keys import mix
+from tutti.laws.shares import share
+from tutti.types import Setting, Tick
+
+_CHUNK_BYTES = 256 << 10
+_ALIGN = 64
+_DIGEST, _SQUARE, _TOTALS = 0, 1, 2
+_STOP = _TOTALS + 2 + METRICS
+_FLAGS = _STOP + 1
+
+
+class SharedReducer:
+    """The reducer of ranks on one host's CPU.
+
+    Each rank's slot: a line of 64-bit numbers (digest, sum of squares of its slice, totals, a flag a parameter), then
+    the buckets.
+    """
+
+    listens = True
+
+    def __init__(self, parameters: Named, setting: Setting, segment: Segment) -> None:
+        self._comm, self._segment = setting.comms.replica, segment
+        trainable = [(name, p) for name, p in parameters if p.requires_grad]
+        groups = _groups(trainable)
+        self._order = [trainable[i][1] for group in groups for i in group]
+        self._key = layout_key(trainable)
+        self._header = _header_bytes(len(trainable))
+        self._buckets = []
+        self._chunks: list[list[Tensor]] = []
+        start = self._header
+        for group in groups:
+            members = [trainable[i][1] for i in group]
+            elements, dtype = sum(p.numel() for p in members), members[0].dtype
+            bytes_ = elements * dtype.itemsize
+            flats = [segment.slot(r)[start : start + bytes_].view(dtype) for r in range(self._comm.size)]
+            start += -(-bytes_ // _ALIGN) * _ALIGN
+            bucket = Bucket(members, dtype, self._comm.device, tail=0, flat=flats[self._comm.rank])
+            self._buckets.append(bucket)
+            self._chunks += _chunks_of(flats, self._comm.rank)
+        headers = [segment.slot(r)[: self._header].view(torch.float64).numpy() for r in range(self._comm.size)]
+        self._headers, self._mine = headers, headers[self._comm.rank]
+        self._digests = [header.view("int64") for header in headers]
+        self._of = {p: i for i, bucket in enumerate(self._buckets) for p in bucket.parameters}
+        self._sizes = [len(bucket.parameters) for bucket in self._buckets]
+        self._missing: list[int] = []
+        self._packed: list[list[bool] | None] = []
+        self._armed = False
+        self._square = 0.0
+
+    def arm(self, tick: Tick, lanes: Tensor | None) -> None:
+        self._armed = True
+        self._missing = list(self._sizes)
+        self._packed = [None] * len(self._buckets)
+
+    def ready(self, parameter: Tensor) -> None:
+        """Pack a bucket as soon as it is full, while its gradients are still in the cache."""
+        if self._armed:
+            index = self._of[parameter]  # type: ignore[index]
+            self._missing[index] -= 1
+            if not self._missing[index]:
+                self._packed[index] = self._buckets[index].pack()
+
+    def collect(self, tick: Tick, worker: int, lanes: Tensor | None) -> None:
+        """Nothing to do: autograd adds a rank's workers up by itself."""
+
+    def finish(self, tick: Tick, lanes: Tensor | None) -> Sums:
+        packed = self._packed if self._armed else [None] * len(self._buckets)
+        self._armed = False
+        used: list[bool] = []
+        for bucket, flags in zip(self._buckets, packed, strict=True):
+            used += bucket.pack() if flags is None else flags
+        self._write_header(tick, lanes, used)
+        self._segment.meet(f"sum of gradients in step {tick.clock + 1}")
+        digest = self._digests[self._comm.rank][_DIGEST]
+        if any(other[_DIGEST] != digest for other in self._digests):
+            refuse(self._comm, tick)
+        numbers = self._headers[0][_TOTALS:].copy()
+        for header in self._headers[1:]:
+            numbers += header[_TOTALS:]
+        sums = read_sums(numbers[: _FLAGS - _TOTALS + len(self._order)].tolist())
+        self._add()
+        self._segment.meet(f"sum of gradients in step {tick.clock + 1}, second half")
+        self._square = float(sum(header[_SQUARE] for header in self._headers))
+        expose(self._buckets, sums.used)
+        return sums
+
+    def _write_header(self, tick: Tick, lanes: Tensor | None, used: Sequence[bool]) -> None:
+        self._digests[self._comm.rank][_DIGEST] = mix(self._key, tick.clock, tick.samples) >> 1
+        totals = [0.0, 0.0] if lanes is None else lanes.tolist()
+        self._mine[_TOTALS:_FLAGS] = totals + [0.0] * (_STOP - _TOTALS - len(totals)) + [float(tick.stop)]
+        self._mine[_FLAGS : _FLAGS + len(used)] = used
+
+    def _add(self) -> None:
+        """Sum this rank's slice of all slots into every slot, in rank order, a piece that fits the cache at a time."""
+        square = 0.0
+        for first, *others in self._chunks:
+            for other in others:
+                first.add_(other)
+            for other in others:
+                other.copy_(first)
+            wide = first if first.dtype in (torch.float32, torch.float64) else first.float()
+            square += float(torch.dot(wide, wide))
+        self._mine[_SQUARE] = square
+
+    def squares(self) -> list[float]:
+        return [self._square]
+
+    def scale(self, factor: float) -> None:
+        self._square *= factor**2
+        scale_all([bucket.gradients for bucket in self._buckets], factor)
+
+
+def attach_shared(parameters: Named, setting: Setting) -> SharedReducer | None:
+    """A shared-memory reducer, or None where the ranks cannot share memory. Collective."""
+    comm = setting.comms.replica
+    trainable = [(name, p) for name, p in parameters if p.requires_grad]
+    if comm.size == 1 or comm.device.type != "cpu" or not trainable:
+        return None
+    bytes_ = sum(-(-sum(trainable[i][1].nbytes for i in group) // _ALIGN) * _ALIGN for group in _groups(trainable))
+    segment = attach(comm, _header_bytes(len(trainable)) + bytes_)
+    return None if segment is None else SharedReducer(parameters, setting, segment)
+
+
+def _groups(trainable: Named) -> list[list[int]]:
+    sizes = [(p.nbytes, str(p.dtype)) for _, p in trainable]
+    return plan(sizes, _BUCKET_BYTES, _BUCKET_BYTES)
+
+
+_BUCKET_BYTES = 1 << 20
+
+
+def _header_bytes(flags: int) -> int:
+    return -(-8 * (_FLAGS + flags) // _ALIGN) * _ALIGN
+
+
+def _chunks_of(flats: Sequence[Tensor], rank: int) -> list[list[Tensor]]:
+    """This rank's slice of every rank's vector, in pieces: each a list of the same piece of all vectors."""
+    step = _ALIGN // flats[0].element_size()
+    lines = -(-flats[0].numel() // step)
+    mine = share(lines, len(flats), rank)
+    low, high = mine.start * step, min(mine.stop * step, flats[0].numel())
+    size = _CHUNK_BYTES // flats[0].element_size()
+    return [[flat[at : min(at + size, high)] for flat in flats] for at in range(low, high, size)]

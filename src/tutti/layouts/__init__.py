@@ -1,0 +1,1 @@
+"""Where one replica of the model lives."""

@@ -1,0 +1,1 @@
+"""Measuring: reads machines and runs, never writes back. Loads no torch."""

@@ -1,0 +1,1 @@
+"""Building blocks inside a model, and what is done to modules from outside."""

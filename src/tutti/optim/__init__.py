@@ -1,0 +1,1 @@
+"""Optimizers and what changes their rates over time."""

@@ -1,0 +1,1 @@
+"""Orders as data: who does what, when, with whom. No torch."""

@@ -1,0 +1,162 @@
+"""The two little languages of the command line: durations (``3ep``) and specifications (``name:key=value,…``).
+
+The same text works as a flag, as a TOML value and as a Python argument. No torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar, get_args, get_origin
+
+from tutti.errors import UsageError, did_you_mean
+
+T = TypeVar("T")
+
+Unit = Literal["ep", "st", "sa"]
+_LONGEST = 1e15
+_DURATION = re.compile(r"(\d+(?:\.\d+)?(?:e\d+)?)(ep|st|sa)")
+
+
+@dataclass(frozen=True)
+class Duration:
+    """A length of training: epochs (``3ep``), steps (``500st``) or samples (``20000sa``).
+
+    >>> Duration.parse("3ep").steps(dataset=1000, batch=128)
+    24
+    >>> Duration.parse("20000sa").steps(dataset=1000, batch=128)
+    160
+    >>> Duration.parse("500st").steps(dataset=1000, batch=128)
+    500
+    """
+
+    value: float
+    unit: Unit
+
+    @classmethod
+    def parse(cls, text: str, option: str = "duration") -> Duration:
+        """Read ``3ep``, ``500st`` or ``20000sa``. Raises UsageError on anything else."""
+        match = _DURATION.fullmatch(text.strip())
+        if match is None:
+            raise UsageError(f"cannot read '{text}' as a duration", where=option, remedy="write 3ep, 500st or 20000sa")
+        value, unit = float(match[1]), match[2]
+        if value > _LONGEST:
+            raise UsageError(f"'{text}' is longer than any run", where=option, remedy=f"give at most {_LONGEST:g}")
+        if unit != "ep" and value != int(value):
+            raise UsageError(f"'{text}' is not a whole number of {unit}", where=option)
+        return cls(value, typing.cast(Unit, unit))
+
+    def steps(self, dataset: int, batch: int) -> int:
+        """Optimizer steps that consume this duration. An epoch's last batch may be smaller, and it counts.
+
+        Args:
+            dataset: samples in one epoch.
+            batch: samples in one global batch.
+        """
+        per_epoch = math.ceil(dataset / batch)
+        if self.unit == "st":
+            return int(self.value)
+        if self.unit == "ep":
+            return round(self.value * per_epoch)
+        epochs, rest = divmod(int(self.value), dataset)
+        return epochs * per_epoch + math.ceil(rest / batch)
+
+    def __str__(self) -> str:
+        return f"{self.value:.15g}{self.unit}"
+
+
+@dataclass(frozen=True)
+class Spec:
+    """``name:key=value,…`` taken apart, before anybody knows which keys are right.
+
+    >>> Spec.parse("sgd:lr=0.1,momentum=0.9")
+    Spec(name='sgd', options={'lr': '0.1', 'momentum': '0.9'})
+    """
+
+    name: str
+    options: Mapping[str, str]
+
+    @classmethod
+    def parse(cls, text: str, option: str = "specification") -> Spec:
+        """Split a specification. Raises UsageError where it is malformed or a key comes twice."""
+        name, _, rest = text.strip().partition(":")
+        options: dict[str, str] = {}
+        for item in filter(None, (part.strip() for part in rest.split(","))):
+            key, equals, value = item.partition("=")
+            if not equals or not key.strip() or not value.strip():
+                raise UsageError(
+                    f"cannot read '{item}' in '{text}'", where=option, remedy="write name:key=value,key=value"
+                )
+            key = key.strip().replace("-", "_")
+            if key in options:
+                raise UsageError(f"'{key}' is given twice in '{text}'", where=option)
+            options[key] = value.strip()
+        if not name:
+            raise UsageError(f"'{text}' names nothing", where=option, remedy="write name:key=value")
+        return cls(name.strip(), options)
+
+    def choose(self, table: Mapping[str, T], option: str) -> T:
+        """The table's entry of this name. Raises UsageError with the nearest name."""
+        if self.name not in table:
+            raise UsageError(f"unknown {option} '{self.name}'", remedy=did_you_mean(self.name, table))
+        return table[self.name]
+
+    def build(self, config: type[T], option: str) -> T:
+        """An instance of the dataclass ``config`` from the options.
+
+        Raises UsageError for an unknown key (naming the nearest), a value of the wrong type, or one that the
+        dataclass itself refuses.
+        """
+        return build(config, self.options, f"{option} {self.name}")
+
+
+def build(config: type[T], options: Mapping[str, Any], where: str) -> T:
+    """An instance of dataclass ``config``; text values are converted to the fields' types. Raises UsageError."""
+    hints = typing.get_type_hints(config)
+    fields = {field.name for field in dataclasses.fields(config)}  # type: ignore[arg-type]
+    values = {}
+    for key, value in options.items():
+        if key not in fields:
+            raise UsageError(f"unknown option '{key}'", where=where, remedy=did_you_mean(key, fields))
+        values[key] = _convert(value, hints[key], f"{where}, {key}") if isinstance(value, str) else value
+    try:
+        return config(**values)
+    except (TypeError, ValueError) as error:
+        raise UsageError("bad options", where=where, why=str(error)) from error
+
+
+def _convert(text: str, hint: Any, where: str) -> Any:
+    """``text`` as the type that ``hint`` names: bool, int, float, str, a Literal, ``X | None`` or ``tuple[X, …]``."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        if text.lower() == "none":
+            return None
+        return _convert(text, next(a for a in arguments if a is not type(None)), where)
+    if origin is tuple:
+        return tuple(_convert(part, arguments[0], where) for part in text.split("+"))
+    if origin is Literal:
+        if text not in arguments:
+            raise UsageError(f"'{text}' is not possible", where=where, remedy=did_you_mean(text, arguments))
+        return text
+    if hint is bool:
+        if text.lower() in ("true", "yes", "1", "on"):
+            return True
+        if text.lower() in ("false", "no", "0", "off"):
+            return False
+        raise UsageError(f"'{text}' is neither true nor false", where=where)
+    try:
+        value = hint(text)
+    except ValueError:
+        raise UsageError(f"'{text}' is not {_article(hint)}", where=where) from None
+    if hint is float and not math.isfinite(value):
+        raise UsageError(f"'{text}' is not a finite number", where=where)
+    return value
+
+
+def _article(hint: Any) -> str:
+    return {"int": "a whole number", "float": "a number"}.get(getattr(hint, "__name__", ""), str(hint))

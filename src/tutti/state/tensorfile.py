@@ -1,0 +1,143 @@
+"""The bytes of one safetensors file, as a function of what it holds: one definition for writer and reader.
+
+Format: github.com/huggingface/safetensors. Eight bytes of little-endian length, a JSON header, the tensors' bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "C64": torch.complex64,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""Every dtype that a file can hold, by its name in the format."""
+
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+MOST_DIMENSIONS = 64
+_MOST_BYTES = 2**63 - 1
+
+
+@dataclass(frozen=True)
+class SliceRecord:
+    """What is known of a stored slice without its values.
+
+    Attributes:
+        name: the tensor's name, of any characters.
+        dtype: a key of ``DTYPES``.
+        shape: of the whole tensor.
+        offset: index of the slice's first element, one number a dimension.
+        part: shape of the slice.
+
+    Raises:
+        ValueError: an unknown dtype, or a slice that does not lie within its tensor.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    part: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise ValueError(f"{self.name!r} has the unknown dtype {self.dtype!r}")
+        # Zeros count as ones: strides are computed from the other dimensions all the same.
+        extent = math.prod(max(size, 1) for size in self.shape)
+        if len(self.shape) > MOST_DIMENSIONS or extent * self.itemsize > _MOST_BYTES:
+            raise ValueError(f"{self.name!r} has the impossible shape {list(self.shape)}")
+        within = len(self.shape) == len(self.offset) == len(self.part) and all(
+            min(begin, length) >= 0 and begin + length <= size
+            for size, begin, length in zip(self.shape, self.offset, self.part, strict=True)
+        )
+        if not within:
+            raise ValueError(
+                f"a slice of {self.name!r}, {list(self.part)} at {list(self.offset)}, "
+                f"does not lie within shape {list(self.shape)}"
+            )
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element."""
+        return DTYPES[self.dtype].itemsize
+
+    @property
+    def end(self) -> tuple[int, ...]:
+        """Index after the slice's last element, one number a dimension."""
+        return tuple(map(sum, zip(self.offset, self.part, strict=True)))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the slice."""
+        return math.prod(self.part) * self.itemsize
+
+
+@dataclass(frozen=True)
+class FileLayout:
+    """Where everything is in one file.
+
+    Attributes:
+        header: the file's first bytes, length field included.
+        begins: byte at which each slice starts, counted from the file's start.
+        size: bytes of the file.
+    """
+
+    header: bytes
+    begins: tuple[int, ...]
+    size: int
+
+
+def file_layout(slices: Sequence[SliceRecord]) -> FileLayout:
+    """The one layout of a file that holds ``slices`` in this order.
+
+    >>> layout = file_layout([SliceRecord("w", "F32", (2, 3), (0, 0), (2, 3))])
+    >>> layout.size - layout.begins[0]
+    24
+    """
+    ends = list(accumulate((item.nbytes for item in slices), initial=0))
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    for item, key, begin, end in zip(slices, _keys(slices), ends, ends[1:], strict=False):
+        entries[key] = {"dtype": item.dtype, "shape": item.part, "data_offsets": (begin, end)}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    header = len(text).to_bytes(8, "little") + text
+    return FileLayout(header, tuple(len(header) + begin for begin in ends[:-1]), len(header) + ends[-1])
+
+
+def _keys(slices: Sequence[SliceRecord]) -> Iterator[str]:
+    """A name within the file for each slice: the tensor's own where it is whole, with its range where it is a part."""
+    taken = {"__metadata__"}
+    for item in slices:
+        # The header must be valid UTF-8, which a Python string with lone surrogates is not.
+        key = item.name.encode(errors="backslashreplace").decode()
+        if item.part != item.shape:
+            ranges = zip(item.offset, item.part, strict=True)
+            key += "[" + ",".join(f"{begin}:{begin + length}" for begin, length in ranges) + "]"
+        while key in taken:
+            key += "'"
+        taken.add(key)
+        yield key

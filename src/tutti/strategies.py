@@ -1,0 +1,159 @@
+"""The table of known strategies: a layout (where a replica lives) and an exchange (how replicas agree). No torch.
+
+A new strategy is one new file in ``layouts/`` or ``exchanges/`` and one line here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from tutti.errors import UsageError, did_you_mean
+from tutti.exchanges.config import AllReduceConfig, PeriodicConfig
+from tutti.layouts.config import LayersConfig, WholeConfig
+from tutti.spec import Spec, build
+from tutti.types import Exchange, Layout, Setting
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """One row: which classes make it, with which options, and what it promises.
+
+    Attributes:
+        layout, exchange: ``module:class`` below ``tutti.layouts`` and ``tutti.exchanges``.
+        layout_config, exchange_config: their options; field names do not overlap.
+        summary: one line for people.
+        reproducible: bit-identical on any number of data ranks in reproducible mode (has a tolerance-0 row).
+        own_loop: works with ``run.backward`` and a gated ``optimizer.step``.
+        most_devices: largest number of devices; None for no limit.
+    """
+
+    layout: str
+    layout_config: type
+    exchange: str
+    exchange_config: type
+    summary: str
+    reproducible: bool = True
+    own_loop: bool = True
+    most_devices: int | None = None
+
+
+_WHOLE, _ALLREDUCE = ("whole:Whole", WholeConfig), ("allreduce:AllReduce", AllReduceConfig)
+
+TABLE: Mapping[str, Strategy] = {
+    "single": Strategy(*_WHOLE, *_ALLREDUCE, "one device; still any number of workers", most_devices=1),
+    "mirrored": Strategy(*_WHOLE, *_ALLREDUCE, "a copy on every device, gradients summed"),
+    "model_parallel": Strategy(
+        "layers:Layers",
+        LayersConfig,
+        *_ALLREDUCE,
+        "layers on different devices, which work in turn",
+        own_loop=False,
+    ),
+    "local_sgd": Strategy(
+        *_WHOLE,
+        "periodic:Periodic",
+        PeriodicConfig,
+        "every worker trains alone, parameters averaged every H steps",
+        own_loop=False,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A strategy with its options filled in."""
+
+    name: str
+    row: Strategy
+    layout: Any
+    exchange: Any
+
+    def shape(self, devices: int) -> dict[str, int]:
+        """Extents of the grid's axes. Raises UsageError where the number of devices does not fit."""
+        stages = devices if hasattr(self.layout, "stages") else 1
+        stages = getattr(self.layout, "stages", None) or stages
+        if devices % stages:
+            raise UsageError(
+                f"{devices} devices cannot hold replicas of {stages} stages",
+                remedy=f"take a multiple of {stages} devices, or stages={_divisor(devices, stages)}",
+            )
+        return {"replica": devices // stages, "stage": stages}
+
+    def make(self, setting: Setting) -> tuple[Layout, Exchange]:
+        """The two objects that run it."""
+        layout = _load("layouts", self.row.layout)(self.layout, setting)
+        return layout, _load("exchanges", self.row.exchange)(self.exchange, setting)
+
+
+def parse(text: str) -> Choice:
+    """``name:key=value,…`` as a strategy with options. Raises UsageError, naming the nearest name or key."""
+    spec = Spec.parse(text, "--strategy")
+    row = spec.choose(TABLE, "strategy")
+    fields = {
+        config: {f.name for f in dataclasses.fields(config)} for config in (row.layout_config, row.exchange_config)
+    }
+    for key in spec.options:
+        if not any(key in names for names in fields.values()):
+            known = sorted(set().union(*fields.values()))
+            remedy = did_you_mean(key, known) if known else "it has no options"
+            raise UsageError(f"unknown option '{key}'", where=f"--strategy {spec.name}", remedy=remedy)
+    parts: list[Any] = [
+        build(config, {k: v for k, v in spec.options.items() if k in names}, f"--strategy {spec.name}")
+        for config, names in fields.items()
+    ]
+    return Choice(spec.name, row, *parts)
+
+
+def check(
+    text: str, devices: int, *, workers: int | None = None, reproducible: bool = False, own_loop: bool = False
+) -> Choice:
+    """The strategy, if this many devices and workers can run it.
+
+    Raises:
+        UsageError: with the nearest combination that can.
+    """
+    choice = parse(text)
+    row = choice.row
+    if row.most_devices is not None and devices > row.most_devices:
+        raise UsageError(
+            f"strategy '{choice.name}' runs on {row.most_devices} device, not {devices}",
+            remedy="take --strategy mirrored, or --devices 1",
+        )
+    ranks = choice.shape(devices)["replica"]
+    if workers is not None and workers < ranks:
+        raise UsageError(
+            f"{workers} workers cannot be spread over {ranks} data ranks",
+            why="a worker's share is never split over devices",
+            remedy=f"take --workers {ranks} or more, or --devices {workers * (devices // ranks)} or fewer",
+        )
+    if reproducible and not row.reproducible:
+        raise UsageError(f"strategy '{choice.name}' is not reproducible on any number of devices")
+    if reproducible and getattr(choice.exchange, "wire", "fp32") != "fp32":
+        raise UsageError(
+            "--reproducible does not go with a compressed wire",
+            why="compression acts once a device, so the result would depend on how many there are",
+            remedy="leave out one of the two",
+        )
+    if reproducible and getattr(choice.exchange, "algorithm", "auto") == "shared_memory":
+        raise UsageError(
+            "--reproducible does not go with algorithm=shared_memory",
+            why="its sums go through one fixed tree over messages",
+            remedy="leave out the algorithm",
+        )
+    if own_loop and not row.own_loop:
+        able = ", ".join(name for name, other in TABLE.items() if other.own_loop)
+        raise UsageError(f"strategy '{choice.name}' needs run.step(batch)", remedy=f"own loops work with: {able}")
+    return choice
+
+
+def _load(room: str, name: str) -> Any:
+    module, _, attribute = name.partition(":")
+    return getattr(import_module(f"tutti.{room}.{module}"), attribute)
+
+
+def _divisor(devices: int, stages: int) -> int:
+    return max(d for d in range(1, devices + 1) if devices % d == 0 and d <= stages)

@@ -1,0 +1,96 @@
+"""A small GPT: the decoder of Radford et al. 2019 (GPT-2), with normalisation before attention and feed-forward.
+
+An ``nn.Sequential`` whose children may be cut between any two. The linear layer that makes queries, keys and values has
+no bias: a key's would add the same to all scores of a query, so that its gradient would be zero by construction.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from tutti.tasks.config import Gpt
+
+_STD = 0.02
+
+
+def gpt(config: Gpt, vocabulary: int) -> nn.Sequential:
+    """Characters (samples, positions ≤ block) int64 → scores of the next (samples, positions, vocabulary).
+
+    Weights are drawn with standard deviation 0.02, those at the end of a residual branch with 0.02/√(2·layers).
+    """
+    layers: OrderedDict[str, nn.Module] = OrderedDict(embed=Embedding(config, vocabulary))
+    layers.update((f"block{number}", Block(config)) for number in range(1, config.layers + 1))
+    layers.update(norm=nn.LayerNorm(config.width), head=nn.Linear(config.width, vocabulary, bias=False))
+    model = nn.Sequential(layers)
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear | nn.Embedding):
+            last = name.endswith((".merge", ".shrink"))
+            nn.init.normal_(module.weight, std=_STD / math.sqrt(2 * config.layers) if last else _STD)
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            nn.init.zeros_(module.bias)
+    return model
+
+
+class Embedding(nn.Module):
+    """What a character is, plus where it stands."""
+
+    def __init__(self, config: Gpt, vocabulary: int) -> None:
+        super().__init__()
+        self.character = nn.Embedding(vocabulary, config.width)
+        self.position = nn.Embedding(config.block, config.width)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, characters: Tensor) -> Tensor:
+        """(samples, positions) int64 → (samples, positions, width)."""
+        positions = torch.arange(characters.shape[1], device=characters.device)
+        out: Tensor = self.dropout(self.character(characters) + self.position(positions))
+        return out
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + feed-forward(norm(x)); (samples, positions, width) → the same."""
+
+    def __init__(self, config: Gpt) -> None:
+        super().__init__()
+        width = config.width
+        self.norm1, self.attention, self.norm2 = nn.LayerNorm(width), Attention(config), nn.LayerNorm(width)
+        self.feed_forward = nn.Sequential(
+            OrderedDict(
+                widen=nn.Linear(width, 4 * width),
+                gelu=nn.GELU(),
+                shrink=nn.Linear(4 * width, width),
+                dropout=nn.Dropout(config.dropout),
+            )
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(samples, positions, width) → the same."""
+        x = x + self.attention(self.norm1(x))
+        out: Tensor = x + self.feed_forward(self.norm2(x))
+        return out
+
+
+class Attention(nn.Module):
+    """Every position looks at itself and those before it (Vaswani et al. 2017, arXiv:1706.03762, §3.2)."""
+
+    def __init__(self, config: Gpt) -> None:
+        super().__init__()
+        self.heads, self.probability = config.heads, config.dropout
+        self.queries_keys_values = nn.Linear(config.width, 3 * config.width, bias=False)
+        self.merge = nn.Linear(config.width, config.width)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(samples, positions, width) → the same."""
+        samples, positions, width = x.shape
+        split = self.queries_keys_values(x).view(samples, positions, 3, self.heads, width // self.heads)
+        queries, keys, values = split.permute(2, 0, 3, 1, 4)
+        probability = self.probability if self.training else 0.0
+        seen = functional.scaled_dot_product_attention(queries, keys, values, dropout_p=probability, is_causal=True)
+        out: Tensor = self.dropout(self.merge(seen.transpose(1, 2).reshape(samples, positions, width)))
+        return out

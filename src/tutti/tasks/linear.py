@@ -1,0 +1,44 @@
+"""The two-parameter line of a first lesson: gradient descent against stochastic, batch size against noise."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tutti.data.arrays import ArraySource
+from tutti.data.hashing import hash64, uniform
+from tutti.tasks import losses, models
+from tutti.tasks.config import Line
+from tutti.tasks.task import Task
+
+SLOPE, INTERCEPT, NOISE = 2.0, -1.0, 0.5
+TRAIN, HELD_OUT = 512, 128
+
+
+def task(config: Line) -> Task:
+    """y = 2x - 1 plus noise of standard deviation 0.5, x uniform in [-1, 1): the same points everywhere."""
+    inputs, targets = points(TRAIN + HELD_OUT)
+    return Task(
+        name="linear",
+        model=partial(models.line, config),
+        loss=losses.regression,
+        train=ArraySource(inputs[:TRAIN], targets[:TRAIN]),
+        eval=ArraySource(inputs[TRAIN:], targets[TRAIN:]),
+        describe=f"{TRAIN} + {HELD_OUT} points of y = {SLOPE:g}x - {-INTERCEPT:g} with noise {NOISE:g}",
+    )
+
+
+def points(count: int) -> tuple[NDArray[Any], NDArray[Any]]:
+    """x and y, float32 (count, 1).
+
+    The noise is a sum of twelve uniform numbers, less 6: normal enough, and the same to the bit on every machine,
+    which logarithms are not.
+    """
+    draws = uniform(hash64(np.arange(13)[:, None], np.arange(count)))
+    x = 2 * draws[0] - 1
+    noise = draws[1:].sum(axis=0) - 6
+    y = SLOPE * x + INTERCEPT + NOISE * noise
+    return x.astype(np.float32)[:, None], y.astype(np.float32)[:, None]

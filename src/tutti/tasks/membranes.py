@@ -1,0 +1,73 @@
+"""The membranes in electron-microscopy images (ISBI 2012), or any other binary masks of grey images."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import functional
+
+from tutti.data.masks import MaskSource, find, read
+from tutti.errors import DataError
+from tutti.tasks.config import Unet
+from tutti.tasks.task import Task
+from tutti.tasks.unet import unet
+
+
+def task(config: Unet, data: str, augment: bool) -> Task:
+    """Every pixel in or out of the mask; a batch is a dict of ``image`` and ``mask``.
+
+    Args:
+        config: the model.
+        data: a folder with ``train/image`` and ``train/label``, and the same in ``test/``; without that the last five
+            images of ``train/`` are held out.
+        augment: turn and mirror the training images together with their masks.
+
+    Raises:
+        DataError: no such data, a broken image, masks that are missing, of another size or not binary, or a size that
+            cannot be halved ``config.depth`` times.
+    """
+    train, held_out = map(read, find(data))
+    height, width = train.shape[2:]
+    multiple = 2**config.depth
+    if held_out.shape[2:] != train.shape[2:]:
+        raise DataError(
+            f"held-out images are {held_out.shape[3]}×{held_out.shape[2]} and those for training {width}×{height}",
+            where=data,
+            remedy="crop all to one size",
+        )
+    if height % multiple or width % multiple:
+        raise DataError(
+            f"images of {width}×{height} pixels cannot be halved {config.depth} times",
+            where=data,
+            remedy=f"crop them to multiples of {multiple}, or take a smaller depth: --model unet:depth=…",
+        )
+    return Task(
+        name="membranes",
+        model=partial(unet, config),
+        loss=mask_pixels,
+        train=MaskSource(train, augment=augment),
+        eval=MaskSource(held_out),
+        images=True,
+        describe=f"{len(train):,} + {len(held_out):,} grey images {width}×{height} with masks",
+    )
+
+
+def mask_pixels(model: nn.Module, batch: Any) -> tuple[Tensor, int, dict[str, Tensor]]:
+    """Binary cross-entropy of the pixels.
+
+    Args:
+        model: maps images to scores of the same shape.
+        batch: ``image`` (samples, 1, height, width), and ``mask`` of the same shape, 0 or 1.
+
+    Returns:
+        Sum of -log p(mask) over all pixels, their number, and as metrics how many were right, ``accuracy``, and each
+        image's overlap 2·|A∩B| / (|A| + |B|) times its pixels, ``dice``; the overlap of two empty masks is 1.
+    """
+    scores, mask = model(batch["image"]), batch["mask"]
+    total = functional.binary_cross_entropy_with_logits(scores, mask.to(scores.dtype), reduction="sum")
+    found, true = (scores.detach() > 0).flatten(1), mask.flatten(1).bool()
+    both, either = (found & true).sum(1), found.sum(1) + true.sum(1)
+    overlap = ((2 * both + (either == 0)) / either.clamp(min=1)).sum()
+    return total, mask.numel(), {"accuracy": (found == true).sum(), "dice": overlap * mask[0].numel()}

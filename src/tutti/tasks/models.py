@@ -1,0 +1,130 @@
+"""The models of the built-in tasks. Each is an ``nn.Sequential`` whose children may be cut between any two.
+
+No parameter has a gradient that is zero by construction: a convolution has a bias only where no batch norm follows.
+No activation works in place: after a cut its input is a leaf, which autograd does not let be overwritten.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from torch import Tensor, nn
+
+from tutti.tasks.config import Cnn, Course, Line, Mlp, Resnet18
+
+
+def line(config: Line) -> nn.Sequential:
+    """(samples, 1) → (samples, 1)."""
+    return nn.Sequential(OrderedDict(line=nn.Linear(1, 1)))
+
+
+def cnn(config: Cnn, classes: int) -> nn.Sequential:
+    """Grey 8×8 images (samples, 1, 8, 8) → scores (samples, classes)."""
+    layers: OrderedDict[str, nn.Module] = OrderedDict()
+    for number, (inputs, outputs) in enumerate([(1, 16), (16, 32), (32, 32)], 1):
+        layers[f"conv{number}"] = nn.Conv2d(inputs, outputs, 3, padding=1, bias=not config.batch_norm)
+        if config.batch_norm:
+            layers[f"norm{number}"] = nn.BatchNorm2d(outputs)
+        layers[f"relu{number}"] = nn.ReLU()
+        if number == 2:
+            layers["pool"] = nn.MaxPool2d(2)
+    layers.update(flatten=nn.Flatten(), fc1=nn.Linear(32 * 4 * 4, 64), relu4=nn.ReLU())
+    if config.dropout:
+        layers["dropout"] = nn.Dropout(config.dropout)
+    layers["fc2"] = nn.Linear(64, classes)
+    return nn.Sequential(layers)
+
+
+def mlp(config: Mlp, classes: int) -> nn.Sequential:
+    """Grey 8×8 images (samples, 1, 8, 8) → scores (samples, classes)."""
+    layers: OrderedDict[str, nn.Module] = OrderedDict(
+        flatten=nn.Flatten(), fc1=nn.Linear(64, config.hidden), relu=nn.ReLU()
+    )
+    if config.dropout:
+        layers["dropout"] = nn.Dropout(config.dropout)
+    layers["fc2"] = nn.Linear(config.hidden, classes)
+    return nn.Sequential(layers)
+
+
+def course(config: Course, classes: int) -> nn.Sequential:
+    """Colour images (samples, 3, height, width) → scores (samples, classes).
+
+    Forward and backward take 74 MFLOP for a 32×32 image; Xavier initialisation (Glorot & Bengio
+    2010), biases zero.
+    """
+    norm = config.batch_norm
+    model = nn.Sequential(
+        OrderedDict(
+            stem=_conv_norm(3, 64, 7, stride=2, norm=norm),
+            relu=nn.ReLU(),
+            maxpool=nn.MaxPool2d(3, stride=2, padding=1),
+            block1=Residual(bottleneck(64, 64, 256, stride=1, norm=norm), _conv_norm(64, 256, 1, norm=norm)),
+            block2=Residual(
+                bottleneck(256, 128, 512, stride=2, norm=norm), _conv_norm(256, 512, 1, stride=2, norm=norm)
+            ),
+            pool=nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten()),
+            fc=nn.Linear(512, classes),
+        )
+    )
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d | nn.Linear):
+            nn.init.xavier_uniform_(module.weight)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+    return model
+
+
+def resnet18(config: Resnet18, classes: int) -> nn.Sequential:
+    """Colour images (samples, 3, 32, 32) → scores (samples, classes).
+
+    He et al. 2015, arXiv:1512.03385, with the stem that is usual for CIFAR; He initialisation.
+    """
+    layers: OrderedDict[str, nn.Module] = OrderedDict(stem=_conv_norm(3, 64, 3, norm=True), relu=nn.ReLU())
+    inputs = 64
+    for stage, (outputs, stride) in enumerate([(64, 1), (128, 2), (256, 2), (512, 2)], 1):
+        layers[f"block{stage}a"] = _basic(inputs, outputs, stride)
+        layers[f"block{stage}b"] = _basic(outputs, outputs, 1)
+        inputs = outputs
+    layers.update(pool=nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten()), fc=nn.Linear(512, classes))
+    model = nn.Sequential(layers)
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):
+            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+    return model
+
+
+class Residual(nn.Module):
+    """relu(branch(x) + shortcut(x))."""
+
+    def __init__(self, branch: nn.Module, shortcut: nn.Module) -> None:
+        super().__init__()
+        self.branch, self.shortcut, self.relu = branch, shortcut, nn.ReLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(samples, inputs, height, width) → (samples, outputs, height / stride, width / stride)."""
+        out: Tensor = self.relu(self.branch(x) + self.shortcut(x))
+        return out
+
+
+def bottleneck(inputs: int, narrow: int, outputs: int, *, stride: int, norm: bool) -> nn.Sequential:
+    """1×1, 3×3 and 1×1 convolutions; the first has the stride, as in He et al. 2015, table 1."""
+    return nn.Sequential(
+        _conv_norm(inputs, narrow, 1, stride=stride, norm=norm),
+        nn.ReLU(),
+        _conv_norm(narrow, narrow, 3, norm=norm),
+        nn.ReLU(),
+        _conv_norm(narrow, outputs, 1, norm=norm),
+    )
+
+
+def _basic(inputs: int, outputs: int, stride: int) -> Residual:
+    branch = nn.Sequential(
+        _conv_norm(inputs, outputs, 3, stride=stride, norm=True), nn.ReLU(), _conv_norm(outputs, outputs, 3, norm=True)
+    )
+    same = stride == 1 and inputs == outputs
+    return Residual(branch, nn.Identity() if same else _conv_norm(inputs, outputs, 1, stride=stride, norm=True))
+
+
+def _conv_norm(inputs: int, outputs: int, kernel: int, *, stride: int = 1, norm: bool) -> nn.Module:
+    conv = nn.Conv2d(inputs, outputs, kernel, stride=stride, padding=kernel // 2, bias=not norm)
+    return nn.Sequential(OrderedDict(conv=conv, norm=nn.BatchNorm2d(outputs))) if norm else conv

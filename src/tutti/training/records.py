@@ -1,0 +1,318 @@
+"""The run directory: what a training run leaves on disk, readable by anything that reads TOML and JSON.
+
+``config.toml`` (reruns the run) · ``metrics.jsonl`` (one object a step and an evaluation) · ``env.json`` ·
+``summary.json`` (appears whole, at the end). No torch at import.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import re
+import time
+import tomllib
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from tutti.errors import DiskError, UsageError
+from tutti.training.config import TrainConfig
+from tutti.training.listener import EvalRecord, Header, Pace
+from tutti.types import StepRecord
+
+FLUSH_SECONDS = 1.0
+_ENCODE = json.JSONEncoder(allow_nan=False, ensure_ascii=False).encode
+
+
+def make_run_directory(config: TrainConfig, task: str) -> Path:
+    """Create this run's directory: ``config.out``, or ``RUNS/TASK-YYYYmmdd-HHMMSS`` (UTC), numbered where taken.
+
+    A directory that is used again loses its old summary, so that it is never taken for this run's.
+    Raises UsageError where ``out`` holds something and ``overwrite`` is off, DiskError where it cannot be written.
+    """
+    if config.out is None:
+        return _fresh(Path(config.runs), f"{_short(task)}-{datetime.now(UTC):%Y%m%d-%H%M%S}")
+    path = Path(config.out)
+    if path.exists() and not path.is_dir():
+        raise UsageError("the run directory is a file", where=str(path), remedy="choose another folder with --out")
+    with _writing(path):
+        path.mkdir(parents=True, exist_ok=True)
+        if any(path.iterdir()) and not config.overwrite:
+            raise UsageError(
+                "the run directory is not empty", where=str(path), remedy="choose another --out, or add --overwrite"
+            )
+        if not os.access(path, os.W_OK | os.X_OK):
+            raise PermissionError(13, "no permission to write")
+        (path / "summary.json").unlink(missing_ok=True)
+    return path
+
+
+def find_run(config: TrainConfig, task: str) -> Path:
+    """The newest run below ``config.runs`` of the same task and an equal configuration. Raises UsageError."""
+    folder, wanted = Path(config.runs), config_sha256(config)
+    known = {field.name for field in dataclasses.fields(TrainConfig)}
+    files = sorted(folder.glob("*/config.toml"), key=lambda path: path.stat().st_mtime, reverse=True)
+    for file in files:
+        try:
+            values = tomllib.loads(file.read_text(encoding="utf-8"))
+            equal = values.pop("task", None) == task and config_sha256(TrainConfig(**values)) == wanted
+        except (OSError, ValueError, TypeError, UsageError):
+            continue
+        if equal and values.keys() <= known:
+            return file.parent
+    raise UsageError(
+        f"no run of {task} with this configuration can be resumed",
+        where=f"{len(files)} runs in {folder}",
+        remedy="give the same options as before, or --resume DIR",
+    )
+
+
+def config_toml(config: TrainConfig, task: str) -> str:
+    """The configuration as TOML that ``tutti train --config`` reads back; unset options are left out."""
+    import tomli_w
+
+    values = {name: value for name, value in dataclasses.asdict(config).items() if value is not None}
+    return tomli_w.dumps({"task": task, **values})
+
+
+def read_summary(path: Path) -> dict[str, Any]:
+    """``summary.json`` of run directory ``path``; empty where the run did not get so far."""
+    try:
+        summary = json.loads((path / "summary.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return summary if isinstance(summary, dict) else {}
+
+
+def record_exit(path: Path, code: int) -> None:
+    """State ``exit_code`` in ``summary.json`` of run directory ``path``, beside what is there. Raises DiskError."""
+    _write_json(path / "summary.json", {**read_summary(path), "exit_code": int(code)})
+
+
+class RunDirectory:
+    """The listener that writes the run directory ``path``. ``config.toml`` and ``env.json`` are there from the start.
+
+    Steps are buffered and written at least once a second; a full disk never leaves half a line or half a file.
+    Every method raises DiskError where the directory cannot be written. A run that was ``resumed`` at a step keeps the
+    lines up to that step; those after it are of work that is done again.
+    """
+
+    def __init__(self, path: str | Path, config: TrainConfig, task: str, resumed: int | None = None) -> None:
+        self.path = Path(path)
+        self._lines: list[str] = []
+        self._flushed = time.monotonic()
+        self._elapsed = 0.0
+        # A rerun must not write into the run that it repeats.
+        rerun = dataclasses.replace(config, out=None, overwrite=False)
+        with _writing(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+            before = b"" if resumed is None else _until(self.path / "metrics.jsonl", resumed)
+            self._metrics = (self.path / "metrics.jsonl").open("wb", buffering=0)
+            _write_all(self._metrics.fileno(), before)
+        _write(self.path / "config.toml", config_toml(rerun, task).encode())
+        _write_json(self.path / "env.json", environment())
+
+    def started(self, header: Header) -> None:
+        """The derived numbers follow from ``config.toml``: nothing to write."""
+
+    def stepped(self, record: StepRecord, pace: Pace) -> None:
+        line: dict[str, Any] = {
+            "group": "train",
+            "step": record.step,
+            "epoch": record.epoch,
+            "samples": record.samples,
+            "updates": record.updates,
+            "loss": _finite(record.loss),
+        }
+        for name, value in record.metrics.items():
+            line.setdefault(name, _finite(value))
+        line["grad_norm"] = _finite(record.grad_norm)
+        line["lr"] = _finite(record.lr)
+        line["seconds"] = round(pace.elapsed, 6)
+        if record.skipped:
+            line["skipped"] = True
+        self._elapsed = pace.elapsed
+        self._lines.append(_ENCODE(line))
+        if time.monotonic() - self._flushed >= FLUSH_SECONDS:
+            self._flush()
+
+    def evaluated(self, record: EvalRecord) -> None:
+        line: dict[str, Any] = {
+            "group": "eval",
+            "step": record.step,
+            "epoch": record.epoch,
+            "samples": record.samples,
+            "loss": _finite(record.loss),
+        }
+        for name, value in record.metrics.items():
+            line.setdefault(name, _finite(value))
+        line["seconds"] = round(self._elapsed, 6)
+        self._lines.append(_ENCODE(line))
+        self._flush()
+
+    def warned(self, text: str) -> None:
+        self._lines.append(_ENCODE({"group": "warning", "text": text, "seconds": round(self._elapsed, 6)}))
+
+    def finished(self, summary: Mapping[str, Any]) -> None:
+        self._flush()
+        _write_json(self.path / "summary.json", summary)
+
+    def close(self) -> None:
+        if self._metrics.closed:
+            return
+        try:
+            self._flush()
+        finally:
+            self._metrics.close()
+
+    def _flush(self) -> None:
+        self._flushed = time.monotonic()
+        if not self._lines:
+            return
+        data = "".join(f"{line}\n" for line in self._lines).encode()
+        # Taken out before writing: what a full disk refused is not tried again by close().
+        self._lines.clear()
+        with _writing(self._metrics.name):
+            end = self._metrics.tell()
+            try:
+                _write_all(self._metrics.fileno(), data)
+            except OSError:
+                self._metrics.truncate(end)
+                self._metrics.seek(end)
+                raise
+
+
+def config_sha256(config: TrainConfig) -> str:
+    """Hash of what decides the result: not of where it is written, or on how many devices it runs."""
+    aside = {"out", "runs", "overwrite", "log_every", "resume", "devices", "device", "threads", "timeout", "keep"}
+    values = {name: value for name, value in dataclasses.asdict(config).items() if name not in aside}
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+
+def _until(path: Path, step: int) -> bytes:
+    """The whole lines of a metrics file up to ``step``; none where there is no file."""
+    kept = []
+    for line in path.read_bytes().splitlines(keepends=True) if path.exists() else ():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if record.get("step", 0) <= step:
+            kept.append(line)
+    return b"".join(kept)
+
+
+def environment() -> dict[str, Any]:
+    """What the run ran on: versions, platform, cores that this process may use, threads of torch."""
+    import torch
+
+    return {
+        "versions": {
+            "tutti": _version("tutti"),
+            "torch": torch.__version__,
+            "numpy": _version("numpy"),
+            "python": platform.python_version(),
+        },
+        "platform": platform.platform(),
+        "machine": platform.machine(),
+        "host": platform.node(),
+        "cpu_count": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "torch_threads": torch.get_num_threads(),
+        "cuda": torch.version.cuda,
+        "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _fresh(folder: Path, name: str) -> Path:
+    with _writing(folder / name):
+        folder.mkdir(parents=True, exist_ok=True)
+        number = 1
+        while True:
+            path = folder / (name if number == 1 else f"{name}-{number}")
+            try:
+                path.mkdir()
+            except FileExistsError:
+                number += 1
+            else:
+                return path
+
+
+def _short(task: str) -> str:
+    """A task's name as part of a folder's name.
+
+    >>> _short("lessons/line.py:make")
+    'line-make'
+    """
+    text = re.sub(r"\.py(?=:|$)", "", task.replace("\\", "/").rsplit("/", 1)[-1])
+    return re.sub(r"[^A-Za-z0-9_.]+", "-", text).strip("-.") or "run"
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is None or math.isfinite(value) else None
+
+
+def _plain(value: Any) -> Any:
+    """``value`` as strict JSON can hold it: NaN and infinities become null."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return _finite(value) if isinstance(value, float) else value
+
+
+def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+    _write(path, (json.dumps(_plain(value), indent=2, allow_nan=False, ensure_ascii=False) + "\n").encode())
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Replace ``path`` whole or not at all, and keep it through a power cut. Raises DiskError."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with _writing(path):
+        try:
+            with temporary.open("wb", buffering=0) as file:
+                _write_all(file.fileno(), data)
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
+            raise
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+def _write_all(descriptor: int, data: bytes) -> None:
+    rest = memoryview(data)
+    # A nearly full disk takes a part, and says so only on the next call.
+    while rest:
+        rest = rest[os.write(descriptor, rest) :]
+
+
+@contextlib.contextmanager
+def _writing(path: str | Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise DiskError(
+            "cannot write the run directory",
+            where=str(path),
+            why=error.strerror or str(error),
+            remedy="free space on that disk, or choose a folder that you may write with --out",
+        ) from error

@@ -1,0 +1,240 @@
+"""The nouns that rooms share. No torch at run time: ``tutti --help`` reads this file.
+
+Layouts, exchanges and optimizers never import each other; they meet in the protocols below.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+    from tutti.comm.communicator import Communicators
+    from tutti.world.grid import Grid
+
+Batch: TypeAlias = Any
+"""What a loss function is given: a tensor, or a tuple, list or dict of them, first dimension the samples."""
+
+LossFn: TypeAlias = "Callable[[Any, Batch], Any]"
+"""``loss_fn(model, batch)`` → a scalar (mean over samples), ``(sum, count)``, or ``(sum, count, metric_sums)``."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One micro-batch of one worker: the unit of computation.
+
+    Attributes:
+        worker: logical replica, 0 … N-1.
+        micro: index of this micro-batch within the worker's share of the global batch.
+        batch: the samples.
+        samples: how many they are.
+        weight: 1 / (samples in the global batch); a sample's part in the step's gradient.
+        key: 64-bit key of this cell's random draws, a function of (seed, step, worker, micro).
+        last: whether this is the worker's last micro-batch in this step.
+    """
+
+    worker: int
+    micro: int
+    batch: Batch
+    samples: int
+    weight: float
+    key: int
+    last: bool
+
+
+@dataclass
+class Totals:
+    """Sums over samples. ``lanes`` is a float tensor ``[loss_sum, count, *metric_sums]`` on the compute device.
+
+    ``names`` are those of the metric sums, in order. ``samples`` is the number of samples, which the count that a loss
+    function gives may differ from (tokens, pixels). Two totals of the same names add lane by lane.
+    """
+
+    lanes: Tensor
+    names: tuple[str, ...] = ()
+    samples: int = 0
+
+    def __add__(self, other: Totals) -> Totals:
+        return Totals(self.lanes + other.lanes, self.names or other.names, self.samples + other.samples)
+
+
+@dataclass(frozen=True)
+class ShardSpec:
+    """Where a local tensor sits in the global one: its global shape, this rank's slice, and names tied to it."""
+
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    tied: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Tick:
+    """What is the same for all workers in one step.
+
+    Attributes:
+        clock: steps taken before this one.
+        samples: samples in this step's global batch.
+        lr_factor: factor on every parameter group's initial learning rate; None leaves the rate to the user.
+        stop: this rank asks all to stop after the step; not the same for all, and so agreed on with the totals.
+    """
+
+    clock: int
+    samples: int
+    lr_factor: float | None = None
+    stop: bool = False
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """What all ranks know alike once gradients are exchanged: sums over the global batch and the gradient's norm."""
+
+    loss: float
+    count: float
+    metrics: Mapping[str, float]
+    grad_norm: float
+    finite: bool
+    stop: bool = False
+
+
+@dataclass(frozen=True)
+class Update:
+    """What the update did: how many writes of the parameters it counts for, or which gradients stopped it."""
+
+    updates: int
+    skipped: bool = False
+    nonfinite: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One line of ``metrics.jsonl``."""
+
+    step: int
+    epoch: int
+    samples: int
+    updates: int
+    loss: float
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    grad_norm: float | None = None
+    lr: float | None = None
+    skipped: bool = False
+
+
+OptimizerFactory: TypeAlias = "Callable[[Sequence[tuple[str, nn.Parameter]]], Optimizer | None]"
+"""Builds an optimizer over the named parameters that live here (None where none of them is trained); an exchange may
+call it several times."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a layout and an exchange are told about the run.
+
+    Attributes:
+        grid: all ranks by axis, and which one this is.
+        comms: communicators along the grid's axes.
+        workers: logical replicas N.
+        mine: the contiguous workers that this data rank plays.
+        reproducible: bit-identical on any number of data ranks.
+        clip: largest gradient norm, None for no clipping.
+    """
+
+    grid: Grid
+    comms: Communicators
+    workers: int
+    mine: range
+    reproducible: bool = False
+    clip: float | None = None
+
+
+class GradSink(Protocol):
+    """Receives a replica's gradients as backward produces them."""
+
+    def arm(self, part: Totals | None) -> None:
+        """Called between forward and backward of a worker's last cell, with its totals where this rank knows them."""
+
+    def ready(self, parameter: Tensor) -> None:
+        """``parameter.grad`` now holds the sum over the cells run so far. Usable as an autograd hook."""
+
+
+class Replica(Protocol):
+    """One model as laid out over stages and tensor ranks: the parts that live on this rank, and how to run them."""
+
+    parts: Sequence[nn.Module]
+    specs: Mapping[str, ShardSpec]
+
+    def connect(self, sink: GradSink) -> None:
+        """Report every gradient of ``run`` to ``sink`` from now on."""
+
+    def run(self, cells: Sequence[Cell], loss: LossFn, sink: GradSink | None) -> Totals:
+        """Forward, and with a sink backward, of one worker's cells in order; totals are known on every rank."""
+
+    def evaluating(self, values: Mapping[str, Tensor]) -> AbstractContextManager[None]:
+        """Within the block the model here holds ``values``, does not train and records nothing."""
+
+
+class OwnLoopReplica(Replica, Protocol):
+    """A replica whose forward the caller may run: it is one module."""
+
+    def begin(self, cell: Cell) -> None:
+        """Enter a cell's random stream."""
+
+    def backward(self, result: Any, cell: Cell, before: Totals | None, sink: GradSink) -> Totals:
+        """Backward of one cell from what its loss function gave; the worker's totals so far."""
+
+
+class Layout(Protocol):
+    """Answers *where does one replica live?*"""
+
+    def build(self, plain: nn.Module) -> Replica:
+        """Place ``plain`` on this rank's share of the grid."""
+
+
+class SavedState(Protocol):
+    """A checkpoint as exchanges read it."""
+
+    def names(self, group: str) -> Collection[str]:
+        """Names of the tensors in ``model``, ``optim`` or ``workers``; none where the group is not there."""
+
+    def get(self, group: str, name: str) -> Tensor:
+        """One whole tensor on the CPU."""
+
+
+class Exchange(Protocol):
+    """Answers *how do replicas agree?* and owns the update."""
+
+    gradient_over: Literal["step", "worker"]
+    """What one gradient is the mean over: the global batch, or the worker's own share of it."""
+
+    optimizers: Sequence[Optimizer]
+
+    def attach(self, replica: Replica, make_optimizer: OptimizerFactory) -> GradSink:
+        """Take the replica over: verify that ranks hold the same, broadcast data rank 0's state. Collective."""
+
+    def enter(self, worker: int, tick: Tick) -> None:
+        """Swap ``worker``'s own state in (buffers; parameters where workers differ)."""
+
+    def leave(self, worker: int, part: Totals | None) -> None:
+        """Take over its gradients and totals (None: it had no samples), or do its inner update."""
+
+    def finish(self, tick: Tick) -> Agreed:
+        """Complete the exchange of this step's gradients and totals. Collective."""
+
+    def update(self, agreed: Agreed, tick: Tick) -> Update:
+        """Write the parameters, or skip where the gradient is not finite."""
+
+    def merged(self) -> dict[str, Tensor]:
+        """Parameters and buffers here as *one* model: workers merged in worker order. Collective."""
+
+    def state(self) -> dict[str, dict[str, Tensor]]:
+        """What this rank writes into a checkpoint, by group; all ranks' parts together are the whole. Collective.
+
+        ``model`` and ``optim`` say nothing of the strategy; ``workers`` holds what is each worker's own.
+        """
+
+    def load(self, saved: SavedState) -> None:
+        """Become what ``saved`` says; what is missing of ``workers`` comes from the merged model."""

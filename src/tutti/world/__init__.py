@@ -1,0 +1,1 @@
+"""Who am I: rank, size, device; ranks as a named grid; launching processes."""

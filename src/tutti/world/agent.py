@@ -1,0 +1,217 @@
+"""torchrun's elastic agent on one host, without its network: workers are forked, watched and ended here."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+import uuid
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from torch.distributed import HashStore
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
+from torch.distributed.elastic.rendezvous.api import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+
+from tutti.errors import ExitCode
+from tutti.world import child, failure
+from tutti.world.failure import Failure
+
+_POLL = 0.05
+# After a failure the others mostly fail too, and say so themselves; an orderly end may have a checkpoint to write.
+_SETTLE = 1.0
+_TERMINATE = 5.0
+_ORDERLY = frozenset({ExitCode.PREEMPTED, ExitCode.INTERRUPTED})
+
+
+class OneHost(RendezvousHandler):
+    """A meeting of one agent with itself. Nothing listens; every attempt gets its own port for the user's script."""
+
+    def __init__(self) -> None:
+        self._run_id = uuid.uuid4().hex
+
+    def get_backend(self) -> str:
+        return "tutti"
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo("127.0.0.1", port))
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        """One agent closes nobody out."""
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def get_run_id(self) -> str:
+        return self._run_id
+
+    def shutdown(self) -> bool:
+        return True
+
+
+class Logs(LogsSpecs):
+    """Workers redirect their own output; the agent only follows the logs that are to be shown as well."""
+
+    def __init__(self, directory: Path, shown: bool) -> None:
+        super().__init__(str(directory))
+        self._directory, self._shown = directory, shown
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        nowhere = dict.fromkeys(envs, "")
+        shown = {rank: str(child.log_path(self._directory, rank)) for rank in envs if rank > 0 and self._shown}
+        return LogsDest(nowhere, dict(nowhere), shown, {}, dict.fromkeys(envs, os.devnull))
+
+    @property
+    def root_log_dir(self) -> str:
+        return str(self._directory)
+
+
+class Agent(LocalElasticAgent):
+    """Starts the workers of one host and ends them together.
+
+    Attributes:
+        deaths: exit code and time of every worker that ended by itself, before this agent began to end them.
+    """
+
+    def __init__(self, job: child.Job, processes: int, restarts: int, shown: bool, grace: float) -> None:
+        spec = WorkerSpec(
+            role="tutti",
+            local_world_size=processes,
+            rdzv_handler=OneHost(),
+            entrypoint=child.main,
+            args=(job,),
+            max_restarts=restarts,
+            monitor_interval=_POLL,
+        )
+        super().__init__(spec, Logs(job.logs, shown), start_method="fork", log_line_prefix_template="[rank ${rank}] ")
+        self.deaths: dict[int, tuple[int, float]] = {}
+        self._job, self._grace = job, grace
+        self._workers: list[Any] = []
+        self._ending = False
+        _silence()
+
+    def failures(self) -> list[Failure]:
+        """How the workers failed that ended by themselves, whether or not they left a record."""
+        found = []
+        for rank, (code, seen) in self.deaths.items():
+            if code != 0:
+                found.append(failure.read(self._job.logs, rank) or failure.from_death(rank, code, seen))
+        return found
+
+    def exit_codes(self) -> set[int]:
+        """Exit codes of the workers that have ended, whoever ended them."""
+        return {worker.exitcode for worker in self._workers if worker.exitcode is not None}
+
+    def kill(self) -> None:
+        """End every worker, and what it started, at once."""
+        self._end(None, 0)
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        self.deaths, self._ending = {}, False
+        failure.clear(self._job.logs, range(worker_group.spec.local_world_size))
+        signal.pthread_sigmask(signal.SIG_BLOCK, child.SIGNALS)
+        try:
+            pids: dict[int, Any] = super()._start_workers(worker_group)
+            self._workers = list(self._pcontext._pc.processes)  # type: ignore[union-attr]
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, child.SIGNALS)
+        return pids
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        self._reap()
+        codes = {code for code, _ in self.deaths.values()}
+        if codes - {0}:
+            orderly = codes <= _ORDERLY | {0}
+            self._wait(self._grace if orderly else _SETTLE)
+            self._end(signal.SIGTERM, _TERMINATE)
+            self._announce_restart()
+            return RunResult(state=WorkerState.FAILED)
+        if len(self.deaths) < len(self._workers):
+            return RunResult(state=WorkerState.HEALTHY)
+        # The agent wants to see a result of every worker, even if it is none.
+        return RunResult(state=WorkerState.SUCCEEDED, return_values=dict.fromkeys(self.deaths))
+
+    def _announce_restart(self) -> None:
+        """Say why the workers start anew, where they will."""
+        cause = failure.root_cause(self.failures())
+        if self._remaining_restarts > 0 and cause.exit_code not in failure.QUIET:
+            what = failure.describe(cause, child.log_path(self._job.logs, cause.rank)).splitlines()[0]
+            left = self._remaining_restarts - 1
+            print(f"{what}\ntutti: starting again, {left} restarts left", file=sys.stderr, flush=True)
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+        self._end(death_sig, self._grace)
+        super()._shutdown(death_sig)
+
+    def _end(self, number: signal.Signals | None, grace: float) -> None:
+        """Ask every worker to end, wait, then kill them with all that they started."""
+        self._reap()
+        self._ending = True
+        alive = [worker for worker in self._workers if worker.exitcode is None]
+        try:
+            if number is not None:
+                for worker in alive:
+                    with suppress(ProcessLookupError):
+                        os.kill(worker.pid, number)
+            self._wait(grace)
+        finally:
+            for worker in alive:
+                _kill(worker)
+            for worker in alive:
+                worker.join(_TERMINATE)
+
+    def _wait(self, seconds: float) -> None:
+        """Until all workers have ended, at most this long."""
+        end = time.monotonic() + seconds
+        while not self._reap() and time.monotonic() < end:
+            time.sleep(_POLL / 5)
+
+    def _reap(self) -> bool:
+        """Note who has ended; whether all have."""
+        for rank, worker in enumerate(self._workers):
+            if rank not in self.deaths and worker.exitcode is not None and not self._ending:
+                self.deaths[rank] = (worker.exitcode, time.time())
+                if worker.exitcode != 0:
+                    _kill(worker)
+        return all(worker.exitcode is not None for worker in self._workers)
+
+
+def _kill(worker: Any) -> None:
+    """Kill a worker's process group: the worker, where it lives, and what it started."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(worker.pid, signal.SIGKILL)
+    if worker.exitcode is None:
+        # It may not have made its group yet.
+        worker.kill()
+
+
+def _silence() -> None:
+    """Keep the agent's own messages from the user, who gets ours."""
+    logger = logging.getLogger("torch.distributed.elastic")
+    logger.addHandler(logging.NullHandler())
+    logger.propagate = False
+
+
+def run(agent: Agent) -> signal.Signals | None:
+    """Run to the end; the signal that ended it, if one did. A second signal ends everything at once."""
+    try:
+        agent.run()
+    except SignalException as stopped:
+        return signal.Signals(stopped.sigval)
+    finally:
+        for number in child.SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+        agent.kill()
+    return None

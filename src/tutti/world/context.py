@@ -1,0 +1,228 @@
+"""``tutti.init`` and what it knows: this process's place in the job, its device, and its store.
+
+A world of one is the same code path as a world of many: it has a store and a process group too.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from tutti.errors import PeerError, UsageError
+from tutti.world import identity as identities
+from tutti.world.allocator import keep_freed_memory
+from tutti.world.identity import Identity
+
+
+@dataclass(frozen=True)
+class World:
+    """This process's place: who it is, what it computes on, and where ranks leave notes for each other.
+
+    Attributes:
+        identity: rank, size and their like.
+        device: where tensors of this rank live.
+        store: key-value store shared by all ranks.
+        timeout: seconds that a collective may take.
+        owned: whether ``init`` made the process group, so that ``shutdown`` destroys it.
+    """
+
+    identity: Identity
+    device: torch.device
+    store: dist.Store
+    timeout: float
+    owned: bool
+
+
+_LET_GO = 0.05
+
+_world: World | None = None
+
+
+def init(device: str = "auto", timeout: float = 300.0) -> World:
+    """Join the job that the environment describes, or make a world of one; calling it again changes nothing.
+
+    Reads torchrun's, Horovod's, Slurm's and Open MPI's variables. Adopts a default process group that exists. Gloo
+    moves CPU tensors, NCCL CUDA tensors.
+
+    Args:
+        device: ``auto`` (CUDA where there is any), ``cpu`` or ``cuda``.
+        timeout: seconds that ranks may take to arrive, and a collective to finish.
+
+    Raises:
+        UsageError: the environment contradicts itself, or CUDA was asked for and is not there.
+        PeerError: the other ranks did not arrive in time.
+    """
+    global _world
+    if _world is not None:
+        return _world
+    if dist.is_initialized():
+        _world = _adopt(device, timeout)
+        return _world
+    identity = identities.read(os.environ)
+    place = _device(device, identity)
+    if place.type == "cpu":
+        keep_freed_memory()
+    backend = "cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo"
+    limit = timedelta(seconds=timeout)
+    where = f"rank {identity.rank} of {identity.size}"
+    try:
+        store = dist.PrefixStore(f"tutti/{identity.attempt}", _store(identity, limit))
+        _await_all(store, identity, limit)
+        # Slower than our own limit, so that our message comes first: see tutti.comm.stall.
+        group_limit = timedelta(seconds=timeout + 60)
+        dist.init_process_group(backend, store=store, rank=identity.rank, world_size=identity.size, timeout=group_limit)
+    except (RuntimeError, TimeoutError) as error:
+        raise PeerError(
+            "the ranks could not find each other",
+            where=where,
+            why=str(error).splitlines()[0],
+            remedy=f"check that all {identity.size} processes run and reach the same address within {timeout:g} s",
+        ) from error
+    _world = World(identity, place, store, timeout, owned=True)
+    atexit.register(shutdown)
+    return _world
+
+
+def shutdown() -> None:
+    """Leave the job. The process group is destroyed if ``init`` made it. Calling it twice changes nothing."""
+    global _world
+    leaving, _world = _world, None
+    if leaving is not None and leaving.owned and dist.is_initialized():
+        with contextlib.suppress(RuntimeError):
+            dist.destroy_process_group()
+        # Gloo's threads let go of their last tensors after they have said that they are done, and need Python's lock
+        # for it. A program that ends before they got it is aborted; asleep, this thread leaves the lock to them.
+        time.sleep(_LET_GO)
+
+
+def is_initialized() -> bool:
+    """Whether ``init`` was called and ``shutdown`` was not."""
+    return _world is not None
+
+
+def current() -> World:
+    """The world that ``init`` made. Raises UsageError before ``init``."""
+    if _world is None:
+        raise UsageError("tutti has not been initialised", remedy="call tutti.init() first")
+    return _world
+
+
+def rank() -> int:
+    """This process's number in the whole job, from 0."""
+    return current().identity.rank
+
+
+def size() -> int:
+    """Processes in the whole job."""
+    return current().identity.size
+
+
+def local_rank() -> int:
+    """This process's number on its host, from 0."""
+    return current().identity.local_rank
+
+
+def local_size() -> int:
+    """Processes of the job on this host."""
+    return current().identity.local_size
+
+
+def cross_rank() -> int:
+    """This host's number among the hosts of the job, from 0."""
+    return current().identity.cross_rank
+
+
+def cross_size() -> int:
+    """Hosts of the job."""
+    return current().identity.cross_size
+
+
+def _device(choice: str, identity: Identity) -> torch.device:
+    if choice not in ("auto", "cpu", "cuda"):
+        raise UsageError(f"unknown device '{choice}'", remedy="choices: auto, cpu, cuda")
+    if choice == "cpu" or (choice == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise UsageError("CUDA was asked for, but PyTorch sees no GPU", remedy="take --device cpu")
+    count = torch.cuda.device_count()
+    if identity.local_rank >= count:
+        raise UsageError(
+            f"{identity.local_size} processes on this host share {count} GPUs",
+            where=f"rank {identity.rank}",
+            remedy=f"start at most {count} processes a host, or take --device cpu",
+        )
+    torch.cuda.set_device(identity.local_rank)
+    return torch.device("cuda", identity.local_rank)
+
+
+def _store(identity: Identity, limit: timedelta) -> dist.Store:
+    """A file on one host (nothing listens), the launcher's TCP store across hosts, memory for a world of one."""
+    path = os.environ.get("TUTTI_STORE")
+    if path:
+        store: dist.Store = dist.FileStore(path, identity.size)
+    elif identity.size == 1:
+        store = dist.HashStore()
+    elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE"):
+        store, _, _ = next(dist.rendezvous("env://", identity.rank, identity.size, timeout=limit))
+    else:
+        address, port = identities.rendezvous(os.environ, identity)
+        try:
+            # Nobody is waited for here: ``_await_all`` names those that do not come.
+            store = dist.TCPStore(
+                address, port, identity.size, identity.rank == 0, timeout=limit, wait_for_workers=False
+            )
+        except (RuntimeError, TimeoutError) as error:
+            raise _unreachable(identity, f"{address}:{port}", limit, error) from error
+    store.set_timeout(limit)
+    return store
+
+
+def _unreachable(identity: Identity, place: str, limit: timedelta, error: Exception) -> PeerError:
+    where, text = f"rank {identity.rank} of {identity.size}", str(error).splitlines()[0]
+    if identity.rank == 0:
+        why = "the port is already in use" if "EADDRINUSE" in text else text
+        return PeerError(f"cannot listen on {place}", where=where, why=why, remedy="set MASTER_PORT to a free port")
+    return PeerError(
+        f"cannot reach rank 0 at {place} within {limit.total_seconds():g} s",
+        where=where,
+        why=text,
+        remedy="check that rank 0 runs, and that MASTER_ADDR and MASTER_PORT are the same on every rank",
+    )
+
+
+def _await_all(store: dist.Store, identity: Identity, limit: timedelta) -> None:
+    """Return when every rank has come. Raises PeerError naming those that have not, the same ranks on every rank."""
+    keys = [f"here/{rank}" for rank in range(identity.size)]
+    address = os.environ.get("MASTER_ADDR", "")
+    place = f", met at {address}:{os.environ.get('MASTER_PORT', '')}" if address else ""
+    store.set(keys[identity.rank], "")
+    end, pause = time.monotonic() + limit.total_seconds(), 0.001
+    # Asked for again and again: a wait in the store that runs out is reported by native code, frame by frame.
+    while not store.check(keys):
+        if time.monotonic() > end and not store.check(["absent"]):
+            store.set("absent", ", ".join(str(rank) for rank, key in enumerate(keys) if not store.check([key])))
+        if store.check(["absent"]):
+            missing = bytes(store.get("absent")).decode()
+            if identity.rank == 0:
+                # The store ends with this process: let the others read why.
+                time.sleep(1)
+            raise PeerError(
+                f"rank {missing} of {identity.size} did not arrive within {limit.total_seconds():g} s",
+                where=f"rank {identity.rank}{place}",
+                remedy="check that every process was started and reaches the same address, or raise --timeout",
+            )
+        time.sleep(pause)
+        pause = min(2 * pause, 0.05)
+
+
+def _adopt(device: str, timeout: float) -> World:
+    identity = identities.of_group(dist.get_rank(), dist.get_world_size(), os.environ)
+    store = dist.distributed_c10d._get_default_store()
+    return World(identity, _device(device, identity), dist.PrefixStore("tutti", store), timeout, owned=False)

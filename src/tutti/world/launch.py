@@ -1,0 +1,190 @@
+"""Starting the processes of one host, and running a user's script in them. Imports torch only when it starts them."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import runpy
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.machinery import PathFinder
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from tutti.errors import DiskError, ExitCode, UsageError
+from tutti.world import child, failure
+
+if TYPE_CHECKING:
+    from tutti.world.agent import Agent
+
+
+def launch(
+    entry: Callable[..., None],
+    args: tuple[Any, ...],
+    *,
+    processes: int,
+    logs: Path,
+    timeout: float = 300.0,
+    show_all: bool = False,
+    restarts: int = 0,
+    grace: float = 30.0,
+) -> int:
+    """Run ``entry(*args)`` in local processes and return the exit code of the whole, as in ``tutti.errors.ExitCode``.
+
+    Workers are forked after one import of torch. They find torchrun's variables in their environment, ``TUTTI_STORE``
+    (path of a file store that only this user can open) and ``TUTTI_TIMEOUT``. Rank 0 keeps the terminal, the others
+    write to ``logs/rank{N}.log``. When one fails, all are ended, and the first cause is told on standard error. A
+    signal is passed on once; what has not ended after ``grace`` seconds is killed, and a second signal kills at once.
+
+    Args:
+        entry: runs in every worker.
+        args: its arguments.
+        processes: how many workers.
+        logs: directory for logs and failure records; made where it does not exist.
+        timeout: seconds that ranks may wait for each other.
+        show_all: show the other ranks' output too, as ``[rank 3] …``; also by ``TUTTI_LOG_RANKS=all``.
+        restarts: how often to start all workers anew after a failure.
+        grace: seconds between a signal and SIGKILL.
+
+    Raises:
+        UsageError: fewer than one process.
+        DiskError: the log or store directory cannot be made.
+    """
+    if processes < 1:
+        raise UsageError(f"cannot start {processes} processes", remedy="give a whole number of at least 1")
+    store = _directories(logs)
+    shown = show_all or os.environ.get("TUTTI_LOG_RANKS") == "all"
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = None if "OMP_NUM_THREADS" in os.environ else max(1, cores // processes)
+    job = child.Job(entry, args, logs.absolute(), store, os.getpid(), threads)
+    try:
+        with _environment(_settings(threads, timeout)), _signal_handlers():
+            from tutti.world.agent import Agent, run
+
+            agent = Agent(job, processes, restarts, shown, grace)
+            stopped = run(agent)
+    finally:
+        shutil.rmtree(store, ignore_errors=True)
+    return _conclude(agent, stopped, logs)
+
+
+def check_script(script: str, module: bool = False) -> None:
+    """Raise UsageError where there is no such script or, with ``module``, no such module. Runs nothing of it."""
+    if not module:
+        path = Path(script)
+        if not path.is_file() and not (path / "__main__.py").is_file():
+            raise UsageError(f"there is no script '{script}'", remedy="give the path of a Python file, or -m MODULE")
+        return
+    parts = script.split(".")
+    original = sys.path[:]
+    sys.path[:] = [os.getcwd(), *original]
+    try:
+        spec = importlib.util.find_spec(parts[0]) if all(parts) else None
+        for depth in range(2, len(parts) + 1):
+            # The path finder looks without importing the packages above, which may be slow or do things.
+            inside = spec.submodule_search_locations if spec else None
+            spec = PathFinder.find_spec(".".join(parts[:depth]), inside) if inside else None
+    finally:
+        sys.path[:] = original
+    if spec is None:
+        raise UsageError(f"there is no module '{script}'", remedy="check the name and the current directory")
+
+
+def run_script(script: str, argv: list[str], module: bool = False) -> None:
+    """Run a script or module as ``__main__`` in this process, as ``python script …`` or ``python -m module …`` would.
+
+    Args:
+        script: path of the script, or name of the module.
+        argv: its arguments, without its own name.
+        module: whether ``script`` names a module.
+    """
+    sys.argv = [script, *argv]
+    if not sys.flags.safe_path:
+        sys.path[0] = os.getcwd() if module else str(Path(script).resolve().parent)
+    if module:
+        runpy.run_module(script, run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(script, run_name="__main__")
+
+
+def _directories(logs: Path) -> Path:
+    """Make the log directory and a private one for the store; returns the latter."""
+    try:
+        logs.mkdir(parents=True, exist_ok=True)
+        for old in logs.glob("rank*.log"):
+            old.unlink()
+        for old in logs.glob("failure-rank*.json"):
+            old.unlink()
+        return Path(tempfile.mkdtemp(prefix="tutti-store-"))
+    except OSError as error:
+        raise DiskError(
+            "cannot make the directories of a run", where=str(error.filename or logs), why=error.strerror
+        ) from error
+
+
+def _settings(threads: int | None, timeout: float) -> dict[str, str]:
+    """Environment of the workers; what the user has set stays."""
+    settings = {
+        "TUTTI_TIMEOUT": f"{timeout:g}",
+        "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(number.name for number in child.SIGNALS),
+    }
+    if threads is not None:
+        settings["OMP_NUM_THREADS"] = str(threads)
+    own = {"TUTTI_TIMEOUT", "TORCHELASTIC_SIGNALS_TO_HANDLE"}
+    return {name: value for name, value in settings.items() if name in own or name not in os.environ}
+
+
+@contextmanager
+def _environment(settings: dict[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in settings}
+    os.environ.update(settings)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextmanager
+def _signal_handlers() -> Iterator[None]:
+    """End quietly on a signal until the agent has its own handlers, and put the caller's back afterwards."""
+    if threading.current_thread() is not threading.main_thread():
+        raise UsageError("processes are started from a thread", remedy="call launch from the main thread")
+    before = {number: signal.signal(number, _leave_early) for number in child.SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            # None stands for a handler that Python did not install and cannot put back.
+            if handler is not None:
+                signal.signal(number, handler)
+
+
+def _leave_early(number: int, _frame: FrameType | None) -> NoReturn:
+    raise SystemExit(128 + number)
+
+
+def _conclude(agent: Agent, stopped: signal.Signals | None, logs: Path) -> int:
+    """The exit code of the run; tells the user of a failure."""
+    failures = agent.failures()
+    if stopped is not None:
+        if ExitCode.PREEMPTED in agent.exit_codes():
+            return int(ExitCode.PREEMPTED)
+        return 128 + stopped
+    if not failures:
+        return int(ExitCode.DONE)
+    cause = failure.root_cause(failures)
+    if cause.exit_code not in failure.QUIET:
+        print(failure.describe(cause, child.log_path(logs, cause.rank)), file=sys.stderr, flush=True)
+    return cause.exit_code

@@ -1,0 +1,72 @@
+"""What the source says of itself: every module's imports, read with ``ast`` and without importing anything."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+SOURCE = ROOT / "src" / "tutti"
+
+_LAZY = re.compile(r"(tutti(?:\.\w+)+)(?::\w+)?")
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported module, by its full name; ``typing_only`` where it stands under ``if TYPE_CHECKING``."""
+
+    target: str
+    line: int
+    typing_only: bool
+
+
+def modules() -> dict[str, Path]:
+    """Every module of the package by its full name, packages without ``.__init__``."""
+    found = {}
+    for path in sorted(SOURCE.rglob("*.py")):
+        parts = path.relative_to(SOURCE.parent).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def room(module: str) -> str:
+    """The room of a full name: ``tutti.comm.ring`` → ``comm``; the package itself is ``tutti``.
+
+    >>> room("tutti.comm.ring"), room("tutti.errors"), room("tutti")
+    ('comm', 'errors', 'tutti')
+    """
+    return module.split(".")[1] if "." in module else module
+
+
+def imports(path: Path, known: frozenset[str]) -> Iterator[Import]:
+    """Every import at any depth, and every text such as ``"tutti.layouts.whole:Whole"`` in a lazy table."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    typing_only = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        for statement in node.body
+        for inner in ast.walk(statement)
+    }
+    for node in ast.walk(tree):
+        for target in _targets(node, known):
+            yield Import(target, node.lineno, id(node) in typing_only)  # type: ignore[attr-defined]
+
+
+def _targets(node: ast.AST, known: frozenset[str]) -> Iterator[str]:
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+    elif isinstance(node, ast.ImportFrom):
+        base = "." * node.level + (node.module or "")
+        for alias in node.names:
+            whole = f"{base}.{alias.name}"
+            ours = base.split(".")[0] == "tutti"
+            # Whether a name from elsewhere is a module cannot be read here, so both are meant.
+            yield from ([whole if whole in known else base] if ours else [base, whole])
+    elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+        lazy = _LAZY.fullmatch(node.value)
+        if lazy and lazy[1] in known:
+            yield lazy[1]

@@ -1,0 +1,146 @@
+"""What cannot work is refused by a real process: one message, the right exit code, no traceback, no torch."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+NO_TORCH = """
+import sys
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "torch":
+            sys.exit(f"{name} was imported")
+sys.meta_path.insert(0, Absent())
+from tutti.cli.app import main
+sys.exit(main())
+"""
+
+
+def tutti(*words: str, cwd: Path, **environ: str) -> subprocess.CompletedProcess[str]:
+    """Run the command line where torch cannot be imported."""
+    return subprocess.run(
+        [sys.executable, "-c", NO_TORCH, *words],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=cwd,
+        env={**os.environ, "COLUMNS": "80", **environ},
+    )
+
+
+REFUSALS = [
+    ("train digits --strategy miror", 2, "unknown strategy 'miror'. Did you mean 'mirrored'? Choices:"),
+    ("train digits --workers 2 --devices 3", 2, "2 workers"),
+    ("train digits --strategy single --devices 2", 2, "--devices 1"),
+    ("train digits --batch-size 0", 2, "--batch-size is 0."),
+    ("train digits --batch-size many", 2, "'many' is not a whole number"),
+    ("train digits --steps 1.5", 2, "'1.5' is not a whole number"),
+    ("train digits --optimizer adam:lrr=1", 2, "Did you mean 'lr'?"),
+    ("train digits --optimizer adm", 2, "Did you mean 'adam'?"),
+    ("train digits --schedule cosin", 2, "Did you mean 'cosine'?"),
+    ("train digits --precision fp31", 2, '"fp32", "bf16", "fp64"'),
+    ("train digits --epochs 1 --steps 3", 2, "--epochs and --steps exclude each other."),
+    ("train digits --bach-size 3", 2, "Unknown option: --bach-size. Did you mean --batch-size?"),
+    ("train digits --steps", 2, "--steps requires an argument"),
+    ("train digits more", 2, "Unused Tokens: ['more']"),
+    ("train digts", 2, "unknown task 'digts'. Did you mean 'digits'?"),
+    ("train", 2, "no task is given. Write tutti train TASK"),
+    ("train digits --config gone.toml", 2, "(gone.toml): No such file"),
+    ("train cifar10 --data gone", 3, "gone"),
+    ("tran digits", 2, 'Unknown command "tran". Did you mean "train"?'),
+    ("run", 2, "no script is given."),
+    ("run gone.py", 2, "there is no script 'gone.py'."),
+    ("run -np 0 gone.py", 2, "-np is '0'."),
+]
+
+
+@pytest.mark.parametrize(("line", "code", "message"), REFUSALS, ids=[line for line, _, _ in REFUSALS])
+def test_refusal(line: str, code: int, message: str, tmp_path: Path) -> None:
+    done = tutti(*line.split(), cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (code, "")
+    assert message in done.stderr
+    assert done.stderr.startswith("tutti: ")
+    assert len(done.stderr.splitlines()) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+FILES = [
+    ("batchsize = 3\n", "unknown key 'batchsize' (mine.toml). Did you mean 'batch_size'?"),
+    ('batch_size = "3"\n', "'3' is not a whole number (mine.toml, batch_size)."),
+    ("batch_size = 3.5\n", "3.5 is not a whole number (mine.toml, batch_size)."),
+    ("steps = true\n", "True is not a whole number (mine.toml, steps)."),
+    ("augment = 1\n", "1 is not true or false (mine.toml, augment)."),
+    ("[optimizer]\nlr = 1\n", "is not text (mine.toml, optimizer)."),
+    ('precision = "fp31"\n', "'fp31' is not possible (mine.toml, precision). Did you mean 'fp32'?"),
+    ("batch_size = \n", "the configuration is not TOML (mine.toml)"),
+    ("batch_size = 0\n", "--batch-size is 0."),
+]
+
+
+@pytest.mark.parametrize(("text", "message"), FILES, ids=[text for text, _ in FILES])
+def test_refused_file(text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text(text)
+    done = tutti("train", "digits", "--config", "mine.toml", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert message in done.stderr
+
+
+def test_refused_environment_names_the_variable(tmp_path: Path) -> None:
+    done = tutti("train", "digits", cwd=tmp_path, TUTTI_BATCH_SIZE="many")
+    assert done.returncode == 2
+    assert "TUTTI_BATCH_SIZE" in done.stderr
+
+
+def test_full_directory_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "summary.json").write_text("{}")
+    done = tutti("train", "digits", "--devices", "1", "--out", "old", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "tutti: the run directory is not empty (old). Choose another --out, or add --overwrite." in done.stderr
+    assert (tmp_path / "old" / "summary.json").read_text() == "{}"
+
+
+def test_directory_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    done = tutti("train", "digits", "--devices", "1", "--out", "file/run", cwd=tmp_path)
+    assert done.returncode == 8
+    assert "cannot write the run directory (file/run): Not a directory" in done.stderr
+
+
+def test_joined_job_has_its_own_number_of_devices(tmp_path: Path) -> None:
+    job = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+    done = tutti("train", "digits", "--devices", "3", cwd=tmp_path, **job)
+    assert done.returncode == 2
+    assert "--devices is 3, but this job was started with 2 processes" in done.stderr
+
+
+@pytest.mark.parametrize("words", ["--help", "train --help", "run --help"])
+def test_help_fits_on_one_screen(words: str, tmp_path: Path) -> None:
+    done = tutti(*words.split(), cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = done.stdout.splitlines()
+    assert len(lines) <= 50
+    assert max(map(len, lines)) <= 80
+    assert lines[3].startswith("Example: tutti ")
+
+
+def test_help_lists_the_verbs(tmp_path: Path) -> None:
+    lines = tutti("--help", cwd=tmp_path).stdout.splitlines()
+    assert [line.split()[0] for line in lines if line.startswith("  ") and line[2] != " "] == [
+        "doctor",
+        "run",
+        "train",
+        "--help",
+        "--version",
+    ]
+
+
+def test_version(tmp_path: Path) -> None:
+    done = tutti("--version", cwd=tmp_path)
+    assert done.returncode == 0
+    assert [line.split()[0] for line in done.stdout.splitlines()] == ["tutti", "torch"]

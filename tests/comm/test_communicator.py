@@ -1,0 +1,209 @@
+"""Collectives against their definition, and calls that do not fit together: refused on every rank, with both sides."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import tutti
+from tests import worlds
+from tutti.comm.communicator import Communicator, Communicators
+from tutti.comm.gather import gather_named
+from tutti.errors import MismatchError
+from tutti.world import context
+from tutti.world.grid import Grid
+
+
+def line() -> Communicator:
+    return Communicators(context.current(), Grid(replica=tutti.size(), rank=tutti.rank())).world
+
+
+def every_collective() -> list[Any]:
+    comm, rank, size = line(), tutti.rank(), tutti.size()
+    told = []
+    tensor = torch.full((2, 3), float(rank + 1), dtype=torch.float64)
+    comm.all_reduce(tensor, "sum")
+    told.append(tensor.tolist())
+    fast = torch.arange(5.0) * (rank + 1)
+    comm.start_all_reduce(fast, "fast sum").wait()
+    told.append(fast.tolist())
+    for source in range(size):
+        copy = torch.tensor([rank, 7])
+        comm.broadcast(copy, source, "copy")
+        spread = torch.tensor([float(rank)])
+        comm.spread(spread, source, "spread")
+        value = {"name": f"λ{rank}", "list": [rank, None, 1.5]} if rank == source else "ignored"
+        told.append([copy.tolist(), spread.tolist(), comm.broadcast_json(value, source, "json")])
+    told.append([t.tolist() for t in comm.all_gather(torch.tensor([rank, rank * rank]), "gather")])
+    told.append(comm.gather_slices(torch.tensor([rank * 10, rank * 10 + 1]), "slices").tolist())
+    told.append(comm.broadcast_json("" if rank == 0 else 3, 0, "empty text"))
+    return told
+
+
+@pytest.mark.parametrize("size", [1, 3, 4])
+def test_collectives_do_what_they_say(size: int) -> None:
+    total = size * (size + 1) / 2
+    want: list[Any] = [[[total] * 3] * 2, [i * total for i in range(5)]]
+    want += [[[s, 7], [float(s)], {"name": f"λ{s}", "list": [s, None, 1.5]}] for s in range(size)]
+    want += [[[r, r * r] for r in range(size)], [r * 10 + i for r in range(size) for i in (0, 1)], ""]
+    if size == 1:
+        want[1] = [float(i) for i in range(5)]
+        want[2] = [[0, 7], [0.0], {"name": "λ0", "list": [0, None, 1.5]}]
+    assert worlds.run(size, every_collective) == [want] * size
+
+
+def rows_and_neighbours() -> list[Any]:
+    comm, rank, size = line(), tutti.rank(), tutti.size()
+    parts = [s + 1 for s in range(size)]
+    send = torch.tensor([[100.0 * rank + 10 * to + row] for to in range(size) for row in range(parts[rank])])
+    receive = torch.zeros(sum(parts), 1)
+    comm.exchange_slices(send, receive, parts, parts[rank], "rows")
+    grid = Grid(stage=size, rank=rank)
+    stages = Communicators(context.current(), grid).model
+    passed = torch.tensor([0, 0])
+    if rank > 0:
+        stages.receive(passed, rank - 1)
+    if rank < size - 1:
+        stages.send(passed + torch.tensor([1, rank]), rank + 1)
+    return [receive.flatten().tolist(), passed.tolist()]
+
+
+@pytest.mark.parametrize("size", [3, 4])
+def test_rows_to_each_and_from_neighbour_to_neighbour(size: int) -> None:
+    for rank, (rows, passed) in enumerate(worlds.run(size, rows_and_neighbours)):
+        assert rows == [100.0 * s + 10 * rank + row for s in range(size) for row in range(s + 1)]
+        assert passed == [rank, sum(range(rank))]
+
+
+def named() -> dict[str, Any]:
+    rank = tutti.rank()
+    local = {f"{rank}.weight": torch.full((rank + 1, 2), float(rank)), f"{rank}.count": torch.tensor(rank)}
+    whole = gather_named(local, line())
+    return {name: (str(t.dtype), list(t.shape), t.tolist()) for name, t in whole.items()}
+
+
+def test_named_tensors_of_all_ranks_become_one_set() -> None:
+    want: dict[str, Any] = {}
+    for rank in range(3):
+        want[f"{rank}.weight"] = ("torch.float32", [rank + 1, 2], [[float(rank)] * 2] * (rank + 1))
+        want[f"{rank}.count"] = ("torch.int64", [], rank)
+    assert worlds.run(3, named) == [want] * 3
+
+
+def tried(comm: Communicator, kind: str, odd: bool) -> None:
+    """One collective; the odd rank calls it in another way."""
+    shape, dtype, name = torch.Size([2, 3]), torch.float32, "loss"
+    if kind == "operation" and odd:
+        comm.broadcast(torch.zeros(shape), 0, name)
+    elif kind == "source":
+        comm.broadcast(torch.zeros(shape), int(odd), name)
+    elif kind == "order":
+        for which in ("b", "a") if odd else ("a", "b"):
+            comm.all_reduce(torch.zeros(shape), which)
+    elif kind == "gather":
+        comm.all_gather(torch.zeros(2 + odd), name)
+    else:
+        shape = torch.Size([3, 2]) if kind == "shape" and odd else shape
+        dtype = torch.float64 if kind == "dtype" and odd else dtype
+        comm.all_reduce(torch.zeros(shape, dtype=dtype), "accuracy" if kind == "name" and odd else name)
+
+
+MISMATCHES = {
+    "operation": ["all_reduce 'loss' of float32[2, 3]", "broadcast 'loss' of float32[2, 3] from 0"],
+    "source": ["broadcast 'loss' of float32[2, 3] from 0", "broadcast 'loss' of float32[2, 3] from 1"],
+    "shape": ["float32[2, 3]", "float32[3, 2]"],
+    "dtype": ["float32[2, 3]", "float64[2, 3]"],
+    "name": ["all_reduce 'loss'", "all_reduce 'accuracy'"],
+    "order": ["all_reduce 'a'", "all_reduce 'b'"],
+    "gather": ["all_gather 'loss' of float32[2]", "all_gather 'loss' of float32[3]"],
+}
+
+
+def mismatches(odd: int) -> list[tuple[str, float]]:
+    comm, said = line(), []
+    for kind in MISMATCHES:
+        try:
+            tried(comm, kind, tutti.rank() == odd)
+            text = "nothing was raised"
+        except MismatchError as error:
+            text = str(error)
+        after = torch.tensor([1.0])
+        comm.all_reduce(after, "afterwards")
+        said.append((text, float(after)))
+    return said
+
+
+@pytest.mark.parametrize(("size", "odd"), [(3, 0), (3, 2), (4, 1)])
+def test_every_rank_refuses_with_both_sides_and_goes_on(size: int, odd: int) -> None:
+    for rank, said in enumerate(worlds.run(size, mismatches, odd=odd)):
+        for (kind, words), (text, after) in zip(MISMATCHES.items(), said, strict=True):
+            for word in [*words, f"rank {odd}", f"(rank {rank})", "Nothing was sent"]:
+                assert word in text, f"{kind} on rank {rank}: {text}"
+            assert after == size
+
+
+def one_call_more(odd: int) -> str:
+    """The odd rank makes one call that the others do not; the next one tells, by its number in the sequence."""
+    comm = line()
+    comm._sequence += tutti.rank() == odd
+    try:
+        comm.all_reduce(torch.zeros(1), "same")
+    except MismatchError as error:
+        return str(error)
+    return ""
+
+
+def test_the_number_of_the_call_is_compared() -> None:
+    for text in worlds.run(3, one_call_more, odd=1):
+        assert "rank 0 in call 1: all_reduce 'same'" in text and "rank 1 in call 2: all_reduce 'same'" in text
+
+
+def agreed(odd: int) -> list[str]:
+    comm, mine, said = line(), tutti.rank() == odd, []
+    same = ["layer.weight [3, 4]", "layer.bias [4]"]
+    cases = [
+        same,
+        [same[0], "layer.bias [5]"] if mine else same,
+        same[::-1] if mine else same,
+        [*same, "extra [1]"] if mine else same,
+        same[:1] if mine else same,
+        [] if mine else same,
+        ["λ" * 3000] if mine else same,
+    ]
+    for lines in cases:
+        try:
+            comm.agree(lines, "the model", "build the same")
+            said.append("")
+        except MismatchError as error:
+            said.append(str(error))
+    return said
+
+
+@pytest.mark.parametrize(("size", "odd"), [(3, 0), (4, 3)])
+def test_agreement_shows_the_first_difference_on_every_rank(size: int, odd: int) -> None:
+    a, b = "layer.weight [3, 4]", "layer.bias [4]"
+    want = [(b, "layer.bias [5]", 1), (a, b, 0), ("(nothing)", "extra [1]", 2), (b, "(nothing)", 1)]
+    want += [(a, "(nothing)", 0), (a, "λλλ", 0)]
+    for rank, (fine, *said) in enumerate(worlds.run(size, agreed, odd=odd)):
+        assert fine == ""
+        for text, (others, own, entry) in zip(said, want, strict=True):
+            for word in (others, own, f"rank {odd}", f"(rank {rank}, entry {entry})", "Build the same"):
+                assert word in text, text
+
+
+def pairs_in_flight() -> list[float]:
+    """Two gradient messages under way while a control call is made: they travel apart."""
+    comm = line()
+    first, second = torch.ones(1000), torch.ones(1000) * 2
+    pending = [comm.start_all_reduce(t, f"bucket {i}") for i, t in enumerate((first, second))]
+    third = torch.ones(1)
+    comm.all_reduce(third, "control")
+    for work in reversed(pending):
+        work.wait()
+    return [float(first.sum()), float(second.sum()), float(third)]
+
+
+def test_gradients_and_control_do_not_meet() -> None:
+    assert worlds.run(3, pairs_in_flight) == [[3000.0, 6000.0, 3.0]] * 3

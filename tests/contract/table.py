@@ -1,0 +1,170 @@
+"""The table that every strategy and optimizer joins. One line here puts a member through every contract."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+import tutti
+
+STEPS = 5
+DEVICES = (1, 2, 3, 4)
+
+STRATEGIES = {
+    # name: (specification, reference on one device, whether it is bit-identical in reproducible mode)
+    "mirrored": ("mirrored", "single", True),
+    "mirrored, native": ("mirrored:algorithm=native", "single", True),
+    "mirrored, small buckets": ("mirrored:algorithm=native,bucket_mb=0.001", "single", True),
+    "model_parallel": ("model_parallel", "single", True),
+    "model_parallel × 2": ("model_parallel:stages=2", "single", True),
+    "local_sgd": ("local_sgd:period=2", "local_sgd:period=2", True),
+}
+OPTIMIZERS = {
+    "sgd": "sgd:lr=0.1",
+    "sgd momentum": "sgd:lr=0.05,momentum=0.9,nesterov=true,weight_decay=0.01",
+    "adam": "adam:lr=0.01",
+    "adamw": "adamw:lr=0.01,weight_decay=0.1",
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One line of the table."""
+
+    strategy: str
+    optimizer: str
+    workers: int
+    devices: int
+    micro_batch: int | None = None
+    clip: float | None = None
+    channels_last: bool = False
+
+    def __str__(self) -> str:
+        last = " channels-last" * self.channels_last
+        extra = "".join([f" micro={self.micro_batch}" * bool(self.micro_batch), f" clip={self.clip}" * bool(self.clip)])
+        return f"{self.strategy} {self.optimizer} N={self.workers} P={self.devices}{extra}{last}".replace(" ", "-")
+
+    def possible(self) -> bool:
+        spec = STRATEGIES[self.strategy][0]
+        if "stages=2" in spec:
+            return self.devices % 2 == 0 and self.workers >= self.devices // 2
+        return spec == "model_parallel" or self.workers >= self.devices
+
+
+def whole() -> list[Case]:
+    """Strategy × optimizer × workers × devices, with micro-batches and clipping on and off."""
+    cases = [
+        Case(s, o, n, p, *rest)
+        for s, o, n, p, rest in product(
+            STRATEGIES, OPTIMIZERS, (1, 3, 4, 8), DEVICES, ((None, None, False), (2, 0.5, True))
+        )
+    ]
+    return [case for case in cases if case.possible()]
+
+
+def pairwise() -> list[Case]:
+    """Few cases that together hold every pair of values of any two columns."""
+    rows = whole()
+    names = ("strategy", "optimizer", "workers", "devices", "micro_batch")
+    pairs = {(a, getattr(r, a), b, getattr(r, b)) for r in rows for a in names for b in names if a < b}
+    chosen = []
+    while pairs:
+        best = max(rows, key=lambda r: len(pairs & _pairs(r, names)))
+        chosen.append(best)
+        pairs -= _pairs(best, names)
+    return chosen
+
+
+def _pairs(row: Case, names: tuple[str, ...]) -> set[tuple[Any, ...]]:
+    return {(a, getattr(row, a), b, getattr(row, b)) for a in names for b in names if a < b}
+
+
+class Noisy(nn.Module):
+    """Draws by a function, not by a module of PyTorch's."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return nn.functional.dropout(inputs, 0.1, self.training).tanh()
+
+
+def model() -> nn.Sequential:
+    """Convolution, batch norm, dropout, a frozen layer; no parameter whose gradient is structurally zero."""
+    torch.manual_seed(0)
+    frozen = nn.Linear(12, 12)
+    frozen.requires_grad_(False)
+    return nn.Sequential(
+        nn.Conv2d(1, 3, 3, bias=False),
+        nn.BatchNorm2d(3),
+        Noisy(),
+        nn.Flatten(),
+        nn.Linear(12, 12),
+        Noisy(),
+        frozen,
+        nn.Dropout(0.25),
+        nn.Tanh(),
+        nn.Linear(12, 4),
+    ).double()
+
+
+def samples(count: int = 70) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    images = torch.randn(count, 1, 4, 4, generator=generator, dtype=torch.float64)
+    return images, torch.randint(0, 4, (count,), generator=generator)
+
+
+def loss(model: Any, batch: Any) -> Any:
+    images, labels = batch
+    logits = model(images)
+    correct = (logits.argmax(1) == labels).sum()
+    return nn.functional.cross_entropy(logits, labels, reduction="sum"), len(labels), {"accuracy": correct}
+
+
+def train(
+    strategy: str,
+    optimizer: str,
+    workers: int,
+    *,
+    steps: int = STEPS,
+    batch_size: int = 25,
+    reproducible: bool = False,
+    micro_batch: int | None = None,
+    clip: float | None = None,
+    precision: str = "fp64",
+    channels_last: bool = False,
+) -> tuple[dict[str, NDArray[Any]], list[float], str]:
+    """Train for a few steps on this world: state as one plain model's, losses, hash. Batches of 25, 25, 20 samples."""
+    run = tutti.prepare(
+        model(),
+        optimizer,
+        samples(),
+        loss,
+        strategy=strategy,
+        workers=workers,
+        batch_size=batch_size,
+        micro_batch=micro_batch,
+        clip=clip,
+        reproducible=reproducible,
+        precision=precision,
+        channels_last=channels_last,
+    )
+    losses: list[float] = []
+    epoch = 0
+    while len(losses) < steps:
+        losses += [run.step(batch) for batch in run.epoch(epoch)]
+        epoch += 1
+    evaluation = run.evaluate(run.feed.source, batch=7)
+    losses += [evaluation.loss, evaluation.metrics["accuracy"]]
+    return {name: tensor.numpy().copy() for name, tensor in run.state().items()}, losses, run.weights_sha256()
+
+
+def largest_difference(a: dict[str, NDArray[Any]], b: dict[str, NDArray[Any]]) -> float:
+    """max|Δ| relative to max(1, max|p|), over all tensors. Fails where names differ."""
+    if a.keys() != b.keys():
+        raise AssertionError(f"different names: {sorted(a.keys() ^ b.keys())}")
+    scale = max(1.0, *(float(np.abs(v).max()) for v in b.values()))
+    return max(float(np.abs(a[n].astype(float) - b[n].astype(float)).max()) for n in a) / scale

@@ -1,0 +1,76 @@
+"""The batch contract: who gets which samples, for any workers and ranks; what cannot be is refused."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+
+from tutti.data.contract import BatchContract
+from tutti.errors import DataError, UsageError
+
+
+def test_every_sample_of_every_batch_has_one_worker_and_one_rank() -> None:
+    for dataset, batch, workers, ranks in product((1, 7, 20, 23), (4, 7, 30), (1, 3, 4), (1, 2, 3, 4)):
+        if ranks > workers:
+            continue
+        contract = BatchContract(dataset, batch, workers, ranks)
+        assert [w for r in range(ranks) for w in contract.mine(r)] == list(range(workers))
+        counts = [contract.samples(step) for step in range(contract.steps_per_epoch)]
+        assert sum(counts) == dataset and min(counts) > 0 and set(counts[:-1]) <= {batch}
+        for count in counts:
+            spans = [contract.worker(count, w) for w in range(workers)]
+            assert [i for span in spans for i in span] == list(range(count))
+            assert max(map(len, spans)) - min(map(len, spans)) <= 1
+
+
+def test_workers_do_not_see_how_many_ranks_there_are() -> None:
+    one = BatchContract(100, 25, 5)
+    for ranks in (2, 3, 4, 5):
+        other = BatchContract(100, 25, 5, ranks)
+        assert [other.worker(20, w) for w in range(5)] == [one.worker(20, w) for w in range(5)]
+
+
+def test_micro_batches() -> None:
+    contract = BatchContract(100, 50, 1, micro=8)
+    assert [len(c) for c in contract.cells(50)] == [8, 7, 7, 7, 7, 7, 7]
+    assert contract.cells(0) == [] and contract.cells(8) == [range(8)]
+    assert BatchContract(100, 50, 1).cells(50) == [range(50)]
+
+
+def test_consumed_counts_the_smaller_last_batch() -> None:
+    contract = BatchContract(70, 25, 3)
+    consumed = 0
+    for steps in range(1, 20):
+        consumed += contract.samples((steps - 1) % contract.steps_per_epoch)
+        assert contract.consumed(steps) == consumed
+    assert contract.consumed(0) == 0
+
+
+def test_description_holds_every_derived_number() -> None:
+    assert BatchContract(1000, 128, 3, 2, 20).describe() == {
+        "global batch": "128 samples",
+        "workers": "3, each 42 or 43 samples a step",
+        "micro-batch": "15 samples × 3 accumulated",
+        "data ranks": "2, each plays 1 or 2 workers",
+        "epoch": "1000 samples = 8 steps",
+        "imbalance": "ranks with 1 wait for those with 2: 75% busy",
+        "last batch": "104 samples, weighted exactly",
+    }
+    even = BatchContract(1024, 128, 4, 2).describe()
+    assert "imbalance" not in even and "last batch" not in even
+    assert even["workers"] == "4, each 32 samples a step"
+
+
+@pytest.mark.parametrize(
+    ("numbers", "kind", "words"),
+    [
+        ((0, 4, 1), DataError, "training set is empty"),
+        ((10, 3, 4), UsageError, "--batch-size 4"),
+        ((10, 8, 2, 3), UsageError, "3 workers or more"),
+    ],
+)
+def test_impossible_contracts_are_refused(numbers: tuple[int, ...], kind: type[Exception], words: str) -> None:
+    with pytest.raises(kind) as caught:
+        BatchContract(*numbers)
+    assert words in str(caught.value).lower()

@@ -1,0 +1,137 @@
+"""From the global order to cells: which samples, with which weight and key; and held-out samples, each once."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tutti.data.adapt import TensorSource
+from tutti.data.contract import BatchContract
+from tutti.data.feed import Feed, cut, evaluation, evaluation_blocks, length, map_tensors, placer
+from tutti.data.order import permutation
+from tutti.errors import DataError, UsageError
+from tutti.laws.keys import mix
+
+CPU = torch.device("cpu")
+
+
+def feed(contract: BatchContract, rank: int, seed: int = 3) -> Feed:
+    return Feed(TensorSource(torch.arange(contract.dataset)), contract, rank, seed, lambda batch: batch)
+
+
+def test_ranks_together_read_the_global_order() -> None:
+    for dataset, batch, workers, ranks in product((23, 40), (8, 9), (4, 5), (1, 2, 3, 4)):
+        contract = BatchContract(dataset, batch, workers, ranks)
+        feeds = [feed(contract, rank) for rank in range(ranks)]
+        for epoch in (0, 1):
+            got = [
+                torch.cat([f.batch(epoch, step) for f in feeds]).tolist() for step in range(contract.steps_per_epoch)
+            ]
+            order = permutation(3, epoch, dataset).tolist()
+            assert got == [order[i : i + batch] for i in range(0, dataset, batch)]
+
+
+def test_cells_are_the_same_for_any_ranks() -> None:
+    """Worker, micro-batch, samples, weight and key of every cell of every step; the last batch leaves workers out."""
+    found = []
+    for ranks in (1, 2, 3, 4):
+        contract = BatchContract(18, 16, 4, ranks, micro=3)
+        cells = {}
+        for rank in range(ranks):
+            own = feed(contract, rank)
+            for step in range(2):
+                batch = own.batch(0, step)
+                for worker, work in own.cells(batch, step, contract.samples(step), "step"):
+                    assert [c.last for c in work] == [False] * (len(work) - 1) + [True] * bool(work)
+                    for c in work:
+                        assert c.worker == worker and c.samples == len(c.batch)
+                        cells[step, worker, c.micro] = (c.batch.tolist(), c.weight, c.key)
+        found.append(cells)
+    assert found[1:] == found[:1] * 3
+    assert sorted(i for samples, _, _ in found[0].values() for i in samples) == list(range(18))
+    assert {w for (step, *_), (_, w, _) in found[0].items() if step == 0} == {1 / 16}
+    assert [key[1:] for key in found[0] if key[0] == 1] == [(0, 0), (1, 0)]
+    assert all(key == mix(3, *place) for place, (_, _, key) in found[0].items())
+
+
+def test_a_gradient_over_the_worker_is_the_mean_over_its_share() -> None:
+    contract = BatchContract(10, 10, 4, micro=2)
+    own = feed(contract, 0)
+    work = own.cells(own.batch(0, 0), 0, 10, "worker")
+    assert [[(c.samples, c.weight) for c in cells] for _, cells in work] == [
+        [(2, 1 / 3), (1, 1 / 3)],
+        [(2, 1 / 3), (1, 1 / 3)],
+        [(2, 1 / 2)],
+        [(2, 1 / 2)],
+    ]
+
+
+def test_a_batch_of_the_callers_own_making_is_shared_out() -> None:
+    own = feed(BatchContract(100, 16, 4, 2), 1)
+    assert own.global_samples(8, 16) == 16
+    assert own.global_samples(5, 16) == 10
+    work = own.cells(torch.arange(5), 0, 10, "step")
+    assert [(w, [c.batch.tolist() for c in cells]) for w, cells in work] == [(2, [[0, 1, 2]]), (3, [[3, 4]])]
+
+
+@pytest.mark.parametrize("samples", [1, 2, 3, 5, 16, 17, 33, 100, 513, 1000])
+def test_evaluation_takes_every_sample_once_in_blocks_that_do_not_depend_on_ranks(samples: int) -> None:
+    source = TensorSource(torch.arange(samples))
+    for largest in (7, 512):
+        want = None
+        for ranks in (1, 2, 3, 4, 7):
+            blocks: dict[int, Any] = {}
+            for rank in range(ranks):
+                for number, cell in evaluation(source, ranks, rank, largest, lambda batch: batch):
+                    assert number not in blocks and cell.samples == len(cell.batch) <= largest
+                    blocks[number] = cell.batch.tolist()
+            assert [i for number in sorted(blocks) for i in blocks[number]] == list(range(samples))
+            assert len(blocks) == len(evaluation_blocks(samples, largest))
+            assert want in (None, blocks)
+            want = blocks
+
+
+Pair = namedtuple("Pair", ["a", "b"])
+BATCHES = [
+    torch.arange(6.0).view(3, 2),
+    (torch.zeros(3, 1), torch.ones(3)),
+    [torch.zeros(3)],
+    {"x": torch.zeros(3), "more": {"y": torch.ones(3, 2)}},
+    Pair(torch.zeros(3), (torch.ones(3),)),
+]
+
+
+@pytest.mark.parametrize("batch", BATCHES, ids=lambda b: type(b).__name__)
+def test_batches_of_every_structure(batch: Any) -> None:
+    assert length(batch) == 3
+    shorter = cut(batch, 1, 3)
+    assert type(shorter) is type(batch) and length(shorter) == 2
+    places = []
+    map_tensors(batch, lambda t: places.append(t.data_ptr()))
+    map_tensors(shorter, lambda t: places.append(t.data_ptr() - t.element_size() * t[0].numel()))
+    assert places[: len(places) // 2] == places[len(places) // 2 :], "cuts are views"
+
+
+@pytest.mark.parametrize("batch", [torch.tensor(1.0), (), {}, "text", ([],)])
+def test_a_batch_without_samples_is_refused(batch: Any) -> None:
+    with pytest.raises(DataError):
+        length(batch)
+
+
+def test_a_batch_of_something_else_is_refused() -> None:
+    with pytest.raises(UsageError, match="holds a str"):
+        map_tensors((torch.zeros(2), "name"), lambda t: t)
+
+
+def test_placing_converts_floats_and_image_layout_alone() -> None:
+    batch = {"image": torch.zeros(2, 3, 4, 4), "label": torch.arange(2), "row": np.ones((2, 3))}
+    batch["row"] = torch.from_numpy(batch["row"])
+    placed = placer(CPU, torch.float32, channels_last=True)(batch)
+    assert placed["row"].dtype == torch.float32 and placed["label"].dtype == torch.int64
+    assert placed["image"].is_contiguous(memory_format=torch.channels_last)
+    assert placer(CPU, torch.float32, channels_last=False)(batch)["image"] is batch["image"]

@@ -1,0 +1,95 @@
+"""Every Python block of the documentation runs, alone and on two devices, and what it trains learns."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = ("README.md", "docs/python.md")
+SAFETY_NET = 100
+CHANGED_LINES = 6
+
+STARTS = {
+    "alone": [sys.executable],
+    "tutti run": [sys.executable, "-m", "tutti", "run", "-np", "2"],
+    "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
+}
+FALLS = """
+import torch
+_seen = torch.nn.functional.mse_loss, torch.nn.functional.cross_entropy, []
+
+def _watch(loss):
+    def watched(scores, targets, **options):
+        value = loss(scores, targets, **options)
+        _seen[2].append(value.item() / (len(targets) if options.get("reduction") == "sum" else 1))
+        return value
+    return watched
+
+torch.nn.functional.mse_loss, torch.nn.functional.cross_entropy = map(_watch, _seen[:2])
+"""
+PROVE = """
+import os
+_losses = _seen[2]
+_part = len(_losses) // 8
+print(f"rank {os.environ.get('RANK', 0)}: {len(_losses)} losses", flush=True)
+if not sum(_losses[-_part:]) < 0.5 * sum(_losses[:_part]):
+    raise SystemExit(f"the loss does not fall: {_losses}")
+"""
+
+
+def blocks(page: str) -> list[str]:
+    """Python blocks of a page; one marked ``continued`` makes one script with the block before it."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    found: list[str] = []
+    for indent, mark, body in re.findall(r"^( *)```python(.*)\n((?:.*\n)*?) *```$", text, re.MULTILINE):
+        code = re.sub(rf"^{indent}", "", body, flags=re.MULTILINE)
+        found.append(found.pop() + code if mark.strip() == "continued" else code)
+    return found
+
+
+SNIPPETS = {f"{page} {number}": code for page in PAGES for number, code in enumerate(blocks(page), 1)}
+CASES = [(name, start) for name, code in SNIPPETS.items() for start in STARTS if "tutti" in code or start == "alone"]
+
+
+def start(launcher: str, script: Path) -> subprocess.CompletedProcess[str]:
+    outside = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
+    environment = outside | {"PYTHONPATH": str(ROOT / "src"), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [*STARTS[launcher], script.name],
+        capture_output=True,
+        text=True,
+        env=environment,
+        cwd=script.parent,
+        timeout=SAFETY_NET,
+    )
+
+
+def test_there_is_something_to_run() -> None:
+    assert [sum(name.startswith(page) for name in SNIPPETS) for page in PAGES] == [2, 3]
+
+
+@pytest.mark.parametrize(("name", "launcher"), CASES)
+def test_snippets_train(name: str, launcher: str, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(FALLS + SNIPPETS[name] + PROVE, encoding="utf-8")
+    done = start(launcher, script)
+    assert done.returncode == 0, done.stderr
+    assert "rank 0: " in done.stdout
+
+
+def test_an_own_loop_changes_few_lines() -> None:
+    before, after = (
+        re.search(rf"<!-- {name} -->\n```python\n((?:.*\n)*?)```", (ROOT / PAGES[1]).read_text(encoding="utf-8"))
+        for name in ("before", "after")
+    )
+    assert before and after
+    lines = list(difflib.ndiff(*([line for line in found[1].splitlines() if line] for found in (before, after))))
+    removed, added = (sum(line.startswith(sign) for line in lines) for sign in "-+")
+    assert 0 < max(removed, added) <= CHANGED_LINES

@@ -1,0 +1,100 @@
+"""Fault 28: one rank fails. The first cause is what the user reads, with its rank; the exit code says of what kind."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from tests.faults.commands import complaint, tutti, write_task
+from tests.launching import Result
+
+pytestmark = pytest.mark.faults
+
+FLAGS = ("--batch-size", "12", "--epochs", "40", "--out", "out", "--eval-every", "none")
+STRATEGIES = ["mirrored", "mirrored:algorithm=native", "model_parallel", "local_sgd"]
+
+# In the loss or in the data of one rank, in one step: what goes wrong is put in for {action}.
+FAULT = """
+STEP = 0
+
+def fail():
+    {action}
+
+def loss(model, batch):
+    global STEP
+    STEP += 1
+    inputs, labels = batch
+    if {place!r} == "loss" and RANK == {rank} and STEP == {step}:
+        fail()
+    return nn.functional.cross_entropy(model(inputs), labels)
+
+class Samples(Samples):
+    def __getitem__(self, index):
+        if {place!r} == "data" and RANK == {rank} and STEP >= {step}:
+            fail()
+        return super().__getitem__(index)
+"""
+
+
+def train(
+    folder: Path, strategy: str, devices: int, action: str, rank: int, step: int, place: str, timeout: int = 20
+) -> Result:
+    own = write_task(folder, FAULT.format(action=action, rank=rank, step=step, place=place))
+    result = tutti(
+        folder, "train", own, "--strategy", strategy, "--devices", str(devices), *FLAGS, "--timeout", str(timeout)
+    )
+    assert json.loads((folder / "out" / "summary.json").read_text())["exit_code"] == result.code
+    return result
+
+
+KINDS = [
+    ("loss", "raise ValueError('the first cause')", 1, "ValueError: the first cause"),
+    ("data", "raise OSError(5, 'Input/output error')", 3, "DataError: cannot read sample"),
+    ("data", "raise ZeroDivisionError('in an item')", 1, "ZeroDivisionError: in an item"),
+    ("loss", "raise OSError(28, 'No space left on device')", 8, "No space left on device"),
+    ("loss", "raise MemoryError('too large')", 1, "MemoryError: too large"),
+    ("loss", "sys.exit(9)", 9, "exited with code 9"),
+]
+
+
+@pytest.mark.parametrize(("place", "action", "code", "said"), KINDS, ids=[action for _, action, _, _ in KINDS])
+def test_an_exception_of_one_rank(place: str, action: str, code: int, said: str, tmp_path: Path, seed: int) -> None:
+    draw = random.Random(f"{action} {seed}")
+    devices = draw.choice([3, 4])
+    strategy = STRATEGIES[(seed + KINDS.index((place, action, code, said))) % len(STRATEGIES)]
+    # The data of a batch are read by every stage; the loss after the model's call only by the last one.
+    rank, step = draw.randrange(devices), draw.randrange(2, 9)
+    result = train(tmp_path, strategy, devices, action, rank, step, place)
+    assert result.code == code, result.err
+    first = complaint(result)[0]
+    assert first.startswith(f"tutti: rank {rank} ") and said in first, result.err
+    assert result.err.count("tutti: rank") == 1, "what followed from it is told, too"
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGSEGV"])
+def test_a_killed_rank_is_named(strategy: str, name: str, tmp_path: Path, seed: int) -> None:
+    draw = random.Random(f"{strategy} {name} {seed}")
+    devices = draw.choice([3, 4])
+    rank, step = draw.randrange(devices), draw.randrange(2, 9)
+    result = train(tmp_path, strategy, devices, f"os.kill(os.getpid(), signal.{name})", rank, step, "loss")
+    assert result.code == 5, result.err
+    assert complaint(result)[0].startswith(f"tutti: rank {rank} was killed by {name}"), result.err
+    assert result.err.count("tutti: rank") == 1
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_stopped_rank_is_named_when_the_time_is_up(strategy: str, tmp_path: Path, seed: int) -> None:
+    draw = random.Random(f"{strategy} {seed}")
+    devices = draw.choice([3, 4])
+    rank, step = draw.randrange(devices), draw.randrange(2, 9)
+    stop = "os.kill(os.getpid(), signal.SIGSTOP)"
+    result = train(tmp_path, strategy, devices, stop, rank, step, "loss", 5)
+    assert result.code == 5, result.err
+    first = complaint(result)[0]
+    assert f"missing: rank {rank}" in first and "within 5 s" in first, result.err
+    assert not first.startswith(f"tutti: rank {rank} ")
+    assert "Traceback" not in result.err

@@ -1,0 +1,120 @@
+"""Optimizers from options equal PyTorch's and are fused; the user's own keeps its groups, whole or in part."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tutti.errors import UsageError
+from tutti.optim.config import check_optimizer
+from tutti.optim.factory import from_config, from_instance
+
+OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "sgd:lr=0.1": (torch.optim.SGD, {"lr": 0.1}),
+    "sgd:lr=0.1,momentum=0.9,nesterov=true,weight_decay=0.01": (
+        torch.optim.SGD,
+        {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01},
+    ),
+    "sgd:lr=0.1,momentum=0.9,dampening=0.5": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.5}),
+    "adam:lr=0.02,beta1=0.8,beta2=0.95,eps=0.001,weight_decay=0.1": (
+        torch.optim.Adam,
+        {"lr": 0.02, "betas": (0.8, 0.95), "eps": 1e-3, "weight_decay": 0.1},
+    ),
+    "adamw": (torch.optim.AdamW, {"lr": 1e-3, "weight_decay": 0.01}),
+}
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+    net[0].bias.requires_grad_(False)
+    return net
+
+
+def three_steps(net: nn.Module, optimizer: Any) -> None:
+    inputs = torch.randn(5, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    for _ in range(3):
+        optimizer.zero_grad()
+        net(inputs).square().mean().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("text", OPTIMIZERS)
+def test_from_options_is_pytorchs_and_fused(text: str) -> None:
+    kind, options = OPTIMIZERS[text]
+    mine, other = model(), model()
+    made = from_config(check_optimizer(text))(list(mine.named_parameters()))
+    assert type(made) is kind
+    [group] = made.param_groups
+    assert group["fused"] is True
+    assert [id(p) for p in group["params"]] == [id(p) for p in mine.parameters() if p.requires_grad]
+    three_steps(mine, made)
+    three_steps(other, kind([p for p in other.parameters() if p.requires_grad], fused=False, **options))
+    for got, want in zip(mine.parameters(), other.parameters(), strict=True):
+        assert torch.allclose(got, want, rtol=1e-12, atol=1e-14)
+
+
+def test_nothing_to_train_makes_no_optimizer() -> None:
+    net = model().requires_grad_(False)
+    assert from_config(check_optimizer("sgd"))(list(net.named_parameters())) is None
+    assert from_config(check_optimizer("adam"))([]) is None
+
+
+def groups(net: nn.Sequential) -> torch.optim.Optimizer:
+    return torch.optim.SGD(
+        [
+            {"params": [net[0].weight, net[2].bias], "lr": 0.5, "momentum": 0.8, "label": "first"},
+            {"params": [net[2].weight]},
+        ],
+        lr=0.01,
+        weight_decay=0.1,
+    )
+
+
+def test_the_users_own_is_given_back_where_it_fits_and_once() -> None:
+    net = model()
+    optimizer = groups(net)
+    make = from_instance(optimizer)
+    assert make(list(net.named_parameters())) is optimizer
+    second = make(list(net.named_parameters()))
+    assert second is not optimizer and type(second) is torch.optim.SGD
+    for got, want in zip(second.param_groups, optimizer.param_groups, strict=True):
+        assert got == want
+
+
+def test_a_part_keeps_its_groups_and_settings() -> None:
+    net = model()
+    make = from_instance(groups(net))
+    first, last = list(net.named_parameters())[:2], list(net.named_parameters())[2:]
+    [group] = make(first).param_groups
+    assert group["params"] == [net[0].weight]
+    assert (group["lr"], group["momentum"], group["label"], group["weight_decay"]) == (0.5, 0.8, "first", 0.1)
+    one, two = make(last).param_groups
+    assert one["params"][0] is net[2].bias and two["params"][0] is net[2].weight
+    assert (one["lr"], two["lr"], two["momentum"], two["weight_decay"]) == (0.5, 0.01, 0, 0.1)
+    assert make([("0.bias", net[0].bias)]) is None
+    assert make([]) is None
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adagrad])
+def test_optimizers_of_other_kinds_can_be_split(kind: Any) -> None:
+    net = model()
+    whole = kind([p for p in net.parameters() if p.requires_grad], lr=0.125, weight_decay=0.25)
+    if whole.state:
+        pytest.skip("it has state before its first step, which cannot be split")
+    [group] = from_instance(whole)(list(net.named_parameters())[2:]).param_groups
+    assert {k: v for k, v in group.items() if k != "params"} == {
+        k: v for k, v in whole.param_groups[0].items() if k != "params"
+    }
+
+
+def test_one_that_has_stepped_is_kept_but_not_split() -> None:
+    net = model()
+    optimizer = torch.optim.Adam([p for p in net.parameters() if p.requires_grad])
+    three_steps(net, optimizer)
+    assert from_instance(optimizer)(list(net.named_parameters())) is optimizer
+    with pytest.raises(UsageError, match="already stepped"):
+        from_instance(optimizer)(list(net.named_parameters())[2:])

@@ -1,0 +1,54 @@
+"""Schedules: worked numbers, ends and corners; a factor is a function of the step alone."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from tutti.optim.config import check_schedule
+from tutti.optim.schedules import make
+
+
+def rates(text: str, steps: list[int], total: int = 100, dataset: int = 120, batch: int = 10) -> list[float]:
+    factor = make(check_schedule(text), total, dataset, batch)
+    return [factor(step) for step in steps]
+
+
+def test_warm_up_from_an_eighth_in_five_epochs_of_twelve_steps() -> None:
+    """Rate 0.1 times 8 workers, i = 0, 30, 59 of 60: equal increments, the first of them in the first step."""
+    factors = rates("constant:warmup=5ep,warmup_from=0.125", [0, 30, 59, 60, 99])
+    assert [0.8 * f for f in factors] == pytest.approx([0.111666667, 0.461666667, 0.8, 0.8, 0.8], abs=1e-9)
+
+
+def test_constant() -> None:
+    assert rates("constant", [0, 50, 99, 1000]) == [1.0] * 4
+    assert rates("constant:warmup=4st", [0, 1, 2, 3, 4]) == [0.25, 0.5, 0.75, 1.0, 1.0]
+    assert rates("constant:warmup=40sa", [0, 3, 4]) == [0.25, 1.0, 1.0], "40 samples are 4 batches of 10"
+
+
+def test_cosine_begins_at_one_and_ends_a_step_before_the_final_factor() -> None:
+    half = (1 + math.cos(math.pi / 4)) / 2
+    assert rates("cosine", [0, 1, 2, 3, 4, 9], total=4) == pytest.approx([1, half, 0.5, 1 - half, 0, 0], abs=1e-12)
+    assert rates("cosine:final=0.2", [0, 2, 4], total=4) == pytest.approx([1, 0.6, 0.2])
+
+
+def test_the_decay_takes_what_the_warm_up_leaves() -> None:
+    assert rates("cosine:warmup=2st", [0, 1, 2, 4, 6], total=6) == pytest.approx([0.5, 1, 1, 0.5, 0], abs=1e-12)
+    assert rates("linear:warmup=2st,final=0.5", [0, 1, 2, 4, 6, 9], total=6) == [0.5, 1, 1, 0.75, 0.5, 0.5]
+    assert rates("linear:warmup=20st", [0, 5, 19, 20], total=6) == pytest.approx([0.05, 0.3, 1, 1])
+
+
+def test_milestones_in_epochs_steps_and_samples() -> None:
+    at = [0, 23, 24, 49, 50, 59, 60]
+    assert rates("step:milestones=2ep+50st+600sa,gamma=0.5", at) == [1, 1, 0.5, 0.5, 0.25, 0.25, 0.125]
+    assert rates("step:milestones=2ep", [24]) == [0.1]
+    warm = rates("step:milestones=2st,gamma=0.5,warmup=4st", [0, 1, 3, 4])
+    assert warm == [0.25, 0.5, 1.0, 0.5], "counted from the start of the run, not from the end of the warm-up"
+
+
+def test_any_step_without_those_before_it() -> None:
+    for text in ("constant:warmup=7st", "cosine:warmup=7st", "linear", "step:milestones=3ep"):
+        forward = rates(text, list(range(120)))
+        assert rates(text, list(range(119, -1, -1))) == forward[::-1]
+        assert all(0 <= f <= 1 for f in forward)

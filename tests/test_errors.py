@@ -1,0 +1,72 @@
+"""Errors: the sentence that people read, and the exit code that scripts read."""
+
+from __future__ import annotations
+
+import pytest
+
+from tutti import errors
+from tutti.errors import ExitCode, MismatchError, TuttiError, did_you_mean
+
+CODES = {
+    "DONE": 0,
+    "UNEXPECTED": 1,
+    "USAGE": 2,
+    "DATA": 3,
+    "CHECKPOINT": 4,
+    "PEER": 5,
+    "NON_FINITE": 6,
+    "AUTHENTICATION": 7,
+    "DISK": 8,
+    "THRESHOLD": 9,
+    "PREEMPTED": 75,
+    "INTERRUPTED": 130,
+    "TERMINATED": 143,
+}
+RAISED = {
+    "UsageError": 2,
+    "DataError": 3,
+    "PeerError": 5,
+    "MismatchError": 5,
+    "NonFiniteError": 6,
+    "DiskError": 8,
+    "Preempted": 75,
+    "Interrupted": 130,
+}
+
+
+def test_exit_codes_are_those_that_are_documented() -> None:
+    assert {code.name: int(code) for code in ExitCode} == CODES
+    for name, code in RAISED.items():
+        assert getattr(errors, name)("what").exit_code == code
+
+
+def test_every_error_has_an_exit_code_of_its_own() -> None:
+    kinds = [k for k in vars(errors).values() if isinstance(k, type) and issubclass(k, TuttiError)]
+    assert len(kinds) >= 9
+    for kind in kinds:
+        assert (kind is TuttiError) == (kind.exit_code == ExitCode.UNEXPECTED), kind
+    assert issubclass(MismatchError, errors.PeerError)
+
+
+@pytest.mark.parametrize(
+    ("parts", "text"),
+    [
+        ({}, "it broke."),
+        ({"where": "rank 1"}, "it broke (rank 1)."),
+        ({"why": "no space."}, "it broke: no space."),
+        ({"remedy": "free some."}, "it broke. Free some."),
+        ({"where": "rank 1", "why": "no space", "remedy": "free some"}, "it broke (rank 1): no space. Free some."),
+    ],
+)
+def test_what_where_why_and_remedy_make_sentences(parts: dict[str, str], text: str) -> None:
+    for what in ("it broke", "it broke."):
+        error = TuttiError(what, **parts)
+        assert str(error) == text
+        assert (error.where, error.why, error.remedy) == tuple(parts.get(k) for k in ("where", "why", "remedy"))
+
+
+def test_the_nearest_name_is_named_only_if_one_is_near() -> None:
+    choices = ["single", "mirrored", "local_sgd"]
+    assert did_you_mean("mirored", choices).startswith("did you mean 'mirrored'?")
+    assert did_you_mean("localsgd", choices).startswith("did you mean 'local_sgd'?")
+    assert did_you_mean("qqqq", choices) == "choices: local_sgd, mirrored, single"

@@ -1,0 +1,99 @@
+"""The table of strategies: every row can be made, and what cannot run is refused with what can."""
+
+from __future__ import annotations
+
+import dataclasses
+from importlib import import_module
+
+import pytest
+
+from tutti import strategies
+from tutti.errors import UsageError
+from tutti.strategies import TABLE
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_every_row_is_whole(name: str) -> None:
+    row = TABLE[name]
+    for room, text, methods in (
+        ("layouts", row.layout, ["build"]),
+        ("exchanges", row.exchange, ["attach", "enter", "leave", "finish", "update", "merged", "state", "load"]),
+    ):
+        module, _, kind = text.partition(":")
+        made = getattr(import_module(f"tutti.{room}.{module}"), kind)
+        assert all(callable(getattr(made, method)) for method in methods)
+    fields = [{f.name for f in dataclasses.fields(c)} for c in (row.layout_config, row.exchange_config)]
+    assert not fields[0] & fields[1]
+    assert row.summary
+    choice = strategies.parse(name)
+    assert (choice.layout, choice.exchange) == (row.layout_config(), row.exchange_config())
+
+
+def test_options_reach_their_owner() -> None:
+    assert strategies.parse("mirrored:wire=bf16,bucket_mb=2").exchange.bucket_mb == 2
+    assert strategies.parse("local_sgd:period=3").exchange.period == 3
+    choice = strategies.parse("model_parallel:stages=2,algorithm=native")
+    assert (choice.layout.stages, choice.exchange.algorithm) == (2, "native")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("miror", "did you mean 'mirrored'"),
+        ("mirrored:bucket=3", "did you mean 'bucket_mb'"),
+        ("mirrored:stages=2", "unknown option 'stages'"),
+        ("mirrored:bucket_mb=0", "bucket_mb is 0"),
+        ("mirrored:wire=int8", "'int8' is not possible"),
+        ("mirrored:algorithm=shared_memory,wire=bf16", "shared_memory has no wire"),
+        ("local_sgd:period=0", "period is 0"),
+        ("model_parallel:stages=0", "stages is 0"),
+    ],
+)
+def test_bad_specifications_are_refused(text: str, words: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        strategies.parse(text)
+    assert words in str(caught.value).lower()
+
+
+@pytest.mark.parametrize(
+    ("text", "devices", "shape"),
+    [
+        ("single", 1, (1, 1)),
+        ("mirrored", 4, (4, 1)),
+        ("local_sgd", 3, (3, 1)),
+        ("model_parallel", 3, (1, 3)),
+        ("model_parallel:stages=2", 4, (2, 2)),
+        ("model_parallel:stages=1", 4, (4, 1)),
+    ],
+)
+def test_shape_of_the_grid(text: str, devices: int, shape: tuple[int, int]) -> None:
+    got = strategies.check(text, devices).shape(devices)
+    assert (got["replica"], got["stage"]) == shape
+
+
+@pytest.mark.parametrize(
+    ("text", "devices", "options", "words"),
+    [
+        ("single", 2, {}, ["runs on 1 device, not 2", "take --strategy mirrored"]),
+        ("model_parallel:stages=2", 3, {}, ["3 devices cannot hold replicas of 2 stages", "stages=1"]),
+        ("model_parallel:stages=4", 6, {}, ["multiple of 4 devices, or stages=3"]),
+        ("mirrored", 4, {"workers": 3}, ["3 workers cannot be spread over 4 data ranks", "--devices 3"]),
+        ("model_parallel:stages=2", 8, {"workers": 3}, ["over 4 data ranks", "--workers 4", "--devices 6"]),
+        ("mirrored:wire=fp16", 2, {"reproducible": True}, ["--reproducible does not go with a compressed wire"]),
+        ("model_parallel", 2, {"own_loop": True}, ["needs run.step(batch)", "own loops work with: single, mirrored"]),
+        ("local_sgd", 2, {"own_loop": True}, ["needs run.step(batch)"]),
+    ],
+)
+def test_what_cannot_run_is_refused_with_what_can(
+    text: str, devices: int, options: dict[str, bool], words: list[str]
+) -> None:
+    with pytest.raises(UsageError) as caught:
+        strategies.check(text, devices, **options)
+    for word in words:
+        assert word.lower() in str(caught.value).lower()
+
+
+def test_what_can_run_is_let_through() -> None:
+    strategies.check("single", 1, workers=8, reproducible=True, own_loop=True)
+    strategies.check("mirrored", 4, workers=4, reproducible=True, own_loop=True)
+    strategies.check("model_parallel", 4, workers=1, reproducible=True)

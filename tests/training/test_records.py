@@ -1,0 +1,155 @@
+"""The run directory: strict JSON, whole lines, whole files, whatever the disk does."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tutti.errors import DiskError, UsageError
+from tutti.training import records
+from tutti.training.config import TrainConfig
+from tutti.training.listener import EvalRecord, Pace
+from tutti.training.records import RunDirectory, make_run_directory, read_summary, record_exit
+from tutti.types import StepRecord
+
+NAN = float("nan")
+
+
+def strict(text: str) -> Any:
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} is not JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [strict(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+
+
+def step(number: int, loss: float = 0.5) -> StepRecord:
+    return StepRecord(number, 0, number * 8, number, loss, {"accuracy": 0.75}, grad_norm=NAN, lr=0.1)
+
+
+def test_metrics(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path, TrainConfig(), "digits")
+    run.stepped(step(1), Pace(10.0, 0.25, 1.0))
+    run.stepped(step(2, loss=float("inf")), Pace(10.0, 0.5, 1.0))
+    run.evaluated(EvalRecord(2, 1, 0.4, {"accuracy": 0.8}, 300))
+    run.close()
+    head = {"group": "train", "epoch": 0}
+    assert lines(tmp_path) == [
+        {**head, "step": 1, "samples": 8, "updates": 1, "loss": 0.5, "accuracy": 0.75}
+        | {"grad_norm": None, "lr": 0.1, "seconds": 0.25},
+        {**head, "step": 2, "samples": 16, "updates": 2, "loss": None, "accuracy": 0.75}
+        | {"grad_norm": None, "lr": 0.1, "seconds": 0.5},
+        {"group": "eval", "step": 2, "epoch": 1, "samples": 300, "loss": 0.4, "accuracy": 0.8, "seconds": 0.5},
+    ]
+
+
+def test_steps_are_written_within_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr("tutti.training.records.time.monotonic", lambda: now)
+    run = RunDirectory(tmp_path, TrainConfig(), "digits")
+    run.stepped(step(1), Pace(1, 0, 0))
+    assert lines(tmp_path) == []
+    now += 1.0
+    run.stepped(step(2), Pace(1, 0, 0))
+    assert [line["step"] for line in lines(tmp_path)] == [1, 2]
+    run.close()
+
+
+def test_configuration_and_environment(tmp_path: Path) -> None:
+    RunDirectory(tmp_path, TrainConfig(out=str(tmp_path), overwrite=True, seed=3), "digits").close()
+    config = tomllib.loads((tmp_path / "config.toml").read_text())
+    assert config.pop("task") == "digits"
+    assert TrainConfig(**config) == TrainConfig(seed=3)
+    found = strict((tmp_path / "env.json").read_text())
+    assert found["versions"]["torch"] and found["cpu_count"] >= 1 and found["torch_threads"] >= 1
+
+
+def test_summary_appears_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = RunDirectory(tmp_path, TrainConfig(), "digits")
+    seen: list[bool] = []
+    replace = os.replace
+
+    def watch(source: Any, target: Any) -> None:
+        seen.append(Path(target).exists())
+        assert strict(Path(source).read_text())["steps"] == 3
+        replace(source, target)
+
+    monkeypatch.setattr("tutti.training.records.os.replace", watch)
+    run.finished({"steps": 3, "train": {"loss": NAN}, "exit_code": 0})
+    run.close()
+    assert seen == [False]
+    assert strict((tmp_path / "summary.json").read_text()) == {"steps": 3, "train": {"loss": None}, "exit_code": 0}
+    names = {"config.toml", "env.json", "metrics.jsonl", "summary.json"}
+    assert {path.name for path in tmp_path.iterdir()} == names
+    record_exit(tmp_path, 6)
+    assert read_summary(tmp_path) == {"steps": 3, "train": {"loss": None}, "exit_code": 6}
+
+
+def full_after(capacity: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From here on the disk takes ``capacity`` bytes more and is then full."""
+    write, left = os.write, [capacity]
+
+    def limited(descriptor: int, data: Any) -> int:
+        if left[0] == 0:
+            raise OSError(28, "No space left on device")
+        taken = write(descriptor, bytes(data)[: left[0]])
+        left[0] -= taken
+        return taken
+
+    monkeypatch.setattr("tutti.training.records.os.write", limited)
+
+
+def test_full_disk_leaves_whole_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = RunDirectory(tmp_path, TrainConfig(), "digits")
+    run.stepped(step(1), Pace(1, 0, 0))
+    run.evaluated(EvalRecord(1, 0, 0.4, {}, 3))
+    full_after(50, monkeypatch)
+    run.stepped(step(2), Pace(1, 0, 0))
+    with pytest.raises(DiskError, match=r"No space left on device.*--out") as caught:
+        run.evaluated(EvalRecord(2, 0, 0.4, {}, 3))
+    assert caught.value.exit_code == 8
+    run.close()
+    assert [line["step"] for line in lines(tmp_path)] == [1, 1]
+
+
+def test_full_disk_keeps_the_old_summary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = RunDirectory(tmp_path, TrainConfig(), "digits")
+    record_exit(tmp_path, 3)
+    full_after(10, monkeypatch)
+    with pytest.raises(DiskError):
+        run.finished({"exit_code": 0})
+    run.close()
+    assert read_summary(tmp_path) == {"exit_code": 3}
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_directory_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = TrainConfig(runs=str(tmp_path / "runs"))
+    paths = [make_run_directory(config, "lessons/line.py:make") for _ in range(2)]
+    assert paths[0] != paths[1]
+    assert all(path.is_dir() and path.name.startswith("line-make-20") for path in paths)
+
+
+def test_used_directory(tmp_path: Path) -> None:
+    (tmp_path / "summary.json").write_text("{}")
+    (tmp_path / "mine.txt").write_text("kept")
+    config = TrainConfig(out=str(tmp_path))
+    with pytest.raises(UsageError, match="--overwrite"):
+        make_run_directory(config, "digits")
+    assert make_run_directory(dataclasses.replace(config, overwrite=True), "digits") == tmp_path
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
+
+
+def test_directory_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(records.os, "access", lambda path, mode: False)
+    with pytest.raises(DiskError, match="no permission"):
+        make_run_directory(TrainConfig(out=str(tmp_path)), "digits")

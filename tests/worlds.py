@@ -1,0 +1,136 @@
+"""Worlds of several real processes for tests: started once from a fork server that has torch loaded, used many times.
+
+``run(size, function, **arguments)`` calls ``function`` on every rank of a world of ``size`` and returns the results in
+rank order; an exception on any rank is raised here as ``RankError`` with every rank's.
+"""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import shutil
+import tempfile
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerProcess
+from typing import Any
+
+_PRELOAD = ["torch", "numpy", "torch.distributed", "tutti.training.prepare", "tutti.exchanges.allreduce"]
+_context = mp.get_context("forkserver")
+_context.set_forkserver_preload(_PRELOAD)
+
+
+@dataclass
+class Failure:
+    """An exception as it came out of a rank."""
+
+    kind: str
+    text: str
+    exit_code: int
+    trace: str
+
+
+class RankError(AssertionError):
+    """At least one rank raised. ``failures`` has None for ranks that did not."""
+
+    def __init__(self, failures: list[Failure | None]) -> None:
+        self.failures = failures
+        super().__init__("\n".join(f"rank {r}: {f.trace}" for r, f in enumerate(failures) if f))
+
+
+class Pool:
+    """A world of ``size`` ranks that lives until ``close``."""
+
+    def __init__(self, size: int, timeout: float = 30.0) -> None:
+        self.size = size
+        self._directory = tempfile.mkdtemp()
+        self._pipes: list[Connection] = []
+        self.processes: list[ForkServerProcess] = []
+        for rank in range(size):
+            here, there = _context.Pipe()
+            process = _context.Process(
+                target=_serve, args=(there, rank, size, f"{self._directory}/store", timeout), daemon=True
+            )
+            process.start()
+            there.close()
+            self._pipes.append(here)
+            self.processes.append(process)
+
+    def run(self, function: Callable[..., Any], *, limit: float = 90.0, **arguments: Any) -> list[Any]:
+        """Results in rank order. Raises RankError; TimeoutError after ``limit`` seconds."""
+        for pipe in self._pipes:
+            pipe.send((function, arguments))
+        answers: dict[int, tuple[str, Any]] = {}
+        while len(answers) < self.size:
+            pending = [p for r, p in enumerate(self._pipes) if r not in answers]
+            ready = wait(pending, limit)
+            if not ready:
+                self.close()
+                raise TimeoutError(f"ranks {sorted(set(range(self.size)) - set(answers))} did not answer")
+            for pipe in ready:
+                rank = self._pipes.index(pipe)  # type: ignore[arg-type]
+                try:
+                    answers[rank] = pipe.recv()  # type: ignore[union-attr]
+                except EOFError:
+                    answers[rank] = ("error", Failure("Died", "the process ended", 1, "the process ended"))
+        failures = [answers[r][1] if answers[r][0] == "error" else None for r in range(self.size)]
+        if any(failures):
+            self.close()
+            raise RankError(failures)
+        return [answers[r][1] for r in range(self.size)]
+
+    @property
+    def closed(self) -> bool:
+        return not self._pipes
+
+    def close(self) -> None:
+        for pipe in self._pipes:
+            pipe.close()
+        self._pipes = []
+        for process in self.processes:
+            process.kill()
+            process.join()
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+
+_pools: dict[int, Pool] = {}
+
+
+def run(size: int, function: Callable[..., Any], **arguments: Any) -> list[Any]:
+    """Call ``function(**arguments)`` on every rank of a world of ``size``, in a pool that is kept."""
+    pool = _pools.get(size)
+    if pool is None or pool.closed:
+        pool = _pools[size] = Pool(size)
+    return pool.run(function, **arguments)
+
+
+def close_all() -> None:
+    for pool in _pools.values():
+        pool.close()
+    _pools.clear()
+
+
+def _serve(pipe: Connection, rank: int, size: int, store: str, timeout: float) -> None:
+    import torch
+
+    import tutti
+
+    torch.set_num_threads(1)
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size), TUTTI_STORE=store
+    )
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    tutti.init("cpu", timeout=timeout)
+    while True:
+        try:
+            function, arguments = pipe.recv()
+        except EOFError:
+            return
+        try:
+            answer = ("ok", function(**arguments))
+        except BaseException as error:
+            code = int(getattr(error, "exit_code", 1))
+            answer = ("error", Failure(type(error).__name__, str(error), code, traceback.format_exc()))
+        pipe.send(answer)
