@@ -26,6 +26,8 @@ _PATIENCE = timedelta(seconds=2)
 _POLL = timedelta(seconds=0.5)
 # A note not renewed for this long was left by a process that has been stopped.
 _STALE = 6 * _POLL.total_seconds()
+# The beat of a rank that has given up: its note stays, so that those whose time is up later do not miss it, too.
+_GAVE_UP = -1
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,9 @@ class _Notes:
     def waiting(self) -> dict[int, Call]:
         """Ranks that wait, and in which call."""
         now = time.monotonic()
-        return {rank: call for rank, (call, _, _, at) in self._seen.items() if now - at < _STALE}
+        return {
+            rank: call for rank, (call, _, beat, at) in self._seen.items() if beat == _GAVE_UP or now - at < _STALE
+        }
 
     def renewed(self) -> dict[int, Call]:
         """Those of them that were seen to renew their note, which a stopped process does not."""
@@ -105,14 +109,16 @@ class StallInspector:
             while True:
                 self._note(call, beat)
                 if done(_POLL):
-                    return
+                    break
                 beat += 1
                 seen.look(self._notes())
                 self._check_deadlock(call, seen.renewed(), beat)
                 if time.monotonic() - start > self._timeout:
                     raise self._late(call, seen.waiting())
-        finally:
-            self._store.set(self._key(self._rank), "")
+        except BaseException:
+            self._note(call, _GAVE_UP)
+            raise
+        self._store.set(self._key(self._rank), "")
 
     def _check_deadlock(self, call: Call, waiting: dict[int, Call], beat: int) -> None:
         """Raise if all ranks wait, each still in the same call, and one of this call's ranks in another one."""
