@@ -64,7 +64,7 @@ def run_doctor(
         [sys.executable, "-m", "tutti", "doctor", *words],
         capture_output=True,
         text=True,
-        timeout=90,
+        timeout=300,
         cwd=cwd,
         env={**kept, "PYTHONPATH": str(ROOT / "src"), **environ},
         preexec_fn=before,
@@ -284,7 +284,7 @@ def test_a_terminal_gets_colours_and_the_word(monkeypatch: pytest.MonkeyPatch, n
 
 def test_help_needs_no_torch() -> None:
     code = "import sys; from tutti.cli.app import main; main(['doctor', '--help']); print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, cwd=ROOT)
     assert "--json" in done.stdout and done.stdout.endswith("False\n")
 
 

@@ -27,7 +27,7 @@ def tutti(*words: str, cwd: Path, **environ: str) -> subprocess.CompletedProcess
         [sys.executable, "-c", NO_TORCH, *words],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         cwd=cwd,
         env={**os.environ, "COLUMNS": "80", **environ},
     )

@@ -11,7 +11,7 @@ WORDS = ["train", "digits", "--devices", "1", "--workers", "2", "--steps", "2", 
 
 
 def tutti(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "tutti", *words], capture_output=True, text=True, timeout=100, cwd=cwd)
+    return subprocess.run([sys.executable, "-m", "tutti", *words], capture_output=True, text=True, timeout=300, cwd=cwd)
 
 
 def test_config_reruns_to_the_same_weights(tmp_path: Path) -> None:

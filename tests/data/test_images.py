@@ -327,7 +327,7 @@ def test_several_processes_decode_once(tmp_path: Path) -> None:
     root = hub(tmp_path / "d", [(png(i), i % 2) for i in range(200)])
     command = [sys.executable, "-c", WORKER, str(root)]
     running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(4)]
-    lines = [process.communicate(timeout=60)[0].splitlines() for process in running]
+    lines = [process.communicate(timeout=300)[0].splitlines() for process in running]
     assert all(process.returncode == 0 for process in running)
     assert sum(line.count("decoded") for line in lines) == 2, "each of two sets by one process"
     assert len({tuple(word for word in line if word != "decoded") for line in lines}) == 1

@@ -146,7 +146,7 @@ def test_options_are_refused_without_torch(data: Path, tmp_path: Path) -> None:
         "sys.exit(f'{code:d}' + ' torch' * ('torch' in sys.modules) + ' PIL' * ('PIL' in sys.modules))"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, str(data), f"{tmp_path}/x"], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", code, str(data), f"{tmp_path}/x"], capture_output=True, text=True, timeout=300
     )
     assert done.stderr.strip() == "3"
 

@@ -104,7 +104,7 @@ def in_terminal(**environ: str) -> tuple[str, str]:
     except OSError:
         pass
     os.close(ours)
-    out, _ = child.communicate(timeout=30)
+    out, _ = child.communicate(timeout=300)
     assert child.returncode == 0, sent.decode()
     return out.strip(), sent.decode()
 

@@ -59,9 +59,7 @@ class _Notes:
     def waiting(self) -> dict[int, Call]:
         """Ranks that wait, and in which call."""
         now = time.monotonic()
-        return {
-            rank: call for rank, (call, _, beat, at) in self._seen.items() if beat == _GAVE_UP or now - at < _STALE
-        }
+        return {rank: call for rank, (call, _, beat, at) in self._seen.items() if beat == _GAVE_UP or now - at < _STALE}
 
     def renewed(self) -> dict[int, Call]:
         """Those of them that were seen to renew their note, which a stopped process does not."""
