@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 
 SOURCE = Path(__file__).parents[1] / "src"
-SAFETY_NET = 60
+SAFETY_NET = 200
 
 _MAIN = """
 import os, signal, sys, time
