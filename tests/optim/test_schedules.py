@@ -10,15 +10,22 @@ from tutti.optim.config import check_schedule
 from tutti.optim.schedules import make
 
 
-def rates(text: str, steps: list[int], total: int = 100, dataset: int = 120, batch: int = 10) -> list[float]:
-    factor = make(check_schedule(text), total, dataset, batch)
+def rates(
+    text: str, steps: list[int], total: int = 100, dataset: int = 120, batch: int = 10, scaled: float = 1.0
+) -> list[float]:
+    factor = make(check_schedule(text), total, dataset, batch, scaled)
     return [factor(step) for step in steps]
 
 
 def test_warm_up_from_an_eighth_in_five_epochs_of_twelve_steps() -> None:
-    """Rate 0.1 times 8 workers, i = 0, 30, 59 of 60: equal increments, the first of them in the first step."""
-    factors = rates("constant:warmup=5ep,warmup_from=0.125", [0, 30, 59, 60, 99])
-    assert [0.8 * f for f in factors] == pytest.approx([0.111666667, 0.461666667, 0.8, 0.8, 0.8], abs=1e-9)
+    """Rate 0.1 times 8 workers, i = 0, 30, 59 of 60: equal increments from the rate of one worker."""
+    steps = [0, 30, 59, 60, 99]
+    for factors in (
+        rates("constant:warmup=5ep,warmup_from=0.125", steps),
+        rates("constant:warmup=5ep", steps, scaled=8),
+    ):
+        assert [0.8 * f for f in factors] == pytest.approx([0.1, 0.45, 0.788333333, 0.8, 0.8], abs=1e-9)
+    assert rates("constant:warmup=4st", [0, 3, 4], scaled=0.5) == [0.25, 1.0, 1.0]
 
 
 def test_constant() -> None:

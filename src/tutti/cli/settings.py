@@ -24,10 +24,10 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
     "What is trained": ("data", "model", "augment"),
     "On what": ("strategy", "workers", "devices", "device", "threads", "timeout", "reproducible"),
     "How": (
-        *("optimizer", "schedule", "batch_size", "micro_batch", "precision", "clip"),
+        *("optimizer", "schedule", "lr_scale", "batch_size", "micro_batch", "precision", "clip"),
         *("channels_last", "seed", "max_nonfinite"),
     ),
-    "How long": ("epochs", "steps", "samples", "duration", "eval_every"),
+    "How long": ("epochs", "steps", "samples", "duration", "regime_batch", "eval_every"),
     "Saving and resuming": ("checkpoint_every", "keep", "resume", "max_restarts"),
     FILES: ("runs", "out", "overwrite", "log_every"),
 }

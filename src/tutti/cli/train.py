@@ -19,6 +19,7 @@ from tutti.cli.settings import FILES, HEADINGS, flag_table, resolve
 from tutti.data.contract import BatchContract
 from tutti.errors import DiskError, ExitCode, TuttiError, UsageError
 from tutti.optim.config import check_optimizer, check_schedule
+from tutti.optim.scaling import check_rule, scaled
 from tutti.tasks import table
 from tutti.training.config import TrainConfig
 from tutti.training.records import config_toml, find_run, make_run_directory, read_summary, record_exit
@@ -114,7 +115,7 @@ def refuse(task: str, config: TrainConfig) -> None:
     ranks = choice.shape(devices)["replica"]
     # Whether the batch can be shared out does not depend on how many samples there are.
     BatchContract(1, config.batch_size, config.workers or ranks, ranks, config.micro_batch)
-    check_optimizer(config.optimizer)
+    scaled(check_optimizer(config.optimizer), check_rule(config.lr_scale), config.batch_size)
     check_schedule(config.schedule)
     table.check(task, data=config.data, model=config.model, augment=config.augment)
 

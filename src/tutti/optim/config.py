@@ -56,15 +56,16 @@ class Constant:
 
     Attributes:
         warmup: length of the linear warm-up (``5ep``, ``500st``, ``20000sa``).
-        warmup_from: factor at which it starts.
+        warmup_from: factor at which it starts; default: the rate before ``--lr-scale``, 0 without one.
     """
 
     warmup: str = "0st"
-    warmup_from: float = 0.0
+    warmup_from: float | None = None
 
     def __post_init__(self) -> None:
         Duration.parse(self.warmup, "warmup")
-        _check(self, at_least_zero=("warmup_from",))
+        if self.warmup_from is not None:
+            _check(self, at_least_zero=("warmup_from",))
 
 
 @dataclass(frozen=True, kw_only=True)

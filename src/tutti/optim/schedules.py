@@ -10,27 +10,32 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from tutti.laws.learning_rate import gradual
 from tutti.optim.config import Cosine, Linear, Step
 from tutti.spec import Duration
 
 Schedule = Callable[[int], float]
 
 
-def make(config: Any, total: int, dataset: int, batch: int) -> Schedule:
+def make(config: Any, total: int, dataset: int, batch: int, scaled: float = 1.0) -> Schedule:
     """The factor for step 0, 1, …, ``total`` - 1.
 
     Args:
         config: one of ``tutti.optim.config.SCHEDULES``.
         total: steps in the run.
         dataset, batch: samples in an epoch and in a global batch, which durations are counted in.
+        scaled: by how much a learning-rate rule has raised the initial rate; the warm-up starts where it was before.
     """
     warmup = Duration.parse(config.warmup).steps(dataset, batch)
     start = config.warmup_from
+    if start is None:
+        start = 1 / scaled if scaled > 1 else 0.0
     milestones = tuple(Duration.parse(m).steps(dataset, batch) for m in getattr(config, "milestones", ()))
 
     def factor(step: int) -> float:
         if step < warmup:
-            return warm_up(step, warmup, start)
+            # From nothing, the first step would be no step: it takes the first increment.
+            return gradual(step, warmup, start) if start > 0 else gradual(step + 1, warmup, 0.0)
         progress = (step - warmup) / max(total - warmup, 1)
         if isinstance(config, Cosine):
             return cosine(progress, config.final)
@@ -41,17 +46,6 @@ def make(config: Any, total: int, dataset: int, batch: int) -> Schedule:
         return 1.0
 
     return factor
-
-
-def warm_up(step: int, length: int, start: float) -> float:
-    """Equal increments from ``start`` to 1 over ``length`` steps; 1 is reached after the last of them.
-
-    Goyal et al. 2017, arXiv 1706.02677, §2.2.
-
-    >>> [warm_up(i, 4, 0.0) for i in range(4)]
-    [0.25, 0.5, 0.75, 1.0]
-    """
-    return start + (1 - start) * (step + 1) / length
 
 
 def cosine(progress: float, final: float) -> float:

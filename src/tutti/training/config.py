@@ -21,12 +21,14 @@ class TrainConfig:
         strategy: how devices share the work, ``name:key=value``.
         optimizer: ``name:key=value``.
         schedule: learning-rate schedule, ``name:key=value``.
+        lr_scale: rule of the rate at this batch: linear, sqrt or adam_sqrt, ``linear:base_batch=256``.
         workers: logical replicas, part of the algorithm; default: devices.
         devices: processes or GPUs P, only speed; ``auto``: every GPU here, or one process.
         batch_size: samples in one *global* batch, over all workers.
         micro_batch: most samples in one forward pass; default: no limit.
         epochs, steps, samples: how long, at most one of the three; default: 3 epochs.
         duration: the same in one word: 3ep, 500st or 20000sa.
+        regime_batch: train for as many updates as with this batch; milestones and warm-up too.
         precision: fp32, bf16 (autocast, fp32 weights) or fp64.
         channels_last: memory layout of images; default: on for image tasks.
         clip: largest norm of the whole gradient.
@@ -53,6 +55,7 @@ class TrainConfig:
     strategy: str = "mirrored"
     optimizer: str = "adam:lr=0.001"
     schedule: str = "constant"
+    lr_scale: str = "none"
     workers: int | None = None
     devices: str = "auto"
     batch_size: int = 64
@@ -61,6 +64,7 @@ class TrainConfig:
     steps: int | None = None
     samples: int | None = None
     duration: str | None = None
+    regime_batch: int | None = None
     precision: Literal["fp32", "bf16", "fp64"] = "fp32"
     channels_last: bool | None = None
     clip: float | None = None
@@ -87,6 +91,7 @@ class TrainConfig:
             "micro_batch",
             "steps",
             "samples",
+            "regime_batch",
             "threads",
             "max_nonfinite",
             "log_every",
@@ -108,6 +113,11 @@ class TrainConfig:
                 f"--reproducible does not go with --threads {self.threads}",
                 why="the order of a sum inside one operation depends on the number of threads",
                 remedy="leave out one of the two",
+            )
+        if self.regime_batch is not None and self.length().unit == "st":
+            raise UsageError(
+                "--regime-batch changes nothing in a run whose length is in steps",
+                remedy="give --epochs or --samples, or leave it out",
             )
         self.length()
         self.every("eval_every")

@@ -16,6 +16,8 @@ from tutti.data.adapt import adapt
 from tutti.data.contract import BatchContract
 from tutti.errors import Preempted
 from tutti.optim.config import check_optimizer, check_schedule
+from tutti.optim.scaling import check_rule
+from tutti.optim.scaling import scaled as scaled_optimizer
 from tutti.optim.schedules import make as make_schedule
 from tutti.tasks import table
 from tutti.tasks.task import Task
@@ -46,9 +48,11 @@ def main(task: str, config: TrainConfig, directory: str | None) -> int:
     size = sum(p.numel() for p in model.parameters())
     run = _prepare(chosen, model, config, world)
     contract = run.feed.contract
-    total = config.length().steps(contract.dataset, contract.batch)
-    schedule = make_schedule(check_schedule(config.schedule), total, contract.dataset, contract.batch)
-    run.lr_factor = schedule
+    # Regime adaptation: durations are counted in batches of another size (Hoffer et al. 2017, arXiv 1705.08741, §5).
+    counted = config.regime_batch or contract.batch
+    total = config.length().steps(contract.dataset, counted)
+    scaled = check_rule(config.lr_scale).factor(contract.batch)
+    run.lr_factor = make_schedule(check_schedule(config.schedule), total, contract.dataset, counted, scaled)
     plan = Plan(total, _steps(config, "eval_every", contract), _steps(config, "checkpoint_every", contract))
     held_out = None if chosen.eval is None else adapt(chosen.eval)
     facts = _identity(task, config, run, world, size, threads)
@@ -115,6 +119,7 @@ def _prepare(task: Task, model: nn.Module, config: TrainConfig, world: World) ->
         micro_batch=config.micro_batch,
         precision=config.precision,
         channels_last=task.images if config.channels_last is None else config.channels_last,
+        lr_scale=config.lr_scale,
         clip=config.clip,
         reproducible=config.reproducible,
         seed=config.seed,
@@ -149,10 +154,23 @@ def _derived(
         "strategy": f"{config.strategy}: {strategies.parse(config.strategy).row.summary}",
         "devices": f"{grid.size} ({split}; {kind})",
         **run.feed.contract.describe(),
-        "training": f"{total} steps = {config.length()}, {config.precision}{exact}",
-        "learning rate": f"{check_optimizer(config.optimizer).lr:g}, {config.schedule}",
+        "training": f"{total} steps = {_length(config)}, {config.precision}{exact}",
+        "learning rate": _rate(config),
         "seed": str(config.seed),
     }
+
+
+def _length(config: TrainConfig) -> str:
+    counted = f" in batches of {config.regime_batch}" if config.regime_batch else ""
+    return f"{config.length()}{counted}"
+
+
+def _rate(config: TrainConfig) -> str:
+    given = check_optimizer(config.optimizer)
+    rule = check_rule(config.lr_scale)
+    rate = f"{scaled_optimizer(given, rule, config.batch_size).lr:g}"
+    rate += f" = {given.lr:g} × {rule.factor(config.batch_size):g} ({config.lr_scale})" * (config.lr_scale != "none")
+    return f"{rate}, {config.schedule}"
 
 
 def _identity(task: str, config: TrainConfig, run: Run, world: World, size: int, threads: int) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from tutti.data.feed import Feed, placer
 from tutti.errors import UsageError
 from tutti.optim.config import check_optimizer
 from tutti.optim.factory import from_config, from_instance
+from tutti.optim.scaling import check_rule, scaled
 from tutti.strategies import Choice
 from tutti.training.gate import gate
 from tutti.training.run import Run
@@ -38,6 +39,7 @@ def prepare(
     micro_batch: int | None = None,
     precision: str | None = None,
     channels_last: bool = False,
+    lr_scale: str = "none",
     clip: float | None = None,
     reproducible: bool = False,
     seed: int = 0,
@@ -60,6 +62,8 @@ def prepare(
         micro_batch: largest number of samples in one forward pass.
         precision: fp32, bf16 (autocast) or fp64; default: as the model is, without autocast.
         channels_last: memory layout of 4-dimensional inputs and weights.
+        lr_scale: rule for the learning rate at this batch, such as ``linear:base_batch=256``; for an optimizer given
+            as text.
         clip: largest gradient norm.
         reproducible: bit-identical weights on any number of devices; sets one CPU thread.
         seed: of the order of samples and all random draws.
@@ -86,12 +90,13 @@ def prepare(
         )
     if isinstance(optimizer, Optimizer):
         _belongs(optimizer, model)
+    make_optimizer = _factory(optimizer, lr_scale, batch_size)
     comms = Communicators(world, grid)
     comms.world.agree(
         [
             *_settings(choice, contract, precision, clip, reproducible, seed),
             f"max_nonfinite {max_nonfinite}",
-            *_describe(optimizer),
+            *_describe(optimizer, lr_scale),
         ],
         "the configuration",
         "call tutti.prepare with the same arguments on every rank",
@@ -100,7 +105,7 @@ def prepare(
     dtype = _precise(model, precision, channels_last)
     layout, exchange = choice.make(setting)
     replica = layout.build(model)
-    sink = exchange.attach(replica, _factory(optimizer))
+    sink = exchange.attach(replica, make_optimizer)
     feed = Feed(source, contract, grid.data_rank, seed, placer(world.device, dtype, channels_last))
     loss = autocast(loss_fn, world.device.type) if loss_fn is not None and precision == "bf16" else loss_fn
     run = Run(replica, exchange, sink, feed, loss, setting, max_nonfinite)
@@ -119,16 +124,23 @@ def autocast(loss_fn: LossFn, device: str) -> LossFn:
     return cast
 
 
-def _factory(optimizer: Optimizer | str) -> OptimizerFactory:
+def _factory(optimizer: Optimizer | str, lr_scale: str, batch_size: int) -> OptimizerFactory:
+    rule = check_rule(lr_scale)
     if isinstance(optimizer, Optimizer):
+        if lr_scale != "none":
+            raise UsageError(
+                "lr_scale is for an optimizer given as text",
+                why="a scheduler that you made of yours would put its own rates back",
+                remedy="make it with the scaled rate: see tutti.laws.learning_rate",
+            )
         return from_instance(optimizer)
-    return from_config(check_optimizer(optimizer))
+    return from_config(scaled(check_optimizer(optimizer), rule, batch_size))
 
 
-def _describe(optimizer: Optimizer | str) -> list[str]:
+def _describe(optimizer: Optimizer | str, lr_scale: str) -> list[str]:
     """The optimizer's class and every group's settings, a line each."""
     if not isinstance(optimizer, Optimizer):
-        return [f"optimizer {optimizer}"]
+        return [f"optimizer {optimizer}, lr_scale {lr_scale}"]
     lines = [f"optimizer {type(optimizer).__name__}"]
     for number, group in enumerate(optimizer.param_groups):
         said = {key: value for key, value in sorted(group.items()) if key != "params"}

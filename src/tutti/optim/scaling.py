@@ -1,0 +1,85 @@
+"""Learning-rate rules: what an optimizer's options become at another batch than they were tuned for. No torch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from tutti.errors import UsageError
+from tutti.laws import learning_rate as laws
+from tutti.spec import Spec
+
+C = TypeVar("C")
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoRule:
+    """The learning rate as it is given."""
+
+    def factor(self, batch: int) -> float:
+        """By how much the rate is multiplied at ``batch`` samples a step."""
+        return 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Linear(NoRule):
+    """κ = batch ÷ base_batch times the rate (Goyal et al. 2017, arXiv 1706.02677).
+
+    Attributes:
+        base_batch: global batch that the rate was tuned for.
+    """
+
+    base_batch: int = 0
+
+    def __post_init__(self) -> None:
+        if self.base_batch < 1:
+            raise ValueError("the rule needs base_batch=N, the global batch that the rate was tuned for")
+
+    def factor(self, batch: int) -> float:
+        return laws.linear(batch / self.base_batch)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sqrt(Linear):
+    """√κ times the rate (Krizhevsky 2014, arXiv 1404.5997)."""
+
+    def factor(self, batch: int) -> float:
+        return laws.sqrt(batch / self.base_batch)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamSqrt(Sqrt):
+    """√κ times the rate, 1 - β → κ(1 - β), ε/√κ (Malladi et al. 2022, arXiv 2205.10287); for Adam's moments."""
+
+
+RULES: Mapping[str, type[Any]] = {"none": NoRule, "linear": Linear, "sqrt": Sqrt, "adam_sqrt": AdamSqrt}
+
+
+def check_rule(text: str) -> Any:
+    """The options of ``--lr-scale``. Raises UsageError, naming the nearest name or key."""
+    spec = Spec.parse(text, "--lr-scale")
+    return spec.build(spec.choose(RULES, "rule"), "--lr-scale")
+
+
+def scaled(optimizer: C, rule: NoRule, batch: int) -> C:
+    """An optimizer's options at ``batch`` samples a step. Raises UsageError where the rule does not fit it."""
+    changed: dict[str, float] = {"lr": optimizer.lr * rule.factor(batch)}  # type: ignore[attr-defined]
+    if isinstance(rule, AdamSqrt):
+        names = ("beta1", "beta2", "eps")
+        if not all(hasattr(optimizer, name) for name in names):
+            raise UsageError(
+                f"--lr-scale adam_sqrt is a rule of Adam, and {type(optimizer).__name__} has no β1, β2 and ε",
+                remedy="take --lr-scale sqrt or linear, or --optimizer adam or adamw",
+            )
+        try:
+            _, *values = laws.adam_sqrt(batch / rule.base_batch, *(getattr(optimizer, name) for name in names))
+        except ValueError as error:
+            raise UsageError(
+                f"--lr-scale adam_sqrt cannot go from a batch of {rule.base_batch} to one of {batch}",
+                why=str(error),
+                remedy="take β nearer to 1, a base batch nearer by, or --lr-scale sqrt",
+            ) from error
+        changed |= dict(zip(names, values, strict=True))
+    return dataclasses.replace(optimizer, **changed)  # type: ignore[type-var]
