@@ -27,6 +27,7 @@ MAY_IMPORT = {
     "exchanges": "world comm nn schedules state",
     "strategies": "layouts exchanges",
     "training": "strategies tasks optim data measure state world comm",
+    "compare": "training",
     "planning": "schedules",
     "report": "measure planning",
     "horovod": "world comm exchanges optim nn data",

@@ -136,6 +136,7 @@ def test_help_is_short(words: str, most: int, tmp_path: Path) -> None:
 def test_help_lists_the_verbs(tmp_path: Path) -> None:
     lines = tutti("--help", cwd=tmp_path).stdout.splitlines()
     assert [line.split()[0] for line in lines if line.startswith("  ") and line[2] != " "] == [
+        "compare",
         "doctor",
         "run",
         "train",

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from cyclopts import App, CycloptsError
 
+from tutti.cli.compare import compare
 from tutti.cli.doctor import doctor
 from tutti.cli.pages import OneScreen
 from tutti.cli.run import end_options, run
@@ -35,6 +36,7 @@ def build() -> App:
     )
     app.command(train, usage="Usage: tutti train TASK [OPTIONS]")
     app.command(run, usage="Usage: tutti run [OPTIONS] SCRIPT [ARGUMENTS]")
+    app.command(compare, usage="Usage: tutti compare TASK [OPTIONS]")
     app.command(doctor, usage="Usage: tutti doctor [--json]")
     return app
 

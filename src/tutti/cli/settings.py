@@ -8,7 +8,7 @@ import re
 import tomllib
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypedDict, get_args, get_origin
 
@@ -137,12 +137,12 @@ def _parameter(field: dataclasses.Field[Any], group: Group, text: str) -> Any:
     return Annotated[hint, parameter]
 
 
-def flag_table() -> Any:
+def flag_table(without: Collection[str] = ()) -> Any:
     """A TypedDict with one optional key a field, by flag or ``TUTTI_*``: what is absent was not given."""
     fields = {field.name: field for field in dataclasses.fields(TrainConfig)}
     texts = descriptions()
     keys = {}
     for title, names in GROUPS.items():
-        for name in names:
+        for name in [name for name in names if name not in without]:
             keys[name] = _parameter(fields[name], HEADINGS[title], texts.get(name, ""))
     return TypedDict("Flags", keys, total=False)  # type: ignore[operator]

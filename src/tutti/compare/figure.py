@@ -1,0 +1,49 @@
+"""The curves of a ladder as one SVG: held-out accuracy by epoch, every seed shown. Needs the extra ``plot``."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from pathlib import Path
+
+from tutti.compare.ladder import Ladder
+from tutti.compare.verdict import Row
+
+# Okabe and Ito's colours, told apart by people who do not see all of them; markers differ as well.
+_COLOURS = ("#000000", "#E69F00", "#56B4E9", "#009E73", "#0072B2", "#D55E00", "#CC79A7", "#999999")
+_MARKERS = "osD^vPX*"
+
+
+def available() -> bool:
+    """Whether figures can be drawn here."""
+    return importlib.util.find_spec("matplotlib") is not None
+
+
+def draw(ladder: Ladder, rows: Mapping[str, Row], metric: str, caption: str, path: Path) -> None:
+    """Write the figure; the same data give the same bytes."""
+    import matplotlib as mpl
+
+    mpl.use("svg")
+    from matplotlib import pyplot
+
+    mpl.rcParams["svg.hashsalt"] = "tutti"
+    figure, axes = pyplot.subplots(figsize=(8, 5))
+    for number, rung in enumerate(ladder.rungs):
+        row = rows.get(rung.name)
+        if row is None:
+            continue
+        colour, marker = _COLOURS[number % len(_COLOURS)], _MARKERS[number % len(_MARKERS)]
+        for outcome in row.outcomes:
+            axes.plot(*zip(*outcome.curve, strict=True), color=colour, alpha=0.3, linewidth=1)
+        epochs = sorted(set.intersection(*(set(dict(outcome.curve)) for outcome in row.outcomes)))
+        means = [sum(dict(o.curve)[epoch] for o in row.outcomes) / len(row.outcomes) for epoch in epochs]
+        label = f"{rung.name}: {row.mean:.1%}"
+        axes.plot(epochs, means, color=colour, marker=marker, markersize=4, linewidth=2, label=label)
+    axes.set_xlabel("epoch")
+    axes.set_ylabel(f"held-out {metric}")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    figure.text(0.01, 0.01, caption, fontsize=6, color="#555555")
+    figure.tight_layout(rect=(0, 0.03, 1, 1))
+    figure.savefig(path, metadata={"Date": None})
+    pyplot.close(figure)

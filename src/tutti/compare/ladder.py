@@ -1,0 +1,146 @@
+"""A ladder: runs that differ from one another in one thing each, as data. No torch.
+
+A ladder is a TOML file. ``[base]`` holds options of ``tutti train`` for every rung; each ``[[rung]]`` has a ``name``,
+the rung it comes ``from`` (default: the one before), the ``cause`` it isolates, and the options it changes. Numbers may
+be written as ``"{workers}"``, ``"{batch_size}"``, ``"{worker_batch}"`` (a worker's part of a batch) or ``"{epochs}"``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import tomllib
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tutti.errors import UsageError, did_you_mean
+from tutti.training.config import TrainConfig
+
+_SHIPPED = Path(__file__).with_name("ladders")
+_OWN = ("name", "from", "cause")
+_HINTS = typing.get_type_hints(TrainConfig)
+
+
+@dataclass(frozen=True)
+class Rung:
+    """One training run but for its seed.
+
+    Attributes:
+        name: what the table calls it.
+        parent: the rung that it differs from; None for the first.
+        cause: what the difference isolates.
+        changes: the options that differ from the parent's.
+        config: all options.
+    """
+
+    name: str
+    parent: str | None
+    cause: str
+    changes: Mapping[str, Any]
+    config: TrainConfig
+
+
+@dataclass(frozen=True)
+class Ladder:
+    """Rungs in order, the first of which is what the others should reach.
+
+    Attributes:
+        name: of the ladder.
+        summary: what it shows, in a sentence.
+        naive: the rung whose loss of accuracy the others explain.
+        rungs: all of them.
+    """
+
+    name: str
+    summary: str
+    naive: str
+    rungs: tuple[Rung, ...]
+
+    def rung(self, name: str) -> Rung:
+        """The rung of this name."""
+        return next(rung for rung in self.rungs if rung.name == name)
+
+
+def shipped() -> list[str]:
+    """Names of the ladders that come with tutti."""
+    return sorted(path.stem for path in _SHIPPED.glob("*.toml"))
+
+
+def load(text: str, variables: Mapping[str, int | float], options: Mapping[str, Any]) -> Ladder:
+    """A shipped ladder by name, or one's own by path.
+
+    Args:
+        text: name or path of a TOML file.
+        variables: ``workers``, ``batch_size``, ``epochs``: what the placeholders stand for.
+        options: fields of TrainConfig for every rung, which win over the ladder's own base.
+
+    Raises:
+        UsageError: no such ladder, not TOML, an unknown key, a rung without a name, a change that changes nothing.
+    """
+    path = _SHIPPED / f"{text}.toml" if text in shipped() else Path(text)
+    if not path.is_file():
+        raise UsageError(f"there is no ladder '{text}'", remedy=f"{did_you_mean(text, shipped())}, or a TOML file")
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise UsageError("cannot read the ladder", where=str(path), why=str(error)) from error
+    unknown = table.keys() - {"name", "summary", "naive", "base", "rung"}
+    if unknown or not isinstance(table.get("rung"), list) or not table["rung"]:
+        raise UsageError(
+            f"unknown key '{min(unknown)}'" if unknown else "a ladder without rungs",
+            where=str(path),
+            remedy="a ladder has name, summary, naive, [base] and [[rung]] tables",
+        )
+    values = {**variables, "worker_batch": max(1, int(variables["batch_size"]) // int(variables["workers"]))}
+    base = {**_options(table.get("base", {}), values, f"{path}, [base]"), **options}
+    rungs = _rungs(table["rung"], base, values, str(path))
+    naive = table.get("naive", rungs[min(1, len(rungs) - 1)].name)
+    if naive not in [rung.name for rung in rungs]:
+        raise UsageError(f"naive is '{naive}', which is no rung", where=str(path))
+    return Ladder(table.get("name", path.stem), table.get("summary", ""), naive, rungs)
+
+
+def _rungs(rows: list[Any], base: Mapping[str, Any], values: Mapping[str, Any], where: str) -> tuple[Rung, ...]:
+    rungs: dict[str, Rung] = {}
+    for number, row in enumerate(rows, 1):
+        name = row.get("name") if isinstance(row, dict) else None
+        if not isinstance(name, str) or name in rungs:
+            raise UsageError("a rung needs a name of its own", where=f"{where}, rung {number}")
+        place = f"{where}, rung '{name}'"
+        parent = row.get("from", next(reversed(rungs), None))
+        if parent is not None and parent not in rungs:
+            raise UsageError(f"it comes from '{parent}', which is no rung before it", where=place)
+        before = dataclasses.asdict(rungs[parent].config) if parent else {}
+        given = _options({key: value for key, value in row.items() if key not in _OWN}, values, place)
+        config = TrainConfig(**({**before, **given} if parent else {**base, **given}))
+        changes = {key: value for key, value in given.items() if not parent or before[key] != value}
+        if parent and not changes:
+            raise UsageError(f"it is the same run as '{parent}'", where=place, remedy="change one thing")
+        rungs[name] = Rung(name, parent, str(row.get("cause", name)), changes, config)
+    return tuple(rungs.values())
+
+
+def _options(table: Mapping[str, Any], values: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Fields of TrainConfig, placeholders filled in. Raises UsageError for an unknown one."""
+    found = {}
+    for written, value in table.items():
+        key = written.replace("-", "_")
+        if key not in _HINTS:
+            raise UsageError(f"unknown option '{written}'", where=where, remedy=did_you_mean(key, _HINTS))
+        found[key] = _fill(value, values, f"{where}, {written}")
+    return found
+
+
+def _fill(value: Any, values: Mapping[str, Any], where: str) -> Any:
+    if not isinstance(value, str) or "{" not in value:
+        return value
+    if value[1:-1] in values and (value[0], value[-1]) == ("{", "}"):
+        return values[value[1:-1]]
+    try:
+        return value.format(**values)
+    except (KeyError, IndexError, ValueError) as error:
+        raise UsageError(
+            f"cannot fill in '{value}'", where=where, remedy=f"placeholders: {', '.join(values)}"
+        ) from error

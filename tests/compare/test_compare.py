@@ -1,0 +1,115 @@
+"""``tutti compare`` as a user runs it: real runs, interrupted and gone on with; what is wrong is said before."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+from tests.faults.commands import starting, tutti, write_task
+from tests.launching import until
+
+LADDER = """
+naive = "many"
+[base]
+epochs = "{epochs}"
+optimizer = "sgd:lr=0.02"
+checkpoint_every = "4st"
+[[rung]]
+name = "one"
+workers = 1
+batch_size = "{worker_batch}"
+[[rung]]
+name = "many"
+workers = "{workers}"
+batch_size = "{batch_size}"
+[[rung]]
+name = "rule"
+lr_scale = "linear:base_batch={worker_batch}"
+"""
+BODY = """
+def loss(model, batch):
+    inputs, labels = batch
+    time.sleep({pause})
+    logits = model(inputs)
+    correct = (logits.argmax(1) == labels).sum()
+    return nn.functional.cross_entropy(logits, labels, reduction="sum"), len(labels), {{"accuracy": correct}}
+
+def task():
+    return Task(name="own", model=model, loss=loss, train=Samples(), eval=Samples())
+"""
+WORDS = ("compare", "own.py:task", "--ladder", "own.toml", "--workers", "3", "--batch-size", "12", "--epochs", "3")
+
+
+def prepare(folder: Path, pause: float) -> None:
+    write_task(folder)
+    source = (folder / "own.py").read_text()
+    cut = source.index("def task():")
+    (folder / "own.py").write_text(source[:cut] + BODY.format(pause=pause))
+    (folder / "own.toml").write_text(LADDER)
+
+
+def test_a_ladder_that_is_stopped_goes_on(tmp_path: Path) -> None:
+    prepare(tmp_path, 0.05)
+    pool = tmp_path / "runs" / "ladders"
+    with starting(tmp_path, *WORDS, "--seeds", "2") as running:
+        until(lambda: any(pool.glob("*/checkpoints/step-*/manifest.json")) or running.launcher.poll() is not None)
+        running.launcher.send_signal(signal.SIGTERM)
+        result = running.finish()
+    assert result.code == 75, result.err
+    assert "The same command goes on with it" in result.err
+    prepare(tmp_path, 0.0)
+    result = tutti(tmp_path, *WORDS, "--seeds", "2", "--json")
+    assert result.code == 0, result.err
+    found = json.loads(result.out)
+    assert [[run["updates"] for run in rung["runs"]] for rung in found["rungs"]] == [[36, 36], [12, 12], [12, 12]]
+    assert len(found["verdict"]) >= 2 and found["effects"][1]["rung"] == "rule"
+    names = {path.name for path in (tmp_path / "runs" / "compare-own-own").iterdir()}
+    assert {"table.md", "runs.csv", "compare.json"} <= names
+    before = {path: path.stat().st_mtime_ns for path in pool.glob("*/summary.json")}
+    assert len(before) == 6
+    assert tutti(tmp_path, *WORDS, "--seeds", "2").code == 0
+    assert before == {path: path.stat().st_mtime_ns for path in pool.glob("*/summary.json")}, "a run was made again"
+
+
+def test_what_is_wrong_is_said_before_any_run(tmp_path: Path) -> None:
+    prepare(tmp_path, 0.0)
+    for words, code, said in (
+        (("--only", "rul"), 2, "there is no rung 'rul'"),
+        (("--seeds", "0"), 2, "--seeds is 0"),
+        (("--optimizer", "lbfgs"), 2, "unknown optimizer 'lbfgs'"),
+        (("--devices", "4"), 2, "rung 'one'"),
+        (("--seed", "3"), 2, "--seed"),
+    ):
+        result = tutti(tmp_path, *WORDS, *words)
+        assert (result.code, said in result.err) == (code, True), result.err
+    assert not (tmp_path / "runs").exists()
+    listed = tutti(tmp_path, *WORDS, "--dry-run")
+    assert listed.code == 0 and "9 runs, 0 of them finished" in listed.out
+
+
+def test_a_metric_that_the_task_does_not_report(tmp_path: Path) -> None:
+    prepare(tmp_path, 0.0)
+    result = tutti(tmp_path, *WORDS, "--seeds", "1", "--metric", "bleu")
+    assert result.code == 2 and "no held-out 'bleu'" in result.err and "accuracy" in result.err
+
+
+def test_a_threshold_that_is_not_met(tmp_path: Path) -> None:
+    """The figure compared is how far the last bias has moved: not at all where the rate is 0."""
+    prepare(tmp_path, 0.0)
+    own = (tmp_path / "own.py").read_text()
+    own = own.replace(
+        "correct = (logits.argmax(1) == labels).sum()", "correct = model[-1].bias.abs().sum() * len(labels)"
+    )
+    own = own.replace("nn.Linear(6, 3))", "nn.Linear(6, 3, bias=True)).apply(flat)")
+    own = own.replace(
+        "def model():",
+        "def flat(module):\n    if isinstance(module, nn.Linear):\n        nn.init.zeros_(module.bias)\n\ndef model():",
+    )
+    (tmp_path / "own.py").write_text(own)
+    ladder = (tmp_path / "own.toml").read_text()
+    still = ladder.replace('workers = "{workers}"', 'workers = "{workers}"\noptimizer = "sgd:lr=0"')
+    for text, code in ((still, 9), (still.replace("workers = 1", 'workers = 1\noptimizer = "sgd:lr=0"'), 0)):
+        (tmp_path / "own.toml").write_text(text)
+        result = tutti(tmp_path, *WORDS, "--seeds", "1", "--require-held")
+        assert result.code == code, result.err + result.out
