@@ -47,6 +47,8 @@ REFUSALS = [
     ("train digits --lr-scale linear", 2, "base_batch=N"),
     ("train digits --lr-scale adam_sqrt:base_batch=64 --optimizer sgd", 2, "is a rule of Adam"),
     ("train digits --regime-batch 64 --steps 5", 2, "--regime-batch changes nothing"),
+    ("train digits --batch-norm ghst", 2, "Did you mean 'ghost'?"),
+    ("train digits --batch-norm ghost:size=0", 2, "size is 0"),
     ("train digits --precision fp31", 2, '"fp32", "bf16", "fp64"'),
     ("train digits --epochs 1 --steps 3", 2, "--epochs and --steps exclude each other."),
     ("train digits --bach-size 3", 2, "Unknown option: --bach-size. Did you mean --batch-size?"),

@@ -31,6 +31,8 @@ OPTIMIZERS = {
     "adam": "adam:lr=0.01",
     "adamw": "adamw:lr=0.01,weight_decay=0.1",
 }
+# micro-batch, clipping, channels-last, batch norm
+VARIANTS = ((None, None, False, "worker"), (2, 0.5, True, "worker"), (None, None, True, "ghost:size=2"))
 
 
 @dataclass(frozen=True)
@@ -44,11 +46,15 @@ class Case:
     micro_batch: int | None = None
     clip: float | None = None
     channels_last: bool = False
+    batch_norm: str = "worker"
 
     def __str__(self) -> str:
         last = " channels-last" * self.channels_last
         extra = "".join([f" micro={self.micro_batch}" * bool(self.micro_batch), f" clip={self.clip}" * bool(self.clip)])
-        return f"{self.strategy} {self.optimizer} N={self.workers} P={self.devices}{extra}{last}".replace(" ", "-")
+        norm = f" {self.batch_norm}" * (self.batch_norm != "worker")
+        return f"{self.strategy} {self.optimizer} N={self.workers} P={self.devices}{extra}{last}{norm}".replace(
+            " ", "-"
+        )
 
     def possible(self) -> bool:
         spec = STRATEGIES[self.strategy][0]
@@ -60,10 +66,7 @@ class Case:
 def whole() -> list[Case]:
     """Strategy × optimizer × workers × devices, with micro-batches and clipping on and off."""
     cases = [
-        Case(s, o, n, p, *rest)
-        for s, o, n, p, rest in product(
-            STRATEGIES, OPTIMIZERS, (1, 3, 4, 8), DEVICES, ((None, None, False), (2, 0.5, True))
-        )
+        Case(s, o, n, p, *rest) for s, o, n, p, rest in product(STRATEGIES, OPTIMIZERS, (1, 3, 4, 8), DEVICES, VARIANTS)
     ]
     return [case for case in cases if case.possible()]
 
@@ -71,7 +74,7 @@ def whole() -> list[Case]:
 def pairwise() -> list[Case]:
     """Few cases that together hold every pair of values of any two columns."""
     rows = whole()
-    names = ("strategy", "optimizer", "workers", "devices", "micro_batch")
+    names = ("strategy", "optimizer", "workers", "devices", "micro_batch", "batch_norm")
     pairs = {(a, getattr(r, a), b, getattr(r, b)) for r in rows for a in names for b in names if a < b}
     chosen = []
     while pairs:
@@ -136,6 +139,7 @@ def train(
     clip: float | None = None,
     precision: str = "fp64",
     channels_last: bool = False,
+    batch_norm: str = "worker",
 ) -> tuple[dict[str, NDArray[Any]], list[float], str]:
     """Train for a few steps on this world: state as one plain model's, losses, hash. Batches of 25, 25, 20 samples."""
     run = tutti.prepare(
@@ -151,6 +155,7 @@ def train(
         reproducible=reproducible,
         precision=precision,
         channels_last=channels_last,
+        batch_norm=batch_norm,
     )
     losses: list[float] = []
     epoch = 0

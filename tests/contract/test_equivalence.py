@@ -25,6 +25,7 @@ def reference(strategy: str, optimizer: str, case: Case, exact: bool) -> Any:
         micro_batch=case.micro_batch,
         clip=case.clip,
         channels_last=case.channels_last,
+        batch_norm=case.batch_norm,
         reproducible=exact,
     )[0]
 
@@ -43,6 +44,7 @@ def check(case: Case) -> None:
             micro_batch=case.micro_batch,
             clip=case.clip,
             channels_last=case.channels_last,
+            batch_norm=case.batch_norm,
             reproducible=reproducible,
         ):
             assert largest_difference(got, want) <= (0 if reproducible else TOLERANCE)

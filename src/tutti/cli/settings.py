@@ -21,7 +21,7 @@ HINTS = typing.get_type_hints(TrainConfig)
 
 FILES = "Configuration and output"
 GROUPS: Mapping[str, tuple[str, ...]] = {
-    "What is trained": ("data", "model", "augment"),
+    "What is trained": ("data", "model", "augment", "batch_norm"),
     "On what": ("strategy", "workers", "devices", "device", "threads", "timeout", "reproducible"),
     "How": (
         *("optimizer", "schedule", "lr_scale", "batch_size", "micro_batch", "precision", "clip"),

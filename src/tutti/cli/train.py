@@ -18,6 +18,7 @@ from tutti.cli.devices import count_gpus
 from tutti.cli.settings import FILES, HEADINGS, flag_table, resolve
 from tutti.data.contract import BatchContract
 from tutti.errors import DiskError, ExitCode, TuttiError, UsageError
+from tutti.nn.config import check_batch_norm
 from tutti.optim.config import check_optimizer, check_schedule
 from tutti.optim.scaling import check_rule, scaled
 from tutti.tasks import table
@@ -117,6 +118,7 @@ def refuse(task: str, config: TrainConfig) -> None:
     BatchContract(1, config.batch_size, config.workers or ranks, ranks, config.micro_batch)
     scaled(check_optimizer(config.optimizer), check_rule(config.lr_scale), config.batch_size)
     check_schedule(config.schedule)
+    check_batch_norm(config.batch_norm)
     table.check(task, data=config.data, model=config.model, augment=config.augment)
 
 

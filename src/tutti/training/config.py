@@ -18,6 +18,7 @@ class TrainConfig:
         data: folder, file or hub name that the task reads.
         model: ``name:key=value``; default: the task's first.
         augment: random crops and flips, where the task has them.
+        batch_norm: statistics of a worker's samples, or of few: ``ghost:size=32``.
         strategy: how devices share the work, ``name:key=value``.
         optimizer: ``name:key=value``.
         schedule: learning-rate schedule, ``name:key=value``.
@@ -52,6 +53,7 @@ class TrainConfig:
     data: str | None = None
     model: str | None = None
     augment: bool = False
+    batch_norm: str = "worker"
     strategy: str = "mirrored"
     optimizer: str = "adam:lr=0.001"
     schedule: str = "constant"

@@ -120,6 +120,7 @@ def _prepare(task: Task, model: nn.Module, config: TrainConfig, world: World) ->
         precision=config.precision,
         channels_last=task.images if config.channels_last is None else config.channels_last,
         lr_scale=config.lr_scale,
+        batch_norm=config.batch_norm,
         clip=config.clip,
         reproducible=config.reproducible,
         seed=config.seed,

@@ -14,6 +14,9 @@ from tutti.data.adapt import adapt
 from tutti.data.contract import BatchContract
 from tutti.data.feed import Feed, placer
 from tutti.errors import UsageError
+from tutti.nn.config import Ghost as GhostConfig
+from tutti.nn.config import check_batch_norm
+from tutti.nn.ghost import convert
 from tutti.optim.config import check_optimizer
 from tutti.optim.factory import from_config, from_instance
 from tutti.optim.scaling import check_rule, scaled
@@ -40,6 +43,7 @@ def prepare(
     precision: str | None = None,
     channels_last: bool = False,
     lr_scale: str = "none",
+    batch_norm: str = "worker",
     clip: float | None = None,
     reproducible: bool = False,
     seed: int = 0,
@@ -64,6 +68,7 @@ def prepare(
         channels_last: memory layout of 4-dimensional inputs and weights.
         lr_scale: rule for the learning rate at this batch, such as ``linear:base_batch=256``; for an optimizer given
             as text.
+        batch_norm: ``worker`` for the model's own, over a worker's micro-batch; ``ghost:size=32`` over so many samples.
         clip: largest gradient norm.
         reproducible: bit-identical weights on any number of devices; sets one CPU thread.
         seed: of the order of samples and all random draws.
@@ -95,13 +100,16 @@ def prepare(
     comms.world.agree(
         [
             *_settings(choice, contract, precision, clip, reproducible, seed),
-            f"max_nonfinite {max_nonfinite}",
+            f"max_nonfinite {max_nonfinite}, batch norm {batch_norm}",
             *_describe(optimizer, lr_scale),
         ],
         "the configuration",
         "call tutti.prepare with the same arguments on every rank",
     )
     setting = Setting(grid, comms, contract.workers, contract.mine(grid.data_rank), reproducible, clip)
+    norm = check_batch_norm(batch_norm)
+    if isinstance(norm, GhostConfig):
+        model = convert(model, norm.size)
     dtype = _precise(model, precision, channels_last)
     layout, exchange = choice.make(setting)
     replica = layout.build(model)

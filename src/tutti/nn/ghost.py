@@ -1,0 +1,223 @@
+"""Ghost batch normalisation: statistics over few samples, whatever the batch.
+
+Hoffer, Hubara, Soudry 2017, arXiv 1705.08741, Alg. 1. A batch is cut into ghosts of ``size`` consecutive samples, each
+of which is normalised with its own mean and variance. Running statistics are the moving average over the ghosts in
+order, (1 - η)ⁿ μ_run + Σ (1 - η)ⁿ⁻ⁱ η μᵢ for n of them: what normalising one after the other would give (the published
+weights do not add up to one). Evaluation uses them, as plain batch norm does.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from tutti import native
+from tutti.errors import UsageError
+
+_NAMES = {torch.float32: "float", torch.float64: "double", torch.bfloat16: "bfloat16"}
+_POINTER, _SIZE, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+
+
+def ghosts(samples: int, size: int, points: int) -> list[int]:
+    """Where each ghost begins, and where the last one ends.
+
+    The last ghost holds what is left, and is normalised with its own statistics like any other. Only where that would
+    be a single number a channel, which has no variance, does it join the one before.
+
+    >>> ghosts(10, 4, 9), ghosts(9, 4, 1), ghosts(3, 4, 1)
+    ([0, 4, 8, 10], [0, 4, 9], [0, 3])
+    """
+    starts = list(range(0, samples, size))
+    if len(starts) > 1 and (samples - starts[-1]) * points < 2:
+        starts.pop()
+    return [*starts, samples]
+
+
+class GhostBatchNorm(_BatchNorm):
+    """A batch norm whose statistics are those of ``size`` samples. Same parameters, buffers and names as the plain one.
+
+    Args:
+        plain: the batch norm that it takes over.
+        size: samples in a ghost.
+    """
+
+    def __init__(self, plain: _BatchNorm, size: int) -> None:
+        if size < 1:
+            raise UsageError(f"a ghost of {size} samples", remedy="give at least 1")
+        super().__init__(plain.num_features, plain.eps, plain.momentum, plain.affine, plain.track_running_stats)
+        self.weight, self.bias = plain.weight, plain.bias
+        for name in ("running_mean", "running_var", "num_batches_tracked"):
+            setattr(self, name, getattr(plain, name))
+        self.size = size
+        self.train(plain.training)
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(f"expected an input of (samples, channels, …), got {input.dim()} dimensions")
+
+    def forward(self, input: Tensor) -> Tensor:
+        """(samples, channels, …) → the same shape."""
+        self._check_input_dim(input)
+        points = input[0, 0].numel() if len(input) else 0
+        first = ghosts(len(input), self.size, points)
+        if not self.training or len(first) <= 2:
+            return super().forward(input)
+        result, means, scales = normalise(input, self.weight, self.bias, first, self.eps)
+        if self.training and self.track_running_stats and self.running_mean is not None:
+            self._track(means, scales, first, points)
+        return result
+
+    @torch.no_grad()
+    def _track(self, means: Tensor, scales: Tensor, first: Sequence[int], points: int) -> None:
+        """Move the running statistics by each ghost's, in order. ``means``, ``scales``: (ghosts, channels)."""
+        counts = torch.tensor([b - a for a, b in pairwise(first)], dtype=torch.float64) * points
+        wide = means.double()
+        variances = (scales.double() ** -2 - self.eps) * (counts / (counts - 1)).to(means.device)[:, None]
+        seen = int(self.num_batches_tracked)  # type: ignore[arg-type]
+        keep, weights = 1.0, []
+        for number in range(len(counts) - 1, -1, -1):
+            rate = 1 / (seen + number + 1) if self.momentum is None else self.momentum
+            weights.append(keep * rate)
+            keep *= 1 - rate
+        share = torch.tensor(weights[::-1], dtype=torch.float64, device=means.device)
+        for running, values in ((self.running_mean, wide), (self.running_var, variances)):
+            running.copy_(keep * running.double() + share @ values)  # type: ignore[union-attr]
+        self.num_batches_tracked.add_(len(counts))  # type: ignore[union-attr]
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, ghost={self.size}"  # type: ignore[no-untyped-call]
+
+
+def convert(model: nn.Module, size: int) -> nn.Module:
+    """Replace every batch norm of ``model`` by a ghost one of ``size`` samples, parameters and names kept.
+
+    Works in place; returns the model, which is another one only if it is itself a batch norm. Raises UsageError where
+    there is none.
+    """
+    if isinstance(model, _BatchNorm):
+        return GhostBatchNorm(model, size)
+    found = [(m, name, child) for m in model.modules() for name, child in m.named_children()]
+    norms = [(m, name, child) for m, name, child in found if isinstance(child, _BatchNorm)]
+    if not norms:
+        raise UsageError("the model has no batch norm", remedy="leave out --batch-norm")
+    made: dict[nn.Module, nn.Module] = {}
+    for parent, name, child in norms:
+        setattr(parent, name, made.setdefault(child, GhostBatchNorm(child, size)))
+    return model
+
+
+def normalise(
+    input: Tensor, weight: Tensor | None, bias: Tensor | None, first: Sequence[int], eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Each ghost by its own statistics.
+
+    Args:
+        input: (samples, channels, …).
+        weight, bias: (channels,), or None.
+        first: where each ghost begins, and where the last ends.
+        eps: added to the variance.
+
+    Returns:
+        The normalised input, and (ghosts, channels) means and 1/√(variance + eps).
+    """
+    last = _channels_last(input)
+    if last is None or torch.compiler.is_compiling() or not _kernels(input.dtype):
+        return _one_by_one(input, weight, bias, first, eps)
+    result: tuple[Tensor, Tensor, Tensor] = _Ghosts.apply(input, weight, bias, tuple(first), eps, last)  # type: ignore[no-untyped-call]
+    return result
+
+
+def _one_by_one(
+    input: Tensor, weight: Tensor | None, bias: Tensor | None, first: Sequence[int], eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same by PyTorch's own kernels, a ghost at a time."""
+    parts = [
+        torch.native_batch_norm(input[low:high], weight, bias, None, None, True, 0.0, eps)
+        for low, high in pairwise(first)
+    ]
+    means, scales = (torch.stack([part[i].detach() for part in parts]) for i in (1, 2))
+    return torch.cat([part[0] for part in parts]), means, scales
+
+
+class _Ghosts(torch.autograd.Function):
+    """The compiled loops of ``ghost.cpp``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        first: tuple[int, ...],
+        eps: float,
+        last: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        wide = torch.float64 if input.dtype == torch.float64 else torch.float32
+        scale, offset = (None if t is None else t.to(wide).contiguous() for t in (weight, bias))
+        result = torch.empty_like(input)
+        means = torch.empty(len(first) - 1, input.shape[1], dtype=wide)
+        scales = torch.empty_like(means)
+        shape = _shape(input, first, last)
+        forward, _ = _kernels(input.dtype)
+        forward(*map(_at, (input, result, scale, offset, means, scales)), eps, *shape)
+        ctx.save_for_backward(input, weight, means, scales)
+        ctx.first, ctx.last = first, last
+        ctx.mark_non_differentiable(means, scales)
+        return result, means, scales
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        input, weight, means, scales = ctx.saved_tensors
+        above = gradients[0]
+        if above.stride() != input.stride() or above.dtype != input.dtype:
+            above = torch.empty_like(input).copy_(above)
+        below, by_weight, by_bias = torch.empty_like(input), torch.empty_like(means), torch.empty_like(means)
+        scale = None if weight is None else weight.to(means.dtype).contiguous()
+        _, backward = _kernels(input.dtype)
+        tensors = (input, above, below, scale, means, scales, by_weight, by_bias)
+        backward(*map(_at, tensors), *_shape(input, ctx.first, ctx.last))
+        if weight is None:
+            return below, None, None, None, None, None
+        return below, by_weight.sum(0).to(weight.dtype), by_bias.sum(0).to(weight.dtype), None, None, None
+
+
+def _shape(input: Tensor, first: Sequence[int], last: bool) -> tuple[Any, ...]:
+    starts = (ctypes.c_int64 * len(first))(*first)
+    points = input[0, 0].numel()
+    return input.shape[1], points, len(first) - 1, starts, int(last), torch.get_num_threads()
+
+
+def _channels_last(input: Tensor) -> bool | None:
+    """Whether channels lie innermost in memory; None where neither they nor the points do, or not on the CPU."""
+    if input.device.type != "cpu" or input.dtype not in _NAMES or not input.numel():
+        return None
+    if input.is_contiguous():
+        return False
+    moved = input.movedim(1, -1)
+    return True if moved.is_contiguous() else None
+
+
+@cache
+def _kernels(dtype: torch.dtype) -> tuple[Any, ...]:
+    """Forward and backward for ``dtype``; nothing where they cannot be compiled."""
+    library = native.library(Path(__file__).with_name("ghost.cpp"))
+    if library is None:
+        return ()
+    forward, backward = (library[f"ghost_{way}_{_NAMES[dtype]}"] for way in ("forward", "backward"))
+    shape: list[Any] = [_SIZE, _SIZE, _SIZE, _POINTER, _INT, _INT]
+    forward.argtypes = [*[_POINTER] * 6, ctypes.c_double, *shape]
+    backward.argtypes = [*[_POINTER] * 8, *shape]
+    forward.restype = backward.restype = None
+    return forward, backward
+
+
+def _at(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
