@@ -9,7 +9,7 @@ BENCH := $(VENV)/.bench
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help venv test contract faults demo lint format bench clean
+.PHONY: help venv test contract faults demo lint format bench soak clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
@@ -21,7 +21,7 @@ $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed: make PYTHON=python3.11" if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv $(VENV)
 	$(INSTALL) torch==2.13.0
-	$(INSTALL) --editable '.[data,demo,plot,dev]'
+	$(INSTALL) --editable '.[data,demo,plot,tensorboard,dev]'
 	touch $@
 
 $(BENCH): $(READY)
@@ -47,6 +47,9 @@ lint: $(READY)  ## style and types
 
 bench: $(BENCH)  ## what a step through tutti costs beside the same step by hand
 	$(BIN)/python benchmarks/step_tax.py
+
+soak: $(READY)  ## one run that meets a hundred faults, about ten minutes
+	$(BIN)/python benchmarks/soak.py
 
 clean:  ## remove the environment and every cache
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis

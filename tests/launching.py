@@ -127,10 +127,11 @@ def until(condition: Callable[[], object]) -> None:
 
 def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
     """Those that run; a zombie holds nothing but its exit code."""
-    return [p for p in processes if p.is_running() and _status(p) != psutil.STATUS_ZOMBIE]
+    return [p for p in processes if p.is_running() and status(p) != psutil.STATUS_ZOMBIE]
 
 
-def _status(process: psutil.Process) -> str:
+def status(process: psutil.Process) -> str:
+    """Its state; a process that has gone is as a zombie."""
     try:
         return process.status()
     except psutil.NoSuchProcess:

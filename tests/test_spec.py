@@ -119,3 +119,9 @@ def test_bad_options_are_refused_with_place_and_remedy(options: dict[str, str], 
 def test_unknown_names_bring_the_nearest() -> None:
     with pytest.raises(UsageError, match=r"unknown optimizer 'adm'.*'adam'"):
         Spec.parse("adm").choose({"adam": 1, "sgd": 2}, "optimizer")
+
+
+def test_durations_of_a_stream_of_unknown_length() -> None:
+    assert [Duration.parse(text).steps(None, 8) for text in ("500st", "20sa", "24sa")] == [500, 3, 3]
+    with pytest.raises(UsageError, match="3ep of a stream of unknown length"):
+        Duration.parse("3ep").steps(None, 8)

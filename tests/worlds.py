@@ -17,7 +17,14 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from typing import Any
 
-_PRELOAD = ["torch", "numpy", "torch.distributed", "tutti.training.prepare", "tutti.exchanges.allreduce"]
+_PRELOAD = [
+    "torch",
+    "numpy",
+    "torch.distributed",
+    "torch._dynamo",
+    "tutti.training.prepare",
+    "tutti.exchanges.allreduce",
+]
 _context = mp.get_context("forkserver")
 _context.set_forkserver_preload(_PRELOAD)
 
@@ -60,6 +67,14 @@ class Pool:
 
     def run(self, function: Callable[..., Any], *, limit: float = 90.0, **arguments: Any) -> list[Any]:
         """Results in rank order. Raises RankError; TimeoutError after ``limit`` seconds."""
+        try:
+            return self._run(function, limit, arguments)
+        except BaseException:
+            # Whatever interrupted it, ranks that are still busy must not answer the next call.
+            self.close()
+            raise
+
+    def _run(self, function: Callable[..., Any], limit: float, arguments: dict[str, Any]) -> list[Any]:
         for pipe in self._pipes:
             pipe.send((function, arguments))
         answers: dict[int, tuple[str, Any]] = {}
@@ -67,7 +82,6 @@ class Pool:
             pending = [p for r, p in enumerate(self._pipes) if r not in answers]
             ready = wait(pending, limit)
             if not ready:
-                self.close()
                 raise TimeoutError(f"ranks {sorted(set(range(self.size)) - set(answers))} did not answer")
             for pipe in ready:
                 rank = self._pipes.index(pipe)  # type: ignore[arg-type]
@@ -77,7 +91,6 @@ class Pool:
                     answers[rank] = ("error", Failure("Died", "the process ended", 1, "the process ended"))
         failures = [answers[r][1] if answers[r][0] == "error" else None for r in range(self.size)]
         if any(failures):
-            self.close()
             raise RankError(failures)
         return [answers[r][1] for r in range(self.size)]
 

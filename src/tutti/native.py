@@ -19,7 +19,6 @@ import subprocess
 import tempfile
 import warnings
 from collections.abc import Sequence
-from functools import cache
 from pathlib import Path
 
 _COMPILERS = ("c++", "g++", "clang++")
@@ -32,7 +31,6 @@ _ATTEMPTS = (("-march=native", "-fopenmp"), ("-march=native",), ())
 _SECONDS = 120
 
 
-@cache
 def library(source: Path) -> ctypes.CDLL | None:
     """The compiled ``source``, out of the cache or built now; None where it cannot be, with a warning if it should."""
     compiler = next(filter(None, map(shutil.which, _compilers())), None)

@@ -51,16 +51,25 @@ class Duration:
             raise UsageError(f"'{text}' is not a whole number of {unit}", where=option)
         return cls(value, typing.cast(Unit, unit))
 
-    def steps(self, dataset: int, batch: int) -> int:
+    def steps(self, dataset: int | None, batch: int) -> int:
         """Optimizer steps that consume this duration. An epoch's last batch may be smaller, and it counts.
 
         Args:
-            dataset: samples in one epoch.
+            dataset: samples in one epoch; None for a stream of unknown length.
             batch: samples in one global batch.
+
+        Raises UsageError for epochs of unknown length.
         """
-        per_epoch = math.ceil(dataset / batch)
         if self.unit == "st":
             return int(self.value)
+        if dataset is None:
+            if self.unit == "ep":
+                raise UsageError(
+                    f"{self} of a stream of unknown length are no number of steps",
+                    remedy="count in steps (500st) or samples (20000sa), or give the data set __len__",
+                )
+            return math.ceil(self.value / batch)
+        per_epoch = math.ceil(dataset / batch)
         if self.unit == "ep":
             return round(self.value * per_epoch)
         epochs, rest = divmod(int(self.value), dataset)

@@ -15,7 +15,7 @@ from tutti.errors import UsageError, did_you_mean
 from tutti.exchanges.config import AllReduceConfig, PeriodicConfig
 from tutti.layouts.config import LayersConfig, WholeConfig
 from tutti.spec import Spec, build
-from tutti.types import Exchange, Layout, Setting
+from tutti.types import Average, Exchange, Layout, Replica, Setting
 
 
 @dataclass(frozen=True)
@@ -87,6 +87,14 @@ class Choice:
         """The two objects that run it."""
         layout = _load("layouts", self.row.layout)(self.layout, setting)
         return layout, _load("exchanges", self.row.exchange)(self.exchange, setting)
+
+
+def average(replica: Replica, setting: Setting) -> Average | None:
+    """The average of the weights that the setting asks for; to be made once the exchange has taken the replica over."""
+    if setting.averaging is None:
+        return None
+    made: Average = _load("exchanges", "average:Average")(replica.parts, setting.averaging, setting)
+    return made
 
 
 def parse(text: str) -> Choice:

@@ -10,6 +10,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
+from tutti.laws.averaging import Averaging
+
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
@@ -32,8 +34,8 @@ class Cell:
         worker: logical replica, 0 … N-1.
         micro: index of this micro-batch within the worker's share of the global batch.
         batch: the samples.
-        samples: how many they are.
-        weight: 1 / (samples in the global batch); a sample's part in the step's gradient.
+        samples: how many they are; 0 for a stand-in, which an own loop computes on and which counts for nothing.
+        weight: loss scale / samples in the global batch; a sample's part in the gradient that backward makes.
         key: 64-bit key of this cell's random draws, a function of (seed, step, worker, micro).
         last: whether this is the worker's last micro-batch in this step.
     """
@@ -65,7 +67,7 @@ class Totals:
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """Where a local tensor sits in the global one: its global shape, this rank's slice, and names tied to it."""
+    """Where a local tensor sits in the global one: its global shape, this rank's slice, and its other names."""
 
     shape: tuple[int, ...]
     offset: tuple[int, ...]
@@ -78,15 +80,17 @@ class Tick:
 
     Attributes:
         clock: steps taken before this one.
-        samples: samples in this step's global batch.
+        samples: samples in this step's global batch; of a batch of the caller's own, those of the batch contract.
         lr_factor: factor on every parameter group's initial learning rate; None leaves the rate to the user.
         stop: this rank asks all to stop after the step; not the same for all, and so agreed on with the totals.
+        loss_scale: what backward's gradients are too large by; the exchange divides by it before it looks at them.
     """
 
     clock: int
     samples: int
     lr_factor: float | None = None
     stop: bool = False
+    loss_scale: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -103,11 +107,15 @@ class Agreed:
 
 @dataclass(frozen=True)
 class Update:
-    """What the update did: how many writes of the parameters it counts for, or which gradients stopped it."""
+    """What the update did: how many writes of the parameters it counts for, or which gradients stopped it.
+
+    ``together``: the parameters here are now the whole run's, and not one worker's own.
+    """
 
     updates: int
     skipped: bool = False
     nonfinite: tuple[str, ...] = ()
+    together: bool = True
 
 
 @dataclass(frozen=True)
@@ -123,11 +131,23 @@ class StepRecord:
     grad_norm: float | None = None
     lr: float | None = None
     skipped: bool = False
+    loss_scale: float | None = None
 
 
 OptimizerFactory: TypeAlias = "Callable[[Sequence[tuple[str, nn.Parameter]]], Optimizer | None]"
 """Builds an optimizer over the named parameters that live here (None where none of them is trained); an exchange may
 call it several times."""
+
+
+class Norms(Protocol):
+    """Completes the norms of tensors of which this rank holds pieces. What an exchange gives a layer-wise optimizer."""
+
+    def __call__(self, squares: Tensor) -> Tensor:
+        """Sums of squares of whole tensors from those of the pieces here, float64 on the CPU; one message for all.
+
+        Every rank calls it with as many numbers in the same order. A tensor of which several ranks hold the same copy,
+        such as weights tied over two stages, is counted once: its number is passed on, not added up.
+        """
 
 
 @dataclass(frozen=True)
@@ -141,6 +161,9 @@ class Setting:
         mine: the contiguous workers that this data rank plays.
         reproducible: bit-identical on any number of data ranks.
         clip: largest gradient norm, None for no clipping.
+        averaging: of the weights over the updates, None for none.
+        activation_checkpointing: ``none``, ``blocks``, or names and classes of modules.
+        compile: mode and options of ``torch.compile``, or ``none``.
     """
 
     grid: Grid
@@ -149,6 +172,9 @@ class Setting:
     mine: range
     reproducible: bool = False
     clip: float | None = None
+    averaging: Averaging | None = None
+    activation_checkpointing: str | Sequence[str | type[nn.Module]] = "none"
+    compile: str = "none"
 
 
 class GradSink(Protocol):
@@ -162,7 +188,10 @@ class GradSink(Protocol):
 
 
 class Replica(Protocol):
-    """One model as laid out over stages and tensor ranks: the parts that live on this rank, and how to run them."""
+    """One model as laid out over stages and tensor ranks: the parts that live on this rank, and how to run them.
+
+    ``specs`` has every parameter and persistent buffer here by its name in the plain model.
+    """
 
     parts: Sequence[nn.Module]
     specs: Mapping[str, ShardSpec]
@@ -183,8 +212,8 @@ class OwnLoopReplica(Replica, Protocol):
     def begin(self, cell: Cell) -> None:
         """Enter a cell's random stream."""
 
-    def backward(self, result: Any, cell: Cell, before: Totals | None, sink: GradSink) -> Totals:
-        """Backward of one cell from what its loss function gave; the worker's totals so far."""
+    def backward(self, result: Any, cell: Cell, before: Totals | None, sink: GradSink) -> Totals | None:
+        """Backward of one cell from what its loss function gave; the worker's totals so far, None of a stand-in."""
 
 
 class Layout(Protocol):
@@ -198,10 +227,28 @@ class SavedState(Protocol):
     """A checkpoint as exchanges read it."""
 
     def names(self, group: str) -> Collection[str]:
-        """Names of the tensors in ``model``, ``optim`` or ``workers``; none where the group is not there."""
+        """Names of the tensors in ``model``, ``ema``, ``optim`` or ``workers``; none where the group is not there."""
 
     def get(self, group: str, name: str) -> Tensor:
         """One whole tensor on the CPU."""
+
+
+class Average(Protocol):
+    """An average of the weights over the updates of a run."""
+
+    updates: int
+
+    def update(self) -> None:
+        """Take in the parameters as they are after an update."""
+
+    def within(self, merged: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The merged model with the average for its trained parameters, and its own buffers."""
+
+    def state(self) -> dict[str, dict[str, Tensor]]:
+        """What this rank writes of it into a checkpoint, as ``Exchange.state``."""
+
+    def load(self, saved: SavedState, updates: int) -> None:
+        """Become the average in ``saved``, of so many updates; where it has none, begin anew at its weights."""
 
 
 class Exchange(Protocol):

@@ -10,6 +10,7 @@ import pytest
 
 from tests.architecture.sources import ROOT, modules
 
+EXTRAS = ("data", "demo", "plot", "tensorboard")
 IMPORT_NAMES = {"pillow": "PIL", "scikit-learn": "sklearn", "tomli-w": "tomli_w"}
 
 
@@ -48,7 +49,7 @@ def other_dependencies() -> list[str]:
     """Import names of everything that pyproject.toml declares besides torch and numpy."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]
-    declared = project["dependencies"] + extras["data"] + extras["demo"] + extras["plot"]
+    declared = project["dependencies"] + [text for extra in EXTRAS for text in extras[extra]]
     names = [text.split(">")[0].split("<")[0].split("=")[0].strip() for text in declared]
     return [IMPORT_NAMES.get(name, name) for name in names if name not in {"torch", "numpy"}] + ["scipy"]
 

@@ -28,6 +28,7 @@ MAY_IMPORT = {
     "strategies": "layouts exchanges",
     "training": "strategies tasks optim nn data measure state world comm",
     "compare": "training",
+    "chaos": "training state",
     "planning": "schedules",
     "report": "measure planning",
     "horovod": "world comm exchanges optim nn data",

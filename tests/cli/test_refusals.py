@@ -39,6 +39,8 @@ REFUSALS = [
     ("train digits --strategy single --devices 2", 2, "--devices 1"),
     ("train digits --batch-size 0", 2, "--batch-size is 0."),
     ("train digits --batch-size many", 2, "'many' is not a whole number"),
+    ("train digits --data-workers -1", 2, "--data-workers is -1. Give a whole number of at least 0."),
+    ("train digits --profile 3", 2, "--profile is '3'. Write FIRST:STEPS, such as 10:5"),
     ("train digits --steps 1.5", 2, "'1.5' is not a whole number"),
     ("train digits --optimizer adam:lrr=1", 2, "Did you mean 'lr'?"),
     ("train digits --optimizer adm", 2, "Did you mean 'adam'?"),
@@ -49,7 +51,18 @@ REFUSALS = [
     ("train digits --regime-batch 64 --steps 5", 2, "--regime-batch changes nothing"),
     ("train digits --batch-norm ghst", 2, "Did you mean 'ghost'?"),
     ("train digits --batch-norm ghost:size=0", 2, "size is 0"),
-    ("train digits --precision fp31", 2, '"fp32", "bf16", "fp64"'),
+    ("train digits --ema 1.5", 2, "the decay of the weights' average is 1.5"),
+    ("train digits --ema 0.9:warm", 2, "Write 0.999 or 0.999:warmup."),
+    ("train digits --keep-best cosiness", 2, "Write cosiness:min or cosiness:max"),
+    ("train digits --init-from gone", 2, "there are no weights to begin with (gone)"),
+    ("export", 2, "requires an argument"),
+    ("train digits --precision fp31", 2, '"fp32", "bf16", "fp16", "fp64"'),
+    ("train digits --loss-scale dynamic", 2, "--loss-scale does nothing for fp32"),
+    ("train digits --precision fp16 --loss-scale dynamic:int=1", 2, "Did you mean 'init'?"),
+    ("train digits --compile reduce", 2, "unknown mode of torch.compile 'reduce'"),
+    ("train digits --compile reduce-overhead", 2, "swapped by address. Take default or"),
+    ("train digits --reproducible --compile", 2, "--reproducible does not go with --compile"),
+    ("train digits --activation-checkpointing block", 2, "Did you mean 'blocks'?"),
     ("train digits --epochs 1 --steps 3", 2, "--epochs and --steps exclude each other."),
     ("train digits --bach-size 3", 2, "Unknown option: --bach-size. Did you mean --batch-size?"),
     ("train digits --steps", 2, "--steps requires an argument"),
@@ -62,6 +75,8 @@ REFUSALS = [
     ("run", 2, "no script is given."),
     ("run gone.py", 2, "there is no script 'gone.py'."),
     ("run -np 0 gone.py", 2, "-np is '0'."),
+    ("run --max-restarts -1 gone.py", 2, "--max-restarts is -1."),
+    ("run --step-timeout 0.5 gone.py", 2, "--step-timeout is 0.5. Give seconds, at least 1, or 0 for no limit."),
 ]
 
 
@@ -102,6 +117,13 @@ def test_refused_environment_names_the_variable(tmp_path: Path) -> None:
     assert "TUTTI_BATCH_SIZE" in done.stderr
 
 
+def test_compiling_without_a_compiler_is_refused(tmp_path: Path) -> None:
+    done = tutti("train", "digits", "--device", "cpu", "--compile", cwd=tmp_path, CXX="no-such-compiler")
+    assert done.returncode == 2
+    assert "--compile needs a C++ compiler, and there is no no-such-compiler. Install one" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_full_directory_is_refused(tmp_path: Path) -> None:
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "summary.json").write_text("{}")
@@ -125,7 +147,13 @@ def test_joined_job_has_its_own_number_of_devices(tmp_path: Path) -> None:
     assert "--devices is 3, but this job was started with 2 processes" in done.stderr
 
 
-@pytest.mark.parametrize(("words", "most"), [("--help", 40), ("train --help", 80), ("run --help", 40)])
+@pytest.mark.parametrize(
+    ("words", "most"),
+    [
+        *[("--help", 40), ("train --help", 80), ("run --help", 40), ("export --help", 40)],
+        *[("chaos --help", 40), ("chaos fill --help", 40)],
+    ],
+)
 def test_help_is_short(words: str, most: int, tmp_path: Path) -> None:
     done = tutti(*words.split(), cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
@@ -138,8 +166,10 @@ def test_help_is_short(words: str, most: int, tmp_path: Path) -> None:
 def test_help_lists_the_verbs(tmp_path: Path) -> None:
     lines = tutti("--help", cwd=tmp_path).stdout.splitlines()
     assert [line.split()[0] for line in lines if line.startswith("  ") and line[2] != " "] == [
+        "chaos",
         "compare",
         "doctor",
+        "export",
         "run",
         "train",
         "--help",

@@ -95,6 +95,7 @@ def test_values_of_every_type(tmp_path: Path) -> None:
     [
         ("run -np 2 a.py -np 3 --help", 3),
         ("run a.py -m x", 1),
+        ("run --max-restarts 2 --step_timeout 5 a.py -np 3", 5),
         ("run -m --devices=2 pkg.mod -v", 3),
         ("run -np 2 -- a.py --x -- y", None),
         ("run --help", None),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import sys
 import types
@@ -60,6 +61,20 @@ def test_json_alone_on_stdout(install: Install, capsys: pytest.CaptureFixture[st
     install(succeed)
     assert main(["train", "digits", "--devices", "1", "--out", "here", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == SUMMARY
+
+
+def test_tensorboard_that_is_not_there_is_refused(
+    install: Install, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "tensorboard" else find(name))
+    install(succeed)
+    assert main(["train", "digits", "--devices", "1", "--out", "here", "--tensorboard"]) == 2
+    said = (
+        "tutti: --tensorboard needs the package tensorboard. Run pip install 'tutti[tensorboard]', or leave it out.\n"
+    )
+    assert capsys.readouterr() == ("", said)
+    assert not Path("here").exists()
 
 
 def test_config_reruns_elsewhere(install: Install, tmp_path: Path) -> None:

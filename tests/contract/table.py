@@ -30,6 +30,11 @@ OPTIMIZERS = {
     "sgd momentum": "sgd:lr=0.05,momentum=0.9,nesterov=true,weight_decay=0.01",
     "adam": "adam:lr=0.01",
     "adamw": "adamw:lr=0.01,weight_decay=0.1",
+    "lars": "lars:lr=2,trust=0.01,weight_decay=0.01",
+    "larc": "larc:lr=0.05,weight_decay=0.01,nesterov=true,adapt_1d=true",
+    "lamb": "lamb:lr=0.01,max_grad_norm=0.5",
+    "novograd": "novograd:lr=0.01,weight_decay=0.01,decay_1d=true",
+    "muon": "muon:lr=0.02,adam_lr=0.01,weight_decay=0.1,adam=9.*",
 }
 # micro-batch, clipping, channels-last, batch norm
 VARIANTS = ((None, None, False, "worker"), (2, 0.5, True, "worker"), (None, None, True, "ghost:size=2"))
@@ -134,14 +139,13 @@ def train(
     *,
     steps: int = STEPS,
     batch_size: int = 25,
-    reproducible: bool = False,
-    micro_batch: int | None = None,
-    clip: float | None = None,
     precision: str = "fp64",
-    channels_last: bool = False,
-    batch_norm: str = "worker",
+    **options: Any,
 ) -> tuple[dict[str, NDArray[Any]], list[float], str]:
-    """Train for a few steps on this world: state as one plain model's, losses, hash. Batches of 25, 25, 20 samples."""
+    """Train for a few steps on this world: state as one plain model's, losses, hash. Batches of 25, 25, 20 samples.
+
+    The average of the weights is in the state too, and evaluated beside them.
+    """
     run = tutti.prepare(
         model(),
         optimizer,
@@ -150,21 +154,21 @@ def train(
         strategy=strategy,
         workers=workers,
         batch_size=batch_size,
-        micro_batch=micro_batch,
-        clip=clip,
-        reproducible=reproducible,
+        ema="0.8:warmup",
         precision=precision,
-        channels_last=channels_last,
-        batch_norm=batch_norm,
+        **options,
     )
     losses: list[float] = []
     epoch = 0
     while len(losses) < steps:
         losses += [run.step(batch) for batch in run.epoch(epoch)]
         epoch += 1
-    evaluation = run.evaluate(run.feed.source, batch=7)
-    losses += [evaluation.loss, evaluation.metrics["accuracy"]]
-    return {name: tensor.numpy().copy() for name, tensor in run.state().items()}, losses, run.weights_sha256()
+    for averaged in (True, False):
+        evaluation = run.evaluate(run.feed.source, batch=7, averaged=averaged)
+        losses += [evaluation.loss, evaluation.metrics["accuracy"]]
+    state = {name: tensor.numpy().copy() for name, tensor in run.state().items()}
+    state |= {f"average of {name}": tensor.numpy().copy() for name, tensor in run.state(averaged=True).items()}
+    return state, losses, run.weights_sha256() + run.weights_sha256(averaged=True)
 
 
 def largest_difference(a: dict[str, NDArray[Any]], b: dict[str, NDArray[Any]]) -> float:

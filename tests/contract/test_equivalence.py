@@ -81,6 +81,9 @@ REDUCED = {
     "bf16 wire": ("mirrored:wire=bf16", "fp32", 5e-3),
     "fp16 wire": ("mirrored:wire=fp16", "fp32", 1e-3),
     "bf16 compute": ("mirrored", "bf16", 5e-3),
+    "fp16 compute": ("mirrored", "fp16", 1e-3),
+    "fp16 compute and wire": ("mirrored:wire=fp16", "fp16", 2e-3),
+    "fp16 compute, model_parallel": ("model_parallel", "fp16", 1e-3),
 }
 
 
@@ -96,3 +99,53 @@ def test_reduced_precision_stays_within_what_is_stated(row: str) -> None:
             assert difference <= tolerance
             if "wire" in row:
                 assert difference > 1e-6, "nothing was compressed"
+
+
+OVERFLOWING = "dynamic:init=1073741824,max=1073741824,backoff_factor=9.5367431640625e-07,growth_interval=2"
+
+
+@pytest.mark.parametrize("strategy", ["mirrored", "model_parallel", "local_sgd"])
+def test_float16_is_reproducible_with_its_loss_scale(strategy: str) -> None:
+    """The first step overflows and is skipped, later ones raise the scale: all devices do so in the same steps."""
+    specification, single, _ = STRATEGIES[strategy]
+    arguments = {"optimizer": OPTIMIZERS["sgd momentum"], "workers": 4, "precision": "fp16", "reproducible": True}
+    arguments |= {"loss_scale": OVERFLOWING, "clip": 0.5, "micro_batch": 4}
+    [want] = worlds.run(1, train, strategy=single, **arguments)
+    for devices in (3, 4):
+        for got, losses, digest in worlds.run(devices, train, strategy=specification, **arguments):
+            assert (largest_difference(got, want[0]), digest) == (0, want[2])
+            assert losses == pytest.approx(want[1], rel=1e-6)
+
+
+@pytest.mark.parametrize("strategy", ["mirrored", "local_sgd"])
+def test_a_power_of_two_as_loss_scale_changes_no_bit(strategy: str) -> None:
+    """Scaled, clipped and reported as if it were not there."""
+    specification, single, _ = STRATEGIES[strategy]
+    arguments = {"optimizer": OPTIMIZERS["adamw"], "workers": 4, "clip": 0.1, "reproducible": True, "precision": None}
+    [want] = worlds.run(1, train, strategy=single, **arguments)
+    for got in worlds.run(3, train, strategy=specification, loss_scale="1024", **arguments):
+        assert (largest_difference(got[0], want[0]), got[1:]) == (0, want[1:])
+
+
+AGAIN, COMPILED = {"activation_checkpointing": "blocks"}, {"compile": "default:backend=eager"}
+FORWARDS: list[tuple[str, dict[str, Any], tuple[float, ...]]] = [
+    # strategy, what is done, what is promised against one device without it: by default, and in reproducible mode
+    *((strategy, AGAIN, (TOLERANCE, 0)) for strategy in ("mirrored", "model_parallel", "local_sgd")),
+    *((strategy, COMPILED, (TOLERANCE,)) for strategy in ("mirrored", "model_parallel", "local_sgd")),
+    ("model_parallel", AGAIN | COMPILED, (TOLERANCE,)),
+]
+
+
+@pytest.mark.parametrize(("strategy", "options", "promised"), FORWARDS, ids=str)
+def test_what_is_done_to_the_forward_changes_nothing(
+    strategy: str, options: dict[str, Any], promised: tuple[float, ...]
+) -> None:
+    """Batch norm is updated once, dropout draws alike, smaller last batches and evaluation go the same way."""
+    specification, single, _ = STRATEGIES[strategy]
+    case = Case("", "adamw", 4, 1, clip=0.5)
+    for reproducible, tolerance in zip((False, True), promised, strict=False):
+        want, losses, _ = reference(single, OPTIMIZERS["adamw"], case, reproducible)
+        arguments = {"optimizer": OPTIMIZERS["adamw"], "workers": 4, "clip": 0.5, "reproducible": reproducible}
+        for got, own_losses, _ in worlds.run(3, train, strategy=specification, **arguments, **options):
+            assert largest_difference(got, want) <= tolerance
+            assert own_losses == pytest.approx(losses, rel=0 if reproducible else 1e-9, abs=0)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import IterableDataset
 
 import tutti
 from tests import worlds
@@ -40,38 +42,75 @@ class Augmented:
         return index, torch.tensor([random.random(), float(np.random.randn()), torch.rand(()).item()])
 
 
+class Streamed(IterableDataset[dict[str, Any]]):
+    """The same as a stream of dicts in an order of its own, another one in each epoch."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self.epoch = count, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for index in order(self.epoch, self.count):
+            yield {"number": index, "row": Augmented(self.count)[index][1]}
+
+
+def order(epoch: int, count: int) -> list[int]:
+    return [*range(count)[epoch::2], *range(count)[1 - epoch :: 2]]
+
+
+def numbered(count: int) -> Any:
+    return torch.arange(count), torch.arange(3.0 * count).view(count, 3)
+
+
+def generated(count: int) -> Any:
+    """A function that returns an iterable, of batches whose length nobody knows."""
+    return lambda: Streamed(count)
+
+
+DATA: dict[str, Any] = {"numbered": numbered, "augmented": Augmented, "streamed": Streamed, "generated": generated}
+
+
+def fields(batch: Any) -> tuple[Any, Any]:
+    return (batch["number"], batch["row"]) if isinstance(batch, dict) else batch
+
+
 def model() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Dropout(0.1), nn.Linear(3, 1))
 
 
-def seen(strategy: str, workers: int, cases: list[tuple[int, int, int | None]], augmented: bool) -> list[Any]:
+def seen(
+    strategy: str, workers: int, cases: list[tuple[int, int, int | None]], data: str, data_workers: int = 0
+) -> list[Any]:
     """For each (samples, batch, micro): what this rank got in each step, and what its loss function was called with."""
     told = []
     for count, batch_size, micro in cases:
         called: list[Any] = []
 
         def loss(net: Any, batch: Any, called: list[Any] = called) -> Any:
-            called.extend(zip(batch[0].tolist(), batch[1].tolist(), strict=True))
-            return net(batch[1]).sum(), len(batch[0])
+            numbers, rows = fields(batch)
+            called.extend(zip(numbers.tolist(), rows.tolist(), strict=True))
+            return net(rows).sum(), len(numbers)
 
         torch.manual_seed(tutti.rank())
-        data = Augmented(count) if augmented else (torch.arange(count), torch.arange(3.0 * count).view(count, 3))
         run = tutti.prepare(
             model(),
             "sgd:lr=0",
-            data,
+            DATA[data](count),
             loss,
             strategy=strategy,
             workers=workers,
             batch_size=batch_size,
             micro_batch=micro,
+            data_workers=data_workers,
         )
         steps, reached = [], []
         for epoch in range(2):
             for batch in run.epoch(epoch):
                 run.step(batch)
-                steps.append(list(zip(batch[0].tolist(), batch[1].tolist(), strict=True)))
+                steps.append(list(zip(*(field.tolist() for field in fields(batch)), strict=True)))
                 reached.append(list(called))
                 called.clear()
         told.append((run.setting.grid.data_rank, steps, reached))
@@ -89,22 +128,25 @@ def joined(answers: list[Any], case: int, which: int) -> list[list[Any]]:
 CASES: list[tuple[int, int, int | None]] = [(23, 8, None), (23, 8, 2), (70, 25, 3), (24, 8, None), (5, 9, None)]
 
 
+@pytest.mark.parametrize("data", ["numbered", "streamed"])
 @pytest.mark.parametrize(("devices", "strategy"), WORLDS)
-def test_every_sample_once_in_the_global_order(devices: int, strategy: str) -> None:
+def test_every_sample_once_in_the_global_order(devices: int, strategy: str, data: str) -> None:
     for workers in (4, 5):
-        answers = worlds.run(devices, seen, strategy=strategy, workers=workers, cases=CASES, augmented=False)
+        answers = worlds.run(devices, seen, strategy=strategy, workers=workers, cases=CASES, data=data)
         for case, (count, batch_size, _) in enumerate(CASES):
             for which in (1, 2):
                 batches = [[i for i, _ in batch] for batch in joined(answers, case, which)]
-                orders = [permutation(0, epoch, count).tolist() for epoch in range(2)]
+                shuffled = [permutation(0, epoch, count).tolist() for epoch in range(2)]
+                orders = shuffled if data == "numbered" else [order(epoch, count) for epoch in range(2)]
                 assert batches == [o[i : i + batch_size] for o in orders for i in range(0, count, batch_size)]
 
 
-def test_random_augmentation_belongs_to_the_sample() -> None:
+@pytest.mark.parametrize("data", ["augmented", "generated"])
+def test_random_augmentation_belongs_to_the_sample(data: str) -> None:
     cases: list[tuple[int, int, int | None]] = [(11, 5, 2)]
     want: list[list[Any]] = []
     for devices, strategy in WORLDS:
-        answers = worlds.run(devices, seen, strategy=strategy, workers=4, cases=cases, augmented=True)
+        answers = worlds.run(devices, seen, strategy=strategy, workers=4, cases=cases, data=data)
         got = joined(answers, 0, 1)
         assert got == joined(answers, 0, 2)
         assert not want or got == want, (devices, strategy)
@@ -113,10 +155,18 @@ def test_random_augmentation_belongs_to_the_sample() -> None:
     assert len(set(draws)) == len(draws) == 2 * 11 * 3, "every sample draws anew in every epoch"
 
 
+@pytest.mark.parametrize(("devices", "strategy"), [WORLDS[0], WORLDS[2], WORLDS[5]])
+def test_loader_processes_change_nothing(devices: int, strategy: str) -> None:
+    case = {"strategy": strategy, "workers": 4, "cases": [(11, 5, 2), (5, 9, None)], "data": "augmented"}
+    want = worlds.run(devices, seen, **case)
+    for data_workers in (1, 2):
+        assert worlds.run(devices, seen, **case, data_workers=data_workers) == want
+
+
 SIZES = (1, 2, 3, 5, 16, 17, 33, 47, 100)
 
 
-def evaluated(strategy: str, workers: int) -> list[Any]:
+def evaluated(strategy: str, workers: int, data_workers: int = 0, sizes: tuple[int, ...] = SIZES) -> list[Any]:
     """Means and which samples were looked at, for held-out sets of many sizes."""
     called: list[int] = []
 
@@ -125,9 +175,10 @@ def evaluated(strategy: str, workers: int) -> list[Any]:
         value = net(batch[1])
         return (value**2).sum(), len(batch[0]), {"index": batch[0].sum(), "seen": len(batch[0])}
 
-    run = tutti.prepare(model(), "sgd", Augmented(20), loss, strategy=strategy, workers=workers, batch_size=10)
+    options = {"strategy": strategy, "workers": workers, "batch_size": 10, "data_workers": data_workers}
+    run = tutti.prepare(model(), "sgd", Augmented(20), loss, **options)
     told = []
-    for size in SIZES:
+    for size in sizes:
         for batch in (4, 512):
             called.clear()
             result = run.evaluate(adapt(Augmented(size)), batch=batch)
@@ -148,3 +199,8 @@ def test_evaluation_counts_every_sample_once(strategy: str) -> None:
                 assert answer[row][:3] == (loss, metrics, samples)
                 assert looked.setdefault(answer[row][3], answer[row][4]) == answer[row][4]
             assert sorted(i for part in looked.values() for i in part) == list(range(samples))
+
+
+def test_evaluation_by_loader_processes_is_the_same() -> None:
+    case = {"strategy": "mirrored", "workers": 4, "sizes": (2, 17)}
+    assert worlds.run(3, evaluated, **case, data_workers=2) == worlds.run(3, evaluated, **case)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.utils.data import IterableDataset
 
 import tutti
 from tests import worlds
 from tests.contract.table import OPTIMIZERS, STEPS, largest_difference, loss, model, samples
+from tutti.data import Sharded
 from tutti.errors import CheckpointError
 from tutti.training.checkpoint import Checkpoints
 from tutti.world import context
@@ -20,9 +23,45 @@ SAVED_AT = 2
 PLACES = [("single", 1), ("mirrored", 2), ("mirrored", 3), ("mirrored", 4), ("model_parallel", 3)]
 
 
-def prepare(strategy: str, optimizer: str, workers: int, **changes: Any) -> tutti.Run:
-    arguments = {"batch_size": 25, "reproducible": True, "precision": "fp64", "seed": 0, **changes}
-    return tutti.prepare(model(), optimizer, samples(), loss, strategy=strategy, workers=workers, **arguments)
+class Streamed(IterableDataset[Any]):
+    """The samples in an order that the epoch turns; counts what it gives."""
+
+    given = start = turn = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.start, self.turn = 0, 10 * epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        images, labels = samples()
+        while self.start < len(images):
+            number = (self.start + self.turn) % len(images)
+            self.start += 1
+            self.given += 1
+            yield images[number], labels[number]
+
+
+class Stateful(Streamed):
+    """Says where it is, so that nothing has to be read again."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {"start": self.start}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.start = state["start"]
+
+
+DATA: dict[str, Any] = {
+    "numbered": samples,
+    "streamed": Streamed,
+    "stateful": Stateful,
+    "sharded": lambda: Sharded(Streamed()),
+}
+
+
+def prepare(strategy: str, optimizer: str, workers: int, data: Any = "numbered", **changes: Any) -> tutti.Run:
+    arguments = {"batch_size": 25, "reproducible": data != "sharded", "precision": "fp64", "seed": 0}
+    arguments |= {"ema": "0.8:warmup", **changes}
+    return tutti.prepare(model(), optimizer, DATA[data](), loss, strategy=strategy, workers=workers, **arguments)
 
 
 def saver(run: tutti.Run, folder: str, warnings: list[str]) -> Checkpoints:
@@ -32,15 +71,14 @@ def saver(run: tutti.Run, folder: str, warnings: list[str]) -> Checkpoints:
 
 def train(run: tutti.Run, until: int) -> None:
     while run.clock < until:
-        number, start = divmod(run.clock, run.steps_per_epoch)
-        for batch in run.epoch(number, start):
+        for batch in run.epoch(*run.at):
             run.step(batch)
             if run.clock == until:
                 return
 
 
-def save(strategy: str, optimizer: str, workers: int, folder: str) -> None:
-    run = prepare(strategy, optimizer, workers)
+def save(strategy: str, optimizer: str, workers: int, folder: str, **changes: Any) -> None:
+    run = prepare(strategy, optimizer, workers, **changes)
     train(run, SAVED_AT)
     warnings: list[str] = []
     checkpoints = saver(run, folder, warnings)
@@ -58,23 +96,39 @@ def resume(strategy: str, optimizer: str, workers: int, folder: str, **changes: 
         return str(error)
     assert facts is not None and run.clock == SAVED_AT
     train(run, STEPS)
-    return {name: tensor.numpy().copy() for name, tensor in run.state().items()}, run.weights_sha256()
+    return outcome(run)
 
 
-def whole(strategy: str, optimizer: str, workers: int) -> Any:
-    run = prepare(strategy, optimizer, workers)
+def outcome(run: tutti.Run) -> Any:
+    """The model and the average of its weights, and the hashes of both."""
+    state = {name: tensor.numpy().copy() for name, tensor in run.state().items()}
+    state |= {f"average of {name}": tensor.numpy().copy() for name, tensor in run.state(averaged=True).items()}
+    return state, run.weights_sha256() + run.weights_sha256(averaged=True)
+
+
+def whole(strategy: str, optimizer: str, workers: int, **changes: Any) -> Any:
+    run = prepare(strategy, optimizer, workers, **changes)
     train(run, STEPS)
-    return {name: tensor.numpy().copy() for name, tensor in run.state().items()}, run.weights_sha256()
+    return outcome(run)
 
 
 @pytest.mark.parametrize("optimizer", ["sgd momentum", "adamw"])
 def test_matrix_of_all_pairs_continues_bit_for_bit(optimizer: str, tmp_path: Path) -> None:
+    check_matrix(optimizer, tmp_path, {place: PLACES for place in PLACES})
+
+
+@pytest.mark.parametrize("optimizer", ["lars", "larc", "lamb", "novograd", "muon"])
+def test_matrix_of_neighbours_continues_bit_for_bit(optimizer: str, tmp_path: Path) -> None:
+    check_matrix(optimizer, tmp_path, {place: [PLACES[i - 1]] for i, place in enumerate(PLACES)})
+
+
+def check_matrix(optimizer: str, folders: Path, pairs: Mapping[tuple[str, int], Sequence[tuple[str, int]]]) -> None:
     arguments = {"optimizer": OPTIMIZERS[optimizer], "workers": 4}
     [(want, digest)] = worlds.run(1, whole, strategy="single", **arguments)
-    for number, (strategy, devices) in enumerate(PLACES):
-        folder = tmp_path / str(number)
+    for number, ((strategy, devices), others) in enumerate(pairs.items()):
+        folder = folders / str(number)
         worlds.run(devices, save, strategy=strategy, folder=str(folder), **arguments)
-        for other, ranks in PLACES:
+        for other, ranks in others:
             for got, own in worlds.run(ranks, resume, strategy=other, folder=str(folder), **arguments):
                 assert (largest_difference(got, want), own) == (0, digest), (strategy, devices, other, ranks)
 
@@ -86,6 +140,47 @@ def test_workers_that_train_alone_continue_bit_for_bit(before: int, after: int, 
     worlds.run(before, save, folder=str(tmp_path), **arguments)
     for got, own in worlds.run(after, resume, folder=str(tmp_path), **arguments):
         assert (largest_difference(got, want), own) == (0, digest)
+
+
+def averaging(strategy: str, folder: str, ema: str | None, until: int) -> Any:
+    """Resume, if there is something, and train on; what was warned of, and both hashes at the end."""
+    run, warnings = prepare(strategy, "sgd:lr=0.1", 4, ema=ema), []
+    checkpoints = saver(run, folder, warnings)
+    checkpoints.restore()
+    begun = run.weights_sha256()
+    assert ema is None or warnings == [] or run.weights_sha256(averaged=True) == begun
+    train(run, until)
+    checkpoints.save({})
+    checkpoints.wait()
+    return warnings, run.weights_sha256(), None if ema is None else run.weights_sha256(averaged=True)
+
+
+def test_an_average_may_begin_and_end_in_the_middle(tmp_path: Path) -> None:
+    """Saved with none, it begins at the weights that were saved; and the weights never depend on it."""
+    told = {}
+    for number, (devices, ema, until) in enumerate([(3, None, 2), (1, "0.8", 3), (4, "0.8", 4), (2, None, 5)]):
+        answers = worlds.run(devices, averaging, strategy="mirrored", folder=str(tmp_path), ema=ema, until=until)
+        warnings, *hashes = answers[0]
+        assert all(answer[1:] == hashes for answer in map(list, answers))
+        told[number] = warnings, *hashes
+    assert [told[n][0] for n in (0, 2)] == [[], []]
+    assert told[1][0] == ["the checkpoint has no average of the weights: it begins at step 2"]
+    assert told[3][0] == ["the average of the weights ends at step 4: the run goes on without --ema"]
+    [(_, without, _)] = worlds.run(
+        1, averaging, strategy="single", folder=str(tmp_path / "whole"), ema=None, until=STEPS
+    )
+    assert told[3][1] == without
+
+
+def test_a_loss_scale_continues_on_any_devices(tmp_path: Path) -> None:
+    """Saved after a step that overflowed and one that did not; the scale rises two steps later."""
+    scale = "dynamic:init=1073741824,max=1073741824,backoff_factor=9.5367431640625e-07,growth_interval=3"
+    arguments = {"optimizer": OPTIMIZERS["sgd momentum"], "workers": 4, "precision": "fp16", "loss_scale": scale}
+    [(want, digest)] = worlds.run(1, whole, strategy="single", **arguments)
+    worlds.run(3, save, strategy="mirrored", folder=str(tmp_path), **arguments)
+    for strategy, ranks in PLACES:
+        for got, own in worlds.run(ranks, resume, strategy=strategy, folder=str(tmp_path), **arguments):
+            assert (largest_difference(got, want), own) == (0, digest), (strategy, ranks)
 
 
 def test_a_checkpoint_of_another_run_is_refused_on_every_rank(tmp_path: Path) -> None:
@@ -105,3 +200,44 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
     [(want, digest)] = worlds.run(1, whole, strategy="single", optimizer="sgd:lr=0.1", workers=4)
     for got, own in worlds.run(3, resume, strategy="mirrored", optimizer="sgd:lr=0.1", workers=4, folder=str(tmp_path)):
         assert (largest_difference(got, want), own) == (0, digest)
+    (good / "manifest.json").write_bytes(b"")
+    # To begin again would give up all the work without a word.
+    for said in worlds.run(3, resume, strategy="mirrored", optimizer="sgd:lr=0.1", workers=4, folder=str(tmp_path)):
+        assert said.startswith("no checkpoint of the run can be trusted") and "step-00000003/model/rank0" in said
+
+
+@pytest.mark.parametrize("data", ["streamed", "stateful"])
+@pytest.mark.parametrize(("before", "strategy", "after"), [(3, "mirrored", 2), (1, "model_parallel", 3)])
+def test_a_stream_goes_on_in_the_middle_of_its_epoch(
+    data: str, before: int, strategy: str, after: int, tmp_path: Path
+) -> None:
+    arguments = {"optimizer": OPTIMIZERS["adamw"], "workers": 4, "data": data}
+    [(want, digest)] = worlds.run(1, whole, strategy="single", **arguments)
+    worlds.run(before, save, strategy="mirrored", folder=str(tmp_path), **arguments)
+    for got, own in worlds.run(after, resume, strategy=strategy, folder=str(tmp_path), **arguments):
+        assert (largest_difference(got, want), own) == (0, digest)
+
+
+def read_again(data: str, folder: str) -> int:
+    """Samples that a resumed run takes from its data set for the batch that comes next, which is the last one."""
+    run = prepare("mirrored", "sgd:lr=0.1", 4, data)
+    saver(run, folder, []).restore()
+    next(run.epoch(*run.at))
+    given: int = run.feed.source.data.given
+    return given
+
+
+@pytest.mark.parametrize(("data", "given"), [("streamed", 70), ("stateful", 20)])
+def test_a_state_of_its_own_spares_reading_again(data: str, given: int, tmp_path: Path) -> None:
+    worlds.run(3, save, strategy="mirrored", optimizer="sgd:lr=0.1", workers=4, folder=str(tmp_path), data=data)
+    assert worlds.run(2, read_again, data=data, folder=str(tmp_path)) == [given] * 2
+
+
+def test_own_streams_go_on_with_as_many_ranks_only(tmp_path: Path) -> None:
+    arguments = {"strategy": "mirrored", "optimizer": "sgd:lr=0.1", "workers": 4, "data": "sharded"}
+    (want, digest), *_ = worlds.run(2, whole, **arguments)
+    worlds.run(2, save, folder=str(tmp_path), **arguments)
+    for got, own in worlds.run(2, resume, folder=str(tmp_path), **arguments):
+        assert (largest_difference(got, want), own) == (0, digest)
+    for said in worlds.run(3, resume, folder=str(tmp_path), **arguments):
+        assert "had 2 data ranks and now has 3" in said

@@ -62,6 +62,23 @@ def test_description_holds_every_derived_number() -> None:
     assert even["workers"] == "4, each 32 samples a step"
 
 
+def test_a_rank_s_part_is_that_of_its_workers() -> None:
+    for samples, workers, ranks in product((0, 1, 7, 20), (4, 5), (1, 2, 3, 4)):
+        contract = BatchContract(None, 20, workers, ranks)
+        parts = [contract.part(samples, rank) for rank in range(ranks)]
+        assert [i for part in parts for i in part] == list(range(samples))
+        assert min(map(len, parts)) == len(parts[-1])
+
+
+def test_what_a_stream_leaves_open() -> None:
+    contract = BatchContract(None, 20, 4, 3)
+    lines = contract.describe()
+    assert (lines["epoch"], lines["last batch"]) == ("until the stream ends", "what is left, weighted exactly")
+    for ask in (lambda: contract.steps_per_epoch, lambda: contract.samples(0), lambda: contract.consumed(3)):
+        with pytest.raises(UsageError, match="stream whose length is not known"):
+            ask()
+
+
 @pytest.mark.parametrize(
     ("numbers", "kind", "words"),
     [

@@ -11,9 +11,11 @@ import pytest
 import torch
 
 from tutti.data.adapt import TensorSource
+from tutti.data.batches import cut, length, map_tensors, placer
 from tutti.data.contract import BatchContract
-from tutti.data.feed import Feed, cut, evaluation, evaluation_blocks, length, map_tensors, placer
+from tutti.data.feed import Feed, evaluation, evaluation_blocks
 from tutti.data.order import permutation
+from tutti.data.reader import ByNumber
 from tutti.errors import DataError, UsageError
 from tutti.laws.keys import mix
 
@@ -21,7 +23,8 @@ CPU = torch.device("cpu")
 
 
 def feed(contract: BatchContract, rank: int, seed: int = 3) -> Feed:
-    return Feed(TensorSource(torch.arange(contract.dataset)), contract, rank, seed, lambda batch: batch)
+    source = TensorSource(torch.arange(contract.known))
+    return Feed(ByNumber(source, contract, rank, seed), contract, rank, seed, lambda batch: batch)
 
 
 def test_ranks_together_read_the_global_order() -> None:
@@ -29,9 +32,8 @@ def test_ranks_together_read_the_global_order() -> None:
         contract = BatchContract(dataset, batch, workers, ranks)
         feeds = [feed(contract, rank) for rank in range(ranks)]
         for epoch in (0, 1):
-            got = [
-                torch.cat([f.batch(epoch, step) for f in feeds]).tolist() for step in range(contract.steps_per_epoch)
-            ]
+            parts = zip(*(f.read(epoch) for f in feeds), strict=True)
+            got = [torch.cat([part.batch for part in step]).tolist() for step in parts]
             order = permutation(3, epoch, dataset).tolist()
             assert got == [order[i : i + batch] for i in range(0, dataset, batch)]
 
@@ -44,9 +46,8 @@ def test_cells_are_the_same_for_any_ranks() -> None:
         cells = {}
         for rank in range(ranks):
             own = feed(contract, rank)
-            for step in range(2):
-                batch = own.batch(0, step)
-                for worker, work in own.cells(batch, step, contract.samples(step), "step"):
+            for step, part in enumerate(own.read(0)):
+                for worker, work in own.cells(part.batch, step, part.samples, "step"):
                     assert [c.last for c in work] == [False] * (len(work) - 1) + [True] * bool(work)
                     for c in work:
                         assert c.worker == worker and c.samples == len(c.batch)
@@ -62,7 +63,7 @@ def test_cells_are_the_same_for_any_ranks() -> None:
 def test_a_gradient_over_the_worker_is_the_mean_over_its_share() -> None:
     contract = BatchContract(10, 10, 4, micro=2)
     own = feed(contract, 0)
-    work = own.cells(own.batch(0, 0), 0, 10, "worker")
+    work = own.cells(next(own.read(0)).batch, 0, 10, "worker")
     assert [[(c.samples, c.weight) for c in cells] for _, cells in work] == [
         [(2, 1 / 3), (1, 1 / 3)],
         [(2, 1 / 3), (1, 1 / 3)],
@@ -73,8 +74,6 @@ def test_a_gradient_over_the_worker_is_the_mean_over_its_share() -> None:
 
 def test_a_batch_of_the_callers_own_making_is_shared_out() -> None:
     own = feed(BatchContract(100, 16, 4, 2), 1)
-    assert own.global_samples(8, 16) == 16
-    assert own.global_samples(5, 16) == 10
     work = own.cells(torch.arange(5), 0, 10, "step")
     assert [(w, [c.batch.tolist() for c in cells]) for w, cells in work] == [(2, [[0, 1, 2]]), (3, [[3, 4]])]
 

@@ -53,13 +53,15 @@ def write_task(folder: Path, body: str = "") -> str:
 
 
 @contextmanager
-def starting(folder: Path, *words: str, **environ: str) -> Iterator[Running]:
+def starting(
+    folder: Path, *words: str, program: tuple[str, ...] = ("-m", "tutti"), **environ: str
+) -> Iterator[Running]:
     """``tutti words…`` under way in ``folder``; whatever is left of it at the end is killed."""
     temporary = folder / "temporary"
     temporary.mkdir(exist_ok=True)
     outer = {name: value for name, value in os.environ.items() if name not in _CLEARED}
     process = subprocess.Popen(
-        [sys.executable, "-m", "tutti", *words],
+        [sys.executable, *program, *words],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -13,7 +13,7 @@ import resource
 import shutil
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,15 @@ POINTS = ("open", "write", "fsync", "replace", "mkdir", "unlink", "rmdir", "clos
 """Every call by which a save changes the disk, and those between them."""
 
 
-def arm(deadly: int, afterwards: bool) -> None:
-    """Die before the ``deadly``-th of these calls; ``afterwards``: right after it, or halfway through a write."""
+def arm(deadly: int, afterwards: bool, others: Collection[int] = ()) -> Callable[[], int]:
+    """Die before the ``deadly``-th of these calls; ``afterwards``: right after it, or halfway through a write.
+
+    Args:
+        others: processes that are killed just before.
+
+    Returns:
+        Tells how many calls there were so far.
+    """
     count = 0
 
     def wrapping(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -43,13 +50,15 @@ def arm(deadly: int, afterwards: bool) -> None:
                             **options,
                         )
                 finally:
-                    os.kill(os.getpid(), signal.SIGKILL)
+                    for process in (*others, os.getpid()):
+                        os.kill(process, signal.SIGKILL)
             return call(*words, **options)
 
         return wrapped
 
     for name in POINTS:
         setattr(os, name, wrapping(name, getattr(os, name)))
+    return lambda: count
 
 
 def killed(folder: Path, deadly: int, afterwards: bool) -> bool:

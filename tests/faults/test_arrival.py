@@ -12,7 +12,7 @@ import pytest
 from tests.faults.commands import complaint, starting, write_task
 from tests.launching import Result
 
-pytestmark = pytest.mark.faults
+pytestmark = [pytest.mark.faults, pytest.mark.row(22)]
 
 SCRIPT = "import tutti\ntutti.init('cpu', timeout=8)\nprint('arrived', tutti.rank())\n"
 

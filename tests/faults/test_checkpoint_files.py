@@ -19,16 +19,18 @@ from typing import Any
 import pytest
 import torch
 
+from tests.disks import fill, small_disk
 from tests.launching import SAFETY_NET
-from tests.state.checkpoints import forge, own, same, save
+from tests.state.checkpoints import Canary, forge, own, same, save
 from tutti.errors import CheckpointError, DiskError
 from tutti.state.folder import newest
 from tutti.state.read import Reader, load_manifest, verify
 from tutti.state.write import Slice, begin, write_part
 
-pytestmark = pytest.mark.faults
+pytestmark = [pytest.mark.faults, pytest.mark.row(15)]
 ROOT = Path(__file__).parents[2]
 PART = "model/rank0.safetensors"
+Record = Callable[[str, object], None]
 
 
 @pytest.fixture
@@ -60,12 +62,15 @@ def saving(what: str, when: str, folder: Path) -> subprocess.CompletedProcess[st
     return subprocess.run(command, capture_output=True, text=True, env=environ, timeout=SAFETY_NET, cwd=ROOT)
 
 
+@pytest.mark.row(2)
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("what", ["next", "again", "first"])
-def test_killed_at_every_system_call_of_a_save(tmp_path: Path, what: str, when: str) -> None:
+def test_killed_at_every_system_call_of_a_save(tmp_path: Path, what: str, when: str, record_property: Record) -> None:
     done = saving(what, when, tmp_path / "checkpoints")
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
+    record_property("kills at every point of a save", report["points"])
+    record_property("unusable checkpoints", len(report["unusable"]))
     assert report["points"] > 100
     assert report["unusable"] == [] and report["left"] == []
     assert report["loaded"][0] == {"next": [10, False], "again": [20, False], "first": None}[what]
@@ -74,6 +79,7 @@ def test_killed_at_every_system_call_of_a_save(tmp_path: Path, what: str, when: 
     assert sum(a != b for a, b in pairwise(report["loaded"])) == 1
 
 
+@pytest.mark.row(2)
 def test_everything_is_on_disk_before_the_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[tuple[str, Path]] = []
     fsync, replace = os.fsync, os.replace
@@ -94,7 +100,8 @@ def test_everything_is_on_disk_before_the_rename(tmp_path: Path, monkeypatch: py
     assert events[-2:] == [("replace", tmp_path / "step-00000010"), ("fsync", tmp_path)]
 
 
-def test_a_thousand_bit_flips(folder: Path, seed: int) -> None:
+@pytest.mark.row(14)
+def test_a_thousand_bit_flips(folder: Path, seed: int, record_property: Record) -> None:
     path, dice = folder / "step-00000020", random.Random(seed)
     verify(path)
     data = {file: file.read_bytes() for file in files(path)}
@@ -111,10 +118,12 @@ def test_a_thousand_bit_flips(folder: Path, seed: int) -> None:
         file.write_bytes(data[file])
         hit.add(file)
     verify(path)
+    record_property("bit flips detected of 1000", detected)
     assert detected == 1000 and hit == data.keys()
 
 
-def test_truncated_at_sixteen_places(folder: Path) -> None:
+@pytest.mark.row(13)
+def test_truncated_at_sixteen_places(folder: Path, record_property: Record) -> None:
     path = folder / "step-00000020"
     for file in files(path):
         content, name = file.read_bytes(), str(file.relative_to(path))
@@ -125,9 +134,11 @@ def test_truncated_at_sixteen_places(folder: Path) -> None:
         file.write_bytes(content + b"\0")
         refused(folder, name)
         file.write_bytes(content)
+    record_property("truncations refused", 16 * len(files(path)))
     verify(path)
 
 
+@pytest.mark.row(13)
 def test_every_file_is_missed(folder: Path) -> None:
     path = folder / "step-00000020"
     for file in files(path):
@@ -138,6 +149,7 @@ def test_every_file_is_missed(folder: Path) -> None:
     assert "it is missing" in refused(folder, "optim/rank0.safetensors")
 
 
+@pytest.mark.row(13)
 def test_files_of_two_steps(folder: Path) -> None:
     path = folder / "step-00000020"
     for file in files(path):
@@ -151,17 +163,7 @@ def test_files_of_two_steps(folder: Path) -> None:
         file.write_bytes(content)
 
 
-class Canary:
-    """Unpickled, it leaves a file behind."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[str, str]]:
-        return open, (str(self.path), "w")
-
-
-def test_a_pickle_in_every_role(folder: Path, tmp_path: Path) -> None:
+def test_a_pickle_in_every_role(folder: Path, tmp_path: Path, record_property: Record) -> None:
     path, canary = folder / "step-00000020", tmp_path / "executed"
     poison = pickle.dumps(Canary(canary))
     pickle.loads(poison).close()
@@ -182,10 +184,11 @@ def test_a_pickle_in_every_role(folder: Path, tmp_path: Path) -> None:
             (path / "manifest.json").write_bytes(manifest)
         file.write_bytes(content)
     verify(path)
+    record_property("canaries executed", int(canary.exists()))
     assert not canary.exists()
 
 
-def test_a_header_of_eight_exbibytes(folder: Path) -> None:
+def test_a_header_of_eight_exbibytes(folder: Path, record_property: Record) -> None:
     path = folder / "step-00000020"
     part = path / PART
     part.write_bytes((2**63 - 1).to_bytes(8, "little") + part.read_bytes()[8:])
@@ -194,7 +197,9 @@ def test_a_header_of_eight_exbibytes(folder: Path) -> None:
     assert "header is not the one" in refused(folder, PART)
     with pytest.raises(CheckpointError, match="header"):
         list(Reader(load_manifest(path)).read("model"))
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 32 * 1024
+    growth = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+    record_property("growth of memory, MiB", growth)
+    assert growth < 32
 
 
 def test_a_header_that_tells_another_story(folder: Path) -> None:
@@ -281,6 +286,7 @@ def test_what_is_no_file_is_not_opened(folder: Path, name: str, make: Callable[[
     assert "no regular file" in refused(folder, name)
 
 
+@pytest.mark.row(13)
 def test_a_link_to_a_checkpoint_is_not_a_checkpoint(folder: Path, tmp_path: Path) -> None:
     (folder / "step-00000020").rename(tmp_path / "elsewhere")
     (folder / "step-00000020").symlink_to(tmp_path / "elsewhere")
@@ -289,6 +295,7 @@ def test_a_link_to_a_checkpoint_is_not_a_checkpoint(folder: Path, tmp_path: Path
     assert found is not None and (found.step, broken) == (10, [])
 
 
+@pytest.mark.row(13)
 def test_a_file_cut_short_after_it_was_verified(folder: Path) -> None:
     manifest = verify(folder / "step-00000020")
     os.truncate(manifest.path / PART, 100)
@@ -296,6 +303,7 @@ def test_a_file_cut_short_after_it_was_verified(folder: Path) -> None:
         list(Reader(manifest).read("model"))
 
 
+@pytest.mark.row(12)
 def test_a_file_too_large_for_the_disk(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     save(folder, 10)
@@ -307,26 +315,19 @@ def test_a_file_too_large_for_the_disk(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(disk)]
-    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("mounting a small disk needs root")
-    try:
+def disk(tmp_path: Path) -> Iterator[Path]:
+    with small_disk(tmp_path, "256k") as disk:
         yield disk
-    finally:
-        subprocess.run(["umount", str(disk)], check=True)
 
 
-def test_a_full_disk_at_every_page_of_a_save(small_disk: Path) -> None:
-    folder, filler = small_disk / "checkpoints", small_disk / "filler"
+@pytest.mark.row(12)
+def test_a_full_disk_at_every_page_of_a_save(disk: Path) -> None:
+    folder = disk / "checkpoints"
     save(folder, 10)
-    page = os.statvfs(small_disk).f_bsize
     failed = 0
     for spare in range(40):
-        free = os.statvfs(small_disk).f_bavail
-        filler.write_bytes(b"\0" * page * (free - spare))
+        free = os.statvfs(disk).f_bavail
+        filler = fill(disk, spare)
         try:
             save(folder, 20)
         except DiskError as error:
@@ -339,12 +340,13 @@ def test_a_full_disk_at_every_page_of_a_save(small_disk: Path) -> None:
         assert [path.name for path in folder.iterdir()] == ["step-00000010"]
         found, broken = newest(folder)
         assert found is not None and same(found) and broken == []
-        assert os.statvfs(small_disk).f_bavail == free
+        assert os.statvfs(disk).f_bavail == free
     assert failed >= 5 and same(verify(folder / "step-00000020"))
 
 
-def test_a_rank_whose_disk_is_full_frees_what_it_wrote(small_disk: Path) -> None:
-    temporary = begin(small_disk / "checkpoints", 10, attempt=0)
+@pytest.mark.row(12)
+def test_a_rank_whose_disk_is_full_frees_what_it_wrote(disk: Path) -> None:
+    temporary = begin(disk / "checkpoints", 10, attempt=0)
     with pytest.raises(DiskError, match="No space left"):
         write_part(temporary, "model", 0, [Slice.whole("w", torch.zeros(2**18))])
     assert list((temporary / "model").iterdir()) == []

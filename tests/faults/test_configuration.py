@@ -13,7 +13,7 @@ import pytest
 
 from tests.launching import SAFETY_NET, SOURCE
 
-pytestmark = pytest.mark.faults
+pytestmark = [pytest.mark.faults, pytest.mark.row(26)]
 
 # All command lines in one process, where torch cannot be imported and nothing can be forked, started or bound.
 _GUARD = """

@@ -11,7 +11,7 @@ import pytest
 from tests.faults.commands import complaint, tutti, write_task
 from tests.launching import Result
 
-pytestmark = pytest.mark.faults
+pytestmark = [pytest.mark.faults, pytest.mark.row(28)]
 
 FLAGS = ("--batch-size", "12", "--epochs", "40", "--out", "out", "--eval-every", "none")
 STRATEGIES = ["mirrored", "mirrored:algorithm=native", "model_parallel", "local_sgd"]
@@ -40,12 +40,11 @@ class Samples(Samples):
 
 
 def train(
-    folder: Path, strategy: str, devices: int, action: str, rank: int, step: int, place: str, timeout: int = 20
+    folder: Path, strategy: str, devices: int, action: str, rank: int, step: int, place: str, *more: str
 ) -> Result:
     own = write_task(folder, FAULT.format(action=action, rank=rank, step=step, place=place))
-    result = tutti(
-        folder, "train", own, "--strategy", strategy, "--devices", str(devices), *FLAGS, "--timeout", str(timeout)
-    )
+    words = ("--strategy", strategy, "--devices", str(devices), *FLAGS, *(more or ("--timeout", "20")))
+    result = tutti(folder, "train", own, *words)
     assert json.loads((folder / "out" / "summary.json").read_text())["exit_code"] == result.code
     return result
 
@@ -87,12 +86,13 @@ def test_a_killed_rank_is_named(strategy: str, name: str, tmp_path: Path, seed: 
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_stopped_rank_is_named_when_the_time_is_up(strategy: str, tmp_path: Path, seed: int) -> None:
+def test_a_stopped_rank_is_named_by_those_that_wait_for_it(strategy: str, tmp_path: Path, seed: int) -> None:
+    """Without a watchdog's help."""
     draw = random.Random(f"{strategy} {seed}")
     devices = draw.choice([3, 4])
     rank, step = draw.randrange(devices), draw.randrange(2, 9)
     stop = "os.kill(os.getpid(), signal.SIGSTOP)"
-    result = train(tmp_path, strategy, devices, stop, rank, step, "loss", 5)
+    result = train(tmp_path, strategy, devices, stop, rank, step, "loss", "--timeout", "5", "--step-timeout", "0")
     assert result.code == 5, result.err
     first = complaint(result)[0]
     assert f"missing: rank {rank}" in first and "within 5 s" in first, result.err

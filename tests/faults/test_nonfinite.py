@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from tests.contract.table import largest_difference, loss, model, samples
 from tests.faults.commands import complaint, write_task
 from tests.faults.commands import tutti as command
 
-pytestmark = pytest.mark.faults
+pytestmark = [pytest.mark.faults, pytest.mark.row(19)]
 
 STEPS, WORKERS = 6, 4
 SYNCHRONOUS = ["mirrored", "mirrored:algorithm=native", "model_parallel"]
@@ -81,7 +82,9 @@ def parameters_of(run: Any) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("ranks", [3, 4])
 @pytest.mark.parametrize("strategy", SYNCHRONOUS)
-def test_all_ranks_skip_the_same_step(strategy: str, ranks: int, seed: int) -> None:
+def test_all_ranks_skip_the_same_step(
+    strategy: str, ranks: int, seed: int, record_property: Callable[[str, object], None]
+) -> None:
     draw = random.Random(f"{strategy} {ranks} {seed}")
     value = draw.choice([math.nan, math.inf, -math.inf])
     name = draw.choice(["0.weight", "4.weight", "9.bias"])
@@ -95,6 +98,7 @@ def test_all_ranks_skip_the_same_step(strategy: str, ranks: int, seed: int) -> N
             assert seen[step - 1][2] != seen[step - 2][2] or step < 2
             assert seen[step][1] == (name,)
             assert all(math.isfinite(value) for *_, value in seen)
+            record_property("max|Δ| to one device, float64", largest_difference(state, want))
             assert largest_difference(state, want) <= 1e-10
             assert end == ""
 

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import signal
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +17,8 @@ import torch
 
 from tests import worlds
 from tests.contract.table import train
+from tests.faults.commands import write_task
+from tests.launching import SAFETY_NET, SOURCE
 from tutti.comm import segment as segments
 from tutti.comm.communicator import Communicators
 from tutti.comm.segment import attach
@@ -21,6 +28,7 @@ from tutti.world.grid import Grid
 
 pytestmark = [
     pytest.mark.faults,
+    pytest.mark.row(28),
     pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no /dev/shm on this machine"),
 ]
 
@@ -30,11 +38,8 @@ def comms() -> Communicators:
     return Communicators(world, Grid(replica=world.identity.size, rank=world.identity.rank))
 
 
-def leftovers() -> set[str]:
-    return {path.name for path in Path("/dev/shm").glob("tutti-*")}
-
-
-def meet_and_read(room: int) -> list[int]:
+def meet_and_read(room: int) -> tuple[list[int], list[Path]]:
+    """What every rank wrote, and the names that this one's memory still has."""
     comm = comms().world
     segment = attach(comm, room)
     assert segment is not None
@@ -42,14 +47,12 @@ def meet_and_read(room: int) -> list[int]:
     segment.meet("first")
     seen = [int(segment.slot(r).max()) for r in range(comm.size)]
     segment.meet("second")
-    return seen
+    return seen, list(Path("/dev/shm").glob(f"tutti-{os.getpid()}-*"))
 
 
 @pytest.mark.parametrize("size", [3, 4])
 def test_all_ranks_see_what_each_wrote_and_nothing_keeps_a_name(size: int) -> None:
-    before = leftovers()
-    assert worlds.run(size, meet_and_read, room=10_000) == [list(range(1, size + 1))] * size
-    assert leftovers() <= before
+    assert worlds.run(size, meet_and_read, room=10_000) == [(list(range(1, size + 1)), [])] * size
 
 
 def one_dies(victim: int) -> str:
@@ -120,3 +123,81 @@ def test_what_a_dead_process_left_is_removed(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(segments, "_DIRECTORY", tmp_path)
     segments._reclaim()
     assert not gone.exists() and mine.exists()
+
+
+# A world of its own for /dev/shm: mounts it with the size of the first word, then runs the other words, twice where
+# the second word says so, and prints what came out of it.
+OWN_SHM = """
+import json, os, subprocess, sys
+size, times, *words = sys.argv[1:]
+if subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", "/dev/shm"]).returncode:
+    sys.exit(77)
+runs = []
+for number in range(int(times)):
+    done = subprocess.run(words, env=os.environ | {"NUMBER": str(number)}, capture_output=True, text=True)
+    runs.append([done.returncode, done.stderr, os.listdir("/dev/shm")])
+print(json.dumps(runs))
+"""
+
+
+def with_own_shm(folder: Path, size: str, times: int, *words: str) -> list[Any]:
+    own = ("unshare", "--mount", sys.executable, "-c", OWN_SHM, size, str(times), sys.executable, "-m", "tutti")
+    if shutil.which("unshare") is None:
+        pytest.skip("there is no unshare")
+    environ = os.environ | {"PYTHONPATH": str(SOURCE)}
+    done = subprocess.run([*own, *words], cwd=folder, env=environ, capture_output=True, text=True, timeout=SAFETY_NET)
+    if done.returncode == 77 or "unshare failed" in done.stderr:
+        pytest.skip("mounting needs root")
+    assert done.returncode == 0, done.stderr
+    runs: list[Any] = json.loads(done.stdout)
+    return runs
+
+
+TRAIN = ("train", "own.py:task", "--devices", "3", "--batch-size", "12", "--steps", "3", "--out", "out", "--overwrite")
+
+
+# 0.6 MB of gradients, and room for nothing but semaphores.
+LARGE = """
+def model():
+    return nn.Sequential(nn.Linear(4, 20_000), nn.Tanh(), nn.Linear(20_000, 3))
+"""
+
+
+def test_a_small_dev_shm_is_no_hindrance(tmp_path: Path) -> None:
+    write_task(tmp_path, LARGE)
+    digests = []
+    for strategy in ("mirrored", "mirrored:algorithm=native"):
+        [[code, said, left]] = with_own_shm(tmp_path, "256k", 1, *TRAIN, "--strategy", strategy)
+        assert (code, left) == (0, []), said
+        digests.append(json.loads((tmp_path / "out" / "summary.json").read_text())["weights_sha256"])
+    assert digests[0] == digests[1]
+    [[code, said, left]] = with_own_shm(tmp_path, "256k", 1, *TRAIN, "--strategy", "mirrored:algorithm=shared_memory")
+    assert (code, left) == (2, []) and "cannot share memory" in said and "algorithm=native" in said
+
+
+def test_a_full_dev_shm_is_named(tmp_path: Path) -> None:
+    write_task(tmp_path)
+    [[code, said, left]] = with_own_shm(tmp_path, "4k", 1, *TRAIN)
+    assert (code, left) == (8, []) and "Traceback" not in said
+    assert "processes cannot be started" in said and "No space left on device" in said and "/dev/shm" in said
+
+
+DIES = """
+def unlink(path, *words, real=os.unlink, **options):
+    if RANK == 0 and os.environ["NUMBER"] == "0" and str(path).startswith("/dev/shm/tutti-"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    real(path, *words, **options)
+
+os.unlink = unlink
+"""
+
+
+def test_memory_of_a_rank_that_died_as_it_made_it_is_reclaimed(
+    tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    write_task(tmp_path, DIES)
+    (first, said, stale), (second, _, left) = with_own_shm(tmp_path, "1m", 2, *TRAIN)
+    assert first == 5 and "rank 0 was killed by SIGKILL" in said
+    assert len(stale) == 1 and stale[0].startswith("tutti-")
+    record_property("stale segments left", len(left))
+    assert (second, left) == (0, [])

@@ -39,6 +39,24 @@ def test_models_are_cut_by_their_parameters() -> None:
     assert cut(model, 2) in ([0, 1, 5], [0, 2, 5])
 
 
+def test_a_module_that_comes_again_is_not_left_out() -> None:
+    activation = nn.Tanh()
+    model = nn.Sequential(nn.Linear(4, 4), activation, nn.Linear(4, 4), activation)
+    assert cut(model, 2)[-1] == 4
+    for devices in (1, 2, 3):
+        assert worlds.run(devices, own_activation, strategy="model_parallel") == worlds.run(1, own_activation) * devices
+
+
+def own_activation(strategy: str = "single") -> float:
+    torch.manual_seed(0)
+    activation = nn.Tanh()
+    net = nn.Sequential(nn.Linear(4, 4), activation, nn.Linear(4, 4), activation)
+    run = tutti.prepare(
+        net, "sgd", torch.randn(8, 4), lambda m, b: m(b).square().mean(), strategy=strategy, batch_size=8
+    )
+    return run.step(next(run.epoch(0)))
+
+
 def tied() -> nn.Sequential:
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
     model[2].weight = model[0].weight

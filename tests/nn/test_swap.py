@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from tutti.nn.swap import buffers, mode, parameters, swapped
+from tutti.nn.swap import buffers, mode, other_names, parameters, swapped
 
 
 def model() -> nn.Module:
@@ -50,3 +50,16 @@ def test_modes_come_back_as_they_were() -> None:
     with mode([block], training=True):
         assert all(m.training for m in block.modules())
     assert [m.training for m in block.modules()] == before == [True, True, False, False, False]
+
+
+def test_other_names_are_those_of_the_plain_state() -> None:
+    """A tied weight, a module that comes twice with its buffers, and one inside it."""
+    inner = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 3))
+    model = nn.Sequential(nn.Linear(3, 3), inner, nn.Linear(3, 3), inner)
+    model[2].weight = model[0].weight
+    model.register_buffer("scratch", torch.zeros(1), persistent=False)
+    first = {name for name, _ in parameters([model])} | {slot.name for slot in buffers([model])}
+    others = other_names([model])
+    assert others["0.weight"] == ("2.weight",) and others["1.0.running_mean"] == ("3.0.running_mean",)
+    assert others.keys() <= first
+    assert first | {name for names in others.values() for name in names} == model.state_dict().keys()

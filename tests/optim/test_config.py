@@ -5,13 +5,18 @@ from __future__ import annotations
 import pytest
 
 from tutti.errors import UsageError
-from tutti.optim.config import SGD, AdamW, Cosine, Step, check_optimizer, check_schedule
+from tutti.optim.config import LAMB, LARS, SGD, AdamW, Cosine, Muon, Step, check_optimizer, check_schedule
 
 
 def test_options_are_read() -> None:
     assert check_optimizer("sgd:lr=0.5,momentum=0.9,nesterov=true") == SGD(lr=0.5, momentum=0.9, nesterov=True)
     assert check_optimizer("adamw") == AdamW(lr=1e-3, weight_decay=0.01)
     assert check_optimizer("adam").weight_decay == 0
+    assert check_optimizer("lamb:lr=0.1,bias_correction=false,trust_clip=1,exclude=embed.*+head.*") == LAMB(
+        lr=0.1, bias_correction=False, trust_clip=1.0, exclude=("embed.*", "head.*")
+    )
+    assert check_optimizer("lars:denominator=norm_of_sum,fused=false") == LARS(denominator="norm_of_sum", fused=False)
+    assert check_optimizer("muon:lr=0.02,adam_lr=1e-3,adam=0.*") == Muon(lr=0.02, adam_lr=1e-3, adam=("0.*",))
     assert check_schedule("cosine:warmup=5ep,final=0.1") == Cosine(warmup="5ep", final=0.1)
     assert check_schedule("step:milestones=30ep+60ep") == Step(milestones=("30ep", "60ep"))
 
@@ -30,6 +35,17 @@ def test_options_are_read() -> None:
         ("adam:beta1=1", "beta1 is 1.0"),
         ("adam:beta2=-0.5", "beta2 is -0.5"),
         ("adamw:eps=-1", "eps is -1.0"),
+        ("lamd", "did you mean 'lamb'"),
+        ("lars:nesterov=true,momentum=0", "nesterov=true needs momentum"),
+        ("larc:trust=-1", "trust is -1.0"),
+        ("larc:denominator=norm_of_sum", "unknown option 'denominator'"),
+        ("lars:denominator=sum", "choices: norm_of_sum, sum_of_norms"),
+        ("lamb:trust_clip=0", "trust_clip is 0.0"),
+        ("lamb:max_grad_norm=-1", "max_grad_norm is -1.0"),
+        ("novograd:beta2=1", "beta2 is 1.0"),
+        ("novograd:init=second", "'second' is not possible"),
+        ("muon:ns_steps=0", "ns_steps is 0"),
+        ("muon:momentum=1", "momentum is 1.0"),
     ],
 )
 def test_bad_optimizers_are_refused(text: str, words: str) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from tutti.errors import UsageError
+from tutti.optim import LAMB, LARC, LARS, Muon, NovoGrad
 from tutti.optim.config import check_optimizer
 from tutti.optim.factory import from_config, from_instance
 
@@ -55,6 +56,61 @@ def test_from_options_is_pytorchs_and_fused(text: str) -> None:
     three_steps(other, kind([p for p in other.parameters() if p.requires_grad], fused=False, **options))
     for got, want in zip(mine.parameters(), other.parameters(), strict=True):
         assert torch.allclose(got, want, rtol=1e-12, atol=1e-14)
+
+
+OURS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "lars:lr=2,weight_decay=0.1,cap=true,lr_in_momentum=false": (
+        LARS,
+        {"lr": 2.0, "weight_decay": 0.1, "cap": True, "lr_in_momentum": False},
+    ),
+    "larc:adapt_1d=true": (LARC, {"adapt_1d": True}),
+    "lamb:beta1=0.8,beta2=0.9,phi_max=3,fused=false": (LAMB, {"betas": (0.8, 0.9), "phi_max": 3.0, "fused": False}),
+    "novograd:decay=step": (NovoGrad, {"decay": "step"}),
+    "muon:adam_lr=0.5,adam_beta1=0.7,adam=none": (Muon, {"adam_lr": 0.5, "adam_betas": (0.7, 0.95), "adam_names": ()}),
+}
+
+
+@pytest.mark.parametrize("text", OURS)
+def test_from_options_is_ours(text: str) -> None:
+    """And a specification without options is the class without arguments."""
+    kind, options = OURS[text]
+    for given, arguments in ((text, options), (text.partition(":")[0], {})):
+        net = model()
+        made = from_config(check_optimizer(given))(list(net.named_parameters()))
+        assert type(made) is kind
+        want = kind([(name, p) for name, p in net.named_parameters() if p.requires_grad], **arguments)
+        for got, other in zip(made.param_groups, want.param_groups, strict=True):
+            names = {"param_names", "params"}
+            assert {k: v for k, v in got.items() if k not in names} == {
+                k: v for k, v in other.items() if k not in names
+            }
+            assert [id(p) for p in got["params"]] == [id(p) for p in other["params"]]
+
+
+def test_names_in_options_exclude() -> None:
+    net = model()
+    made = from_config(check_optimizer("lamb:exclude=2.*"))(list(net.named_parameters()))
+    assert [(g["adapt"], g["weight_decay"], len(g["params"])) for g in made.param_groups] == [
+        (True, 0.01, 1),
+        (False, 0.0, 2),
+    ]
+
+
+@pytest.mark.parametrize("kind", [LARS, LARC, LAMB, NovoGrad, Muon])
+def test_ours_can_be_split_and_keep_what_the_user_sets(kind: Any) -> None:
+    """Also where parameters came with names, which no part of them could keep."""
+    net = model()
+    whole = kind([(name, p) for name, p in net.named_parameters() if p.requires_grad], lr=0.125, weight_decay=0.25)
+    part = from_instance(whole)(list(net.named_parameters())[2:])
+    for group in whole.param_groups:
+        group["lr"] *= 2
+    three_steps(net, part)
+    rates = {id(p): group["lr"] for group in whole.param_groups for p in group["params"]}
+    assert [(id(p), g["lr"]) for g in part.param_groups for p in g["params"]] == [
+        (id(p), rates[id(p)]) for g in part.param_groups for p in g["params"]
+    ]
+    assert {id(p) for g in part.param_groups for p in g["params"]} == {id(net[2].weight), id(net[2].bias)}
+    assert part.state and not whole.state
 
 
 def test_nothing_to_train_makes_no_optimizer() -> None:

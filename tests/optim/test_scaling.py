@@ -17,6 +17,11 @@ def test_rules_multiply_the_rate_and_nothing_else() -> None:
     assert scaled(optimizer, check_rule("linear:base_batch=512"), 8192).momentum == 0.9
 
 
+def test_both_rates_of_muon_are_scaled() -> None:
+    found = scaled(check_optimizer("muon:lr=0.02,adam_lr=0.001"), check_rule("linear:base_batch=64"), 256)
+    assert (found.lr, found.adam_lr) == pytest.approx((0.08, 0.004))
+
+
 def test_adam_follows_with_its_moments() -> None:
     found = scaled(check_optimizer("adamw:lr=0.001"), check_rule("adam_sqrt:base_batch=512"), 2048)
     assert (found.lr, found.beta1, found.beta2, found.eps) == pytest.approx((0.002, 0.6, 0.996, 5e-9))

@@ -6,6 +6,7 @@ import math
 
 import pytest
 
+from tutti.errors import UsageError
 from tutti.optim.config import check_schedule
 from tutti.optim.schedules import make
 
@@ -59,3 +60,17 @@ def test_any_step_without_those_before_it() -> None:
         forward = rates(text, list(range(120)))
         assert rates(text, list(range(119, -1, -1))) == forward[::-1]
         assert all(0 <= f <= 1 for f in forward)
+
+
+@pytest.mark.parametrize("text", ["cosine", "linear:final=0.1"])
+def test_what_falls_over_the_whole_run_needs_its_length(text: str) -> None:
+    with pytest.raises(UsageError, match="falls over the whole run, whose length is not known"):
+        make(check_schedule(text), None, None, 8)
+    assert make(check_schedule(text), 10, None, 8)(0) == 1.0
+
+
+def test_what_does_not_works_on_a_stream() -> None:
+    factor = make(check_schedule("step:milestones=5st+80sa,gamma=0.5,warmup=16sa"), None, None, 8)
+    assert [factor(step) for step in range(12)] == [0.5, 1.0, 1.0, 1.0, 1.0, *[0.5] * 5, 0.25, 0.25]
+    with pytest.raises(UsageError, match="2ep of a stream of unknown length"):
+        make(check_schedule("constant:warmup=2ep"), None, None, 8)

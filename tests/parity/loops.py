@@ -34,6 +34,17 @@ class Pair(NamedTuple):
     targets: Tensor
 
 
+class Scale(NamedTuple):
+    """A loss scale that falls and rises within a few steps; far from where rounding decides what overflows."""
+
+    init: float = 2.0**30
+    backoff: float = 2.0**-20
+    interval: int = 2
+
+    def text(self) -> str:
+        return f"dynamic:init={self.init},max={self.init},backoff_factor={self.backoff},growth_interval={self.interval}"
+
+
 class Words(nn.Module):
     """Embedding and output layer share their weight."""
 
@@ -170,6 +181,7 @@ class Case:
     scheduler: Callable[[Optimizer], LRScheduler] | None = None
     before: bool = False
     precision: str | None = "fp64"
+    loss_scale: Scale | None = None
     channels_last: bool = False
     tolerance: float = 1e-10
 
@@ -190,6 +202,17 @@ CASES = {
     "channels_last": Case(images, adam, pictures, channels_last=True),
     "dtype as it is": Case(images, sgd, pictures, precision=None, tolerance=1e-6),
     "bf16": Case(images, sgd, pictures, precision="bf16", tolerance=2e-3),
+    "fp16": Case(images, sgd, pictures, precision="fp16", tolerance=5e-4, loss_scale=Scale()),
+    "fp16, clip, groups": Case(
+        images,
+        groups(torch.optim.SGD, lr=0.1, momentum=0.9),
+        pictures,
+        precision="fp16",
+        tolerance=5e-4,
+        loss_scale=Scale(),
+        clip=0.3,
+        micro=2,
+    ),
     "StepLR before": Case(scheduler=steps, before=True),
     "StepLR after": Case(scheduler=steps),
     "OneCycle before": Case(
@@ -232,7 +255,8 @@ def ready(case: Case, batch: Any) -> Any:
 
 
 def casting(case: Case) -> Any:
-    return torch.autocast("cpu", torch.bfloat16) if case.precision == "bf16" else nullcontext()
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(case.precision or "")
+    return torch.autocast("cpu", dtype) if dtype else nullcontext()
 
 
 def by_hand(case: Case, ddp: bool) -> Result:
@@ -244,6 +268,10 @@ def by_hand(case: Case, ddp: bool) -> Result:
     scheduler = case.scheduler(optimizer) if case.scheduler else None
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if ddp else (0, 1)
     wrapped = DistributedDataParallel(model, find_unused_parameters=case.model is Unused) if ddp else model
+    init, backoff, interval = case.loss_scale or Scale()
+    scaler = torch.amp.GradScaler(
+        "cpu", init, backoff_factor=backoff, growth_interval=interval, enabled=case.loss_scale is not None
+    )
     losses = []
     for batch in batches(case):
         batch = ready(case, batch)
@@ -254,10 +282,12 @@ def by_hand(case: Case, ddp: bool) -> Result:
         both = torch.stack([total.detach().double(), count.double()])
         if ddp:
             dist.all_reduce(both)
-        (total * ranks / both[1].to(total.dtype)).backward()
+        scaler.scale(total * ranks / both[1].to(total.dtype)).backward()
         if case.clip is not None:
+            scaler.unscale_(optimizer)
             nn.utils.clip_grad_norm_(model.parameters(), case.clip)
-        optimizer.step()
+        scaler.step(optimizer)
+        scaler.update()
         if scheduler:
             scheduler.step()
         losses.append(float(both[0] / both[1]))
@@ -276,7 +306,8 @@ def prepared(case: Case, workers: int, own_loop: bool) -> tuple[nn.Module, Optim
         workers=workers,
         batch_size=BATCH,
         micro_batch=case.micro,
-        precision=case.precision if case.precision != "bf16" or not own_loop else None,
+        precision=None if own_loop and case.precision in ("bf16", "fp16") else case.precision,
+        loss_scale=case.loss_scale.text() if case.loss_scale else None,
         channels_last=case.channels_last,
         clip=case.clip,
     )

@@ -279,14 +279,27 @@ def test_what_would_train_wrongly_is_refused(wrong: Any) -> None:
     assert re.search(REFUSED[wrong], text, re.IGNORECASE), text
 
 
-def without_a_sample() -> None:
-    """Its loop's body, and with it a scheduler, would run less often than the other rank's."""
-    model, optimizer = made()
+def with_ranks_without_samples() -> tuple[dict[str, Any], list[int]]:
+    """33 samples in batches of 16: the last goes to the first worker alone, the other ranks' bodies run once too."""
+    torch.manual_seed(0)
+    # Batch norm over pairs of numbers, so that one sample has a variance.
+    model = nn.Sequential(nn.Unflatten(1, (2, 2)), nn.BatchNorm1d(2), nn.Flatten(), nn.Linear(4, 1)).double()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     data = TensorDataset(*(tensor[:33] for tensor in DATA.tensors))
-    next(tutti.prepare(model, optimizer, data, workers=4, batch_size=16).cells(0))
+    run = tutti.prepare(model, optimizer, data, workers=4, batch_size=16)
+    turns = []
+    for epoch in range(2):
+        for batch in run.cells(epoch):
+            turns.append(len(batch[0]))
+            run.backward(loss(model, batch))
+            optimizer.step()
+    return {name: tensor.numpy().copy() for name, tensor in run.state().items()}, turns
 
 
-def test_a_rank_that_would_miss_a_turn_is_refused_on_all() -> None:
-    for kind, code, text in worlds.run(2, refusal, wrong="without_a_sample"):
-        assert (kind, code) == (UsageError.__name__, 2)
-        assert "leaves a device without any" in text
+def test_a_stand_in_counts_for_nothing_and_leaves_no_trace() -> None:
+    [(want, turns)] = worlds.run(1, with_ranks_without_samples)
+    assert turns == [*[4] * 8, 1] * 2
+    for ranks in (2, 3, 4):
+        got = worlds.run(ranks, with_ranks_without_samples)
+        assert [turns[-1] for _, turns in got] == [1] * ranks
+        assert max(largest_difference(state, want) for state, _ in got) <= 1e-10

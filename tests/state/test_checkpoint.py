@@ -11,10 +11,10 @@ from torch import Tensor
 
 from tests.state.checkpoints import FACTS, contents, pieces, same, save
 from tutti.errors import CheckpointError
+from tutti.state.dtypes import DTYPES
 from tutti.state.folder import newest, prune
 from tutti.state.manifest import Manifest
 from tutti.state.read import Reader, load_manifest, verify
-from tutti.state.tensorfile import DTYPES
 from tutti.state.write import Slice, begin, commit, write_part
 
 

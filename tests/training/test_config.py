@@ -47,6 +47,11 @@ def test_lengths_exclude_each_other(names: tuple[str, ...]) -> None:
         ("clip", [0.0, -1.0, float("nan"), float("inf")]),
         ("timeout", [0.0, -5.0, float("nan"), float("inf")]),
         ("max_restarts", [-1]),
+        ("data_workers", [-1]),
+        ("profile", ["", "3", "0:3", "3:0", "-1:3", "3:", "a:b", "1:2:3"]),
+        ("start_timeout", [0.5, -1.0, float("nan"), float("inf")]),
+        ("step_timeout", [0.5, -1.0, float("nan"), float("inf")]),
+        ("save_timeout", [0.5, -1.0, float("nan"), float("inf")]),
         ("devices", ["0", "-1", "two", "1.5", ""]),
         ("seed", [-1]),
         ("duration", ["3", "3 epochs", "", "0ep", "0st"]),
@@ -62,8 +67,10 @@ def test_values_that_mean_nothing_are_refused_by_their_flag(name: str, values: l
 
 
 def test_the_edges_are_let_through() -> None:
+    TrainConfig(start_timeout=0, step_timeout=0, save_timeout=1)
     TrainConfig(workers=1, batch_size=1, micro_batch=1, steps=1, threads=1, devices="1", seed=0, clip=1e-9)
     assert TrainConfig(eval_every="none").every("eval_every") is None
     assert TrainConfig().every("eval_every") == Duration(1, "ep")
     assert TrainConfig(checkpoint_every="none").every("checkpoint_every") is None
     assert TrainConfig(eval_every="0.5ep").every("eval_every") == Duration(0.5, "ep")
+    assert TrainConfig(profile="1:1").window() == (1, 1) and TrainConfig().window() is None

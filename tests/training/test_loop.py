@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +13,11 @@ from torch import Tensor, nn
 import tutti
 from tests import worlds
 from tutti.data.adapt import adapt
-from tutti.training.listener import Header
+from tutti.data.order import permutation
+from tutti.training.checkpoint import Checkpoints
+from tutti.training.listener import Header, Listeners
 from tutti.training.loop import Means, Plan, train
+from tutti.world import context
 
 COUNT, BATCH, PER_EPOCH = 22, 8, 3
 
@@ -109,6 +114,29 @@ def test_skipped_steps_are_told_of() -> None:
         assert steps[-1].updates == summary["updates"] == 2
         [warning] = [text for kind, text in calls if kind == "warned"]
         assert "skipped" in warning and "weights are unchanged" in warning
+
+
+def saved_in_an_epoch_with_a_skipped_step(folder: str) -> Any:
+    """Resumed in its middle, the epoch's mean is what it would have been: none."""
+    told: list[Any] = []
+    for total in (2, 3):
+        data = torch.ones(COUNT, 2, dtype=torch.float64)
+        data[permutation(0, 0, COUNT)[0]] = torch.nan
+        run = tutti.prepare(nn.Linear(2, 1).double(), "sgd", data, loss, workers=4, batch_size=BATCH)
+        saver = Checkpoints(
+            run, Path(folder), context.current(), {"workers": 4, "config_sha256": ""}, 1, told.append, most_failures=1
+        )
+        facts = saver.restore()
+        means = Means.saved(facts) if facts else None
+        summary = train(run, Plan(total, None, 1), None, Header("", {}, total, PER_EPOCH), Listeners(()), saver, means)
+        told.append((run.clock, summary["train"]["loss"]))
+    return told
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_skipped_step_does_not_stop_saves(ranks: int, tmp_path: Path) -> None:
+    for told in worlds.run(ranks, saved_in_an_epoch_with_a_skipped_step, folder=str(tmp_path)):
+        assert [clock for clock, _ in told] == [2, 3] and all(math.isnan(value) for _, value in told)
 
 
 def test_means_weigh_by_samples() -> None:

@@ -53,6 +53,24 @@ def test_plain_lines() -> None:
     assert stream.getvalue() == PLAIN
 
 
+def test_a_run_whose_length_nobody_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"{__name__}.HEADER", Header("title", {}, None, None))
+    lines = io.StringIO()
+    play(PlainLines(lines, 3))
+    assert [line.split()[1] for line in lines.getvalue().splitlines() if line.startswith("train ")] == ["1", "3", "6"]
+    display = io.StringIO()
+    play(LiveDisplay(display))
+    assert "epoch 0" in display.getvalue() and "7/" not in display.getvalue()
+
+
+def test_an_average_and_the_weights_themselves_have_a_line_each() -> None:
+    stream = io.StringIO()
+    listener = PlainLines(stream, 1)
+    listener.evaluated(EvalRecord(7, 1, 0.25, {"accuracy": 0.9}, 300, raw={"loss": 0.5, "accuracy": 0.8}))
+    rows = [line.split() for line in stream.getvalue().splitlines()]
+    assert rows[1:] == [["ema", "7", "1", "0.2500", "0.9000"], ["raw", "7", "1", "0.5000", "0.8000"]]
+
+
 def test_slow_steps_are_shown_every_ten_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     monkeypatch.setattr("tutti.training.progress.time.monotonic", lambda: now)

@@ -52,16 +52,57 @@ def test_metrics(tmp_path: Path) -> None:
     ]
 
 
-def test_steps_are_written_within_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 100.0
-    monkeypatch.setattr("tutti.training.records.time.monotonic", lambda: now)
+def test_an_evaluation_of_the_average_says_so(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path, TrainConfig(), "digits")
+    run.evaluated(EvalRecord(2, 1, 0.4, {"accuracy": 0.8}, 300, raw={"loss": NAN, "accuracy": 0.7}))
+    run.close()
+    [line] = lines(tmp_path)
+    assert line["weights"] == "ema"
+    values = {"loss": 0.4, "accuracy": 0.8, "raw_loss": None, "raw_accuracy": 0.7}
+    assert {name: line[name] for name in values} == values
+
+
+def test_a_line_is_written_at_once(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path, TrainConfig(), "digits")
     run.stepped(step(1), Pace(1, 0, 0))
-    assert lines(tmp_path) == []
-    now += 1.0
-    run.stepped(step(2), Pace(1, 0, 0))
-    assert [line["step"] for line in lines(tmp_path)] == [1, 2]
+    assert [line["step"] for line in lines(tmp_path)] == [1]
+    run.warned("careful")
+    assert lines(tmp_path)[1] == {"group": "warning", "text": "careful", "seconds": 0.0}
     run.close()
+
+
+def test_a_resumed_run_keeps_its_lines_whenever_it_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = RunDirectory(tmp_path, TrainConfig(), "digits")
+    for number in (1, 2, 3):
+        run.stepped(step(number), Pace(1, 0, 0))
+    run.close()
+
+    def dies(source: Any, target: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("tutti.training.records.os.replace", dies)
+        RunDirectory(tmp_path, TrainConfig(), "digits", resumed=2)
+    assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3]
+    again = RunDirectory(tmp_path, TrainConfig(), "digits", resumed=2)
+    again.stepped(step(3), Pace(1, 0, 0))
+    again.close()
+    assert [line["step"] for line in lines(tmp_path) if line["group"] == "train"] == [1, 2, 3]
+
+
+def test_a_resumed_run_counts_what_is_done_again(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path, TrainConfig(), "digits")
+    for number in range(1, 8):
+        run.stepped(step(number), Pace(1, 0, 0))
+    run.evaluated(EvalRecord(7, 1, 0.4, {}, 3))
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"group": "train", "step": 8, "ha')
+    for resumed, lost in ((5, 2), (3, 2)):
+        RunDirectory(tmp_path, TrainConfig(), "digits", resumed).close()
+        assert lines(tmp_path)[-1] == {"group": "resume", "from": resumed, "lost": lost}
+        assert [line["step"] for line in lines(tmp_path) if line["group"] == "train"] == list(range(1, resumed + 1))
+    # What was lost before stays on record, however far back the last resume went.
+    assert sum(line["group"] == "resume" for line in lines(tmp_path)) == 2
 
 
 def test_configuration_and_environment(tmp_path: Path) -> None:
@@ -106,19 +147,35 @@ def full_after(capacity: int, monkeypatch: pytest.MonkeyPatch) -> None:
         return taken
 
     monkeypatch.setattr("tutti.training.records.os.write", limited)
+    monkeypatch.setattr(records, "MOST_WAITING", 3)
 
 
 def test_full_disk_leaves_whole_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = RunDirectory(tmp_path, TrainConfig(), "digits")
     run.stepped(step(1), Pace(1, 0, 0))
-    run.evaluated(EvalRecord(1, 0, 0.4, {}, 3))
+    with monkeypatch.context() as full:
+        full_after(50, full)
+        run.stepped(step(2), Pace(1, 0, 0))
+        run.evaluated(EvalRecord(2, 0, 0.4, {}, 3))
+        assert [line["step"] for line in lines(tmp_path)] == [1]
+    run.stepped(step(3), Pace(1, 0, 0))
+    assert [line["step"] for line in lines(tmp_path)] == [1, 2, 2, 3]
+    run.close()
+
+
+def test_disk_that_stays_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = RunDirectory(tmp_path, TrainConfig(), "digits")
+    run.stepped(step(1), Pace(1, 0, 0))
     full_after(50, monkeypatch)
     run.stepped(step(2), Pace(1, 0, 0))
     with pytest.raises(DiskError, match=r"No space left on device.*--out") as caught:
-        run.evaluated(EvalRecord(2, 0, 0.4, {}, 3))
+        run.finished({"exit_code": 0})
     assert caught.value.exit_code == 8
+    run.stepped(step(3), Pace(1, 0, 0))
+    with pytest.raises(DiskError):
+        run.stepped(step(4), Pace(1, 0, 0))
     run.close()
-    assert [line["step"] for line in lines(tmp_path)] == [1, 1]
+    assert [line["step"] for line in lines(tmp_path)] == [1] and not read_summary(tmp_path)
 
 
 def test_full_disk_keeps_the_old_summary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,8 +197,9 @@ def test_directory_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_used_directory(tmp_path: Path) -> None:
-    (tmp_path / "summary.json").write_text("{}")
-    (tmp_path / "mine.txt").write_text("kept")
+    (tmp_path / "checkpoints" / "step-00000060").mkdir(parents=True)
+    for name in ("summary.json", "metrics.jsonl", "mine.txt"):
+        (tmp_path / name).write_text("{}")
     config = TrainConfig(out=str(tmp_path))
     with pytest.raises(UsageError, match="--overwrite"):
         make_run_directory(config, "digits")

@@ -63,19 +63,12 @@ def test_an_own_loop_is_the_step_on_any_devices(clip: float | None, micro: int |
         assert worlds.run(devices, own_and_step, count=22, clip=clip, micro=micro) == [[want, want]] * devices
 
 
-def without_a_sample() -> str:
-    try:
-        own_and_step(count=20, clip=None, micro=None)
-    except TuttiError as error:
-        return f"{type(error).__name__} {error}"
-    return "nothing was raised"
-
-
-def test_an_own_loop_that_some_ranks_would_not_enter_is_refused_on_all() -> None:
-    """The body of the loop, and with it a scheduler, would not run there for the last batch."""
-    assert worlds.run(1, without_a_sample) == ["nothing was raised"]
-    for text in worlds.run(3, without_a_sample):
-        assert text.startswith("UsageError") and "a last batch of 2 samples leaves a device without any" in text
+def test_an_own_loop_misses_no_turn_where_a_last_batch_leaves_a_rank_without_samples() -> None:
+    """20 samples in batches of 6: the last two go to the first two of four workers, with and without a scheduler."""
+    [[want, own]] = worlds.run(1, own_and_step, count=20, clip=None, micro=None)
+    assert want == own and want[1:] == (8, 8, 0.1 / 2**4)
+    for devices in (2, 3, 4):
+        assert worlds.run(devices, own_and_step, count=20, clip=None, micro=None) == [[want, want]] * devices
 
 
 def no_loss(run: Any, optimizer: Any) -> None:
@@ -159,28 +152,31 @@ def prepared_wrongly() -> list[str]:
 
 
 def test_what_cannot_be_prepared_is_refused_on_every_rank() -> None:
-    words = ["fp32, bf16, fp64", "'mirrored'", "'adam'", "--workers 3", "--batch-size 4", "requires_grad"]
+    words = ["fp32, bf16, fp16, fp64", "'mirrored'", "'adam'", "--workers 3", "--batch-size 4", "requires_grad"]
     for said in worlds.run(3, prepared_wrongly):
         for text, word in zip(said, words, strict=True):
             assert text.startswith("UsageError") and word in text
 
 
-def own_batches(each: int) -> list[Any]:
-    """A batch of the caller's making: every rank brings ``each`` samples, whatever the batches of the data set."""
+def own_batches(each: list[int], strategy: str) -> list[Any]:
+    """A batch of the caller's making: every rank brings as many as ``each`` says, whatever the data set's batches."""
     torch.manual_seed(0)
-    run = tutti.prepare(nn.Linear(3, 1).double(), "sgd:lr=1", data(), loss, workers=tutti.size(), batch_size=BATCH)
-    value = run.step(data(12)[tutti.rank() * each : (tutti.rank() + 1) * each])
+    options = {"workers": tutti.size() + 1, "batch_size": BATCH, "strategy": strategy}
+    run = tutti.prepare(nn.Linear(3, 1).double(), "sgd:lr=1", data(), loss, **options)
+    start = sum(each[: tutti.rank()])
+    value = run.step(data(12)[start : start + each[tutti.rank()]])
     return [value, run.agreed and run.agreed.count, {n: t.flatten().tolist() for n, t in run.state().items()}]
 
 
-@pytest.mark.parametrize("each", [1, 2, 4])
-def test_a_batch_of_the_callers_own_is_a_share_of_a_global_one(each: int) -> None:
+@pytest.mark.parametrize("strategy", ["mirrored", "mirrored:algorithm=native"])
+@pytest.mark.parametrize("each", [[1, 1, 1], [2, 2, 2], [4, 4, 4], [5, 0, 1], [0, 3, 8], [2, 1, 2]], ids=str)
+def test_a_batch_of_the_callers_own_is_a_share_of_a_global_one(each: list[int], strategy: str) -> None:
     torch.manual_seed(0)
     plain = nn.Linear(3, 1).double()
-    mean = loss(plain, data(12)[: 3 * each])
+    mean = loss(plain, data(12)[: sum(each)])
     mean.backward()
-    for value, count, state in worlds.run(3, own_batches, each=each):
-        assert (value, count) == (pytest.approx(float(mean.detach())), 3 * each)
+    for value, count, state in worlds.run(3, own_batches, each=each, strategy=strategy):
+        assert (value, count) == (pytest.approx(float(mean.detach())), sum(each))
         for name, parameter in plain.named_parameters():
             assert parameter.grad is not None
             assert state[name] == pytest.approx((parameter - parameter.grad).detach().flatten().tolist())

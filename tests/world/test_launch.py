@@ -57,7 +57,7 @@ def test_workers_find_torchrun_s_variables_and_all_succeed(tmp_path: Path) -> No
         "out of 1\n",
         "out of 2\n",
     ]
-    assert not list((tmp_path / "temporary").iterdir())
+    assert not list((tmp_path / "temporary").glob("tutti-*"))
 
 
 def test_the_users_own_settings_stay(tmp_path: Path) -> None:
@@ -68,10 +68,14 @@ def test_the_users_own_settings_stay(tmp_path: Path) -> None:
             import torch
             if RANK() == 0:
                 print(os.environ["OMP_NUM_THREADS"], os.environ["GLOO_SOCKET_IFNAME"], torch.get_num_threads())
+                print("wave" in sys.modules, torch.version.cuda is None)
         """,
         environ={"OMP_NUM_THREADS": "2", "GLOO_SOCKET_IFNAME": "eth7"},
+        preload=("wave",),
     )
-    assert (result.code, result.out) == (0, "2 eth7 2\n")
+    settings, loaded = result.out.splitlines()
+    assert (result.code, settings) == (0, "2 eth7 2")
+    assert loaded in ("True True", "False False"), "what is to be preloaded is not, or before CUDA is forked"
 
 
 @pytest.mark.parametrize("how", ["option", "environment"])
@@ -106,7 +110,7 @@ def test_all_reduce_over_the_store_and_nothing_listens_beyond_this_host(tmp_path
     ) as running:
         running.wait_ready(3)
         everyone = [psutil.Process(running.launcher.pid), *running.workers()]
-        stores = list((tmp_path / "temporary").iterdir())
+        stores = list((tmp_path / "temporary").glob("tutti-*"))
         modes = [store.stat().st_mode & 0o777 for store in stores]
         ports = [c.laddr.ip for p in everyone for c in p.net_connections("inet") if c.status == psutil.CONN_LISTEN]
         launcher_ports = everyone[0].net_connections("inet")
@@ -114,11 +118,11 @@ def test_all_reduce_over_the_store_and_nothing_listens_beyond_this_host(tmp_path
         result = running.finish()
     assert result.code == 0
     assert modes == [0o700]
-    assert len(everyone) == 4
+    assert len(everyone) == 7
     assert ports and set(ports) == {"127.0.0.1"}
     assert not launcher_ports
     assert [(tmp_path / f"sum-{rank}").read_text() for rank in range(3)] == ["6.0"] * 3
-    assert not list((tmp_path / "temporary").iterdir())
+    assert not list((tmp_path / "temporary").glob("tutti-*"))
 
 
 @pytest.mark.parametrize("module", [False, True])
@@ -139,7 +143,10 @@ def test_a_plain_ddp_script_runs_as_python_would_run_it(tmp_path: Path, module: 
 def test_a_script_ends_as_a_program_does(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(
         "import atexit, threading, time\n"
+        "from concurrent.futures import ThreadPoolExecutor\n"
         "atexit.register(lambda: print('exit handler'))\n"
+        "threading.kept = ThreadPoolExecutor()\n"
+        "threading.kept.submit(int)\n"
         "threading.Thread(target=lambda: (time.sleep(0.2), print('thread'))).start()\n"
         "raise SystemExit\n"
     )

@@ -9,11 +9,13 @@ from collections.abc import Sequence
 
 from cyclopts import App, CycloptsError
 
+from tutti.cli import chaos
 from tutti.cli.compare import compare
 from tutti.cli.doctor import doctor
+from tutti.cli.export import export
 from tutti.cli.pages import OneScreen
 from tutti.cli.run import end_options, run
-from tutti.cli.train import bare_resume, train
+from tutti.cli.train import bare_options, train
 from tutti.errors import ExitCode, TuttiError
 
 
@@ -37,17 +39,28 @@ def build() -> App:
     app.command(train, usage="Usage: tutti train TASK [OPTIONS]")
     app.command(run, usage="Usage: tutti run [OPTIONS] SCRIPT [ARGUMENTS]")
     app.command(compare, usage="Usage: tutti compare TASK [OPTIONS]")
+    app.command(export, usage="Usage: tutti export RUN [OPTIONS]")
     app.command(doctor, usage="Usage: tutti doctor [--json]")
+    app.command(chaos.verb())
     return app
 
 
 def main(tokens: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code; what went wrong is said on stderr, in one message.
 
-    Only an error that nobody foresaw shows its traceback.
+    Only an error that nobody foresaw shows its traceback. A rank of a job that failed ends here.
     """
+    code = _run(tokens)
+    # A job that was joined has loaded it; nothing else needs it.
+    context = sys.modules.get("tutti.world.context")
+    if code and context is not None:
+        context.leave(code)
+    return code
+
+
+def _run(tokens: Sequence[str] | None) -> int:
     try:
-        words = bare_resume(end_options(list(sys.argv[1:] if tokens is None else tokens)))
+        words = bare_options(end_options(list(sys.argv[1:] if tokens is None else tokens)))
         command, bound, _ = build().parse_args(words, print_error=False, exit_on_error=False)
         return int(command(*bound.args, **bound.kwargs) or ExitCode.DONE)
     except CycloptsError as error:

@@ -45,7 +45,7 @@ def compare(
     Parameters
     ----------
     ladder_name:
-        corrected, course, or your own TOML file
+        corrected, or your own TOML file
     seeds:
         runs of each rung, with seeds 0, 1, …
     metric:

@@ -21,8 +21,8 @@ from tutti.errors import ExitCode
 from tutti.measure import isolated
 from tutti.measure.finding import Finding
 from tutti.world import failure
-from tutti.world.child import die_with_parent
 from tutti.world.launch import launch
+from tutti.world.orphans import die_with_parent
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -85,7 +85,7 @@ def _finding(name: str, ranks: int, stage: str, values: dict[str, Any]) -> Findi
 
 def _cause(directory: Path, ranks: int) -> str:
     """What the rank that failed first said."""
-    failures = [found for rank in range(ranks) if (found := failure.read(directory / "logs", rank))]
+    failures = [found for rank in range(ranks) if (found := failure.read((directory / "logs",), rank))]
     return _NATIVE_PLACE.sub("", failure.root_cause(failures).message) if failures else ""
 
 

@@ -10,10 +10,14 @@ from cyclopts import Parameter
 
 from tutti.cli.devices import count_gpus
 from tutti.errors import ExitCode, UsageError
-from tutti.world import identity
+from tutti.world import identity, watchdog
 from tutti.world.launch import check_script, launch, run_script
+from tutti.world.watchdog import Limits
 
-WITH_VALUE = ("-np", "--num-proc", "--num_proc", "--devices", "--logs", "--timeout")
+WITH_VALUE = (
+    *("-np", "--num-proc", "--devices", "--logs", "--timeout", "--max-restarts"),
+    *("--start-timeout", "--step-timeout"),
+)
 
 
 def end_options(words: list[str]) -> list[str]:
@@ -28,7 +32,7 @@ def end_options(words: list[str]) -> list[str]:
     while at < len(words) and words[at].startswith("-"):
         if words[at] == "--":
             return words
-        at += 2 if words[at] in WITH_VALUE else 1
+        at += 2 if words[at].replace("_", "-") in WITH_VALUE else 1
     return [*words[:at], "--", *words[at:]] if at < len(words) else words
 
 
@@ -38,6 +42,9 @@ def run(
     module: Annotated[bool, Parameter(name="-m", negative="", show_default=False)] = False,
     logs: Path = Path("runs/logs"),
     timeout: float = 300,
+    start_timeout: Annotated[float | None, Parameter(env_var="TUTTI_START_TIMEOUT")] = None,
+    step_timeout: Annotated[float | None, Parameter(env_var="TUTTI_STEP_TIMEOUT")] = None,
+    max_restarts: int = 0,
     show_all: Annotated[bool, Parameter(negative="", show_default=False)] = False,
 ) -> int:
     """Start your own script on many devices; in it, call tutti.init().
@@ -54,6 +61,14 @@ def run(
         folder for each process's output
     timeout:
         seconds that processes may take to find each other
+    start_timeout:
+        seconds without progress that end a process, at the start and in a step;
+        0: never; default: 1800, timeout of tutti.init
+    step_timeout:
+        seconds without progress that end a process, at the start and in a step;
+        0: never; default: 1800, timeout of tutti.init
+    max_restarts:
+        times to start the script anew after a failure
     show_all:
         show every process's output, not the first one's only
     """
@@ -61,12 +76,29 @@ def run(
         raise UsageError("no script is given", remedy="write tutti run -np 4 script.py")
     if devices != "auto" and (not devices.isdecimal() or int(devices) < 1):
         raise UsageError(f"-np is '{devices}'", remedy="give a whole number of at least 1, or auto")
+    if max_restarts < 0:
+        raise UsageError(f"--max-restarts is {max_restarts}", remedy="give a whole number of at least 0")
+    limits = Limits.make(start_timeout, step_timeout, None)
     script, *arguments = command
     check_script(script, module)
     if identity.joined(os.environ):
+        if max_restarts:
+            raise UsageError(
+                "--max-restarts needs tutti's own launcher", remedy="use the restarts of torchrun or the scheduler"
+            )
+        watchdog.start(identity.read(os.environ).rank, limits)
         run_script(script, arguments, module)
         return ExitCode.DONE
     processes = count_gpus(os.environ) or 1 if devices == "auto" else int(devices)
     return launch(
-        run_script, (script, arguments, module), processes=processes, logs=logs, timeout=timeout, show_all=show_all
+        run_script,
+        (script, arguments, module),
+        processes=processes,
+        logs=logs,
+        timeout=timeout,
+        show_all=show_all,
+        restarts=max_restarts,
+        # Every optimizer of torch imports it, for two seconds.
+        preload=("torch._dynamo",),
+        limits=limits,
     )

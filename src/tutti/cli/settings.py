@@ -21,15 +21,18 @@ HINTS = typing.get_type_hints(TrainConfig)
 
 FILES = "Configuration and output"
 GROUPS: Mapping[str, tuple[str, ...]] = {
-    "What is trained": ("data", "model", "augment", "batch_norm"),
+    "What is trained": ("data", "model", "augment", "batch_norm", "data_workers"),
     "On what": ("strategy", "workers", "devices", "device", "threads", "timeout", "reproducible"),
     "How": (
-        *("optimizer", "schedule", "lr_scale", "batch_size", "micro_batch", "precision", "clip"),
-        *("channels_last", "seed", "max_nonfinite"),
+        *("optimizer", "schedule", "lr_scale", "batch_size", "micro_batch", "precision", "loss_scale", "clip", "ema"),
+        *("channels_last", "compile", "activation_checkpointing", "seed", "max_nonfinite"),
     ),
     "How long": ("epochs", "steps", "samples", "duration", "regime_batch", "eval_every"),
-    "Saving and resuming": ("checkpoint_every", "keep", "resume", "max_restarts"),
-    FILES: ("runs", "out", "overwrite", "log_every"),
+    "Saving and resuming": (
+        *("checkpoint_every", "keep", "keep_best", "init_from", "resume", "max_restarts"),
+        *("start_timeout", "step_timeout", "save_timeout"),
+    ),
+    FILES: ("runs", "out", "overwrite", "log_every", "tensorboard", "profile"),
 }
 """Groups of the help page; every field of TrainConfig is in one."""
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import importlib.util
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,14 +20,21 @@ from tutti.cli.devices import count_gpus
 from tutti.cli.settings import FILES, HEADINGS, flag_table, resolve
 from tutti.data.contract import BatchContract
 from tutti.errors import DiskError, ExitCode, TuttiError, UsageError
-from tutti.nn.config import check_batch_norm
+from tutti.nn.config import check_batch_norm, check_checkpointing, check_compile, check_compiler
 from tutti.optim.config import check_optimizer, check_schedule
+from tutti.optim.loss_scale import chosen as check_loss_scale
 from tutti.optim.scaling import check_rule, scaled
+from tutti.state.source import check_source
 from tutti.tasks import table
+from tutti.training.best import RAW
 from tutti.training.config import TrainConfig
 from tutti.training.records import config_toml, find_run, make_run_directory, read_summary, record_exit
-from tutti.world import identity
+from tutti.world import heartbeat, identity, watchdog
+from tutti.world.heartbeat import Phase
 from tutti.world.launch import launch
+
+PRELOADED = ("tutti.training.main", "torch._dynamo")
+"""What every rank imports before its first step, the second because every optimizer of torch does."""
 
 Flags = flag_table()
 _HERE = HEADINGS[FILES]
@@ -53,12 +62,12 @@ def train(
     as_json:
         print summary.json instead of one line
     """
-    name, chosen = resolve(flags, (*_resumed_config(flags, task), *config), task)
+    name, chosen = resolved(task, flags, config)
     if print_config:
         print(config_toml(chosen, name), end="")
         return ExitCode.DONE
     joined = identity.read(os.environ) if identity.joined(os.environ) else None
-    chosen = dataclasses.replace(chosen, devices=str(_devices(chosen, joined)))
+    chosen = dataclasses.replace(chosen, devices=str(count_devices(chosen, joined)))
     if joined is not None and chosen.max_restarts:
         raise UsageError(
             "--max-restarts needs tutti's own launcher", remedy="use the restarts of torchrun or the scheduler"
@@ -66,24 +75,38 @@ def train(
     refuse(name, chosen)
     # Every rank of a job that was started elsewhere comes here; the first one's directory is everybody's.
     first = joined is None or joined.rank == 0
-    directory = _directory(chosen, name) if first else None
+    directory = run_directory(chosen, name, joined is not None and joined.attempt > 0) if first else None
+    if joined is not None:
+        watchdog.start(joined.rank, chosen.limits())
     code = _start(name, chosen, directory, joined is not None)
     if directory is not None:
         _report(name, directory, as_json, code)
     return code
 
 
-def bare_resume(words: list[str]) -> list[str]:
-    """``--resume`` without a directory means ``--resume auto``.
+BARE = {"--resume": "auto", "--profile": "10:5", "--compile": "default"}
+"""What an option without its value stands for."""
 
-    >>> bare_resume(["train", "digits", "--resume", "--devices", "4"])
-    ['train', 'digits', '--resume', 'auto', '--devices', '4']
+
+def bare_options(words: list[str]) -> list[str]:
+    """``--resume`` without a directory means ``--resume auto``; see ``BARE``.
+
+    >>> bare_options(["train", "digits", "--resume", "--devices", "4", "--profile"])
+    ['train', 'digits', '--resume', 'auto', '--devices', '4', '--profile', '10:5']
     """
-    if words[:1] != ["train"] or "--resume" not in words:
+    if words[:1] != ["train"]:
         return words
-    after = words.index("--resume") + 1
-    bare = after == len(words) or words[after].startswith("-")
-    return [*words[:after], "auto", *words[after:]] if bare else words
+    filled: list[str] = []
+    for word, after in zip(words, [*words[1:], "-"], strict=True):
+        filled.append(word)
+        if word in BARE and after.startswith("-"):
+            filled.append(BARE[word])
+    return filled
+
+
+def resolved(task: str | None, flags: Mapping[str, Any], config: Sequence[Path]) -> tuple[str, TrainConfig]:
+    """The task and its configuration, from what ``train`` is given. Raises UsageError."""
+    return resolve(flags, (*_resumed_config(flags, task), *config), task)
 
 
 def _resumed_config(flags: Mapping[str, Any], task: str | None) -> tuple[Path, ...]:
@@ -97,10 +120,11 @@ def _resumed_config(flags: Mapping[str, Any], task: str | None) -> tuple[Path, .
     return (path,)
 
 
-def _directory(config: TrainConfig, task: str) -> Path:
-    """The run directory: a new one, or that of the run to resume."""
+def run_directory(config: TrainConfig, task: str, restarted: bool = False) -> Path:
+    """The run directory: a new one, or that of the run to resume; in a restarted job that of the attempt before."""
     if config.resume is None:
-        return make_run_directory(config, task)
+        before = Path(config.out or "") / "config.toml"
+        return before.parent if restarted and config.out and before.is_file() else make_run_directory(config, task)
     if config.resume == "auto":
         return find_run(config, task)
     path = Path(config.resume)
@@ -110,7 +134,10 @@ def _directory(config: TrainConfig, task: str) -> Path:
 
 
 def refuse(task: str, config: TrainConfig) -> None:
-    """Everything about a run that can be known to be wrong before a process starts. Raises UsageError and DataError."""
+    """Everything about a run that can be known to be wrong before a process starts.
+
+    Raises UsageError, DataError, and CheckpointError.
+    """
     devices = int(config.devices)
     choice = strategies.check(config.strategy, devices, workers=config.workers, reproducible=config.reproducible)
     ranks = choice.shape(devices)["replica"]
@@ -119,10 +146,23 @@ def refuse(task: str, config: TrainConfig) -> None:
     scaled(check_optimizer(config.optimizer), check_rule(config.lr_scale), config.batch_size)
     check_schedule(config.schedule)
     check_batch_norm(config.batch_norm)
+    check_loss_scale(config.loss_scale, config.precision)
+    check_checkpointing(config.activation_checkpointing)
+    compiling = check_compile(config.compile, config.reproducible)
+    if compiling and (config.device == "cpu" or not count_gpus(os.environ)):
+        check_compiler(compiling[1])
+    if config.tensorboard and importlib.util.find_spec("tensorboard") is None:
+        raise UsageError(
+            "--tensorboard needs the package tensorboard",
+            remedy="run pip install 'tutti[tensorboard]', or leave it out",
+        )
     table.check(task, data=config.data, model=config.model, augment=config.augment)
+    # A run that goes on has its weights from its own checkpoint.
+    if config.init_from is not None and config.resume is None:
+        check_source(Path(config.init_from))
 
 
-def _devices(config: TrainConfig, joined: identity.Identity | None) -> int:
+def count_devices(config: TrainConfig, joined: identity.Identity | None) -> int:
     """Processes of the whole run."""
     if joined is None:
         if config.devices == "auto":
@@ -139,7 +179,8 @@ def _devices(config: TrainConfig, joined: identity.Identity | None) -> int:
 def _start(task: str, config: TrainConfig, directory: Path | None, joined: bool) -> int:
     """Train here, or once a device; a run that fails leaves its exit code in ``summary.json``."""
     try:
-        if directory is None or joined or (config.devices == "1" and not config.max_restarts):
+        alone = config.devices == "1" and not config.max_restarts and not config.watched
+        if directory is None or joined or alone:
             code = train_here(task, config, directory)
         else:
             code = launch(
@@ -149,6 +190,9 @@ def _start(task: str, config: TrainConfig, directory: Path | None, joined: bool)
                 logs=directory / "logs",
                 timeout=config.timeout,
                 restarts=config.max_restarts,
+                preload=PRELOADED,
+                progress=functools.partial(_saved_step, directory),
+                limits=config.limits(),
             )
     except BaseException as error:
         _leave_code(directory, exit_code(error))
@@ -160,6 +204,7 @@ def _start(task: str, config: TrainConfig, directory: Path | None, joined: bool)
 
 def train_here(task: str, config: TrainConfig, directory: Path | None) -> int:
     """This process's part of the run. Whatever is printed meanwhile goes to stderr: stdout has the result alone."""
+    heartbeat.training.enter(Phase.START, 0)
     from tutti.training.main import main
 
     with contextlib.redirect_stdout(sys.stderr):
@@ -169,6 +214,13 @@ def train_here(task: str, config: TrainConfig, directory: Path | None) -> int:
 def _one_device(task: str, config: TrainConfig, directory: Path) -> None:
     if code := train_here(task, config, directory):
         raise SystemExit(code)
+
+
+def _saved_step(directory: Path) -> int:
+    """Step of the newest complete checkpoint of a run; 0 where there is none."""
+    from tutti.state.folder import last_step
+
+    return last_step(directory / "checkpoints")
 
 
 def exit_code(error: BaseException) -> int:
@@ -205,8 +257,10 @@ def result_line(task: str, directory: Path, summary: dict[str, Any]) -> str:
     """
     group = "eval" if summary.get("eval") else "train"
     values = summary.get(group) or {}
-    numbers = ", ".join(f"{name} {value:.4f}" for name, value in values.items() if isinstance(value, int | float))
-    parts = [f"{'held-out' if group == 'eval' else 'training'} {numbers}"] if numbers else ["done"]
+    shown = {n: v for n, v in values.items() if isinstance(v, int | float) and not n.startswith(RAW)}
+    numbers = ", ".join(f"{name} {value:.4f}" for name, value in shown.items())
+    which = "held-out (ema)" if summary.get("ema_sha256") else "held-out"
+    parts = [f"{which if group == 'eval' else 'training'} {numbers}"] if numbers else ["done"]
     if isinstance(speed := summary.get("samples_per_second"), int | float) and speed > 0:
         parts.append(f"{speed:,.0f} samples/s")
     if digest := summary.get("weights_sha256"):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from datetime import timedelta
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -20,8 +21,10 @@ from torch import Tensor
 from tutti.comm.stall import Call, StallInspector
 from tutti.errors import MismatchError
 from tutti.laws.keys import mix, name_key
+from tutti.world import context, heartbeat
 from tutti.world.context import World
 from tutti.world.grid import Grid
+from tutti.world.heartbeat import Phase
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Work
@@ -232,7 +235,7 @@ class Communicators:
 
     def __init__(self, world: World, grid: Grid) -> None:
         self._world, self._grid = world, grid
-        self.world = self._line("world", "replica", "shard", "stage", "tensor")
+        self.world = everybody(world)
         self.replica = self._line("replica", "replica", "shard")
         self.model = self._line("model", "stage", "tensor")
         for line in self._lines("stage", "tensor"):
@@ -250,6 +253,12 @@ class Communicators:
         return sorted({Grid(*self._grid.shape, rank).along(*axes) for rank in range(self._grid.size)})
 
 
+def everybody(world: World) -> Communicator:
+    """All ranks of the job, whatever grid each believes in. Collective."""
+    ranks = tuple(range(world.identity.size))
+    return Communicator("world", ranks, world, *_groups(ranks))
+
+
 _cache: dict[tuple[Any, tuple[int, ...]], tuple[ProcessGroup, ProcessGroup]] = {}
 
 
@@ -259,8 +268,11 @@ def _groups(ranks: tuple[int, ...]) -> tuple[ProcessGroup | None, ProcessGroup |
         return None, None
     key = (dist.group.WORLD, ranks)
     if key not in _cache:
-        control = dist.new_group(list(ranks), backend="gloo")
-        fast = dist.new_group(list(ranks))
+        # Left alone a group takes half an hour. Later than our own limit, so that our message comes first.
+        limit = timedelta(seconds=context.current().timeout + 60)
+        with heartbeat.training.during(Phase.MEETING):
+            control = dist.new_group(list(ranks), backend="gloo", timeout=limit)
+            fast = dist.new_group(list(ranks), timeout=limit)
         _cache[key] = (control, fast)
     return _cache[key]
 

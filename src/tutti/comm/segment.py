@@ -24,6 +24,8 @@ from torch import Tensor
 from tutti.comm.communicator import Communicator
 from tutti.comm.stall import Call
 from tutti.errors import PeerError
+from tutti.world import heartbeat
+from tutti.world.heartbeat import Phase
 
 _DIRECTORY = Path("/dev/shm")
 _LINE = 64
@@ -75,10 +77,13 @@ class Segment:
 
     def _wait(self, other: int, text: str) -> None:
         index, here, words = other * _LINE // 8, self._round, self._words
-        for _ in range(_YIELDS):
-            os.sched_yield()
-            if words[index] >= here:
-                return
+        with heartbeat.training.during(Phase.WAITING):
+            for _ in range(_YIELDS):
+                os.sched_yield()
+                if words[index] >= here:
+                    return
+                # On a machine without a core to spare each turn may take milliseconds.
+                heartbeat.training.beat()
 
         def done(limit: timedelta) -> bool:
             end = time.monotonic() + limit.total_seconds()

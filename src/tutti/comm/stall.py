@@ -8,19 +8,25 @@ without a note that is still renewed. A step that does not stall pays nothing.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch.distributed as dist
 
 from tutti.errors import MismatchError, PeerError
+from tutti.world import heartbeat
+from tutti.world.heartbeat import Phase
 
 if TYPE_CHECKING:
     from torch.distributed import Work
+
+T = TypeVar("T")
 
 _PATIENCE = timedelta(seconds=2)
 _POLL = timedelta(seconds=0.5)
@@ -78,6 +84,7 @@ class StallInspector:
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: float) -> None:
         self._store, self._rank, self._size, self._timeout = store, rank, size, timeout
+        self._asking: threading.Thread | None = None
 
     def wait(self, work: Work, call: Call) -> None:
         """Return when ``work`` is done. Raises as ``poll``."""
@@ -100,23 +107,33 @@ class StallInspector:
             MismatchError: all ranks wait, in calls that do not fit together.
             PeerError: a connection broke, or the time is up; the ranks that did not come are named.
         """
-        if done(_PATIENCE):
-            return
+        before = heartbeat.training.enter(Phase.WAITING)
+        try:
+            if not done(_PATIENCE):
+                self._explain(done, call)
+        finally:
+            heartbeat.training.enter(before)
+
+    def _explain(self, done: Callable[[timedelta], bool], call: Call) -> None:
+        """Go on waiting, in everybody's view."""
         start, seen, beat = time.monotonic(), _Notes(), 0
         try:
             while True:
                 self._note(call, beat)
+                heartbeat.training.beat(call.text)
                 if done(_POLL):
                     break
                 beat += 1
-                seen.look(self._notes())
-                self._check_deadlock(call, seen.renewed(), beat)
+                notes = self._notes()
+                if notes is not None:
+                    seen.look(notes)
+                    self._check_deadlock(call, seen.renewed(), beat)
                 if time.monotonic() - start > self._timeout:
                     raise self._late(call, seen.waiting())
         except BaseException:
             self._note(call, _GAVE_UP)
             raise
-        self._store.set(self._key(self._rank), "")
+        self._ask(lambda: self._store.set(self._key(self._rank), ""))
 
     def _check_deadlock(self, call: Call, waiting: dict[int, Call], beat: int) -> None:
         """Raise if all ranks wait, each still in the same call, and one of this call's ranks in another one."""
@@ -138,6 +155,13 @@ class StallInspector:
         )
 
     def _late(self, call: Call, waiting: dict[int, Call]) -> PeerError:
+        if self._rank not in waiting:
+            return PeerError(
+                f"{call.text} did not finish within {self._timeout:g} s, and rank 0 does not answer",
+                where=f"rank {self._rank}",
+                why="its process or its host has ended, or the network between the hosts is down",
+                remedy="look at rank 0's log and at the network",
+            )
         missing = self._absent(call, waiting) or [r for r in call.ranks if waiting.get(r, call) != call]
         said = "; ".join(f"rank {r} is in {waiting[r].text}" for r in missing if r in waiting)
         return PeerError(
@@ -174,17 +198,39 @@ class StallInspector:
         return f"stall/{rank}"
 
     def _note(self, call: Call, beat: int) -> None:
-        self._store.set(self._key(self._rank), json.dumps([call.text, call.ranks, beat]))
+        self._ask(lambda: self._store.set(self._key(self._rank), json.dumps([call.text, call.ranks, beat])))
 
-    def _notes(self) -> dict[int, tuple[Call, int]]:
-        notes = {}
-        for rank in range(self._size):
-            if self._store.check([self._key(rank)]):
-                raw = self._store.get(self._key(rank))
-                if raw:
-                    text, ranks, beat = json.loads(raw)
-                    notes[rank] = Call(text, tuple(ranks)), beat
-        return notes
+    def _notes(self) -> dict[int, tuple[Call, int]] | None:
+        """Everybody's notes; None while the store does not answer."""
+
+        def read() -> dict[int, tuple[Call, int]]:
+            notes = {}
+            for rank in range(self._size):
+                if self._store.check([self._key(rank)]):
+                    raw = self._store.get(self._key(rank))
+                    if raw:
+                        text, ranks, beat = json.loads(raw)
+                        notes[rank] = Call(text, tuple(ranks)), beat
+            return notes
+
+        return self._ask(read)
+
+    def _ask(self, question: Callable[[], T]) -> T | None:
+        """``question`` to the store; None where no answer came.
+
+        It is asked in a thread, because a client of the store cannot be told to give up when the network is gone.
+        """
+        answers: list[T] = []
+
+        def ask() -> None:
+            with contextlib.suppress(RuntimeError):
+                answers.append(question())
+
+        if self._asking is None or not self._asking.is_alive():
+            self._asking = threading.Thread(target=ask, daemon=True)
+            self._asking.start()
+            self._asking.join(_PATIENCE.total_seconds())
+        return answers[0] if answers else None
 
 
 def _is_timeout(error: RuntimeError) -> bool:

@@ -1,5 +1,5 @@
 """The order of samples, who gets which, and how they are read."""
 
-from tutti.data.source import AugmentKey, Source
+from tutti.data.source import AugmentKey, Sharded, Source
 
-__all__ = ["AugmentKey", "Source"]
+__all__ = ["AugmentKey", "Sharded", "Source"]

@@ -2,21 +2,54 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import TensorDataset, default_collate
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
 
+from tutti.data.draws import own_generators, seed_generators
 from tutti.data.hashing import hash64
-from tutti.data.source import AugmentKey, Source
+from tutti.data.source import AugmentKey, Sharded, Source
+from tutti.data.stream import Stream
 from tutti.errors import DataError, UsageError
 from tutti.types import Batch
+
+
+def adapt_training(data: Any) -> Source | Stream:
+    """``data`` to train on: whatever ``adapt`` takes, or an iterable, which is read as a stream.
+
+    Raises:
+        UsageError: it is neither; it can be read only once; it makes batches itself.
+        DataError: it is empty.
+    """
+    if isinstance(data, Sharded):
+        return _stream(data.dataset, sharded=True)
+    return adapt(data) if isinstance(data, Source | Tensor) or _has_numbers(data) else _stream(data)
+
+
+def _has_numbers(data: Any) -> bool:
+    """Whether it is a map-style data set. PyTorch's iterable ones inherit a ``__getitem__`` that only raises."""
+    there = hasattr(data, "__getitem__") and hasattr(data, "__len__")
+    return there and not isinstance(data, IterableDataset | type)
+
+
+def _stream(data: Any, sharded: bool = False) -> Stream:
+    """``data`` as a stream. Raises as ``adapt_training``."""
+    if isinstance(data, DataLoader):
+        raise UsageError("a DataLoader makes batches of its own", remedy="give its data set, and the batch size")
+    if hasattr(data, "__next__"):
+        raise UsageError(
+            f"a {type(data).__name__} can be read only once", remedy="give an iterable, or a function that returns one"
+        )
+    if not hasattr(data, "__iter__") and not callable(data):
+        raise _unreadable(data, "an iterable, or ")
+    stream = Stream(data, sharded)
+    if stream.samples == 0:
+        raise _empty(data)
+    return stream
 
 
 def adapt(data: Any) -> Source:
@@ -34,16 +67,24 @@ def adapt(data: Any) -> Source:
         source = TensorSource(data)
     elif isinstance(data, tuple | list) and data and all(isinstance(t, Tensor) for t in data):
         source = TensorSource(tuple(data))
-    elif hasattr(data, "__getitem__") and hasattr(data, "__len__"):
+    elif _has_numbers(data):
         source = ItemSource(data)
     else:
-        raise UsageError(
-            f"cannot read samples from a {type(data).__name__}",
-            remedy="give tensors, a TensorDataset or any dataset with __len__ and __getitem__",
-        )
+        raise _unreadable(data)
     if len(source) == 0:
-        raise DataError(f"the data set ({type(data).__name__}) is empty", remedy="check its path and filters")
+        raise _empty(data)
     return source
+
+
+def _unreadable(data: Any, more: str = "") -> UsageError:
+    return UsageError(
+        f"cannot read samples from a {type(data).__name__}",
+        remedy=f"give {more}tensors, a TensorDataset or any dataset with __len__ and __getitem__",
+    )
+
+
+def _empty(data: Any) -> DataError:
+    return DataError(f"the data set ({type(data).__name__}) is empty", remedy="check its path and filters")
 
 
 class TensorSource:
@@ -84,27 +125,13 @@ class ItemSource:
         """Items by number, collated as PyTorch's DataLoader does. Raises DataError naming an item that fails."""
         key = augment or AugmentKey(0, -1)
         keys = hash64(key.seed, key.epoch, indices)
-        with _own_generators():
+        with own_generators():
             return default_collate([self._item(int(i), int(k)) for i, k in zip(indices, keys, strict=True)])
 
     def _item(self, index: int, key: int) -> Any:
-        random.seed(key)
-        np.random.seed(key & 0xFFFFFFFF)
-        torch.default_generator.manual_seed(key >> 1)
+        seed_generators(key)
         try:
             return self._items[index]
         except (IndexError, KeyError, OSError, ValueError) as error:
             why = f"{type(error).__name__}: {error}"
             raise DataError(f"cannot read sample {index}", where=type(self._items).__name__, why=why) from error
-
-
-@contextmanager
-def _own_generators() -> Iterator[None]:
-    """Give the global generators back as they were."""
-    states = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
-    try:
-        yield
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        torch.default_generator.set_state(states[2])

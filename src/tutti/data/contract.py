@@ -15,21 +15,21 @@ class BatchContract:
     """Who gets which samples. Pure arithmetic.
 
     Attributes:
-        dataset: samples in an epoch.
+        dataset: samples in an epoch; None where only its end will tell.
         batch: samples in a global batch B, over all workers.
         workers: logical replicas N.
         ranks: data ranks R that play them.
         micro: largest micro-batch; None for a worker's whole share.
     """
 
-    dataset: int
+    dataset: int | None
     batch: int
     workers: int
     ranks: int = 1
     micro: int | None = None
 
     def __post_init__(self) -> None:
-        if self.dataset < 1:
+        if self.dataset is not None and self.dataset < 1:
             raise DataError("the training set is empty", remedy="check the path and the filters of the data")
         if self.batch < self.workers:
             raise UsageError(
@@ -43,13 +43,23 @@ class BatchContract:
             )
 
     @property
+    def known(self) -> int:
+        """Samples in an epoch. Raises UsageError where they are not known."""
+        if self.dataset is None:
+            raise UsageError(
+                "the data set is a stream whose length is not known",
+                remedy="give it __len__, or count in steps or samples instead of epochs",
+            )
+        return self.dataset
+
+    @property
     def steps_per_epoch(self) -> int:
-        """Global batches in an epoch; the last may be smaller, no sample is dropped."""
-        return math.ceil(self.dataset / self.batch)
+        """Global batches in an epoch; the last may be smaller, no sample is dropped. Raises as ``known``."""
+        return math.ceil(self.known / self.batch)
 
     def samples(self, step: int) -> int:
-        """Samples in global batch ``step`` of an epoch, from 0."""
-        return min(self.batch, self.dataset - step * self.batch)
+        """Samples in global batch ``step`` of an epoch, from 0. Raises as ``known``."""
+        return min(self.batch, self.known - step * self.batch)
 
     def mine(self, rank: int) -> range:
         """The contiguous workers that data rank ``rank`` plays."""
@@ -59,32 +69,44 @@ class BatchContract:
         """Where a worker's share lies within a global batch of ``samples``."""
         return share(samples, self.workers, worker)
 
+    def part(self, samples: int, rank: int) -> range:
+        """Where a data rank's part lies within a global batch of ``samples``; the last rank's is the smallest."""
+        workers = self.mine(rank)
+        return range(self.worker(samples, workers[0]).start, self.worker(samples, workers[-1]).stop)
+
     def cells(self, count: int) -> list[range]:
         """A worker's ``count`` samples as micro-batches."""
         return chunks(count, self.micro)
 
     def consumed(self, steps: int) -> int:
-        """Samples consumed after ``steps`` steps."""
+        """Samples consumed after ``steps`` steps. Raises as ``known``."""
         epochs, rest = divmod(steps, self.steps_per_epoch)
-        return epochs * self.dataset + min(rest * self.batch, self.dataset)
+        return epochs * self.known + min(rest * self.batch, self.known)
+
+    def first_cell(self, samples: int) -> range:
+        """The first micro-batch of a global batch of ``samples``, which is never empty."""
+        return self.cells(len(self.worker(samples, 0)))[0]
 
     def describe(self) -> Mapping[str, str]:
         """All derived numbers, for people."""
         big, small = len(share(self.batch, self.workers, 0)), len(share(self.batch, self.workers, self.workers - 1))
         most, least = len(self.mine(0)), len(self.mine(self.ranks - 1))
-        last = self.samples(self.steps_per_epoch - 1)
         micro = len(self.cells(big)[0])
         lines = {
             "global batch": f"{self.batch} samples",
             "workers": f"{self.workers}, each {_between(small, big)} samples a step",
             "micro-batch": f"{micro} samples × {len(self.cells(big))} accumulated",
             "data ranks": f"{self.ranks}, each plays {_between(least, most)} workers",
-            "epoch": f"{self.dataset} samples = {self.steps_per_epoch} steps",
+            "epoch": "until the stream ends",
         }
+        if self.dataset is not None:
+            lines["epoch"] = f"{self.dataset} samples = {self.steps_per_epoch} steps"
         if most != least:
             busy = self.workers / (self.ranks * most)
             lines["imbalance"] = f"ranks with {least} wait for those with {most}: {busy:.0%} busy"
-        if last != self.batch:
+        if self.dataset is None:
+            lines["last batch"] = "what is left, weighted exactly"
+        elif (last := self.samples(self.steps_per_epoch - 1)) != self.batch:
             lines["last batch"] = f"{last} samples, weighted exactly"
         return lines
 

@@ -1,9 +1,9 @@
-"""Where samples come from: one vectorised protocol, and adapters for what people already have."""
+"""Where samples come from: by number, or as a stream in an order of its own."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,3 +31,17 @@ class Source(Protocol):
 
         ``augment`` is None in evaluation. Draws must depend on nothing but (augment.seed, augment.epoch, index).
         """
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """Says that an iterable data set shards itself: every data rank reads a stream of its own.
+
+    Each sample still counts once, with its weight. What a global batch holds then depends on the number of devices,
+    and so does the result.
+
+    Args:
+        dataset: an iterable whose samples differ between the ranks.
+    """
+
+    dataset: Any

@@ -86,22 +86,25 @@ class AllReduce:
         if totals is not None:
             self._metric_names = totals.names
         sums = self._reducer.finish(tick, None if totals is None else totals.lanes)
-        if sums.samples and sums.samples != tick.samples:
-            # The loss counts something else than samples (tokens), or the batch was not of the announced size.
-            self._reducer.scale(tick.samples / sums.samples)
+        # The loss may count something else than samples (tokens), or the batch be of the caller's own size.
+        factor = (tick.samples / sums.samples if sums.samples else 1.0) / tick.loss_scale
+        if factor != 1.0:
+            self._reducer.scale(factor)
         square, stop = self._across_stages(self._reducer.squares(), sums.stop)
         norm = math.sqrt(square)
-        metrics = {name: value / sums.samples for name, value in zip(self._metric_names, sums.metrics, strict=False)}
-        loss = sums.loss / sums.samples if sums.samples else math.nan
-        return Agreed(loss, sums.samples, metrics, norm, math.isfinite(norm) or self._all_finite(), stop)
+        count = sums.samples or math.nan
+        metrics = {name: value / count for name, value in zip(self._metric_names, sums.metrics, strict=False)}
+        return Agreed(sums.loss / count, sums.samples, metrics, norm, math.isfinite(norm) or self._all_finite(), stop)
 
     def update(self, agreed: Agreed, tick: Tick) -> Update:
         if agreed.finite:
-            clip = self._setting.clip
-            if clip is not None and agreed.grad_norm > clip:
-                self._reducer.scale(clip / (agreed.grad_norm + 1e-6))
+            clip, norm = self._setting.clip, agreed.grad_norm
+            if clip is not None and norm > clip:
+                factor = clip / (norm + 1e-6)
+                self._reducer.scale(factor)
+                norm *= factor
             for optimizer in self.optimizers:
-                step(optimizer, tick.lr_factor)
+                step(optimizer, tick.lr_factor, norm)
         nonfinite = () if agreed.finite else culprits(self._setting.comms.model, self._named)
         for parameter in self._parameters:
             parameter.grad = None
@@ -175,8 +178,14 @@ def culprits(comm: Communicator, named: Named) -> tuple[str, ...]:
     return tuple(name for text in said for name in text.splitlines())
 
 
-def step(optimizer: Optimizer, lr_factor: float | None) -> None:
-    """One optimizer step at ``lr_factor`` times each group's initial learning rate (None: as the group says)."""
+def step(optimizer: Optimizer, lr_factor: float | None, grad_norm: float | None = None) -> None:
+    """One optimizer step at ``lr_factor`` times each group's initial learning rate (None: as the group says).
+
+    An optimizer that clips by the norm of the whole gradient (``tutti.optim.LAMB``) is told it: its own parameters may
+    be one stage's.
+    """
+    if hasattr(optimizer, "grad_norm"):
+        optimizer.grad_norm = grad_norm
     if lr_factor is not None:
         for group in optimizer.param_groups:
             group["lr"] = group.setdefault("initial_lr", group["lr"]) * lr_factor

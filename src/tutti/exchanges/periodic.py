@@ -75,15 +75,17 @@ class Periodic:
         gradients = [p.grad for _, p in self._trained if p.grad is not None]
         if part is not None:
             count = float(part.lanes[1])
-            if count and count != part.samples:
-                # The loss counts something else than samples, such as tokens: make it the mean over those.
-                scale_all(gradients, part.samples / count)
+            # The loss may count something else than samples, such as tokens: make it the mean over those.
+            factor = (part.samples / count if count else 1.0) / self._tick.loss_scale
+            if factor != 1.0:
+                scale_all(gradients, factor)
             norm = math.sqrt(sum(squares_of(gradients)))
             clip = self._setting.clip
             if math.isfinite(norm):
-                if clip is not None and norm > clip:
-                    scale_all(gradients, clip / (norm + 1e-6))
-                step(self._of[worker], self._tick.lr_factor)
+                factor = clip / (norm + 1e-6) if clip is not None and norm > clip else 1.0
+                if factor != 1:
+                    scale_all(gradients, factor)
+                step(self._of[worker], self._tick.lr_factor, factor * norm)
             else:
                 bad = 1
                 self._culprits |= {
@@ -118,7 +120,8 @@ class Periodic:
             found, self._culprits = "\n".join(list(self._culprits)[:3]), {}
             said = self._setting.comms.replica.texts(found, "names of gradients that are not finite")
             nonfinite = dict.fromkeys(name for text in said for name in text.splitlines())
-        return Update(1, skipped=not agreed.finite, nonfinite=tuple(nonfinite))
+        together = (tick.clock + 1) % self._period == 0
+        return Update(1, skipped=not agreed.finite, nonfinite=tuple(nonfinite), together=together)
 
     def merged(self) -> dict[str, Tensor]:
         averages = dict(zip((name for name, _ in self._trained), self._average(), strict=True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +20,7 @@ def optimizer_tensors(optimizer: Optimizer, named: Named) -> dict[str, Tensor]:
     for name, parameter in named:
         for key, value in optimizer.state.get(parameter, {}).items():
             if value is not None:
-                tensors[f"{name}/{key}"] = value if isinstance(value, Tensor) else torch.tensor(float(value))
+                tensors[f"{name}/{key}"] = _tensor(value)
     return tensors
 
 
@@ -41,6 +42,10 @@ def mine_of(tensors: Mapping[str, Tensor], rank: int, ranks: int) -> dict[str, T
     """This rank's part of tensors that all ``ranks`` hold alike: every ``ranks``-th by size, for even writing."""
     ordered = sorted(tensors, key=lambda name: (-tensors[name].nbytes, name))
     return {name: tensors[name] for name in ordered[rank::ranks]}
+
+
+def _tensor(value: Any) -> Tensor:
+    return value if isinstance(value, Tensor) else torch.tensor(float(value), dtype=torch.float64)
 
 
 def _like(tensor: Tensor, parameter: nn.Parameter) -> Tensor:

@@ -17,6 +17,7 @@ from tutti.errors import UsageError
 from tutti.layouts import outcome
 from tutti.layouts.config import LayersConfig
 from tutti.layouts.part import Part
+from tutti.nn import units
 from tutti.nn.swap import describe
 from tutti.types import Cell, GradSink, LossFn, Setting, Totals
 
@@ -35,14 +36,15 @@ class Layers:
         """Keep this stage's children of a sequential model and drop the others.
 
         Raises UsageError where the model is not an ``nn.Sequential``, has fewer children than stages, or ties
-        parameters across a cut.
+        parameters across a cut; or where it has nothing to compute again.
         """
         self._setting.comms.model.agree(
             describe([plain]), "the model", "build the same model, in the same order and precision, on every rank"
         )
+        units.check(plain, self._setting.activation_checkpointing)
         stages, here = self._setting.grid.stage, self._setting.grid.at("stage")
         bounds = cut(plain, stages)
-        children = list(plain.named_children())[bounds[here] : bounds[here + 1]]
+        children = _children(plain)[bounds[here] : bounds[here + 1]]
         return LayersReplica(nn.Sequential(OrderedDict(children)), self._setting)
 
 
@@ -57,7 +59,7 @@ def cut(plain: nn.Module, stages: int) -> list[int]:
             why="only an nn.Sequential says where a model can be cut",
             remedy="make the model an nn.Sequential of its blocks, or take --strategy mirrored",
         )
-    children = list(plain.children())
+    children = [child for _, child in _children(plain)]
     if len(children) < stages:
         raise UsageError(f"a model of {len(children)} blocks cannot be cut into {stages} stages", remedy="use fewer")
     weights = [sum(p.numel() for p in child.parameters()) for child in children]
@@ -73,6 +75,11 @@ def cut(plain: nn.Module, stages: int) -> list[int]:
                         remedy="take fewer stages, or --strategy mirrored",
                     )
     return bounds
+
+
+def _children(plain: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Every step of a sequential model; ``named_children`` leaves out a module that comes again."""
+    return [(name, child) for name, child in plain._modules.items() if child is not None]
 
 
 def balance(weights: Sequence[float], parts: int) -> list[int]:
@@ -105,7 +112,7 @@ class LayersReplica(Part):
 
     def __init__(self, stage: nn.Sequential, setting: Setting) -> None:
         self._comm = setting.comms.model
-        super().__init__(stage, self._comm.device)
+        super().__init__(stage, setting)
         self._relay = _Relay(stage, self._comm)
         self._names: dict[bool, tuple[str, ...]] = {}
 

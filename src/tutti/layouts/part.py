@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from tutti.nn.draws import Draws
-from tutti.nn.swap import mode, parameters, swapped
-from tutti.types import GradSink, ShardSpec
+from tutti.nn.forwards import restore, transform
+from tutti.nn.swap import buffers, mode, other_names, parameters, swapped
+from tutti.types import GradSink, Setting, ShardSpec
 
 
 class Part:
@@ -18,14 +19,22 @@ class Part:
 
     Attributes:
         parts: the modules.
-        specs: where each parameter sits in the plain model.
+        specs: where each parameter and persistent buffer sits in the plain model.
         draws: the random streams of these modules.
     """
 
-    def __init__(self, module: nn.Module, device: torch.device) -> None:
+    def __init__(self, module: nn.Module, setting: Setting) -> None:
+        device = setting.comms.world.device
+        restore(module)
         self.parts: Sequence[nn.Module] = (module.to(device),)
-        self.specs = {name: ShardSpec(tuple(p.shape), (0,) * p.dim()) for name, p in parameters(self.parts)}
+        tied, state = other_names(self.parts), {name: p.data for name, p in parameters(self.parts)}
+        state |= {slot.name: slot.get() for slot in buffers(self.parts)}
+        self.specs = {
+            name: ShardSpec(tuple(tensor.shape), (0,) * tensor.dim(), tied.get(name, ()))
+            for name, tensor in state.items()
+        }
         self.draws = Draws(module, device)
+        transform(module, self.draws, setting)
 
     def connect(self, sink: GradSink) -> None:
         """Autograd reports each parameter's gradient when it has been accumulated."""

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from tutti.layouts import outcome
 from tutti.layouts.config import WholeConfig
 from tutti.layouts.part import Part
+from tutti.nn import units
+from tutti.nn.swap import buffers
 from tutti.types import Cell, GradSink, LossFn, Setting, Totals
 
 
@@ -20,8 +22,9 @@ class Whole:
         self._setting = setting
 
     def build(self, plain: nn.Module) -> WholeReplica:
-        """Move the model to this rank's device."""
-        return WholeReplica(plain, self._setting.comms.world.device)
+        """Move the model to this rank's device. Raises UsageError where it has nothing to compute again."""
+        units.check(plain, self._setting.activation_checkpointing)
+        return WholeReplica(plain, self._setting)
 
 
 class WholeReplica(Part):
@@ -43,9 +46,15 @@ class WholeReplica(Part):
     def begin(self, cell: Cell) -> None:
         """Enter a cell's random stream; in an own loop the caller runs the forward itself."""
         self.draws.enter(cell.key)
+        # A forward on a stand-in must leave no trace in the statistics of batch norm.
+        self._kept = [] if cell.samples else [(slot, slot.get().clone()) for slot in buffers(self.parts)]
 
-    def backward(self, result: Any, cell: Cell, before: Totals | None, sink: GradSink) -> Totals:
+    def backward(self, result: Any, cell: Cell, before: Totals | None, sink: GradSink) -> Totals | None:
         """Backward of one cell in an own loop, from what its loss function gave; the worker's totals so far."""
+        if not cell.samples:
+            for slot, tensor in self._kept:
+                slot.put(tensor)
+            return before
         objective, factor, part = outcome.read(result, cell)
         total = part if before is None else before + part
         self._backward(objective, factor, sink, total if cell.last else None)

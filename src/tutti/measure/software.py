@@ -21,6 +21,7 @@ EXTRAS = {
     "data": ("pyarrow", "pillow"),
     "demo": ("scikit-learn",),
     "plot": ("matplotlib",),
+    "tensorboard": ("tensorboard",),
     "bench": ("accelerate", "lightning-fabric"),
 }
 """Packages of each extra that pyproject.toml declares for users."""

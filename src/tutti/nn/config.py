@@ -1,12 +1,23 @@
-"""Options of ``--batch-norm``. No torch."""
+"""What is done to a model: other batch norms, its forward compiled, or computed again in backward. No torch."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+import shutil
+import sys
+import sysconfig
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from tutti.errors import UsageError, did_you_mean
 from tutti.spec import Spec
+
+CHECKPOINTING = ("none", "blocks")
+"""What ``--activation-checkpointing`` may be as text."""
+
+_COMPILE = "--compile"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,3 +47,67 @@ def check_batch_norm(text: str) -> Any:
     """The options of ``--batch-norm``. Raises UsageError, naming the nearest name or key."""
     spec = Spec.parse(text, "--batch-norm")
     return spec.build(spec.choose(BATCH_NORMS, "batch norm"), "--batch-norm")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compile:
+    """Options of ``torch.compile``.
+
+    Attributes:
+        backend: what makes code of the graphs; ``inductor`` needs a C++ compiler.
+    """
+
+    backend: str = "inductor"
+
+
+MODES: Mapping[str, type[Any]] = {"none": Compile, "default": Compile, "max-autotune-no-cudagraphs": Compile}
+_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
+
+
+def check_compile(text: str, reproducible: bool = False) -> tuple[str, Compile] | None:
+    """The mode and options of ``--compile``; None for none. Raises UsageError, naming the nearest mode or key."""
+    spec = Spec.parse(text, _COMPILE)
+    if spec.name in _CUDA_GRAPHS:
+        raise UsageError(
+            f"{_COMPILE} {spec.name} records CUDA graphs",
+            why="they hold tensors by address, and workers that share a device are swapped by address",
+            remedy="take default or max-autotune-no-cudagraphs",
+        )
+    options = spec.build(spec.choose(MODES, "mode of torch.compile"), _COMPILE)
+    if spec.name == "none":
+        return None
+    if reproducible:
+        raise UsageError(
+            f"--reproducible does not go with {_COMPILE}",
+            why="code that is made for one shape, or for one stage of a model, rounds differently than for another",
+            remedy="leave out one of the two",
+        )
+    return spec.name, options
+
+
+def check_compiler(options: Compile) -> None:
+    """Raise UsageError where ``torch.compile`` would not find what it makes code for the CPU with."""
+    if options.backend != "inductor":
+        return
+    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
+    if shutil.which(compiler) is None:
+        raise UsageError(
+            f"{_COMPILE} needs a C++ compiler, and there is no {compiler}",
+            remedy=f"install one (apt install g++), name one in the variable CXX, or leave out {_COMPILE}",
+        )
+    header = Path(sysconfig.get_path("include"), "Python.h")
+    if not header.is_file():
+        raise UsageError(
+            f"{_COMPILE} needs Python's headers",
+            where=str(header),
+            remedy=f"install them (apt install python3-dev), or leave out {_COMPILE}",
+        )
+
+
+def check_checkpointing(choice: str | Sequence[Any]) -> None:
+    """Raise UsageError where ``--activation-checkpointing`` is text that means nothing."""
+    if isinstance(choice, str) and choice not in CHECKPOINTING:
+        raise UsageError(
+            f"unknown activation checkpointing '{choice}'",
+            remedy=f"{did_you_mean(choice, CHECKPOINTING)}; in Python also a list of modules' names or classes",
+        )

@@ -7,14 +7,23 @@ part of the model draws what one device would.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from tutti.errors import UsageError
 from tutti.laws.keys import mix, name_key
 
 _MASK = (1 << 63) - 1
+
+
+class Moment(NamedTuple):
+    """How often each keyed module has been called in which cell, and whether that is computed again."""
+
+    cell: int
+    calls: dict[str, int]
+    replaying: bool
 
 
 class Draws:
@@ -31,7 +40,8 @@ class Draws:
             self._generator = torch.cuda.default_generators[device.index or 0]
         self._cell = 0
         self._calls: dict[str, int] = {}
-        keyed = [name for name, module in model.named_modules() if _draws(module)]
+        self._replaying = False
+        keyed = [name for name, module in model.named_modules() if draws(module)]
         if isinstance(model, nn.Sequential):
             # A block of the user's own may draw by functions; keyed by its name it does so alike on any stage.
             keyed += [name for name, block in model.named_children() if not _is_of_pytorch(block)]
@@ -46,23 +56,46 @@ class Draws:
             self._calls.clear()
         self._generator.manual_seed(key & _MASK)
 
+    @property
+    def moment(self) -> Moment:
+        """Where the streams are; what is computed again in backward goes back to where they were."""
+        return Moment(self._cell, dict(self._calls), self._replaying)
+
+    @moment.setter
+    def moment(self, then: Moment) -> None:
+        self._cell, self._calls, self._replaying = then.cell, dict(then.calls), then.replaying
+
     def _hook(self, name: str) -> Any:
         base = name_key(name)
 
         def before(module: nn.Module, args: Any) -> None:
             if module.training:
                 call = self._calls.get(name, 0)
-                self._calls[name] = call + 1
+                if torch._C._current_graph_task_id() != -1 and not self._replaying:
+                    call = _first(name, call)
+                else:
+                    self._calls[name] = call + 1
                 self._generator.manual_seed(mix(self._cell, base, call) & _MASK)
 
         return before
+
+
+def _first(name: str, calls: int) -> int:
+    """The call that a checkpoint of the user's own computes again: known where there was but one."""
+    if calls != 1:
+        raise UsageError(
+            f"the model computes {name} again in backward, which draws and was called {calls} times",
+            why="which of the calls it is cannot be known",
+            remedy="leave checkpointing to tutti.prepare(activation_checkpointing=…)",
+        )
+    return 0
 
 
 def _is_of_pytorch(module: nn.Module) -> bool:
     return type(module).__module__.startswith("torch.nn.")
 
 
-def _draws(module: nn.Module) -> bool:
+def draws(module: nn.Module) -> bool:
     """Whether a module of PyTorch draws random numbers by itself in training."""
     if isinstance(module, nn.modules.dropout._DropoutNd):
         return module.p > 0

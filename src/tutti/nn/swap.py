@@ -38,15 +38,31 @@ def parameters(parts: Sequence[nn.Module]) -> list[tuple[str, nn.Parameter]]:
     return list(found.values())
 
 
-def buffers(parts: Sequence[nn.Module]) -> list[Slot]:
-    """Slots of all persistent buffers, in the model's order."""
+def buffers(parts: Sequence[nn.Module], persistent: bool = True) -> list[Slot]:
+    """Slots of all persistent buffers, or of all buffers whatever, in the model's order."""
     slots = []
     for part in parts:
         for prefix, module in part.named_modules():
             for key, tensor in module._buffers.items():
-                if tensor is not None and key not in module._non_persistent_buffers_set:
+                if tensor is not None and not (persistent and key in module._non_persistent_buffers_set):
                     slots.append(Slot(f"{prefix}.{key}" if prefix else key, module, key))
     return slots
+
+
+def other_names(parts: Sequence[nn.Module]) -> dict[str, tuple[str, ...]]:
+    """Under which other names a plain model's state has a tied parameter, or a buffer of a module that it has twice.
+
+    Keys are the names of ``parameters`` and ``buffers``.
+    """
+    names: dict[object, list[str]] = {}
+    for part in parts:
+        for name, parameter in part.named_parameters(remove_duplicate=False):
+            names.setdefault(id(parameter), []).append(name)
+        for prefix, module in part.named_modules(remove_duplicate=False):
+            for key, tensor in module._buffers.items():
+                if tensor is not None and key not in module._non_persistent_buffers_set:
+                    names.setdefault((id(module), key), []).append(f"{prefix}.{key}" if prefix else key)
+    return {first: tuple(others) for first, *others in names.values() if others}
 
 
 def describe(parts: Sequence[nn.Module]) -> list[str]:

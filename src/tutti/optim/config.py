@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from tutti.errors import UsageError
 from tutti.spec import Duration, Spec
@@ -47,7 +47,138 @@ class AdamW(Adam):
     weight_decay: float = 0.01
 
 
-OPTIMIZERS: Mapping[str, type[Any]] = {"sgd": SGD, "adam": Adam, "adamw": AdamW}
+@dataclass(frozen=True, kw_only=True)
+class LayerWise:
+    """Options of every layer-wise optimizer.
+
+    Attributes:
+        adapt_1d, decay_1d: whether tensors of at most one dimension are adapted and decayed.
+        exclude: patterns of names that are neither adapted nor decayed, such as ``exclude=embed.*+head.*``.
+        fused: compiled loops on the CPU; none: where they can be had.
+    """
+
+    adapt_1d: bool = False
+    decay_1d: bool = False
+    exclude: tuple[str, ...] = ()
+    fused: bool | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LARS(LayerWise):
+    """``tutti.optim.LARS`` (You et al. 2017, arXiv 1708.03888)."""
+
+    lr: float = 1.0
+    momentum: float = 0.9
+    weight_decay: float = 0.0
+    trust: float = 0.001
+    eps: float = 0.0
+    nesterov: bool = False
+    denominator: Literal["sum_of_norms", "norm_of_sum"] = "sum_of_norms"
+    lr_in_momentum: bool = True
+    cap: bool = False
+
+    def __post_init__(self) -> None:
+        _check_momentum(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LARC(LayerWise):
+    """``tutti.optim.LARC``: SGD whose rate is capped for each layer; ``cap=false`` scales instead."""
+
+    lr: float = 0.1
+    momentum: float = 0.9
+    weight_decay: float = 0.0
+    trust: float = 0.02
+    eps: float = 1e-8
+    nesterov: bool = False
+    cap: bool = True
+
+    def __post_init__(self) -> None:
+        _check_momentum(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LAMB(LayerWise):
+    """``tutti.optim.LAMB`` (You et al. 2020, arXiv 1904.00962)."""
+
+    lr: float = 1e-3
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-6
+    weight_decay: float = 0.01
+    bias_correction: bool = True
+    grad_averaging: bool = True
+    phi_min: float = 0.0
+    phi_max: float | None = None
+    trust_clip: float | None = None
+    decoupled_decay: bool = False
+    max_grad_norm: float | None = None
+
+    def __post_init__(self) -> None:
+        _check(self, at_least_zero=("lr", "eps", "weight_decay", "phi_min"), below_one=("beta1", "beta2"))
+        for name in ("phi_max", "trust_clip", "max_grad_norm"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise UsageError(f"{name} is {value}", remedy="give a number above 0, or none")
+
+
+@dataclass(frozen=True, kw_only=True)
+class NovoGrad(LayerWise):
+    """``tutti.optim.NovoGrad`` (Ginsburg et al. 2019, arXiv 1905.11286)."""
+
+    lr: float = 0.01
+    beta1: float = 0.95
+    beta2: float = 0.98
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    grad_averaging: bool = False
+    bias_correction: bool = False
+    normalize: Literal["gradient", "moment"] = "gradient"
+    decay: Literal["moment", "step"] = "moment"
+    init: Literal["first_norm", "zero"] = "first_norm"
+
+    def __post_init__(self) -> None:
+        _check(self, at_least_zero=("lr", "eps", "weight_decay"), below_one=("beta1", "beta2"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Muon:
+    """``tutti.optim.Muon``: orthogonal steps for matrices, AdamW for the rest.
+
+    Attributes:
+        adam: patterns of names of matrices that AdamW takes; none of them: ``adam=none``.
+    """
+
+    lr: float = 0.02
+    weight_decay: float = 0.0
+    momentum: float = 0.95
+    nesterov: bool = True
+    ns_steps: int = 5
+    adjust_lr_fn: Literal["original", "match_rms_adamw"] = "original"
+    adam_lr: float = 1e-3
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.95
+    adam_eps: float = 1e-8
+    adam_weight_decay: float = 0.0
+    adam: tuple[str, ...] = ("*embed*", "*head*", "*token*", "*position*")
+
+    def __post_init__(self) -> None:
+        rates = ("lr", "weight_decay", "adam_lr", "adam_eps", "adam_weight_decay")
+        _check(self, at_least_zero=rates, below_one=("momentum", "adam_beta1", "adam_beta2"))
+        if not 1 <= self.ns_steps < 100:
+            raise UsageError(f"ns_steps is {self.ns_steps}", remedy="give 1 to 99")
+
+
+OPTIMIZERS: Mapping[str, type[Any]] = {
+    "sgd": SGD,
+    "adam": Adam,
+    "adamw": AdamW,
+    "lars": LARS,
+    "larc": LARC,
+    "lamb": LAMB,
+    "novograd": NovoGrad,
+    "muon": Muon,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,3 +250,9 @@ def _check(config: Any, at_least_zero: tuple[str, ...] = (), below_one: tuple[st
             raise UsageError(
                 f"{name} is {value}", remedy=f"give 0 or more{' and below 1' if name in below_one else ''}"
             )
+
+
+def _check_momentum(config: LARS | LARC) -> None:
+    _check(config, at_least_zero=("lr", "weight_decay", "trust", "eps"), below_one=("momentum",))
+    if config.nesterov and config.momentum <= 0:
+        raise ValueError("nesterov=true needs momentum above 0")

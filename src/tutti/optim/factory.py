@@ -1,45 +1,53 @@
-"""Optimizers from options, and from an optimizer that the user made. PyTorch's fused kernels where they exist."""
+"""Optimizers from options, and from an optimizer that the user made. Fused kernels where they exist."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from tutti import optim
 from tutti.errors import UsageError
-from tutti.optim.config import SGD, AdamW
+from tutti.optim import config as options
+from tutti.optim.layerwise import LayerWise
 from tutti.types import OptimizerFactory
 
 Named = Sequence[tuple[str, nn.Parameter]]
 
 
 def from_config(config: Any) -> OptimizerFactory:
-    """A factory of ``torch.optim.SGD``, ``Adam`` or ``AdamW`` with these options over all trainable parameters."""
+    """A factory of the optimizer that these options are of, over all trainable parameters."""
 
     def make(named: Named) -> Optimizer | None:
-        trainable = [p for _, p in named if p.requires_grad]
-        if not trainable:
-            return None
-        fused = all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in trainable)
-        if isinstance(config, SGD):
-            return torch.optim.SGD(
-                trainable,
-                lr=config.lr,
-                momentum=config.momentum,
-                dampening=config.dampening,
-                weight_decay=config.weight_decay,
-                nesterov=config.nesterov,
-                fused=fused,
-            )
-        kind = torch.optim.AdamW if isinstance(config, AdamW) else torch.optim.Adam
-        betas = (config.beta1, config.beta2)
-        return kind(trainable, lr=config.lr, betas=betas, eps=config.eps, weight_decay=config.weight_decay, fused=fused)
+        trainable = [(name, p) for name, p in named if p.requires_grad]
+        return _make(config, trainable) if trainable else None
 
     return make
+
+
+def _make(config: Any, named: Named) -> Optimizer:
+    arguments = asdict(config)
+    for prefix in ("", "adam_"):
+        if f"{prefix}beta1" in arguments:
+            arguments[f"{prefix}betas"] = arguments.pop(f"{prefix}beta1"), arguments.pop(f"{prefix}beta2")
+    if isinstance(config, options.Muon):
+        return optim.Muon(named, adam_names=arguments.pop("adam"), **arguments)
+    if isinstance(config, options.LayerWise):
+        kind = getattr(optim, type(config).__name__)
+        made: Optimizer = kind(optim.split_groups(named, arguments.pop("exclude")), **arguments)
+        return made
+    fused = all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for _, p in named)
+    plain: dict[type, Callable[..., Optimizer]] = {
+        options.SGD: torch.optim.SGD,
+        options.Adam: torch.optim.Adam,
+        options.AdamW: torch.optim.AdamW,
+    }
+    return plain[type(config)]([p for _, p in named], **arguments, fused=fused)
 
 
 def from_instance(optimizer: Optimizer) -> OptimizerFactory:
@@ -48,7 +56,7 @@ def from_instance(optimizer: Optimizer) -> OptimizerFactory:
     The first call over exactly the optimizer's parameters returns the optimizer itself. Another call (a stage that
     holds only some of them; one optimizer a worker) builds one of the same class with the same groups and settings.
     """
-    groups = [({k: v for k, v in g.items() if k != "params"}, list(g["params"])) for g in optimizer.param_groups]
+    groups = [(_settings(g), list(g["params"])) for g in optimizer.param_groups]
     known = set(inspect.signature(type(optimizer)).parameters)
     defaults = {k: v for k, v in optimizer.defaults.items() if k in known}
     given = {id(p) for _, members in groups for p in members}
@@ -78,7 +86,14 @@ def _following(original: Optimizer, built: Optimizer, here: set[int]) -> Optimiz
 
     def follow(*_: Any) -> None:
         for own, theirs in zip(built.param_groups, pairs, strict=True):
-            own.update({key: value for key, value in theirs.items() if key != "params"})
+            own.update(_settings(theirs))
 
+    if isinstance(original, LayerWise) and isinstance(built, LayerWise):
+        built.norms = original.norms
     built.register_step_pre_hook(follow)
     return built
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    """What a group says of each of its parameters alike."""
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}

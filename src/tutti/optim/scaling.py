@@ -65,7 +65,9 @@ def check_rule(text: str) -> Any:
 
 def scaled(optimizer: C, rule: NoRule, batch: int) -> C:
     """An optimizer's options at ``batch`` samples a step. Raises UsageError where the rule does not fit it."""
-    changed: dict[str, float] = {"lr": optimizer.lr * rule.factor(batch)}  # type: ignore[attr-defined]
+    factor = rule.factor(batch)
+    # Muon has a rate for what AdamW takes, too.
+    changed = {name: getattr(optimizer, name) * factor for name in ("lr", "adam_lr") if hasattr(optimizer, name)}
     if isinstance(rule, AdamSqrt):
         names = ("beta1", "beta2", "eps")
         if not all(hasattr(optimizer, name) for name in names):

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from tutti.errors import UsageError
 from tutti.laws.learning_rate import gradual
 from tutti.optim.config import Cosine, Linear, Step
 from tutti.spec import Duration
@@ -17,15 +18,22 @@ from tutti.spec import Duration
 Schedule = Callable[[int], float]
 
 
-def make(config: Any, total: int, dataset: int, batch: int, scaled: float = 1.0) -> Schedule:
+def make(config: Any, total: int | None, dataset: int | None, batch: int, scaled: float = 1.0) -> Schedule:
     """The factor for step 0, 1, …, ``total`` - 1.
 
     Args:
         config: one of ``tutti.optim.config.SCHEDULES``.
-        total: steps in the run.
-        dataset, batch: samples in an epoch and in a global batch, which durations are counted in.
+        total: steps in the run; None where only the end of a stream will tell.
+        dataset, batch: samples in an epoch (None as above) and in a global batch, which durations are counted in.
         scaled: by how much a learning-rate rule has raised the initial rate; the warm-up starts where it was before.
+
+    Raises UsageError for a schedule that needs what is not known.
     """
+    if total is None and isinstance(config, Cosine | Linear):
+        raise UsageError(
+            f"the schedule {type(config).__name__.lower()} falls over the whole run, whose length is not known",
+            remedy="give --steps or --samples, or the data set __len__",
+        )
     warmup = Duration.parse(config.warmup).steps(dataset, batch)
     start = config.warmup_from
     if start is None:
@@ -36,7 +44,7 @@ def make(config: Any, total: int, dataset: int, batch: int, scaled: float = 1.0)
         if step < warmup:
             # From nothing, the first step would be no step: it takes the first increment.
             return gradual(step, warmup, start) if start > 0 else gradual(step + 1, warmup, 0.0)
-        progress = (step - warmup) / max(total - warmup, 1)
+        progress = (step - warmup) / max((total or 0) - warmup, 1)
         if isinstance(config, Cosine):
             return cosine(progress, config.final)
         if isinstance(config, Linear):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
+
+from tutti.state.hashing import WeightsHash
 
 
 def weights_sha256(tensors: Mapping[str, Tensor]) -> str:
@@ -14,9 +15,9 @@ def weights_sha256(tensors: Mapping[str, Tensor]) -> str:
 
     Two runs with equal hashes hold bit-identical parameters and persistent buffers.
     """
-    digest = hashlib.sha256()
+    digest = WeightsHash()
     for name in sorted(tensors):
         tensor = tensors[name].detach().cpu().contiguous()
-        digest.update(f"{name}\0{str(tensor.dtype).removeprefix('torch.')}\0{list(tensor.shape)}\0".encode())
-        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+        data = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
+        digest.add(name, str(tensor.dtype).removeprefix("torch."), tensor.shape, data)
     return digest.hexdigest()

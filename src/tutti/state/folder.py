@@ -11,12 +11,16 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from tutti.errors import CheckpointError, DiskError
+from tutti.state.disk import discard
 from tutti.state.manifest import MANIFEST, Manifest
 from tutti.state.read import load_manifest, verify
-from tutti.state.write import discard
 
 _UNFINISHED = re.compile(r"step-\d+(\.old)?\.tmp-.+")
 _FINISHED = re.compile(r"step-\d+(\.old)?")
+
+
+Score = Callable[[Manifest], float | None]
+"""A checkpoint's worth, from its facts: the higher the better, None for one that has none."""
 
 
 def newest(folder: Path) -> tuple[Manifest | None, list[str]]:
@@ -25,11 +29,30 @@ def newest(folder: Path) -> tuple[Manifest | None, list[str]]:
     Reads every byte of the checkpoint that it returns. On several ranks let one call it, and the others
     ``load_manifest``.
     """
+    return _trusted(*_scan(folder))
+
+
+def best(folder: Path, score: Score) -> tuple[Manifest | None, list[str]]:
+    """As ``newest``, of those that have a score the one with the highest, of equals the newest."""
     manifests, broken = _scan(folder)
-    for manifest in manifests:
-        if _verifies(manifest, broken):
-            return manifest, broken
-    return None, broken
+    return _trusted(ranked(manifests, score), broken)
+
+
+def scan(folder: Path) -> list[Manifest]:
+    """All checkpoints that can be read, newest first; what their files hold is not looked at."""
+    return _scan(folder)[0]
+
+
+def ranked(manifests: Iterable[Manifest], score: Score) -> list[Manifest]:
+    """Those that have a score, the best first; equals stay in order."""
+    scored = [(worth, manifest) for manifest in manifests if (worth := score(manifest)) is not None]
+    return [manifest for _, manifest in sorted(scored, key=lambda pair: -pair[0])]
+
+
+def last_step(folder: Path) -> int:
+    """The step of the newest complete checkpoint, which is not read for it; 0 where there is none."""
+    manifests, _ = _scan(folder)
+    return manifests[0].step if manifests else 0
 
 
 def prune(
@@ -37,7 +60,7 @@ def prune(
     *,
     keep_last: int,
     keep_best: int = 0,
-    score: Callable[[Manifest], float] | None = None,
+    score: Score | None = None,
     verified: set[Path] | None = None,
 ) -> list[str]:
     """Delete checkpoints that are no longer needed, and what unfinished saves left. Rank 0 only, while none is saving.
@@ -49,7 +72,7 @@ def prune(
         folder: the run's ``checkpoints``.
         keep_last: how many of the newest to keep, at least 1.
         keep_best: how many of those with the highest ``score`` to keep besides.
-        score: a checkpoint's worth, from its facts; the higher the better.
+        score: a checkpoint's worth; those without are not among the best.
         verified: those that are known to be good, not read again; those found good here join them.
 
     Returns:
@@ -65,7 +88,7 @@ def prune(
     known = set() if verified is None else verified
     keep = _first(keep_last, manifests, known, broken)
     if score is not None:
-        keep |= _first(keep_best, sorted(manifests, key=score, reverse=True), known, broken)
+        keep |= _first(keep_best, ranked(manifests, score), known, broken)
     try:
         for manifest in reversed(manifests):
             if manifest.path not in keep:
@@ -77,6 +100,14 @@ def prune(
     except OSError as error:
         raise DiskError("old checkpoints could not be deleted", where=str(folder), why=str(error)) from error
     return list(dict.fromkeys(broken))
+
+
+def _trusted(manifests: Iterable[Manifest], broken: list[str]) -> tuple[Manifest | None, list[str]]:
+    """The first that verifies; what is wrong with those before it joins ``broken``."""
+    for manifest in manifests:
+        if _verifies(manifest, broken):
+            return manifest, broken
+    return None, broken
 
 
 def _first(count: int, manifests: Iterable[Manifest], known: set[Path], broken: list[str]) -> set[Path]:

@@ -22,8 +22,8 @@ from tutti.state.tensorfile import SliceRecord, file_layout
 T = TypeVar("T")
 
 MANIFEST = "manifest.json"
-GROUPS = ("model", "optim", "data", "rng", "workers", "wire")
-"""The first four say nothing of the strategy; the last two belong to it and are optional."""
+GROUPS = ("model", "ema", "optim", "data", "rng", "workers", "wire")
+"""All but the last two say nothing of the strategy; those belong to it and are optional, as ``ema`` is."""
 
 MOST_METADATA = 64 * 2**20
 """Largest manifest, bytes: parsed JSON takes many times its size in memory."""

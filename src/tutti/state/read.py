@@ -1,4 +1,8 @@
-"""Reading a checkpoint: only regular files inside its directory, only as numbers, nothing before it is checked."""
+"""Reading a checkpoint: only regular files inside its directory, only as numbers, nothing before it is checked.
+
+Numbers are read as unsigned integers of their elements' width, which neither NumPy nor PyTorch needs to understand:
+torch is loaded with the first tensor that is asked for as one, and ``tutti export`` never asks.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +15,17 @@ import stat
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
 from tutti.errors import CheckpointError
 from tutti.state.manifest import MANIFEST, MOST_METADATA, REMEDY, FileRecord, Manifest, TensorRecord
 from tutti.state.tensorfile import DTYPES, SliceRecord, file_layout
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 """Without O_NONBLOCK, opening a named pipe would wait for a writer."""
@@ -83,7 +91,13 @@ class Reader:
             yield name, self.read_slice(group, name, (0,) * len(shape), shape)
 
     def read_slice(self, group: str, name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
-        """The region of ``shape`` at ``offset`` of one tensor; nothing else of it is read.
+        """The region of ``shape`` at ``offset`` of one tensor; nothing else of it is read. Raises as ``numbers``."""
+        from tutti.state.dtypes import as_tensor
+
+        return as_tensor(self.numbers(group, name, offset, shape), self._record(group, name).dtype)
+
+    def numbers(self, group: str, name: str, offset: Sequence[int], shape: Sequence[int]) -> NDArray[Any]:
+        """The same region as unsigned integers of the elements' width.
 
         Raises:
             CheckpointError: no such tensor, a region outside it, or a file that is not as the manifest says.
@@ -93,12 +107,12 @@ class Reader:
             wanted = SliceRecord(name, record.dtype, record.shape, tuple(offset), tuple(shape))
         except ValueError as error:
             raise CheckpointError("cannot read", where=str(self._manifest.path), why=str(error)) from error
-        result = torch.empty(wanted.part, dtype=DTYPES[record.dtype])
+        result = np.empty(wanted.part, unsigned(record.dtype))
         for file, index in record.slices:
             self._copy(file, index, result, wanted)
         return result
 
-    def _copy(self, file: FileRecord, index: int, result: Tensor, wanted: SliceRecord) -> None:
+    def _copy(self, file: FileRecord, index: int, result: NDArray[Any], wanted: SliceRecord) -> None:
         """Copy what the slice has of the ``wanted`` region to ``result``, which is that region."""
         stored = file.slices[index]
         low, high = tuple(map(max, wanted.offset, stored.offset)), tuple(map(min, wanted.end, stored.end))
@@ -107,10 +121,8 @@ class Reader:
         with _opened(self._manifest.path, file.group, file.name) as (descriptor, size):
             begin = self._begin(file, descriptor, size)[index]
             page = begin - begin % mmap.ALLOCATIONGRANULARITY
-            # Private and not read-only: torch warns of memory that it may not write.
-            mapped = mmap.mmap(descriptor, begin - page + stored.nbytes, access=mmap.ACCESS_COPY, offset=page)
-        count = math.prod(stored.part)
-        values = torch.frombuffer(mapped, dtype=result.dtype, count=count, offset=begin - page).view(stored.part)
+            mapped = mmap.mmap(descriptor, begin - page + stored.nbytes, access=mmap.ACCESS_READ, offset=page)
+        values = np.frombuffer(mapped, result.dtype, math.prod(stored.part), begin - page).reshape(stored.part)
         result[_within(wanted, low, high)] = values[_within(stored, low, high)]
 
     def _begin(self, file: FileRecord, descriptor: int, size: int) -> tuple[int, ...]:
@@ -131,6 +143,11 @@ class Reader:
                 remedy="load it into the model and optimizer that saved it",
             )
         return tensors[name]
+
+
+def unsigned(dtype: str) -> str:
+    """NumPy's name of the unsigned integers that are as wide as an element of ``dtype``."""
+    return f"<u{DTYPES[dtype][1]}"
 
 
 def _within(item: SliceRecord, low: Sequence[int], high: Sequence[int]) -> tuple[slice, ...]:

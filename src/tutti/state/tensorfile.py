@@ -7,36 +7,32 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-import torch
-
 DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
-    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "C64": torch.complex64,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U64": torch.uint64,
-    "U32": torch.uint32,
-    "U16": torch.uint16,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
+    "F64": ("float64", 8),
+    "F32": ("float32", 4),
+    "F16": ("float16", 2),
+    "BF16": ("bfloat16", 2),
+    "F8_E4M3": ("float8_e4m3fn", 1),
+    "F8_E5M2": ("float8_e5m2", 1),
+    "F8_E4M3FNUZ": ("float8_e4m3fnuz", 1),
+    "F8_E5M2FNUZ": ("float8_e5m2fnuz", 1),
+    "F8_E8M0": ("float8_e8m0fnu", 1),
+    "C64": ("complex64", 8),
+    "I64": ("int64", 8),
+    "I32": ("int32", 4),
+    "I16": ("int16", 2),
+    "I8": ("int8", 1),
+    "U64": ("uint64", 8),
+    "U32": ("uint32", 4),
+    "U16": ("uint16", 2),
+    "U8": ("uint8", 1),
+    "BOOL": ("bool", 1),
 }
-"""Every dtype that a file can hold, by its name in the format."""
-
-DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+"""Every dtype that a file can hold: its name in the format → its name in PyTorch and bytes of one element. No torch."""
 
 MOST_DIMENSIONS = 64
 _MOST_BYTES = 2**63 - 1
@@ -80,10 +76,15 @@ class SliceRecord:
                 f"does not lie within shape {list(self.shape)}"
             )
 
+    @classmethod
+    def whole(cls, name: str, dtype: str, shape: Sequence[int]) -> SliceRecord:
+        """The slice that is all of its tensor. Raises ValueError as the constructor."""
+        return cls(name, dtype, tuple(shape), (0,) * len(shape), tuple(shape))
+
     @property
     def itemsize(self) -> int:
         """Bytes of one element."""
-        return DTYPES[self.dtype].itemsize
+        return DTYPES[self.dtype][1]
 
     @property
     def end(self) -> tuple[int, ...]:
@@ -111,15 +112,15 @@ class FileLayout:
     size: int
 
 
-def file_layout(slices: Sequence[SliceRecord]) -> FileLayout:
-    """The one layout of a file that holds ``slices`` in this order.
+def file_layout(slices: Sequence[SliceRecord], metadata: Mapping[str, str] | None = None) -> FileLayout:
+    """The one layout of a file that holds ``slices`` in this order; ``metadata`` is told beside the format.
 
     >>> layout = file_layout([SliceRecord("w", "F32", (2, 3), (0, 0), (2, 3))])
     >>> layout.size - layout.begins[0]
     24
     """
     ends = list(accumulate((item.nbytes for item in slices), initial=0))
-    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    entries: dict[str, object] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     for item, key, begin, end in zip(slices, _keys(slices), ends, ends[1:], strict=False):
         entries[key] = {"dtype": item.dtype, "shape": item.part, "data_offsets": (begin, end)}
     text = json.dumps(entries, separators=(",", ":")).encode()

@@ -6,11 +6,9 @@ Rank 0 calls ``begin``; every rank calls ``write_part`` and reports its records 
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,12 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tutti.errors import CheckpointError, DiskError
+from tutti.errors import CheckpointError
+from tutti.state.disk import discard, on_disk, sync, write_new
+from tutti.state.dtypes import DTYPE_NAMES
 from tutti.state.manifest import GROUPS, MANIFEST, MOST_METADATA, FileRecord, Manifest
-from tutti.state.tensorfile import DTYPE_NAMES, SliceRecord, file_layout
-
-_CHUNK = 2**20
-_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+from tutti.state.tensorfile import SliceRecord, file_layout
 
 
 @dataclass(frozen=True)
@@ -81,17 +78,20 @@ def begin(folder: Path, step: int, attempt: int) -> Path:
         DiskError: it cannot be made.
     """
     temporary = folder / f"{step_name(step)}.tmp-{attempt}"
-    with _on_disk(temporary):
+    with on_disk(temporary):
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
     return temporary
 
 
-def write_part(temporary: Path, group: str, rank: int, slices: Iterable[Slice]) -> list[FileRecord]:
+def write_part(
+    temporary: Path, group: str, rank: int, slices: Iterable[Slice], progress: Callable[[], object] = lambda: None
+) -> list[FileRecord]:
     """Write one rank's slices of one group as ``GROUP/rank{N}.safetensors`` and fsync it.
 
     The hash is of the bytes as they leave memory, so that whatever the disk makes of them is noticed. Tensors must not
-    change meanwhile: give it a snapshot. Empty parts of tensors that are not empty are left out.
+    change meanwhile: give it a snapshot. Empty parts of tensors that are not empty are left out. ``progress`` is called
+    after every mebibyte.
 
     Returns:
         The records to report to rank 0: one, or none where there is nothing to write (no file is made).
@@ -110,9 +110,9 @@ def write_part(temporary: Path, group: str, rank: int, slices: Iterable[Slice]) 
     records = tuple(record for record, _ in pairs)
     layout = file_layout(records)
     path = temporary / group / f"rank{rank}.safetensors"
-    with _on_disk(path, remove=path):
+    with on_disk(path, remove=path):
         path.parent.mkdir(exist_ok=True)
-        sha256 = _write(path, _buffers(layout.header, (tensor for _, tensor in pairs)))
+        sha256 = write_new(path, _buffers(layout.header, (tensor for _, tensor in pairs)), progress)
     return [FileRecord(group, rank, layout.size, sha256, records)]
 
 
@@ -137,7 +137,7 @@ def commit(
     final = temporary.parent / step_name(step)
     try:
         manifest = _manifest(temporary, final, tuple(records), step, config_sha256, facts)
-        with _on_disk(final):
+        with on_disk(final):
             _settle(temporary, manifest)
             _replace(temporary, final)
     except BaseException:
@@ -149,14 +149,6 @@ def commit(
 def abandon(temporary: Path) -> None:
     """Remove an unfinished checkpoint. Rank 0 only, once no rank writes to it any more."""
     shutil.rmtree(temporary, ignore_errors=True)
-
-
-def discard(path: Path) -> None:
-    """Delete a checkpoint. It loses its name first, so that one half deleted is never taken for a checkpoint."""
-    doomed = path.with_name(f"{path.name}.tmp-discarded")
-    shutil.rmtree(doomed, ignore_errors=True)
-    os.replace(path, doomed)
-    shutil.rmtree(doomed)
 
 
 def _manifest(
@@ -179,10 +171,10 @@ def _settle(temporary: Path, manifest: Manifest) -> None:
     data = manifest.encode()
     if len(data) > MOST_METADATA:
         raise CheckpointError("the manifest is too large", why=f"{len(data)} bytes of at most {MOST_METADATA}")
-    _write(temporary / MANIFEST, [memoryview(data)])
+    write_new(temporary / MANIFEST, [memoryview(data)])
     for directory in sorted({temporary / record.group for record in manifest.files}):
-        _sync(directory)
-    _sync(temporary)
+        sync(directory)
+    sync(temporary)
 
 
 def _replace(temporary: Path, final: Path) -> None:
@@ -192,9 +184,9 @@ def _replace(temporary: Path, final: Path) -> None:
         if earlier.exists():
             discard(earlier)
         os.replace(final, earlier)
-        _sync(final.parent)
+        sync(final.parent)
     os.replace(temporary, final)
-    _sync(final.parent)
+    sync(final.parent)
     if earlier.exists():
         discard(earlier)
 
@@ -206,45 +198,3 @@ def _buffers(header: bytes, tensors: Iterable[Tensor]) -> Iterator[memoryview]:
         # No bytes means no address, which a memoryview cannot do without.
         if dense.numel():
             yield dense.reshape(-1).view(torch.uint8).numpy().data
-
-
-def _write(path: Path, buffers: Iterable[memoryview]) -> str:
-    """Write a new file and fsync it; the SHA-256 of the bytes as memory held them."""
-    digest = hashlib.sha256()
-    descriptor = os.open(path, _NEW, 0o666)
-    try:
-        for buffer in buffers:
-            for start in range(0, len(buffer), _CHUNK):
-                rest = buffer[start : start + _CHUNK]
-                digest.update(rest)
-                while rest:
-                    rest = rest[os.write(descriptor, rest) :]
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-    return digest.hexdigest()
-
-
-def _sync(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-@contextmanager
-def _on_disk(path: Path, remove: Path | None = None) -> Iterator[None]:
-    """Turns the system's error into DiskError, after removing ``remove``."""
-    try:
-        yield
-    except OSError as error:
-        if remove:
-            with suppress(OSError):
-                remove.unlink()
-        raise DiskError(
-            "the checkpoint could not be written",
-            where=str(path),
-            why=error.strerror or str(error),
-            remedy="free space or choose another directory; earlier checkpoints are intact",
-        ) from error

@@ -7,7 +7,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tutti.errors import UsageError
+from tutti.laws.averaging import Averaging
 from tutti.spec import Duration
+from tutti.training.best import Best
+from tutti.world.watchdog import Limits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,6 +22,7 @@ class TrainConfig:
         model: ``name:key=value``; default: the task's first.
         augment: random crops and flips, where the task has them.
         batch_norm: statistics of a worker's samples, or of few: ``ghost:size=32``.
+        data_workers: processes a device that fetch samples ahead.
         strategy: how devices share the work, ``name:key=value``.
         optimizer: ``name:key=value``.
         schedule: learning-rate schedule, ``name:key=value``.
@@ -30,12 +34,18 @@ class TrainConfig:
         epochs, steps, samples: how long, at most one of the three; default: 3 epochs.
         duration: the same in one word: 3ep, 500st or 20000sa.
         regime_batch: train for as many updates as with this batch; milestones and warm-up too.
-        precision: fp32, bf16 (autocast, fp32 weights) or fp64.
+        precision: fp32, bf16 or fp16 (autocast, fp32 weights), or fp64.
+        loss_scale: a number, or ``dynamic:init=65536``; default: dynamic for fp16.
         channels_last: memory layout of images; default: on for image tasks.
+        compile: mode of torch.compile, such as default.
+        activation_checkpointing: blocks: compute activations again in backward.
         clip: largest norm of the whole gradient.
+        ema: decay of an average of the weights, which is what is evaluated: 0.999 or 0.999:warmup.
         eval_every: 1ep, 100st …; none for only at the end.
         checkpoint_every: 1ep, 100st …; none for only when told to stop.
         keep: checkpoints to keep, the newest.
+        keep_best: keep the best one too, by a held-out value: loss, accuracy, NAME:min or NAME:max.
+        init_from: begin with the weights of a run, a checkpoint directory or a .safetensors file.
         resume: run directory; alone: the newest run that is equal.
         max_restarts: starts anew from the last checkpoint after a failure.
         seed: every random stream is derived from it.
@@ -44,16 +54,21 @@ class TrainConfig:
         device: auto, cpu or cuda.
         max_nonfinite: steps in a row that a NaN or infinity may skip.
         timeout: seconds that ranks wait for each other.
+        start_timeout, step_timeout, save_timeout: seconds without progress that end a rank, 0 for never; default: 1800,
+            TIMEOUT, 1800.
         runs: folder in which run directories are made.
         out: this run's directory; default: ``RUNS/TASK-TIME``.
-        overwrite: allow ``out`` to exist and not be empty.
+        overwrite: allow ``out`` to hold an older run, which it replaces.
         log_every: steps between lines without a terminal.
+        tensorboard: write TensorBoard events into the run directory.
+        profile: time STEPS steps from FIRST on, FIRST:STEPS; alone: 10:5.
     """
 
     data: str | None = None
     model: str | None = None
     augment: bool = False
     batch_norm: str = "worker"
+    data_workers: int = 0
     strategy: str = "mirrored"
     optimizer: str = "adam:lr=0.001"
     schedule: str = "constant"
@@ -67,12 +82,18 @@ class TrainConfig:
     samples: int | None = None
     duration: str | None = None
     regime_batch: int | None = None
-    precision: Literal["fp32", "bf16", "fp64"] = "fp32"
+    precision: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
+    loss_scale: str | None = None
     channels_last: bool | None = None
+    compile: str = "none"
+    activation_checkpointing: str = "none"
     clip: float | None = None
+    ema: str | None = None
     eval_every: str = "1ep"
     checkpoint_every: str = "1ep"
     keep: int = 2
+    keep_best: str | None = None
+    init_from: str | None = None
     resume: str | None = None
     max_restarts: int = 0
     seed: int = 0
@@ -81,10 +102,15 @@ class TrainConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     max_nonfinite: int = 10
     timeout: float = 300.0
+    start_timeout: float | None = None
+    step_timeout: float | None = None
+    save_timeout: float | None = None
     runs: str = "runs"
     out: str | None = None
     overwrite: bool = False
     log_every: int = 50
+    tensorboard: bool = False
+    profile: str | None = None
 
     def __post_init__(self) -> None:
         for name in (
@@ -107,7 +133,7 @@ class TrainConfig:
                 raise UsageError(f"{_flag(name)} is {value}", remedy="give a number above 0")
         if self.devices != "auto" and (not self.devices.isdecimal() or int(self.devices) < 1):
             raise UsageError(f"--devices is '{self.devices}'", remedy="give a whole number of at least 1, or auto")
-        for name in ("seed", "max_restarts"):
+        for name in ("seed", "max_restarts", "data_workers"):
             if getattr(self, name) < 0:
                 raise UsageError(f"{_flag(name)} is {getattr(self, name)}", remedy="give a whole number of at least 0")
         if self.reproducible and self.threads not in (None, 1):
@@ -121,9 +147,22 @@ class TrainConfig:
                 "--regime-batch changes nothing in a run whose length is in steps",
                 remedy="give --epochs or --samples, or leave it out",
             )
+        self.window()
+        self.limits()
         self.length()
         self.every("eval_every")
         self.every("checkpoint_every")
+        self.averaging()
+        self.best()
+
+    def limits(self) -> Limits:
+        """How long a rank may show no progress. Raises UsageError."""
+        return Limits.make(self.start_timeout, self.step_timeout, self.save_timeout)
+
+    @property
+    def watched(self) -> bool:
+        """Whether a limit was asked for, which even a single process then has a watchdog for."""
+        return any((self.start_timeout, self.step_timeout, self.save_timeout))
 
     def length(self) -> Duration:
         """How long to train. Raises UsageError where more than one of the four options is given."""
@@ -141,6 +180,17 @@ class TrainConfig:
             return Duration(self.samples, "sa")
         return Duration(self.epochs if self.epochs is not None else 3.0, "ep")
 
+    def window(self) -> tuple[int, int] | None:
+        """The first step to profile and how many; None for no profile. Raises UsageError."""
+        if self.profile is None:
+            return None
+        first, colon, steps = self.profile.partition(":")
+        if not (colon and first.isdecimal() and steps.isdecimal() and int(first) and int(steps)):
+            raise UsageError(
+                f"--profile is '{self.profile}'", remedy="write FIRST:STEPS, such as 10:5 for 5 steps from the tenth on"
+            )
+        return int(first), int(steps)
+
     def every(self, field: Literal["eval_every", "checkpoint_every"]) -> Duration | None:
         """How often to evaluate or to save; None for ``none``. Raises UsageError."""
         text = getattr(self, field)
@@ -150,6 +200,14 @@ class TrainConfig:
         if duration.value <= 0:
             raise UsageError(f"{_flag(field)} is 0", remedy="give 1ep, 100st …, or none")
         return duration
+
+    def averaging(self) -> Averaging | None:
+        """The average of the weights that is kept. Raises UsageError."""
+        return None if self.ema is None or self.ema == "none" else Averaging.parse(self.ema)
+
+    def best(self) -> Best | None:
+        """What makes a checkpoint the best. Raises UsageError."""
+        return None if self.keep_best is None or self.keep_best == "none" else Best.parse(self.keep_best)
 
 
 def _flag(name: str) -> str:

@@ -16,14 +16,14 @@ class Header:
     Attributes:
         title: one line: task, strategy, optimizer.
         derived: the batch contract and all other derived numbers, in the order to print them.
-        total_steps: steps in the whole run.
-        steps_per_epoch: steps in one epoch.
+        total_steps: steps in the whole run; None where only the end of a stream will tell.
+        steps_per_epoch: steps in one epoch; None as above.
     """
 
     title: str
     derived: Mapping[str, str]
-    total_steps: int
-    steps_per_epoch: int
+    total_steps: int | None
+    steps_per_epoch: int | None
 
 
 @dataclass(frozen=True)
@@ -37,13 +37,27 @@ class Pace:
 
 @dataclass(frozen=True)
 class EvalRecord:
-    """An evaluation: means over every held-out sample, each counted once."""
+    """An evaluation: means over every held-out sample, each counted once.
+
+    Attributes:
+        step, epoch: after which step, and in which epoch from 1.
+        loss, metrics: of the model, or of the weights' average where one is kept.
+        samples: how many there are.
+        raw: the same values of the weights in training, where the others are of their average.
+    """
 
     step: int
     epoch: int
     loss: float
     metrics: Mapping[str, float]
     samples: int
+    raw: Mapping[str, float] | None = None
+
+    @property
+    def values(self) -> dict[str, float]:
+        """All of them by the names that a checkpoint and ``metrics.jsonl`` keep them under."""
+        raw = {f"raw_{name}": value for name, value in (self.raw or {}).items()}
+        return {"loss": self.loss, **self.metrics, **raw}
 
 
 class Listener(Protocol):

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
+from tutti.data.contract import BatchContract
 from tutti.data.source import Source
-from tutti.errors import Preempted
+from tutti.errors import CheckpointError, Preempted
+from tutti.optim.loss_scale import LossScale
+from tutti.spec import Duration
+from tutti.state.manifest import REMEDY
 from tutti.training.checkpoint import Checkpoints
 from tutti.training.listener import EvalRecord, Header, Listener, Pace
-from tutti.training.run import Evaluation, Run
+from tutti.training.profile import Window
+from tutti.training.run import Run
 from tutti.types import StepRecord
+from tutti.world import heartbeat
+from tutti.world.heartbeat import Phase
 
 _WINDOW = 30
 
@@ -33,17 +41,44 @@ class Means:
         for name, value in metrics.items():
             self.metrics[name] = self.metrics.get(name, 0.0) + value * count
 
+    def facts(self) -> dict[str, Any]:
+        """As JSON can hold it: what is not finite becomes null."""
+        metrics = {name: _finite(value) for name, value in self.metrics.items()}
+        return {"loss": _finite(self.loss), "count": _finite(self.count), "metrics": metrics}
+
+    @classmethod
+    def saved(cls, facts: Mapping[str, Any]) -> Means:
+        """Those that a checkpoint keeps; null is NaN again. Raises CheckpointError where they are no numbers."""
+        try:
+            kept = facts["means"]
+            metrics = {str(name): _number(value) for name, value in kept["metrics"].items()}
+            return cls(_number(kept["loss"]), _number(kept["count"]), metrics)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CheckpointError("the checkpoint's 'means' are no numbers", why=repr(error), remedy=REMEDY) from error
+
     def summary(self) -> dict[str, float]:
         """``{"loss": …, "accuracy": …}``."""
         count = self.count or 1.0
         return {"loss": self.loss / count, **{name: value / count for name, value in self.metrics.items()}}
 
 
-class Speed:
-    """Samples per second of training: over the last steps, and over the whole run without evaluations."""
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
 
-    def __init__(self, total: int, done: int) -> None:
-        self._total, self._done, self._start = total, done, time.perf_counter()
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else float(value)
+
+
+class Speed:
+    """Samples per second of training: over the last steps, and over the whole run without evaluations.
+
+    Where the model is compiled the first step is counted as start-up: it takes as long as compiling does.
+    """
+
+    def __init__(self, total: float, done: int, compiled: bool = False) -> None:
+        self._total, self._start = total, time.perf_counter()
+        self._first, self._startup = (self._start, done), compiled
         self._marks: deque[tuple[float, int]] = deque([(self._start, done)], maxlen=_WINDOW + 1)
         self._paused = 0.0
 
@@ -53,26 +88,62 @@ class Speed:
         self._marks.append((now, samples))
         (before, then), elapsed = self._marks[0], now - self._start
         rate = (samples - then) / max(now - before, 1e-9)
+        if self._startup:
+            self._startup, self._first = False, (now, samples)
+            self._marks.clear()
+            self._marks.append(self._first)
         return Pace(rate, elapsed, (self._total - samples) / max(rate, 1e-9))
 
     def pause(self, since: float) -> None:
         """Do not count the time since ``since``."""
         self._paused += time.perf_counter() - since
 
-    def overall(self) -> tuple[float, float]:
-        """Samples per second, and seconds, from the first step to the last."""
-        now, samples = self._marks[-1]
-        seconds = now - self._start
-        return (samples - self._done) / max(seconds, 1e-9), seconds
+    def overall(self) -> dict[str, float]:
+        """Seconds to the last step, those of them that were start-up, and samples per second of the others."""
+        (now, samples), (begun, done) = self._marks[-1], self._first
+        return {
+            "samples_per_second": (samples - done) / max(now - begun, 1e-9),
+            "seconds": now - self._start,
+            "startup_seconds": begun - self._start,
+        }
+
+
+Length: TypeAlias = int | Duration
+"""Steps; or samples or whole epochs, where only the end of a stream will tell how many steps they are."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How long to train, and after how many steps to evaluate and to save (None: only at the end; never)."""
+    """How long to train, and how often to evaluate and to save (None: only at the end; never)."""
 
-    total: int
-    evaluate: int | None = None
-    save: int | None = None
+    total: Length
+    evaluate: Length | None = None
+    save: Length | None = None
+
+
+def passed(length: Length, run: Run) -> int:
+    """How many times ``length`` fits into what ``run`` has done."""
+    if isinstance(length, int):
+        return run.clock // length
+    return int((run.at.epoch if length.unit == "ep" else run.samples) // length.value)
+
+
+def ended(length: Length, run: Run) -> bool:
+    """Whether ``run`` is as long as that."""
+    return run.clock >= length if isinstance(length, int) else passed(length, run) > 0
+
+
+class Due:
+    """Something that happens every so often, and at the end."""
+
+    def __init__(self, every: Length | None, total: Length, run: Run) -> None:
+        self._every, self._total, self._run = every, total, run
+        self._count = 0 if every is None else passed(every, run)
+
+    def __call__(self) -> bool:
+        """Whether the step just made is one after which it happens."""
+        before, self._count = self._count, 0 if self._every is None else passed(self._every, self._run)
+        return self._count > before or ended(self._total, self._run)
 
 
 def train(
@@ -83,6 +154,7 @@ def train(
     listener: Listener,
     saver: Checkpoints | None = None,
     means: Means | None = None,
+    window: Window | None = None,
 ) -> dict[str, Any]:
     """Train from where ``run`` is to the end of the plan.
 
@@ -94,6 +166,7 @@ def train(
         listener: told of every step.
         saver: saves as planned, at the end, and before stopping when a rank was asked to stop.
         means: of the epoch that a restored run was in.
+        window: steps to profile.
 
     Returns:
         What the run adds to the summary: steps, updates, samples, train and eval means, speed, hash.
@@ -102,38 +175,60 @@ def train(
         Preempted: a rank was asked to stop; the state is saved if there is a saver.
     """
     listener.started(header)
-    contract, per_epoch = run.feed.contract, run.feed.contract.steps_per_epoch
-    speed = Speed(contract.consumed(plan.total), contract.consumed(run.clock))
+    contract = run.feed.contract
+    speed = Speed(_samples(plan.total, contract), run.samples, run.setting.compile != "none")
+    to_evaluate, to_save = (Due(every, plan.total, run) for every in (plan.evaluate, plan.save))
     evaluated, skipped = None, 0
     means = means or Means()
-    while run.clock < plan.total:
-        number, start = divmod(run.clock, per_epoch)
+    _look(window, speed)
+    while not ended(plan.total, run):
+        number, start = run.at
         means = means if start else Means()
         for batch in run.epoch(number, start):
             run.step(batch)
+            heartbeat.training.enter(Phase.REPORT)
+            _look(window, speed)
             skipped += _report(run, number, speed, means, listener)
-            if held_out is not None and _due(run.clock, plan.evaluate, plan.total):
-                evaluated = _evaluate(run, held_out, number, speed, listener)
-            _save(run, plan, means, saver, speed)
-            if run.clock == plan.total:
+            # Before the save, which keeps the values of its very step.
+            fresh = None
+            if to_evaluate() and held_out is not None:
+                evaluated = fresh = _evaluate(run, held_out, number, speed, listener)
+            _save(run, to_save() and plan.save is not None, means, fresh, saver, speed)
+            if ended(plan.total, run):
                 break
     if saver is not None:
         saver.wait()
+    heartbeat.training.enter(Phase.END)
     if evaluated is None and held_out is not None:
-        evaluated = _evaluate(run, held_out, max(run.clock - 1, 0) // per_epoch, speed, listener)
-    rate, seconds = speed.overall()
+        evaluated = _evaluate(run, held_out, max(run.at.epoch - (run.at.batch == 0), 0), speed, listener)
     return {
-        "epochs": contract.consumed(run.clock) / contract.dataset,
+        "epochs": run.samples / contract.dataset if contract.dataset is not None else run.at.epoch,
         "steps": run.clock,
         "updates": run.updates,
         "skipped": skipped,
-        "samples": contract.consumed(run.clock),
+        "loss_scale": None if run.loss_scale is None else run.loss_scale.value,
+        "samples": run.samples,
         "train": means.summary(),
-        "eval": None if evaluated is None else {"loss": evaluated.loss, **evaluated.metrics},
-        "samples_per_second": rate,
-        "seconds": seconds,
+        "eval": None if evaluated is None else evaluated.values,
+        **_chosen(run, saver),
+        **speed.overall(),
         "weights_sha256": run.weights_sha256(),
     }
+
+
+def _look(window: Window | None, speed: Speed) -> None:
+    """Begin or end the profile where it is time to; writing it is not counted as training."""
+    if window is not None:
+        start = time.perf_counter()
+        window.look()
+        speed.pause(start)
+
+
+def _samples(total: Length, contract: BatchContract) -> float:
+    """Samples in the whole run; infinite where only the end of a stream will tell."""
+    if isinstance(total, Duration):
+        return total.value if total.unit == "sa" else math.inf
+    return contract.consumed(total) if contract.dataset is not None else total * contract.batch
 
 
 def _report(run: Run, epoch: int, speed: Speed, means: Means, listener: Listener) -> int:
@@ -142,37 +237,55 @@ def _report(run: Run, epoch: int, speed: Speed, means: Means, listener: Listener
     if agreed is None or updated is None:
         raise ValueError("no step has been made")
     means.add(agreed.loss, agreed.count, agreed.metrics)
-    samples = run.feed.contract.consumed(run.clock)
     groups = [group for optimizer in run.exchange.optimizers for group in optimizer.param_groups]
     record = StepRecord(
         step=run.clock,
         epoch=epoch + 1,
-        samples=samples,
+        samples=run.samples,
         updates=run.updates,
         loss=agreed.loss,
         metrics=agreed.metrics,
         grad_norm=agreed.grad_norm,
         lr=float(groups[0]["lr"]) if groups else None,
         skipped=updated.skipped,
+        loss_scale=None if run.loss_scale is None else run.loss_scale.used,
     )
     if updated.skipped:
         where = ", ".join(updated.nonfinite[:3])
         kept = "weights are unchanged" if not updated.updates else "the workers concerned kept their weights"
-        listener.warned(f"step {run.clock} skipped: the gradient of {where} is not finite; {kept}")
-    listener.stepped(record, speed.mark(samples))
+        text = f"step {run.clock} skipped: the gradient of {where} is not finite{_scales(run.loss_scale)}; {kept}"
+        listener.warned(text)
+    listener.stepped(record, speed.mark(run.samples))
     return int(updated.skipped)
 
 
-def _due(clock: int, every: int | None, total: int) -> bool:
-    return clock == total or (every is not None and clock % every == 0)
+def _scales(scale: LossScale | None) -> str:
+    """Which loss scale a gradient overflowed at, and what the next one is."""
+    if scale is None:
+        return ""
+    falls = f", the next is {scale.value:g}" if scale.value != scale.used else ""
+    return f" at loss scale {scale.used:g}{falls}"
 
 
-def _save(run: Run, plan: Plan, means: Means, saver: Checkpoints | None, speed: Speed) -> None:
-    """Save where it is due; stop where a rank was asked to."""
+def _chosen(run: Run, saver: Checkpoints | None) -> dict[str, Any]:
+    """What there is besides the last weights: their average, and the best checkpoint. Collective."""
+    found: dict[str, Any] = {}
+    if run.average is not None:
+        found["eval_weights"] = "ema"
+        found["ema_sha256"] = run.weights_sha256(averaged=True)
+    if saver is not None and saver.best is not None:
+        found["best"] = saver.best_kept()
+    return found
+
+
+def _save(
+    run: Run, due: bool, means: Means, evaluated: EvalRecord | None, saver: Checkpoints | None, speed: Speed
+) -> None:
+    """Save where it is due, or what may be the best; stop where a rank was asked to."""
     stop = run.agreed is not None and run.agreed.stop
-    if saver is not None and (stop or (plan.save is not None and _due(run.clock, plan.save, plan.total))):
+    if saver is not None and (stop or due or (saver.best is not None and evaluated is not None)):
         start = time.perf_counter()
-        saver.save({"means": asdict(means)})
+        saver.save({"means": means.facts()}, None if evaluated is None else evaluated.values)
         speed.pause(start)
     if stop:
         if saver is not None:
@@ -181,10 +294,12 @@ def _save(run: Run, plan: Plan, means: Means, saver: Checkpoints | None, speed: 
         raise Preempted("the run was asked to stop", where=f"step {run.clock}", remedy=saved)
 
 
-def _evaluate(run: Run, held_out: Source, epoch: int, speed: Speed, listener: Listener) -> Evaluation:
+def _evaluate(run: Run, held_out: Source, epoch: int, speed: Speed, listener: Listener) -> EvalRecord:
+    """The model's values; where an average of the weights is kept, the average's and then the model's own."""
     start = time.perf_counter()
-    evaluated = run.evaluate(held_out)
-    record = EvalRecord(run.clock, epoch + 1, evaluated.loss, evaluated.metrics, evaluated.samples)
+    first = run.evaluate(held_out)
+    raw = run.evaluate(held_out, averaged=False).values if first.averaged else None
+    record = EvalRecord(run.clock, epoch + 1, first.loss, first.metrics, first.samples, raw)
     listener.evaluated(record)
     speed.pause(start)
-    return evaluated
+    return record

@@ -2,35 +2,42 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 
-from tutti import strategies
 from tutti.data.adapt import adapt
 from tutti.data.contract import BatchContract
-from tutti.errors import Preempted
-from tutti.optim.config import check_optimizer, check_schedule
+from tutti.data.source import Source
+from tutti.errors import Preempted, UsageError
+from tutti.optim.config import check_schedule
 from tutti.optim.scaling import check_rule
-from tutti.optim.scaling import scaled as scaled_optimizer
+from tutti.optim.schedules import Schedule
 from tutti.optim.schedules import make as make_schedule
+from tutti.spec import Duration
+from tutti.state.source import FOLDER
 from tutti.tasks import table
 from tutti.tasks.task import Task
 from tutti.training.checkpoint import Checkpoints
 from tutti.training.config import TrainConfig
-from tutti.training.listener import Header, Listeners
-from tutti.training.loop import Means, Plan, train
+from tutti.training.events import TensorBoard
+from tutti.training.header import derived, identity, title
+from tutti.training.initial import begin_with
+from tutti.training.listener import Header, Listener, Listeners
+from tutti.training.loop import Length, Means, Plan, train
 from tutti.training.prepare import prepare
+from tutti.training.profile import Window
 from tutti.training.progress import terminal_listener
 from tutti.training.records import RunDirectory, config_sha256
 from tutti.training.run import Run
 from tutti.training.stopping import stopping
-from tutti.world import context
+from tutti.world import context, heartbeat
 from tutti.world.context import World
 
 
@@ -48,49 +55,135 @@ def main(task: str, config: TrainConfig, directory: str | None) -> int:
     size = sum(p.numel() for p in model.parameters())
     run = _prepare(chosen, model, config, world)
     contract = run.feed.contract
-    # Regime adaptation: durations are counted in batches of another size (Hoffer et al. 2017, arXiv 1705.08741, §5).
-    counted = config.regime_batch or contract.batch
-    total = config.length().steps(contract.dataset, counted)
-    scaled = check_rule(config.lr_scale).factor(contract.batch)
-    run.lr_factor = make_schedule(check_schedule(config.schedule), total, contract.dataset, counted, scaled)
-    plan = Plan(total, _steps(config, "eval_every", contract), _steps(config, "checkpoint_every", contract))
-    held_out = None if chosen.eval is None else adapt(chosen.eval)
-    facts = _identity(task, config, run, world, size, threads)
+    plan, total = _plan(config, contract)
+    run.lr_factor = _schedule(config, contract, total)
+    held_out = _held_out(chosen, task, config)
+    facts = identity(task, config, run, world, size, threads)
     # An attempt that the launcher started anew continues as --resume would.
     again = config.resume is not None or world.identity.attempt > 0
-    place = run.setting.comms.world.broadcast_json(directory, 0, "run directory")
+    place = _place(run, directory)
     listeners = Listeners(())
+    # What is to be told before anybody listens: which checkpoints were passed over.
+    early: list[str] = []
     try:
         with stopping(run) as reason:
-            saver = _saver(run, place, world, config, facts, lambda text: listeners.warned(text))
+            saver = _saver(run, place, world, config, facts, early.append)
             restored = saver.restore() if saver is not None and again else None
+            origin = _begin(run, config, restored, facts)
             if world.identity.rank == 0:
-                keep_lines = run.clock if again else None
-                own = [RunDirectory(directory, config, task, keep_lines)] if directory else []
+                own = _listeners(directory, config, task, run.clock if again else None) if directory else []
                 listeners = Listeners([terminal_listener(sys.stderr, config), *own])
-            header = Header(
-                _title(task, config),
-                _derived(chosen, config, run, world, total, size, threads),
-                total,
-                contract.steps_per_epoch,
-            )
-            means = Means(**restored["means"]) if restored else None
-            result = train(run, plan, held_out, header, listeners, saver, means)
+            for text in early:
+                listeners.warned(text)
+            if saver is not None:
+                saver.warn = listeners.warned
+            window = _window(config, run, total, place, again, listeners)
+            lines = {**derived(chosen, config, run, world, total, facts), **origin}
+            header = Header(title(task, config), lines, total, contract.steps_per_epoch if contract.dataset else None)
+            means = Means.saved(restored) if restored else None
+            result = train(run, plan, held_out, header, listeners, saver, means, window)
         listeners.finished({**facts, **result, "exit_code": 0})
     except Preempted as stop:
         listeners.warned(str(stop))
         raise reason.error(stop) from None
     finally:
         listeners.close()
+    if window is not None:
+        window.close()
+        if world.identity.rank == 0:
+            print(window.table())
     context.shutdown()
     return 0
 
 
-def _steps(
-    config: TrainConfig, field: Literal["eval_every", "checkpoint_every"], contract: BatchContract
-) -> int | None:
-    every = config.every(field)
-    return None if every is None else max(1, every.steps(contract.dataset, contract.batch))
+def _place(run: Run, directory: str | None) -> str | None:
+    """The run directory, which rank 0 knows; where the watchdog leaves what it finds, if nobody has told it."""
+    place = run.setting.comms.world.broadcast_json(directory, 0, "run directory")
+    if place is not None and heartbeat.process.directory() is None:
+        heartbeat.process.report_to(Path(place).absolute() / "logs")
+    return None if place is None else str(place)
+
+
+def _schedule(config: TrainConfig, contract: BatchContract, total: int | None) -> Schedule:
+    scaled = check_rule(config.lr_scale).factor(contract.batch)
+    counted = config.regime_batch or contract.batch
+    return make_schedule(check_schedule(config.schedule), total, contract.dataset, counted, scaled)
+
+
+def _listeners(directory: str, config: TrainConfig, task: str, resumed: int | None) -> list[Listener]:
+    """What writes into the run directory; ``resumed`` at a step, it goes on there."""
+    found: list[Listener] = [RunDirectory(directory, config, task, resumed)]
+    if config.tensorboard:
+        found.append(TensorBoard(Path(directory) / "tensorboard", resumed or 0))
+    return found
+
+
+def _window(
+    config: TrainConfig, run: Run, total: int | None, place: str | None, again: bool, listener: Listener
+) -> Window | None:
+    """The steps to profile. Raises UsageError where the run is shorter; one that goes on may be."""
+    asked = config.window()
+    if asked is None or place is None:
+        return None
+    first, steps = asked
+    left = math.inf if total is None else total - run.clock
+    if first + steps - 1 <= left:
+        return Window(run, Path(place) / "profile", first, steps)
+    said = f"--profile {config.profile} needs {first + steps - 1} steps, and the run has {left}"
+    if not again:
+        raise UsageError(said, remedy="write --profile FIRST:STEPS within the run")
+    listener.warned(f"{said} left: nothing is profiled")
+    return None
+
+
+def _plan(config: TrainConfig, contract: BatchContract) -> tuple[Plan, int | None]:
+    """How long and how often; and how many steps that is, or None where only the end of a stream will tell.
+
+    Regime adaptation: how long is counted in batches of another size (Hoffer et al. 2017, arXiv 1705.08741, §5).
+    """
+
+    def count(duration: Duration, option: str) -> Length:
+        if contract.dataset is not None or duration.unit == "st":
+            return max(1, duration.steps(contract.dataset, contract.batch))
+        if duration.unit == "ep" and duration.value != int(duration.value):
+            raise UsageError(
+                f"{duration} of a stream of unknown length cannot be counted",
+                where=option,
+                remedy="give whole epochs, or steps (500st) or samples (20000sa)",
+            )
+        return duration
+
+    length, every = config.length(), (config.every("eval_every"), config.every("checkpoint_every"))
+    evaluate, save = (duration and count(duration, "how often") for duration in every)
+    if contract.dataset is not None or config.regime_batch:
+        total = length.steps(contract.dataset, config.regime_batch or contract.batch)
+        return Plan(total, evaluate, save), total
+    steps = None if length.unit == "ep" else length.steps(None, contract.batch)
+    return Plan(count(length, "how long"), evaluate, save), steps
+
+
+def _held_out(chosen: Task, task: str, config: TrainConfig) -> Source | None:
+    """The task's held-out samples. Raises UsageError where there are none and the best is to be kept."""
+    if chosen.eval is not None:
+        return adapt(chosen.eval)
+    if config.best() is not None:
+        raise UsageError(
+            f"the task '{task}' has no held-out samples to keep the best by", remedy="leave --keep-best out"
+        )
+    return None
+
+
+def _begin(run: Run, config: TrainConfig, restored: Mapping[str, Any] | None, facts: dict[str, Any]) -> dict[str, str]:
+    """A warm start where one is asked for, noted in ``facts``, and what to say of it. Collective.
+
+    A run that goes on has its weights from its own checkpoint; one that has none yet begins as it did before.
+    """
+    if config.init_from is None:
+        return {}
+    if restored is not None:
+        return {"initial weights": f"this run's at step {run.clock}; {config.init_from} is not read again"}
+    facts["init_from"] = begin_with(run, config.init_from)
+    return {"initial weights": facts["init_from"]}
 
 
 def _saver(
@@ -104,7 +197,9 @@ def _saver(
     if place is None:
         return None
     kept = {**facts, "training_samples": run.feed.contract.dataset, "config_sha256": config_sha256(config)}
-    return Checkpoints(run, Path(place) / "checkpoints", world, kept, config.keep, warn)
+    saver = Checkpoints(run, Path(place) / FOLDER, world, kept, config.keep, warn, best=config.best())
+    saver.open()
+    return saver
 
 
 def _prepare(task: Task, model: nn.Module, config: TrainConfig, world: World) -> Run:
@@ -118,13 +213,18 @@ def _prepare(task: Task, model: nn.Module, config: TrainConfig, world: World) ->
         batch_size=config.batch_size,
         micro_batch=config.micro_batch,
         precision=config.precision,
+        loss_scale=config.loss_scale,
         channels_last=task.images if config.channels_last is None else config.channels_last,
         lr_scale=config.lr_scale,
         batch_norm=config.batch_norm,
         clip=config.clip,
+        ema=config.averaging(),
         reproducible=config.reproducible,
+        activation_checkpointing=config.activation_checkpointing,
+        compile=config.compile,
         seed=config.seed,
         max_nonfinite=config.max_nonfinite,
+        data_workers=config.data_workers,
     )
 
 
@@ -134,59 +234,3 @@ def _set_threads(config: TrainConfig, world: World) -> int:
     threads = config.threads or (1 if config.reproducible else max(1, cores // world.identity.local_size))
     torch.set_num_threads(threads)
     return threads
-
-
-def _title(task: str, config: TrainConfig) -> str:
-    return f"{task} · {config.strategy} · {config.optimizer}"
-
-
-def _derived(
-    task: Task, config: TrainConfig, run: Run, world: World, total: int, size: int, threads: int
-) -> Mapping[str, str]:
-    """Everything that follows from the configuration, in the order to print it."""
-    grid = run.setting.grid
-    axes = {"data": grid.data_ranks, "stages": grid.stage, "tensor": grid.tensor}
-    split = " × ".join(f"{extent} {name}" for name, extent in axes.items() if extent > 1 or name == "data")
-    kind = world.device.type if world.device.type == "cuda" else f"cpu, {threads} thread{'s' * (threads > 1)} each"
-    exact = ", reproducible" if config.reproducible else ""
-    return {
-        "data": task.describe or f"{run.feed.contract.dataset} training samples",
-        "model": f"{config.model or 'default'}, {size:,} parameters",
-        "strategy": f"{config.strategy}: {strategies.parse(config.strategy).row.summary}",
-        "devices": f"{grid.size} ({split}; {kind})",
-        **run.feed.contract.describe(),
-        "training": f"{total} steps = {_length(config)}, {config.precision}{exact}",
-        "learning rate": _rate(config),
-        "seed": str(config.seed),
-    }
-
-
-def _length(config: TrainConfig) -> str:
-    counted = f" in batches of {config.regime_batch}" if config.regime_batch else ""
-    return f"{config.length()}{counted}"
-
-
-def _rate(config: TrainConfig) -> str:
-    given = check_optimizer(config.optimizer)
-    rule = check_rule(config.lr_scale)
-    rate = f"{scaled_optimizer(given, rule, config.batch_size).lr:g}"
-    rate += f" = {given.lr:g} × {rule.factor(config.batch_size):g} ({config.lr_scale})" * (config.lr_scale != "none")
-    return f"{rate}, {config.schedule}"
-
-
-def _identity(task: str, config: TrainConfig, run: Run, world: World, size: int, threads: int) -> dict[str, Any]:
-    return {
-        "task": task,
-        "strategy": config.strategy,
-        "optimizer": config.optimizer,
-        "schedule": config.schedule,
-        "workers": run.setting.workers,
-        "devices": world.identity.size,
-        "device": world.device.type,
-        "threads": threads,
-        "global_batch_size": config.batch_size,
-        "precision": config.precision,
-        "reproducible": config.reproducible,
-        "seed": config.seed,
-        "parameters": size,
-    }

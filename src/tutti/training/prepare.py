@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,25 +11,32 @@ from torch import nn
 from torch.optim import Optimizer
 
 from tutti import strategies
-from tutti.comm.communicator import Communicators
-from tutti.data.adapt import adapt
+from tutti.comm.communicator import Communicators, everybody
+from tutti.data.adapt import adapt_training
+from tutti.data.batches import placer
 from tutti.data.contract import BatchContract
-from tutti.data.feed import Feed, placer
+from tutti.data.feed import Feed
+from tutti.data.loader import Prefetch
+from tutti.data.reading import make_reader
+from tutti.data.source import Source
+from tutti.data.stream import Stream
 from tutti.errors import UsageError
+from tutti.laws.averaging import Averaging
 from tutti.nn.config import Ghost as GhostConfig
 from tutti.nn.config import check_batch_norm
 from tutti.nn.ghost import convert
-from tutti.optim.config import check_optimizer
-from tutti.optim.factory import from_config, from_instance
-from tutti.optim.scaling import check_rule, scaled
+from tutti.optim.loss_scale import LossScale, chosen
 from tutti.strategies import Choice
 from tutti.training.gate import gate
+from tutti.training.initial import begin_with
+from tutti.training.optimizers import belongs, describe, factory, same_kernels
 from tutti.training.run import Run
-from tutti.types import LossFn, OptimizerFactory, Setting
+from tutti.types import LossFn, Setting
 from tutti.world import context
 from tutti.world.grid import Grid
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.float32, "fp64": torch.float64}
+_DTYPES = {"fp32": torch.float32, "bf16": torch.float32, "fp16": torch.float32, "fp64": torch.float64}
+_CAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def prepare(
@@ -41,13 +50,19 @@ def prepare(
     batch_size: int = 128,
     micro_batch: int | None = None,
     precision: str | None = None,
+    loss_scale: str | None = None,
     channels_last: bool = False,
     lr_scale: str = "none",
     batch_norm: str = "worker",
     clip: float | None = None,
+    ema: Averaging | str | float | None = None,
+    init_from: str | Path | None = None,
     reproducible: bool = False,
+    activation_checkpointing: str | Sequence[str | type[nn.Module]] = "none",
+    compile: str | bool = "none",
     seed: int = 0,
     max_nonfinite: int = 10,
+    data_workers: int = 0,
 ) -> Run:
     """Train ``model`` on every rank of the job as if on one device. Collective; initialises the world if needed.
 
@@ -57,118 +72,139 @@ def prepare(
     Args:
         model: a plain model, which never mentions ranks.
         optimizer: of its parameters, or ``name:key=value``.
-        dataset: tensors, a ``TensorDataset``, any map-style dataset, or a ``tutti.data.Source``.
+        dataset: tensors, a ``TensorDataset``, any map-style dataset, a ``tutti.data.Source``, or an iterable (also
+            inside ``tutti.data.Sharded``), or a function that returns one.
         loss_fn: ``loss_fn(model, batch)`` → mean over samples, ``(sum, count)`` or ``(sum, count, metric_sums)``;
             may be left out in an own loop.
         strategy: ``name:key=value``.
         workers: logical replicas N; default: the data ranks.
         batch_size: samples of the *global* batch.
         micro_batch: largest number of samples in one forward pass.
-        precision: fp32, bf16 (autocast) or fp64; default: as the model is, without autocast.
+        precision: fp32, bf16 or fp16 (autocast) or fp64; default: as the model is, without autocast.
+        loss_scale: a number or ``dynamic:key=value``; default: dynamic for fp16, else none.
         channels_last: memory layout of 4-dimensional inputs and weights.
         lr_scale: rule for the learning rate at this batch, such as ``linear:base_batch=256``; for an optimizer given
             as text.
         batch_norm: ``worker`` for the model's own, over a worker's micro-batch; ``ghost:size=32`` over so many samples.
         clip: largest gradient norm.
+        ema: keep an average of the weights with this decay an update, ``0.999`` or ``"0.999:warmup"``;
+            ``run.evaluate`` then uses it.
+        init_from: begin with the weights and buffers of a run directory (its newest checkpoint), a checkpoint
+            directory or a ``.safetensors`` file, on every rank.
         reproducible: bit-identical weights on any number of devices; sets one CPU thread.
+        activation_checkpointing: ``blocks``, or names and classes of modules, whose activations are computed again
+            in backward.
+        compile: mode of ``torch.compile``; True for ``default``.
         seed: of the order of samples and all random draws.
         max_nonfinite: steps in a row that may be skipped.
+        data_workers: processes of each rank that fetch samples ahead; the result does not depend on them.
 
     Raises:
         UsageError, DataError: what was asked for does not fit together.
+        CheckpointError: ``init_from`` is damaged, or of another model.
         MismatchError: ranks brought different models or settings.
     """
+    averaging = ema if ema is None or isinstance(ema, Averaging) else Averaging.parse(str(ema), "ema")
     world = context.init()
     identity = world.identity
     choice = strategies.check(strategy, identity.size, workers=workers, reproducible=reproducible)
     grid = Grid(**choice.shape(identity.size), rank=identity.rank)
-    source = adapt(dataset)
+    data = _data(dataset, data_workers, reproducible)
     if not any(p.requires_grad for p in model.parameters()):
         raise UsageError("no parameter of the model can be trained", remedy="leave some with requires_grad")
-    contract = BatchContract(len(source), batch_size, workers or grid.data_ranks, grid.data_ranks, micro_batch)
+    contract = BatchContract(_count(data), batch_size, workers or grid.data_ranks, grid.data_ranks, micro_batch)
     if reproducible:
         torch.set_num_threads(1)
-    if loss_fn is None and precision == "bf16":
-        raise UsageError(
-            "precision=bf16 casts inside loss_fn, and there is none",
-            remedy="give a loss_fn, or wrap your own forward in torch.autocast",
-        )
+    scale = _scale(loss_scale, precision, loss_fn)
     if isinstance(optimizer, Optimizer):
-        _belongs(optimizer, model)
-    make_optimizer = _factory(optimizer, lr_scale, batch_size)
+        belongs(optimizer, model)
+    make_optimizer = factory(optimizer, lr_scale, batch_size)
+    compiled = compile if isinstance(compile, str) else "default" if compile else "none"
+    # Before any group is made: ranks that believe in different grids would wait for each other in different ones.
+    told = [
+        f"max_nonfinite {max_nonfinite}, batch norm {batch_norm}, loss_scale {loss_scale}",
+        f"compile {compiled}, activation_checkpointing {_named(activation_checkpointing)}",
+        f"ema {averaging}, {'given' if init_from is not None else 'own'} initial weights",
+    ]
+    told = [*_settings(choice, contract, precision, clip, reproducible, seed), *told, *describe(optimizer, lr_scale)]
+    everybody(world).agree(told, "the configuration", "call tutti.prepare with the same arguments on every rank")
     comms = Communicators(world, grid)
-    comms.world.agree(
-        [
-            *_settings(choice, contract, precision, clip, reproducible, seed),
-            f"max_nonfinite {max_nonfinite}, batch norm {batch_norm}",
-            *_describe(optimizer, lr_scale),
-        ],
-        "the configuration",
-        "call tutti.prepare with the same arguments on every rank",
+    setting = Setting(
+        *(grid, comms, contract.workers, contract.mine(grid.data_rank), reproducible, clip),
+        *(averaging, activation_checkpointing, compiled),
     )
-    setting = Setting(grid, comms, contract.workers, contract.mine(grid.data_rank), reproducible, clip)
-    norm = check_batch_norm(batch_norm)
-    if isinstance(norm, GhostConfig):
-        model = convert(model, norm.size)
+    model = _normalised(model, batch_norm)
     dtype = _precise(model, precision, channels_last)
     layout, exchange = choice.make(setting)
     replica = layout.build(model)
     sink = exchange.attach(replica, make_optimizer)
-    feed = Feed(source, contract, grid.data_rank, seed, placer(world.device, dtype, channels_last))
-    loss = autocast(loss_fn, world.device.type) if loss_fn is not None and precision == "bf16" else loss_fn
-    run = Run(replica, exchange, sink, feed, loss, setting, max_nonfinite)
+    same_kernels(comms.world, optimizer, exchange.optimizers)
+    prefetch = Prefetch(data_workers, identity.rank, world.timeout)
+    reader = make_reader(data, contract, grid.data_rank, seed, comms, prefetch)
+    feed = Feed(reader, contract, grid.data_rank, seed, placer(world.device, dtype, channels_last), prefetch)
+    loss = _cast(loss_fn, world.device.type, precision)
+    average = strategies.average(replica, setting)
+    run = Run(replica, exchange, sink, feed, loss, setting, max_nonfinite, average, scale)
     if isinstance(optimizer, Optimizer):
+        run.optimizer = optimizer
         gate(optimizer, run, choice)
+    if init_from is not None:
+        begin_with(run, init_from)
     return run
 
 
-def autocast(loss_fn: LossFn, device: str) -> LossFn:
-    """The loss function with the model's forward in bfloat16 where that is safe; weights stay as they are."""
+def _data(dataset: Any, data_workers: int, reproducible: bool) -> Source | Stream:
+    """What the data set is read as. Raises UsageError for what does not go with it."""
+    data = adapt_training(dataset)
+    if data_workers < 0:
+        raise UsageError(f"data_workers is {data_workers}", remedy="give 0 or more")
+    if reproducible and isinstance(data, Stream) and data.sharded:
+        raise UsageError(
+            "reproducible does not go with a data set that shards itself",
+            why="what a global batch holds depends on the number of devices",
+            remedy="leave out one of the two",
+        )
+    return data
+
+
+def _count(data: Source | Stream) -> int | None:
+    """Samples in an epoch; None where only the end of a stream will tell."""
+    return data.samples if isinstance(data, Stream) else len(data)
+
+
+def _scale(loss_scale: str | None, precision: str | None, loss_fn: LossFn | None) -> LossScale | None:
+    """The run's loss scale. Raises UsageError where it, or the precision, would do nothing."""
+    if loss_fn is None and precision in _CAST:
+        raise UsageError(
+            f"precision={precision} casts inside loss_fn, and there is none",
+            remedy="give a loss_fn, or wrap your own forward in torch.autocast"
+            + " and set loss_scale='dynamic'" * (precision == "fp16"),
+        )
+    return chosen(loss_scale, precision)
+
+
+def _cast(loss_fn: LossFn | None, device: str, precision: str | None) -> LossFn | None:
+    """The loss function with the model's forward in 16 bits where that is safe; weights stay as they are."""
+    dtype = _CAST.get(precision or "")
+    if loss_fn is None or dtype is None:
+        return loss_fn
 
     def cast(model: Any, batch: Any) -> Any:
-        with torch.autocast(device, torch.bfloat16):
+        with torch.autocast(device, dtype):
             return loss_fn(model, batch)
 
     return cast
 
 
-def _factory(optimizer: Optimizer | str, lr_scale: str, batch_size: int) -> OptimizerFactory:
-    rule = check_rule(lr_scale)
-    if isinstance(optimizer, Optimizer):
-        if lr_scale != "none":
-            raise UsageError(
-                "lr_scale is for an optimizer given as text",
-                why="a scheduler that you made of yours would put its own rates back",
-                remedy="make it with the scaled rate: see tutti.laws.learning_rate",
-            )
-        return from_instance(optimizer)
-    return from_config(scaled(check_optimizer(optimizer), rule, batch_size))
-
-
-def _describe(optimizer: Optimizer | str, lr_scale: str) -> list[str]:
-    """The optimizer's class and every group's settings, a line each."""
-    if not isinstance(optimizer, Optimizer):
-        return [f"optimizer {optimizer}, lr_scale {lr_scale}"]
-    lines = [f"optimizer {type(optimizer).__name__}"]
-    for number, group in enumerate(optimizer.param_groups):
-        said = {key: value for key, value in sorted(group.items()) if key != "params"}
-        lines.append(f"optimizer group {number} of {len(group['params'])} parameters: {said}")
-    return lines
-
-
-def _belongs(optimizer: Optimizer, model: nn.Module) -> None:
-    known = {id(p) for p in model.parameters()}
-    if any(id(p) not in known for group in optimizer.param_groups for p in group["params"]):
-        raise UsageError(
-            "the optimizer has parameters that the model does not have",
-            remedy="make it of model.parameters(), and everything that is trained a part of the model",
-        )
+def _normalised(model: nn.Module, batch_norm: str) -> nn.Module:
+    norm = check_batch_norm(batch_norm)
+    return convert(model, norm.size) if isinstance(norm, GhostConfig) else model
 
 
 def _precise(model: nn.Module, precision: str | None, channels_last: bool) -> torch.dtype:
     """Put the model into the precision asked for; the dtype that floating inputs need."""
     if precision is not None and precision not in _DTYPES:
-        raise UsageError(f"unknown precision '{precision}'", remedy="choices: fp32, bf16, fp64")
+        raise UsageError(f"unknown precision '{precision}'", remedy=f"choices: {', '.join(_DTYPES)}")
     if precision is not None:
         model.to(_DTYPES[precision])
     if channels_last:
@@ -186,3 +222,8 @@ def _settings(
         f"{contract.dataset} training samples",
         f"precision {precision}, clip {clip}, reproducible {reproducible}, seed {seed}",
     ]
+
+
+def _named(units: str | Sequence[str | type[nn.Module]]) -> str | list[str]:
+    """What is computed again, as every rank would write it."""
+    return units if isinstance(units, str) else [u if isinstance(u, str) else u.__qualname__ for u in units]

@@ -36,7 +36,7 @@ class PlainLines:
 
     def __init__(self, stream: TextIO, log_every: int) -> None:
         self._stream, self._log_every = stream, log_every
-        self._total = 0
+        self._total: int | None = None
         self._printed = float("-inf")
         self._columns: tuple[str, ...] | None = None
 
@@ -55,7 +55,11 @@ class PlainLines:
         self._row("train", record.step, record.epoch, record.loss, record.metrics, cells)
 
     def evaluated(self, record: EvalRecord) -> None:
-        self._row("eval", record.step, record.epoch, record.loss, record.metrics, [])
+        group = "eval" if record.raw is None else "ema"
+        self._row(group, record.step, record.epoch, record.loss, record.metrics, [])
+        if record.raw is not None:
+            metrics = {name: record.raw[name] for name in record.metrics}
+            self._row("raw", record.step, record.epoch, record.raw["loss"], metrics, [])
 
     def warned(self, text: str) -> None:
         self._write(f"warning: {text}")
@@ -119,8 +123,12 @@ class LiveDisplay:
             self._draw()
 
     def evaluated(self, record: EvalRecord) -> None:
-        numbers = _numbers(record.loss, record.metrics)
-        self._print(f"held out  epoch {record.epoch}  step {record.step}  {numbers}", "green")
+        where = f"held out  epoch {record.epoch}  step {record.step}"
+        which = "" if record.raw is None else "  ema"
+        self._print(f"{where}{which}  {_numbers(record.loss, record.metrics)}", "green")
+        if record.raw is not None:
+            values = dict(record.raw)
+            self._print(f"{where}  raw  {_numbers(values.pop('loss'), values)}", "green")
 
     def warned(self, text: str) -> None:
         self._print(f"warning: {text}", "yellow")
@@ -154,14 +162,14 @@ def _lines(header: Header, last: tuple[StepRecord, Pace] | None) -> Group:
     from rich.text import Text
 
     record, pace = last or (None, None)
-    step = record.step if record else 0
+    step, total = record.step if record else 0, header.total_steps
     bar = Table.grid(padding=(0, 2), expand=False)
     epoch = f"epoch {record.epoch}" if record else "starting"
     eta = f"ETA {clock(pace.remaining)}" if pace else ""
     bar.add_row(
         Text(epoch, no_wrap=True),
-        ProgressBar(total=max(header.total_steps, 1), completed=step, width=30),
-        Text(f"{step}/{header.total_steps}", no_wrap=True),
+        ProgressBar(total=None if total is None else max(total, 1), completed=step, width=30),
+        Text(f"{step}/{total}" if total is not None else f"{step}", no_wrap=True),
         Text(eta, style="cyan", no_wrap=True),
     )
     if record is None or pace is None:

@@ -1,6 +1,6 @@
 """The run directory: what a training run leaves on disk, readable by anything that reads TOML and JSON.
 
-``config.toml`` (reruns the run) · ``metrics.jsonl`` (one object a step and an evaluation) · ``env.json`` ·
+``config.toml`` (reruns the run) · ``metrics.jsonl`` (one object a step, an evaluation, a resume) · ``env.json`` ·
 ``summary.json`` (appears whole, at the end). No torch at import.
 """
 
@@ -15,7 +15,7 @@ import math
 import os
 import platform
 import re
-import time
+import shutil
 import tomllib
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
@@ -27,14 +27,16 @@ from tutti.training.config import TrainConfig
 from tutti.training.listener import EvalRecord, Header, Pace
 from tutti.types import StepRecord
 
-FLUSH_SECONDS = 1.0
+MOST_WAITING = 1000
+"""Lines of metrics that may wait for room on a full disk."""
+
 _ENCODE = json.JSONEncoder(allow_nan=False, ensure_ascii=False).encode
 
 
 def make_run_directory(config: TrainConfig, task: str) -> Path:
     """Create this run's directory: ``config.out``, or ``RUNS/TASK-YYYYmmdd-HHMMSS`` (UTC), numbered where taken.
 
-    A directory that is used again loses its old summary, so that it is never taken for this run's.
+    A directory that is used again loses its old summary, metrics and checkpoints: none may be taken for this run's.
     Raises UsageError where ``out`` holds something and ``overwrite`` is off, DiskError where it cannot be written.
     """
     if config.out is None:
@@ -50,7 +52,10 @@ def make_run_directory(config: TrainConfig, task: str) -> Path:
             )
         if not os.access(path, os.W_OK | os.X_OK):
             raise PermissionError(13, "no permission to write")
-        (path / "summary.json").unlink(missing_ok=True)
+        for name in ("summary.json", "metrics.jsonl"):
+            (path / name).unlink(missing_ok=True)
+        if (path / "checkpoints").is_dir():
+            shutil.rmtree(path / "checkpoints")
     return path
 
 
@@ -99,23 +104,23 @@ def record_exit(path: Path, code: int) -> None:
 class RunDirectory:
     """The listener that writes the run directory ``path``. ``config.toml`` and ``env.json`` are there from the start.
 
-    Steps are buffered and written at least once a second; a full disk never leaves half a line or half a file.
-    Every method raises DiskError where the directory cannot be written. A run that was ``resumed`` at a step keeps the
-    lines up to that step; those after it are of work that is done again.
+    A line is written at once, so that it outlives its process, and whole: a full disk leaves no half of it. Lines that
+    it refuses wait for room; every method raises DiskError where too many wait or a file cannot be written. A run that
+    was ``resumed`` at a step keeps the lines up to it, and one of group ``resume`` counts those lost and done again.
     """
 
     def __init__(self, path: str | Path, config: TrainConfig, task: str, resumed: int | None = None) -> None:
         self.path = Path(path)
-        self._lines: list[str] = []
-        self._flushed = time.monotonic()
         self._elapsed = 0.0
+        self._waiting: list[bytes] = []
+        metrics = self.path / "metrics.jsonl"
         # A rerun must not write into the run that it repeats.
         rerun = dataclasses.replace(config, out=None, overwrite=False)
         with _writing(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
-            before = b"" if resumed is None else _until(self.path / "metrics.jsonl", resumed)
-            self._metrics = (self.path / "metrics.jsonl").open("wb", buffering=0)
-            _write_all(self._metrics.fileno(), before)
+            # The old lines are replaced whole: a run that is killed here keeps its history, and who follows it notices.
+            _write(metrics, b"" if resumed is None else _until(metrics, resumed))
+            self._metrics = metrics.open("ab", buffering=0)
         _write(self.path / "config.toml", config_toml(rerun, task).encode())
         _write_json(self.path / "env.json", environment())
 
@@ -135,13 +140,13 @@ class RunDirectory:
             line.setdefault(name, _finite(value))
         line["grad_norm"] = _finite(record.grad_norm)
         line["lr"] = _finite(record.lr)
+        if record.loss_scale is not None:
+            line["loss_scale"] = record.loss_scale
         line["seconds"] = round(pace.elapsed, 6)
         if record.skipped:
             line["skipped"] = True
         self._elapsed = pace.elapsed
-        self._lines.append(_ENCODE(line))
-        if time.monotonic() - self._flushed >= FLUSH_SECONDS:
-            self._flush()
+        self._append(line)
 
     def evaluated(self, record: EvalRecord) -> None:
         line: dict[str, Any] = {
@@ -149,56 +154,60 @@ class RunDirectory:
             "step": record.step,
             "epoch": record.epoch,
             "samples": record.samples,
-            "loss": _finite(record.loss),
         }
-        for name, value in record.metrics.items():
+        if record.raw is not None:
+            line["weights"] = "ema"
+        for name, value in record.values.items():
             line.setdefault(name, _finite(value))
         line["seconds"] = round(self._elapsed, 6)
-        self._lines.append(_ENCODE(line))
-        self._flush()
+        self._append(line)
 
     def warned(self, text: str) -> None:
-        self._lines.append(_ENCODE({"group": "warning", "text": text, "seconds": round(self._elapsed, 6)}))
+        self._append({"group": "warning", "text": text, "seconds": round(self._elapsed, 6)})
 
     def finished(self, summary: Mapping[str, Any]) -> None:
         self._flush()
         _write_json(self.path / "summary.json", summary)
 
     def close(self) -> None:
-        if self._metrics.closed:
-            return
-        try:
-            self._flush()
-        finally:
+        if not self._metrics.closed:
+            # What ends the run matters more than lines for which there is still no room.
+            with contextlib.suppress(DiskError):
+                self._flush()
             self._metrics.close()
 
+    def _append(self, line: Mapping[str, Any]) -> None:
+        self._waiting.append(f"{_ENCODE(line)}\n".encode())
+        try:
+            self._flush()
+        except DiskError:
+            # Saves decide how long a full disk is put up with; a run without any must end by itself.
+            if len(self._waiting) >= MOST_WAITING:
+                raise
+
     def _flush(self) -> None:
-        self._flushed = time.monotonic()
-        if not self._lines:
-            return
-        data = "".join(f"{line}\n" for line in self._lines).encode()
-        # Taken out before writing: what a full disk refused is not tried again by close().
-        self._lines.clear()
         with _writing(self._metrics.name):
-            end = self._metrics.tell()
+            end = self._metrics.seek(0, os.SEEK_END)
             try:
-                _write_all(self._metrics.fileno(), data)
+                _write_all(self._metrics.fileno(), b"".join(self._waiting))
             except OSError:
                 self._metrics.truncate(end)
-                self._metrics.seek(end)
                 raise
+        self._waiting.clear()
 
 
 def config_sha256(config: TrainConfig) -> str:
     """Hash of what decides the result: not of where it is written, or on how many devices it runs."""
     aside = {"out", "runs", "overwrite", "log_every", "resume", "devices", "device", "threads", "timeout", "keep"}
+    aside |= {"data_workers", "tensorboard", "profile", "keep_best"}
+    aside |= {"start_timeout", "step_timeout", "save_timeout", "max_restarts"}
     values = {name: value for name, value in dataclasses.asdict(config).items() if name not in aside}
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 def _until(path: Path, step: int) -> bytes:
-    """The whole lines of a metrics file up to ``step``; none where there is no file."""
-    kept = []
+    """The whole lines of a metrics file up to ``step``, and how many steps were made after it."""
+    kept, lost = [], 0
     for line in path.read_bytes().splitlines(keepends=True) if path.exists() else ():
         try:
             record = json.loads(line)
@@ -206,7 +215,10 @@ def _until(path: Path, step: int) -> bytes:
             continue
         if record.get("step", 0) <= step:
             kept.append(line)
-    return b"".join(kept)
+        else:
+            lost += record["group"] == "train"
+    resume = _ENCODE({"group": "resume", "from": step, "lost": lost})
+    return b"".join(kept) + f"{resume}\n".encode()
 
 
 def environment() -> dict[str, Any]:

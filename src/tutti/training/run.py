@@ -2,226 +2,86 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tutti.comm.gather import gather_named
 from tutti.data.adapt import adapt
-from tutti.data.feed import Feed, evaluation, evaluation_blocks, length
-from tutti.errors import NonFiniteError, UsageError
+from tutti.data.feed import evaluation, evaluation_blocks
+from tutti.data.reader import Position
+from tutti.errors import UsageError
 from tutti.state.fingerprint import weights_sha256
-from tutti.training.step import step
-from tutti.types import (
-    Agreed,
-    Batch,
-    Cell,
-    Exchange,
-    GradSink,
-    LossFn,
-    OwnLoopReplica,
-    Replica,
-    Setting,
-    Tick,
-    Totals,
-    Update,
-)
+from tutti.state.write import step_name
+from tutti.training import keeping
+from tutti.training.profile import profiled
+from tutti.training.steps import Steps
+from tutti.training.stopping import Reason, stopping
+from tutti.types import LossFn, Totals
+from tutti.world import heartbeat
+from tutti.world.heartbeat import Phase
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Means over every held-out sample, each counted once."""
+    """Means over every held-out sample, each counted once; ``averaged``: of the weights' average."""
 
     loss: float
     metrics: dict[str, float]
     samples: int
-
-
-class Run:
-    """One model in training on all ranks alike.
-
-    Attributes:
-        model: the module to call in an own loop.
-        agreed: what all ranks agreed on in the last step: loss, metrics, gradient norm.
-        updated: what the last update did.
-        clock: steps taken.
-        updates: updates made.
-        stepped: whether the last ``optimizer.step()`` of an own loop was the one that ends a global batch.
-    """
-
-    def __init__(
-        self,
-        replica: Replica,
-        exchange: Exchange,
-        sink: GradSink,
-        feed: Feed,
-        loss: LossFn | None,
-        setting: Setting,
-        max_nonfinite: int = 10,
-    ) -> None:
-        self.replica, self.exchange, self.feed, self.setting = replica, exchange, feed, setting
-        self._sink, self._loss, self._max_nonfinite = sink, loss, max_nonfinite
-        self.model: nn.Module = replica.parts[0]
-        self.clock = self.updates = 0
-        self.lr_factor: Callable[[int], float] | None = None
-        self.agreed: Agreed | None = None
-        self.updated: Update | None = None
-        self._nonfinite = 0
-        self._cell: Cell | None = None
-        self._idle: list[int] = []
-        self._part: Totals | None = None
-        self._complete = self._begun = self.stepped = False
-        self._stepping = self._stop = False
+    averaged: bool = False
 
     @property
-    def steps_per_epoch(self) -> int:
-        """Global batches in an epoch."""
-        return self.feed.contract.steps_per_epoch
+    def values(self) -> dict[str, float]:
+        """``{"loss": …, "accuracy": …}``."""
+        return {"loss": self.loss, **self.metrics}
 
-    def ask_to_stop(self) -> None:
-        """Ask all ranks to stop after the next step; ``agreed.stop`` says so on every one. Safe in a signal handler."""
-        self._stop = True
 
-    # --- one way for every strategy --------------------------------------------------------------------------------
+class Run(Steps):
+    """One model in training on all ranks alike. How it takes steps, and what it knows of itself: see ``Steps``."""
 
-    def epoch(self, number: int, start: int = 0) -> Iterator[Batch]:
-        """This rank's part of every global batch of epoch ``number``, from batch ``start``; for ``step``."""
-        for index in range(start, self.steps_per_epoch):
-            self._samples = self.feed.contract.samples(index)
-            yield self.feed.batch(number, index)
+    def stopping(self) -> AbstractContextManager[Reason]:
+        """Within the block SIGTERM, SIGUSR1 and the first Ctrl-C call ``ask_to_stop``; a second signal ends at once.
 
-    def step(self, batch: Batch) -> float:
-        """Train on one batch of ``epoch``; the loss, as the mean over the global batch, on every rank.
-
-        A batch of the caller's own making is this rank's share of a global batch in which every rank has as many.
-
-        Raises:
-            NonFiniteError: too many steps in a row had a gradient that is not finite.
-            MismatchError, PeerError: ranks do not do the same, or one is gone.
+        The block is given a ``Reason``, whose ``exit_code`` says how to leave: 75, or 130 after Ctrl-C.
         """
-        if self._loss is None:
-            raise UsageError("run.step needs a loss function", remedy="give tutti.prepare a loss_fn")
-        tick = self._tick(batch)
-        work = self.feed.cells(batch, tick.clock, tick.samples, self.exchange.gradient_over)
-        try:
-            with self._open_gate():
-                agreed, updated = step(self.replica, self.exchange, self._sink, work, self._loss, tick)
-            return self._record(agreed, updated)
-        except Exception as error:
-            error.step = tick.clock + 1  # type: ignore[attr-defined]
-            raise
+        return stopping(self)
 
-    # --- loops that must stay as they are --------------------------------------------------------------------------
-
-    def cells(self, number: int) -> Iterator[Batch]:
-        """Every micro-batch of this rank's workers in epoch ``number``, for an own loop with ``backward``.
-
-        ``optimizer.step()`` and ``zero_grad()`` act only after the last one of each global batch.
-        """
-        if not hasattr(self.replica, "begin"):
-            raise UsageError("this strategy has no loop of your own", remedy="call run.step(batch) with run.epoch()")
-        if self._begun:
-            raise UsageError(
-                "the last loop over run.cells() was left in the middle of a global batch",
-                remedy="leave it only after an optimizer.step() with run.stepped",
-            )
-        contract = self.feed.contract
-        last_batch = contract.samples(self.steps_per_epoch - 1)
-        if not contract.worker(last_batch, contract.mine(contract.ranks - 1)[0]):
-            raise UsageError(
-                f"a last batch of {last_batch} samples leaves a device without any, whose loop would miss a turn",
-                remedy="choose a batch size that leaves more, or call run.step(batch) with run.epoch()",
-            )
-        replica = cast(OwnLoopReplica, self.replica)
-        for batch in self.epoch(number):
-            tick = self._tick(batch)
-            self._begun = True
-            work = self.feed.cells(batch, tick.clock, tick.samples, self.exchange.gradient_over)
-            busy = [(worker, cells) for worker, cells in work if cells]
-            # Shares differ by at most one sample, so that the workers without any are the last ones.
-            self._idle = [worker for worker, cells in work if not cells]
-            for worker, cells in busy:
-                self.exchange.enter(worker, tick)
-                for cell in cells:
-                    replica.begin(cell)
-                    self._cell, self._complete = cell, False
-                    self._last = worker == busy[-1][0] and cell.last
-                    yield cell.batch
-                    if self._cell is not None:
-                        raise UsageError("a batch was left without backward", remedy="call run.backward(loss) for each")
-            if self._complete:
-                raise UsageError(
-                    "a global batch was left without a step", remedy="call optimizer.step() after backward"
-                )
-
-    def backward(self, loss: Any) -> None:
-        """Backward of one micro-batch of ``cells``, weighted as its part of the global batch.
-
-        Args:
-            loss: mean over the batch's samples, or ``(sum, count)``.
-        """
-        cell, self._cell = self._cell, None
-        if cell is None:
-            raise UsageError("run.backward needs a batch of run.cells()", remedy="loop over run.cells(epoch)")
-        self._part = cast(OwnLoopReplica, self.replica).backward(loss, cell, self._part, self._sink)
-        if cell.last:
-            self.exchange.leave(cell.worker, self._part)
-            self._part = None
-        if self._last:
-            self._leave_idle()
-        self._complete = self._last
-
-    def _leave_idle(self) -> None:
-        """The workers that have no sample in this batch take part with nothing, before the update."""
-        for worker in self._idle:
-            self.exchange.enter(worker, self._tick_now)
-            self.exchange.leave(worker, None)
-
-    @property
-    def stepping(self) -> bool:
-        """Whether the optimizer's own step may run now: only inside an update."""
-        return self._stepping
-
-    def gated_step(self) -> bool:
-        """What ``optimizer.step()`` does in an own loop; True where it was a step, False in the middle of a batch."""
-        if not self._begun:
-            raise UsageError("optimizer.step() without a batch of run.cells()", remedy="loop over run.cells(epoch)")
-        self.stepped = self._complete
-        if not self._complete:
-            return False
-        self._complete = self._begun = False
-        tick = self._tick_now
-        agreed = self.exchange.finish(tick)
-        with self._open_gate():
-            updated = self.exchange.update(agreed, tick)
-        self._record(agreed, updated)
-        return True
-
-    @contextmanager
-    def _open_gate(self) -> Iterator[None]:
-        self._stepping = True
-        try:
-            yield
-        finally:
-            self._stepping = False
+    def epochs(self, number: int) -> range:
+        """Those of epochs 0 … number-1 that are left: all, or after ``restore`` from the one that it was saved in."""
+        return range(self.at.epoch if self.within is None else self.within, number)
 
     # --- everything else -------------------------------------------------------------------------------------------
 
-    def evaluate(self, source: Any, batch: int = 512, loss: LossFn | None = None) -> Evaluation:
-        """Loss and metrics over all samples of ``source``, each once, on the workers' merged model. Collective."""
+    def evaluate(
+        self, source: Any, batch: int = 512, loss: LossFn | None = None, averaged: bool | None = None
+    ) -> Evaluation:
+        """Loss and metrics over all samples of ``source``, each once, on the workers' merged model. Collective.
+
+        ``averaged``: with the average of the weights, or with those in training; default: the average where one is
+        kept. Raises UsageError where there is none.
+        """
+        averaged = self.average is not None if averaged is None else averaged
         chosen = loss or self._loss
         if chosen is None:
             raise UsageError("run.evaluate needs a loss function", remedy="give one here or to tutti.prepare")
         source = adapt(source)
         grid, comms = self.setting.grid, self.setting.comms
-        self._together(f"evaluation of {len(source)} samples")
+        self._together(f"evaluation of {len(source)} samples" + " on the average" * averaged)
         parts: dict[int, Totals] = {}
-        with self.replica.evaluating(self.exchange.merged()):
-            for number, cell in evaluation(source, grid.data_ranks, grid.data_rank, batch, self.feed.place):
+        with (
+            heartbeat.training.during(Phase.EVALUATE),
+            self.replica.evaluating(self._merged(averaged, as_trained=True)),
+        ):
+            for number, cell in evaluation(
+                source, grid.data_ranks, grid.data_rank, batch, self.feed.place, self.feed.prefetch
+            ):
+                heartbeat.training.beat()
                 parts[number] = self.replica.run([cell], chosen, None)
         names = comms.world.broadcast_json(parts[0].names if grid.data_rank == 0 else (), 0, "names of the metrics")
         table = torch.zeros(len(evaluation_blocks(len(source), batch)), 2 + len(names), dtype=torch.float64)
@@ -229,22 +89,94 @@ class Run:
             table[number] = part.lanes.double().cpu()
         comms.replica.all_reduce(table, "totals of the evaluation")
         value, count, *sums = table.sum(dim=0).tolist()
-        return Evaluation(value / count, {n: s / count for n, s in zip(names, sums, strict=True)}, len(source))
+        metrics = {n: s / count for n, s in zip(names, sums, strict=True)}
+        return Evaluation(value / count, metrics, len(source), averaged)
 
-    def state(self) -> dict[str, Tensor]:
-        """All parameters and persistent buffers as one plain model's, on every rank. Collective."""
-        self._together("reading the whole state")
-        merged = self.exchange.merged()
-        first: dict[int, str] = {}
-        for part in self.replica.parts:
-            for name, parameter in part.named_parameters(remove_duplicate=False):
-                # A tied parameter has several names in a plain model's state.
-                merged[name] = merged[first.setdefault(id(parameter), name)]
+    @contextmanager
+    def profile(self, folder: str | Path) -> Iterator[None]:
+        """Profile the steps within the block on every rank: ``rank{N}.json`` for ui.perfetto.dev, a table from rank 0.
+
+        Raises DiskError where ``folder`` cannot be written.
+        """
+        with profiled(self, Path(folder)):
+            yield
+
+    def state(self, averaged: bool = False) -> dict[str, Tensor]:
+        """All parameters and persistent buffers as one plain model's, on every rank. Collective.
+
+        ``averaged``: the average of the weights, with the model's own buffers. Raises as ``evaluate``.
+        """
+        self._together("reading the whole state" + " with the average" * averaged)
+        merged = self._merged(averaged)
+        for name, spec in self.replica.specs.items():
+            # A tied parameter has several names in a plain model's state.
+            merged |= dict.fromkeys(spec.tied, merged[name])
         return gather_named(merged, self.setting.comms.model)
 
-    def weights_sha256(self) -> str:
+    def weights_sha256(self, averaged: bool = False) -> str:
         """Hash of ``state``; equal hashes mean bit-identical models. Collective."""
-        return weights_sha256(self.state())
+        return weights_sha256(self.state(averaged))
+
+    def _merged(self, averaged: bool, as_trained: bool = False) -> dict[str, Tensor]:
+        """What lives here as one model; ``as_trained``: the average in the data types of the weights."""
+        merged = self.exchange.merged()
+        if not averaged:
+            return merged
+        if self.average is None:
+            raise UsageError("no average of the weights is kept", remedy="call tutti.prepare with ema=0.999")
+        within = self.average.within(merged)
+        return {name: t.to(merged[name].dtype) for name, t in within.items()} if as_trained else within
+
+    def position(self) -> dict[str, Any]:
+        """Where in the data the run is, as a JSON value for ``seek``."""
+        return {**self.at._asdict(), "samples": self.samples, "state": self.feed.reader.state()}
+
+    def seek(self, position: Mapping[str, Any]) -> None:
+        """Go on where ``position`` was: ``epoch(at.epoch)`` gives the batch that comes next."""
+        self.at = self._resumed = Position(position["epoch"], position["batch"])
+        self.samples = position["samples"]
+        self.feed.reader.load(self.at, position["state"])
+
+    # --- what outlives the process ---------------------------------------------------------------------------------
+
+    def save(self, folder: str | Path, extra: Mapping[str, Any] | None = None, keep: int = 2) -> Path:
+        """Write everything that continuing needs to ``folder/step-N``; returns when it is on disk. Collective.
+
+        That is the model, the optimizer with its settings, each worker's own state, and where the run is in its data.
+        It can be continued on any number of devices and under any strategy, with the same workers.
+
+        Args:
+            folder: of this run's checkpoints alone, on a file system that all ranks share.
+            extra: what the script keeps besides, such as ``{"scheduler": scheduler.state_dict()}``: numbers, texts,
+                lists, tuples and dicts of them, the same on every rank.
+            keep: how many of the newest checkpoints stay.
+
+        Raises:
+            UsageError: in the middle of a global batch, or ``extra`` has something else.
+            CheckpointError: the ranks do not share ``folder``.
+            DiskError: it could not be written; what was saved before is intact.
+        """
+        if self._begun:
+            raise UsageError(
+                "a run cannot be saved in the middle of a global batch",
+                remedy="save where run.stepped is true after optimizer.step(), or after the loop over run.cells()",
+            )
+        saver = keeping.saver(self, Path(folder), keep)
+        saver.save(keeping.facts(self, extra or {}))
+        saver.wait()
+        return saver.folder / step_name(self.clock)
+
+    def restore(self, folder: str | Path) -> dict[str, Any] | None:
+        """Become the newest good checkpoint of ``folder``: what ``save`` was given as ``extra``. Collective.
+
+        None where there is no checkpoint, and nothing has changed. Afterwards ``epochs``, ``epoch`` and ``cells``
+        continue where the run was saved.
+
+        Raises:
+            CheckpointError: it is of another model, data set, batch size, seed or number of workers.
+        """
+        facts = keeping.saver(self, Path(folder)).restore()
+        return None if facts is None else keeping.become(self, facts)
 
     def _together(self, call: str) -> None:
         """Compare over the ranks what comes now, before any message of it could meet one of a step."""
@@ -253,24 +185,3 @@ class Run:
             "the call under way",
             "make every rank take the same steps and evaluations",
         )
-
-    def _tick(self, batch: Batch) -> Tick:
-        """What is the same for all workers in the step that ``batch`` begins."""
-        samples = self.feed.global_samples(length(batch), getattr(self, "_samples", self.feed.contract.batch))
-        factor = self.lr_factor(self.clock) if self.lr_factor is not None else None
-        self._tick_now = Tick(self.clock, samples, factor, self._stop)
-        return self._tick_now
-
-    def _record(self, agreed: Agreed, updated: Update) -> float:
-        self.agreed, self.updated = agreed, updated
-        self.clock += 1
-        self.updates += updated.updates
-        self._nonfinite = self._nonfinite + 1 if updated.skipped else 0
-        if self._nonfinite >= self._max_nonfinite:
-            raise NonFiniteError(
-                f"{self._nonfinite} steps in a row had a NaN or infinite gradient",
-                where=f"step {self.clock}, {', '.join(updated.nonfinite[:3])}",
-                why="the loss diverged, or a batch holds values that are not finite",
-                remedy="lower the learning rate, warm up, clip the gradient (--clip 1), or check the data",
-            )
-        return agreed.loss

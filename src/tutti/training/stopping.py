@@ -7,9 +7,12 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import TYPE_CHECKING
 
-from tutti.errors import Interrupted, Preempted
-from tutti.training.run import Run
+from tutti.errors import ExitCode, Interrupted, Preempted
+
+if TYPE_CHECKING:
+    from tutti.training.run import Run
 
 _PREEMPT = (signal.SIGTERM, signal.SIGUSR1)
 
@@ -19,6 +22,11 @@ class Reason:
 
     def __init__(self) -> None:
         self.interrupted = False
+
+    @property
+    def exit_code(self) -> int:
+        """What to leave with once the state is saved: 130 after Ctrl-C, else 75, which says that it can be resumed."""
+        return int(ExitCode.INTERRUPTED if self.interrupted else ExitCode.PREEMPTED)
 
     def error(self, stop: Preempted) -> Preempted | Interrupted:
         """``stop`` with the exit code of the reason: 130 for Ctrl-C, else 75."""

@@ -21,13 +21,17 @@ from torch.distributed.elastic.rendezvous.api import RendezvousHandler, Rendezvo
 
 from tutti.errors import ExitCode
 from tutti.world import child, failure
+from tutti.world.budget import Budget
 from tutti.world.failure import Failure
+from tutti.world.orphans import await_end
 
 _POLL = 0.05
 # After a failure the others mostly fail too, and say so themselves; an orderly end may have a checkpoint to write.
 _SETTLE = 1.0
 _TERMINATE = 5.0
 _ORDERLY = frozenset({ExitCode.PREEMPTED, ExitCode.INTERRUPTED})
+# What comes of these does not change by trying again.
+_FINAL = frozenset({*failure.QUIET, ExitCode.USAGE})
 
 
 class OneHost(RendezvousHandler):
@@ -70,7 +74,7 @@ class Logs(LogsSpecs):
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         nowhere = dict.fromkeys(envs, "")
-        shown = {rank: str(child.log_path(self._directory, rank)) for rank in envs if rank > 0 and self._shown}
+        shown = {rank: str(failure.log_path(self._directory, rank)) for rank in envs if rank > 0 and self._shown}
         return LogsDest(nowhere, dict(nowhere), shown, {}, dict.fromkeys(envs, os.devnull))
 
     @property
@@ -83,22 +87,25 @@ class Agent(LocalElasticAgent):
 
     Attributes:
         deaths: exit code and time of every worker that ended by itself, before this agent began to end them.
+        exhausted: why the workers were not started again, where they were to be.
     """
 
-    def __init__(self, job: child.Job, processes: int, restarts: int, shown: bool, grace: float) -> None:
+    def __init__(self, job: child.Job, processes: int, budget: Budget, shown: bool, grace: float) -> None:
         spec = WorkerSpec(
             role="tutti",
             local_world_size=processes,
             rdzv_handler=OneHost(),
             entrypoint=child.main,
             args=(job,),
-            max_restarts=restarts,
+            max_restarts=budget.left,
             monitor_interval=_POLL,
         )
         super().__init__(spec, Logs(job.logs, shown), start_method="fork", log_line_prefix_template="[rank ${rank}] ")
         self.deaths: dict[int, tuple[int, float]] = {}
-        self._job, self._grace = job, grace
+        self.exhausted = ""
+        self._job, self._grace, self._budget = job, grace, budget
         self._workers: list[Any] = []
+        self._killed: set[int] = set()
         self._ending = False
         _silence()
 
@@ -107,7 +114,7 @@ class Agent(LocalElasticAgent):
         found = []
         for rank, (code, seen) in self.deaths.items():
             if code != 0:
-                found.append(failure.read(self._job.logs, rank) or failure.from_death(rank, code, seen))
+                found.append(failure.read(self._job.notes, rank) or failure.from_death(rank, code, seen))
         return found
 
     def exit_codes(self) -> set[int]:
@@ -120,7 +127,7 @@ class Agent(LocalElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self.deaths, self._ending = {}, False
-        failure.clear(self._job.logs, range(worker_group.spec.local_world_size))
+        failure.clear(self._job.notes, range(worker_group.spec.local_world_size))
         signal.pthread_sigmask(signal.SIG_BLOCK, child.SIGNALS)
         try:
             pids: dict[int, Any] = super()._start_workers(worker_group)
@@ -136,20 +143,30 @@ class Agent(LocalElasticAgent):
             orderly = codes <= _ORDERLY | {0}
             self._wait(self._grace if orderly else _SETTLE)
             self._end(signal.SIGTERM, _TERMINATE)
-            self._announce_restart()
+            self._decide()
             return RunResult(state=WorkerState.FAILED)
         if len(self.deaths) < len(self._workers):
             return RunResult(state=WorkerState.HEALTHY)
         # The agent wants to see a result of every worker, even if it is none.
         return RunResult(state=WorkerState.SUCCEEDED, return_values=dict.fromkeys(self.deaths))
 
-    def _announce_restart(self) -> None:
-        """Say why the workers start anew, where they will."""
+    def _decide(self) -> None:
+        """Start again or not: say so, and make the agent's own count of what is left agree."""
         cause = failure.root_cause(self.failures())
-        if self._remaining_restarts > 0 and cause.exit_code not in failure.QUIET:
-            what = failure.describe(cause, child.log_path(self._job.logs, cause.rank)).splitlines()[0]
-            left = self._remaining_restarts - 1
-            print(f"{what}\ntutti: starting again, {left} restarts left", file=sys.stderr, flush=True)
+        used = self._worker_group.spec.max_restarts - self._remaining_restarts
+        restart = None if cause.exit_code in _FINAL else self._budget.spend()
+        self._remaining_restarts = 0
+        if restart is not None:
+            said = failure.describe(cause, failure.log_path(self._job.logs, cause.rank))
+            # The stack of a rank that was stuck is in no exception that could come again.
+            said = said if cause.traceback and not cause.kind else said.splitlines()[0]
+            print(f"{said}\ntutti: {restart.describe()}", file=sys.stderr, flush=True)
+            time.sleep(restart.pause)
+            self._remaining_restarts = restart.left + 1
+        elif cause.exit_code not in _FINAL:
+            self.exhausted = self._budget.describe()
+        # Attempts, and with them their stores, are numbered by the difference, which must not repeat.
+        self._worker_group.spec.max_restarts = used + self._remaining_restarts
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
         self._end(death_sig, self._grace)
@@ -168,9 +185,12 @@ class Agent(LocalElasticAgent):
             self._wait(grace)
         finally:
             for worker in alive:
-                _kill(worker)
+                self._kill(worker)
             for worker in alive:
                 worker.join(_TERMINATE)
+            for worker in self._workers:
+                if worker.pid in self._killed and worker.exitcode is not None:
+                    await_end(-worker.pid, _TERMINATE)
 
     def _wait(self, seconds: float) -> None:
         """Until all workers have ended, at most this long."""
@@ -184,17 +204,17 @@ class Agent(LocalElasticAgent):
             if rank not in self.deaths and worker.exitcode is not None and not self._ending:
                 self.deaths[rank] = (worker.exitcode, time.time())
                 if worker.exitcode != 0:
-                    _kill(worker)
+                    self._kill(worker)
         return all(worker.exitcode is not None for worker in self._workers)
 
-
-def _kill(worker: Any) -> None:
-    """Kill a worker's process group: the worker, where it lives, and what it started."""
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(worker.pid, signal.SIGKILL)
-    if worker.exitcode is None:
-        # It may not have made its group yet.
-        worker.kill()
+    def _kill(self, worker: Any) -> None:
+        """Kill a worker's process group: the worker, where it lives, and what it started."""
+        self._killed.add(worker.pid)
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(worker.pid, signal.SIGKILL)
+        if worker.exitcode is None:
+            # It may not have made its group yet.
+            worker.kill()
 
 
 def _silence() -> None:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import atexit
-import ctypes
 import faulthandler
 import multiprocessing
 import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,9 +16,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from tutti.errors import DiskError, ExitCode, TuttiError
-from tutti.world import failure
+from tutti.world import failure, heartbeat, watchdog
+from tutti.world.orphans import die_with_parent
+from tutti.world.watchdog import Limits
 
-_PR_SET_PDEATHSIG = 1
 # Outermost frames in these files are ours or Python's, and say nothing about a user's error.
 _HIDDEN = frozenset({__file__, str(Path(__file__).with_name("launch.py")), "<frozen runpy>"})
 
@@ -39,6 +38,7 @@ class Job:
         store: private directory for the workers' file store.
         launcher: process id of the launcher.
         threads: CPU threads a process; None where the user has chosen in the environment.
+        limits: how long a worker may show no progress.
     """
 
     entry: Callable[..., None]
@@ -47,30 +47,12 @@ class Job:
     store: Path
     launcher: int
     threads: int | None
+    limits: Limits
 
-
-def log_path(logs: Path, rank: int) -> Path:
-    """A rank's log."""
-    return logs / f"rank{rank}.log"
-
-
-def die_with_parent(_worker: int = 0, parent: int | None = None) -> None:
-    """Have the kernel kill this process when the one that started it ends, however it ends.
-
-    Usable as a ``DataLoader``'s ``worker_init_fn``. Where the kernel cannot (not Linux), a thread looks every second.
-
-    Args:
-        parent: the starter's process id, where known: if it is gone already, this process ends at once.
-    """
-    parent = os.getppid() if parent is None else parent
-    if sys.platform == "linux":
-        libc = ctypes.CDLL(None, use_errno=True)
-        if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
-            raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    else:
-        threading.Thread(target=_watch, args=(parent,), daemon=True).start()
-    if os.getppid() != parent:
-        os._exit(ExitCode.PEER)
+    @property
+    def notes(self) -> tuple[Path, Path]:
+        """Where failures are recorded: with the logs, or on what is mostly another disk where theirs is full."""
+        return self.logs, self.store
 
 
 def main(job: Job) -> NoReturn:
@@ -95,7 +77,9 @@ def _prepare(job: Job, rank: int) -> None:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     # Exit handlers so far are the launcher's, such as the removal of its temporary directories.
     atexit._clear()
-    _redirect(log_path(job.logs, rank), keep_terminal=rank == 0)
+    _redirect(failure.log_path(job.logs, rank), keep_terminal=rank == 0)
+    heartbeat.process.report_to(job.logs)
+    watchdog.start(rank, job.limits, launched=True)
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     os.environ["TUTTI_STORE"] = str(job.store / f"attempt-{attempt}")
     if job.threads is not None:
@@ -123,9 +107,8 @@ def _redirect(log: Path, keep_terminal: bool) -> None:
 
 def _finish() -> None:
     """What Python does at the end of a program, in its order."""
-    for thread in threading.enumerate():
-        if thread is not threading.current_thread() and not thread.daemon:
-            thread.join()
+    # Ends the threads of executors that nobody shut down, and joins all others.
+    threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     for process in multiprocessing.active_children():
         if process.daemon:
@@ -140,9 +123,9 @@ def _failed(job: Job, rank: int, exception: BaseException) -> int:
         with suppress(Exception):
             _finish()
         return code
-    found = failure.record(job.logs, rank, exception, _HIDDEN)
+    found = failure.record(job.notes, rank, exception, _HIDDEN)
     if not isinstance(exception, (TuttiError, KeyboardInterrupt, SystemExit)):
-        with suppress(OSError), log_path(job.logs, rank).open("a", encoding="utf-8") as log:
+        with suppress(OSError), failure.log_path(job.logs, rank).open("a", encoding="utf-8") as log:
             _flush()
             log.write(found.traceback)
     return code
@@ -151,6 +134,7 @@ def _failed(job: Job, rank: int, exception: BaseException) -> int:
 def _leave(code: int) -> NoReturn:
     """End now: the exit handlers of a broken process group may wait for peers that are gone."""
     _flush()
+    watchdog.stop()
     os._exit(code)
 
 
@@ -158,9 +142,3 @@ def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
             stream.flush()
-
-
-def _watch(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(1)
-    os._exit(ExitCode.PEER)

@@ -8,17 +8,23 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from types import TracebackType
 
 import torch
 import torch.distributed as dist
 
 from tutti.errors import PeerError, UsageError
+from tutti.world import failure, heartbeat, interface, watchdog
 from tutti.world import identity as identities
 from tutti.world.allocator import keep_freed_memory
+from tutti.world.heartbeat import Phase
 from tutti.world.identity import Identity
+from tutti.world.watchdog import Limits
 
 
 @dataclass(frozen=True)
@@ -45,15 +51,17 @@ _LET_GO = 0.05
 _world: World | None = None
 
 
-def init(device: str = "auto", timeout: float = 300.0) -> World:
+def init(device: str = "auto", timeout: float | None = None) -> World:
     """Join the job that the environment describes, or make a world of one; calling it again changes nothing.
 
     Reads torchrun's, Horovod's, Slurm's and Open MPI's variables. Adopts a default process group that exists. Gloo
-    moves CPU tensors, NCCL CUDA tensors.
+    moves CPU tensors, NCCL CUDA tensors. In a job of several processes each gets its watchdog, if it has none yet. On
+    several hosts Gloo takes the interface that leads to rank 0, unless ``GLOO_SOCKET_IFNAME`` names another. From now
+    on an exception that nobody catches ends this process at once.
 
     Args:
         device: ``auto`` (CUDA where there is any), ``cpu`` or ``cuda``.
-        timeout: seconds that ranks may take to arrive, and a collective to finish.
+        timeout: seconds that ranks may take to arrive, and a collective to finish; default: ``TUTTI_TIMEOUT``, or 300.
 
     Raises:
         UsageError: the environment contradicts itself, or CUDA was asked for and is not there.
@@ -62,10 +70,15 @@ def init(device: str = "auto", timeout: float = 300.0) -> World:
     global _world
     if _world is not None:
         return _world
+    timeout = _timeout() if timeout is None else timeout
+    heartbeat.process.set_timeout(timeout)
     if dist.is_initialized():
         _world = _adopt(device, timeout)
+        _watched(_world.identity)
         return _world
     identity = identities.read(os.environ)
+    # Before there is a device or a thread, which a fork would copy in part.
+    _watched(identity)
     place = _device(device, identity)
     if place.type == "cpu":
         keep_freed_memory()
@@ -73,21 +86,59 @@ def init(device: str = "auto", timeout: float = 300.0) -> World:
     limit = timedelta(seconds=timeout)
     where = f"rank {identity.rank} of {identity.size}"
     try:
-        store = dist.PrefixStore(f"tutti/{identity.attempt}", _store(identity, limit))
-        _await_all(store, identity, limit)
-        # Slower than our own limit, so that our message comes first: see tutti.comm.stall.
-        group_limit = timedelta(seconds=timeout + 60)
-        dist.init_process_group(backend, store=store, rank=identity.rank, world_size=identity.size, timeout=group_limit)
+        with heartbeat.training.during(Phase.MEETING):
+            store = _meet(identity, backend, limit)
     except (RuntimeError, TimeoutError) as error:
         raise PeerError(
             "the ranks could not find each other",
             where=where,
             why=str(error).splitlines()[0],
-            remedy=f"check that all {identity.size} processes run and reach the same address within {timeout:g} s",
+            remedy=f"check that all {identity.size} processes run and reach the same address within {timeout:g} s"
+            + ", and set GLOO_SOCKET_IFNAME to the interface between the hosts" * (identity.cross_size > 1),
         ) from error
     _world = World(identity, place, store, timeout, owned=True)
     atexit.register(shutdown)
+    if not isinstance(sys.excepthook, _End):
+        sys.excepthook = _End(sys.excepthook)
     return _world
+
+
+def _meet(identity: Identity, backend: str, limit: timedelta) -> dist.Store:
+    """Wait for all ranks and make the process group. Returns the store that they share."""
+    meeting = _meeting(identity)
+    store = dist.PrefixStore(f"tutti/{identity.attempt}", _store(identity, meeting, limit))
+    own = interface.way_to(meeting[0]) if meeting else ""
+    _await_all(store, identity, meeting, limit, own)
+    _choose_interface(store, identity, own)
+    # Slower than our own limit, so that our message comes first: see tutti.comm.stall.
+    later = limit + timedelta(seconds=60)
+    dist.init_process_group(backend, store=store, rank=identity.rank, world_size=identity.size, timeout=later)
+    return store
+
+
+def leave(code: int) -> None:
+    """End this process now, with ``code``, if it is one of several: what comes at the end of a program would hang.
+
+    The process groups' own threads are waited for there, and they wait for peers that may be gone.
+    """
+    if _world is not None and _world.owned and _world.identity.size > 1:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(code)
+
+
+class _End:
+    """Shows an exception that nobody caught as before, and leaves with its exit code."""
+
+    def __init__(self, show: Callable[[type[BaseException], BaseException, TracebackType | None], object]) -> None:
+        self._show = show
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        self._show(kind, error, trace)
+        # At a prompt the session goes on.
+        if not hasattr(sys, "ps1"):
+            leave(failure.exit_code(error))
 
 
 def shutdown() -> None:
@@ -144,6 +195,15 @@ def cross_size() -> int:
     return current().identity.cross_size
 
 
+def _watched(identity: Identity) -> None:
+    """Watch this process if it is one of a job, and keep what torch knows of its collectives for the worst case."""
+    if identities.joined(os.environ):
+        watchdog.start(identity.rank, Limits.read(os.environ))
+    recorder = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)
+    if recorder is not None:
+        watchdog.keep_flights(identity.rank, recorder)
+
+
 def _device(choice: str, identity: Identity) -> torch.device:
     if choice not in ("auto", "cpu", "cuda"):
         raise UsageError(f"unknown device '{choice}'", remedy="choices: auto, cpu, cuda")
@@ -162,17 +222,44 @@ def _device(choice: str, identity: Identity) -> torch.device:
     return torch.device("cuda", identity.local_rank)
 
 
-def _store(identity: Identity, limit: timedelta) -> dist.Store:
+def _timeout() -> float:
+    text = os.environ.get("TUTTI_TIMEOUT", "300")
+    with contextlib.suppress(ValueError):
+        if 0 < float(text) < float("inf"):
+            return float(text)
+    raise UsageError(f"TUTTI_TIMEOUT is '{text}'", remedy="give seconds, a number above 0")
+
+
+def _meeting(identity: Identity) -> tuple[str, int] | None:
+    """Address and port of the store; None where it has neither: under our own launcher, and in a world of one."""
+    if os.environ.get("TUTTI_STORE") or identity.size == 1:
+        return None
+    return identities.rendezvous(os.environ, identity)
+
+
+def _choose_interface(store: dist.Store, identity: Identity, own: str) -> None:
+    """Let Gloo listen where the other hosts reach it: on the way to rank 0, and from rank 0's host to any other."""
+    if identity.cross_size == 1 or "GLOO_SOCKET_IFNAME" in os.environ:
+        return
+    ranks = iter(range(identity.size))
+    while not own and (rank := next(ranks, None)) is not None:
+        there = bytes(store.get(f"here/{rank}")).decode()
+        own = interface.way_to(there) if there else ""
+    if own and (name := interface.name_of(own)):
+        os.environ["GLOO_SOCKET_IFNAME"] = name
+
+
+def _store(identity: Identity, meeting: tuple[str, int] | None, limit: timedelta) -> dist.Store:
     """A file on one host (nothing listens), the launcher's TCP store across hosts, memory for a world of one."""
     path = os.environ.get("TUTTI_STORE")
     if path:
         store: dist.Store = dist.FileStore(path, identity.size)
-    elif identity.size == 1:
+    elif meeting is None:
         store = dist.HashStore()
     elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE"):
         store, _, _ = next(dist.rendezvous("env://", identity.rank, identity.size, timeout=limit))
     else:
-        address, port = identities.rendezvous(os.environ, identity)
+        address, port = meeting
         try:
             # Nobody is waited for here: ``_await_all`` names those that do not come.
             store = dist.TCPStore(
@@ -197,12 +284,16 @@ def _unreachable(identity: Identity, place: str, limit: timedelta, error: Except
     )
 
 
-def _await_all(store: dist.Store, identity: Identity, limit: timedelta) -> None:
-    """Return when every rank has come. Raises PeerError naming those that have not, the same ranks on every rank."""
+def _await_all(
+    store: dist.Store, identity: Identity, meeting: tuple[str, int] | None, limit: timedelta, own: str
+) -> None:
+    """Return when every rank has come and left its own address, which may be empty.
+
+    Raises PeerError naming those that have not, the same ranks on every rank.
+    """
     keys = [f"here/{rank}" for rank in range(identity.size)]
-    address = os.environ.get("MASTER_ADDR", "")
-    place = f", met at {address}:{os.environ.get('MASTER_PORT', '')}" if address else ""
-    store.set(keys[identity.rank], "")
+    place = f", met at {meeting[0]}:{meeting[1]}" if meeting else ""
+    store.set(keys[identity.rank], own)
     end, pause = time.monotonic() + limit.total_seconds(), 0.001
     # Asked for again and again: a wait in the store that runs out is reported by native code, frame by frame.
     while not store.check(keys):
@@ -218,6 +309,7 @@ def _await_all(store: dist.Store, identity: Identity, limit: timedelta) -> None:
                 where=f"rank {identity.rank}{place}",
                 remedy="check that every process was started and reaches the same address, or raise --timeout",
             )
+        heartbeat.training.beat("arrival of all ranks")
         time.sleep(pause)
         pause = min(2 * pause, 0.05)
 

@@ -65,6 +65,16 @@ def path(directory: Path, rank: int) -> Path:
     return directory / f"failure-rank{rank}.json"
 
 
+def log_path(directory: Path, rank: int) -> Path:
+    """A rank's log."""
+    return directory / f"rank{rank}.log"
+
+
+def flight_path(directory: Path, rank: int) -> Path:
+    """Where the last collectives of a rank that was stuck are written."""
+    return directory / f"flight-rank{rank}.json"
+
+
 def exit_code(exception: BaseException) -> int:
     """The process exit code for an exception; a lost peer counts as one even where torch raises something general."""
     if isinstance(exception, TuttiError):
@@ -85,11 +95,11 @@ def exit_code(exception: BaseException) -> int:
     return int(ExitCode.UNEXPECTED)
 
 
-def record(directory: Path, rank: int, exception: BaseException, hidden: Collection[str] = ()) -> Failure:
-    """Write ``failure-rankN.json`` atomically. Does not raise where the disk cannot take it.
+def record(directories: Iterable[Path], rank: int, exception: BaseException, hidden: Collection[str] = ()) -> Failure:
+    """Leave a record of ``exception``, as ``write`` does.
 
     Args:
-        directory: the run's log directory.
+        directories: the run's log directory, and others to try where it is full.
         rank: the failing rank.
         exception: what ended it.
         hidden: files whose outermost frames the traceback leaves out.
@@ -105,26 +115,37 @@ def record(directory: Path, rank: int, exception: BaseException, hidden: Collect
         step=step if isinstance(step, int) else None,
         remedy=exception.remedy if isinstance(exception, TuttiError) else None,
     )
-    target = path(directory, rank)
-    temporary = target.with_suffix(f".tmp-{os.getpid()}")
-    with suppress(OSError):
-        temporary.write_text(json.dumps(asdict(failure), indent=1) + "\n", encoding="utf-8")
-        temporary.replace(target)
+    write(directories, failure)
     return failure
 
 
-def read(directory: Path, rank: int) -> Failure | None:
+def write(directories: Iterable[Path], failure: Failure) -> None:
+    """Write ``failure-rankN.json`` atomically, where there is room. Does not raise where no disk can take it."""
+    for directory in directories:
+        target = path(directory, failure.rank)
+        temporary = target.with_suffix(f".tmp-{os.getpid()}")
+        try:
+            temporary.write_text(json.dumps(asdict(failure), indent=1) + "\n", encoding="utf-8")
+            temporary.replace(target)
+            break
+        except OSError:
+            with suppress(OSError):
+                temporary.unlink()
+
+
+def read(directories: Iterable[Path], rank: int) -> Failure | None:
     """A rank's record; None where there is none or it cannot be read."""
-    try:
-        return Failure(**json.loads(path(directory, rank).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
-        return None
+    for directory in directories:
+        with suppress(OSError, ValueError, TypeError):
+            return Failure(**json.loads(path(directory, rank).read_text(encoding="utf-8")))
+    return None
 
 
-def clear(directory: Path, ranks: Iterable[int]) -> None:
+def clear(directories: Iterable[Path], ranks: Collection[int]) -> None:
     """Remove the records of an earlier attempt."""
-    for rank in ranks:
-        path(directory, rank).unlink(missing_ok=True)
+    for directory in directories:
+        for rank in ranks:
+            path(directory, rank).unlink(missing_ok=True)
 
 
 def from_death(rank: int, code: int, seen: float) -> Failure:
@@ -173,7 +194,9 @@ def describe(failure: Failure, log: Path) -> str:
     else:
         what = failure.message
     lines = [f"tutti: rank {failure.rank} {what}"]
-    if failure.rank != 0 or not failure.kind:
+    if failure.traceback and not failure.kind:
+        lines += _indented(failure.traceback.splitlines(), "innermost lines of its stack:")
+    elif failure.rank != 0 or not failure.kind:
         last = tail(log)
         lines += _indented(last, f"last lines of {log}:") if last else [f"  Its log, {log}, is empty."]
     elif failure.exit_code == ExitCode.UNEXPECTED and failure.kind != "SystemExit":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import importlib
 import importlib.util
 import os
 import runpy
@@ -10,7 +12,7 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -19,6 +21,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from tutti.errors import DiskError, ExitCode, UsageError
 from tutti.world import child, failure
+from tutti.world.budget import Budget
+from tutti.world.orphans import adopt_orphans
+from tutti.world.watchdog import Limits
 
 if TYPE_CHECKING:
     from tutti.world.agent import Agent
@@ -33,14 +38,18 @@ def launch(
     timeout: float = 300.0,
     show_all: bool = False,
     restarts: int = 0,
+    progress: Callable[[], int] | None = None,
+    limits: Limits | None = None,
     grace: float = 30.0,
+    preload: Collection[str] = (),
 ) -> int:
     """Run ``entry(*args)`` in local processes and return the exit code of the whole, as in ``tutti.errors.ExitCode``.
 
-    Workers are forked after one import of torch. They find torchrun's variables in their environment, ``TUTTI_STORE``
-    (path of a file store that only this user can open) and ``TUTTI_TIMEOUT``. Rank 0 keeps the terminal, the others
-    write to ``logs/rank{N}.log``. When one fails, all are ended, and the first cause is told on standard error. A
-    signal is passed on once; what has not ended after ``grace`` seconds is killed, and a second signal kills at once.
+    Workers are forked after one import of torch and of ``preload``. They find torchrun's variables in their
+    environment, ``TUTTI_STORE`` (path of a file store that only this user can open) and ``TUTTI_TIMEOUT``. Rank 0 keeps
+    the terminal, the others write to ``logs/rank{N}.log``. When one fails, all are ended, and the first cause is told
+    on standard error. A signal is passed on once; what has not ended after ``grace`` seconds is killed, and a second
+    signal kills at once.
 
     Args:
         entry: runs in every worker.
@@ -49,8 +58,13 @@ def launch(
         logs: directory for logs and failure records; made where it does not exist.
         timeout: seconds that ranks may wait for each other.
         show_all: show the other ranks' output too, as ``[rank 3] …``; also by ``TUTTI_LOG_RANKS=all``.
-        restarts: how often to start all workers anew after a failure.
+        restarts: how often in a row to start all workers anew after a failure without progress.
+        progress: a number that grows with what is saved for good, such as the step of the newest checkpoint; without
+            it no attempt makes progress.
+        limits: how long a worker may show no progress before its watchdog ends it.
         grace: seconds between a signal and SIGKILL.
+        preload: modules that every worker needs. Not imported where torch has CUDA, which must not be touched before
+            a fork.
 
     Raises:
         UsageError: fewer than one process.
@@ -62,16 +76,29 @@ def launch(
     shown = show_all or os.environ.get("TUTTI_LOG_RANKS") == "all"
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     threads = None if "OMP_NUM_THREADS" in os.environ else max(1, cores // processes)
-    job = child.Job(entry, args, logs.absolute(), store, os.getpid(), threads)
+    job = child.Job(entry, args, logs.absolute(), store, os.getpid(), threads, limits or Limits())
     try:
-        with _environment(_settings(threads, timeout)), _signal_handlers():
+        with _environment(_settings(threads, timeout)), _signal_handlers(), _adopting():
+            import torch
+
             from tutti.world.agent import Agent, run
 
-            agent = Agent(job, processes, restarts, shown, grace)
+            if torch.version.cuda is None:
+                for module in preload:
+                    importlib.import_module(module)
+            agent = Agent(job, processes, Budget(restarts, progress), shown, grace)
             stopped = run(agent)
+        return _conclude(agent, stopped, logs)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise DiskError(
+            "the processes cannot be started",
+            why=error.strerror,
+            remedy="free some space in /dev/shm, where their semaphores lie, and on the disk of the run",
+        ) from error
     finally:
         shutil.rmtree(store, ignore_errors=True)
-    return _conclude(agent, stopped, logs)
 
 
 def check_script(script: str, module: bool = False) -> None:
@@ -119,8 +146,9 @@ def _directories(logs: Path) -> Path:
         logs.mkdir(parents=True, exist_ok=True)
         for old in logs.glob("rank*.log"):
             old.unlink()
-        for old in logs.glob("failure-rank*.json"):
-            old.unlink()
+        for kind in ("failure", "flight"):
+            for old in logs.glob(f"{kind}-rank*"):
+                old.unlink()
         return Path(tempfile.mkdtemp(prefix="tutti-store-"))
     except OSError as error:
         raise DiskError(
@@ -171,6 +199,16 @@ def _signal_handlers() -> Iterator[None]:
                 signal.signal(number, handler)
 
 
+@contextmanager
+def _adopting() -> Iterator[None]:
+    """What workers leave behind becomes this process's, which waits until it has ended."""
+    adopt_orphans(True)
+    try:
+        yield
+    finally:
+        adopt_orphans(False)
+
+
 def _leave_early(number: int, _frame: FrameType | None) -> NoReturn:
     raise SystemExit(128 + number)
 
@@ -186,5 +224,7 @@ def _conclude(agent: Agent, stopped: signal.Signals | None, logs: Path) -> int:
         return int(ExitCode.DONE)
     cause = failure.root_cause(failures)
     if cause.exit_code not in failure.QUIET:
-        print(failure.describe(cause, child.log_path(logs, cause.rank)), file=sys.stderr, flush=True)
+        print(failure.describe(cause, failure.log_path(logs, cause.rank)), file=sys.stderr, flush=True)
+        if agent.exhausted:
+            print(f"tutti: {agent.exhausted}", file=sys.stderr, flush=True)
     return cause.exit_code

@@ -1,0 +1,66 @@
+"""A disk that is full for a while."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+from tutti.errors import DiskError, UsageError
+
+MOST = 2**30
+"""Bytes that are taken without being asked twice."""
+
+
+class Ballast:
+    """Takes the free space of the file system of ``folder``, but for ``leave`` bytes, until ``release``.
+
+    The file has no name, so that the system frees it even when this process is killed.
+
+    Args:
+        folder: any directory on the file system.
+        leave: bytes to leave free.
+        most: largest number of bytes to take.
+
+    Raises:
+        UsageError: there is more free space than ``most``.
+        DiskError: the file cannot be made.
+    """
+
+    def __init__(self, folder: Path, leave: int, most: int = MOST) -> None:
+        size = max(0, free(folder) - leave)
+        if size > most:
+            raise UsageError(
+                f"the file system of {folder} has {size / 2**20:,.0f} MiB to fill",
+                why=f"more than {most / 2**20:,.0f} MiB are filled only when asked to",
+                remedy="name a directory on a small one, such as a tmpfs, or add --yes",
+            )
+        try:
+            self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115
+            self.size = self._take(size, folder, leave) if size else 0
+        except OSError as error:
+            raise DiskError("the disk cannot be filled", where=str(folder), why=error.strerror) from error
+
+    def _take(self, size: int, folder: Path, leave: int) -> int:
+        """Allocate, and again what is still free: a file system's own bookkeeping takes a part, others free some."""
+        taken = 0
+        for _ in range(64):
+            try:
+                os.posix_fallocate(self._file.fileno(), taken, size)
+                taken += size
+                size = free(folder) - leave
+            except OSError:
+                size //= 2
+            if size <= 0:
+                break
+        return taken
+
+    def release(self) -> None:
+        """Give the space back."""
+        self._file.close()
+
+
+def free(folder: Path) -> int:
+    """Bytes that this user can still write on the file system of ``folder``."""
+    found = os.statvfs(folder)
+    return (found.f_bfree if os.geteuid() == 0 else found.f_bavail) * found.f_frsize

@@ -1,0 +1,103 @@
+"""What ``tutti chaos`` is given, read and refused before anything is started. Loads no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+from cyclopts import App
+
+from tutti.chaos.command import Command
+from tutti.chaos.faults import LAUNCHER, SOAK
+from tutti.cli.train import bare_options, count_devices, refuse, resolved, run_directory, train
+from tutti.errors import UsageError, did_you_mean
+
+SMALL = 2**26
+"""A soak fills file systems of at most this many bytes."""
+
+
+def read_command(words: Sequence[str]) -> Command:
+    """The ``tutti train`` command line after ``--``, refused here where it would be refused there."""
+    given = list(words[1:] if words[:1] == ("tutti",) else words)
+    if given[:1] != ["train"]:
+        remedy = "write the command after --, as in tutti chaos kill -- tutti train digits --devices 3"
+        raise UsageError("no tutti train command is given", remedy=remedy)
+    app = App(name="tutti")
+    app.command(train)
+    _, bound, _ = app.parse_args(bare_options(given), print_error=False, exit_on_error=False)
+    found = bound.arguments
+    task, config = resolved(found.get("task"), found.get("flags", {}), found.get("config", ()))
+    config = dataclasses.replace(config, devices=str(count_devices(config, None)))
+    refuse(task, config)
+    return Command(tuple(given), task, config, run_directory(config, task))
+
+
+def read_kinds(text: str | None, directory: Path) -> list[str]:
+    """Kinds of faults by name; without ``text`` all that can be played on a run in ``directory``."""
+    names = list(SOAK) if text is None else text.split(",")
+    for name in names:
+        if name not in SOAK:
+            raise UsageError(f"there is no fault '{name}'", remedy=did_you_mean(name, SOAK))
+    found = os.statvfs(directory)
+    if "fill" in names and found.f_blocks * found.f_frsize > SMALL:
+        if text is not None:
+            remedy = "give the run an --out on a small file system, such as a tmpfs of 1 MiB"
+            raise UsageError(f"the disk of {directory} is too large to fill", remedy=remedy)
+        print("fill is left out: the run directory is not on a small disk", file=sys.stderr)
+        names.remove("fill")
+    return names
+
+
+def read_step(text: str) -> int | Literal["random"]:
+    """``--at-step``: a number, ``random``, or 0 for ``saved``."""
+    if text in ("random", "saved"):
+        return 0 if text == "saved" else "random"
+    return _number("--at-step", text, "a whole number of at least 1, random, or saved")
+
+
+def read_rank(text: str) -> int | Literal["random"]:
+    """``--rank``: a number, ``random``, or ``LAUNCHER``."""
+    if text in ("random", "launcher"):
+        return LAUNCHER if text == "launcher" else "random"
+    return _number("--rank", text, "a rank, random, or launcher", least=0)
+
+
+def read_devices(text: str | None, command: Command) -> list[int]:
+    """Numbers of devices to resume on."""
+    found = [_number("--devices", word, "whole numbers, such as 2,3,4") for word in (text or "").split(",") if word]
+    if found and not command.config.reproducible:
+        why = "the bits of another run depend on the number of devices"
+        raise UsageError("--devices needs a run with --reproducible", why=why, remedy="add it, or leave --devices out")
+    for devices in found:
+        refuse(command.task, dataclasses.replace(command.config, devices=str(devices)))
+    return found
+
+
+def read_bytes(text: str) -> int:
+    """A size in bytes, or with a unit.
+
+    >>> read_bytes("4096"), read_bytes("64KiB"), read_bytes("1.5 MiB")
+    (4096, 65536, 1572864)
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMG]iB)?", text)
+    if found is None:
+        raise UsageError(f"'{text}' is no size", remedy="write 4096, 64KiB or 1MiB")
+    return int(float(found[1]) * {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}.get(found[2], 1))
+
+
+def above(option: str, value: float | None, least: float = 0) -> float | None:
+    """``value``, which must be more than ``least`` where it is given."""
+    if value is not None and not value > least:
+        raise UsageError(f"{option} is {value:g}", remedy=f"give a number above {least:g}")
+    return value
+
+
+def _number(option: str, text: str, wanted: str, least: int = 1) -> int:
+    if not text.isdecimal() or int(text) < least:
+        raise UsageError(f"{option} is '{text}'", remedy=f"give {wanted}")
+    return int(text)

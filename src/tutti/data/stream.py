@@ -1,0 +1,332 @@
+"""Samples that come in an order of their own: iterable data sets, read in step by all ranks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any, NoReturn, Protocol
+
+import torch
+from torch.utils.data import default_collate
+
+from tutti.data.batches import cut
+from tutti.data.contract import BatchContract
+from tutti.data.digest import digest
+from tutti.data.draws import own_generators, seed_generators
+from tutti.data.hashing import hash64
+from tutti.data.reader import Part, Position, Ranks
+from tutti.errors import CheckpointError, DataError
+from tutti.types import Batch
+
+_SKIPPED_TOGETHER = 64
+
+
+class Stream:
+    """An iterable data set, begun anew for each epoch.
+
+    Args:
+        data: an iterable, or a function without arguments that returns one.
+        sharded: each data rank's stream is its own.
+
+    Attributes:
+        samples: in an epoch; None where only the end of the stream will tell.
+    """
+
+    def __init__(self, data: Any, sharded: bool = False) -> None:
+        self.data, self.sharded, self.name = data, sharded, type(data).__name__
+        self.samples = None if sharded else _length(data)
+
+    def open(self, epoch: int) -> Any:
+        """The iterable, told of its epoch."""
+        ready = hasattr(self.data, "__iter__") and not isinstance(self.data, type)
+        items: Any = self.data if ready else self.data()
+        if hasattr(items, "set_epoch"):
+            items.set_epoch(epoch)
+        return items
+
+
+def _length(data: Any) -> int | None:
+    try:
+        return len(data)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+class Cursor:
+    """One epoch of a stream, somewhere in the middle.
+
+    Random draws of the stream with Python's, NumPy's or PyTorch's global generators are keyed by (key, number of the
+    sample): the same on every rank, and after every resume.
+
+    Attributes:
+        number: samples taken so far.
+    """
+
+    def __init__(self, stream: Stream, epoch: int, key: int) -> None:
+        self._stream, self._epoch, self._key = stream, epoch, key
+        self._items = stream.open(epoch)
+        self._iterator: Iterator[Any] | None = None
+        self._ahead: list[Any] = []
+        self.number = 0
+
+    def take(self, count: int) -> list[Any]:
+        """The next samples; fewer where the stream ends. Raises DataError naming a sample that cannot be read."""
+        taken = self._ahead[:count]
+        del self._ahead[:count]
+        with own_generators():
+            while len(taken) < count and (item := self._next(self.number + len(taken))):
+                taken += item
+        self.number += len(taken)
+        return taken
+
+    def skip(self, count: int) -> list[Any]:
+        """Take samples without keeping them; the last one."""
+        last: list[Any] = []
+        while self.number < count and (taken := self.take(min(count - self.number, _SKIPPED_TOGETHER))):
+            last = taken[-1:]
+        return last
+
+    def more(self) -> bool:
+        """Whether there is another sample; reads one ahead."""
+        if not self._ahead:
+            with own_generators():
+                self._ahead = self._next(self.number)
+        return bool(self._ahead)
+
+    def state(self) -> str | None:
+        """The data set's own state before the next sample as JSON, where it gives one that JSON can hold."""
+        if self._ahead or not hasattr(self._items, "state_dict"):
+            return None
+        state = self._items.state_dict()
+        return json.dumps(state) if _is_json(state) else None
+
+    def restore(self, state: Any, number: int) -> bool:
+        """Let the data set go on from its ``state``, at sample ``number``; False where it cannot."""
+        if state is None or not hasattr(self._items, "load_state_dict"):
+            return False
+        self._items.load_state_dict(state)
+        self.number = number
+        return True
+
+    def _next(self, number: int) -> list[Any]:
+        """Sample ``number``, or nothing at the end."""
+        seed_generators(int(hash64(self._key, self._epoch, number)))
+        try:
+            if self._iterator is None:
+                self._iterator = iter(self._items)
+            return [next(self._iterator)]
+        except StopIteration:
+            return []
+        except (IndexError, KeyError, OSError, ValueError) as error:
+            raise DataError(
+                f"cannot read sample {number} of epoch {self._epoch}",
+                where=self._stream.name,
+                why=f"{type(error).__name__}: {error}",
+            ) from error
+
+
+def _is_json(value: Any) -> bool:
+    """Whether JSON gives ``value`` back as it is."""
+    if isinstance(value, dict):
+        return all(type(key) is str and _is_json(item) for key, item in value.items())
+    if isinstance(value, list):
+        return all(map(_is_json, value))
+    return value is None or type(value) in (bool, int, str) or (type(value) is float and value - value == 0)
+
+
+class Lines(Protocol):
+    """The communicators that reading a stream needs."""
+
+    @property
+    def world(self) -> Ranks:
+        """All ranks."""
+
+    @property
+    def replica(self) -> Ranks:
+        """The data ranks."""
+
+    @property
+    def model(self) -> Ranks:
+        """The ranks of one replica."""
+
+
+class InStep:
+    """Reads one global stream: every rank reads all of it and keeps its own samples.
+
+    Global batches are therefore the same for any number of ranks. That all ranks see the same samples is compared by
+    digest at the batches 0, 1, 2, 4, 8, … after each beginning; how many there were, at the end.
+    """
+
+    def __init__(self, source: Stream, contract: BatchContract, rank: int, seed: int, comms: Lines) -> None:
+        self.source, self._contract, self._rank, self._seed = source, contract, rank, seed
+        self._ranks = comms.world
+        self._kept: str | None = None
+        self._loaded: tuple[Position, Any] = (Position(), None)
+
+    def read(self, epoch: int, start: int) -> Iterator[Part]:
+        """As ``Reader.read``. Collective.
+
+        Raises:
+            MismatchError: the ranks read different samples.
+            DataError: the stream is empty, ended before ``start``, or has another length than it said.
+        """
+        cursor = self._open(epoch, start)
+        step, last = start, False
+        while not last:
+            first = cursor.number
+            items = cursor.take(self._contract.batch)
+            self._compare(epoch, step - start, first, items)
+            if not items:
+                _empty(self.source, epoch, first)
+            self._kept = cursor.state() if self._ranks.rank == 0 else None
+            step, last = step + 1, not cursor.more()
+            self._check_length(cursor.number, last)
+            if last:
+                self._ranks.agree(
+                    [f"epoch {epoch} with {cursor.number} samples"], "the length of the stream", _DIFFERENT
+                )
+            yield self._part(items, Position(epoch + 1, 0) if last else Position(epoch, step))
+
+    def _open(self, epoch: int, start: int) -> Cursor:
+        cursor = Cursor(self.source, epoch, self._seed)
+        at, state = self._loaded
+        number = start * self._contract.batch
+        if not (start and at == (epoch, start) and cursor.restore(state, number)):
+            cursor.skip(number)
+        if cursor.number < number:
+            _empty(self.source, epoch, cursor.number, number)
+        return cursor
+
+    def _compare(self, epoch: int, batches: int, first: int, items: list[Any]) -> None:
+        # At powers of two: a stream that drifts apart is found early or late, at next to no cost.
+        if batches & (batches - 1) == 0:
+            lines = [f"sample {first + i} of epoch {epoch}, digest {digest(item)}" for i, item in enumerate(items)]
+            self._ranks.agree(lines, "the samples of the stream", _DIFFERENT)
+
+    def _check_length(self, number: int, last: bool) -> None:
+        said = self.source.samples
+        if said is None or (number == said if last else number < said):
+            return
+        found = f"has {number}" if last else f"goes on after {number}"
+        raise DataError(
+            f"the data set says that it has {said} samples, and {found}",
+            where=self.source.name,
+            remedy="correct its __len__, or leave it out and give --steps",
+        )
+
+    def _part(self, items: list[Any], after: Position) -> Part:
+        mine = self._contract.part(len(items), self._rank)
+        others = None if mine else _collate(items[: len(self._contract.first_cell(len(items)))], items)
+        return Part(_collate(items[mine.start : mine.stop], items), len(items), after, others)
+
+    def state(self) -> Any:
+        """The data set's own state, where it has one: then resuming does not read again what was consumed."""
+        return None if self._kept is None else json.loads(self._kept)
+
+    def load(self, at: Position, state: Any) -> None:
+        """As ``Reader.load``."""
+        self._loaded = at, state
+
+    def describe(self) -> Mapping[str, str]:
+        """What is exact, and what is not done."""
+        return {"order": "that of the stream, which every device reads whole; nothing is shuffled"}
+
+    def close(self) -> None:
+        """Nothing is open between epochs."""
+
+
+class OwnStreams:
+    """Reads a data set that shards itself: each data rank's stream is its own.
+
+    Ranks whose stream has ended go on without samples until all have, so that every sample counts once. How many each
+    rank has is exchanged in every step.
+    """
+
+    def __init__(self, source: Stream, contract: BatchContract, rank: int, seed: int, comms: Lines) -> None:
+        self.source, self._contract, self._rank, self._seed = source, contract, rank, seed
+        self._replicas, self._stages = comms.replica, comms.model
+
+    def read(self, epoch: int, start: int) -> Iterator[Part]:
+        """As ``Reader.read``. Collective.
+
+        Raises:
+            MismatchError: the ranks of one replica read different samples.
+            DataError: a rank's stream is empty.
+        """
+        share = len(self._contract.part(self._contract.batch, self._rank))
+        cursor = Cursor(self.source, epoch, int(hash64(self._seed, self._rank)))
+        step, last = start, False
+        some = cursor.skip(start * share)
+        while not last:
+            items = cursor.take(share)
+            some = items[:1] or some
+            counts = self._counts(len(items), cursor.more(), not some)
+            self._compare(epoch, step - start, counts, items)
+            step, last = step + 1, not any(more for _, more, _ in counts)
+            if void := [str(rank) for rank, (_, _, empty) in enumerate(counts) if empty]:
+                _empty(self.source, epoch, 0, ranks=", ".join(void))
+            held = [count for count, _, _ in counts]
+            after = Position(epoch + 1, 0) if last else Position(epoch, step)
+            yield Part(_collate(items, some), sum(held), after, None if items else _collate(some, some))
+
+    def _counts(self, *own: int) -> list[list[int]]:
+        """What all data ranks say, in order."""
+        return [row.tolist() for row in self._replicas.all_gather(torch.tensor(own), "samples of the own streams")]
+
+    def _compare(self, epoch: int, batches: int, counts: list[list[int]], items: list[Any]) -> None:
+        """The ranks of one replica must read the same."""
+        lines = [f"{counts[self._rank][0]} samples"]
+        if batches & (batches - 1) == 0:
+            lines += [f"digest {digest(item)} in epoch {epoch}" for item in items]
+        self._stages.agree(lines, "the samples of one replica", "give the stages of one replica the same stream")
+
+    def state(self) -> Any:
+        """How many streams there are: there must be as many to go on."""
+        return {"streams": self._contract.ranks}
+
+    def load(self, at: Position, state: Any) -> None:
+        """Raises CheckpointError where the number of data ranks is another."""
+        saved = state["streams"] if isinstance(state, Mapping) else None
+        if saved != self._contract.ranks:
+            raise CheckpointError(
+                f"the run had {saved} data ranks and now has {self._contract.ranks}",
+                why="its data set shards itself, so that each rank goes on in a stream of its own",
+                remedy="resume on as many devices",
+            )
+
+    def describe(self) -> Mapping[str, str]:
+        """What is lost."""
+        return {
+            "order": "each device reads a stream of its own: batches, and with them the result, depend on the devices",
+            "resume": f"on {self._contract.ranks} data ranks only",
+        }
+
+    def close(self) -> None:
+        """Nothing is open between epochs."""
+
+
+_DIFFERENT = (
+    "give every rank the same stream (the same seed, no sharding by rank), or wrap a data set that shards itself in "
+    "tutti.data.Sharded"
+)
+
+
+def _collate(items: list[Any], some: list[Any]) -> Batch:
+    """Samples as a batch; of no sample, an empty one with the structure of ``some``."""
+    with own_generators():
+        return default_collate(items) if items else cut(default_collate(some[:1]), 0, 0)
+
+
+def _empty(source: Stream, epoch: int, found: int, wanted: int = 0, ranks: str = "") -> NoReturn:
+    if wanted or found:
+        raise DataError(
+            f"epoch {epoch} ended after {found} samples, and the run was at sample {max(wanted, found)}",
+            where=source.name,
+            why="the stream is not the one that the run began with",
+            remedy="resume with the same data",
+        )
+    raise DataError(
+        f"the stream is empty in epoch {epoch}",
+        where=f"{source.name}{f', data rank {ranks}' if ranks else ''}",
+        remedy="check its path and filters, and that it can be read more than once",
+    )

@@ -1,0 +1,62 @@
+"""An exponential moving average of the weights, kept where they live: every rank averages its own parts.
+
+One fused operation an update; no communication. Ranks that hold the same parts hold the same average, bit by bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from tutti.exchanges.saved import mine_of
+from tutti.laws.averaging import Averaging
+from tutti.nn.swap import parameters
+from tutti.types import SavedState, Setting
+
+_NARROW = (torch.float16, torch.bfloat16)
+
+
+class Average:
+    """The average of the trained parameters of this rank's parts; it begins as what they are now.
+
+    Memory: one copy of them, in float32 where they are narrower, since 1 - d is below what those resolve.
+
+    Attributes:
+        updates: updates that have gone into it.
+    """
+
+    def __init__(self, parts: Sequence[nn.Module], averaging: Averaging, setting: Setting) -> None:
+        self._averaging, self._comm = averaging, setting.comms.replica
+        trained = {name: p for name, p in parameters(parts) if p.requires_grad}
+        self._names, self._parameters = list(trained), list(trained.values())
+        self._values = [_wide(p.data).clone() for p in self._parameters]
+        self.updates = 0
+
+    def update(self) -> None:
+        """Take in the parameters as they are after an update."""
+        if self._values:
+            share = self._averaging.share(self.updates)
+            torch._foreach_lerp_(self._values, [_wide(p.data) for p in self._parameters], share)
+        self.updates += 1
+
+    def within(self, merged: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The merged model with the average for its trained parameters, and its own buffers."""
+        return {**merged, **dict(zip(self._names, self._values, strict=True))}
+
+    def state(self) -> dict[str, dict[str, Tensor]]:
+        """What this rank writes of it into a checkpoint; see ``Exchange.state``."""
+        named = dict(zip(self._names, self._values, strict=True))
+        return {"ema": mine_of(named, self._comm.rank, self._comm.size)}
+
+    def load(self, saved: SavedState, updates: int) -> None:
+        """Become the average in ``saved``, of so many updates; where it has none, begin anew at its weights."""
+        names = saved.names("ema")
+        for name, value in zip(self._names, self._values, strict=True):
+            value.copy_(saved.get("ema" if name in names else "model", name))
+        self.updates = updates
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype in _NARROW else tensor

@@ -1,0 +1,103 @@
+"""Which parts of a model are computed again in backward: blocks that its structure shows, or what a user names."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from tutti.errors import UsageError, did_you_mean
+from tutti.nn.config import check_checkpointing
+
+Choice = str | Sequence[str | type[nn.Module]]
+"""``none``, ``blocks``, or names and classes of modules."""
+
+_LONG = 8
+"""Layers from which a sequence of nothing but layers is cut into runs; a shorter one is one block."""
+
+
+@dataclass
+class Units:
+    """What is computed again as one.
+
+    Attributes:
+        whole: modules.
+        runs: for each sequence of layers the runs of consecutive children that belong together, by name.
+    """
+
+    whole: list[nn.Module] = field(default_factory=list)
+    runs: dict[nn.Module, list[tuple[str, ...]]] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.whole) + len(self.runs)
+
+
+def check(model: nn.Module, choice: Choice) -> None:
+    """Raise UsageError where ``choice`` names what the whole model does not have, or finds nothing in it."""
+    check_checkpointing(choice)
+    if not isinstance(choice, str):
+        names = dict(model.named_modules())
+        for entry in choice:
+            if isinstance(entry, str) and entry not in names:
+                raise UsageError(f"the model has no module '{entry}'", remedy=did_you_mean(entry, names))
+    if choice != "none" and not find(model, choice):
+        raise UsageError(
+            "activation checkpointing finds nothing in this model to compute again",
+            why="it holds neither blocks nor a sequence of layers, nor a module of a class that was named",
+            remedy="name modules, as in tutti.prepare(activation_checkpointing=['encoder']), or leave it out",
+        )
+
+
+def find(part: nn.Module, choice: Choice) -> Units:
+    """The units in a part of a model. Names are those of the whole model; what is not here is passed over."""
+    units = Units()
+    if not isinstance(choice, str):
+        names = {entry for entry in choice if isinstance(entry, str)}
+        classes = tuple(entry for entry in choice if not isinstance(entry, str))
+        units.whole = [m for name, m in part.named_modules() if name in names or isinstance(m, classes)]
+    elif choice != "none":
+        _split(part, _size(part) / 2, units)
+        if not units and is_sequence(part) and len(list(part.children())) > 1:
+            units.runs[part] = _runs(part)
+    return units
+
+
+def is_sequence(module: nn.Module) -> bool:
+    """Whether this module calls its children in order and does nothing else."""
+    return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
+
+
+def _split(module: nn.Module, most: float, units: Units) -> None:
+    """Collect units below ``module``: members of stacks of blocks, and parts of at most ``most`` parameters.
+
+    That a unit should hold no more than half of the model is a guess: what is computed again must fit into memory at
+    once, and parameters are what is known before the first batch.
+    """
+    for child in filter(_composite, module.children()):
+        before = len(units)
+        holds_only = isinstance(child, nn.ModuleList | nn.ModuleDict)
+        blocks = sum(map(_composite, child.children()))
+        if is_sequence(child) and not blocks and len(list(child.children())) >= _LONG:
+            units.runs[child] = _runs(child)
+        elif holds_only or (is_sequence(child) and blocks > 1) or _size(child) > most:
+            _split(child, most, units)
+        if len(units) == before and not holds_only and child not in units.whole:
+            units.whole.append(child)
+
+
+def _runs(sequence: nn.Module) -> list[tuple[str, ...]]:
+    """√n runs of n layers, which keeps the least at once (Chen et al. 2016, arXiv 1604.06174)."""
+    names = [name for name, _ in sequence.named_children()]
+    length = math.ceil(math.sqrt(len(names)))
+    return [tuple(names[start : start + length]) for start in range(0, len(names), length)]
+
+
+def _composite(module: nn.Module) -> bool:
+    """Whether it consists of modules, and of some with parameters."""
+    return next(module.children(), None) is not None and _size(module) > 0
+
+
+def _size(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())

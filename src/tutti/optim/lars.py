@@ -1,0 +1,134 @@
+"""LARS and LARC: momentum whose rate is set for each layer by the norms of its weights and its gradient."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Literal, Unpack
+
+from tutti.errors import UsageError
+from tutti.optim.layerwise import LayerWise, Part, Row, Shared
+from tutti.optim.passes import Decayed, Momentum
+
+Denominator = Literal["sum_of_norms", "norm_of_sum"]
+
+
+class LARS(LayerWise):
+    """You, Gitman, Ginsburg 2017, arXiv 1708.03888, Algorithm 1, equation 6.
+
+    ρ = τ‖w‖ / (‖g‖ + λ‖w‖ + ε); v ← m·v + γ·ρ·(g + λw); w ← w − v. ρ is 1 where ‖w‖ or ‖g‖ is 0, and for tensors that
+    are not adapted.
+
+    Args:
+        params: parameters, named parameters or groups.
+        lr: γ; that of tensors that are not adapted too.
+        momentum: m.
+        weight_decay: λ.
+        trust: τ.
+        eps: ε.
+        nesterov: w ← w − (m·v + γ·ρ·(g + λw)).
+        denominator: ``norm_of_sum`` for ‖g + λw‖ + ε (optax).
+        lr_in_momentum: False: v ← m·v + ρ·(g + λw); w ← w − γ·v (timm, apex); differs only where γ changes.
+        cap: ρ ← min(ρ / γ, 1), which makes it LARC.
+        shared: ``adapt``, ``adapt_1d``, ``decay_1d``, ``maximize``, ``fused``, ``norms``; see ``LayerWise``.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1.0,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        trust: float = 0.001,
+        eps: float = 0.0,
+        nesterov: bool = False,
+        denominator: Denominator = "sum_of_norms",
+        lr_in_momentum: bool = True,
+        cap: bool = False,
+        **shared: Unpack[Shared],
+    ) -> None:
+        if nesterov and momentum <= 0:
+            raise UsageError("nesterov needs momentum above 0")
+        own = {
+            "lr": lr,
+            "momentum": momentum,
+            "weight_decay": weight_decay,
+            "trust": trust,
+            "eps": eps,
+            "nesterov": nesterov,
+            "denominator": denominator,
+            "lr_in_momentum": lr_in_momentum,
+            "cap": cap,
+        }
+        super().__init__(params, own, **shared)
+
+    def _kind(self, row: Row) -> bool:
+        return bool(row.group["momentum"])
+
+    def _update(self, parts: Sequence[Part]) -> None:
+        squares = []
+        for part in parts:
+            options = [Decayed(row.sign, row.decay if _joined(row) else 0.0) for row in part.rows]
+            squares.append(part.passes.decayed_squares(part.params, part.grads, options))
+        for part, found in zip(parts, self._whole(parts, squares), strict=True):
+            rules = [_rule(row, math.sqrt(w), math.sqrt(d)) for row, (w, d) in zip(part.rows, found, strict=True)]
+            buffers = part.states("momentum_buffer") if self._kind(part.rows[0]) else None
+            part.passes.momentum(part.params, part.grads, buffers, rules)
+
+
+class LARC(LARS):
+    """SGD with momentum whose rate is at most γ and at most the layer's own: LARS multiplies by γ, LARC caps at it.
+
+    ρ = τ‖w‖ / (‖g‖ + λ‖w‖ + ε); u = min(ρ / γ, 1)·(g + λw); v ← m·v + u; w ← w − γ·v. This is NVIDIA's LARC of apex
+    around ``torch.optim.SGD``, and with λ = 0 the formula of its OpenSeq2Seq. Where ‖w‖ or ‖g‖ is 0 the rate is γ.
+
+    Args:
+        params, momentum, weight_decay, nesterov, shared: as in ``LARS``.
+        lr: γ.
+        trust: τ.
+        eps: ε.
+        cap: False: u = ρ·(g + λw), apex's ``clip=False``; γ then multiplies.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 0.1,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        trust: float = 0.02,
+        eps: float = 1e-8,
+        nesterov: bool = False,
+        cap: bool = True,
+        **shared: Unpack[Shared],
+    ) -> None:
+        super().__init__(
+            params, lr, momentum, weight_decay, trust, eps, nesterov, lr_in_momentum=False, cap=cap, **shared
+        )
+
+
+def _joined(row: Row) -> bool:
+    return bool(row.group["denominator"] == "norm_of_sum")
+
+
+def _ratio(row: Row, weights: float, gradient: float) -> float:
+    """ρ from ‖w‖ and ‖g‖ (or ‖g + λw‖)."""
+    group = row.group
+    if not row.adapted or weights == 0 or gradient == 0:
+        return 1.0
+    below = gradient + (0.0 if _joined(row) else row.decay * weights) + group["eps"]
+    ratio = float(group["trust"] * weights / below)
+    if group["cap"]:
+        rate = float(group["lr"])
+        return min(ratio / rate, 1.0) if rate > 0 else 1.0
+    return ratio
+
+
+def _rule(row: Row, weights: float, gradient: float) -> Momentum:
+    group = row.group
+    rate, momentum = float(group["lr"]), group["momentum"]
+    inside, outside = (rate, 1.0) if group["lr_in_momentum"] else (1.0, rate)
+    take = inside * _ratio(row, weights, gradient)
+    direct = outside * take if group["nesterov"] or not momentum else 0.0
+    buffered = outside * (momentum if group["nesterov"] else 1.0)
+    return Momentum(row.sign, row.decay, momentum, take, direct, buffered, shrink=0.0)

@@ -1,0 +1,247 @@
+"""What layer-wise optimizers share: which tensors take part and how, norms over ranks, and two ways to compute.
+
+A step is: norms of all layers → one number a layer → the update. Where a rank holds only a piece of a tensor the norms
+are completed by an injected reduction (``tutti.types.Norms``), one message for all layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any, TypedDict
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from tutti.errors import UsageError
+from tutti.optim import native
+from tutti.optim.passes import Foreach, Passes, dense_format
+from tutti.types import Norms
+
+_PLAIN = (Tensor, nn.Parameter)
+
+Excluded = Collection[str] | Callable[[str, Tensor], bool]
+
+
+@dataclass(slots=True)
+class Row:
+    """One tensor in one step: the parameter, its gradient, its state and its group's options."""
+
+    index: int
+    param: Tensor
+    grad: Tensor
+    state: dict[str, Any]
+    group: Mapping[str, Any]
+
+    @property
+    def adapted(self) -> bool:
+        """Whether the layer's norm acts on its step."""
+        group = self.group
+        return bool(group["adapt"] and (group["adapt_1d"] or self.param.dim() > 1))
+
+    @property
+    def decay(self) -> float:
+        """Weight decay λ of this tensor."""
+        group = self.group
+        return float(group["weight_decay"]) if group["decay_1d"] or self.param.dim() > 1 else 0.0
+
+    @property
+    def sign(self) -> float:
+        """Factor on the gradient: -1 where the objective is maximized."""
+        return -1.0 if self.group["maximize"] else 1.0
+
+
+@dataclass
+class Part:
+    """The rows that are computed in one way."""
+
+    passes: Passes
+    rows: list[Row] = field(default_factory=list)
+
+    @property
+    def params(self) -> list[Tensor]:
+        """The parameters."""
+        return [row.param for row in self.rows]
+
+    @property
+    def grads(self) -> list[Tensor]:
+        """Their gradients."""
+        return [row.grad for row in self.rows]
+
+    def states(self, name: str) -> list[Tensor]:
+        """One kind of state of all rows, zeros at first; in the parameter's layout."""
+        found = []
+        for row in self.rows:
+            state, param = row.state.get(name), row.param
+            if state is None:
+                row.state[name] = state = torch.zeros_like(param)
+            elif not _alike(state, param):
+                row.state[name] = state = torch.empty_like(param).copy_(state.view(param.shape))
+            found.append(state)
+        return found
+
+
+class Shared(TypedDict, total=False):
+    """Arguments that every layer-wise optimizer takes; see ``LayerWise``."""
+
+    adapt: bool
+    adapt_1d: bool
+    decay_1d: bool
+    maximize: bool
+    fused: bool | None
+    norms: Norms | None
+
+
+class LayerWise(Optimizer):
+    """Base of LARS, LARC, LAMB and NovoGrad. Options a group, beside the optimizer's own:
+
+    ``adapt``: whether layers' norms act on the steps (True); ``adapt_1d`` and ``decay_1d``: whether tensors of at most
+    one dimension, which are biases and the scales of norms, are adapted and decayed (both False); ``maximize``;
+    ``fused``: compiled loops, None for where they can be had, True for an error where they cannot.
+
+    Attributes:
+        norms: completes sums of squares where this rank holds pieces of tensors; None: it holds them whole.
+        grad_norm: norm of the whole model's gradient for the next step, where the caller knows it; None: it is taken
+            over the optimizer's own parameters.
+    """
+
+    norms: Norms | None = None
+    grad_norm: float | None = None
+
+    def __init__(
+        self,
+        params: Any,
+        own: dict[str, Any],
+        *,
+        adapt: bool = True,
+        adapt_1d: bool = False,
+        decay_1d: bool = False,
+        maximize: bool = False,
+        fused: bool | None = None,
+        norms: Norms | None = None,
+    ) -> None:
+        if norms is not None:
+            self.norms = norms
+        shared = {"adapt": adapt, "adapt_1d": adapt_1d, "decay_1d": decay_1d, "maximize": maximize, "fused": fused}
+        super().__init__(params, own | shared)
+        # Here and not in the first step: loops are built, and refused where they were asked for and cannot be had.
+        for group in self.param_groups:
+            for param in group["params"]:
+                passes_for(param, group["fused"])
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One update. With ``norms`` all ranks must have gradients of the same tensors; collective if ``norms`` is."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        pairs = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        rows = [
+            Row(i, self._here(p), self._here(_dense(p)), self.state[p], group) for i, (p, group) in enumerate(pairs)
+        ]
+        if rows:
+            self._update(parts_of(rows, self._kind))
+        self.grad_norm = None
+        return loss
+
+    def _update(self, parts: Sequence[Part]) -> None:
+        """Write the parameters and states of all rows."""
+        raise NotImplementedError
+
+    def _kind(self, row: Row) -> Any:
+        """Rows of different kinds are in different parts."""
+
+    def _here(self, tensor: Tensor) -> Tensor:
+        """The piece of a distributed tensor that is on this rank; any other tensor as it is."""
+        if type(tensor) in _PLAIN or not hasattr(tensor, "to_local"):
+            return tensor
+        if self.norms is None:
+            raise UsageError(
+                f"a tensor of shape {list(tensor.shape)} is distributed over ranks, and its norm would be a piece's",
+                remedy="give the optimizer norms=",
+            )
+        piece: Tensor = tensor.to_local()
+        return piece
+
+    def _whole(self, parts: Sequence[Part], squares: Sequence[Sequence[Sequence[float]]]) -> list[list[list[float]]]:
+        """Sums of squares of whole tensors from those of the pieces here, [part][row][column]. One message."""
+        if self.norms is None:
+            return [[list(row) for row in part] for part in squares]
+        places = [[row.index for row in part.rows] for part in parts]
+        table = torch.empty(sum(map(len, places)), len(squares[0][0]), dtype=torch.float64)
+        for indices, values in zip(places, squares, strict=True):
+            table[indices] = torch.tensor(values, dtype=torch.float64)
+        whole = self.norms(table.view(-1)).view_as(table)
+        return [whole[indices].tolist() for indices in places]
+
+
+def parts_of(rows: Sequence[Row], kind: Callable[[Row], Any]) -> list[Part]:
+    """Rows by kind and by the way they are computed, which a row's own tensor and group decide alone."""
+    parts: dict[Any, Part] = {}
+    plain = Foreach()
+    for row in rows:
+        param, grad = row.param, row.grad
+        passes = passes_for(param, row.group["fused"])
+        format_ = dense_format(param)
+        if format_ is not None and not grad.is_contiguous(memory_format=format_):
+            row.grad = grad.contiguous(memory_format=format_)
+        if grad.dtype != param.dtype:
+            row.grad = torch.empty_like(param).copy_(grad)
+        parts.setdefault((passes, kind(row)), Part(passes or plain)).rows.append(row)
+    return list(parts.values())
+
+
+def _alike(state: Tensor, param: Tensor) -> bool:
+    """Whether a state can be walked beside its parameter; after loading it may be elsewhere or in another layout."""
+    return (
+        state.stride() == param.stride()
+        and state.shape == param.shape
+        and state.dtype == param.dtype
+        and state.device == param.device
+    )
+
+
+def passes_for(parameter: Tensor, fused: bool | None) -> Passes | None:
+    """Compiled loops for this parameter where they can be had and are not refused. Raises UsageError for ``True``."""
+    passes = None if fused is False else native.passes(parameter)
+    if fused and passes is None:
+        raise UsageError(
+            f"there are no compiled loops for a {parameter.dtype} tensor of shape {list(parameter.shape)}",
+            where=f"on {parameter.device}",
+            why="they need a CPU, float32 or float64, dense memory and a C++ compiler",
+            remedy="leave out fused=True",
+        )
+    return passes
+
+
+def _dense(parameter: Tensor) -> Tensor:
+    grad = parameter.grad
+    if grad is None or grad.is_sparse or grad.is_complex():
+        raise UsageError(
+            f"the gradient of a tensor of shape {list(parameter.shape)} is sparse or complex",
+            remedy="take an optimizer of torch.optim for it",
+        )
+    return grad
+
+
+def split_groups(named: Iterable[tuple[str, nn.Parameter]], exclude: Excluded) -> list[dict[str, Any]]:
+    """Two parameter groups for a layer-wise optimizer: adapted and decayed, and neither.
+
+    Args:
+        named: such as ``model.named_parameters()``.
+        exclude: patterns of names (``"*.embedding.*"``) or a predicate of name and parameter.
+
+    >>> layers = torch.nn.ModuleDict({"embed": torch.nn.Embedding(3, 2), "out": torch.nn.Linear(2, 3, bias=False)})
+    >>> [len(group["params"]) for group in split_groups(layers.named_parameters(), ["embed.*"])]
+    [1, 1]
+    """
+    inside: list[nn.Parameter] = []
+    outside: list[nn.Parameter] = []
+    for name, parameter in named:
+        excluded = exclude(name, parameter) if callable(exclude) else any(fnmatchcase(name, e) for e in exclude)
+        (outside if excluded else inside).append(parameter)
+    groups: list[dict[str, Any]] = [{"params": inside}, {"params": outside, "adapt": False, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]

@@ -1,0 +1,98 @@
+"""NovoGrad: gradients normalized by a running norm of their layer's, then momentum."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Literal, Unpack
+
+from tutti.optim.layerwise import LayerWise, Part, Row, Shared
+from tutti.optim.passes import Momentum
+
+
+class NovoGrad(LayerWise):
+    """Ginsburg et al. 2019, arXiv 1905.11286, Algorithm 1. One buffer and one number a tensor: half of Adam's state.
+
+    v ← β2·v + (1−β2)·‖g‖², at first ‖g‖²; m ← β1·m + (g/(√v + ε) + λw), at first without β1·m; w ← w − γ·m. For tensors
+    that are not adapted √v + ε is 1: momentum SGD; the paper adapts all (``adapt_1d=True, decay_1d=True``).
+
+    Args:
+        params: parameters, named parameters or groups.
+        lr: γ.
+        betas: β1, β2.
+        eps: ε.
+        weight_decay: λ.
+        grad_averaging: True: (1−β1) times what is added to m.
+        bias_correction: True: m/(1−β1ᵗ) and v/(1−β2ᵗ) are used; together with ``first_norm`` it inflates v at first.
+        normalize: ``moment``: m averages raw gradients, and m/(√v + ε) is the step (apex).
+        decay: ``step``: λw is added to the step and not to m (apex, timm's ``decoupled_decay``).
+        init: ``zero``: v starts at 0, so that it is (1−β2)·‖g‖² after the first step.
+        shared: ``adapt``, ``adapt_1d``, ``decay_1d``, ``maximize``, ``fused``, ``norms``; see ``LayerWise``.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 0.01,
+        betas: tuple[float, float] = (0.95, 0.98),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        grad_averaging: bool = False,
+        bias_correction: bool = False,
+        normalize: Literal["gradient", "moment"] = "gradient",
+        decay: Literal["moment", "step"] = "moment",
+        init: Literal["first_norm", "zero"] = "first_norm",
+        **shared: Unpack[Shared],
+    ) -> None:
+        own = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "grad_averaging": grad_averaging,
+            "bias_correction": bias_correction,
+            "normalize": normalize,
+            "decay": decay,
+            "init": init,
+        }
+        super().__init__(params, own, **shared)
+
+    def _update(self, parts: Sequence[Part]) -> None:
+        squares = [[[square] for square in part.passes.squares(part.grads)] for part in parts]
+        for part, found in zip(parts, self._whole(parts, squares), strict=True):
+            rules = [_rule(row, square) for row, (square,) in zip(part.rows, found, strict=True)]
+            part.passes.momentum(part.params, part.grads, part.states("exp_avg"), rules)
+
+
+def _rule(row: Row, square: float) -> Momentum:
+    group, state = row.group, row.state
+    rate, (beta1, beta2) = float(group["lr"]), group["betas"]
+    state["step"] = step = int(state.get("step", 0)) + 1
+    if step == 1 and group["init"] == "first_norm":
+        second = square
+    else:
+        second = beta2 * float(state.get("exp_avg_sq", 0.0)) + (1 - beta2) * square
+    state["exp_avg_sq"] = second
+    scale = 1.0
+    if group["bias_correction"]:
+        rate_of_m, second = 1 / (1 - beta1**step), second / (1 - beta2**step)
+        scale = rate_of_m
+    normal = _normal(row, second)
+    take = 1 - beta1 if group["grad_averaging"] else 1.0
+    first = group["normalize"] == "gradient"
+    inside = group["decay"] == "moment"
+    return Momentum(
+        gradient=row.sign * (normal if first else 1.0),
+        decay=row.decay if inside else 0.0,
+        keep=beta1,
+        take=take,
+        direct=0.0,
+        buffered=rate * scale * (1.0 if first else normal),
+        shrink=0.0 if inside else rate * row.decay,
+    )
+
+
+def _normal(row: Row, second: float) -> float:
+    """1/(√v + ε); 1 where the gradient has always been 0."""
+    below = math.sqrt(second) + row.group["eps"]
+    return 1 / below if row.adapted and second > 0 else 1.0

@@ -1,0 +1,30 @@
+"""A model's identity, fed tensor by tensor. No torch."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+
+class WeightsHash:
+    """SHA-256 over names in sorted order: name, dtype, shape, little-endian bytes."""
+
+    def __init__(self) -> None:
+        self._digest = hashlib.sha256()
+
+    def add(self, name: str, dtype: str, shape: Sequence[int], data: Any) -> None:
+        """The next tensor, in the sorted order of names.
+
+        Args:
+            name: in the model's state.
+            dtype: PyTorch's name, such as ``float32``.
+            shape: of the whole tensor.
+            data: its bytes in C order, as a contiguous buffer.
+        """
+        self._digest.update(f"{name}\0{dtype}\0{list(shape)}\0".encode())
+        self._digest.update(data)
+
+    def hexdigest(self) -> str:
+        """The hash of all that was added."""
+        return self._digest.hexdigest()

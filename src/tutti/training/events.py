@@ -1,0 +1,50 @@
+"""The listener that writes TensorBoard events: one a step and one an evaluation, with names like ``train/loss``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tutti.training.listener import EvalRecord, Header, Pace
+from tutti.types import StepRecord
+
+
+class TensorBoard:
+    """Writes into ``folder``. What is there of steps after ``done`` is of work that is done again, and is hidden."""
+
+    def __init__(self, folder: str | Path, done: int = 0) -> None:
+        # Slow to import, and an extra of its own.
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._summary: Any = Summary
+        self._writer = SummaryWriter(str(folder), purge_step=done + 1)
+
+    def started(self, header: Header) -> None:
+        self._writer.add_text("run", "\n".join([header.title, *(f"- {k}: {v}" for k, v in header.derived.items())]))
+
+    def stepped(self, record: StepRecord, pace: Pace) -> None:
+        values = {"loss": record.loss, **record.metrics, "grad_norm": record.grad_norm, "lr": record.lr}
+        self._add("train", {**values, "samples_per_second": pace.samples_per_second}, record.step)
+
+    def evaluated(self, record: EvalRecord) -> None:
+        self._add("eval", record.values, record.step)
+
+    def saving(self) -> None:
+        self._writer.flush()
+
+    def warned(self, text: str) -> None:
+        """Warnings are in ``metrics.jsonl``."""
+
+    def finished(self, summary: Mapping[str, Any]) -> None:
+        """The summary has a file of its own."""
+
+    def close(self) -> None:
+        self._writer.close()
+
+    def _add(self, group: str, values: Mapping[str, float | None], step: int) -> None:
+        """All scalars in one event: an event each would cost a step four times as much."""
+        shown = {name: value for name, value in values.items() if value is not None}
+        scalars = [self._summary.Value(tag=f"{group}/{name}", simple_value=shown[name]) for name in shown]
+        self._writer._get_file_writer().add_summary(self._summary(value=scalars), step)

@@ -1,0 +1,93 @@
+"""What a run is called: what its header says before the first step, and the facts that identify it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tutti import strategies
+from tutti.optim.config import check_optimizer
+from tutti.optim.scaling import check_rule, scaled
+from tutti.tasks.task import Task
+from tutti.training.config import TrainConfig
+from tutti.training.run import Run
+from tutti.world.context import World
+
+
+def title(task: str, config: TrainConfig) -> str:
+    """One line: task, strategy, optimizer."""
+    return f"{task} · {config.strategy} · {config.optimizer}"
+
+
+def derived(
+    task: Task, config: TrainConfig, run: Run, world: World, total: int | None, facts: Mapping[str, Any]
+) -> Mapping[str, str]:
+    """Everything that follows from the configuration and ``identity``'s facts, in the order to print it."""
+    size, threads = facts["parameters"], facts["threads"]
+    grid = run.setting.grid
+    axes = {"data": grid.data_ranks, "stages": grid.stage, "tensor": grid.tensor}
+    split = " × ".join(f"{extent} {name}" for name, extent in axes.items() if extent > 1 or name == "data")
+    kind = world.device.type if world.device.type == "cuda" else f"cpu, {threads} thread{'s' * (threads > 1)} each"
+    exact = ", reproducible" if config.reproducible else ""
+    length = f"{total} steps = {_length(config)}" if total is not None else str(config.length())
+    return {
+        "data": task.describe or f"{run.feed.contract.dataset or 'a stream of'} training samples",
+        "model": f"{config.model or 'default'}, {size:,} parameters",
+        "strategy": f"{config.strategy}: {strategies.parse(config.strategy).row.summary}",
+        "devices": f"{grid.size} ({split}; {kind})",
+        **run.feed.describe(),
+        "training": f"{length}, {config.precision}{exact}{_forward(config)}",
+        "learning rate": _rate(config),
+        **_kept(config),
+        "seed": str(config.seed),
+    }
+
+
+def _kept(config: TrainConfig) -> dict[str, str]:
+    """What is kept besides the newest weights."""
+    average, best = config.averaging(), config.best()
+    lines = {}
+    if average is not None:
+        lines["average"] = f"of the weights, decay {average}; it is what is evaluated"
+    if best is not None:
+        lines["best kept"] = f"the checkpoint with the {'highest' if best.more else 'lowest'} held-out {best.metric}"
+    return lines
+
+
+def _length(config: TrainConfig) -> str:
+    counted = f" in batches of {config.regime_batch}" if config.regime_batch else ""
+    return f"{config.length()}{counted}"
+
+
+def _rate(config: TrainConfig) -> str:
+    given = check_optimizer(config.optimizer)
+    rule = check_rule(config.lr_scale)
+    rate = f"{scaled(given, rule, config.batch_size).lr:g}"
+    rate += f" = {given.lr:g} × {rule.factor(config.batch_size):g} ({config.lr_scale})" * (config.lr_scale != "none")
+    return f"{rate}, {config.schedule}"
+
+
+def identity(task: str, config: TrainConfig, run: Run, world: World, size: int, threads: int) -> dict[str, Any]:
+    """What identifies the run in its checkpoints and its summary."""
+    return {
+        "task": task,
+        "strategy": config.strategy,
+        "optimizer": config.optimizer,
+        "schedule": config.schedule,
+        "workers": run.setting.workers,
+        "devices": world.identity.size,
+        "device": world.device.type,
+        "threads": threads,
+        "global_batch_size": config.batch_size,
+        "precision": config.precision,
+        "reproducible": config.reproducible,
+        "seed": config.seed,
+        "parameters": size,
+        "ema": None if config.averaging() is None else str(config.averaging()),
+    }
+
+
+def _forward(config: TrainConfig) -> str:
+    """What is done to the model's forward."""
+    again = f", checkpointing of {config.activation_checkpointing}" * (config.activation_checkpointing != "none")
+    return f", compiled ({config.compile})" * (config.compile != "none") + again

@@ -1,0 +1,127 @@
+"""Where the time of a step goes: torch's profiler over a few steps, with the phases of a step as named regions.
+
+The names are put around the run's own methods while it is profiled, and taken away afterwards: a run that is not
+profiled pays nothing for them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.profiler import ProfilerActivity, record_function
+
+from tutti.errors import DiskError
+
+if TYPE_CHECKING:
+    from tutti.training.run import Run
+
+PHASES = ("data", "forward", "backward", "exchange", "update")
+TABLE = "operations.txt"
+_ROWS, _NAME_WIDTH = 20, 45
+
+
+@contextmanager
+def profiled(run: Run, folder: Path) -> Iterator[None]:
+    """Profile what ``run`` does within the block, on this rank.
+
+    Leaves ``folder/rank{N}.json``, a trace for ui.perfetto.dev or chrome://tracing, and on rank 0 ``operations.txt``.
+    Raises DiskError where they cannot be written.
+    """
+    comm, clock = run.setting.comms.world, run.clock
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (comm.device.type == "cuda")
+    # Its library announces every start and stop on standard error.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+    profiler = torch.profiler.profile(activities=activities)
+    with phases(run), profiler:
+        yield
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        profiler.export_chrome_trace(str(folder / f"rank{comm.global_rank}.json"))
+        if comm.global_rank == 0:
+            (folder / TABLE).write_text(_table(profiler, run.clock - clock, comm.device.type), encoding="utf-8")
+    except OSError as error:
+        raise DiskError("cannot write the profile", where=str(folder), why=error.strerror) from error
+
+
+@contextmanager
+def phases(run: Run) -> Iterator[None]:
+    """Within the block every phase of a step is a region of its name in a profile."""
+    forward = (run, "_loss") if run._loss is not None else (run.model, "forward")
+    named: list[tuple[Any, str, str]] = [
+        (run, "_draw", "data"),
+        (*forward, "forward"),
+        # Every layout and every own loop ends up here.
+        (torch.autograd, "backward", "backward"),
+        *((run.exchange, method, "exchange") for method in ("enter", "leave", "finish")),
+        (run.exchange, "update", "update"),
+    ]
+    with ExitStack() as stack:
+        for owner, attribute, phase in named:
+            stack.enter_context(_region(owner, attribute, phase))
+        yield
+
+
+@contextmanager
+def _region(owner: Any, attribute: str, phase: str) -> Iterator[None]:
+    inner: Callable[..., Any] = getattr(owner, attribute)
+    own = attribute in vars(owner)
+
+    def outer(*args: Any, **options: Any) -> Any:
+        with record_function(phase):
+            return inner(*args, **options)
+
+    setattr(owner, attribute, outer)
+    try:
+        yield
+    finally:
+        if own:
+            setattr(owner, attribute, inner)
+        else:
+            delattr(owner, attribute)
+
+
+def _table(profiler: torch.profiler.profile, steps: int, device: str) -> str:
+    """Milliseconds of each phase in a step, and the operations that take longest."""
+    averages = profiler.key_averages()
+    spent = {event.key: event.cpu_time_total / 1e3 / max(steps, 1) for event in averages if event.key in PHASES}
+    lines = [f"{phase:<10} {spent[phase]:>10.3f} ms a step" for phase in PHASES if phase in spent]
+    longest = averages.table(sort_by=f"self_{device}_time_total", row_limit=_ROWS, max_name_column_width=_NAME_WIDTH)
+    return "\n".join([f"{steps} steps on rank 0", *lines, "", longest, ""])
+
+
+class Window:
+    """Profiles some steps of a run, counted from where the run is now.
+
+    Args:
+        run: what is profiled.
+        folder: where the profile goes.
+        first: the first step, from 1: those before it are warm-up.
+        steps: how many.
+    """
+
+    def __init__(self, run: Run, folder: Path, first: int, steps: int) -> None:
+        self._run, self._folder = run, folder
+        self._begin, self._end = run.clock + first - 1, run.clock + first - 1 + steps
+        self._open = ExitStack()
+
+    def look(self) -> None:
+        """Begin or end, where it is time to: call it before the first step and after each."""
+        if self._run.clock == self._begin:
+            self._open.enter_context(profiled(self._run, self._folder))
+        elif self._run.clock == self._end:
+            self._open.close()
+
+    def close(self) -> None:
+        """End a profile that is longer than its run."""
+        self._open.close()
+
+    def table(self) -> str:
+        """What rank 0 reads at the end: the table, and where everything is."""
+        path = self._folder / TABLE
+        text = path.read_text(encoding="utf-8") if path.is_file() else "the run ended before its profile began\n"
+        return f"{text}Traces for ui.perfetto.dev: {self._folder}"

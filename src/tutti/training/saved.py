@@ -1,0 +1,94 @@
+"""What is on disk, as exchanges read it, and whether it is of the model that is to become it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from tutti.errors import CheckpointError
+from tutti.state.dtypes import as_tensor
+from tutti.state.manifest import Manifest
+from tutti.state.read import Reader
+from tutti.state.weights import Weights
+from tutti.types import ShardSpec
+
+if TYPE_CHECKING:
+    from tutti.training.run import Run
+
+_MOST_LISTED = 8
+
+
+class Saved:
+    """A checkpoint as exchanges read it."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self._manifest, self._reader = manifest, Reader(manifest)
+
+    def names(self, group: str) -> Collection[str]:
+        return self._manifest.tensors.get(group, {}).keys()
+
+    def get(self, group: str, name: str) -> Tensor:
+        return next(iter(self._reader.read(group, [name])))[1]
+
+
+class Given:
+    """Weights and buffers alone, as exchanges read a checkpoint: what is not there begins afresh."""
+
+    def __init__(self, weights: Weights, specs: Mapping[str, ShardSpec]) -> None:
+        self._weights, self._specs = weights, specs
+
+    def names(self, group: str) -> Collection[str]:
+        return self._weights.records.keys() if group == "model" else ()
+
+    def get(self, group: str, name: str) -> Tensor:
+        # A file may have a tied tensor under any one of its names.
+        found = next(n for n in (name, *self._specs[name].tied) if n in self._weights.records)
+        return as_tensor(self._weights.numbers(found), self._weights.records[found].dtype)
+
+
+def catalogue(run: Run) -> dict[str, ShardSpec]:
+    """Shape and other names of every tensor of the whole model, on every rank. Collective."""
+    comm = run.setting.comms.model
+    local = {name: [spec.shape, spec.tied] for name, spec in run.replica.specs.items()}
+    whole = {}
+    for source in range(comm.size):
+        for name, (shape, tied) in comm.broadcast_json(local, source, "names of the model").items():
+            whole[name] = ShardSpec(tuple(shape), (0,) * len(shape), tuple(tied))
+    return whole
+
+
+def check_model(own: Mapping[str, ShardSpec], saved: Mapping[str, Sequence[int]], where: str) -> None:
+    """Raise CheckpointError where the shapes in ``saved`` are not those of the model ``own``, naming the tensors."""
+    wrong = [
+        text
+        for kind, names in _differences(own, saved)
+        if names
+        for text in [f"{kind}: {', '.join(names[:_MOST_LISTED])}{_more(len(names))}"]
+    ]
+    if wrong:
+        raise CheckpointError(
+            "the checkpoint is of another model",
+            where=where,
+            why="; ".join(wrong),
+            remedy="build the model that was saved",
+        )
+
+
+def _differences(own: Mapping[str, ShardSpec], saved: Mapping[str, Sequence[int]]) -> Iterator[tuple[str, list[str]]]:
+    known = {other: spec.shape for name, spec in own.items() for other in (name, *spec.tied)}
+    yield "missing", sorted(name for name, spec in own.items() if not {name, *spec.tied} & saved.keys())
+    yield "unexpected", sorted(saved.keys() - known.keys())
+    yield (
+        "of another shape",
+        [
+            f"{name} {list(saved[name])}, not {list(known[name])}"
+            for name in sorted(saved.keys() & known.keys())
+            if tuple(saved[name]) != known[name]
+        ],
+    )
+
+
+def _more(count: int) -> str:
+    return f" and {count - _MOST_LISTED} more" if count > _MOST_LISTED else ""

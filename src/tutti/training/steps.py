@@ -1,0 +1,304 @@
+"""How a run takes its steps: one way for every strategy, and one for loops that must stay as they are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from torch import nn
+from torch.optim import Optimizer
+
+from tutti.data.feed import Feed
+from tutti.data.reader import Part, Position
+from tutti.errors import NonFiniteError, UsageError
+from tutti.optim.loss_scale import LossScale
+from tutti.training.step import step
+from tutti.types import (
+    Agreed,
+    Average,
+    Batch,
+    Cell,
+    Exchange,
+    GradSink,
+    LossFn,
+    OwnLoopReplica,
+    Replica,
+    Setting,
+    Tick,
+    Totals,
+    Update,
+)
+from tutti.world import heartbeat
+from tutti.world.heartbeat import Phase
+
+if TYPE_CHECKING:
+    from tutti.training.checkpoint import Checkpoints
+
+
+class Steps:
+    """One model in training on all ranks alike.
+
+    Attributes:
+        model: the module to call in an own loop.
+        agreed: what all ranks agreed on in the last step: loss, metrics, gradient norm.
+        updated: what the last update did.
+        clock: steps taken.
+        samples: samples consumed.
+        at: where in the data the run is.
+        within: the epoch whose loop has not ended yet, even if all its batches are behind it.
+        updates: updates made.
+        average: of the weights, None where none is kept.
+        optimizer: the caller's, where ``tutti.prepare`` was given one.
+        savers: of the folders that ``save`` and ``restore`` were given.
+        stepped: whether the last ``optimizer.step()`` of an own loop was the one that ends a global batch.
+        loss_scale: what the loss is multiplied by for backward; None without loss scaling.
+    """
+
+    def __init__(
+        self,
+        replica: Replica,
+        exchange: Exchange,
+        sink: GradSink,
+        feed: Feed,
+        loss: LossFn | None,
+        setting: Setting,
+        max_nonfinite: int = 10,
+        average: Average | None = None,
+        loss_scale: LossScale | None = None,
+    ) -> None:
+        self.replica, self.exchange, self.feed, self.setting = replica, exchange, feed, setting
+        self.average = average
+        self._sink, self._loss, self._max_nonfinite = sink, loss, max_nonfinite
+        self.loss_scale = loss_scale
+        self.model: nn.Module = replica.parts[0]
+        self.clock = self.updates = self.samples = 0
+        self.at = Position()
+        self.within: int | None = None
+        self.lr_factor: Callable[[int], float] | None = None
+        self.agreed: Agreed | None = None
+        self.updated: Update | None = None
+        self._nonfinite = 0
+        self._drawn: Part | None = None
+        self._resumed: Position | None = None
+        self._cell: Cell | None = None
+        self._idle: list[int] = []
+        self._totals: Totals | None = None
+        self._complete = self._begun = self.stepped = False
+        self._stepping = self._stop = self._warm = False
+        self.optimizer: Optimizer | None = None
+        self.savers: dict[tuple[Path, int], Checkpoints] = {}
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Global batches in an epoch. Raises UsageError for a stream whose length is not known."""
+        return self.feed.contract.steps_per_epoch
+
+    def ask_to_stop(self) -> None:
+        """Ask all ranks to stop after the next step; ``agreed.stop`` says so on every one. Safe in a signal handler."""
+        self._stop = True
+
+    # --- one way for every strategy --------------------------------------------------------------------------------
+
+    def epoch(self, number: int, start: int | None = None) -> Iterator[Batch]:
+        """This rank's part of every global batch of epoch ``number``, from batch ``start``; for ``step``.
+
+        Without ``start`` it begins with the first batch, after ``restore`` with the one that comes next. Collective
+        where the data are a stream: ranks read in step.
+        """
+        start = self._start(number) if start is None else start
+        self.within = number
+        parts = iter(()) if start is None else self.feed.read(number, start)
+        while (part := self._draw(parts)) is not None:
+            self._drawn = part
+            try:
+                yield part.batch
+            finally:
+                # However the caller's loop ends, what comes after it is no longer a step.
+                heartbeat.training.enter(Phase.IDLE)
+        # A run that is saved from here on continues after the loop, not at its end.
+        self._drawn = self.within = None
+
+    def _start(self, number: int) -> int | None:
+        """The batch that epoch ``number`` goes on with; None where a restored run has had all of them."""
+        resumed, self._resumed = self._resumed, None
+        if resumed is None or number > resumed.epoch:
+            return 0
+        if number == resumed.epoch:
+            return resumed.batch
+        if number != self.within:
+            raise UsageError(
+                f"epoch {number} was over when this run was saved, which was in epoch {resumed.epoch}",
+                remedy="loop over run.epochs(number), which gives those that are left",
+            )
+        return None
+
+    def _draw(self, parts: Iterator[Part]) -> Part | None:
+        """The next global batch's part."""
+        self._enter(Phase.DATA)
+        try:
+            return next(parts, None)
+        finally:
+            heartbeat.training.enter(Phase.IDLE)
+
+    def step(self, batch: Batch) -> float:
+        """Train on one batch of ``epoch``; the loss, as the mean over the global batch, on every rank.
+
+        A batch of the caller's own making is this rank's share of a global batch; ranks may bring different numbers.
+
+        Raises:
+            NonFiniteError: too many steps in a row had a gradient that is not finite.
+            MismatchError, PeerError: ranks do not do the same, or one is gone.
+        """
+        if self._loss is None:
+            raise UsageError("run.step needs a loss function", remedy="give tutti.prepare a loss_fn")
+        self._enter(Phase.COMPUTE)
+        tick = self._tick()
+        work = self._cells(batch, tick)
+        try:
+            with self._open_gate():
+                agreed, updated = step(self.replica, self.exchange, self._sink, work, self._loss, tick)
+            return self._record(agreed, updated)
+        except Exception as error:
+            error.step = tick.clock + 1  # type: ignore[attr-defined]
+            raise
+        finally:
+            heartbeat.training.enter(Phase.IDLE)
+
+    # --- loops that must stay as they are --------------------------------------------------------------------------
+
+    def cells(self, number: int, start: int | None = None) -> Iterator[Batch]:
+        """Every micro-batch of this rank's workers in epoch ``number``, for an own loop with ``backward``.
+
+        ``optimizer.step()`` and ``zero_grad()`` act only after the last one of each global batch. Begins as ``epoch``.
+        Where a last batch has no sample for this rank, the loop's body runs once on one that another rank has, so that
+        it misses no turn; there it counts for nothing.
+        """
+        if not hasattr(self.replica, "begin"):
+            raise UsageError("this strategy has no loop of your own", remedy="call run.step(batch) with run.epoch()")
+        if self._begun:
+            raise UsageError(
+                "the last loop over run.cells() was left in the middle of a global batch",
+                remedy="leave it only after an optimizer.step() with run.stepped",
+            )
+        replica = cast(OwnLoopReplica, self.replica)
+        for batch in self.epoch(number, start):
+            tick = self._tick()
+            self._begun = True
+            work = self._cells(batch, tick)
+            busy = [(worker, cells) for worker, cells in work if cells]
+            # Shares differ by at most one sample, so that the workers without any are the last ones.
+            self._idle = [worker for worker, cells in work if not cells]
+            if not busy and self._drawn is not None:
+                worker = self._idle.pop(0)
+                busy = [(worker, [self.feed.stand_in(self._drawn, tick.clock, worker)])]
+            for worker, cells in busy:
+                self.exchange.enter(worker, tick)
+                for cell in cells:
+                    replica.begin(cell)
+                    self._cell, self._complete = cell, False
+                    self._last = worker == busy[-1][0] and cell.last
+                    self._enter(Phase.COMPUTE)
+                    yield cell.batch
+                    if self._cell is not None:
+                        raise UsageError("a batch was left without backward", remedy="call run.backward(loss) for each")
+            if self._complete:
+                raise UsageError(
+                    "a global batch was left without a step", remedy="call optimizer.step() after backward"
+                )
+
+    def backward(self, loss: Any) -> None:
+        """Backward of one micro-batch of ``cells``, weighted as its part of the global batch.
+
+        Args:
+            loss: mean over the batch's samples, or ``(sum, count)``.
+        """
+        cell, self._cell = self._cell, None
+        if cell is None:
+            raise UsageError("run.backward needs a batch of run.cells()", remedy="loop over run.cells(epoch)")
+        self._totals = cast(OwnLoopReplica, self.replica).backward(loss, cell, self._totals, self._sink)
+        if cell.last:
+            self.exchange.leave(cell.worker, self._totals)
+            self._totals = None
+        if self._last:
+            self._leave_idle()
+        self._complete = self._last
+
+    def _leave_idle(self) -> None:
+        """The workers that have no sample in this batch take part with nothing, before the update."""
+        for worker in self._idle:
+            self.exchange.enter(worker, self._tick_now)
+            self.exchange.leave(worker, None)
+
+    @property
+    def stepping(self) -> bool:
+        """Whether the optimizer's own step may run now: only inside an update."""
+        return self._stepping
+
+    def gated_step(self) -> bool:
+        """What ``optimizer.step()`` does in an own loop; True where it was a step, False in the middle of a batch."""
+        if not self._begun:
+            raise UsageError("optimizer.step() without a batch of run.cells()", remedy="loop over run.cells(epoch)")
+        self.stepped = self._complete
+        if not self._complete:
+            return False
+        self._complete = self._begun = False
+        tick = self._tick_now
+        agreed = self.exchange.finish(tick)
+        with self._open_gate():
+            updated = self.exchange.update(agreed, tick)
+        self._record(agreed, updated)
+        heartbeat.training.enter(Phase.IDLE)
+        return True
+
+    @contextmanager
+    def _open_gate(self) -> Iterator[None]:
+        self._stepping = True
+        try:
+            yield
+        finally:
+            self._stepping = False
+
+    def _cells(self, batch: Batch, tick: Tick) -> list[tuple[int, list[Cell]]]:
+        return self.feed.cells(batch, tick.clock, tick.samples, self.exchange.gradient_over, tick.loss_scale)
+
+    def _tick(self) -> Tick:
+        """What is the same for all workers in the step that begins."""
+        samples = self.feed.contract.batch if self._drawn is None else self._drawn.samples
+        factor = self.lr_factor(self.clock) if self.lr_factor is not None else None
+        scale = self.loss_scale.value if self.loss_scale is not None else 1.0
+        self._tick_now = Tick(self.clock, samples, factor, self._stop, scale)
+        return self._tick_now
+
+    def _enter(self, phase: int) -> None:
+        """Tell the watchdog what this step does now; the first one may compile and counts as part of the start."""
+        heartbeat.training.enter(phase if self._warm else Phase.START, self.clock + 1)
+
+    def _record(self, agreed: Agreed, updated: Update) -> float:
+        self.agreed, self.updated, self._warm = agreed, updated, True
+        self.clock += 1
+        if self._drawn is None:
+            self.samples += round(agreed.count)
+        else:
+            self.samples += self._drawn.samples
+            self.at = self._drawn.after
+        self.updates += updated.updates
+        if self.average is not None and updated.updates and updated.together:
+            self.average.update()
+        # A lower scale may cure a gradient that overflowed, but not a loss that did.
+        curable = self.loss_scale is not None and self.loss_scale.can_fall and math.isfinite(agreed.loss)
+        if not (updated.skipped and curable):
+            self._nonfinite = self._nonfinite + 1 if updated.skipped else 0
+        if self.loss_scale is not None:
+            self.loss_scale.update(not updated.skipped)
+        if self._nonfinite >= self._max_nonfinite:
+            raise NonFiniteError(
+                f"{self._nonfinite} steps in a row had a NaN or infinite gradient",
+                where=f"step {self.clock}, {', '.join(updated.nonfinite[:3])}",
+                why="the loss diverged, or a batch holds values that are not finite",
+                remedy="lower the learning rate, warm up, clip the gradient (--clip 1), or check the data"
+                + ", or take --precision bf16, whose range is wider" * (self.loss_scale is not None),
+            )
+        return agreed.loss

@@ -1,0 +1,139 @@
+"""The scripts of docs/migrating-from-*.md: given the same order, before and after end alike, on two and three ranks."""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+
+from tutti.data.order import permutation
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = ROOT / "examples" / "migration"
+SAFETY_NET = 200
+TRAINING, EPOCHS, TOLERANCE = 1536, 5, 1e-5
+LAUNCHERS = {
+    "tutti run": [sys.executable, "-m", "tutti", "run", "-np"],
+    "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"],
+}
+STOPPED = """
+import os, runpy, signal, sys
+import tutti
+
+save = tutti.Run.save
+
+def save_and_be_stopped(run, *arguments):
+    path = save(run, *arguments)
+    if run.clock == 16 and tutti.rank() == 1:
+        os.kill(os.getpid(), signal.SIGTERM)
+    return path
+
+tutti.Run.save = save_and_be_stopped
+sys.argv[:] = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+class Epoch(NamedTuple):
+    """What a script prints of an epoch."""
+
+    number: int
+    loss: float
+    held_out: float
+    accuracy: float
+    samples: int
+
+
+def start(folder: Path, launcher: str, ranks: int, *words: str) -> tuple[int, list[Epoch], str]:
+    """Exit code, epochs told, and what was said on stderr."""
+    outside = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
+    done = subprocess.run(
+        [*LAUNCHERS[launcher], str(ranks), *words],
+        capture_output=True,
+        text=True,
+        env=outside | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), outside.get("PYTHONPATH", "")])},
+        cwd=folder,
+        timeout=SAFETY_NET,
+    )
+    line = r"epoch (\d+): loss ([\d.]+), held out ([\d.]+), accuracy ([\d.]+) of (\d+)"
+    found = [Epoch(int(n), *map(float, numbers), int(s)) for n, *numbers, s in re.findall(line, done.stdout)]
+    return done.returncode, found, done.stderr
+
+
+def told(folder: Path, launcher: str, ranks: int, *words: str) -> list[Epoch]:
+    code, found, said = start(folder, launcher, ranks, *words)
+    assert code == 0, said
+    return found
+
+
+def orders(folder: Path) -> str:
+    """A file with the order that tutti takes the samples in."""
+    np.save(folder / "orders.npy", np.stack([permutation(0, epoch, TRAINING) for epoch in range(EPOCHS)]))
+    return "orders.npy"
+
+
+def page(kind: str) -> str:
+    return (ROOT / "docs" / f"migrating-from-{kind}.md").read_text(encoding="utf-8")
+
+
+def stated(kind: str) -> float:
+    """The training loss of the last epoch, as the page gives it."""
+    [loss] = re.findall(r"training loss of\s+(0\.\d+)", page(kind))
+    return float(loss)
+
+
+def losses(epochs: list[Epoch]) -> list[float]:
+    return [epoch.loss for epoch in epochs]
+
+
+def test_ddp_before_and_after_end_alike(tmp_path: Path) -> None:
+    before = str(SCRIPTS / "ddp_before.py"), "--order", orders(tmp_path), "--checkpoint"
+    after = told(tmp_path, "torchrun", 2, str(SCRIPTS / "ddp_after.py"))
+    even, odd = told(tmp_path, "torchrun", 2, *before, "2.pt"), told(tmp_path, "tutti run", 3, *before, "3.pt")
+    assert after[-1].loss == pytest.approx(stated("ddp"), abs=TOLERANCE)
+    assert losses(even) == losses(odd) == pytest.approx(losses(after), abs=TOLERANCE)
+    # The padding that the page speaks of: one sample too many on two ranks, and its loss.
+    assert [epochs[-1].samples for epochs in (after, even, odd)] == [261, 262, 261]
+    assert abs(even[-1].held_out - after[-1].held_out) > 100 * TOLERANCE
+    assert odd[-1].held_out == pytest.approx(after[-1].held_out, abs=TOLERANCE)
+
+
+def test_after_it_may_be_stopped_and_continued_on_other_devices(tmp_path: Path) -> None:
+    script = str(SCRIPTS / "ddp_after.py")
+    (tmp_path / "stopped.py").write_text(STOPPED)
+    code, first, said = start(tmp_path, "tutti run", 3, "stopped.py", script)
+    assert (code, len(first)) == (75, 1), said
+    assert (tmp_path / "checkpoints" / "step-00000017").is_dir(), "it was not saved where it stopped"
+    rest = told(tmp_path, "tutti run", 2, script)
+    assert [epoch.number for epoch in rest] == [1, 2, 3, 4]
+    assert rest[-1].loss == pytest.approx(stated("ddp"), abs=TOLERANCE)
+
+
+def test_accelerate_after_ends_as_the_page_says(tmp_path: Path) -> None:
+    after = told(tmp_path, "tutti run", 3, str(SCRIPTS / "accelerate_after.py"))
+    assert after[-1].loss == pytest.approx(stated("accelerate"), abs=TOLERANCE)
+    kept = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert (after[-1].samples, kept) == (261, ["step-00000070", "step-00000080"])
+
+
+@pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="accelerate is in the extra 'bench'")
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_accelerate_before_ends_alike(ranks: int, tmp_path: Path) -> None:
+    before = told(tmp_path, "torchrun", ranks, str(SCRIPTS / "accelerate_before.py"), "--order", orders(tmp_path))
+    assert (before[-1].loss, before[-1].samples) == (pytest.approx(stated("accelerate"), abs=TOLERANCE), 261)
+
+
+@pytest.mark.parametrize("kind", ["ddp", "accelerate"])
+def test_the_page_shows_the_difference_as_it_is(kind: str) -> None:
+    names = f"{kind}_before.py", f"{kind}_after.py"
+    texts = [(SCRIPTS / name).read_text(encoding="utf-8").splitlines() for name in names]
+    lines = "\n".join(difflib.unified_diff(*texts, *names, lineterm="", n=1))
+    assert f"```diff\n{lines}\n```\n" in page(kind)

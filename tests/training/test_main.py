@@ -1,0 +1,68 @@
+"""What ``tutti train`` makes of its configuration once the data are there: lengths, and steps to profile."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tutti.data.contract import BatchContract
+from tutti.errors import UsageError
+from tutti.spec import Duration
+from tutti.training.config import TrainConfig
+from tutti.training.listener import Listeners
+from tutti.training.loop import Plan
+from tutti.training.main import _plan, _window
+from tutti.training.profile import Window
+
+EVERY = {"eval_every": "none", "checkpoint_every": "none"}
+PLANS: list[tuple[dict[str, Any], int | None, Plan, int | None]] = [
+    # options, samples in an epoch, plan, steps
+    ({"epochs": 2}, 20, Plan(6), 6),
+    ({"epochs": 0.1}, 20, Plan(0), 0),
+    ({"epochs": 2, "eval_every": "0.1ep", "checkpoint_every": "1ep"}, 20, Plan(6, 1, 3), 6),
+    ({"steps": 5, "eval_every": "2st"}, None, Plan(5, 2), 5),
+    ({"epochs": 2, "eval_every": "1ep"}, None, Plan(Duration(2, "ep"), Duration(1, "ep")), None),
+    ({"samples": 30, "checkpoint_every": "16sa"}, None, Plan(Duration(30, "sa"), None, Duration(16, "sa")), 4),
+]
+
+
+@pytest.mark.parametrize(("options", "dataset", "plan", "steps"), PLANS)
+def test_plans(options: dict[str, Any], dataset: int | None, plan: Plan, steps: int | None) -> None:
+    assert _plan(TrainConfig(**(EVERY | options)), BatchContract(dataset, 8, 4)) == (plan, steps)
+
+
+@pytest.mark.parametrize("options", [{"epochs": 0.5}, {"steps": 3, "eval_every": "0.5ep"}])
+def test_parts_of_an_epoch_that_nobody_knows_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match=r"0.5ep of a stream of unknown length cannot be counted"):
+        _plan(TrainConfig(**(EVERY | options)), BatchContract(None, 8, 4))
+
+
+class Heard(Listeners):
+    """Keeps warnings."""
+
+    def __init__(self) -> None:
+        super().__init__(())
+        self.texts: list[str] = []
+
+    def warned(self, text: str) -> None:
+        self.texts.append(text)
+
+
+def window(total: int | None, clock: int, again: bool) -> tuple[Window | None, list[str]]:
+    run: Any = SimpleNamespace(clock=clock)
+    heard = Heard()
+    return _window(TrainConfig(profile="3:4"), run, total, "out", again, heard), heard.texts
+
+
+def test_steps_to_profile_must_be_in_the_run() -> None:
+    for total, clock in ((6, 0), (None, 0), (9, 3)):
+        found, said = window(total, clock, again=clock > 0)
+        assert found is not None and not said
+    with pytest.raises(UsageError, match="--profile 3:4 needs 6 steps, and the run has 5"):
+        window(5, 0, again=False)
+    assert window(9, 4, again=True) == (
+        None,
+        ["--profile 3:4 needs 6 steps, and the run has 5 left: nothing is profiled"],
+    )
