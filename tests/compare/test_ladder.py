@@ -77,6 +77,8 @@ def test_what_is_wrong_is_named(old: str, new: str, said: str, tmp_path: Path) -
     with pytest.raises(UsageError) as caught:
         read(tmp_path, OWN.replace(old, new))
     assert said in str(caught.value)
+    with pytest.raises(UsageError, match="one rung"):
+        read(tmp_path, '[[rung]]\nname = "alone"\n')
     with pytest.raises(UsageError, match="Did you mean 'corrected'"):
         ladder.load("correct", VARIABLES, {})
 

@@ -96,6 +96,8 @@ def load(text: str, variables: Mapping[str, int | float], options: Mapping[str, 
     values = {**variables, "worker_batch": max(1, int(variables["batch_size"]) // int(variables["workers"]))}
     base = {**_options(table.get("base", {}), values, f"{path}, [base]"), **options}
     rungs = _rungs(table["rung"], base, values, str(path))
+    if len(rungs) < 2:
+        raise UsageError("a ladder of one rung compares nothing", where=str(path), remedy="add a [[rung]]")
     naive = table.get("naive", rungs[min(1, len(rungs) - 1)].name)
     if naive not in [rung.name for rung in rungs]:
         raise UsageError(f"naive is '{naive}', which is no rung", where=str(path))

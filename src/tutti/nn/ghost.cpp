@@ -9,7 +9,7 @@
 
 namespace {
 
-constexpr int BLOCK = 64;    // channels that one thread takes at a time where channels come last
+constexpr int BLOCK = 128;   // channels that one thread takes at a time where channels come last
 constexpr int LANES = 16;    // running sums of one channel where its points lie side by side
 constexpr int64_t SHORT = 256;
 
@@ -73,19 +73,26 @@ void sums_last(const Shape& s, int64_t ghost, int64_t begin, int64_t width, doub
 template <class A, class F>
 void sums_first(const Shape& s, int64_t ghost, int64_t channel, double& a, double& b, F f) {
   a = b = 0;
+  A run_a[LANES] = {}, run_b[LANES] = {};
+  int64_t terms = 0;  // in each lane: stretches of several samples are added up together
+  const auto flush = [&] {
+    for (int lane = 0; lane < LANES; ++lane) a += run_a[lane], b += run_b[lane], run_a[lane] = run_b[lane] = 0;
+    terms = 0;
+  };
   for (int64_t n = s.first[ghost]; n < s.first[ghost + 1]; ++n) {
     const int64_t base = (n * s.channels + channel) * s.points;
     for (int64_t begin = 0; begin < s.points; begin += SHORT * LANES) {
       const int64_t end = begin + SHORT * LANES < s.points ? begin + SHORT * LANES : s.points;
-      A run_a[LANES] = {}, run_b[LANES] = {};
       int64_t i = begin;
       for (; i + LANES <= end; i += LANES)
         #pragma omp simd
         for (int lane = 0; lane < LANES; ++lane) f(run_a[lane], run_b[lane], base + i + lane);
       for (int lane = 0; i < end; ++i, ++lane) f(run_a[lane], run_b[lane], base + i);
-      for (int lane = 0; lane < LANES; ++lane) a += run_a[lane], b += run_b[lane];
+      terms += (end - begin + LANES - 1) / LANES;
+      if (terms >= SHORT) flush();
     }
   }
+  flush();
 }
 
 // Runs each(index, channel of the block) over a ghost's numbers.

@@ -139,8 +139,12 @@ class Checkpoints:
         with heartbeat.training.during(Phase.IDLE):
             self._thread.join(3 * self._world.timeout)
         if self._thread.is_alive():
-            where = f"step {self.saved_step}"
-            raise PeerError("a save did not finish", where=where, why="rank 0's host does not answer")
+            raise PeerError(
+                "a save did not finish",
+                where=f"step {self.saved_step}",
+                why="rank 0's host does not answer",
+                remedy="look at rank 0's log and at the network between the hosts, then --resume",
+            )
         self._thread = None
         if not self._outcome:
             self._failures = 0
@@ -220,7 +224,11 @@ class Checkpoints:
         with heartbeat.saving.during(Phase.WAITING):
             while not store.check([key]):
                 if time.monotonic() > end:
-                    raise PeerError(f"a save did not finish within {self._world.timeout:g} s", where=key)
+                    raise PeerError(
+                        f"a save did not finish within {self._world.timeout:g} s",
+                        where=key,
+                        remedy="look for a rank whose disk is slow or that has ended, or raise --timeout",
+                    )
                 heartbeat.saving.beat()
                 time.sleep(_POLL)
         return bytes(store.get(key)).decode()

@@ -31,9 +31,6 @@ class TensorBoard:
     def evaluated(self, record: EvalRecord) -> None:
         self._add("eval", record.values, record.step)
 
-    def saving(self) -> None:
-        self._writer.flush()
-
     def warned(self, text: str) -> None:
         """Warnings are in ``metrics.jsonl``."""
 
