@@ -201,7 +201,12 @@ def config_sha256(config: TrainConfig) -> str:
     aside = {"out", "runs", "overwrite", "log_every", "resume", "devices", "device", "threads", "timeout", "keep"}
     aside |= {"data_workers", "tensorboard", "profile", "keep_best"}
     aside |= {"start_timeout", "step_timeout", "save_timeout", "max_restarts"}
-    values = {name: value for name, value in dataclasses.asdict(config).items() if name not in aside}
+    # Only what was chosen: an option that a later version adds leaves older runs what they are.
+    values = {
+        field.name: getattr(config, field.name)
+        for field in dataclasses.fields(config)
+        if field.name not in aside and getattr(config, field.name) != field.default
+    }
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
