@@ -134,3 +134,20 @@ def test_placing_converts_floats_and_image_layout_alone() -> None:
     assert placed["row"].dtype == torch.float32 and placed["label"].dtype == torch.int64
     assert placed["image"].is_contiguous(memory_format=torch.channels_last)
     assert placer(CPU, torch.float32, channels_last=False)(batch)["image"] is batch["image"]
+
+
+def test_identical_batches_give_every_worker_worker_0s_share() -> None:
+    """On any number of ranks, also where the last batch leaves nothing for the last workers."""
+    plain = {}
+    for step, part in enumerate((own := feed(BatchContract(18, 8, 4), 0)).read(0)):
+        plain[step] = own.cells(part.batch, step, part.samples, "step")[0][1]
+    for ranks in (1, 2, 3, 4):
+        contract = BatchContract(18, 8, 4, ranks, identical=True)
+        for rank in range(ranks):
+            own = feed(contract, rank)
+            for step, part in enumerate(own.read(0)):
+                work = own.cells(part.batch, step, part.samples, "step")
+                assert [worker for worker, _ in work] == list(contract.mine(rank))
+                for _, cells in work:
+                    assert [c.batch.tolist() for c in cells] == [c.batch.tolist() for c in plain[step]]
+    assert "the same 2 samples" in BatchContract(18, 8, 4, identical=True).describe()["identical batches"]

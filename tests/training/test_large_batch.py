@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import tutti
 from tutti.errors import UsageError
 from tutti.training.config import TrainConfig
 from tutti.training.main import main
@@ -47,3 +49,15 @@ def test_a_regime_needs_a_length_in_samples() -> None:
         TrainConfig(regime_batch=64, steps=10)
     with pytest.raises(UsageError, match="regime-batch is 0"):
         TrainConfig(regime_batch=0)
+
+
+def test_identical_batches_are_one_workers_batch(tmp_path: Path) -> None:
+    """Eight workers on the samples of one: the loss of each step is that of worker 0's eighth alone."""
+    base: dict[str, Any] = {"optimizer": "sgd:lr=0.01", "precision": "fp64", "steps": 9, "workers": 4}
+    lines, _ = trained(tmp_path / "identical", **base, identical_batches=True)
+    plain, _ = trained(tmp_path / "plain", **base)
+    assert lines[0]["loss"] != pytest.approx(plain[0]["loss"])
+    again, _ = trained(tmp_path / "again", **base, identical_batches=True, micro_batch=5)
+    assert [line["loss"] for line in again] == pytest.approx([line["loss"] for line in lines], rel=1e-12)
+    with pytest.raises(UsageError, match="needs a data set with"):
+        tutti.prepare(torch.nn.Linear(1, 1), "sgd:lr=0.1", iter, torch.nn.functional.mse_loss, identical_batches=True)

@@ -25,7 +25,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
     "On what": ("strategy", "workers", "devices", "device", "threads", "timeout", "reproducible"),
     "How": (
         *("optimizer", "schedule", "lr_scale", "batch_size", "micro_batch", "precision", "loss_scale", "clip", "ema"),
-        *("channels_last", "compile", "activation_checkpointing", "seed", "max_nonfinite"),
+        *("identical_batches", "channels_last", "compile", "activation_checkpointing", "seed", "max_nonfinite"),
     ),
     "How long": ("epochs", "steps", "samples", "duration", "regime_batch", "eval_every"),
     "Saving and resuming": (

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from tutti.compare.ladder import Ladder
-from tutti.compare.verdict import Row
+from tutti.compare.verdict import Row, number
 
 # Okabe and Ito's colours, told apart by people who do not see all of them; markers differ as well.
 _COLOURS = ("#000000", "#E69F00", "#56B4E9", "#009E73", "#0072B2", "#D55E00", "#CC79A7", "#999999")
@@ -28,16 +28,16 @@ def draw(ladder: Ladder, rows: Mapping[str, Row], metric: str, caption: str, pat
 
     mpl.rcParams["svg.hashsalt"] = "tutti"
     figure, axes = pyplot.subplots(figsize=(8, 5))
-    for number, rung in enumerate(ladder.rungs):
+    for place, rung in enumerate(ladder.rungs):
         row = rows.get(rung.name)
         if row is None:
             continue
-        colour, marker = _COLOURS[number % len(_COLOURS)], _MARKERS[number % len(_MARKERS)]
+        colour, marker = _COLOURS[place % len(_COLOURS)], _MARKERS[place % len(_MARKERS)]
         for outcome in row.outcomes:
             axes.plot(*zip(*outcome.curve, strict=True), color=colour, alpha=0.3, linewidth=1)
         epochs = sorted(set.intersection(*(set(dict(outcome.curve)) for outcome in row.outcomes)))
         means = [sum(dict(o.curve)[epoch] for o in row.outcomes) / len(row.outcomes) for epoch in epochs]
-        label = f"{rung.name}: {row.mean:.1%}"
+        label = f"{rung.name}: {number(row.mean)}"
         axes.plot(epochs, means, color=colour, marker=marker, markersize=4, linewidth=2, label=label)
     axes.set_xlabel("epoch")
     axes.set_ylabel(f"held-out {metric}")

@@ -7,7 +7,7 @@ import io
 from collections.abc import Mapping
 
 from tutti.compare.ladder import Ladder
-from tutti.compare.verdict import Row
+from tutti.compare.verdict import Row, number
 
 HEADINGS = ("rung", "updates", "samples", "training", "held out", "range", "seeds", "time", "samples/s")
 
@@ -20,14 +20,15 @@ def cells(ladder: Ladder, rows: Mapping[str, Row]) -> list[tuple[str, ...]]:
         if row is None:
             found.append((rung.name, *("–" for _ in HEADINGS[1:])))
             continue
+        half = number(row.spread / 2) if row.mean <= 1 else f"{row.spread / 2:.4f}"
         found.append(
             (
                 rung.name,
                 f"{row.average('updates'):,.0f}",
                 f"{row.average('samples'):,.0f}",
-                f"{row.average('training'):.1%}",
-                f"{row.mean:.1%}",
-                f"± {row.spread / 2:.1%}" if len(row.outcomes) > 1 else "one seed",
+                number(row.average("training")),
+                number(row.mean),
+                f"± {half}" if len(row.outcomes) > 1 else "one seed",
                 str(len(row.outcomes)),
                 f"{row.average('seconds'):,.0f} s",
                 f"{row.average('samples_per_second'):,.0f}",

@@ -11,7 +11,7 @@ from tutti.compare.ladder import Ladder
 
 @dataclass(frozen=True)
 class Outcome:
-    """One finished run. Accuracies are fractions; a task without one is compared by minus its loss.
+    """One finished run. Accuracies are fractions.
 
     Attributes:
         held_out: on samples that were not trained on.
@@ -99,12 +99,12 @@ def verdict(ladder: Ladder, rows: Mapping[str, Row], unit: str = "accuracy") -> 
         return ["Not enough runs have finished for a verdict."]
     reference, dropped = rows[first], rows[naive]
     noise = max(reference.spread, dropped.spread)
-    lost = reference.mean - dropped.mean
-    change = f"{_number(reference.mean)} → {_number(dropped.mean)}"
-    said = f"'{naive}' against '{first}': held-out {unit} {change}, {_points(-lost)}"
+    lost, fraction = reference.mean - dropped.mean, 0 <= reference.mean <= 1
+    change = f"{number(reference.mean)} → {number(dropped.mean)}"
+    said = f"'{naive}' against '{first}': held-out {unit} {change}, {difference(-lost, fraction)}"
     one = any(len(row.outcomes) < 2 for row in rows.values())
     sentences = [
-        f"{said}; seeds alone differ by {_points(noise, sign=False)}."
+        f"{said}; seeds alone differ by {difference(noise, fraction, sign=False)}."
         if not one
         else f"{said} (one seed: no error bar)."
     ]
@@ -114,7 +114,7 @@ def verdict(ladder: Ladder, rows: Mapping[str, Row], unit: str = "accuracy") -> 
     for effect in sorted((e for e in others if e.clear), key=lambda e: -e.gain):
         share = f", {effect.share:.0%} of the drop" if effect.share is not None and lost > noise else ""
         verb = "brings" if effect.gain > 0 else "costs"
-        size = _points(abs(effect.gain), sign=False)
+        size = difference(abs(effect.gain), fraction, sign=False)
         sentences.append(f"{_capital(effect.cause)} {verb} {size}{share} ('{effect.name}' over '{effect.parent}').")
     unclear = [e.cause for e in others if not e.clear]
     if unclear:
@@ -122,7 +122,7 @@ def verdict(ladder: Ladder, rows: Mapping[str, Row], unit: str = "accuracy") -> 
     best = max((row for row in rows.values() if row.name != first), key=lambda row: row.mean)
     held = "reaches" if best.mean >= reference.mean else "does not reach"
     sentences.append(
-        f"The best recipe, '{best.name}' ({_number(best.mean)}), {held} '{first}' ({_number(reference.mean)})."
+        f"The best recipe, '{best.name}' ({number(best.mean)}), {held} '{first}' ({number(reference.mean)})."
     )
     return sentences
 
@@ -170,17 +170,22 @@ def _plain(outcome: Outcome) -> dict[str, Any]:
     return {name: getattr(outcome, name) for name in names}
 
 
-def _number(value: float) -> str:
+def number(value: float) -> str:
+    """An accuracy in per cent; what is no fraction as it is.
+
+    >>> number(0.4567), number(27.5)
+    ('45.7%', '27.5000')
+    """
     return f"{value:.1%}" if 0 <= value <= 1 else f"{value:.4f}"
 
 
-def _points(value: float, sign: bool = True) -> str:
-    """A difference of accuracies in points of a hundred.
+def difference(value: float, fraction: bool = True, sign: bool = True) -> str:
+    """A difference of two accuracies in points of a hundred; of what is no fraction as it is.
 
-    >>> _points(-0.123), _points(0.05, sign=False)
-    ('-12.3 points', '5.0 points')
+    >>> difference(-0.123), difference(0.05, sign=False), difference(1.5, fraction=False)
+    ('-12.3 points', '5.0 points', '+1.5000')
     """
-    return f"{100 * value:{'+' if sign else ''}.1f} points"
+    return f"{100 * value:{'+' if sign else ''}.1f} points" if fraction else f"{value:{'+' if sign else ''}.4f}"
 
 
 def _capital(text: str) -> str:

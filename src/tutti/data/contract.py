@@ -20,6 +20,8 @@ class BatchContract:
         workers: logical replicas N.
         ranks: data ranks R that play them.
         micro: largest micro-batch; None for a worker's whole share.
+        identical: every worker draws worker 0's share: what a loader does that is not sharded and has one seed on all
+            ranks. The batch is then in truth 1/N of what it is called.
     """
 
     dataset: int | None
@@ -27,6 +29,7 @@ class BatchContract:
     workers: int
     ranks: int = 1
     micro: int | None = None
+    identical: bool = False
 
     def __post_init__(self) -> None:
         if self.dataset is not None and self.dataset < 1:
@@ -67,7 +70,7 @@ class BatchContract:
 
     def worker(self, samples: int, worker: int) -> range:
         """Where a worker's share lies within a global batch of ``samples``."""
-        return share(samples, self.workers, worker)
+        return share(samples, self.workers, 0 if self.identical else worker)
 
     def part(self, samples: int, rank: int) -> range:
         """Where a data rank's part lies within a global batch of ``samples``; the last rank's is the smallest."""
@@ -101,6 +104,8 @@ class BatchContract:
         }
         if self.dataset is not None:
             lines["epoch"] = f"{self.dataset} samples = {self.steps_per_epoch} steps"
+        if self.identical:
+            lines["identical batches"] = f"all workers draw the same {big} samples: N times the work, one batch's worth"
         if most != least:
             busy = self.workers / (self.ranks * most)
             lines["imbalance"] = f"ranks with {least} wait for those with {most}: {busy:.0%} busy"

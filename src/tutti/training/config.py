@@ -31,6 +31,7 @@ class TrainConfig:
         devices: processes or GPUs P, only speed; ``auto``: every GPU here, or one process.
         batch_size: samples in one *global* batch, over all workers.
         micro_batch: most samples in one forward pass; default: no limit.
+        identical_batches: every worker draws worker 0's samples, a well-known mistake.
         epochs, steps, samples: how long, at most one of the three; default: 3 epochs.
         duration: the same in one word: 3ep, 500st or 20000sa.
         regime_batch: train for as many updates as with this batch; milestones and warm-up too.
@@ -77,6 +78,7 @@ class TrainConfig:
     devices: str = "auto"
     batch_size: int = 64
     micro_batch: int | None = None
+    identical_batches: bool = False
     epochs: float | None = None
     steps: int | None = None
     samples: int | None = None

@@ -217,6 +217,7 @@ def _prepare(task: Task, model: nn.Module, config: TrainConfig, world: World) ->
         channels_last=task.images if config.channels_last is None else config.channels_last,
         lr_scale=config.lr_scale,
         batch_norm=config.batch_norm,
+        identical_batches=config.identical_batches,
         clip=config.clip,
         ema=config.averaging(),
         reproducible=config.reproducible,

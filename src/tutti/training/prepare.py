@@ -54,6 +54,7 @@ def prepare(
     channels_last: bool = False,
     lr_scale: str = "none",
     batch_norm: str = "worker",
+    identical_batches: bool = False,
     clip: float | None = None,
     ema: Averaging | str | float | None = None,
     init_from: str | Path | None = None,
@@ -86,6 +87,8 @@ def prepare(
         lr_scale: rule for the learning rate at this batch, such as ``linear:base_batch=256``; for an optimizer given
             as text.
         batch_norm: ``worker`` for the model's own, over a worker's micro-batch; ``ghost:size=32`` over so many samples.
+        identical_batches: every worker draws worker 0's samples, as a loader does that is not sharded and has one seed
+            on all ranks: to show what that well-known mistake costs.
         clip: largest gradient norm.
         ema: keep an average of the weights with this decay an update, ``0.999`` or ``"0.999:warmup"``;
             ``run.evaluate`` then uses it.
@@ -112,7 +115,12 @@ def prepare(
     data = _data(dataset, data_workers, reproducible)
     if not any(p.requires_grad for p in model.parameters()):
         raise UsageError("no parameter of the model can be trained", remedy="leave some with requires_grad")
-    contract = BatchContract(_count(data), batch_size, workers or grid.data_ranks, grid.data_ranks, micro_batch)
+    if identical_batches and isinstance(data, Stream):
+        raise UsageError(
+            "identical_batches needs a data set with __len__ and __getitem__", remedy="leave one of them out"
+        )
+    sizes = (batch_size, workers or grid.data_ranks, grid.data_ranks, micro_batch)
+    contract = BatchContract(_count(data), *sizes, identical_batches)
     if reproducible:
         torch.set_num_threads(1)
     scale = _scale(loss_scale, precision, loss_fn)
@@ -218,7 +226,7 @@ def _settings(
     return [
         f"strategy {choice.name} {choice.layout} {choice.exchange}",
         f"{contract.workers} workers",
-        f"a global batch of {contract.batch}, micro-batches of {contract.micro}",
+        f"a global batch of {contract.batch}, micro-batches of {contract.micro}, identical {contract.identical}",
         f"{contract.dataset} training samples",
         f"precision {precision}, clip {clip}, reproducible {reproducible}, seed {seed}",
     ]
