@@ -52,11 +52,25 @@ def test_a_rung_is_its_parent_and_one_change(tmp_path: Path) -> None:
 
 
 def test_the_shipped_ladders_differ_in_one_thing_a_rung() -> None:
+    """Or say that they do not: the course's own scripts change several at once."""
     for name in ladder.shipped():
         found = ladder.load(name, VARIABLES, {})
-        assert len(found.rungs) <= 6 and found.summary
-        for rung in found.rungs[1:]:
-            assert set(rung.changes) <= {"workers", "batch_size"} or len(rung.changes) == 1, (name, rung.name)
+        assert len(found.rungs) <= (7 if name == "course" else 6) and found.summary
+        for rung in found.rungs[2 if name == "course" else 1 :]:
+            alone = set(rung.changes) <= {"workers", "batch_size"} or len(rung.changes) == 1
+            assert alone != ("together" in rung.cause), (name, rung.name)
+
+
+def test_the_shipped_ladders_share_runs(tmp_path: Path) -> None:
+    found = {
+        name: runs.trials(ladder.load(name, VARIABLES, {}), "cifar10", 2, tmp_path)
+        for name in ("corrected", "updates", "batch-norm")
+    }
+    shared = [
+        {t.directory for t in trials if t.rung in ("one worker", "N workers, naive")} for trials in found.values()
+    ]
+    assert len(shared[0]) == 4 and shared[0] == shared[1] == shared[2]
+    assert len({t.directory for trials in found.values() for t in trials}) == 2 * (6 + 1 + 2)
 
 
 @pytest.mark.parametrize(
