@@ -9,7 +9,7 @@ BENCH := $(VENV)/.bench
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help venv test contract faults demo lint format bench soak clean
+.PHONY: help venv test contract faults demo lint bench soak study clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
@@ -50,6 +50,15 @@ bench: $(BENCH)  ## what a step through tutti costs beside the same step by hand
 
 soak: $(READY)  ## one run that meets a hundred faults, about ten minutes
 	$(BIN)/python benchmarks/soak.py
+
+# Hours on two cores; it goes on where it was stopped, and a run that two ladders share is made once.
+DATA ?= data/cifar10
+STUDY := cifar10 --data $(DATA) --workers 8 --batch-size 4096 --epochs 12 --precision bf16
+CORRECTED := --model course:batch_norm=true --augment
+
+study: $(READY)  ## docs/studies/large-batch.md again: two ladders on CIFAR-10 (DATA=folder)
+	$(BIN)/tutti compare $(STUDY) --ladder course --seeds 1 --out docs/studies/large-batch/course
+	$(BIN)/tutti compare $(STUDY) --ladder corrected --seeds 3 $(CORRECTED) --out docs/studies/large-batch/corrected
 
 clean:  ## remove the environment and every cache
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis
