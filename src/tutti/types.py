@@ -23,7 +23,9 @@ Batch: TypeAlias = Any
 """What a loss function is given: a tensor, or a tuple, list or dict of them, first dimension the samples."""
 
 LossFn: TypeAlias = "Callable[[Any, Batch], Any]"
-"""``loss_fn(model, batch)`` → a scalar (mean over samples), ``(sum, count)``, or ``(sum, count, metric_sums)``."""
+"""``loss_fn(model, batch)`` → a scalar (mean over samples), ``(sum, count)``, or ``(sum, count, metric_sums)``.
+
+A 1-d tensor of one loss a sample may stand in place of the mean or of the sum."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,7 @@ class Cell:
         weight: loss scale / samples in the global batch; a sample's part in the gradient that backward makes.
         key: 64-bit key of this cell's random draws, a function of (seed, step, worker, micro).
         last: whether this is the worker's last micro-batch in this step.
+        noise: standard deviation σ of the weights z ~ N(1, σ²) on its samples' losses.
     """
 
     worker: int
@@ -47,6 +50,7 @@ class Cell:
     weight: float
     key: int
     last: bool
+    noise: float = 0.0
 
 
 @dataclass

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from tutti.errors import UsageError
-from tutti.layouts.outcome import read, seed
+from tutti.layouts.outcome import read
 from tutti.types import Cell
 
 CELL = Cell(worker=0, micro=0, batch=None, samples=6, weight=1 / 24, key=0, last=True)
@@ -18,8 +19,9 @@ CELL = Cell(worker=0, micro=0, batch=None, samples=6, weight=1 / 24, key=0, last
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_a_mean_over_the_samples(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     value = torch.full(shape, 2.5, dtype=dtype, requires_grad=True)
-    objective, factor, totals = read(value, CELL)
-    assert objective.shape == () and float(objective.detach()) == 2.5 and factor == pytest.approx(6 / 24)
+    objective, start, totals = read(value, CELL)
+    assert objective.shape == () and float(objective.detach()) == 2.5
+    assert float(start) == pytest.approx(6 / 24) and (start.dtype, start.shape) == (dtype, ())
     assert totals.lanes.tolist() == [15.0, 6.0] and totals.names == ()
     assert totals.lanes.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     assert not totals.lanes.requires_grad
@@ -29,19 +31,68 @@ def test_a_mean_over_the_samples(shape: tuple[int, ...], dtype: torch.dtype) -> 
 @pytest.mark.parametrize("count", [40, 40.0, torch.tensor(40)])
 def test_a_sum_with_its_count_and_metrics(kind: Any, count: Any) -> None:
     total = torch.tensor(80.0, dtype=torch.float64, requires_grad=True)
-    objective, factor, totals = read(kind((total, count)), CELL)
-    assert objective is total and factor == 1 / 24
+    objective, start, totals = read(kind((total, count)), CELL)
+    assert objective is total and float(start) == 1 / 24
     assert (totals.lanes.tolist(), totals.names) == ([80.0, 40.0], ())
     metrics = {"accuracy": torch.tensor(3), "error": 1.5}
-    _, factor, totals = read(kind((total, count, metrics)), CELL)
-    assert factor == 1 / 24
+    _, start, totals = read(kind((total, count, metrics)), CELL)
+    assert float(start) == 1 / 24
     assert (totals.lanes.tolist(), totals.names) == ([80.0, 40.0, 3.0, 1.5], ("accuracy", "error"))
     assert not totals.lanes.requires_grad
 
 
-def test_backward_starts_with_the_factor() -> None:
-    start = seed(0.25, torch.float64, torch.device("cpu"))
-    assert (float(start), start.dtype, start.shape) == (0.25, torch.float64, torch.Size([]))
+LOSSES = torch.arange(1.0, 7.0, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("outcome", "lanes", "names"),
+    [
+        (LOSSES, [21.0, 6.0], ()),
+        ((LOSSES, 40), [21.0, 40.0], ()),
+        ([LOSSES, 40, {"accuracy": torch.tensor(3)}], [21.0, 40.0, 3.0], ("accuracy",)),
+    ],
+)
+@pytest.mark.parametrize("noise", [0.0, 2.0])
+def test_one_loss_a_sample_is_their_sum(outcome: Any, lanes: Any, names: Any, noise: float) -> None:
+    objective, start, totals = read(outcome, replace(CELL, noise=noise))
+    assert objective is LOSSES and (start.shape, start.dtype) == (LOSSES.shape, LOSSES.dtype)
+    assert (totals.lanes.tolist(), totals.names) == (lanes, names), "without noise in them"
+    assert (start.tolist() == [1 / 24] * 6) == (noise == 0)
+
+
+def test_one_sample_is_as_its_loss() -> None:
+    value = torch.tensor([2.5])
+    for outcome in (value, (value, 1)):
+        objective, start, totals = read(outcome, replace(CELL, samples=1, noise=1.0))
+        assert objective.shape == start.shape == (1,) and totals.lanes.tolist() == [2.5, 1.0]
+
+
+def test_noise_follows_from_the_cells_key() -> None:
+    starts = [read(LOSSES, replace(CELL, noise=1.5, key=key))[1] for key in (7, 7, 8)]
+    assert torch.equal(starts[0], starts[1]) and not torch.equal(starts[0], starts[2])
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    read(LOSSES, replace(CELL, noise=1.5))
+    assert torch.equal(torch.get_rng_state(), before), "the model's own draws are another stream"
+
+
+def test_the_covariance_of_the_noisy_gradient() -> None:
+    """(1/M)[(1 + σ²)Σ + σ²GGᵀ] exactly; for the first number 1.5, where σ²-fold second moments alone would say 2.5."""
+    kinds = torch.tensor([[1.0, 0.0], [3.0, 2.0]], dtype=torch.float64)
+    picks = torch.randint(0, 2, (40_000, 4), generator=torch.Generator().manual_seed(0))
+    cell = replace(CELL, samples=4, weight=1 / 4, noise=1.0)
+    found = torch.stack([read(LOSSES[:4], replace(cell, key=key))[1] @ kinds[pick] for key, pick in enumerate(picks)])
+    mean, spread = kinds.mean(0), torch.cov(kinds.T, correction=0)
+    want = (2 * spread + torch.outer(mean, mean)) / 4
+    assert float(want[0, 0]) == 1.5
+    assert torch.allclose(torch.cov(found.T), want, rtol=0.04), "the standard error is 1 %"
+    assert torch.allclose(found.mean(0), mean, atol=0.03)
+
+
+@pytest.mark.parametrize("outcome", [torch.tensor(1.0), (torch.tensor(1.0), 6), (torch.ones(1), 6, {})])
+def test_noise_needs_a_loss_a_sample(outcome: Any) -> None:
+    with pytest.raises(UsageError, match="the loss of each sample"):
+        read(outcome, replace(CELL, noise=0.5))
 
 
 @pytest.mark.parametrize(
@@ -54,6 +105,7 @@ def test_backward_starts_with_the_factor() -> None:
         ((torch.tensor(1.0),), "returned tuple"),
         ((torch.tensor(1.0), 1, {}, 2), "returned tuple"),
         (torch.ones(3), "not a scalar but (3,)"),
+        (torch.ones(6, 1), "not a scalar but (6, 1)"),
         (torch.ones(0), "not a scalar but (0,)"),
         ((torch.ones(2), 1), "not a scalar but (2,)"),
         ((2.5, 1), "not a scalar but float"),

@@ -222,8 +222,8 @@ def test_loss_is_the_mean_over_pixels() -> None:
         image[3], mask[3] = -1.0, 0
     total, count, metrics = mask_pixels(model, {"image": image, "mask": mask})
     scores, found = model(image), model(image) > 0
-    assert count == 120
-    assert torch.allclose(total / count, functional.binary_cross_entropy_with_logits(scores, mask.double()))
+    assert count == 120 and total.shape == (4,)
+    assert torch.allclose(total.sum() / count, functional.binary_cross_entropy_with_logits(scores, mask.double()))
     assert int(metrics["accuracy"]) == int((found == mask).sum())
     dice = [
         2 * int((f & m).sum()) / (int(f.sum()) + int(m.sum())) for f, m in zip(found[:3], mask[:3].bool(), strict=True)

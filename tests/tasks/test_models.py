@@ -66,7 +66,8 @@ def test_classification_sums() -> None:
     model, inputs, targets = nn.Linear(4, 3).double(), torch.randn(20, 4).double(), torch.randint(3, (20,))
     total, count, metrics = losses.classification(model, (inputs, targets))
     scores = model(inputs)
-    assert torch.allclose(total / count, functional.cross_entropy(scores, targets))
+    assert torch.allclose(total.sum() / count, functional.cross_entropy(scores, targets))
+    assert torch.allclose(total, functional.cross_entropy(scores, targets, reduction="none")), "one a sample"
     assert total.dtype == torch.float64 and count == 20
     assert int(metrics["accuracy"]) == sum(int(row.argmax()) == int(t) for row, t in zip(scores, targets, strict=True))
     assert not metrics["accuracy"].requires_grad
@@ -75,4 +76,5 @@ def test_classification_sums() -> None:
 def test_regression_sums() -> None:
     model, x, y = nn.Linear(2, 3), torch.randn(5, 2), torch.randn(5, 3)
     total, count = losses.regression(model, (x, y))
-    assert count == 15 and torch.allclose(total / count, functional.mse_loss(model(x), y))
+    assert count == 15 and torch.allclose(total.sum() / count, functional.mse_loss(model(x), y))
+    assert total.shape == (5,)

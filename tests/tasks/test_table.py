@@ -119,7 +119,7 @@ def test_embedded_tasks(text: str) -> None:
     assert torch.equal(batches[0][0], again_inputs)
     for batch in batches:
         total, count, *_ = task.loss(task.model(), batch)
-        assert count == len(batch[1]) and torch.isfinite(total)
+        assert count == len(batch[1]) == len(total) and torch.isfinite(total).all()
 
 
 def test_linear_is_a_noisy_line() -> None:

@@ -137,7 +137,7 @@ def test_every_parameter_has_a_gradient_and_any_cut_works() -> None:
     torch.manual_seed(0)
     model = gpt(Gpt(layers=2, heads=2, width=8, block=6, dropout=0.1), 11).double()
     batch = torch.randint(11, (8, 6)), torch.randint(11, (8, 6))
-    next_character(model, batch)[0].backward()
+    next_character(model, batch)[0].sum().backward()
     largest = {name: float(p.grad.abs().max()) for name, p in model.named_parameters() if p.grad is not None}
     assert largest.keys() == dict(model.named_parameters()).keys()
     # Of a bias each element: a key's has no effect at all, and it would lie in one tensor with those of the values.
@@ -157,8 +157,8 @@ def test_loss_is_the_mean_over_characters() -> None:
     inputs, targets = torch.randint(11, (4, 6)), torch.randint(11, (4, 6))
     total, count, metrics = next_character(model, (inputs, targets))
     scores = model(inputs)
-    assert count == 24
-    assert torch.allclose(total / count, functional.cross_entropy(scores.transpose(1, 2), targets))
+    assert count == 24 and total.shape == (4,)
+    assert torch.allclose(total.sum() / count, functional.cross_entropy(scores.transpose(1, 2), targets))
     right = sum(int(s.argmax()) == int(t) for s, t in zip(scores.flatten(0, 1), targets.flatten(), strict=True))
     assert int(metrics["accuracy"]) == right
 

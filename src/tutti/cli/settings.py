@@ -26,6 +26,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
     "How": (
         *("optimizer", "schedule", "lr_scale", "batch_size", "micro_batch", "precision", "loss_scale", "clip", "ema"),
         *("identical_batches", "channels_last", "compile", "activation_checkpointing", "seed", "max_nonfinite"),
+        "gradient_noise",
     ),
     "How long": ("epochs", "steps", "samples", "duration", "regime_batch", "eval_every"),
     "Saving and resuming": (

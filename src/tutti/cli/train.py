@@ -23,6 +23,7 @@ from tutti.errors import DiskError, ExitCode, TuttiError, UsageError
 from tutti.nn.config import check_batch_norm, check_checkpointing, check_compile, check_compiler
 from tutti.optim.config import check_optimizer, check_schedule
 from tutti.optim.loss_scale import chosen as check_loss_scale
+from tutti.optim.noise import check_noise
 from tutti.optim.scaling import check_rule, scaled
 from tutti.state.source import check_source
 from tutti.tasks import table
@@ -145,6 +146,7 @@ def refuse(task: str, config: TrainConfig) -> None:
     BatchContract(1, config.batch_size, config.workers or ranks, ranks, config.micro_batch)
     scaled(check_optimizer(config.optimizer), check_rule(config.lr_scale), config.batch_size)
     check_schedule(config.schedule)
+    check_noise(config.gradient_noise, config.batch_size)
     check_batch_norm(config.batch_norm)
     check_loss_scale(config.loss_scale, config.precision)
     check_checkpointing(config.activation_checkpointing)

@@ -63,7 +63,7 @@ class Feed:
             yield replace(part, batch=self.place(part.batch), stand_in=stand_in)
 
     def cells(
-        self, batch: Batch, clock: int, samples: int, over: str, scale: float = 1.0
+        self, batch: Batch, clock: int, samples: int, over: str, scale: float = 1.0, noise: float = 0.0
     ) -> list[tuple[int, list[Cell]]]:
         """A rank's batch cut into its workers' micro-batches.
 
@@ -74,6 +74,7 @@ class Feed:
                 give alike, since the exchange divides by what was really there.
             over: ``step`` if a gradient is the mean over the global batch, ``worker`` if over the worker's share.
             scale: the loss scale.
+            noise: standard deviation of the random weights on samples' losses.
         """
         work = []
         for worker, pieces in self._plan(samples, length(batch), over):
@@ -82,7 +83,7 @@ class Feed:
                 part = batch if span is None else cut(batch, span.start, span.stop)
                 count = length(batch) if span is None else len(span)
                 key = mix(self.seed, clock, worker, micro)
-                cells.append(Cell(worker, micro, part, count, weight * scale, key, micro == len(pieces) - 1))
+                cells.append(Cell(worker, micro, part, count, weight * scale, key, micro == len(pieces) - 1, noise))
             work.append((worker, cells))
         return work
 

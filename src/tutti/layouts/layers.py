@@ -122,16 +122,16 @@ class LayersReplica(Part):
         for cell in cells:
             self.draws.enter(cell.key)
             self._relay.batch_shapes = (sink is not None, *_shapes(cell.batch))
-            objective, factor = None, 0.0
+            objective = start = None
             try:
-                objective, factor, part = outcome.read(loss(self._relay, cell.batch), cell)
+                objective, start, part = outcome.read(loss(self._relay, cell.batch), cell)
                 total = part if total is None else total + part
             except _HandedOver:
                 pass
             if sink is not None:
                 if cell.last:
                     sink.arm(total)
-                self._relay.backward(objective, factor)
+                self._relay.backward(objective, start)
         return self._spread(total, sink is not None, sum(cell.samples for cell in cells))
 
     def _spread(self, total: Totals | None, training: bool, samples: int) -> Totals:
@@ -188,10 +188,10 @@ class _Relay:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stage, name)
 
-    def backward(self, objective: Tensor | None, factor: float) -> None:
+    def backward(self, objective: Tensor | None, start: Tensor | None) -> None:
         """Backward through this stage, from the loss or from the next stage's gradient; hand ours to the previous."""
         if objective is not None:
-            objective.backward(outcome.seed(factor, objective.dtype, objective.device))
+            objective.backward(start)
         elif self._output is not None:
             gradient = self._receive("gradient", self._comm.rank + 1)
             if self._output.requires_grad:

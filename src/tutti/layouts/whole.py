@@ -35,10 +35,10 @@ class WholeReplica(Part):
         model, total = self.parts[0], None
         for cell in cells:
             self.begin(cell)
-            objective, factor, part = outcome.read(loss(model, cell.batch), cell)
+            objective, start, part = outcome.read(loss(model, cell.batch), cell)
             total = part if total is None else total + part
             if sink is not None:
-                self._backward(objective, factor, sink, total if cell.last else None)
+                self._backward(objective, start, sink, total if cell.last else None)
         if total is None:
             raise ValueError("run needs at least one cell")
         return total
@@ -55,12 +55,12 @@ class WholeReplica(Part):
             for slot, tensor in self._kept:
                 slot.put(tensor)
             return before
-        objective, factor, part = outcome.read(result, cell)
+        objective, start, part = outcome.read(result, cell)
         total = part if before is None else before + part
-        self._backward(objective, factor, sink, total if cell.last else None)
+        self._backward(objective, start, sink, total if cell.last else None)
         return total
 
-    def _backward(self, objective: Tensor, factor: float, sink: GradSink, complete: Totals | None) -> None:
+    def _backward(self, objective: Tensor, start: Tensor, sink: GradSink, complete: Totals | None) -> None:
         if complete is not None:
             sink.arm(complete)
-        objective.backward(outcome.seed(factor, objective.dtype, objective.device))
+        objective.backward(start)

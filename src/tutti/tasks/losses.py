@@ -1,4 +1,4 @@
-"""Losses as training wants them: sums over the samples and their count, so that uneven shares weigh exactly."""
+"""Losses as training wants them: one a sample and a count, so that uneven shares weigh exactly."""
 
 from __future__ import annotations
 
@@ -16,21 +16,27 @@ def classification(model: nn.Module, batch: Any) -> tuple[Tensor, int, dict[str,
         batch: inputs, and class numbers (samples, …) as int64.
 
     Returns:
-        Sum of -log p(target), number of targets, and the number of right answers as ``accuracy``; nothing waits
-        for the device.
+        -log p(target) summed over each sample's targets (samples,), number of targets, and the number of right answers
+        as ``accuracy``; nothing waits for the device.
     """
     inputs, targets = batch
     scores = model(inputs)
     right = (scores.detach().argmax(dim=1) == targets).sum()
-    return functional.cross_entropy(scores, targets, reduction="sum"), targets.numel(), {"accuracy": right}
+    values = functional.cross_entropy(scores, targets, reduction="none")
+    return per_sample(values), targets.numel(), {"accuracy": right}
 
 
 def regression(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
-    """Squared error: the sum of (output - target)², and the number of targets.
+    """Squared error: (output - target)² summed over each sample (samples,), and the number of targets.
 
     Args:
         model: maps inputs to outputs of the targets' shape.
         batch: inputs and targets.
     """
     inputs, targets = batch
-    return (model(inputs) - targets).square().sum(), targets.numel()
+    return per_sample((model(inputs) - targets).square()), targets.numel()
+
+
+def per_sample(values: Tensor) -> Tensor:
+    """Each sample's sum: (samples, …) → (samples,)."""
+    return values if values.dim() == 1 else values.flatten(1).sum(dim=1)

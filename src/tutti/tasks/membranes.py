@@ -11,6 +11,7 @@ from torch.nn import functional
 from tutti.data.masks import MaskSource, find, read
 from tutti.errors import DataError
 from tutti.tasks.config import Unet
+from tutti.tasks.losses import per_sample
 from tutti.tasks.task import Task
 from tutti.tasks.unet import unet
 
@@ -62,12 +63,12 @@ def mask_pixels(model: nn.Module, batch: Any) -> tuple[Tensor, int, dict[str, Te
         batch: ``image`` (samples, 1, height, width), and ``mask`` of the same shape, 0 or 1.
 
     Returns:
-        Sum of -log p(mask) over all pixels, their number, and as metrics how many were right, ``accuracy``, and each
-        image's overlap 2·|A∩B| / (|A| + |B|) times its pixels, ``dice``; the overlap of two empty masks is 1.
+        -log p(mask) summed over each image (samples,), the number of pixels, and as metrics how many were right,
+        ``accuracy``, and each image's overlap 2·|A∩B| / (|A| + |B|) times its pixels, ``dice``; of two empty masks 1.
     """
     scores, mask = model(batch["image"]), batch["mask"]
-    total = functional.binary_cross_entropy_with_logits(scores, mask.to(scores.dtype), reduction="sum")
+    values = functional.binary_cross_entropy_with_logits(scores, mask.to(scores.dtype), reduction="none")
     found, true = (scores.detach() > 0).flatten(1), mask.flatten(1).bool()
     both, either = (found & true).sum(1), found.sum(1) + true.sum(1)
     overlap = ((2 * both + (either == 0)) / either.clamp(min=1)).sum()
-    return total, mask.numel(), {"accuracy": (found == true).sum(), "dice": overlap * mask[0].numel()}
+    return per_sample(values), mask.numel(), {"accuracy": (found == true).sum(), "dice": overlap * mask[0].numel()}

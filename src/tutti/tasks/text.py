@@ -11,6 +11,7 @@ from torch.nn import functional
 from tutti.data.text import WindowSource, read
 from tutti.tasks.config import Gpt
 from tutti.tasks.gpt import gpt
+from tutti.tasks.losses import per_sample
 from tutti.tasks.task import Task
 
 
@@ -48,10 +49,11 @@ def next_character(model: nn.Module, batch: Any) -> tuple[Tensor, int, dict[str,
         batch: characters, and the one after each, both (samples, block) int64.
 
     Returns:
-        Sum of -log p(next) over all characters, their number, and how many were right as ``accuracy``.
+        -log p(next) summed over each window (samples,), the number of characters, and how many were
+        right as ``accuracy``.
     """
     inputs, targets = batch
     scores = model(inputs)
-    total = functional.cross_entropy(scores.flatten(0, 1), targets.flatten(), reduction="sum")
+    values = functional.cross_entropy(scores.flatten(0, 1), targets.flatten(), reduction="none")
     right = (scores.detach().argmax(dim=-1) == targets).sum()
-    return total, targets.numel(), {"accuracy": right}
+    return per_sample(values.view_as(targets)), targets.numel(), {"accuracy": right}

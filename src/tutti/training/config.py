@@ -41,6 +41,7 @@ class TrainConfig:
         compile: mode of torch.compile, such as default.
         activation_checkpointing: blocks: compute activations again in backward.
         clip: largest norm of the whole gradient.
+        gradient_noise: noise of a smaller batch: ``multiplicative:base_batch=512``.
         ema: decay of an average of the weights, which is what is evaluated: 0.999 or 0.999:warmup.
         eval_every: 1ep, 100st …; none for only at the end.
         checkpoint_every: 1ep, 100st …; none for only when told to stop.
@@ -90,6 +91,7 @@ class TrainConfig:
     compile: str = "none"
     activation_checkpointing: str = "none"
     clip: float | None = None
+    gradient_noise: str = "none"
     ema: str | None = None
     eval_every: str = "1ep"
     checkpoint_every: str = "1ep"

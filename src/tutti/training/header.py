@@ -38,9 +38,18 @@ def derived(
         **run.feed.describe(),
         "training": f"{length}, {config.precision}{exact}{_forward(config)}",
         "learning rate": _rate(config),
+        **_noise(config, run),
         **_kept(config),
         "seed": str(config.seed),
     }
+
+
+def _noise(config: TrainConfig, run: Run) -> dict[str, str]:
+    """What is added to the gradient."""
+    if run.noise is None:
+        return {}
+    sigma = run.noise.sigma(config.batch_size)
+    return {"gradient noise": f"that of {run.noise.base_batch} samples: losses times N(1, {sigma:.3g}²)"}
 
 
 def _kept(config: TrainConfig) -> dict[str, str]:

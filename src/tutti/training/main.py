@@ -219,6 +219,7 @@ def _prepare(task: Task, model: nn.Module, config: TrainConfig, world: World) ->
         batch_norm=config.batch_norm,
         identical_batches=config.identical_batches,
         clip=config.clip,
+        gradient_noise=config.gradient_noise,
         ema=config.averaging(),
         reproducible=config.reproducible,
         activation_checkpointing=config.activation_checkpointing,

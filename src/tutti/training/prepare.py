@@ -26,6 +26,7 @@ from tutti.nn.config import Ghost as GhostConfig
 from tutti.nn.config import check_batch_norm
 from tutti.nn.ghost import convert
 from tutti.optim.loss_scale import LossScale, chosen
+from tutti.optim.noise import check_noise
 from tutti.strategies import Choice
 from tutti.training.gate import gate
 from tutti.training.initial import begin_with
@@ -56,6 +57,7 @@ def prepare(
     batch_norm: str = "worker",
     identical_batches: bool = False,
     clip: float | None = None,
+    gradient_noise: str = "none",
     ema: Averaging | str | float | None = None,
     init_from: str | Path | None = None,
     reproducible: bool = False,
@@ -75,8 +77,8 @@ def prepare(
         optimizer: of its parameters, or ``name:key=value``.
         dataset: tensors, a ``TensorDataset``, any map-style dataset, a ``tutti.data.Source``, or an iterable (also
             inside ``tutti.data.Sharded``), or a function that returns one.
-        loss_fn: ``loss_fn(model, batch)`` → mean over samples, ``(sum, count)`` or ``(sum, count, metric_sums)``;
-            may be left out in an own loop.
+        loss_fn: ``loss_fn(model, batch)`` → mean over samples, ``(sum, count)`` or ``(sum, count, metric_sums)``; one
+            loss a sample in place of mean or sum. May be left out in an own loop.
         strategy: ``name:key=value``.
         workers: logical replicas N; default: the data ranks.
         batch_size: samples of the *global* batch.
@@ -90,6 +92,8 @@ def prepare(
         identical_batches: every worker draws worker 0's samples, as a loader does that is not sharded and has one seed
             on all ranks: to show what that well-known mistake costs.
         clip: largest gradient norm.
+        gradient_noise: ``multiplicative:base_batch=512`` makes the gradient as noisy as that of 512 samples; the
+            loss must be one number a sample.
         ema: keep an average of the weights with this decay an update, ``0.999`` or ``"0.999:warmup"``;
             ``run.evaluate`` then uses it.
         init_from: begin with the weights and buffers of a run directory (its newest checkpoint), a checkpoint
@@ -123,14 +127,14 @@ def prepare(
     contract = BatchContract(_count(data), *sizes, identical_batches)
     if reproducible:
         torch.set_num_threads(1)
-    scale = _scale(loss_scale, precision, loss_fn)
+    scale, noise = _scale(loss_scale, precision, loss_fn), check_noise(gradient_noise, batch_size)
     if isinstance(optimizer, Optimizer):
         belongs(optimizer, model)
     make_optimizer = factory(optimizer, lr_scale, batch_size)
     compiled = compile if isinstance(compile, str) else "default" if compile else "none"
     # Before any group is made: ranks that believe in different grids would wait for each other in different ones.
     told = [
-        f"max_nonfinite {max_nonfinite}, batch norm {batch_norm}, loss_scale {loss_scale}",
+        f"max_nonfinite {max_nonfinite}, batch norm {batch_norm}, loss_scale {loss_scale}, gradient noise {noise}",
         f"compile {compiled}, activation_checkpointing {_named(activation_checkpointing)}",
         f"ema {averaging}, {'given' if init_from is not None else 'own'} initial weights",
     ]
@@ -153,6 +157,7 @@ def prepare(
     loss = _cast(loss_fn, world.device.type, precision)
     average = strategies.average(replica, setting)
     run = Run(replica, exchange, sink, feed, loss, setting, max_nonfinite, average, scale)
+    run.noise = noise
     if isinstance(optimizer, Optimizer):
         run.optimizer = optimizer
         gate(optimizer, run, choice)

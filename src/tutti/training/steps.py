@@ -15,6 +15,7 @@ from tutti.data.feed import Feed
 from tutti.data.reader import Part, Position
 from tutti.errors import NonFiniteError, UsageError
 from tutti.optim.loss_scale import LossScale
+from tutti.optim.noise import Multiplicative
 from tutti.training.step import step
 from tutti.types import (
     Agreed,
@@ -55,6 +56,7 @@ class Steps:
         savers: of the folders that ``save`` and ``restore`` were given.
         stepped: whether the last ``optimizer.step()`` of an own loop was the one that ends a global batch.
         loss_scale: what the loss is multiplied by for backward; None without loss scaling.
+        noise: on the gradient; None without.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class Steps:
         self.at = Position()
         self.within: int | None = None
         self.lr_factor: Callable[[int], float] | None = None
+        self.noise: Multiplicative | None = None
         self.agreed: Agreed | None = None
         self.updated: Update | None = None
         self._nonfinite = 0
@@ -213,7 +216,8 @@ class Steps:
         """Backward of one micro-batch of ``cells``, weighted as its part of the global batch.
 
         Args:
-            loss: mean over the batch's samples, or ``(sum, count)``.
+            loss: mean over the batch's samples, ``(sum, count)``, or a 1-d tensor of one loss a sample in place of
+                either.
         """
         cell, self._cell = self._cell, None
         if cell is None:
@@ -262,7 +266,8 @@ class Steps:
             self._stepping = False
 
     def _cells(self, batch: Batch, tick: Tick) -> list[tuple[int, list[Cell]]]:
-        return self.feed.cells(batch, tick.clock, tick.samples, self.exchange.gradient_over, tick.loss_scale)
+        noise = 0.0 if self.noise is None else self.noise.sigma(tick.samples)
+        return self.feed.cells(batch, tick.clock, tick.samples, self.exchange.gradient_over, tick.loss_scale, noise)
 
     def _tick(self) -> Tick:
         """What is the same for all workers in the step that begins."""
