@@ -12,6 +12,7 @@ import types
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
 from tutti.errors import UsageError, did_you_mean
@@ -51,12 +52,12 @@ class Duration:
             raise UsageError(f"'{text}' is not a whole number of {unit}", where=option)
         return cls(value, typing.cast(Unit, unit))
 
-    def steps(self, dataset: int | None, batch: int) -> int:
+    def steps(self, dataset: int | None, batch: int | Fraction) -> int:
         """Optimizer steps that consume this duration. An epoch's last batch may be smaller, and it counts.
 
         Args:
             dataset: samples in one epoch; None for a stream of unknown length.
-            batch: samples in one global batch.
+            batch: samples in one global batch; a fraction where one worker's part of it is meant.
 
         Raises UsageError for epochs of unknown length.
         """

@@ -27,6 +27,7 @@ class Strategy:
         layout_config, exchange_config: their options; field names do not overlap.
         summary: one line for people.
         reproducible: bit-identical on any number of data ranks in reproducible mode (has a tolerance-0 row).
+        workers_together: all workers make one update, from the sum of their gradients.
         own_loop: works with ``run.backward`` and a gated ``optimizer.step``.
         most_devices: largest number of devices; None for no limit.
     """
@@ -37,6 +38,7 @@ class Strategy:
     exchange_config: type
     summary: str
     reproducible: bool = True
+    workers_together: bool = True
     own_loop: bool = True
     most_devices: int | None = None
 
@@ -58,6 +60,7 @@ TABLE: Mapping[str, Strategy] = {
         "periodic:Periodic",
         PeriodicConfig,
         "every worker trains alone, parameters averaged every H steps",
+        workers_together=False,
         own_loop=False,
     ),
 }
@@ -117,9 +120,15 @@ def parse(text: str) -> Choice:
 
 
 def check(
-    text: str, devices: int, *, workers: int | None = None, reproducible: bool = False, own_loop: bool = False
+    text: str,
+    devices: int,
+    *,
+    workers: int | None = None,
+    reproducible: bool = False,
+    own_loop: bool = False,
+    adaptive: bool = False,
 ) -> Choice:
-    """The strategy, if this many devices and workers can run it.
+    """The strategy, if this many devices and workers can run it; ``adaptive``: with ``--lr-scale adascale``.
 
     Raises:
         UsageError: with the nearest combination that can.
@@ -140,22 +149,46 @@ def check(
         )
     if reproducible and not row.reproducible:
         raise UsageError(f"strategy '{choice.name}' is not reproducible on any number of devices")
-    if reproducible and getattr(choice.exchange, "wire", "fp32") != "fp32":
-        raise UsageError(
-            "--reproducible does not go with a compressed wire",
-            why="compression acts once a device, so the result would depend on how many there are",
-            remedy="leave out one of the two",
-        )
-    if reproducible and getattr(choice.exchange, "algorithm", "auto") == "shared_memory":
-        raise UsageError(
-            "--reproducible does not go with algorithm=shared_memory",
-            why="its sums go through one fixed tree over messages",
-            remedy="leave out the algorithm",
-        )
+    if adaptive:
+        _check_adaptive(choice, workers or ranks)
+    if reproducible or adaptive:
+        _check_tree(choice, "--reproducible" if reproducible else "--lr-scale adascale")
     if own_loop and not row.own_loop:
         able = ", ".join(name for name, other in TABLE.items() if other.own_loop)
         raise UsageError(f"strategy '{choice.name}' needs run.step(batch)", remedy=f"own loops work with: {able}")
     return choice
+
+
+def _check_adaptive(choice: Choice, workers: int) -> None:
+    """Raise UsageError where a step's gain cannot be known from the gradients of all workers."""
+    if not choice.row.workers_together:
+        raise UsageError(
+            f"--lr-scale adascale does not go with strategy '{choice.name}'",
+            why="its workers make updates of their own, and the gain belongs to one of all workers",
+            remedy="take --strategy mirrored, or another --lr-scale",
+        )
+    if workers < 2:
+        raise UsageError(
+            "--lr-scale adascale needs at least 2 workers",
+            why="the gain compares workers' gradients, and one alone says nothing about their variance",
+            remedy="take --workers 2 or more",
+        )
+
+
+def _check_tree(choice: Choice, option: str) -> None:
+    """Raise UsageError where gradients are not summed worker by worker, as ``option`` needs."""
+    if getattr(choice.exchange, "wire", "fp32") != "fp32":
+        raise UsageError(
+            f"{option} does not go with a compressed wire",
+            why="compression acts once a device, so the result would depend on how many there are",
+            remedy="leave out one of the two",
+        )
+    if getattr(choice.exchange, "algorithm", "auto") == "shared_memory":
+        raise UsageError(
+            f"{option} does not go with algorithm=shared_memory",
+            why="its sums go through one fixed tree over messages",
+            remedy="leave out the algorithm",
+        )
 
 
 def _load(room: str, name: str) -> Any:

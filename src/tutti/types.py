@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
 
 from tutti.laws.averaging import Averaging
 
@@ -97,6 +97,16 @@ class Tick:
     loss_scale: float = 1.0
 
 
+class Spread(NamedTuple):
+    """How large the workers' own gradients were, before clipping and without loss scale.
+
+    ``mean_of_squares`` is Σ pᵢ‖gᵢ‖², pᵢ a worker's part of all counts; ``workers``: how many had any.
+    """
+
+    mean_of_squares: float
+    workers: int
+
+
 @dataclass(frozen=True)
 class Agreed:
     """What all ranks know alike once gradients are exchanged: sums over the global batch and the gradient's norm."""
@@ -107,6 +117,7 @@ class Agreed:
     grad_norm: float
     finite: bool
     stop: bool = False
+    spread: Spread | None = None
 
 
 @dataclass(frozen=True)
@@ -136,6 +147,7 @@ class StepRecord:
     lr: float | None = None
     skipped: bool = False
     loss_scale: float | None = None
+    adascale: Mapping[str, float] = field(default_factory=dict)
 
 
 OptimizerFactory: TypeAlias = "Callable[[Sequence[tuple[str, nn.Parameter]]], Optimizer | None]"
@@ -168,6 +180,7 @@ class Setting:
         averaging: of the weights over the updates, None for none.
         activation_checkpointing: ``none``, ``blocks``, or names and classes of modules.
         compile: mode and options of ``torch.compile``, or ``none``.
+        spread: measure each worker's own gradient before the sum: ``Agreed.spread``.
     """
 
     grid: Grid
@@ -179,6 +192,7 @@ class Setting:
     averaging: Averaging | None = None
     activation_checkpointing: str | Sequence[str | type[nn.Module]] = "none"
     compile: str = "none"
+    spread: bool = False
 
 
 class GradSink(Protocol):

@@ -33,6 +33,7 @@ def tutti(*words: str, cwd: Path, **environ: str) -> subprocess.CompletedProcess
     )
 
 
+ADASCALE = "train digits --optimizer sgd:lr=0.1 --lr-scale adascale"
 REFUSALS = [
     ("train digits --strategy miror", 2, "unknown strategy 'miror'. Did you mean 'mirrored'? Choices:"),
     ("train digits --workers 2 --devices 3", 2, "2 workers"),
@@ -49,6 +50,13 @@ REFUSALS = [
     ("train digits --lr-scale linear", 2, "base_batch=N"),
     ("train digits --lr-scale adam_sqrt:base_batch=64 --optimizer sgd", 2, "is a rule of Adam"),
     ("train digits --regime-batch 64 --steps 5", 2, "--regime-batch changes nothing"),
+    ("train digits --lr-scale adascale --workers 4", 2, "a rule of SGD, and the optimizer is Adam"),
+    (f"{ADASCALE}", 2, "--lr-scale adascale needs at least 2 workers"),
+    (f"{ADASCALE} --workers 2 --strategy local_sgd", 2, "does not go with strategy 'local_sgd'"),
+    (f"{ADASCALE} --workers 2 --strategy mirrored:wire=bf16", 2, "does not go with a compressed wire"),
+    (f"{ADASCALE} --workers 2 --strategy mirrored:algorithm=shared_memory", 2, "through one fixed tree"),
+    (f"{ADASCALE} --workers 2 --regime-batch 32", 2, "--regime-batch does not go with --lr-scale adascale"),
+    (f"{ADASCALE} --workers 2 --gradient-noise multiplicative:base_batch=8", 2, "adascale raises the rate"),
     ("train digits --gradient-noise additive", 2, "unknown gradient noise 'additive'"),
     ("train digits --gradient-noise multiplicative", 2, "base_batch=N"),
     ("train digits --gradient-noise multiplicative:base_batch=65", 2, "larger than the global batch of 64"),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as some
@@ -35,7 +38,45 @@ def test_the_gain_lies_between_one_and_the_workers(gradients: list[float]) -> No
     assert 1 - 1e-9 <= noise.adascale_gain(variance, square, workers) <= workers + 1e-9
 
 
+@given(some.lists(some.floats(-10, 10), min_size=2, max_size=8))
+def test_equal_shares_have_the_moments_of_the_paper(gradients: list[float]) -> None:
+    count, square = len(gradients), (sum(gradients) / len(gradients)) ** 2
+    squares = sum(g * g for g in gradients)
+    want = noise.moments(squares, square, count)
+    assert noise.weighted_moments(squares / count, square, count, count) == pytest.approx(want, abs=1e-9)
+
+
+def test_unequal_shares_leave_the_estimates_unbiased() -> None:
+    """Seven samples of variance 9 around 2, in shares of 3, 2, 2; σ² of the gradient over 3 of them is 3."""
+    draws = np.random.default_rng(0).normal(2.0, 3.0, (200_000, 7))
+    parts = np.array([3, 2, 2]) / 7
+    means = np.add.reduceat(draws, [0, 3, 5], axis=1) / [3, 2, 2]
+    pairs = zip(means**2 @ parts, draws.mean(axis=1) ** 2, strict=True)
+    found = np.mean([noise.weighted_moments(a, b, 3, 7 / 3) for a, b in pairs], axis=0)
+    assert found == pytest.approx([3.0, 4.0], abs=0.05)
+
+
+def test_the_simple_noise_scale_is_that_of_the_workers_variance() -> None:
+    """Workers of 32 samples with the gradients (1,0), (3,0), (2,1), (2,-1)."""
+    spread, square = noise.noise_scale_moments(5.0, 4.0, 32, 128)
+    variance, mean = noise.moments(20.0, 4.0, 4)
+    assert (spread, square) == pytest.approx((128 / 3, 11 / 3)) == (32 * variance, mean)
+    assert noise.simple_noise_scale(spread, square) == pytest.approx(11.636364)
+    assert noise.simple_noise_scale(1.0, -1.0) == math.inf and noise.simple_noise_scale(-1.0, 1.0) == 0.0
+
+
+def test_a_ratio_of_averages_is_no_average_of_ratios() -> None:
+    both, ratios = noise.Averages(0.9), noise.Averages(0.9)
+    for spread, square in ((40, 4.0), (60, 1.0), (20, 0.5)):
+        both.add(spread, square)
+        ratios.add(spread / square, 1.0)
+    assert both.first / both.second == pytest.approx(22.931034)
+    assert ratios.first == pytest.approx(37.675277) and ratios.second == pytest.approx(1.0), "debiased"
+
+
 def test_what_has_no_answer_is_refused() -> None:
+    with pytest.raises(ValueError, match="one worker"):
+        noise.weighted_moments(1.0, 1.0, 1, 1.0)
     with pytest.raises(ValueError, match="one worker"):
         noise.moments(1.0, 1.0, 1)
     with pytest.raises(ValueError, match="none to add"):

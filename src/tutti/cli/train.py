@@ -24,7 +24,7 @@ from tutti.nn.config import check_batch_norm, check_checkpointing, check_compile
 from tutti.optim.config import check_optimizer, check_schedule
 from tutti.optim.loss_scale import chosen as check_loss_scale
 from tutti.optim.noise import check_noise
-from tutti.optim.scaling import check_rule, scaled
+from tutti.optim.scaling import Adaptive, check_rule, scaled
 from tutti.state.source import check_source
 from tutti.tasks import table
 from tutti.training.best import RAW
@@ -140,13 +140,20 @@ def refuse(task: str, config: TrainConfig) -> None:
     Raises UsageError, DataError, and CheckpointError.
     """
     devices = int(config.devices)
-    choice = strategies.check(config.strategy, devices, workers=config.workers, reproducible=config.reproducible)
+    rule = check_rule(config.lr_scale)
+    choice = strategies.check(
+        config.strategy,
+        devices,
+        workers=config.workers,
+        reproducible=config.reproducible,
+        adaptive=isinstance(rule, Adaptive),
+    )
     ranks = choice.shape(devices)["replica"]
     # Whether the batch can be shared out does not depend on how many samples there are.
     BatchContract(1, config.batch_size, config.workers or ranks, ranks, config.micro_batch)
-    scaled(check_optimizer(config.optimizer), check_rule(config.lr_scale), config.batch_size)
+    scaled(check_optimizer(config.optimizer), rule, config.batch_size)
     check_schedule(config.schedule)
-    check_noise(config.gradient_noise, config.batch_size)
+    check_noise(config.gradient_noise, config.batch_size, rule)
     check_batch_norm(config.batch_norm)
     check_loss_scale(config.loss_scale, config.precision)
     check_checkpointing(config.activation_checkpointing)

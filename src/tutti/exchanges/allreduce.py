@@ -23,7 +23,7 @@ from tutti.exchanges.shared import attach_shared
 from tutti.exchanges.verify import agree_on_state, spread_state
 from tutti.exchanges.workers import WorkerBuffers
 from tutti.nn.swap import parameters
-from tutti.types import Agreed, GradSink, OptimizerFactory, Replica, SavedState, Setting, Tick, Totals, Update
+from tutti.types import Agreed, GradSink, OptimizerFactory, Replica, SavedState, Setting, Spread, Tick, Totals, Update
 
 _BUCKET_MB = 25.0
 
@@ -34,9 +34,9 @@ class AllReduce:
     gradient_over: Literal["step", "worker"] = "step"
 
     def __init__(self, config: AllReduceConfig, setting: Setting) -> None:
-        if setting.reproducible and config.wire != "fp32":
+        if (setting.reproducible or setting.spread) and config.wire != "fp32":
             raise UsageError(
-                f"reproducible does not go with wire={config.wire}",
+                f"{'reproducible' if setting.reproducible else 'adascale'} does not go with wire={config.wire}",
                 why="compression acts once a device, so the result would depend on how many there are",
                 remedy="leave out one of the two",
             )
@@ -87,14 +87,18 @@ class AllReduce:
             self._metric_names = totals.names
         sums = self._reducer.finish(tick, None if totals is None else totals.lanes)
         # The loss may count something else than samples (tokens), or the batch be of the caller's own size.
-        factor = (tick.samples / sums.samples if sums.samples else 1.0) / tick.loss_scale
+        whole = tick.samples / sums.samples if sums.samples else 1.0
+        factor = whole / tick.loss_scale
         if factor != 1.0:
             self._reducer.scale(factor)
-        square, stop = self._across_stages(self._reducer.squares(), sums.stop)
+        rows = [self._reducer.squares(), *([sums.own[:-1]] if sums.own else [])]
+        (square, *own), stop = self._across_stages(rows, sums.stop)
+        spread = Spread(own[0] * sums.samples * whole**2, round(sums.own[-1])) if own else None
         norm = math.sqrt(square)
         count = sums.samples or math.nan
         metrics = {name: value / count for name, value in zip(self._metric_names, sums.metrics, strict=False)}
-        return Agreed(sums.loss / count, sums.samples, metrics, norm, math.isfinite(norm) or self._all_finite(), stop)
+        finite = math.isfinite(norm) or self._all_finite()
+        return Agreed(sums.loss / count, sums.samples, metrics, norm, finite, stop, spread)
 
     def update(self, agreed: Agreed, tick: Tick) -> Update:
         if agreed.finite:
@@ -129,28 +133,30 @@ class AllReduce:
         if self._optimizer:
             load_optimizer(self._optimizer, self._named, saved, "optim")
 
-    def _across_stages(self, squares: list[float], stop: bool) -> tuple[float, bool]:
-        """Sum of squares of the whole model's gradient, in the model's order, and whether any stage asks to stop."""
+    def _across_stages(self, rows: Sequence[Sequence[float]], stop: bool) -> tuple[list[float], bool]:
+        """Each row's sum over the parts of the whole model, in the model's order; whether any stage asks to stop."""
         model = self._setting.comms.model
         if model.size > 1:
             if self._parts is None:
-                mine = torch.tensor([len(squares)])
+                mine = torch.tensor([len(rows[0])])
                 self._parts = [int(n) for n in model.all_gather(mine, "parts of the gradient norm")]
-            whole = torch.zeros(sum(self._parts) + 1 + DIGESTS, dtype=torch.float64, device=model.device)
-            start = sum(self._parts[: model.rank])
-            whole[start : start + len(squares)] = torch.tensor(squares, dtype=torch.float64)
+            width = sum(self._parts)
+            whole = torch.zeros(len(rows) * width + 1 + DIGESTS, dtype=torch.float64, device=model.device)
+            start, table = sum(self._parts[: model.rank]), whole[: len(rows) * width].view(len(rows), width)
+            table[:, start : start + len(rows[0])] = torch.tensor(rows, dtype=torch.float64)
             digest = digests(self._tick)
             whole[-1 - DIGESTS :] = torch.tensor([stop, *digest])
             model.start_all_reduce(whole, "all_reduce of the gradient norm").wait()
-            *squares, asked, a, aa, b, bb = whole.tolist()
+            asked, a, aa, b, bb = whole[len(rows) * width :].tolist()
+            rows = table.tolist()
             if not agreed((a, aa, b, bb), digest, model.size):
                 refuse(model, self._tick)
             stop = asked > 0
-        return sum(squares), stop
+        return [sum(row) for row in rows], stop
 
     def _make_reducer(self, named: Named) -> Reducer:
         config, setting = self._config, self._setting
-        if setting.reproducible:
+        if setting.reproducible or setting.spread:
             return TreeReducer(named, setting)
         if config.algorithm != "native" and config.wire == "fp32" and config.bucket_mb is None:
             shared = attach_shared(named, setting)

@@ -21,13 +21,18 @@ FIRST_BYTES = 1 << 20
 
 
 class Sums(NamedTuple):
-    """What rode along with the gradients: totals over the global batch, whether a rank asks to stop, who was used."""
+    """What rode along with the gradients: totals over the global batch, whether a rank asks to stop, who was used.
+
+    ``own``: of each parameter Σ ‖G‖²/c over the workers, G a worker's gradient without loss scale and c its count; then
+    how many workers had a count. Empty where it is not measured.
+    """
 
     loss: float
     samples: float
     metrics: list[float]
     stop: bool
     used: list[bool]
+    own: Sequence[float] = ()
 
 
 def plan(sizes: Sequence[tuple[int, str]], largest: int, first: int = FIRST_BYTES) -> list[list[int]]:

@@ -160,6 +160,7 @@ class TreeReducer:
         trainable = [(name, p) for name, p in parameters if p.requires_grad]
         self._order = [p for _, p in trainable]
         self._tail = Tail(len(trainable), layout_key(trainable))
+        self._measured = len(trainable) + 1 if setting.spread else 0
         wide = (torch.float32, torch.float64)
         dtypes = sorted({p.dtype for _, p in trainable}, key=lambda d: (d in wide, str(d)))
         if not dtypes or dtypes[-1] not in wide:
@@ -169,7 +170,7 @@ class TreeReducer:
                 [p for _, p in trainable if p.dtype == dtype],
                 dtype,
                 self._comm.device,
-                self._tail.size if dtype is dtypes[-1] else 0,
+                self._tail.size + self._measured if dtype is dtypes[-1] else 0,
             )
             for dtype in dtypes
         ]
@@ -183,14 +184,25 @@ class TreeReducer:
 
     def collect(self, tick: Tick, worker: int, lanes: Tensor | None) -> None:
         used: list[bool] = []
+        size, own = self._tail.size, self._own(tick, lanes) if self._measured else None
         for bucket, total in zip(self._buckets, self._sums, strict=True):
             bucket.use(torch.empty_like(bucket.flat))
             used += bucket.pack()
             if bucket.tail.numel():
-                self._tail.fill(bucket.tail, tick, lanes, used)
+                self._tail.fill(bucket.tail[:size], tick, lanes, used)
+                if own is not None:
+                    bucket.tail[size:].copy_(own)
             total.add(worker, bucket.flat)
             for parameter in bucket.parameters:
                 parameter.grad = None
+
+    def _own(self, tick: Tick, lanes: Tensor | None) -> Tensor:
+        """One worker's part of ``Sums.own``."""
+        count = 0.0 if lanes is None else float(lanes[1])
+        if not count > 0:
+            return torch.zeros(self._measured, dtype=torch.float64)
+        below = count * tick.loss_scale**2
+        return torch.tensor([*(square / below for square in self.squares()), 1.0], dtype=torch.float64)
 
     def finish(self, tick: Tick, lanes: Tensor | None) -> Sums:
         for bucket, total in zip(self._buckets, self._sums, strict=True):
@@ -198,7 +210,7 @@ class TreeReducer:
         tail = self._buckets[-1].tail.tolist()
         if not self._tail.same(tail, tick, self._workers):
             refuse(self._comm, tick)
-        sums = self._tail.read(tail)
+        sums = self._tail.read(tail[: self._tail.size])._replace(own=tail[self._tail.size :])
         expose(self._buckets, sums.used)
         return sums
 

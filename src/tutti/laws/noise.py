@@ -50,10 +50,96 @@ def moments(sum_of_squares: float, square_of_mean: float, workers: int) -> tuple
     return variance, square_of_mean - variance / workers
 
 
-def adascale_gain(variance: float, square: float, workers: int) -> float:
+def weighted_moments(
+    mean_of_squares: float, square_of_mean: float, gradients: int, shares: float
+) -> tuple[float, float]:
+    """(σ², μ²) as ``moments``, unbiased for gradients gᵢ over unequal numbers of samples nᵢ, of M in all.
+
+    With pᵢ = nᵢ/M and ḡ = Σ pᵢgᵢ the mean of D = Σ pᵢ‖gᵢ‖² - ‖ḡ‖² over A gradients is (A-1)·tr Σ/M. So σ² = S·D/(A-1)
+    is the variance of a gradient over M/S samples, and μ² = ‖ḡ‖² - D/(A-1). With equal shares and S = A these are
+    ``moments``.
+
+    Args:
+        mean_of_squares: Σ pᵢ‖gᵢ‖².
+        square_of_mean: ‖ḡ‖².
+        gradients: A, at least 2.
+        shares: S, how many times the samples whose gradient σ² is of go into M.
+
+    >>> [round(value, 6) for value in weighted_moments(5.0, 4.0, 4, 4)]
+    [1.333333, 3.666667]
+    """
+    if gradients < 2:
+        raise ValueError("one worker's gradient says nothing about the variance over workers")
+    variance = (mean_of_squares - square_of_mean) / (gradients - 1)
+    return shares * variance, square_of_mean - variance
+
+
+def noise_scale_moments(small_square: float, large_square: float, small: float, large: float) -> tuple[float, float]:
+    """Unbiased (tr Σ, |G|²) from the squared norms of the gradients of two batches.
+
+    |G|² = (B_b|G_b|² - B_s|G_s|²)/(B_b - B_s);  tr Σ = (|G_s|² - |G_b|²)/(1/B_s - 1/B_b) (McCandlish et al. 2018, arXiv
+    1812.06162, App. A.1).
+
+    Args:
+        small_square, large_square: |G_s|² (its mean, where there are several small batches) and |G_b|².
+        small, large: samples B_s and B_b.
+
+    >>> [round(value, 6) for value in noise_scale_moments(5.0, 4.0, 32, 128)]
+    [42.666667, 3.666667]
+    """
+    square = (large * large_square - small * small_square) / (large - small)
+    return (small_square - large_square) / (1 / small - 1 / large), square
+
+
+def simple_noise_scale(spread: float, square: float) -> float:
+    """B_simple = tr Σ / |G|² in samples, from averages of both; infinite where no gradient shows through the noise.
+
+    McCandlish et al. 2018, arXiv 1812.06162, eq. 2.9.
+
+    >>> round(simple_noise_scale(42.666667, 3.666667), 4)
+    11.6364
+    """
+    return max(spread, 0.0) / square if square > 0 else math.inf
+
+
+class Averages:
+    """Exponential averages of two estimates, debiased: x̄ ← θx̄ + (1-θ)x from 0, divided by 1 - θᵗ when they are read.
+
+    Estimates whose ratio is wanted are averaged each and then divided: a mean of ratios is biased.
+
+    >>> both = Averages(0.9)
+    >>> for spread, square in ((40, 4), (60, 1), (20, 0.5)):
+    ...     both.add(spread, square)
+    >>> round(both.first / both.second, 6)
+    22.931034
+    """
+
+    def __init__(self, theta: float) -> None:
+        self._theta = theta
+        self.sums, self.weight = (0.0, 0.0), 0.0
+
+    def add(self, first: float, second: float) -> None:
+        """Take in one estimate of each."""
+        keep, take = self._theta, 1 - self._theta
+        self.sums = keep * self.sums[0] + take * first, keep * self.sums[1] + take * second
+        self.weight = keep * self.weight + take
+
+    @property
+    def first(self) -> float:
+        """The average of the first; there must be one."""
+        return self.sums[0] / self.weight
+
+    @property
+    def second(self) -> float:
+        """The average of the second."""
+        return self.sums[1] / self.weight
+
+
+def adascale_gain(variance: float, square: float, workers: float) -> float:
     """r = (σ² + μ²) / (σ²/S + μ²), from 1 (no noise) to S (nothing but noise).
 
-    Johnson et al. 2020, arXiv 2007.05105, Alg. 1: a step on S workers is worth r steps on one.
+    Johnson et al. 2020, arXiv 2007.05105, Alg. 1: a step on S workers is worth r steps on one. A batch of less than one
+    worker's, S < 1, is worth r < 1.
 
     >>> round(adascale_gain(4 / 3, 11 / 3, 4), 9)
     1.25

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from tutti.errors import UsageError
 from tutti.laws import learning_rate as laws
+from tutti.optim.config import SGD
 from tutti.spec import Spec
 
 C = TypeVar("C")
@@ -54,7 +55,18 @@ class AdamSqrt(Sqrt):
     """√κ times the rate, 1 - β → κ(1 - β), ε/√κ (Malladi et al. 2022, arXiv 2205.10287); for Adam's moments."""
 
 
-RULES: Mapping[str, type[Any]] = {"none": NoRule, "linear": Linear, "sqrt": Sqrt, "adam_sqrt": AdamSqrt}
+@dataclass(frozen=True, kw_only=True)
+class Adaptive(NoRule):
+    """The rate of one worker's batch, times each step's gain: ``tutti.optim.adascale``."""
+
+
+RULES: Mapping[str, type[Any]] = {
+    "none": NoRule,
+    "linear": Linear,
+    "sqrt": Sqrt,
+    "adam_sqrt": AdamSqrt,
+    "adascale": Adaptive,
+}
 
 
 def check_rule(text: str) -> Any:
@@ -65,6 +77,12 @@ def check_rule(text: str) -> Any:
 
 def scaled(optimizer: C, rule: NoRule, batch: int) -> C:
     """An optimizer's options at ``batch`` samples a step. Raises UsageError where the rule does not fit it."""
+    if isinstance(rule, Adaptive) and not isinstance(optimizer, SGD):
+        raise UsageError(
+            f"--lr-scale adascale is a rule of SGD, and the optimizer is {type(optimizer).__name__}",
+            why="its gain says what a step along the gradient is worth, which Adam and layer-wise steps are not",
+            remedy="take --optimizer sgd, or another --lr-scale",
+        )
     factor = rule.factor(batch)
     # Muon has a rate for what AdamW takes, too.
     changed = {name: getattr(optimizer, name) * factor for name in ("lr", "adam_lr") if hasattr(optimizer, name)}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
 from tutti.errors import UsageError
@@ -18,7 +19,7 @@ from tutti.spec import Duration
 Schedule = Callable[[int], float]
 
 
-def make(config: Any, total: int | None, dataset: int | None, batch: int, scaled: float = 1.0) -> Schedule:
+def make(config: Any, total: int | None, dataset: int | None, batch: int | Fraction, scaled: float = 1.0) -> Schedule:
     """The factor for step 0, 1, …, ``total`` - 1.
 
     Args:

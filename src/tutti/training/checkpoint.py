@@ -25,7 +25,7 @@ from tutti.state.manifest import REMEDY, FileRecord, Manifest
 from tutti.state.read import load_manifest
 from tutti.state.write import Slice, abandon, begin, commit, step_name, write_part
 from tutti.training.best import Best
-from tutti.training.saved import Saved, catalogue, check_model
+from tutti.training.saved import Saved, catalogue, check_model, load_adascale
 from tutti.world import heartbeat
 from tutti.world.context import World
 from tutti.world.heartbeat import Phase
@@ -125,6 +125,8 @@ class Checkpoints:
             facts["ema_updates"] = average.updates
         if self._run.loss_scale is not None:
             facts["loss_scale"] = self._run.loss_scale.state()
+        if self._run.adascale is not None:
+            facts["adascale"] = self._run.adascale.state()
         self._count += 1
         key = f"{self._key}/{self._count}"
         self._verified.discard(self.folder / step_name(step))
@@ -265,6 +267,7 @@ class Checkpoints:
                 "the saved workers' own parameters are merged into their average, their optimizers' into the first"
             )
         load_scale(manifest, self._run)
+        load_adascale(manifest, self._run)
         saved = Saved(manifest)
         self._run.exchange.load(saved)
         self._restore_average(saved, facts)

@@ -8,6 +8,7 @@ from typing import Literal
 
 from tutti.errors import UsageError
 from tutti.laws.averaging import Averaging
+from tutti.optim.scaling import Adaptive, check_rule
 from tutti.spec import Duration
 from tutti.training.best import Best
 from tutti.world.watchdog import Limits
@@ -26,7 +27,7 @@ class TrainConfig:
         strategy: how devices share the work, ``name:key=value``.
         optimizer: ``name:key=value``.
         schedule: learning-rate schedule, ``name:key=value``.
-        lr_scale: rule of the rate at this batch: linear, sqrt or adam_sqrt, ``linear:base_batch=256``.
+        lr_scale: rule of the rate at this batch: linear, sqrt or adam_sqrt, ``linear:base_batch=256``; or adascale.
         workers: logical replicas, part of the algorithm; default: devices.
         devices: processes or GPUs P, only speed; ``auto``: every GPU here, or one process.
         batch_size: samples in one *global* batch, over all workers.
@@ -150,6 +151,12 @@ class TrainConfig:
             raise UsageError(
                 "--regime-batch changes nothing in a run whose length is in steps",
                 remedy="give --epochs or --samples, or leave it out",
+            )
+        if self.regime_batch is not None and isinstance(check_rule(self.lr_scale), Adaptive):
+            raise UsageError(
+                "--regime-batch does not go with --lr-scale adascale",
+                why="adascale counts the run's length in steps of one worker's batch",
+                remedy="leave out one of the two",
             )
         self.window()
         self.limits()

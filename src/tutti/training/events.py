@@ -26,6 +26,7 @@ class TensorBoard:
 
     def stepped(self, record: StepRecord, pace: Pace) -> None:
         values = {"loss": record.loss, **record.metrics, "grad_norm": record.grad_norm, "lr": record.lr}
+        values |= record.adascale
         self._add("train", {**values, "samples_per_second": pace.samples_per_second}, record.step)
 
     def evaluated(self, record: EvalRecord) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from tutti import strategies
 from tutti.optim.config import check_optimizer
-from tutti.optim.scaling import check_rule, scaled
+from tutti.optim.scaling import Adaptive, check_rule, scaled
 from tutti.tasks.task import Task
 from tutti.training.config import TrainConfig
 from tutti.training.run import Run
@@ -29,7 +29,8 @@ def derived(
     split = " × ".join(f"{extent} {name}" for name, extent in axes.items() if extent > 1 or name == "data")
     kind = world.device.type if world.device.type == "cuda" else f"cpu, {threads} thread{'s' * (threads > 1)} each"
     exact = ", reproducible" if config.reproducible else ""
-    length = f"{total} steps = {_length(config)}" if total is not None else str(config.length())
+    worth = "scale-invariant " * (run.adascale is not None)
+    length = f"{total} {worth}steps = {_length(config, run)}" if total is not None else str(config.length())
     return {
         "data": task.describe or f"{run.feed.contract.dataset or 'a stream of'} training samples",
         "model": f"{config.model or 'default'}, {size:,} parameters",
@@ -37,7 +38,7 @@ def derived(
         "devices": f"{grid.size} ({split}; {kind})",
         **run.feed.describe(),
         "training": f"{length}, {config.precision}{exact}{_forward(config)}",
-        "learning rate": _rate(config),
+        "learning rate": _rate(config, run.setting.workers),
         **_noise(config, run),
         **_kept(config),
         "seed": str(config.seed),
@@ -63,15 +64,19 @@ def _kept(config: TrainConfig) -> dict[str, str]:
     return lines
 
 
-def _length(config: TrainConfig) -> str:
+def _length(config: TrainConfig, run: Run) -> str:
     counted = f" in batches of {config.regime_batch}" if config.regime_batch else ""
+    if run.adascale is not None:
+        counted = " of one worker alone"
     return f"{config.length()}{counted}"
 
 
-def _rate(config: TrainConfig) -> str:
+def _rate(config: TrainConfig, workers: int) -> str:
     given = check_optimizer(config.optimizer)
     rule = check_rule(config.lr_scale)
     rate = f"{scaled(given, rule, config.batch_size).lr:g}"
+    if isinstance(rule, Adaptive):
+        return f"{rate} × each step's gain (adascale, 1 to {workers}), {config.schedule}"
     rate += f" = {given.lr:g} × {rule.factor(config.batch_size):g} ({config.lr_scale})" * (config.lr_scale != "none")
     return f"{rate}, {config.schedule}"
 

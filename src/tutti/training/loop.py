@@ -130,7 +130,7 @@ def passed(length: Length, run: Run) -> int:
 
 def ended(length: Length, run: Run) -> bool:
     """Whether ``run`` is as long as that."""
-    return run.clock >= length if isinstance(length, int) else passed(length, run) > 0
+    return run.progress >= length if isinstance(length, int) else passed(length, run) > 0
 
 
 class Due:
@@ -176,7 +176,8 @@ def train(
     """
     listener.started(header)
     contract = run.feed.contract
-    speed = Speed(_samples(plan.total, contract), run.samples, run.setting.compile != "none")
+    total = math.inf if run.adascale is not None else _samples(plan.total, contract)
+    speed = Speed(total, run.samples, run.setting.compile != "none")
     to_evaluate, to_save = (Due(every, plan.total, run) for every in (plan.evaluate, plan.save))
     evaluated, skipped = None, 0
     means = means or Means()
@@ -249,6 +250,7 @@ def _report(run: Run, epoch: int, speed: Speed, means: Means, listener: Listener
         lr=float(groups[0]["lr"]) if groups else None,
         skipped=updated.skipped,
         loss_scale=None if run.loss_scale is None else run.loss_scale.used,
+        adascale={} if run.adascale is None else run.adascale.values(),
     )
     if updated.skipped:
         where = ", ".join(updated.nonfinite[:3])
@@ -268,8 +270,11 @@ def _scales(scale: LossScale | None) -> str:
 
 
 def _chosen(run: Run, saver: Checkpoints | None) -> dict[str, Any]:
-    """What there is besides the last weights: their average, and the best checkpoint. Collective."""
+    """What there is besides the last weights: steps' worth, the weights' average, the best checkpoint. Collective."""
     found: dict[str, Any] = {}
+    if run.adascale is not None:
+        mean = run.adascale.tau / run.updates if run.updates else None
+        found["adascale"] = {**run.adascale.values(), "gain": mean}
     if run.average is not None:
         found["eval_weights"] = "ema"
         found["ema_sha256"] = run.weights_sha256(averaged=True)

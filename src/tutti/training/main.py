@@ -6,6 +6,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Mapping
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from tutti.data.contract import BatchContract
 from tutti.data.source import Source
 from tutti.errors import Preempted, UsageError
 from tutti.optim.config import check_schedule
-from tutti.optim.scaling import check_rule
+from tutti.optim.scaling import Adaptive, check_rule
 from tutti.optim.schedules import Schedule
 from tutti.optim.schedules import make as make_schedule
 from tutti.spec import Duration
@@ -77,9 +78,10 @@ def main(task: str, config: TrainConfig, directory: str | None) -> int:
                 listeners.warned(text)
             if saver is not None:
                 saver.warn = listeners.warned
-            window = _window(config, run, total, place, again, listeners)
+            steps = total if run.adascale is None else None
+            window = _window(config, run, steps, place, again, listeners)
             lines = {**derived(chosen, config, run, world, total, facts), **origin}
-            header = Header(title(task, config), lines, total, contract.steps_per_epoch if contract.dataset else None)
+            header = Header(title(task, config), lines, steps, contract.steps_per_epoch if contract.dataset else None)
             means = Means.saved(restored) if restored else None
             result = train(run, plan, held_out, header, listeners, saver, means, window)
         listeners.finished({**facts, **result, "exit_code": 0})
@@ -106,8 +108,15 @@ def _place(run: Run, directory: str | None) -> str | None:
 
 def _schedule(config: TrainConfig, contract: BatchContract, total: int | None) -> Schedule:
     scaled = check_rule(config.lr_scale).factor(contract.batch)
-    counted = config.regime_batch or contract.batch
+    counted = _counted(config, contract)
     return make_schedule(check_schedule(config.schedule), total, contract.dataset, counted, scaled)
+
+
+def _counted(config: TrainConfig, contract: BatchContract) -> int | Fraction:
+    """Samples in one of the batches that the run's length, milestones and warm-up are counted in."""
+    if isinstance(check_rule(config.lr_scale), Adaptive):
+        return Fraction(contract.batch, contract.workers)
+    return config.regime_batch or contract.batch
 
 
 def _listeners(directory: str, config: TrainConfig, task: str, resumed: int | None) -> list[Listener]:
@@ -139,7 +148,8 @@ def _window(
 def _plan(config: TrainConfig, contract: BatchContract) -> tuple[Plan, int | None]:
     """How long and how often; and how many steps that is, or None where only the end of a stream will tell.
 
-    Regime adaptation: how long is counted in batches of another size (Hoffer et al. 2017, arXiv 1705.08741, §5).
+    Regime adaptation (Hoffer et al. 2017, arXiv 1705.08741, §5) and AdaScale count how long in batches of another size;
+    the steps of AdaScale are those that the run's own are worth.
     """
 
     def count(duration: Duration, option: str) -> Length:
@@ -155,8 +165,9 @@ def _plan(config: TrainConfig, contract: BatchContract) -> tuple[Plan, int | Non
 
     length, every = config.length(), (config.every("eval_every"), config.every("checkpoint_every"))
     evaluate, save = (duration and count(duration, "how often") for duration in every)
-    if contract.dataset is not None or config.regime_batch:
-        total = length.steps(contract.dataset, config.regime_batch or contract.batch)
+    counted = _counted(config, contract)
+    if contract.dataset is not None or counted != contract.batch:
+        total = length.steps(contract.dataset, counted)
         return Plan(total, evaluate, save), total
     steps = None if length.unit == "ep" else length.steps(None, contract.batch)
     return Plan(count(length, "how long"), evaluate, save), steps

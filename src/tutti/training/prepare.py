@@ -25,8 +25,10 @@ from tutti.laws.averaging import Averaging
 from tutti.nn.config import Ghost as GhostConfig
 from tutti.nn.config import check_batch_norm
 from tutti.nn.ghost import convert
+from tutti.optim.adascale import AdaScale
 from tutti.optim.loss_scale import LossScale, chosen
 from tutti.optim.noise import check_noise
+from tutti.optim.scaling import Adaptive, check_rule
 from tutti.strategies import Choice
 from tutti.training.gate import gate
 from tutti.training.initial import begin_with
@@ -86,8 +88,8 @@ def prepare(
         precision: fp32, bf16 or fp16 (autocast) or fp64; default: as the model is, without autocast.
         loss_scale: a number or ``dynamic:key=value``; default: dynamic for fp16, else none.
         channels_last: memory layout of 4-dimensional inputs and weights.
-        lr_scale: rule for the learning rate at this batch, such as ``linear:base_batch=256``; for an optimizer given
-            as text.
+        lr_scale: rule for the learning rate at this batch, such as ``linear:base_batch=256``, or ``adascale``; for an
+            optimizer given as text.
         batch_norm: ``worker`` for the model's own, over a worker's micro-batch; ``ghost:size=32`` over so many samples.
         identical_batches: every worker draws worker 0's samples, as a loader does that is not sharded and has one seed
             on all ranks: to show what that well-known mistake costs.
@@ -114,7 +116,9 @@ def prepare(
     averaging = ema if ema is None or isinstance(ema, Averaging) else Averaging.parse(str(ema), "ema")
     world = context.init()
     identity = world.identity
-    choice = strategies.check(strategy, identity.size, workers=workers, reproducible=reproducible)
+    rule = check_rule(lr_scale)
+    adaptive = isinstance(rule, Adaptive)
+    choice = strategies.check(strategy, identity.size, workers=workers, reproducible=reproducible, adaptive=adaptive)
     grid = Grid(**choice.shape(identity.size), rank=identity.rank)
     data = _data(dataset, data_workers, reproducible)
     if not any(p.requires_grad for p in model.parameters()):
@@ -127,7 +131,7 @@ def prepare(
     contract = BatchContract(_count(data), *sizes, identical_batches)
     if reproducible:
         torch.set_num_threads(1)
-    scale, noise = _scale(loss_scale, precision, loss_fn), check_noise(gradient_noise, batch_size)
+    scale, noise = _scale(loss_scale, precision, loss_fn), check_noise(gradient_noise, batch_size, rule)
     if isinstance(optimizer, Optimizer):
         belongs(optimizer, model)
     make_optimizer = factory(optimizer, lr_scale, batch_size)
@@ -143,7 +147,7 @@ def prepare(
     comms = Communicators(world, grid)
     setting = Setting(
         *(grid, comms, contract.workers, contract.mine(grid.data_rank), reproducible, clip),
-        *(averaging, activation_checkpointing, compiled),
+        *(averaging, activation_checkpointing, compiled, adaptive),
     )
     model = _normalised(model, batch_norm)
     dtype = _precise(model, precision, channels_last)
@@ -157,7 +161,7 @@ def prepare(
     loss = _cast(loss_fn, world.device.type, precision)
     average = strategies.average(replica, setting)
     run = Run(replica, exchange, sink, feed, loss, setting, max_nonfinite, average, scale)
-    run.noise = noise
+    run.noise, run.adascale = noise, AdaScale(batch_size, contract.workers) if adaptive else None
     if isinstance(optimizer, Optimizer):
         run.optimizer = optimizer
         gate(optimizer, run, choice)

@@ -142,6 +142,8 @@ class RunDirectory:
         line["lr"] = _finite(record.lr)
         if record.loss_scale is not None:
             line["loss_scale"] = record.loss_scale
+        for name, value in record.adascale.items():
+            line[name] = _finite(value)
         line["seconds"] = round(pace.elapsed, 6)
         if record.skipped:
             line["skipped"] = True

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tutti.errors import CheckpointError
 from tutti.state.dtypes import as_tensor
-from tutti.state.manifest import Manifest
+from tutti.state.manifest import REMEDY, Manifest
 from tutti.state.read import Reader
 from tutti.state.weights import Weights
 from tutti.types import ShardSpec
@@ -92,3 +92,23 @@ def _differences(own: Mapping[str, ShardSpec], saved: Mapping[str, Sequence[int]
 
 def _more(count: int) -> str:
     return f" and {count - _MOST_LISTED} more" if count > _MOST_LISTED else ""
+
+
+def load_adascale(manifest: Manifest, run: Run) -> None:
+    """Go on at the saved τ. Raises CheckpointError where there is none, or where the run does not count in it."""
+    saved = manifest.facts.get("adascale")
+    if run.adascale is None and saved is None:
+        return
+    if run.adascale is None or saved is None:
+        raise CheckpointError(
+            f"the checkpoint was made with{'out' * (saved is None)} --lr-scale adascale",
+            where=str(manifest.path),
+            why="how far the run is on its schedule is counted in another way",
+            remedy="go on with the --lr-scale that it was made with, or begin anew with --init-from",
+        )
+    try:
+        run.adascale.load(saved)
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            "the checkpoint's AdaScale is none", where=str(manifest.path), why=repr(error), remedy=REMEDY
+        ) from error

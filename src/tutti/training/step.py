@@ -6,7 +6,7 @@ global      local                 swap in · forward+backward · push  agree    
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from tutti.types import Agreed, Cell, Exchange, GradSink, LossFn, Replica, Tick, Update
 
@@ -18,6 +18,7 @@ def step(
     work: Sequence[tuple[int, Sequence[Cell]]],
     loss: LossFn,
     tick: Tick,
+    adapt: Callable[[Agreed, Tick], Tick] | None = None,
 ) -> tuple[Agreed, Update]:
     """Train on one global batch.
 
@@ -28,6 +29,7 @@ def step(
         work: for each worker of this rank, in order, its micro-batches (none where its share is empty).
         loss: the loss function.
         tick: what is the same for all workers.
+        adapt: the tick to update with, from what all ranks agreed on.
 
     Returns:
         What all ranks agreed on, and what the update did.
@@ -37,4 +39,4 @@ def step(
         part = replica.run(cells, loss, sink) if cells else None
         exchange.leave(worker, part)
     agreed = exchange.finish(tick)
-    return agreed, exchange.update(agreed, tick)
+    return agreed, exchange.update(agreed, tick if adapt is None else adapt(agreed, tick))

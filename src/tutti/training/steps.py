@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from tutti.data.feed import Feed
 from tutti.data.reader import Part, Position
 from tutti.errors import NonFiniteError, UsageError
+from tutti.optim.adascale import AdaScale
 from tutti.optim.loss_scale import LossScale
 from tutti.optim.noise import Multiplicative
 from tutti.training.step import step
@@ -57,6 +58,7 @@ class Steps:
         stepped: whether the last ``optimizer.step()`` of an own loop was the one that ends a global batch.
         loss_scale: what the loss is multiplied by for backward; None without loss scaling.
         noise: on the gradient; None without.
+        adascale: the gain of each step; None without.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class Steps:
         self.within: int | None = None
         self.lr_factor: Callable[[int], float] | None = None
         self.noise: Multiplicative | None = None
+        self.adascale: AdaScale | None = None
         self.agreed: Agreed | None = None
         self.updated: Update | None = None
         self._nonfinite = 0
@@ -98,6 +101,11 @@ class Steps:
     def steps_per_epoch(self) -> int:
         """Global batches in an epoch. Raises UsageError for a stream whose length is not known."""
         return self.feed.contract.steps_per_epoch
+
+    @property
+    def progress(self) -> int:
+        """Steps as the schedule and the run's length count them: those taken, or ⌊τ⌋ of AdaScale."""
+        return self.clock if self.adascale is None else int(self.adascale.tau)
 
     def ask_to_stop(self) -> None:
         """Ask all ranks to stop after the next step; ``agreed.stop`` says so on every one. Safe in a signal handler."""
@@ -162,7 +170,7 @@ class Steps:
         work = self._cells(batch, tick)
         try:
             with self._open_gate():
-                agreed, updated = step(self.replica, self.exchange, self._sink, work, self._loss, tick)
+                agreed, updated = step(self.replica, self.exchange, self._sink, work, self._loss, tick, self.adascale)
             return self._record(agreed, updated)
         except Exception as error:
             error.step = tick.clock + 1  # type: ignore[attr-defined]
@@ -272,7 +280,7 @@ class Steps:
     def _tick(self) -> Tick:
         """What is the same for all workers in the step that begins."""
         samples = self.feed.contract.batch if self._drawn is None else self._drawn.samples
-        factor = self.lr_factor(self.clock) if self.lr_factor is not None else None
+        factor = self.lr_factor(self.progress) if self.lr_factor is not None else None
         scale = self.loss_scale.value if self.loss_scale is not None else 1.0
         self._tick_now = Tick(self.clock, samples, factor, self._stop, scale)
         return self._tick_now
