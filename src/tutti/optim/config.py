@@ -75,10 +75,13 @@ class LARS(LayerWise):
     nesterov: bool = False
     denominator: Literal["sum_of_norms", "norm_of_sum"] = "sum_of_norms"
     lr_in_momentum: bool = True
+    momentum_correction: bool = False
     cap: bool = False
 
     def __post_init__(self) -> None:
         _check_momentum(self)
+        if self.momentum_correction and (self.momentum <= 0 or not self.lr_in_momentum):
+            raise ValueError("momentum_correction needs momentum above 0 and the rate inside it, lr_in_momentum=true")
 
 
 @dataclass(frozen=True, kw_only=True)

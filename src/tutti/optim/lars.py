@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, Literal, Unpack
 
 from tutti.errors import UsageError
+from tutti.laws.learning_rate import momentum_correction
 from tutti.optim.layerwise import LayerWise, Part, Row, Shared
 from tutti.optim.passes import Decayed, Momentum
 
@@ -28,6 +29,9 @@ class LARS(LayerWise):
         eps: ε.
         nesterov: w ← w − (m·v + γ·ρ·(g + λw)).
         denominator: ``norm_of_sum`` for ‖g + λw‖ + ε (optax).
+        momentum_correction: v ← m·(γ ÷ γ before)·v + γ·ρ·(g + λw), so that a velocity of another rate counts as one of
+            this (Goyal et al. 2017, arXiv 1706.02677, §3, remark 2). As long as γ is above 0 the steps are those of
+            ``lr_in_momentum=False``.
         lr_in_momentum: False: v ← m·v + ρ·(g + λw); w ← w − γ·v (timm, apex); differs only where γ changes.
         cap: ρ ← min(ρ / γ, 1), which makes it LARC.
         shared: ``adapt``, ``adapt_1d``, ``decay_1d``, ``maximize``, ``fused``, ``norms``; see ``LayerWise``.
@@ -44,11 +48,18 @@ class LARS(LayerWise):
         nesterov: bool = False,
         denominator: Denominator = "sum_of_norms",
         lr_in_momentum: bool = True,
+        momentum_correction: bool = False,
         cap: bool = False,
         **shared: Unpack[Shared],
     ) -> None:
         if nesterov and momentum <= 0:
             raise UsageError("nesterov needs momentum above 0")
+        if momentum_correction and (momentum <= 0 or not lr_in_momentum):
+            raise UsageError(
+                "there is nothing for momentum_correction to correct",
+                why="no rate is in the velocity where momentum is 0 or lr_in_momentum is False",
+                remedy="leave it out",
+            )
         own = {
             "lr": lr,
             "momentum": momentum,
@@ -58,6 +69,7 @@ class LARS(LayerWise):
             "nesterov": nesterov,
             "denominator": denominator,
             "lr_in_momentum": lr_in_momentum,
+            "momentum_correction": momentum_correction,
             "cap": cap,
         }
         super().__init__(params, own, **shared)
@@ -129,6 +141,10 @@ def _rule(row: Row, weights: float, gradient: float) -> Momentum:
     rate, momentum = float(group["lr"]), group["momentum"]
     inside, outside = (rate, 1.0) if group["lr_in_momentum"] else (1.0, rate)
     take = inside * _ratio(row, weights, gradient)
+    keep = momentum
+    if group["momentum_correction"]:
+        keep *= momentum_correction(rate, float(row.state.get("velocity_lr", rate)))
+        row.state["velocity_lr"] = rate
     direct = outside * take if group["nesterov"] or not momentum else 0.0
     buffered = outside * (momentum if group["nesterov"] else 1.0)
-    return Momentum(row.sign, row.decay, momentum, take, direct, buffered, shrink=0.0)
+    return Momentum(row.sign, row.decay, keep, take, direct, buffered, shrink=0.0)
