@@ -67,6 +67,11 @@ def test_one_sample_is_as_its_loss() -> None:
         assert objective.shape == start.shape == (1,) and totals.lanes.tolist() == [2.5, 1.0]
 
 
+def test_a_stand_in_counts_for_nothing_whatever_its_length() -> None:
+    _, start, totals = read(LOSSES[:2], replace(CELL, samples=0, weight=0.0))
+    assert start.tolist() == [0.0, 0.0] and totals.samples == 0
+
+
 def test_noise_follows_from_the_cells_key() -> None:
     starts = [read(LOSSES, replace(CELL, noise=1.5, key=key))[1] for key in (7, 7, 8)]
     assert torch.equal(starts[0], starts[1]) and not torch.equal(starts[0], starts[2])

@@ -141,19 +141,20 @@ def refuse(task: str, config: TrainConfig) -> None:
     """
     devices = int(config.devices)
     rule = check_rule(config.lr_scale)
+    adaptive = isinstance(rule, Adaptive)
     choice = strategies.check(
         config.strategy,
         devices,
         workers=config.workers,
         reproducible=config.reproducible,
-        adaptive=isinstance(rule, Adaptive),
+        adaptive=adaptive,
     )
     ranks = choice.shape(devices)["replica"]
     # Whether the batch can be shared out does not depend on how many samples there are.
     BatchContract(1, config.batch_size, config.workers or ranks, ranks, config.micro_batch)
     scaled(check_optimizer(config.optimizer), rule, config.batch_size)
     check_schedule(config.schedule)
-    check_noise(config.gradient_noise, config.batch_size, rule)
+    check_noise(config.gradient_noise, config.batch_size, adaptive)
     check_batch_norm(config.batch_norm)
     check_loss_scale(config.loss_scale, config.precision)
     check_checkpointing(config.activation_checkpointing)

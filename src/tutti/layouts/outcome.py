@@ -88,7 +88,7 @@ def _wide(objective: Tensor) -> torch.dtype:
 
 
 def _by_sample(losses: Any, cell: Cell) -> bool:
-    return isinstance(losses, Tensor) and losses.dim() == 1 and len(losses) == cell.samples
+    return isinstance(losses, Tensor) and losses.dim() == 1 and len(losses) == (cell.samples or len(losses))
 
 
 def _scalar(objective: Any, cell: Cell) -> Tensor:

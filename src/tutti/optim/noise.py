@@ -8,7 +8,6 @@ from typing import Any
 
 from tutti.errors import UsageError
 from tutti.laws.noise import multiplicative_sigma
-from tutti.optim.scaling import Adaptive
 from tutti.spec import Spec
 
 _OPTION = "--gradient-noise"
@@ -43,11 +42,13 @@ class _None:
 KINDS: Mapping[str, type[Any]] = {"none": _None, "multiplicative": Multiplicative}
 
 
-def check_noise(text: str, batch: int, rule: Any) -> Multiplicative | None:
-    """What ``--gradient-noise`` says for a global batch of ``batch`` and the rule of ``--lr-scale``; None for none.
+def check_noise(text: str, batch: int, adaptive: bool) -> Multiplicative | None:
+    """What ``--gradient-noise`` says for a global batch of ``batch``; None for none.
 
-    Raises UsageError, naming the nearest name or key, and where the base is larger than the batch or the rule measures
-    noise.
+    ``adaptive``: with ``--lr-scale adascale``.
+
+    Raises UsageError, naming the nearest name or key, and where the base is larger than the batch, or the run
+    adaptive.
     """
     spec = Spec.parse(text, _OPTION)
     noise = spec.build(spec.choose(KINDS, "gradient noise"), _OPTION)
@@ -60,7 +61,7 @@ def check_noise(text: str, batch: int, rule: Any) -> Multiplicative | None:
             why="a smaller batch has more noise already, and none can be taken away",
             remedy=f"take base_batch={batch} or less, or a larger batch",
         )
-    if isinstance(rule, Adaptive):
+    if adaptive:
         raise UsageError(
             "--gradient-noise does not go with --lr-scale adascale",
             why="adascale raises the rate by as much noise as it measures, that which was added too",

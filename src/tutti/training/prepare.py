@@ -116,22 +116,16 @@ def prepare(
     averaging = ema if ema is None or isinstance(ema, Averaging) else Averaging.parse(str(ema), "ema")
     world = context.init()
     identity = world.identity
-    rule = check_rule(lr_scale)
-    adaptive = isinstance(rule, Adaptive)
+    adaptive = isinstance(check_rule(lr_scale), Adaptive)
     choice = strategies.check(strategy, identity.size, workers=workers, reproducible=reproducible, adaptive=adaptive)
     grid = Grid(**choice.shape(identity.size), rank=identity.rank)
-    data = _data(dataset, data_workers, reproducible)
-    if not any(p.requires_grad for p in model.parameters()):
-        raise UsageError("no parameter of the model can be trained", remedy="leave some with requires_grad")
-    if identical_batches and isinstance(data, Stream):
-        raise UsageError(
-            "identical_batches needs a data set with __len__ and __getitem__", remedy="leave one of them out"
-        )
+    data = _data(dataset, data_workers, reproducible, identical_batches)
+    _check_trainable(model)
     sizes = (batch_size, workers or grid.data_ranks, grid.data_ranks, micro_batch)
     contract = BatchContract(_count(data), *sizes, identical_batches)
     if reproducible:
         torch.set_num_threads(1)
-    scale, noise = _scale(loss_scale, precision, loss_fn), check_noise(gradient_noise, batch_size, rule)
+    scale, noise = _scale(loss_scale, precision, loss_fn), check_noise(gradient_noise, batch_size, adaptive)
     if isinstance(optimizer, Optimizer):
         belongs(optimizer, model)
     make_optimizer = factory(optimizer, lr_scale, batch_size)
@@ -170,11 +164,15 @@ def prepare(
     return run
 
 
-def _data(dataset: Any, data_workers: int, reproducible: bool) -> Source | Stream:
+def _data(dataset: Any, data_workers: int, reproducible: bool, identical_batches: bool) -> Source | Stream:
     """What the data set is read as. Raises UsageError for what does not go with it."""
     data = adapt_training(dataset)
     if data_workers < 0:
         raise UsageError(f"data_workers is {data_workers}", remedy="give 0 or more")
+    if identical_batches and isinstance(data, Stream):
+        raise UsageError(
+            "identical_batches needs a data set with __len__ and __getitem__", remedy="leave one of them out"
+        )
     if reproducible and isinstance(data, Stream) and data.sharded:
         raise UsageError(
             "reproducible does not go with a data set that shards itself",
@@ -182,6 +180,11 @@ def _data(dataset: Any, data_workers: int, reproducible: bool) -> Source | Strea
             remedy="leave out one of the two",
         )
     return data
+
+
+def _check_trainable(model: nn.Module) -> None:
+    if not any(p.requires_grad for p in model.parameters()):
+        raise UsageError("no parameter of the model can be trained", remedy="leave some with requires_grad")
 
 
 def _count(data: Source | Stream) -> int | None:
