@@ -47,7 +47,8 @@ def read(outcome: Any, cell: Cell) -> tuple[Tensor, Tensor, Totals]:
         objective = losses if _by_sample(losses, cell) else _scalar(losses, cell)
         sums = outcome[2] if len(outcome) == 3 else {}
         dtype = _wide(objective)
-        values = [objective.detach().sum(), *(torch.as_tensor(v).detach() for v in (outcome[1], *sums.values()))]
+        total = objective.detach().sum() if objective.dim() else objective.detach()
+        values = [total, *(torch.as_tensor(v).detach() for v in (outcome[1], *sums.values()))]
         lanes = torch.stack([v.to(objective.device, dtype) for v in values])
         start = _noisy(cell, objective) if cell.noise else _start(cell.weight, objective)
         return objective, start, Totals(lanes, tuple(sums), cell.samples)
