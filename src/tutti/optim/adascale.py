@@ -34,7 +34,7 @@ class AdaScale:
     def __init__(self, batch: int, workers: int) -> None:
         self.tau = 0.0
         self.gain: float | None = None
-        self._base = batch / workers
+        self._batch, self._workers = batch, workers
         self._averages = Averages(max(1 - workers / 1000, 0.0))
 
     def __call__(self, agreed: Agreed, tick: Tick) -> Tick:
@@ -42,7 +42,7 @@ class AdaScale:
         self.gain = None
         if not agreed.finite:
             return tick
-        shares = tick.samples / self._base
+        shares = tick.samples * self._workers / self._batch
         self._measure(agreed, shares)
         if self._averages.weight:
             self.gain = adascale_gain(self._averages.first, self._averages.second, shares)
@@ -64,7 +64,9 @@ class AdaScale:
         found = {} if self.gain is None else {"gain": self.gain}
         found["tau"] = self.tau
         if self._averages.weight:
-            found["noise_scale"] = simple_noise_scale(self._base * self._averages.first, self._averages.second)
+            found["noise_scale"] = simple_noise_scale(
+                self._averages.first * self._batch / self._workers, self._averages.second
+            )
         return found
 
     def state(self) -> dict[str, float]:
