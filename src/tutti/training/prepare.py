@@ -15,6 +15,7 @@ from tutti.comm.communicator import Communicators, everybody
 from tutti.data.adapt import adapt_training
 from tutti.data.batches import placer
 from tutti.data.contract import BatchContract
+from tutti.data.epochs import Epochs
 from tutti.data.feed import Feed
 from tutti.data.loader import Prefetch
 from tutti.data.reading import make_reader
@@ -22,12 +23,14 @@ from tutti.data.source import Source
 from tutti.data.stream import Stream
 from tutti.errors import UsageError
 from tutti.laws.averaging import Averaging
+from tutti.laws.growth import Growth
 from tutti.nn.config import Ghost as GhostConfig
 from tutti.nn.config import check_batch_norm
 from tutti.nn.ghost import convert
 from tutti.optim.loss_scale import LossScale, chosen
 from tutti.strategies import Choice
 from tutti.training.gate import gate
+from tutti.training.growing import growing
 from tutti.training.initial import begin_with
 from tutti.training.optimizers import belongs, describe, factory, same_kernels
 from tutti.training.run import Run
@@ -48,6 +51,7 @@ def prepare(
     strategy: str = "mirrored",
     workers: int | None = None,
     batch_size: int = 128,
+    batch_growth: Growth | str | None = None,
     micro_batch: int | None = None,
     precision: str | None = None,
     loss_scale: str | None = None,
@@ -80,6 +84,8 @@ def prepare(
         strategy: ``name:key=value``.
         workers: logical replicas N; default: the data ranks.
         batch_size: samples of the *global* batch.
+        batch_growth: ``milestones=30ep+60ep,factor=5``: there the batch is multiplied by the factor, up to a tenth of
+            the data set or ``largest=N``, and from then on the rate divided by it, within the update alone.
         micro_batch: largest number of samples in one forward pass.
         precision: fp32, bf16 or fp16 (autocast) or fp64; default: as the model is, without autocast.
         loss_scale: a number or ``dynamic:key=value``; default: dynamic for fp16, else none.
@@ -112,15 +118,12 @@ def prepare(
     identity = world.identity
     choice = strategies.check(strategy, identity.size, workers=workers, reproducible=reproducible)
     grid = Grid(**choice.shape(identity.size), rank=identity.rank)
-    data = _data(dataset, data_workers, reproducible)
+    data = _data(dataset, data_workers, reproducible, identical_batches)
     if not any(p.requires_grad for p in model.parameters()):
         raise UsageError("no parameter of the model can be trained", remedy="leave some with requires_grad")
-    if identical_batches and isinstance(data, Stream):
-        raise UsageError(
-            "identical_batches needs a data set with __len__ and __getitem__", remedy="leave one of them out"
-        )
     sizes = (batch_size, workers or grid.data_ranks, grid.data_ranks, micro_batch)
     contract = BatchContract(_count(data), *sizes, identical_batches)
+    epochs = growing(contract, batch_growth, model, batch_norm)
     if reproducible:
         torch.set_num_threads(1)
     scale = _scale(loss_scale, precision, loss_fn)
@@ -134,7 +137,7 @@ def prepare(
         f"compile {compiled}, activation_checkpointing {_named(activation_checkpointing)}",
         f"ema {averaging}, {'given' if init_from is not None else 'own'} initial weights",
     ]
-    told = [*_settings(choice, contract, precision, clip, reproducible, seed), *told, *describe(optimizer, lr_scale)]
+    told = [*_settings(choice, epochs, precision, clip, reproducible, seed), *told, *describe(optimizer, lr_scale)]
     everybody(world).agree(told, "the configuration", "call tutti.prepare with the same arguments on every rank")
     comms = Communicators(world, grid)
     setting = Setting(
@@ -148,8 +151,8 @@ def prepare(
     sink = exchange.attach(replica, make_optimizer)
     same_kernels(comms.world, optimizer, exchange.optimizers)
     prefetch = Prefetch(data_workers, identity.rank, world.timeout)
-    reader = make_reader(data, contract, grid.data_rank, seed, comms, prefetch)
-    feed = Feed(reader, contract, grid.data_rank, seed, placer(world.device, dtype, channels_last), prefetch)
+    reader = make_reader(data, epochs, grid.data_rank, seed, comms, prefetch)
+    feed = Feed(reader, epochs, grid.data_rank, seed, placer(world.device, dtype, channels_last), prefetch)
     loss = _cast(loss_fn, world.device.type, precision)
     average = strategies.average(replica, setting)
     run = Run(replica, exchange, sink, feed, loss, setting, max_nonfinite, average, scale)
@@ -161,11 +164,15 @@ def prepare(
     return run
 
 
-def _data(dataset: Any, data_workers: int, reproducible: bool) -> Source | Stream:
+def _data(dataset: Any, data_workers: int, reproducible: bool, identical_batches: bool) -> Source | Stream:
     """What the data set is read as. Raises UsageError for what does not go with it."""
     data = adapt_training(dataset)
     if data_workers < 0:
         raise UsageError(f"data_workers is {data_workers}", remedy="give 0 or more")
+    if identical_batches and isinstance(data, Stream):
+        raise UsageError(
+            "identical_batches needs a data set with __len__ and __getitem__", remedy="leave one of them out"
+        )
     if reproducible and isinstance(data, Stream) and data.sharded:
         raise UsageError(
             "reproducible does not go with a data set that shards itself",
@@ -221,12 +228,14 @@ def _precise(model: nn.Module, precision: str | None, channels_last: bool) -> to
 
 
 def _settings(
-    choice: Choice, contract: BatchContract, precision: str | None, clip: float | None, reproducible: bool, seed: int
+    choice: Choice, epochs: Epochs, precision: str | None, clip: float | None, reproducible: bool, seed: int
 ) -> list[str]:
+    contract = epochs.first
     return [
         f"strategy {choice.name} {choice.layout} {choice.exchange}",
         f"{contract.workers} workers",
         f"a global batch of {contract.batch}, micro-batches of {contract.micro}, identical {contract.identical}",
+        f"batch growth {epochs.growth}",
         f"{contract.dataset} training samples",
         f"precision {precision}, clip {clip}, reproducible {reproducible}, seed {seed}",
     ]
