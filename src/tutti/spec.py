@@ -95,17 +95,7 @@ class Spec:
     def parse(cls, text: str, option: str = "specification") -> Spec:
         """Split a specification. Raises UsageError where it is malformed or a key comes twice."""
         name, _, rest = text.strip().partition(":")
-        options: dict[str, str] = {}
-        for item in filter(None, (part.strip() for part in rest.split(","))):
-            key, equals, value = item.partition("=")
-            if not equals or not key.strip() or not value.strip():
-                raise UsageError(
-                    f"cannot read '{item}' in '{text}'", where=option, remedy="write name:key=value,key=value"
-                )
-            key = key.strip().replace("-", "_")
-            if key in options:
-                raise UsageError(f"'{key}' is given twice in '{text}'", where=option)
-            options[key] = value.strip()
+        options = read_options(rest, option, "name:key=value,key=value")
         if not name:
             raise UsageError(f"'{text}' names nothing", where=option, remedy="write name:key=value")
         return cls(name.strip(), options)
@@ -123,6 +113,20 @@ class Spec:
         dataclass itself refuses.
         """
         return build(config, self.options, f"{option} {self.name}")
+
+
+def read_options(text: str, option: str, form: str) -> dict[str, str]:
+    """``key=value,key=value`` taken apart. Raises UsageError, naming ``form``, where it is malformed."""
+    options: dict[str, str] = {}
+    for item in filter(None, (part.strip() for part in text.split(","))):
+        key, equals, value = item.partition("=")
+        if not equals or not key.strip() or not value.strip():
+            raise UsageError(f"cannot read '{item}' in '{text}'", where=option, remedy=f"write {form}")
+        key = key.strip().replace("-", "_")
+        if key in options:
+            raise UsageError(f"'{key}' is given twice in '{text}'", where=option)
+        options[key] = value.strip()
+    return options
 
 
 def build(config: type[T], options: Mapping[str, Any], where: str) -> T:

@@ -13,6 +13,7 @@ import torch
 from tutti.data.adapt import TensorSource
 from tutti.data.batches import cut, length, map_tensors, placer
 from tutti.data.contract import BatchContract
+from tutti.data.epochs import Epochs
 from tutti.data.feed import Feed, evaluation, evaluation_blocks
 from tutti.data.order import permutation
 from tutti.data.reader import ByNumber
@@ -24,7 +25,8 @@ CPU = torch.device("cpu")
 
 def feed(contract: BatchContract, rank: int, seed: int = 3) -> Feed:
     source = TensorSource(torch.arange(contract.known))
-    return Feed(ByNumber(source, contract, rank, seed), contract, rank, seed, lambda batch: batch)
+    epochs = Epochs(contract)
+    return Feed(ByNumber(source, epochs, rank, seed), epochs, rank, seed, lambda batch: batch)
 
 
 def test_ranks_together_read_the_global_order() -> None:

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from tutti.data import Sharded
 from tutti.data.adapt import ItemSource, TensorSource, adapt, adapt_training
 from tutti.data.contract import BatchContract
+from tutti.data.epochs import Epochs
 from tutti.data.loader import Prefetch
 from tutti.data.reader import Part, Position, Reader
 from tutti.data.reading import make_reader
@@ -83,8 +84,8 @@ class Stateful(Numbers):
 def reader(data: Any, batch: int = 8, *, comms: Any = None, ranks: int = 1, rank: int = 0, seed: int = 3) -> Reader:
     source = adapt_training(data)
     assert isinstance(source, Stream)
-    contract = BatchContract(source.samples, batch, 4, ranks)
-    return make_reader(source, contract, rank, seed, comms or Alone(), Prefetch())
+    epochs = Epochs(BatchContract(source.samples, batch, 4, ranks))
+    return make_reader(source, epochs, rank, seed, comms or Alone(), Prefetch())
 
 
 def numbers(parts: Iterator[Part]) -> list[list[int]]:
@@ -267,4 +268,4 @@ def test_held_out_samples_need_numbers() -> None:
 
 def test_loader_processes_are_refused() -> None:
     with pytest.raises(UsageError, match="2 data workers cannot share one stream"):
-        make_reader(Stream(Numbers()), BatchContract(None, 8, 4), 0, 0, Alone(), Prefetch(2))
+        make_reader(Stream(Numbers()), Epochs(BatchContract(None, 8, 4)), 0, 0, Alone(), Prefetch(2))

@@ -9,12 +9,17 @@ import pytest
 from tutti.errors import UsageError
 from tutti.optim.config import check_schedule
 from tutti.optim.schedules import make
+from tutti.spec import Duration
+
+
+def of_a_stream(duration: Duration) -> int:
+    return duration.steps(None, 8)
 
 
 def rates(
     text: str, steps: list[int], total: int = 100, dataset: int = 120, batch: int = 10, scaled: float = 1.0
 ) -> list[float]:
-    factor = make(check_schedule(text), total, dataset, batch, scaled)
+    factor = make(check_schedule(text), total, lambda duration: duration.steps(dataset, batch), scaled)
     return [factor(step) for step in steps]
 
 
@@ -65,12 +70,12 @@ def test_any_step_without_those_before_it() -> None:
 @pytest.mark.parametrize("text", ["cosine", "linear:final=0.1"])
 def test_what_falls_over_the_whole_run_needs_its_length(text: str) -> None:
     with pytest.raises(UsageError, match="falls over the whole run, whose length is not known"):
-        make(check_schedule(text), None, None, 8)
-    assert make(check_schedule(text), 10, None, 8)(0) == 1.0
+        make(check_schedule(text), None, of_a_stream)
+    assert make(check_schedule(text), 10, of_a_stream)(0) == 1.0
 
 
 def test_what_does_not_works_on_a_stream() -> None:
-    factor = make(check_schedule("step:milestones=5st+80sa,gamma=0.5,warmup=16sa"), None, None, 8)
+    factor = make(check_schedule("step:milestones=5st+80sa,gamma=0.5,warmup=16sa"), None, of_a_stream)
     assert [factor(step) for step in range(12)] == [0.5, 1.0, 1.0, 1.0, 1.0, *[0.5] * 5, 0.25, 0.25]
     with pytest.raises(UsageError, match="2ep of a stream of unknown length"):
-        make(check_schedule("constant:warmup=2ep"), None, None, 8)
+        make(check_schedule("constant:warmup=2ep"), None, of_a_stream)

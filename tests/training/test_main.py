@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tutti.data.contract import BatchContract
+from tutti.data.epochs import Epochs
 from tutti.errors import UsageError
 from tutti.spec import Duration
 from tutti.training.config import TrainConfig
@@ -30,13 +31,13 @@ PLANS: list[tuple[dict[str, Any], int | None, Plan, int | None]] = [
 
 @pytest.mark.parametrize(("options", "dataset", "plan", "steps"), PLANS)
 def test_plans(options: dict[str, Any], dataset: int | None, plan: Plan, steps: int | None) -> None:
-    assert _plan(TrainConfig(**(EVERY | options)), BatchContract(dataset, 8, 4)) == (plan, steps)
+    assert _plan(TrainConfig(**(EVERY | options)), Epochs(BatchContract(dataset, 8, 4))) == (plan, steps)
 
 
 @pytest.mark.parametrize("options", [{"epochs": 0.5}, {"steps": 3, "eval_every": "0.5ep"}])
 def test_parts_of_an_epoch_that_nobody_knows_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match=r"0.5ep of a stream of unknown length cannot be counted"):
-        _plan(TrainConfig(**(EVERY | options)), BatchContract(None, 8, 4))
+        _plan(TrainConfig(**(EVERY | options)), Epochs(BatchContract(None, 8, 4)))
 
 
 class Heard(Listeners):

@@ -24,9 +24,9 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
     "What is trained": ("data", "model", "augment", "batch_norm", "data_workers"),
     "On what": ("strategy", "workers", "devices", "device", "threads", "timeout", "reproducible"),
     "How": (
-        *("optimizer", "schedule", "lr_scale", "batch_size", "micro_batch", "precision", "loss_scale", "clip", "ema"),
-        *("identical_batches", "channels_last", "compile", "activation_checkpointing", "seed", "max_nonfinite"),
-        "gradient_noise",
+        *("optimizer", "schedule", "lr_scale", "batch_size", "batch_growth", "micro_batch", "precision", "loss_scale"),
+        *("clip", "ema", "gradient_noise", "identical_batches", "channels_last", "compile", "activation_checkpointing"),
+        *("seed", "max_nonfinite"),
     ),
     "How long": ("epochs", "steps", "samples", "duration", "regime_batch", "eval_every"),
     "Saving and resuming": (

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from tutti.data.batches import cut, length
-from tutti.data.contract import BatchContract
+from tutti.data.epochs import Epochs
 from tutti.data.loader import IN_PROCESS, Prefetch
 from tutti.data.reader import Part, Reader
 from tutti.data.source import Source
@@ -26,7 +26,7 @@ class Feed:
 
     Args:
         reader: reads it.
-        contract: who gets which.
+        epochs: who gets which.
         rank: this data rank.
         seed: of all draws.
         place: moves a batch to the device, in the right precision and memory layout.
@@ -36,15 +36,16 @@ class Feed:
     def __init__(
         self,
         reader: Reader,
-        contract: BatchContract,
+        epochs: Epochs,
         rank: int,
         seed: int,
         place: Callable[[Batch], Batch],
         prefetch: Prefetch = IN_PROCESS,
     ) -> None:
-        self.reader, self.contract, self._rank, self.seed, self.place = reader, contract, rank, seed, place
+        self.reader, self.epochs, self._rank, self.seed, self.place = reader, epochs, rank, seed, place
         self.prefetch = prefetch
-        self.workers = contract.mine(rank)
+        self.contract = epochs.first
+        self.workers = self.contract.mine(rank)
         self._plans: dict[tuple[int, int, str], Plan] = {}
 
     @property
@@ -54,7 +55,7 @@ class Feed:
 
     def describe(self) -> dict[str, str]:
         """The batch contract and how its samples are read, for people."""
-        return {**self.contract.describe(), **self.reader.describe()}
+        return {**self.epochs.describe(), **self.reader.describe()}
 
     def read(self, epoch: int, start: int = 0) -> Iterator[Part]:
         """This rank's part of every global batch of ``epoch`` from ``start`` on, in worker order, on the device."""

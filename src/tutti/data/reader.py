@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tutti.data.batches import cut
 from tutti.data.contract import BatchContract
+from tutti.data.epochs import Epochs
 from tutti.data.loader import IN_PROCESS, Loader, Prefetch, Task
 from tutti.data.order import permutation
 from tutti.data.source import AugmentKey, Source
@@ -83,19 +84,17 @@ class ByNumber:
     Nothing has to be kept for resuming: position and seed say everything.
     """
 
-    def __init__(
-        self, source: Source, contract: BatchContract, rank: int, seed: int, prefetch: Prefetch = IN_PROCESS
-    ) -> None:
-        self.source, self._contract, self._rank, self._seed = source, contract, rank, seed
+    def __init__(self, source: Source, epochs: Epochs, rank: int, seed: int, prefetch: Prefetch = IN_PROCESS) -> None:
+        self.source, self._epochs, self._rank, self._seed = source, epochs, rank, seed
         self._prefetch = prefetch
         self._loader: Loader | None = None
         self._order: tuple[int, NDArray[np.int64]] = (-1, np.empty(0, dtype=np.int64))
 
     def read(self, epoch: int, start: int) -> Iterator[Part]:
         """As ``Reader.read``."""
-        contract = self._contract
+        contract = self._epochs.at(epoch)
         steps = range(start, contract.steps_per_epoch)
-        batches = self._fetch([self._task(epoch, step) for step in steps])
+        batches = self._fetch([self._task(contract, epoch, step) for step in steps])
         for step, batch in zip(steps, batches, strict=True):
             samples = contract.samples(step)
             last = step == contract.steps_per_epoch - 1
@@ -105,13 +104,13 @@ class ByNumber:
             else:
                 yield Part(cut(batch, 0, 0), samples, after, batch)
 
-    def _task(self, epoch: int, step: int) -> Task:
+    def _task(self, contract: BatchContract, epoch: int, step: int) -> Task:
         """The numbers of this rank's samples in one global batch."""
-        order, start = self._permutation(epoch), step * self._contract.batch
-        samples = self._contract.samples(step)
+        order, start = self._permutation(epoch), step * contract.batch
+        samples = contract.samples(step)
         # Few sources can make a batch of nothing; an empty part of a batch of some has its structure. The first
         # micro-batch is also computed where it counts, so that the model can take it.
-        part = self._contract.part(samples, self._rank) or self._contract.first_cell(samples)
+        part = contract.part(samples, self._rank) or contract.first_cell(samples)
         return order[start + part.start : start + part.stop], AugmentKey(self._seed, epoch)
 
     def _fetch(self, tasks: Iterable[Task]) -> Iterator[Batch]:

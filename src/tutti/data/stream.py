@@ -13,6 +13,7 @@ from tutti.data.batches import cut
 from tutti.data.contract import BatchContract
 from tutti.data.digest import digest
 from tutti.data.draws import own_generators, seed_generators
+from tutti.data.epochs import Epochs
 from tutti.data.hashing import hash64
 from tutti.data.reader import Part, Position, Ranks
 from tutti.errors import CheckpointError, DataError
@@ -157,8 +158,9 @@ class InStep:
     digest at the batches 0, 1, 2, 4, 8, … after each beginning; how many there were, at the end.
     """
 
-    def __init__(self, source: Stream, contract: BatchContract, rank: int, seed: int, comms: Lines) -> None:
-        self.source, self._contract, self._rank, self._seed = source, contract, rank, seed
+    def __init__(self, source: Stream, epochs: Epochs, rank: int, seed: int, comms: Lines) -> None:
+        self.source, self._epochs, self._rank, self._seed = source, epochs, rank, seed
+        self._contract = epochs.first
         self._ranks = comms.world
         self._kept: str | None = None
         self._loaded: tuple[Position, Any] = (Position(), None)
@@ -170,11 +172,12 @@ class InStep:
             MismatchError: the ranks read different samples.
             DataError: the stream is empty, ended before ``start``, or has another length than it said.
         """
-        cursor = self._open(epoch, start)
+        batch = self._epochs.at(epoch).batch
+        cursor = self._open(epoch, start, start * batch)
         step, last = start, False
         while not last:
             first = cursor.number
-            items = cursor.take(self._contract.batch)
+            items = cursor.take(batch)
             self._compare(epoch, step - start, first, items)
             if not items:
                 _empty(self.source, epoch, first)
@@ -187,10 +190,10 @@ class InStep:
                 )
             yield self._part(items, Position(epoch + 1, 0) if last else Position(epoch, step))
 
-    def _open(self, epoch: int, start: int) -> Cursor:
+    def _open(self, epoch: int, start: int, number: int) -> Cursor:
+        """The stream at batch ``start``, which is sample ``number``."""
         cursor = Cursor(self.source, epoch, self._seed)
         at, state = self._loaded
-        number = start * self._contract.batch
         if not (start and at == (epoch, start) and cursor.restore(state, number)):
             cursor.skip(number)
         if cursor.number < number:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from fractions import Fraction
 from typing import Any
 
 from tutti.errors import UsageError
@@ -19,13 +18,13 @@ from tutti.spec import Duration
 Schedule = Callable[[int], float]
 
 
-def make(config: Any, total: int | None, dataset: int | None, batch: int | Fraction, scaled: float = 1.0) -> Schedule:
+def make(config: Any, total: int | None, steps: Callable[[Duration], int], scaled: float = 1.0) -> Schedule:
     """The factor for step 0, 1, …, ``total`` - 1.
 
     Args:
         config: one of ``tutti.optim.config.SCHEDULES``.
         total: steps in the run; None where only the end of a stream will tell.
-        dataset, batch: samples in an epoch (None as above) and in a global batch, which durations are counted in.
+        steps: how many steps a duration from the beginning of the run is.
         scaled: by how much a learning-rate rule has raised the initial rate; the warm-up starts where it was before.
 
     Raises UsageError for a schedule that needs what is not known.
@@ -35,11 +34,11 @@ def make(config: Any, total: int | None, dataset: int | None, batch: int | Fract
             f"the schedule {type(config).__name__.lower()} falls over the whole run, whose length is not known",
             remedy="give --steps or --samples, or the data set __len__",
         )
-    warmup = Duration.parse(config.warmup).steps(dataset, batch)
+    warmup = steps(Duration.parse(config.warmup))
     start = config.warmup_from
     if start is None:
         start = 1 / scaled if scaled > 1 else 0.0
-    milestones = tuple(Duration.parse(m).steps(dataset, batch) for m in getattr(config, "milestones", ()))
+    milestones = tuple(steps(Duration.parse(m)) for m in getattr(config, "milestones", ()))
 
     def factor(step: int) -> float:
         if step < warmup:

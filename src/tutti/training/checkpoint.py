@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 _POLL = 0.005
 # A network file system may show what another host has made a little later.
 _APPEARS = 5.0
-_MUST_AGREE = ("workers", "global_batch_size", "training_samples", "seed", "optimizer_class")
+_MUST_AGREE = ("workers", "global_batch_size", "batch_growth", "training_samples", "seed", "optimizer_class")
 
 
 class Checkpoints:

@@ -8,6 +8,8 @@ from typing import Literal
 
 from tutti.errors import UsageError
 from tutti.laws.averaging import Averaging
+from tutti.laws.growth import Growth
+from tutti.optim.config import check_schedule
 from tutti.optim.scaling import Adaptive, check_rule
 from tutti.spec import Duration
 from tutti.training.best import Best
@@ -31,6 +33,7 @@ class TrainConfig:
         workers: logical replicas, part of the algorithm; default: devices.
         devices: processes or GPUs P, only speed; ``auto``: every GPU here, or one process.
         batch_size: samples in one *global* batch, over all workers.
+        batch_growth: larger batches instead of a smaller rate, ``milestones=30ep+60ep,factor=5``.
         micro_batch: most samples in one forward pass; default: no limit.
         identical_batches: every worker draws worker 0's samples, a well-known mistake.
         epochs, steps, samples: how long, at most one of the three; default: 3 epochs.
@@ -79,6 +82,7 @@ class TrainConfig:
     workers: int | None = None
     devices: str = "auto"
     batch_size: int = 64
+    batch_growth: str | None = None
     micro_batch: int | None = None
     identical_batches: bool = False
     epochs: float | None = None
@@ -165,6 +169,7 @@ class TrainConfig:
         self.every("checkpoint_every")
         self.averaging()
         self.best()
+        self.growth()
 
     def limits(self) -> Limits:
         """How long a rank may show no progress. Raises UsageError."""
@@ -215,6 +220,34 @@ class TrainConfig:
     def averaging(self) -> Averaging | None:
         """The average of the weights that is kept. Raises UsageError."""
         return None if self.ema is None or self.ema == "none" else Averaging.parse(self.ema)
+
+    def growth(self) -> Growth | None:
+        """How the batch grows. Raises UsageError, also where another option undoes what it is for."""
+        if self.batch_growth is None or self.batch_growth == "none":
+            return None
+        growth = Growth.parse(self.batch_growth)
+        growth.most(self.batch_size, None)
+        if self.regime_batch is not None:
+            raise UsageError(
+                "--batch-growth does not go with --regime-batch",
+                why="one is for fewer updates, the other for as many as with a small batch",
+                remedy="leave out one of the two",
+            )
+        if isinstance(check_rule(self.lr_scale), Adaptive):
+            raise UsageError(
+                "--batch-growth does not go with --lr-scale adascale",
+                why="adascale measures the rate for a batch that stays N times one worker's",
+                remedy="leave out one of the two",
+            )
+        for milestone in getattr(check_schedule(self.schedule), "milestones", ()):
+            duration = Duration.parse(milestone)
+            if duration.unit == "ep" and duration.value in growth.epochs:
+                raise UsageError(
+                    f"at {duration} the batch grows and the schedule lowers the rate",
+                    why="the batch grows instead of that: the noise would fall twice",
+                    remedy="take --schedule constant, or other milestones",
+                )
+        return growth
 
     def best(self) -> Best | None:
         """What makes a checkpoint the best. Raises UsageError."""

@@ -35,6 +35,7 @@ def identity(run: Run) -> dict[str, Any]:
     known: dict[str, Any] = {
         "workers": contract.workers,
         "global_batch_size": contract.batch,
+        "batch_growth": None if run.feed.epochs.growth is None else str(run.feed.epochs.growth),
         "training_samples": contract.dataset,
         "seed": run.feed.seed,
     }

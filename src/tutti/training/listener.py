@@ -17,7 +17,7 @@ class Header:
         title: one line: task, strategy, optimizer.
         derived: the batch contract and all other derived numbers, in the order to print them.
         total_steps: steps in the whole run; None where only the end of a stream will tell.
-        steps_per_epoch: steps in one epoch; None as above.
+        steps_per_epoch: steps in one epoch; None as above, and where the batch grows.
     """
 
     title: str

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from tutti.data.contract import BatchContract
+from tutti.data.epochs import Epochs
 from tutti.data.source import Source
 from tutti.errors import CheckpointError, Preempted
 from tutti.optim.loss_scale import LossScale
@@ -176,7 +176,7 @@ def train(
     """
     listener.started(header)
     contract = run.feed.contract
-    total = math.inf if run.adascale is not None else _samples(plan.total, contract)
+    total = math.inf if run.adascale is not None else _samples(plan.total, run.feed.epochs)
     speed = Speed(total, run.samples, run.setting.compile != "none")
     to_evaluate, to_save = (Due(every, plan.total, run) for every in (plan.evaluate, plan.save))
     evaluated, skipped = None, 0
@@ -225,11 +225,11 @@ def _look(window: Window | None, speed: Speed) -> None:
         speed.pause(start)
 
 
-def _samples(total: Length, contract: BatchContract) -> float:
+def _samples(total: Length, epochs: Epochs) -> float:
     """Samples in the whole run; infinite where only the end of a stream will tell."""
     if isinstance(total, Duration):
         return total.value if total.unit == "sa" else math.inf
-    return contract.consumed(total) if contract.dataset is not None else total * contract.batch
+    return epochs.consumed(total) if epochs.first.dataset is not None else total * epochs.first.batch
 
 
 def _report(run: Run, epoch: int, speed: Speed, means: Means, listener: Listener) -> int:

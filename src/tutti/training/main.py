@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from torch import nn
 
 from tutti.data.adapt import adapt
-from tutti.data.contract import BatchContract
+from tutti.data.epochs import Epochs
 from tutti.data.source import Source
 from tutti.errors import Preempted, UsageError
 from tutti.optim.config import check_schedule
@@ -28,6 +29,7 @@ from tutti.tasks.task import Task
 from tutti.training.checkpoint import Checkpoints
 from tutti.training.config import TrainConfig
 from tutti.training.events import TensorBoard
+from tutti.training.growing import of_model, of_plan, said_elsewhere
 from tutti.training.header import derived, identity, title
 from tutti.training.initial import begin_with
 from tutti.training.listener import Header, Listener, Listeners
@@ -54,18 +56,19 @@ def main(task: str, config: TrainConfig, directory: str | None) -> int:
     chosen = table.load(task, data=config.data, model=config.model, augment=config.augment)
     model = chosen.model()
     size = sum(p.numel() for p in model.parameters())
-    run = _prepare(chosen, model, config, world)
-    contract = run.feed.contract
-    plan, total = _plan(config, contract)
-    run.lr_factor = _schedule(config, contract, total)
+    with said_elsewhere():
+        run = _prepare(chosen, model, config, world)
+    epochs = run.feed.epochs
+    plan, total = _plan(config, epochs)
+    run.lr_factor = _schedule(config, epochs, total)
     held_out = _held_out(chosen, task, config)
     facts = identity(task, config, run, world, size, threads)
     # An attempt that the launcher started anew continues as --resume would.
     again = config.resume is not None or world.identity.attempt > 0
     place = _place(run, directory)
     listeners = Listeners(())
-    # What is to be told before anybody listens: which checkpoints were passed over.
-    early: list[str] = []
+    # What is to be told before anybody listens: which checkpoints were passed over, too.
+    early = [*of_model(epochs, model, config.batch_norm), *of_plan(epochs, config, total)]
     try:
         with stopping(run) as reason:
             saver = _saver(run, place, world, config, facts, early.append)
@@ -81,7 +84,7 @@ def main(task: str, config: TrainConfig, directory: str | None) -> int:
             steps = total if run.adascale is None else None
             window = _window(config, run, steps, place, again, listeners)
             lines = {**derived(chosen, config, run, world, total, facts), **origin}
-            header = Header(title(task, config), lines, steps, contract.steps_per_epoch if contract.dataset else None)
+            header = Header(title(task, config), lines, steps, _per_epoch(epochs))
             means = Means.saved(restored) if restored else None
             result = train(run, plan, held_out, header, listeners, saver, means, window)
         listeners.finished({**facts, **result, "exit_code": 0})
@@ -106,17 +109,27 @@ def _place(run: Run, directory: str | None) -> str | None:
     return None if place is None else str(place)
 
 
-def _schedule(config: TrainConfig, contract: BatchContract, total: int | None) -> Schedule:
-    scaled = check_rule(config.lr_scale).factor(contract.batch)
-    counted = _counted(config, contract)
-    return make_schedule(check_schedule(config.schedule), total, contract.dataset, counted, scaled)
+def _schedule(config: TrainConfig, epochs: Epochs, total: int | None) -> Schedule:
+    scaled = check_rule(config.lr_scale).factor(epochs.first.batch)
+    return make_schedule(check_schedule(config.schedule), total, _steps(config, epochs), scaled)
 
 
-def _counted(config: TrainConfig, contract: BatchContract) -> int | Fraction:
-    """Samples in one of the batches that the run's length, milestones and warm-up are counted in."""
+def _steps(config: TrainConfig, epochs: Epochs) -> Callable[[Duration], int]:
+    """How many steps a duration is, which may be counted in batches of another size.
+
+    Regime adaptation: Hoffer et al. 2017, arXiv 1705.08741, §5. AdaScale counts the steps of one worker with its own
+    batch, which those of the run are worth.
+    """
+    batch: int | Fraction | None = config.regime_batch
     if isinstance(check_rule(config.lr_scale), Adaptive):
-        return Fraction(contract.batch, contract.workers)
-    return config.regime_batch or contract.batch
+        batch = Fraction(epochs.first.batch, epochs.first.workers)
+    return epochs.steps if batch is None else partial(Duration.steps, dataset=epochs.first.dataset, batch=batch)
+
+
+def _per_epoch(epochs: Epochs) -> int | None:
+    """Steps in every epoch; None where they differ or nobody knows."""
+    alike = epochs.growth is None and epochs.first.dataset is not None
+    return epochs.first.steps_per_epoch if alike else None
 
 
 def _listeners(directory: str, config: TrainConfig, task: str, resumed: int | None) -> list[Listener]:
@@ -145,16 +158,16 @@ def _window(
     return None
 
 
-def _plan(config: TrainConfig, contract: BatchContract) -> tuple[Plan, int | None]:
-    """How long and how often; and how many steps that is, or None where only the end of a stream will tell.
-
-    Regime adaptation (Hoffer et al. 2017, arXiv 1705.08741, §5) and AdaScale count how long in batches of another size;
-    the steps of AdaScale are those that the run's own are worth.
-    """
+def _plan(config: TrainConfig, epochs: Epochs) -> tuple[Plan, int | None]:
+    """How long and how often; and how many steps that is, or None where only the end of a stream will tell."""
+    dataset = epochs.first.dataset
 
     def count(duration: Duration, option: str) -> Length:
-        if contract.dataset is not None or duration.unit == "st":
-            return max(1, duration.steps(contract.dataset, contract.batch))
+        if duration.unit == "st" or (dataset is not None and epochs.growth is None):
+            return max(1, epochs.steps(duration))
+        if dataset is not None:
+            # The same number of samples is another number of steps once the batch has grown.
+            return Duration(max(1, round(duration.value * (dataset if duration.unit == "ep" else 1))), "sa")
         if duration.unit == "ep" and duration.value != int(duration.value):
             raise UsageError(
                 f"{duration} of a stream of unknown length cannot be counted",
@@ -165,11 +178,11 @@ def _plan(config: TrainConfig, contract: BatchContract) -> tuple[Plan, int | Non
 
     length, every = config.length(), (config.every("eval_every"), config.every("checkpoint_every"))
     evaluate, save = (duration and count(duration, "how often") for duration in every)
-    counted = _counted(config, contract)
-    if contract.dataset is not None or counted != contract.batch:
-        total = length.steps(contract.dataset, counted)
+    adaptive = isinstance(check_rule(config.lr_scale), Adaptive)
+    if dataset is not None or config.regime_batch or adaptive:
+        total = _steps(config, epochs)(length)
         return Plan(total, evaluate, save), total
-    steps = None if length.unit == "ep" else length.steps(None, contract.batch)
+    steps = None if length.unit == "ep" else epochs.steps(length)
     return Plan(count(length, "how long"), evaluate, save), steps
 
 
@@ -222,6 +235,7 @@ def _prepare(task: Task, model: nn.Module, config: TrainConfig, world: World) ->
         strategy=config.strategy,
         workers=config.workers,
         batch_size=config.batch_size,
+        batch_growth=config.growth(),
         micro_batch=config.micro_batch,
         precision=config.precision,
         loss_scale=config.loss_scale,

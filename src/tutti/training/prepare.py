@@ -15,6 +15,7 @@ from tutti.comm.communicator import Communicators, everybody
 from tutti.data.adapt import adapt_training
 from tutti.data.batches import placer
 from tutti.data.contract import BatchContract
+from tutti.data.epochs import Epochs
 from tutti.data.feed import Feed
 from tutti.data.loader import Prefetch
 from tutti.data.reading import make_reader
@@ -22,6 +23,7 @@ from tutti.data.source import Source
 from tutti.data.stream import Stream
 from tutti.errors import UsageError
 from tutti.laws.averaging import Averaging
+from tutti.laws.growth import Growth
 from tutti.nn.config import Ghost as GhostConfig
 from tutti.nn.config import check_batch_norm
 from tutti.nn.ghost import convert
@@ -31,6 +33,7 @@ from tutti.optim.noise import check_noise
 from tutti.optim.scaling import Adaptive, check_rule
 from tutti.strategies import Choice
 from tutti.training.gate import gate
+from tutti.training.growing import growing
 from tutti.training.initial import begin_with
 from tutti.training.optimizers import belongs, describe, factory, same_kernels
 from tutti.training.run import Run
@@ -51,6 +54,7 @@ def prepare(
     strategy: str = "mirrored",
     workers: int | None = None,
     batch_size: int = 128,
+    batch_growth: Growth | str | None = None,
     micro_batch: int | None = None,
     precision: str | None = None,
     loss_scale: str | None = None,
@@ -84,6 +88,8 @@ def prepare(
         strategy: ``name:key=value``.
         workers: logical replicas N; default: the data ranks.
         batch_size: samples of the *global* batch.
+        batch_growth: ``milestones=30ep+60ep,factor=5``: there the batch is multiplied by the factor, up to a tenth of
+            the data set or ``largest=N``, and from then on the rate divided by it, within the update alone.
         micro_batch: largest number of samples in one forward pass.
         precision: fp32, bf16 or fp16 (autocast) or fp64; default: as the model is, without autocast.
         loss_scale: a number or ``dynamic:key=value``; default: dynamic for fp16, else none.
@@ -123,6 +129,7 @@ def prepare(
     _check_trainable(model)
     sizes = (batch_size, workers or grid.data_ranks, grid.data_ranks, micro_batch)
     contract = BatchContract(_count(data), *sizes, identical_batches)
+    epochs = growing(contract, batch_growth, model, batch_norm, adaptive)
     if reproducible:
         torch.set_num_threads(1)
     scale, noise = _scale(loss_scale, precision, loss_fn), check_noise(gradient_noise, batch_size, adaptive)
@@ -136,7 +143,7 @@ def prepare(
         f"compile {compiled}, activation_checkpointing {_named(activation_checkpointing)}",
         f"ema {averaging}, {'given' if init_from is not None else 'own'} initial weights",
     ]
-    told = [*_settings(choice, contract, precision, clip, reproducible, seed), *told, *describe(optimizer, lr_scale)]
+    told = [*_settings(choice, epochs, precision, clip, reproducible, seed), *told, *describe(optimizer, lr_scale)]
     everybody(world).agree(told, "the configuration", "call tutti.prepare with the same arguments on every rank")
     comms = Communicators(world, grid)
     setting = Setting(
@@ -150,8 +157,8 @@ def prepare(
     sink = exchange.attach(replica, make_optimizer)
     same_kernels(comms.world, optimizer, exchange.optimizers)
     prefetch = Prefetch(data_workers, identity.rank, world.timeout)
-    reader = make_reader(data, contract, grid.data_rank, seed, comms, prefetch)
-    feed = Feed(reader, contract, grid.data_rank, seed, placer(world.device, dtype, channels_last), prefetch)
+    reader = make_reader(data, epochs, grid.data_rank, seed, comms, prefetch)
+    feed = Feed(reader, epochs, grid.data_rank, seed, placer(world.device, dtype, channels_last), prefetch)
     loss = _cast(loss_fn, world.device.type, precision)
     average = strategies.average(replica, setting)
     run = Run(replica, exchange, sink, feed, loss, setting, max_nonfinite, average, scale)
@@ -233,12 +240,14 @@ def _precise(model: nn.Module, precision: str | None, channels_last: bool) -> to
 
 
 def _settings(
-    choice: Choice, contract: BatchContract, precision: str | None, clip: float | None, reproducible: bool, seed: int
+    choice: Choice, epochs: Epochs, precision: str | None, clip: float | None, reproducible: bool, seed: int
 ) -> list[str]:
+    contract = epochs.first
     return [
         f"strategy {choice.name} {choice.layout} {choice.exchange}",
         f"{contract.workers} workers",
         f"a global batch of {contract.batch}, micro-batches of {contract.micro}, identical {contract.identical}",
+        f"batch growth {epochs.growth}",
         f"{contract.dataset} training samples",
         f"precision {precision}, clip {clip}, reproducible {reproducible}, seed {seed}",
     ]

@@ -86,7 +86,7 @@ class Steps:
         self.adascale: AdaScale | None = None
         self.agreed: Agreed | None = None
         self.updated: Update | None = None
-        self._nonfinite = 0
+        self._nonfinite, self._rate = 0, 1.0
         self._drawn: Part | None = None
         self._resumed: Position | None = None
         self._cell: Cell | None = None
@@ -99,8 +99,14 @@ class Steps:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Global batches in an epoch. Raises UsageError for a stream whose length is not known."""
-        return self.feed.contract.steps_per_epoch
+        """Global batches in an epoch. Raises UsageError for a stream of unknown length, and where the batch grows."""
+        if self.feed.epochs.growth is not None:
+            raise UsageError("the batch grows, and epochs have fewer steps", remedy="call run.steps_of(epoch)")
+        return self.steps_of(0)
+
+    def steps_of(self, epoch: int) -> int:
+        """Global batches in this epoch, from 0. Raises UsageError for a stream whose length is not known."""
+        return self.feed.epochs.at(epoch).steps_per_epoch
 
     @property
     def progress(self) -> int:
@@ -120,7 +126,7 @@ class Steps:
         where the data are a stream: ranks read in step.
         """
         start = self._start(number) if start is None else start
-        self.within = number
+        self.within, self._rate = number, self.feed.epochs.phase(number).rate
         parts = iter(()) if start is None else self.feed.read(number, start)
         while (part := self._draw(parts)) is not None:
             self._drawn = part
@@ -268,10 +274,21 @@ class Steps:
     @contextmanager
     def _open_gate(self) -> Iterator[None]:
         self._stepping = True
+        rates = self._divided() if self._rate != 1 and self.lr_factor is None else []
         try:
             yield
         finally:
             self._stepping = False
+            for group, rate in rates:
+                group["lr"] = rate
+
+    def _divided(self) -> list[tuple[dict[str, Any], Any]]:
+        """Divide the caller's learning rates, for one update, by what the batch could not grow; what they were."""
+        given = self.exchange.optimizers if self.optimizer is None else (self.optimizer,)
+        rates = [(group, group["lr"]) for optimizer in given for group in optimizer.param_groups]
+        for group, rate in rates:
+            group["lr"] = rate * self._rate
+        return rates
 
     def _cells(self, batch: Batch, tick: Tick) -> list[tuple[int, list[Cell]]]:
         noise = 0.0 if self.noise is None else self.noise.sigma(tick.samples)
@@ -279,8 +296,12 @@ class Steps:
 
     def _tick(self) -> Tick:
         """What is the same for all workers in the step that begins."""
+        if self._drawn is None and self.feed.epochs.growth is not None:
+            raise UsageError(
+                "a batch of your own does not grow", remedy="loop over run.epoch(), or leave batch_growth out"
+            )
         samples = self.feed.contract.batch if self._drawn is None else self._drawn.samples
-        factor = self.lr_factor(self.progress) if self.lr_factor is not None else None
+        factor = self.lr_factor(self.progress) * self._rate if self.lr_factor is not None else None
         scale = self.loss_scale.value if self.loss_scale is not None else 1.0
         self._tick_now = Tick(self.clock, samples, factor, self._stop, scale)
         return self._tick_now
