@@ -16,7 +16,7 @@ IMPORT_NAMES = {"pillow": "PIL", "scikit-learn": "sklearn", "tomli-w": "tomli_w"
 
 def fresh(code: str) -> str:
     """What ``code`` prints in a new interpreter; its error, where it fails, is this test's."""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
