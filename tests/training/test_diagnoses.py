@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import copy
-import io
 import os
 import pickle
+import random
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -33,8 +34,8 @@ def rows(count: int = SAMPLES, seed: int = 1) -> Tensor:
 
 def model(norm: bool = False) -> nn.Sequential:
     torch.manual_seed(0)
-    middle = nn.BatchNorm1d(4) if norm else nn.Tanh()
-    return nn.Sequential(nn.Linear(3, 4), middle, nn.Dropout(0.2), nn.Linear(4, 1))
+    middle = nn.BatchNorm1d(4) if norm else nn.Dropout(0.2)
+    return nn.Sequential(nn.Linear(3, 4), middle, nn.Linear(4, 1))
 
 
 def mean(net: Any, batch: Any) -> Tensor:
@@ -248,7 +249,6 @@ def copied(run: Any) -> None:
         other.load_state_dict(run.state())
         other.eval()(rows(5))
         other.state_dict()
-    torch.save(run.model[1], io.BytesIO())
 
 
 def proper(run: Any) -> None:
@@ -265,15 +265,16 @@ def normalised(then: Any, own: bool, norm: bool = True, frozen: bool = False, wo
     run = prepare(None if own else mean, norm=norm, workers=workers)
     if frozen:
         run.model[1].eval()
-    for number, batch in enumerate(run.cells(0) if own else run.epoch(0)):
+    for batch in run.cells(0) if own else run.epoch(0):
         if own:
-            with torch.no_grad():
-                run.model[0].eval()(batch)
+            # A teacher, say: in its turn a worker uses what is its own.
+            alone(run)
+            run.model[1].train(not frozen)
             run.backward(mean(run.model, batch))
             run.optimizer.step()
         else:
             run.step(batch)
-        if own and run.stepped and number < 12:
+        if own and run.stepped and run.clock == 3:
             then(run)
             run.model[1].train(not frozen)
     then(run)
@@ -294,6 +295,36 @@ def test_statistics_that_are_everybodys_are_nobodys_alone(ranks: int) -> None:
         assert names(ranks, partial(normalised, alone, own, norm=False)) == []
         assert names(ranks, partial(normalised, alone, own, frozen=True)) == []
     assert names(1, partial(normalised, alone, True, workers=1)) == []
+
+
+class Counter(nn.Module):
+    """Counts its calls, in evaluation too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, values: Tensor) -> Tensor:
+        self.calls.add_(1)  # type: ignore[operator]
+        return values
+
+
+def drawing(net: Any, batch: Any) -> Tensor:
+    return mean(net, batch) * (1 + random.random() + np.random.rand() + torch.rand(()))
+
+
+def watched(looking: bool) -> tuple[str, float, float]:
+    net = model(norm=True).append(Counter())
+    run = tutti.prepare(net, "sgd:lr=0.1", rows(), drawing, workers=WORKERS, batch_size=BATCH)
+    random.seed(1)
+    np.random.seed(1)
+    run.checks.looking = looking
+    steps(run)
+    return run.weights_sha256(), random.random(), np.random.rand()
+
+
+def test_looking_changes_no_weight_no_statistic_and_no_draw() -> None:
+    assert worlds.run(1, watched, looking=True) == worlds.run(1, watched, looking=False)
 
 
 # --- padded-evaluation ----------------------------------------------------------------------------------------------
