@@ -78,9 +78,6 @@ def names(ranks: int, what: Callable[[], Any]) -> list[str]:
     return [text.split(":")[0] for text in first]
 
 
-# --- same-data ------------------------------------------------------------------------------------------------------
-
-
 class Stream(IterableDataset[Any]):
     def __init__(self, first: int, by: int) -> None:
         self.first, self.by = first, by
@@ -139,9 +136,6 @@ def test_workers_of_one_device_that_draw_the_same(ranks: int) -> None:
     assert names(ranks, identical) == ["same-data"]
 
 
-# --- fast-schedule --------------------------------------------------------------------------------------------------
-
-
 def cosine(optimizer: Any) -> LRScheduler:
     return CosineAnnealingLR(optimizer, 100)
 
@@ -178,9 +172,6 @@ def test_a_schedule_that_steps_once_a_micro_batch(make: Callable[[Any], LRSchedu
     assert names(1, partial(scheduled, make, True)) == []
     assert names(3, partial(scheduled, make, True, micro=2)) == []
     assert names(4, partial(scheduled, make, False)) == [], "one worker a rank: once a global batch"
-
-
-# --- loss-denominator -----------------------------------------------------------------------------------------------
 
 
 def total(net: Any, batch: Any) -> Tensor:
@@ -228,9 +219,6 @@ def test_a_loss_over_another_number_than_its_samples(loss: Any, fires: int) -> N
 def test_the_loss_of_an_evaluation() -> None:
     assert names(2, partial(evaluated, total)) == ["loss-denominator"]
     assert names(2, partial(evaluated, counted)) == []
-
-
-# --- one-rank-statistics --------------------------------------------------------------------------------------------
 
 
 def alone(run: Any) -> None:
@@ -327,9 +315,6 @@ def test_looking_changes_no_weight_no_statistic_and_no_draw() -> None:
     assert worlds.run(1, watched, looking=True) == worlds.run(1, watched, looking=False)
 
 
-# --- padded-evaluation ----------------------------------------------------------------------------------------------
-
-
 def held_out(kind: str, count: int) -> Any:
     data = TensorDataset(rows(count, 2))
     if kind == "whole":
@@ -355,9 +340,6 @@ def test_held_out_samples_that_are_not_each_there_once(ranks: int) -> None:
     for kind in ("whole", "few values"):
         assert names(ranks, partial(scored, kind, 50)) == []
         assert names(ranks, partial(scored, kind, 3)) == []
-
-
-# --- far-rate, few-updates ------------------------------------------------------------------------------------------
 
 
 def rated(rate: float, **options: Any) -> None:
@@ -392,9 +374,6 @@ def test_few_updates_of_a_large_batch() -> None:
         assert names(ranks, partial(many, 4)) == ["few-updates"]
         assert names(ranks, partial(many, 1)) == [], "few with one worker's batch as well"
         assert names(ranks, partial(many, 30)) == []
-
-
-# --- how it is told -------------------------------------------------------------------------------------------------
 
 
 def silenced() -> list[str]:
