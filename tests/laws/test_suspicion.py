@@ -38,6 +38,7 @@ def test_few_updates_need_a_large_batch_of_many_workers() -> None:
     assert not laws.too_few_updates(100, 10_000, 100, 4), "a short run with a small batch"
     assert not laws.too_few_updates(200, 1000, 100, 4)
     assert not laws.too_few_updates(20, 1000, 100, 4), "short with one worker's batch, too"
+    assert not laws.too_few_updates(80, 450, 64, 4), "a toy"
 
 
 def test_a_sum_that_is_not_finite_is_none() -> None:

@@ -245,8 +245,9 @@ def proper(run: Any) -> None:
     run.weights_sha256()
 
 
-def nothing(run: Any) -> None:
-    pass
+def again(run: Any) -> None:
+    """The model is another run's now."""
+    tutti.prepare(run.model, "sgd:lr=0.1", rows(), mean, workers=WORKERS).evaluate(rows(50, 2))
 
 
 def normalised(then: Any, own: bool, norm: bool = True, frozen: bool = False, workers: int = WORKERS) -> None:
@@ -262,7 +263,7 @@ def normalised(then: Any, own: bool, norm: bool = True, frozen: bool = False, wo
             run.optimizer.step()
         else:
             run.step(batch)
-        if own and run.stepped and run.clock == 3:
+        if own and run.stepped and run.clock == 3 and then is not again:
             then(run)
             run.model[1].train(not frozen)
     then(run)
@@ -280,6 +281,7 @@ def test_statistics_that_are_everybodys_are_nobodys_alone(ranks: int) -> None:
     for own in (True, False):
         assert names(ranks, partial(normalised, proper, own)) == []
         assert names(ranks, partial(normalised, copied, own)) == []
+        assert names(ranks, partial(normalised, again, own)) == []
         assert names(ranks, partial(normalised, alone, own, norm=False)) == []
         assert names(ranks, partial(normalised, alone, own, frozen=True)) == []
     assert names(1, partial(normalised, alone, True, workers=1)) == []
@@ -352,11 +354,8 @@ def warmed_up() -> None:
     next(iter(run.cells(0)))
 
 
-def many(epochs: int) -> None:
-    run = prepare()
-    for epoch in run.epochs(epochs):
-        for batch in run.epoch(epoch):
-            run.step(batch)
+def planned(epochs: int) -> None:
+    prepare(data=rows(1000), batch_size=60).epochs(epochs)
 
 
 def test_a_rate_far_from_the_usual() -> None:
@@ -371,9 +370,9 @@ def test_a_rate_far_from_the_usual() -> None:
 
 def test_few_updates_of_a_large_batch() -> None:
     for ranks in (1, 2):
-        assert names(ranks, partial(many, 4)) == ["few-updates"]
-        assert names(ranks, partial(many, 1)) == [], "few with one worker's batch as well"
-        assert names(ranks, partial(many, 30)) == []
+        assert names(ranks, partial(planned, 4)) == ["few-updates"]
+        assert names(ranks, partial(planned, 1)) == [], "few with one worker's batch as well"
+        assert names(ranks, partial(planned, 30)) == []
 
 
 def silenced() -> list[str]:

@@ -17,6 +17,7 @@ _LARGE = 1024
 _FEW = 200
 _ENOUGH = 100
 _LARGE_PART = 0.05
+_SMALL_SET = 1000
 
 
 def far_from_usual(optimizer: str, rate: float, batch: int, momentum: float = 0.0) -> float | None:
@@ -25,8 +26,8 @@ def far_from_usual(optimizer: str, rate: float, batch: int, momentum: float = 0.
     Far is thirty times too high, where a batch below 256 counts as 256. Of ``sgd`` it is also ten times too low for a
     batch of 1024 or more: a small batch's rate. A low rate of Adam says nothing, for that is how models are fine-tuned.
 
-    >>> far_from_usual("sgd", 0.1, 4096, 0.9), far_from_usual("sgd", 1.6, 4096, 0.9), far_from_usual("adam", 0.1, 64)
-    (1.6, None, 0.001)
+    >>> far_from_usual("sgd", 0.1, 4096, 0.75), far_from_usual("sgd", 1.6, 4096, 0.9), far_from_usual("adam", 0.1, 64)
+    (4.0, None, 0.001)
     """
     growth = max(batch, _BASE) / _BASE
     if optimizer in ("adam", "adamw"):
@@ -44,13 +45,15 @@ def too_few_updates(updates: int, dataset: int, batch: int, workers: int) -> boo
     """Whether it is the batch of all workers that leaves few updates, where one worker's would leave enough.
 
     Few are under 200, in a run whose batch is a twentieth of the data or more; one worker alone would make 100 or more.
+    A data set of under 1,000 samples is a toy, and says nothing.
     Smith et al. 2018, arXiv 1711.00489, stop growing the batch at a tenth; Hoffer et al. 2017, arXiv 1705.08741, find
     that as many updates bring the accuracy back.
 
     >>> too_few_updates(156, 50_000, 4096, 8), too_few_updates(1176, 50_000, 512, 8), too_few_updates(9, 50_000, 64, 1)
     (True, False, False)
     """
-    return updates < _FEW and updates * workers >= _ENOUGH and workers > 1 and batch >= _LARGE_PART * dataset
+    few = workers > 1 and updates < _FEW and updates * workers >= _ENOUGH
+    return few and dataset >= _SMALL_SET and batch >= _LARGE_PART * dataset
 
 
 def equal_pairs(digests: Sequence[int | None]) -> list[tuple[int, int]]:

@@ -10,6 +10,7 @@ import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -40,6 +41,9 @@ _FEW = 4
 _BEGINNING = range(16, 33)
 """Samples at the beginning of a held-out set that are compared with its end; with fewer, equality may be chance."""
 
+# Hooks of the models that are watched: a model that is prepared again is the new run's.
+_WATCHED: WeakKeyDictionary[nn.Module, list[Any]] = WeakKeyDictionary()
+
 
 class Rate(NamedTuple):
     """Of a parameter group: its optimizer's name, the highest rate that is known, momentum."""
@@ -67,7 +71,8 @@ class Checks:
         self._first: dict[int, list[str]] = {worker: [] for worker in run.setting.mine}
         self._rates = rates(run.exchange.optimizers)
         self._evaluated = self._aside = False
-        self._hook: Any = None
+        for hook in _WATCHED.pop(run.model, ()):
+            hook.remove()
 
     # --- the first steps -------------------------------------------------------------------------------------------
 
@@ -228,13 +233,15 @@ class Checks:
             return
         merged = run.exchange.merged()
         if self._speaks and any(not torch.allclose(slot.get(), merged[slot.name]) for slot in slots):
-            self._hook = run.model.register_forward_pre_hook(Hook(self._evaluates))
-            run.model.register_state_dict_post_hook(Hook(self._saves))
+            _WATCHED[run.model] = [
+                run.model.register_forward_pre_hook(Hook(self._evaluates)),
+                run.model.register_state_dict_post_hook(Hook(self._saves)),
+            ]
 
     def _evaluates(self, model: nn.Module) -> None:
         # Within a batch a worker has its turn, and uses what is its own.
         if not (model.training or self._aside or self._run.within_batch):
-            self._hook.remove()
+            _WATCHED[model][0].remove()
             self.diagnoses.report("one-rank-statistics", "the model is evaluated by itself", self._run.clock)
 
     def _saves(self, model: nn.Module) -> None:
