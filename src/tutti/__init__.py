@@ -27,6 +27,7 @@ _HOME = {
     ),
     "prepare": "tutti.training.prepare",
     "Run": "tutti.training.run",
+    "DiagnosisWarning": "tutti.training.diagnoses",
     "Task": "tutti.tasks.task",
 }
 
@@ -34,6 +35,7 @@ __all__ = [*_HOME]
 
 if TYPE_CHECKING:
     from tutti.tasks.task import Task as Task
+    from tutti.training.diagnoses import DiagnosisWarning as DiagnosisWarning
     from tutti.training.prepare import prepare as prepare
     from tutti.training.run import Run as Run
     from tutti.world.context import cross_rank as cross_rank

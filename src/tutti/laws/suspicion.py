@@ -6,90 +6,81 @@ They warn and never refuse. The bounds are wide on purpose: a run that is merely
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-# Optimizer → (rate, batch that it is commonly used with, power of the batch in its rule): Goyal et al. 2017, arXiv
-# 1706.02677, for SGD with momentum; Kingma and Ba 2015, arXiv 1412.6980, and the square-root rule for Adam. A guess.
-_USUAL: Mapping[str, tuple[float, int, float]] = {
-    "sgd": (0.1, 256, 1.0),
-    "adam": (1e-3, 256, 0.5),
-    "adamw": (1e-3, 256, 0.5),
-}
-_FAR = 10.0
+# Goyal et al. 2017, arXiv 1706.02677: SGD with momentum 0.9, linear in the batch; Kingma and Ba 2015, arXiv 1412.6980,
+# with the square-root rule: Adam. How far is far is a guess.
+_BASE = 256
+_ABOVE = 30.0
+_BELOW = 10.0
+_LARGE = 1024
 _FEW = 200
+_ENOUGH = 100
 _LARGE_PART = 0.05
+_SMALL_SET = 1000
 
 
-def usual_rate(optimizer: str, batch: int, momentum: float = 0.0) -> float | None:
-    """The learning rate that a rule of thumb gives at ``batch``; None where there is no rule.
+def far_from_usual(optimizer: str, rate: float, batch: int, momentum: float = 0.0) -> float | None:
+    """The usual peak learning rate at ``batch`` where ``rate`` is far from it; None where it is not, or has no rule.
 
-    >>> usual_rate("sgd", 512, 0.9), usual_rate("adam", 1024)
-    (0.2, 0.002)
+    Far is thirty times too high, where a batch below 256 counts as 256. Of ``sgd`` it is also ten times too low for a
+    batch of 1024 or more: a small batch's rate. A low rate of Adam says nothing, for that is how models are fine-tuned.
+
+    >>> far_from_usual("sgd", 0.1, 4096, 0.75), far_from_usual("sgd", 1.6, 4096, 0.9), far_from_usual("adam", 0.1, 64)
+    (4.0, None, 0.001)
     """
-    if optimizer not in _USUAL:
+    growth = max(batch, _BASE) / _BASE
+    if optimizer in ("adam", "adamw"):
+        usual = 1e-3 * math.sqrt(growth)
+        return usual if rate > _ABOVE * usual else None
+    if optimizer != "sgd" or rate <= 0:
         return None
-    rate, base, power = _USUAL[optimizer]
-    if optimizer == "sgd":
-        # Momentum m multiplies what a gradient does in the end by 1 / (1 - m); the rule is for m = 0.9.
-        rate *= 0.1 / (1 - momentum) if momentum > 0.9 else 1.0
-    return rate * float((batch / base) ** power)
-
-
-def rate_is_far(rate: float, usual: float | None) -> float | None:
-    """By which factor the rate is off, where that is more than tenfold.
-
-    >>> rate_is_far(0.001, 0.2), rate_is_far(0.1, 0.2), rate_is_far(4.0, 0.2)
-    (0.005, None, 20.0)
-    """
-    if usual is None or rate <= 0:
-        return None
-    factor = rate / usual
-    return factor if not 1 / _FAR <= factor <= _FAR else None
+    # Momentum m multiplies what a gradient does in the end by 1 / (1 - m); the rule is for m = 0.9.
+    usual = (1 - momentum) * growth
+    low = min(usual, 0.1 * growth) / _BELOW if batch >= _LARGE else 0.0
+    return usual if not low <= rate <= _ABOVE * usual else None
 
 
 def too_few_updates(updates: int, dataset: int, batch: int, workers: int) -> bool:
-    """Whether a large batch leaves few updates: under 200 in a run whose batch is a twentieth of the data or more.
+    """Whether it is the batch of all workers that leaves few updates, where one worker's would leave enough.
 
+    Few are under 200, in a run whose batch is a twentieth of the data or more; one worker alone would make 100 or more.
+    A data set of under 1,000 samples is a toy, and says nothing.
     Smith et al. 2018, arXiv 1711.00489, stop growing the batch at a tenth; Hoffer et al. 2017, arXiv 1705.08741, find
     that as many updates bring the accuracy back.
 
     >>> too_few_updates(156, 50_000, 4096, 8), too_few_updates(1176, 50_000, 512, 8), too_few_updates(9, 50_000, 64, 1)
     (True, False, False)
     """
-    return workers > 1 and updates < _FEW and batch >= _LARGE_PART * dataset
+    few = workers > 1 and updates < _FEW and updates * workers >= _ENOUGH
+    return few and dataset >= _SMALL_SET and batch >= _LARGE_PART * dataset
 
 
 def equal_pairs(digests: Sequence[int | None]) -> list[tuple[int, int]]:
-    """Ranks whose data have the same digest; ranks without data have None.
+    """Workers whose data have the same digest; workers of whom nothing can be said have None.
 
     >>> equal_pairs([7, 8, 7, None, None])
     [(0, 2)]
     """
     first: dict[int, int] = {}
     found = []
-    for rank, digest in enumerate(digests):
+    for worker, digest in enumerate(digests):
         if digest is None:
             continue
         if digest in first:
-            found.append((first[digest], rank))
+            found.append((first[digest], worker))
         else:
-            first[digest] = rank
+            first[digest] = worker
     return found
 
 
-def padding(samples: Sequence[int], most: int) -> int:
-    """How many samples at the end are those of the beginning again, as a distributed sampler's padding is.
+def tells(samples: Sequence[str], least: int) -> bool:
+    """Whether samples are so many, and so few of them alike, that the same ones again are no accident.
 
-    Args:
-        samples: digests of samples, in order.
-        most: the longest padding to look for.
-
-    >>> padding([1, 2, 3, 4, 1, 2], 3), padding([1, 2, 3, 4], 3), padding([5, 5, 5, 5], 2)
-    (2, 0, 0)
+    >>> tells("abcdefgh", 8), tells("abcd", 8), tells("abababab", 8)
+    (True, False, False)
     """
-    if len(set(samples)) < len(samples) / 2:
-        return 0  # data that repeats everywhere says nothing
-    return next((k for k in range(min(most, len(samples) // 2), 0, -1) if samples[-k:] == samples[:k]), 0)
+    return len(samples) >= least and len(set(samples)) > len(samples) / 2
 
 
 def is_sum(once: float, twice: float) -> bool:

@@ -214,6 +214,7 @@ def train(
         **_chosen(run, saver),
         **speed.overall(),
         "weights_sha256": run.weights_sha256(),
+        "diagnoses": run.checks.diagnoses.found,
     }
 
 

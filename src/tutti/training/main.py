@@ -79,6 +79,9 @@ def main(task: str, config: TrainConfig, directory: str | None) -> int:
                 listeners = Listeners([terminal_listener(sys.stderr, config), *own])
             for text in early:
                 listeners.warned(text)
+            run.checks.diagnoses.tell = listeners.warned
+            if total is not None and not config.regime_batch:
+                run.checks.planned(total)
             if saver is not None:
                 saver.warn = listeners.warned
             steps = total if run.adascale is None else None

@@ -54,6 +54,8 @@ class Run(Steps):
 
     def epochs(self, number: int) -> range:
         """Those of epochs 0 … number-1 that are left: all, or after ``restore`` from the one that it was saved in."""
+        if self.feed.contract.dataset is not None:
+            self.checks.planned(number * self.steps_per_epoch)
         return range(self.at.epoch if self.within is None else self.within, number)
 
     # --- everything else -------------------------------------------------------------------------------------------
@@ -73,8 +75,11 @@ class Run(Steps):
         source = adapt(source)
         grid, comms = self.setting.grid, self.setting.comms
         self._together(f"evaluation of {len(source)} samples" + " on the average" * averaged)
+        with heartbeat.training.during(Phase.EVALUATE):
+            self.checks.held_out(source, loss)
         parts: dict[int, Totals] = {}
         with (
+            self.checks.aside(),
             heartbeat.training.during(Phase.EVALUATE),
             self.replica.evaluating(self._merged(averaged, as_trained=True)),
         ):

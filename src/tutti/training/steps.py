@@ -17,6 +17,7 @@ from tutti.errors import NonFiniteError, UsageError
 from tutti.optim.adascale import AdaScale
 from tutti.optim.loss_scale import LossScale
 from tutti.optim.noise import Multiplicative
+from tutti.training.checks import Checks
 from tutti.training.step import step
 from tutti.types import (
     Agreed,
@@ -59,6 +60,7 @@ class Steps:
         loss_scale: what the loss is multiplied by for backward; None without loss scaling.
         noise: on the gradient; None without.
         adascale: the gain of each step; None without.
+        checks: what looks for classic mistakes, and what it found.
     """
 
     def __init__(
@@ -96,6 +98,7 @@ class Steps:
         self._stepping = self._stop = self._warm = False
         self.optimizer: Optimizer | None = None
         self.savers: dict[tuple[Path, int], Checkpoints] = {}
+        self.checks = Checks(self)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -221,6 +224,8 @@ class Steps:
                     yield cell.batch
                     if self._cell is not None:
                         raise UsageError("a batch was left without backward", remedy="call run.backward(loss) for each")
+            if self.checks.ended is not None:
+                self.checks.ended()
             if self._complete:
                 raise UsageError(
                     "a global batch was left without a step", remedy="call optimizer.step() after backward"
@@ -249,6 +254,11 @@ class Steps:
         for worker in self._idle:
             self.exchange.enter(worker, self._tick_now)
             self.exchange.leave(worker, None)
+
+    @property
+    def within_batch(self) -> bool:
+        """Whether a global batch has begun and has not been stepped on."""
+        return self._begun or self._stepping
 
     @property
     def stepping(self) -> bool:
@@ -292,7 +302,11 @@ class Steps:
 
     def _cells(self, batch: Batch, tick: Tick) -> list[tuple[int, list[Cell]]]:
         noise = 0.0 if self.noise is None else self.noise.sigma(tick.samples)
-        return self.feed.cells(batch, tick.clock, tick.samples, self.exchange.gradient_over, tick.loss_scale, noise)
+        over = self.exchange.gradient_over
+        work = self.feed.cells(batch, tick.clock, tick.samples, over, tick.loss_scale, noise)
+        if self.checks.looking:
+            self.checks.look(batch, work, None if self._begun else self._loss, given=self._drawn is None)
+        return work
 
     def _tick(self) -> Tick:
         """What is the same for all workers in the step that begins."""
