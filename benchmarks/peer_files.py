@@ -1,0 +1,276 @@
+"""Faults of files, played on tutti's checkpoints and on those of others: the same state, the same damage.
+
+Every save and every load is a process of its own, so that one which crashes is counted like any other.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import random
+import resource
+import shutil
+import signal
+import tempfile
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from soak import small_disk
+from torch import Tensor
+from torch.distributed import checkpoint as dcp
+
+from tutti.errors import CheckpointError
+from tutti.state.folder import newest
+from tutti.state.read import Reader
+from tutti.state.write import Slice, begin, commit, write_part
+
+Tensors = dict[str, Tensor]
+# What a load may come to; the position is the exit code of the process that loads.
+OUTCOMES = ("old", "new", "wrong", "refused")
+LOAD_SECONDS, MOST_MEMORY = 60, 16 << 30
+
+
+def contents(step: int, mib: float) -> Tensors:
+    """The state of ``step``: four matrices of ``mib`` together; other steps have other values."""
+    generator = torch.Generator().manual_seed(step)
+    rows = max(1, int(mib * 2**20 / 4 / 4 / 64))
+    return {f"layer{index}.weight": torch.randn(rows, 64, generator=generator) for index in range(4)}
+
+
+@dataclass(frozen=True)
+class Format:
+    """A way to keep one checkpoint in a folder, as its documentation shows it.
+
+    Attributes:
+        save: the tensors of a step into the folder, where the step before has been saved too.
+        load: the newest there, given tensors of its shapes. Raises where it refuses.
+        forged: what a program that loads reads first.
+    """
+
+    save: Callable[[Tensors, int, Path], object]
+    load: Callable[[Path, Tensors], Tensors]
+    forged: str
+
+
+def _torch_save(tensors: Tensors, step: int, folder: Path) -> None:
+    torch.save(tensors, folder / "state.pt")
+
+
+def _torch_replace(tensors: Tensors, step: int, folder: Path) -> None:
+    torch.save(tensors, folder / "state.pt.tmp")
+    os.replace(folder / "state.pt.tmp", folder / "state.pt")
+
+
+def _torch_load(folder: Path, like: Tensors) -> Tensors:
+    found: Tensors = torch.load(folder / "state.pt")
+    return found
+
+
+def _safetensors(tensors: Tensors, step: int, folder: Path) -> None:
+    save_file(tensors, folder / "state.safetensors")
+
+
+def _dcp_load(folder: Path, like: Tensors) -> Tensors:
+    dcp.load(like, checkpoint_id=folder / "state")
+    return like
+
+
+def _dcp_newest(folder: Path, like: Tensors) -> Tensors:
+    dcp.load(like, checkpoint_id=max(path.parent for path in folder.glob("step-*/.metadata")))
+    return like
+
+
+def _tutti(tensors: Tensors, step: int, folder: Path) -> None:
+    temporary = begin(folder, step, attempt=0)
+    records = write_part(temporary, "model", 0, (Slice.whole(name, tensor) for name, tensor in tensors.items()))
+    commit(temporary, records, step=step, config_sha256="", facts={})
+
+
+def _tutti_load(folder: Path, like: Tensors) -> Tensors:
+    found, broken = newest(folder)
+    if found is None:
+        raise CheckpointError(f"nothing can be loaded: {broken}")
+    return dict(Reader(found).read("model"))
+
+
+FORMATS = {
+    "tutti": Format(_tutti, _tutti_load, "manifest.json"),
+    "torch.save": Format(_torch_save, _torch_load, "state.pt"),
+    "torch.save, os.replace": Format(_torch_replace, _torch_load, "state.pt"),
+    "safetensors": Format(_safetensors, lambda folder, _: load_file(folder / "state.safetensors"), "state.safetensors"),
+    "DCP": Format(lambda t, _, folder: dcp.save(t, checkpoint_id=folder / "state"), _dcp_load, ".metadata"),
+    "DCP, a folder a step": Format(
+        lambda t, step, folder: dcp.save(t, checkpoint_id=folder / f"step-{step}"), _dcp_newest, ".metadata"
+    ),
+}
+
+
+def forked(action: Callable[[], int]) -> int:
+    """What ``action`` returns in a process of its own; -N where signal N ended it."""
+    child = os.fork()
+    if not child:
+        code = OUTCOMES.index("refused")
+        try:
+            warnings.simplefilter("ignore")
+            code = action()
+        except (Exception, SystemExit):
+            pass
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def saved(form: Format, folder: Path, step: int, mib: float) -> bool:
+    """Save ``step``; whether the save said that it has."""
+    return forked(lambda: int(form.save(contents(step, mib), step, folder) is None and 0)) == 0
+
+
+def outcome(form: Format, folder: Path, mib: float) -> str:
+    """What a program that loads the folder gets."""
+
+    def load() -> int:
+        resource.setrlimit(resource.RLIMIT_AS, (MOST_MEMORY, MOST_MEMORY))
+        signal.alarm(LOAD_SECONDS)
+        found = form.load(folder, {name: torch.zeros_like(tensor) for name, tensor in contents(1, mib).items()})
+        for code, step in enumerate((1, 2)):
+            want = contents(step, mib)
+            if found.keys() == want.keys() and all(torch.equal(found[name], want[name]) for name in want):
+                return code
+        return OUTCOMES.index("wrong")
+
+    code = forked(load)
+    return OUTCOMES[code] if 0 <= code < len(OUTCOMES) else "crashed"
+
+
+def files(folder: Path) -> list[Path]:
+    return sorted(file for file in folder.rglob("*") if file.is_file())
+
+
+def kill_in_a_save(form: Format, folder: Path, runs: int, dice: random.Random, mib: float = 32) -> Counter[str]:
+    """kill -9 at a random moment of a save, with the checkpoint before it in place. A save that was over counts not."""
+    found: Counter[str] = Counter()
+    saved(form, folder, 1, mib)
+    began = time.perf_counter()
+    saved(form, folder / _made(folder, "warm"), 2, mib)
+    longest = time.perf_counter() - began
+    for _ in range(20 * runs):
+        if found.total() == runs:
+            break
+        work = folder / _made(folder, "work")
+        saved(form, work, 1, mib)
+        state = contents(2, mib)
+        child = os.fork()
+        if not child:
+            form.save(state, 2, work)
+            os._exit(0)
+        time.sleep(dice.random() * longest)
+        os.kill(child, signal.SIGKILL)
+        if os.WIFSIGNALED(os.waitpid(child, 0)[1]):
+            found[outcome(form, work, mib)] += 1
+        shutil.rmtree(work)
+    return found
+
+
+def _made(folder: Path, name: str) -> str:
+    (folder / name).mkdir()
+    return name
+
+
+def flip_bits(form: Format, folder: Path, runs: int, dice: random.Random, mib: float = 0.125) -> Counter[str]:
+    """One random bit of all bytes of a checkpoint, a hundred times ``runs``. ``old`` means that nothing was changed."""
+    saved(form, folder, 1, mib)
+    content = {file: file.read_bytes() for file in files(folder)}
+    found: Counter[str] = Counter()
+    for file in dice.choices(list(content), [len(data) for data in content.values()], k=100 * runs):
+        flipped = bytearray(content[file])
+        flipped[dice.randrange(len(flipped))] ^= 1 << dice.randrange(8)
+        file.write_bytes(flipped)
+        found[outcome(form, folder, mib)] += 1
+        file.write_bytes(content[file])
+    return found
+
+
+def cut_off(form: Format, folder: Path, runs: int, dice: random.Random, mib: float = 0.125) -> Counter[str]:
+    """Every file of a checkpoint cut off at ``runs`` random places."""
+    saved(form, folder, 1, mib)
+    found: Counter[str] = Counter()
+    for file in files(folder):
+        content = file.read_bytes()
+        for _ in range(runs):
+            file.write_bytes(content[: dice.randrange(len(content))])
+            found[outcome(form, folder, mib)] += 1
+        file.write_bytes(content)
+    return found
+
+
+def fill_the_disk(form: Format, folder: Path, runs: int, dice: random.Random, mib: float = 1.0) -> Counter[str]:
+    """A save while the disk has room for a random part of it; then somebody makes room, and what is there is loaded."""
+    found: Counter[str] = Counter()
+    for _ in range(runs):
+        disk = folder / _made(folder, "disk")
+        with small_disk(disk) as mounted:
+            if not mounted:
+                return found
+            saved(form, disk, 1, mib)
+            page = os.statvfs(disk).f_bsize
+            room = dice.randrange(int(mib * 2**20 / page))
+            (disk / "filler").write_bytes(bytes(page * (os.statvfs(disk).f_bavail - room)))
+            silent = saved(form, disk, 2, mib)
+            (disk / "filler").unlink()
+            found["failed save not told" if silent else outcome(form, disk, mib)] += 1
+        disk.rmdir()
+    return found
+
+
+class Canary:
+    """Unpickled, it leaves a file behind."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, tuple[str, str]]:
+        return open, (str(self.path), "w")
+
+
+def forge(form: Format, folder: Path, runs: int, dice: random.Random, mib: float = 0.125) -> Counter[str]:
+    """A pickle in place of what is read first: was it executed?"""
+    saved(form, folder, 1, mib)
+    found: Counter[str] = Counter()
+    [target] = [file for file in files(folder) if file.name == form.forged]
+    canary = folder.with_name("canary")
+    for _ in range(runs):
+        target.write_bytes(pickle.dumps(Canary(canary)))
+        told = outcome(form, folder, mib)
+        found["executed" if canary.exists() else told] += 1
+        canary.unlink(missing_ok=True)
+    return found
+
+
+FAULTS: dict[str, Callable[[Format, Path, int, random.Random], Counter[str]]] = {
+    "kill -9 in a save": kill_in_a_save,
+    "one bit flipped": flip_bits,
+    "a file cut off": cut_off,
+    "disk full in a save": fill_the_disk,
+    "a forged file": forge,
+}
+
+
+def play(runs: int, seed: int) -> dict[str, dict[str, dict[str, int]]]:
+    """Every fault on every format: how often it came to what."""
+    torch.set_num_threads(1)
+    report: dict[str, dict[str, dict[str, int]]] = {}
+    for fault, act in FAULTS.items():
+        for name, form in FORMATS.items():
+            with tempfile.TemporaryDirectory() as place:
+                folder = Path(place) / _made(Path(place), "checkpoints")
+                found = act(form, folder, runs, random.Random(f"{seed} {fault}"))
+            report.setdefault(fault, {})[name] = dict(found)
+            print(f"{fault:22} {name:24} {dict(found)}", flush=True)
+    return report
