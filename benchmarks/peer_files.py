@@ -15,8 +15,9 @@ import tempfile
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -112,41 +113,58 @@ FORMATS = {
 }
 
 
-def forked(action: Callable[[], int]) -> int:
-    """What ``action`` returns in a process of its own; -N where signal N ended it."""
+def saved(form: Format, folder: Path, step: int, mib: float) -> bool:
+    """Save ``step`` in a process of its own; whether the save said that it has."""
     child = os.fork()
     if not child:
-        code = OUTCOMES.index("refused")
+        warnings.simplefilter("ignore")
         try:
+            form.save(contents(step, mib), step, folder)
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+    return os.waitpid(child, 0)[1] == 0
+
+
+def judged(form: Format, folder: Path, mib: float) -> int:
+    """Which of ``OUTCOMES`` a program that loads the folder gets."""
+    try:
+        found = form.load(folder, {name: torch.zeros_like(tensor) for name, tensor in contents(1, mib).items()})
+    except BaseException:  # DCP's CheckpointException is one
+        return OUTCOMES.index("refused")
+    for code, step in enumerate((1, 2)):
+        want = contents(step, mib)
+        if found.keys() == want.keys() and all(torch.equal(found[name], want[name]) for name in want):
+            return code
+    return OUTCOMES.index("wrong")
+
+
+def outcomes(form: Format, folder: Path, mib: float, changes: Sequence[Callable[[], object]]) -> Counter[str]:
+    """What each change to the folder's files comes to. A process that dies of one is counted, and replaced."""
+    found: list[str] = []
+    while len(found) < len(changes):
+        reader, writer = os.pipe()
+        child = os.fork()
+        if not child:
             warnings.simplefilter("ignore")
-            code = action()
-        except (Exception, SystemExit):
-            pass
-        finally:
-            os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
-def saved(form: Format, folder: Path, step: int, mib: float) -> bool:
-    """Save ``step``; whether the save said that it has."""
-    return forked(lambda: int(form.save(contents(step, mib), step, folder) is None and 0)) == 0
+            resource.setrlimit(resource.RLIMIT_AS, (MOST_MEMORY, MOST_MEMORY))
+            for change in changes[len(found) :]:
+                signal.alarm(LOAD_SECONDS)
+                change()
+                os.write(writer, bytes([judged(form, folder, mib)]))
+            os._exit(0)
+        os.close(writer)
+        with os.fdopen(reader, "rb") as stream:
+            found += [OUTCOMES[code] for code in stream.read()]
+        if os.waitpid(child, 0)[1]:
+            found.append("crashed")
+    return Counter(found)
 
 
 def outcome(form: Format, folder: Path, mib: float) -> str:
     """What a program that loads the folder gets."""
-
-    def load() -> int:
-        resource.setrlimit(resource.RLIMIT_AS, (MOST_MEMORY, MOST_MEMORY))
-        signal.alarm(LOAD_SECONDS)
-        found = form.load(folder, {name: torch.zeros_like(tensor) for name, tensor in contents(1, mib).items()})
-        for code, step in enumerate((1, 2)):
-            want = contents(step, mib)
-            if found.keys() == want.keys() and all(torch.equal(found[name], want[name]) for name in want):
-                return code
-        return OUTCOMES.index("wrong")
-
-    code = forked(load)
-    return OUTCOMES[code] if 0 <= code < len(OUTCOMES) else "crashed"
+    [found] = outcomes(form, folder, mib, [lambda: None])
+    return found
 
 
 def files(folder: Path) -> list[Path]:
@@ -168,8 +186,11 @@ def kill_in_a_save(form: Format, folder: Path, runs: int, dice: random.Random, m
         state = contents(2, mib)
         child = os.fork()
         if not child:
-            form.save(state, 2, work)
-            os._exit(0)
+            warnings.simplefilter("ignore")
+            try:
+                form.save(state, 2, work)
+            finally:
+                os._exit(0)
         time.sleep(dice.random() * longest)
         os.kill(child, signal.SIGKILL)
         if os.WIFSIGNALED(os.waitpid(child, 0)[1]):
@@ -187,31 +208,38 @@ def flip_bits(form: Format, folder: Path, runs: int, dice: random.Random, mib: f
     """One random bit of all bytes of a checkpoint, a hundred times ``runs``. ``old`` means that nothing was changed."""
     saved(form, folder, 1, mib)
     content = {file: file.read_bytes() for file in files(folder)}
-    found: Counter[str] = Counter()
-    for file in dice.choices(list(content), [len(data) for data in content.values()], k=100 * runs):
+
+    def flip(file: Path, bit: int) -> None:
+        restore(content)
         flipped = bytearray(content[file])
-        flipped[dice.randrange(len(flipped))] ^= 1 << dice.randrange(8)
+        flipped[bit // 8] ^= 1 << bit % 8
         file.write_bytes(flipped)
-        found[outcome(form, folder, mib)] += 1
-        file.write_bytes(content[file])
-    return found
+
+    chosen = dice.choices(list(content), [len(data) for data in content.values()], k=100 * runs)
+    bits = [(file, dice.randrange(8 * len(content[file]))) for file in chosen]
+    return outcomes(form, folder, mib, [partial(flip, file, bit) for file, bit in bits])
 
 
 def cut_off(form: Format, folder: Path, runs: int, dice: random.Random, mib: float = 0.125) -> Counter[str]:
     """Every file of a checkpoint cut off at ``runs`` random places."""
     saved(form, folder, 1, mib)
-    found: Counter[str] = Counter()
-    for file in files(folder):
-        content = file.read_bytes()
-        for _ in range(runs):
-            file.write_bytes(content[: dice.randrange(len(content))])
-            found[outcome(form, folder, mib)] += 1
-        file.write_bytes(content)
-    return found
+    content = {file: file.read_bytes() for file in files(folder)}
+
+    def cut(file: Path, place: int) -> None:
+        restore(content)
+        os.truncate(file, place)
+
+    places = [(file, dice.randrange(len(data))) for file, data in content.items() for _ in range(runs)]
+    return outcomes(form, folder, mib, [partial(cut, file, place) for file, place in places])
+
+
+def restore(content: Mapping[Path, bytes]) -> None:
+    for file, data in content.items():
+        file.write_bytes(data)
 
 
 def fill_the_disk(form: Format, folder: Path, runs: int, dice: random.Random, mib: float = 1.0) -> Counter[str]:
-    """A save while the disk has room for a random part of it; then somebody makes room, and what is there is loaded."""
+    """A save of more than there is room for, even in place of the old; then somebody makes room, and all is loaded."""
     found: Counter[str] = Counter()
     for _ in range(runs):
         disk = folder / _made(folder, "disk")
@@ -222,7 +250,7 @@ def fill_the_disk(form: Format, folder: Path, runs: int, dice: random.Random, mi
             page = os.statvfs(disk).f_bsize
             room = dice.randrange(int(mib * 2**20 / page))
             (disk / "filler").write_bytes(bytes(page * (os.statvfs(disk).f_bavail - room)))
-            silent = saved(form, disk, 2, mib)
+            silent = saved(form, disk, 2, 2.5 * mib)
             (disk / "filler").unlink()
             found["failed save not told" if silent else outcome(form, disk, mib)] += 1
         disk.rmdir()
