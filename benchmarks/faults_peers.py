@@ -50,9 +50,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         now, machine = datetime.now(UTC), hardware()
         report: dict[str, Any] = {
             "benchmark": f"peers-{half}", "date": now.isoformat(timespec="seconds"), "runs": given.runs,
-            "seed": given.seed, "hardware": machine, "faults": HALVES[half](given.runs, given.seed),
+            "seed": given.seed, "hardware": machine, "faults": {},
         }  # fmt: skip
-        if given.save:
+        for fault, found in HALVES[half](given.runs, given.seed):
+            report["faults"][fault] = found
+            print(f"{fault}: {json.dumps(found, ensure_ascii=False)}", flush=True)
+            if not given.save:
+                continue
+            # After each, so that a run that is cut short leaves what it has found.
             file = Path(__file__).parent / "results" / f"{now.date()}-peers-{half}.json"
             file.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n")
     return 0

@@ -15,7 +15,7 @@ import tempfile
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -290,15 +290,13 @@ FAULTS: dict[str, Callable[[Format, Path, int, random.Random], Counter[str]]] = 
 }
 
 
-def play(runs: int, seed: int) -> dict[str, dict[str, dict[str, int]]]:
+def play(runs: int, seed: int) -> Iterator[tuple[str, dict[str, dict[str, int]]]]:
     """Every fault on every format: how often it came to what."""
     torch.set_num_threads(1)
-    report: dict[str, dict[str, dict[str, int]]] = {}
     for fault, act in FAULTS.items():
+        by_format = {}
         for name, form in FORMATS.items():
             with tempfile.TemporaryDirectory() as place:
                 folder = Path(place) / _made(Path(place), "checkpoints")
-                found = act(form, folder, runs, random.Random(f"{seed} {fault}"))
-            report.setdefault(fault, {})[name] = dict(found)
-            print(f"{fault:22} {name:24} {dict(found)}", flush=True)
-    return report
+                by_format[name] = dict(act(form, folder, runs, random.Random(f"{seed} {fault}")))
+        yield fault, by_format

@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -41,6 +41,9 @@ class Tally:
 
     def note(self, name: str, value: float) -> None:
         self.figures.setdefault(name, []).append(value)
+
+    def as_json(self) -> dict[str, Any]:
+        return {"came_to": dict(self.came_to), "figures": self.figures}
 
 
 class Job:
@@ -239,21 +242,17 @@ def play_mismatch(case: str, tally: Tally) -> None:
         tally.came_to[told] += 1
 
 
-def play(runs: int, seed: int) -> dict[str, Any]:
+def play(runs: int, seed: int) -> Iterator[tuple[str, dict[str, Any]]]:
     """Every fault ``runs`` times: how often it came to what, and figures."""
-    report: dict[str, Any] = {}
     for case in ("shape", "dtype", "order", "operation", "count"):
         tally = Tally()
         for _ in range(runs):
             play_mismatch(case, tally)
-        report[f"another {case} on one rank"] = tally
-        print(f"another {case}: {dict(tally.came_to)}", flush=True)
+        yield f"another {case} on one rank", tally.as_json()
     want = reference()
     for name, act in FAULTS.items():
         tally, dice = Tally(), random.Random(f"{seed} {name}")
         for _ in range(runs):
             with tempfile.TemporaryDirectory() as folder:
                 act(Path(folder), dice, want, tally)
-        report[name] = tally
-        print(f"{name}: {dict(tally.came_to)} {tally.figures}", flush=True)
-    return {name: {"came_to": dict(tally.came_to), "figures": tally.figures} for name, tally in report.items()}
+        yield name, tally.as_json()
