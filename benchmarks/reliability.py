@@ -218,12 +218,13 @@ def saving(report: Report) -> str:
     rows = []
     for name, part in report["workloads"].items():
         for block, row in part["blocks"].items():
-            interval = f"{row['low']:.3f}–{row['high']:.3f}"
-            rows.append([name, block, f"{row['ms']:.1f}", f"{row['ratio']:.3f}", interval])
-        rows[-1][0] = rows[-2][0] = ""
-        rows[-3][0] = f"{name}, checkpoint of {part['checkpoint_bytes'] / 2**20:.1f} MiB"
+            cells = [f"{row[p + 'ratio']:.3f} [{row[p + 'low']:.3f}–{row[p + 'high']:.3f}]" for p in ("", "cpu_")]
+            rows.append(["", block, f"{row['ms']:.1f}", cells[0], f"{row['cpu_ms']:.1f}", cells[1]])
+        rows[-len(part["blocks"])][0] = f"{name}, checkpoint of {part['checkpoint_bytes'] / 2**20:.1f} MiB"
     head = f"{machine(report)}; one save in {report['steps_per_save']} steps."
-    return f"{head}\n\n" + table(["", "block", "ms a step", "ratio", "95 % interval"], rows)
+    return f"{head}\n\n" + table(
+        ["", "block", "ms a step", "ratio [95 % interval]", "ms of the processor", "ratio"], rows
+    )
 
 
 def blocks(results: Path) -> dict[str, str]:

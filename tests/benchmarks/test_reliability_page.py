@@ -88,6 +88,17 @@ def test_a_soak_that_did_not_survive_says_why(reliability: Any) -> None:
     assert "- local_sgd:period=4: the weights are not …" in bad and "Promises broken:" not in good
 
 
+def test_a_save_stands_beside_none(reliability: Any) -> None:
+    block = {"ms": 51.26, "ratio": 1.012, "low": 0.99, "high": 1.03, "cpu_ms": 50.0, "cpu_ratio": 1.004}
+    block |= {"cpu_low": 1.001, "cpu_high": 1.007}
+    workloads = {"cnn": {"checkpoint_bytes": 2**20, "blocks": {"without": block, "save": block | {"ratio": 1.5}}}}
+    text = reliability.saving(
+        {"date": "2026-11-20", "hardware": HARDWARE, "steps_per_save": 50, "workloads": workloads}
+    )
+    assert cells(text, "cnn, checkpoint of 1.0 MiB")[1:3] == ["without", "51.3"]
+    assert text.splitlines()[-1] == "|  | save | 51.3 | 1.500 [0.990–1.030] | 50.0 | 1.004 [1.001–1.007] |"
+
+
 def test_the_newest_result_of_each_kind_is_taken(reliability: Any, tmp_path: Path) -> None:
     for date, runs in (("2026-11-20", 7), ("2026-11-19", 3)):
         (tmp_path / f"{date}-faults.json").write_text(json.dumps(suite(row(1, runs=runs))))
