@@ -49,7 +49,7 @@ class Tally:
 class Job:
     """``torchrun`` with the script of ``peer_training.py``, in ``folder``."""
 
-    def __init__(self, folder: Path, fault: dict[str, Any], *flags: str) -> None:
+    def __init__(self, folder: Path, fault: dict[str, Any], *flags: str, timeout: float = 1800) -> None:
         self.folder = folder
         outer = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
         self._log = (folder / "log").open("w")
@@ -59,7 +59,7 @@ class Job:
             stdout=self._log,
             stderr=subprocess.STDOUT,
             env=outer
-            | {"FAULT": json.dumps(fault), "GROUP_TIMEOUT": str(GROUP_TIMEOUT), "OMP_NUM_THREADS": "1"}
+            | {"FAULT": json.dumps(fault), "GROUP_TIMEOUT": str(timeout), "OMP_NUM_THREADS": "1"}
             | {"GLOO_SOCKET_IFNAME": "lo"},
             start_new_session=True,
         )
@@ -136,6 +136,7 @@ def reference() -> str:
 
 
 def kill_a_rank(folder: Path, dice: random.Random, want: str, tally: Tally) -> None:
+    # With the default timeout: a machine that is slow to start must not look like one that fails.
     fault = {"kind": "kill", "rank": dice.randrange(RANKS), "step": dice.randrange(11, 50)}
     with Job(folder, fault, "--max-restarts", "3") as job:
         code = job.code()
@@ -145,14 +146,17 @@ def kill_a_rank(folder: Path, dice: random.Random, want: str, tally: Tally) -> N
             tally.note("restarts until it trained", attempts[0][0])
             again = [step for attempt, step, _ in job.steps() if attempt == attempts[0][0]]
             tally.note("steps lost", max(step for attempt, step, _ in job.steps() if not attempt) - again[0] + 1)
-    finished = "finished" if code == 0 else "hung" if code is None else "gave up after 3 restarts"
+        said = re.findall(r"Connection refused|Connection closed by peer|[Tt]imed out", job.said())
+    failed = "gave up after 3 restarts" + f" (“{said[-1]}”)" * bool(said)
+    finished = "finished" if code == 0 else "hung" if code is None else failed
     bits = "" if code != 0 else ", equal weights" if job.end().get("weights") == want else ", other weights"
     tally.came_to[finished + bits] += 1
 
 
 def stop_a_rank(folder: Path, dice: random.Random, want: str, tally: Tally) -> None:
     rank = dice.randrange(RANKS)
-    with Job(folder, {"kind": "stop", "rank": rank, "step": dice.randrange(11, 50)}) as job:
+    fault = {"kind": "stop", "rank": rank, "step": dice.randrange(11, 50)}
+    with Job(folder, fault, timeout=GROUP_TIMEOUT) as job:
         code = job.code()
         if code is not None:
             tally.note(f"ended after, s, with a limit of {GROUP_TIMEOUT} s", time.time() - job.struck())
@@ -191,7 +195,7 @@ def nan_on_one_rank(folder: Path, dice: random.Random, want: str, tally: Tally) 
 
 
 def uneven_batches(folder: Path, dice: random.Random, want: str, tally: Tally) -> None:
-    with Job(folder, {"kind": "uneven", "rank": dice.randrange(RANKS)}) as job:
+    with Job(folder, {"kind": "uneven", "rank": dice.randrange(RANKS)}, timeout=GROUP_TIMEOUT) as job:
         code = job.code()
         told = re.search(r"(Detected mismatch|Connection closed by peer|Timed out|timed out|op\.preamble)", job.said())
     said = f", said “{told[1]}”" if told else ""
