@@ -26,7 +26,7 @@ from torch.multiprocessing.spawn import start_processes
 
 RANKS = 3
 GROUP_TIMEOUT = 10
-LONGEST = 300
+LONGEST = 150
 """Seconds after which a job that has not ended is called hung."""
 ORPHANED = 5
 """Seconds after the end of torchrun after which a worker that lives is an orphan."""
@@ -147,7 +147,7 @@ def kill_a_rank(folder: Path, dice: random.Random, want: str, tally: Tally) -> N
             again = [step for attempt, step, _ in job.steps() if attempt == attempts[0][0]]
             tally.note("steps lost", max(step for attempt, step, _ in job.steps() if not attempt) - again[0] + 1)
         said = re.findall(r"Connection refused|Connection closed by peer|[Tt]imed out", job.said())
-    failed = "gave up after 3 restarts" + f" (“{said[-1]}”)" * bool(said)
+    failed = "gave up after 3 restarts" + (f" (“{said[-1]}”)" if said else "")
     finished = "finished" if code == 0 else "hung" if code is None else failed
     bits = "" if code != 0 else ", equal weights" if job.end().get("weights") == want else ", other weights"
     tally.came_to[finished + bits] += 1
@@ -204,12 +204,12 @@ def uneven_batches(folder: Path, dice: random.Random, want: str, tally: Tally) -
 
 Fault = Callable[[Path, random.Random, str, Tally], None]
 FAULTS: dict[str, Fault] = {
-    "kill -9 of a rank": kill_a_rank,
     "SIGSTOP of a rank": stop_a_rank,
     "kill -9 of the launcher": kill_the_launcher,
     "SIGTERM to the launcher": terminate,
     "NaN gradient on one rank": nan_on_one_rank,
     "a batch less on one rank": uneven_batches,
+    "kill -9 of a rank": kill_a_rank,
 }
 
 
