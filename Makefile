@@ -34,7 +34,7 @@ test: $(READY)  ## every test and doctest
 contract: $(READY)  ## the whole equivalence table
 	$(BIN)/pytest -q -n 2 -m contract tests/contract
 
-faults: $(READY)  ## every fault ten times, without retries, under an hour on two idle cores
+faults: $(READY)  ## every fault ten times, without retries
 	FAULT_RUNS=10 $(BIN)/pytest -q -n 2 --maxschedchunk 2 -m faults tests/faults --figures benchmarks/results/$$(date -u +%F)-faults.json
 
 peers: $(READY)  ## what others do under the same faults
