@@ -12,7 +12,7 @@ INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --constraint c
 .PHONY: help venv test contract faults peers reliability demo lint bench soak study clean
 
 help:  ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
 
 venv: $(READY)  ## the pinned environment in .venv
 
