@@ -9,10 +9,10 @@ BENCH := $(VENV)/.bench
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help venv test contract faults demo lint bench soak study clean
+.PHONY: help venv test contract faults peers reliability demo lint bench soak study clean
 
 help:  ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
 
 venv: $(READY)  ## the pinned environment in .venv
 
@@ -35,7 +35,13 @@ contract: $(READY)  ## the whole equivalence table
 	$(BIN)/pytest -q -n 2 -m contract tests/contract
 
 faults: $(READY)  ## every fault ten times, without retries
-	FAULT_RUNS=10 $(BIN)/pytest -q -m faults tests/faults
+	FAULT_RUNS=10 $(BIN)/pytest -q -n 2 --maxschedchunk 2 -m faults tests/faults --figures benchmarks/results/$$(date -u +%F)-faults.json
+
+peers: $(READY)  ## what others do under the same faults
+	$(BIN)/python benchmarks/faults_peers.py --save
+
+reliability: $(READY)  ## the tables of docs/reliability.md from the newest results
+	$(BIN)/python benchmarks/reliability.py
 
 demo: $(READY)  ## about a minute: the same weights from 1, 2 and 4 devices
 	$(BIN)/python examples/demo.py

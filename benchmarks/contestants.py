@@ -50,7 +50,8 @@ def ddp(work: Workload, data: TensorDataset) -> Contestant:
     return Contestant(plain, step)
 
 
-def _prepared(work: Workload, data: TensorDataset) -> tuple[tutti.Run, torch.optim.Optimizer]:
+def prepared(work: Workload, data: TensorDataset) -> tuple[tutti.Run, torch.optim.Optimizer]:
+    """A run of the workload, and its optimizer."""
     model, optimizer = _fresh(work)
     size = WORKERS * work.samples
     run = tutti.prepare(model, optimizer, data, mean_loss, strategy="mirrored", workers=WORKERS, batch_size=size)
@@ -59,13 +60,13 @@ def _prepared(work: Workload, data: TensorDataset) -> tuple[tutti.Run, torch.opt
 
 def tutti_step(work: Workload, data: TensorDataset) -> Contestant:
     """tutti, one call a step."""
-    run, _ = _prepared(work, data)
+    run, _ = prepared(work, data)
     return Contestant(run.model, run.step)
 
 
 def tutti_loop(work: Workload, data: TensorDataset) -> Contestant:
     """tutti in a loop that stays the user's own, fed with the others' batches, for loading is not measured."""
-    run, optimizer = _prepared(work, data)
+    run, optimizer = prepared(work, data)
     given: list[Batch] = []
 
     def epoch(number: int, start: int = 0) -> Iterator[Batch]:

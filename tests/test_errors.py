@@ -25,6 +25,7 @@ CODES = {
 RAISED = {
     "UsageError": 2,
     "DataError": 3,
+    "LoaderError": 3,
     "PeerError": 5,
     "MismatchError": 5,
     "NonFiniteError": 6,

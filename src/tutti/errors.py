@@ -75,6 +75,10 @@ class DataError(TuttiError):
     exit_code = ExitCode.DATA
 
 
+class LoaderError(DataError):
+    """A process that fetches samples has died or hangs; unlike with other data errors, a new attempt may do better."""
+
+
 class CheckpointError(TuttiError):
     """A checkpoint that is missing, incomplete, damaged or of another kind."""
 

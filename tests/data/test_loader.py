@@ -180,13 +180,13 @@ def test_an_item_that_raises_keeps_its_message(what: str) -> None:
 def test_a_process_that_ends_is_named(what: str, words: str) -> None:
     for workers in (1, 2):
         [(good, kind, said, _)] = worlds.run(1, faulty, what=what, workers=workers)
-        assert (good, kind) == (2, "DataError")
+        assert (good, kind) == (2, "LoaderError")
         assert said.startswith(f"data worker {2 % workers} of rank 4 {words} (rank 4)")
 
 
 def test_a_process_that_hangs_is_named() -> None:
     [(_, kind, said, _)] = worlds.run(1, faulty, what="stop", workers=1, timeout=2.0)
-    assert kind == "DataError" and "data worker 0 gave no batch for 2 s (rank 4)" in said
+    assert kind == "LoaderError" and "data worker 0 gave no batch for 2 s (rank 4)" in said
 
 
 def left_behind(how: str) -> tuple[int, list[str]]:

@@ -31,6 +31,7 @@ class Figures:
         self._file, self._runs, self._start = file, runs, time.monotonic()
         self._load = os.getloadavg()[0]
         self._rows: dict[int, dict[str, Any]] = {}
+        file.parent.mkdir(parents=True, exist_ok=True)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when != "call" and report.outcome == "passed":
@@ -48,6 +49,7 @@ class Figures:
                 entry["failures"] += 1
                 entry["failed"].append(report.nodeid)
             self._add(row, entry["figures"], properties)
+        self._write()
 
     def _add(self, row: int, figures: dict[str, list[float]], properties: Sequence[tuple[str, object]]) -> None:
         for name, value in properties:
@@ -55,7 +57,8 @@ class Figures:
             if isinstance(value, int | float) and (own is None or int(own[1]) == row):
                 figures.setdefault(own[2] if own else name, []).append(value)
 
-    def pytest_sessionfinish(self) -> None:
+    def _write(self) -> None:
+        """After every test, so that a suite that is cut short leaves what it has found."""
         document = {
             "suite": "faults",
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -67,7 +70,6 @@ class Figures:
                 for row, entry in sorted(self._rows.items())
             ],
         }
-        self._file.parent.mkdir(parents=True, exist_ok=True)
         self._file.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.launching import launched
 from tutti.world.budget import Budget, Restart
 
@@ -78,9 +80,25 @@ def test_a_run_that_never_progresses_ends_when_the_restarts_are_spent(tmp_path: 
     assert last == "tutti: not started again: 3 failures before anything was saved, and --max-restarts is 2"
 
 
-def test_what_cannot_change_is_not_tried_again(tmp_path: Path) -> None:
-    for leave in ("sys.exit(75)", "raise UsageError('never')"):
-        body = f"from tutti.errors import UsageError\ndef entry():\n    {leave}\n"
-        result = launched(tmp_path, body, restarts=2)
-        assert result.code in (75, 2)
-        assert "starting again" not in result.err and "not started" not in result.err
+FINAL = {
+    "sys.exit(75)": 75,
+    "raise errors.UsageError('never')": 2,
+    "raise errors.DataError('a torn picture')": 3,
+    "raise errors.CheckpointError('of another model')": 4,
+    "raise errors.DiskError('three saves in a row have failed')": 8,
+    "raise OSError(28, 'No space left on device')": 8,
+}
+
+
+@pytest.mark.parametrize("leave", FINAL)
+def test_what_cannot_change_is_not_tried_again(leave: str, tmp_path: Path) -> None:
+    result = launched(tmp_path, f"from tutti import errors\ndef entry():\n    {leave}\n", restarts=2)
+    assert result.code == FINAL[leave], result.err
+    assert "starting again" not in result.err and "not started" not in result.err
+
+
+@pytest.mark.parametrize("leave", ["raise errors.LoaderError('data worker 0 was killed')", "sys.exit(8)"])
+def test_a_lost_loader_process_and_a_code_of_the_scripts_own_are_tried_again(leave: str, tmp_path: Path) -> None:
+    result = launched(tmp_path, f"from tutti import errors\ndef entry():\n    {leave}\n", restarts=1, processes=1)
+    assert result.code in (3, 8)
+    assert result.err.count("starting again") == 1, result.err

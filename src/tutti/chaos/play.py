@@ -47,11 +47,19 @@ class Rules:
     most_filled: int = MOST
     seed: int = 0
 
-    def most_lost(self, fault: Fault) -> int | None:
-        """Steps that a fault may cost: a checkpoint is still being written while training goes on up to the next."""
+    def most_lost(self, fault: Fault, since_full: int | None = None) -> int | None:
+        """Steps that a fault may cost: a checkpoint is still being written while training goes on up to the next.
+
+        Args:
+            fault: which.
+            since_full: checkpoints that are there and were finished after the disk was full; None: it never was.
+                Saves that failed then leave a gap, and nothing is promised of a fault that falls back over it.
+        """
         if fault.kind in ("slow", "terminate"):
             return 0
         if self.every is None or fault.kind == "fill":
+            return None
+        if since_full is not None and since_full < (2 if fault.kind == "corrupt" else 1):
             return None
         return self.every * (3 if fault.kind == "corrupt" else 2)
 
@@ -73,6 +81,8 @@ class Play:
         self._hold: Held | Ballast | None = None
         self._resumes = 0
         self._newest: Path | None = None
+        # The newest checkpoint when the disk was last full.
+        self._full: Path | None = None
         self._spoilt: set[tuple[Path, int]] = set()
         self.follower = Follower(run.directory)
         self.outcomes: list[Outcome] = []
@@ -145,11 +155,11 @@ class Play:
         if not self._assemble():
             return False
         self._account()
-        newest = next(iter(checkpoints(self._run.directory)), None)
-        still_full = self._fault is not None and self._fault.kind == "fill" and newest == self._newest
-        self._fault, self._newest = fault, newest
+        found = checkpoints(self._run.directory)
+        self._fault, self._newest = fault, next(iter(found), None)
         self._resumes = len(self.follower.resumes)
-        most = None if still_full else self._rules.most_lost(fault)
+        since_full = None if self._full is None else sum(path > self._full for path in found)
+        most = self._rules.most_lost(fault, since_full)
         outcome = Outcome(str(fault), fault.kind, self.follower.step, most_lost=most)
         self.outcomes.append(outcome)
         victim = self._victim(fault)
@@ -220,6 +230,8 @@ class Play:
 
     def _let_go(self) -> None:
         if self._hold:
+            if isinstance(self._hold, Ballast):
+                self._full = next(iter(checkpoints(self._run.directory)), self._run.directory)
             self._hold.release()
             self._hold = None
 

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from tutti.data.batches import map_tensors
 from tutti.data.source import AugmentKey, Source
-from tutti.errors import DataError
+from tutti.errors import DataError, LoaderError
 from tutti.types import Batch
 from tutti.world.child import SIGNALS
 from tutti.world.orphans import die_with_parent
@@ -146,7 +146,7 @@ class Loader:
         channel = self._processes[worker].channel
         try:
             if not channel.poll(self._timeout):
-                raise DataError(
+                raise LoaderError(
                     f"data worker {worker} gave no batch for {self._timeout:g} s",
                     where=f"rank {self._rank}",
                     why="reading a sample hangs, or takes longer than that",
@@ -158,9 +158,9 @@ class Loader:
             raise self._lost(worker) from None
         return number, answer.unpack(memory) if isinstance(answer, _Packed) else answer
 
-    def _lost(self, worker: int) -> DataError:
+    def _lost(self, worker: int) -> LoaderError:
         ended = self._processes[worker].ended()
-        return DataError(
+        return LoaderError(
             f"data worker {worker} of rank {self._rank} {ended}",
             where=f"rank {self._rank}",
             why="reading a sample crashed, the host ran out of memory, or somebody ended it",

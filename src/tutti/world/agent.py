@@ -19,7 +19,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
 from torch.distributed.elastic.rendezvous.api import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
-from tutti.errors import ExitCode
+from tutti.errors import ExitCode, LoaderError
 from tutti.world import child, failure
 from tutti.world.budget import Budget
 from tutti.world.failure import Failure
@@ -30,8 +30,9 @@ _POLL = 0.05
 _SETTLE = 1.0
 _TERMINATE = 5.0
 _ORDERLY = frozenset({ExitCode.PREEMPTED, ExitCode.INTERRUPTED})
-# What comes of these does not change by trying again.
+# What comes of these does not change by trying again; of the lasting ones, where it was tutti that raised them.
 _FINAL = frozenset({*failure.QUIET, ExitCode.USAGE})
+_LASTING = frozenset({ExitCode.DATA, ExitCode.CHECKPOINT, ExitCode.AUTHENTICATION, ExitCode.DISK})
 
 
 class OneHost(RendezvousHandler):
@@ -154,7 +155,7 @@ class Agent(LocalElasticAgent):
         """Start again or not: say so, and make the agent's own count of what is left agree."""
         cause = failure.root_cause(self.failures())
         used = self._worker_group.spec.max_restarts - self._remaining_restarts
-        restart = None if cause.exit_code in _FINAL else self._budget.spend()
+        restart = None if _final(cause) else self._budget.spend()
         self._remaining_restarts = 0
         if restart is not None:
             said = failure.describe(cause, failure.log_path(self._job.logs, cause.rank))
@@ -163,7 +164,7 @@ class Agent(LocalElasticAgent):
             print(f"{said}\ntutti: {restart.describe()}", file=sys.stderr, flush=True)
             time.sleep(restart.pause)
             self._remaining_restarts = restart.left + 1
-        elif cause.exit_code not in _FINAL:
+        elif not _final(cause):
             self.exhausted = self._budget.describe()
         # Attempts, and with them their stores, are numbered by the difference, which must not repeat.
         self._worker_group.spec.max_restarts = used + self._remaining_restarts
@@ -215,6 +216,12 @@ class Agent(LocalElasticAgent):
         if worker.exitcode is None:
             # It may not have made its group yet.
             worker.kill()
+
+
+def _final(cause: Failure) -> bool:
+    """Whether another attempt would come to the same end. A script's own ``sys.exit(8)`` says nothing of a disk."""
+    raised = cause.kind not in ("", SystemExit.__name__, LoaderError.__name__)
+    return cause.exit_code in _FINAL or (cause.exit_code in _LASTING and raised)
 
 
 def _silence() -> None:
