@@ -28,6 +28,7 @@ class Strategy:
         summary: one line for people.
         reproducible: bit-identical on any number of data ranks in reproducible mode (has a tolerance-0 row).
         own_loop: works with ``run.backward`` and a gated ``optimizer.step``.
+        one_model: workers hold the same weights at any time, so that their samples may be normalised together.
         most_devices: largest number of devices; None for no limit.
     """
 
@@ -38,6 +39,7 @@ class Strategy:
     summary: str
     reproducible: bool = True
     own_loop: bool = True
+    one_model: bool = True
     most_devices: int | None = None
 
 
@@ -59,6 +61,7 @@ TABLE: Mapping[str, Strategy] = {
         PeriodicConfig,
         "every worker trains alone, parameters averaged every H steps",
         own_loop=False,
+        one_model=False,
     ),
 }
 
@@ -87,6 +90,22 @@ class Choice:
         """The two objects that run it."""
         layout = _load("layouts", self.row.layout)(self.layout, setting)
         return layout, _load("exchanges", self.row.exchange)(self.exchange, setting)
+
+
+def check_sync(choice: Choice, devices: int, reproducible: bool) -> None:
+    """Raise UsageError where batch norm over the whole global batch does not go with the strategy."""
+    if not choice.row.one_model:
+        raise UsageError(
+            f"--batch-norm sync does not go with strategy '{choice.name}'",
+            why="its workers hold different weights, so that their activations have no statistics in common",
+            remedy="take --strategy mirrored, or --batch-norm ghost:size=32",
+        )
+    if reproducible and choice.shape(devices)["replica"] > 1:
+        raise UsageError(
+            "--batch-norm sync is not reproducible on several devices",
+            why="each sums over its own samples first, so that the last bits depend on how many there are",
+            remedy="leave out --reproducible, or take --devices 1 or --batch-norm ghost:size=32",
+        )
 
 
 def average(replica: Replica, setting: Setting) -> Average | None:

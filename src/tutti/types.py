@@ -164,6 +164,7 @@ class Setting:
         averaging: of the weights over the updates, None for none.
         activation_checkpointing: ``none``, ``blocks``, or names and classes of modules.
         compile: mode and options of ``torch.compile``, or ``none``.
+        draws: whether the model may draw random numbers in training.
     """
 
     grid: Grid
@@ -175,6 +176,7 @@ class Setting:
     averaging: Averaging | None = None
     activation_checkpointing: str | Sequence[str | type[nn.Module]] = "none"
     compile: str = "none"
+    draws: bool = True
 
 
 class GradSink(Protocol):
@@ -212,8 +214,8 @@ class OwnLoopReplica(Replica, Protocol):
     def begin(self, cell: Cell) -> None:
         """Enter a cell's random stream."""
 
-    def backward(self, result: Any, cell: Cell, before: Totals | None, sink: GradSink) -> Totals | None:
-        """Backward of one cell from what its loss function gave; the worker's totals so far, None of a stand-in."""
+    def backward(self, result: Any, cell: Cell, before: Totals | None, sink: GradSink) -> Totals:
+        """Backward of one cell from what its loss function gave; the worker's totals so far, zero of a stand-in."""
 
 
 class Layout(Protocol):

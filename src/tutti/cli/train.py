@@ -20,7 +20,7 @@ from tutti.cli.devices import count_gpus
 from tutti.cli.settings import FILES, HEADINGS, flag_table, resolve
 from tutti.data.contract import BatchContract
 from tutti.errors import DiskError, ExitCode, TuttiError, UsageError
-from tutti.nn.config import check_batch_norm, check_checkpointing, check_compile, check_compiler
+from tutti.nn.config import Sync, check_batch_norm, check_checkpointing, check_compile, check_compiler
 from tutti.optim.config import check_optimizer, check_schedule
 from tutti.optim.loss_scale import chosen as check_loss_scale
 from tutti.optim.scaling import check_rule, scaled
@@ -142,10 +142,12 @@ def refuse(task: str, config: TrainConfig) -> None:
     choice = strategies.check(config.strategy, devices, workers=config.workers, reproducible=config.reproducible)
     ranks = choice.shape(devices)["replica"]
     # Whether the batch can be shared out does not depend on how many samples there are.
-    BatchContract(1, config.batch_size, config.workers or ranks, ranks, config.micro_batch)
+    contract = BatchContract(1, config.batch_size, config.workers or ranks, ranks, config.micro_batch)
     scaled(check_optimizer(config.optimizer), check_rule(config.lr_scale), config.batch_size)
     check_schedule(config.schedule)
-    check_batch_norm(config.batch_norm)
+    if isinstance(check_batch_norm(config.batch_norm), Sync):
+        strategies.check_sync(choice, devices, config.reproducible)
+        contract.check_whole()
     check_loss_scale(config.loss_scale, config.precision)
     check_checkpointing(config.activation_checkpointing)
     compiling = check_compile(config.compile, config.reproducible)

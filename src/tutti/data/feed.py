@@ -31,6 +31,7 @@ class Feed:
         seed: of all draws.
         place: moves a batch to the device, in the right precision and memory layout.
         prefetch: who fetches held-out samples.
+        together: this rank's workers compute as one: the first of them has all of their samples in one cell.
     """
 
     def __init__(
@@ -41,7 +42,9 @@ class Feed:
         seed: int,
         place: Callable[[Batch], Batch],
         prefetch: Prefetch = IN_PROCESS,
+        together: bool = False,
     ) -> None:
+        self.together = together
         self.reader, self.contract, self._rank, self.seed, self.place = reader, contract, rank, seed, place
         self.prefetch = prefetch
         self.workers = contract.mine(rank)
@@ -54,7 +57,10 @@ class Feed:
 
     def describe(self) -> dict[str, str]:
         """The batch contract and how its samples are read, for people."""
-        return {**self.contract.describe(), **self.reader.describe()}
+        lines = {**self.contract.describe(), **self.reader.describe()}
+        if self.together:
+            lines["micro-batch"] = "all samples of a device at once, normalised over the global batch"
+        return lines
 
     def read(self, epoch: int, start: int = 0) -> Iterator[Part]:
         """This rank's part of every global batch of ``epoch`` from ``start`` on, in worker order, on the device."""
@@ -87,7 +93,7 @@ class Feed:
         return work
 
     def stand_in(self, part: Part, clock: int, worker: int) -> Cell:
-        """A cell that counts for nothing, for the own loop of a rank without a sample in a global batch."""
+        """A cell that counts for nothing, for a rank without a sample in a global batch that must not miss a turn."""
         return Cell(worker, 0, part.stand_in, 0, 0.0, mix(self.seed, clock, worker, 0), True)
 
     def _plan(self, samples: int, have: int, over: str) -> Plan:
@@ -98,6 +104,8 @@ class Feed:
         return plan
 
     def _make_plan(self, samples: int, have: int, over: str) -> Plan:
+        if self.together:
+            return [(self.workers[0], [(None, 1.0 / samples)] if have else [])]
         part = self.contract.part(samples, self._rank)
         first, spans = part.start, [self.contract.worker(samples, w) for w in self.workers]
         if have != len(part):

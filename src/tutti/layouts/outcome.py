@@ -21,7 +21,7 @@ def read(outcome: Any, cell: Cell) -> tuple[Tensor, float, Totals]:
 
     Returns:
         objective, its factor in the step's gradient (so that gradients of all cells add up to the mean), totals with
-        lanes (2 + metrics,) of float32, or float64 where the loss is.
+        lanes (2 + metrics,) of float32, or float64 where the loss is. Of a stand-in factor and totals are zero.
 
     Raises:
         UsageError: the loss function returned something else.
@@ -31,18 +31,22 @@ def read(outcome: Any, cell: Cell) -> tuple[Tensor, float, Totals]:
         lanes = torch.addcmul(
             *_mean_lanes(cell.samples, _wide(objective), objective.device), objective.detach().to(_wide(objective))
         )
-        return objective, cell.samples * cell.weight, Totals(lanes, (), cell.samples)
+        return objective, cell.samples * cell.weight, _totals(lanes, (), cell)
     if isinstance(outcome, tuple | list) and len(outcome) in (2, 3):
         objective = _scalar(outcome[0])
         sums = outcome[2] if len(outcome) == 3 else {}
         dtype = _wide(objective)
         values = [objective.detach(), *(torch.as_tensor(v).detach() for v in (outcome[1], *sums.values()))]
         lanes = torch.stack([v.to(objective.device, dtype) for v in values])
-        return objective, cell.weight, Totals(lanes, tuple(sums), cell.samples)
+        return objective, cell.weight, _totals(lanes, tuple(sums), cell)
     raise UsageError(
         f"the loss function returned {type(outcome).__name__}",
         remedy="return a scalar (mean over the batch), (sum, count) or (sum, count, {name: sum})",
     )
+
+
+def _totals(lanes: Tensor, names: tuple[str, ...], cell: Cell) -> Totals:
+    return Totals(lanes if cell.samples else torch.zeros_like(lanes), names, cell.samples)
 
 
 @lru_cache(maxsize=256)

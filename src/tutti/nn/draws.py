@@ -7,7 +7,7 @@ part of the model draws what one device would.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import nn
@@ -32,9 +32,11 @@ class Draws:
     Args:
         model: the part of the model that lives here; module names are those of the whole model.
         device: where it computes.
+        allowed: whether the model may draw; see ``check``.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, device: torch.device, allowed: bool = True) -> None:
+        self._allowed, self._before = allowed, torch.empty(0)
         self._generator = torch.default_generator
         if device.type == "cuda":
             self._generator = torch.cuda.default_generators[device.index or 0]
@@ -55,6 +57,13 @@ class Draws:
         if self._keyed:
             self._calls.clear()
         self._generator.manual_seed(key & _MASK)
+        if not self._allowed:
+            self._before = self._generator.get_state()
+
+    def check(self) -> None:
+        """Raise UsageError where something was drawn since ``enter`` that may not be."""
+        if not self._allowed and not torch.equal(self._generator.get_state(), self._before):
+            refuse("a model or a loop that draws random numbers, by a function such as dropout")
 
     @property
     def moment(self) -> Moment:
@@ -78,6 +87,15 @@ class Draws:
                 self._generator.manual_seed(mix(self._cell, base, call) & _MASK)
 
         return before
+
+
+def refuse(what: str) -> NoReturn:
+    """Raise UsageError for draws where a device's workers are computed as one."""
+    raise UsageError(
+        f"batch_norm='sync' with several workers a device does not go with {what}",
+        why="a device's workers are computed as one batch, so that draws would depend on the number of devices",
+        remedy="take as many workers as devices, leave dropout and the like out, or take another batch norm",
+    )
 
 
 def _first(name: str, calls: int) -> int:

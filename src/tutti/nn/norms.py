@@ -15,14 +15,32 @@ class TakenOver(_BatchNorm):
 
     def __init__(self, plain: _BatchNorm) -> None:
         super().__init__(plain.num_features, plain.eps, plain.momentum, plain.affine, plain.track_running_stats)
-        self.weight, self.bias = plain.weight, plain.bias
-        for name in ("running_mean", "running_var", "num_batches_tracked"):
-            setattr(self, name, getattr(plain, name))
-        self.train(plain.training)
+        # In a tuple, so that it is no module of this one.
+        self._plain = (plain,)
+        _hand_over(plain, self)
+
+    def given_back(self) -> _BatchNorm:
+        """The plain one, with what this one holds now."""
+        _hand_over(self, self._plain[0])
+        return self._plain[0]
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:
             raise ValueError(f"expected an input of (samples, channels, …), got {input.dim()} dimensions")
+
+
+def _hand_over(source: _BatchNorm, to: _BatchNorm) -> None:
+    to.weight, to.bias = source.weight, source.bias
+    for name in ("running_mean", "running_var", "num_batches_tracked"):
+        setattr(to, name, getattr(source, name))
+    to.train(source.training)
+
+
+def restore(model: nn.Module) -> nn.Module:
+    """Give a model that was prepared before its plain batch norms back. In place; returns as ``replace``."""
+    if any(isinstance(module, TakenOver) for module in model.modules()):
+        return replace(model, lambda norm: norm.given_back() if isinstance(norm, TakenOver) else norm)
+    return model
 
 
 def replace(model: nn.Module, other: Callable[[_BatchNorm], nn.Module]) -> nn.Module:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,10 @@ from tutti.data.source import Source
 from tutti.data.stream import Stream
 from tutti.errors import UsageError
 from tutti.laws.averaging import Averaging
+from tutti.nn import ghost, norms, sync
 from tutti.nn.config import Ghost as GhostConfig
+from tutti.nn.config import Sync as SyncConfig
 from tutti.nn.config import check_batch_norm
-from tutti.nn.ghost import convert
 from tutti.optim.loss_scale import LossScale, chosen
 from tutti.strategies import Choice
 from tutti.training.gate import gate
@@ -86,7 +88,8 @@ def prepare(
         channels_last: memory layout of 4-dimensional inputs and weights.
         lr_scale: rule for the learning rate at this batch, such as ``linear:base_batch=256``; for an optimizer given
             as text.
-        batch_norm: ``worker`` for the model's own, over a worker's micro-batch; ``ghost:size=32`` over so many samples.
+        batch_norm: ``worker`` for the model's own, over a worker's micro-batch; ``ghost:size=32`` over so many
+            samples; ``sync`` over the whole global batch.
         identical_batches: every worker draws worker 0's samples, as a loader does that is not sharded and has one seed
             on all ranks: to show what that well-known mistake costs.
         clip: largest gradient norm.
@@ -121,6 +124,10 @@ def prepare(
         )
     sizes = (batch_size, workers or grid.data_ranks, grid.data_ranks, micro_batch)
     contract = BatchContract(_count(data), *sizes, identical_batches)
+    together = isinstance(check_batch_norm(batch_norm), SyncConfig)
+    if together:
+        strategies.check_sync(choice, identity.size, reproducible)
+        contract.check_whole()
     if reproducible:
         torch.set_num_threads(1)
     scale = _scale(loss_scale, precision, loss_fn)
@@ -141,15 +148,15 @@ def prepare(
         *(grid, comms, contract.workers, contract.mine(grid.data_rank), reproducible, clip),
         *(averaging, activation_checkpointing, compiled),
     )
-    model = _normalised(model, batch_norm)
+    model = _normalised(model, batch_norm, setting)
     dtype = _precise(model, precision, channels_last)
-    layout, exchange = choice.make(setting)
+    layout, exchange = choice.make(_as_one(setting) if together else setting)
     replica = layout.build(model)
     sink = exchange.attach(replica, make_optimizer)
     same_kernels(comms.world, optimizer, exchange.optimizers)
     prefetch = Prefetch(data_workers, identity.rank, world.timeout)
     reader = make_reader(data, contract, grid.data_rank, seed, comms, prefetch)
-    feed = Feed(reader, contract, grid.data_rank, seed, placer(world.device, dtype, channels_last), prefetch)
+    feed = Feed(reader, contract, grid.data_rank, seed, placer(world.device, dtype, channels_last), prefetch, together)
     loss = _cast(loss_fn, world.device.type, precision)
     average = strategies.average(replica, setting)
     run = Run(replica, exchange, sink, feed, loss, setting, max_nonfinite, average, scale)
@@ -204,9 +211,19 @@ def _cast(loss_fn: LossFn | None, device: str, precision: str | None) -> LossFn 
     return cast
 
 
-def _normalised(model: nn.Module, batch_norm: str) -> nn.Module:
-    norm = check_batch_norm(batch_norm)
-    return convert(model, norm.size) if isinstance(norm, GhostConfig) else model
+def _normalised(model: nn.Module, batch_norm: str, setting: Setting) -> nn.Module:
+    """The model with the batch norms asked for. Collective."""
+    norm, model = check_batch_norm(batch_norm), norms.restore(model)
+    if isinstance(norm, SyncConfig):
+        line = setting.comms.apart("batch norm")
+        return sync.convert(model, line, setting.workers, setting.grid.data_ranks)
+    return ghost.convert(model, norm.size) if isinstance(norm, GhostConfig) else model
+
+
+def _as_one(setting: Setting) -> Setting:
+    """For batch norm over the global batch: all workers are one, which has a part on every data rank."""
+    alone = setting.workers == setting.grid.data_ranks
+    return replace(setting, workers=1, mine=setting.mine[:1], draws=alone)
 
 
 def _precise(model: nn.Module, precision: str | None, channels_last: bool) -> torch.dtype:
