@@ -46,8 +46,8 @@ class Draws:
         keyed = [name for name, module in model.named_modules() if draws(module)]
         if isinstance(model, nn.Sequential):
             # A block of the user's own may draw by functions; keyed by its name it does so alike on any stage.
-            keyed += [name for name, block in model.named_children() if not _is_of_pytorch(block)]
-        self._keyed = sorted(set(keyed))
+            keyed += [name for name, block in model.named_children() if not _is_known(block)]
+        self._keyed = sorted(set(keyed)) if allowed else []
         for name in self._keyed:
             model.get_submodule(name).register_forward_pre_hook(self._hook(name))
 
@@ -109,8 +109,9 @@ def _first(name: str, calls: int) -> int:
     return 0
 
 
-def _is_of_pytorch(module: nn.Module) -> bool:
-    return type(module).__module__.startswith("torch.nn.")
+def _is_known(module: nn.Module) -> bool:
+    """Whether it is one of PyTorch's layers, or stands for one."""
+    return type(module).__module__.startswith(("torch.nn.", "tutti.nn."))
 
 
 def draws(module: nn.Module) -> bool:
