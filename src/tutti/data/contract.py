@@ -82,7 +82,9 @@ class BatchContract:
         return chunks(count, self.micro)
 
     def check_whole(self) -> None:
-        """Raise UsageError where a device's part is cut into micro-batches, for what needs all of it at once."""
+        """Raise UsageError where a device's part is not one batch of different samples, as ``sync`` needs it."""
+        if self.identical:
+            raise UsageError("--batch-norm sync does not go with identical batches", remedy="leave out one of the two")
         most = len(self.part(self.batch, 0))
         if self.micro is not None and self.micro < most:
             raise UsageError(

@@ -115,19 +115,12 @@ def prepare(
     identity = world.identity
     choice = strategies.check(strategy, identity.size, workers=workers, reproducible=reproducible)
     grid = Grid(**choice.shape(identity.size), rank=identity.rank)
-    data = _data(dataset, data_workers, reproducible)
+    data = _data(dataset, data_workers, reproducible, identical_batches)
     if not any(p.requires_grad for p in model.parameters()):
         raise UsageError("no parameter of the model can be trained", remedy="leave some with requires_grad")
-    if identical_batches and isinstance(data, Stream):
-        raise UsageError(
-            "identical_batches needs a data set with __len__ and __getitem__", remedy="leave one of them out"
-        )
     sizes = (batch_size, workers or grid.data_ranks, grid.data_ranks, micro_batch)
     contract = BatchContract(_count(data), *sizes, identical_batches)
-    together = isinstance(check_batch_norm(batch_norm), SyncConfig)
-    if together:
-        strategies.check_sync(choice, identity.size, reproducible)
-        contract.check_whole()
+    together = _together(batch_norm, choice, contract, reproducible)
     if reproducible:
         torch.set_num_threads(1)
     scale = _scale(loss_scale, precision, loss_fn)
@@ -150,7 +143,7 @@ def prepare(
     )
     model = _normalised(model, batch_norm, setting)
     dtype = _precise(model, precision, channels_last)
-    layout, exchange = choice.make(_as_one(setting) if together else setting)
+    layout, exchange = choice.make(_as_one(setting, together))
     replica = layout.build(model)
     sink = exchange.attach(replica, make_optimizer)
     same_kernels(comms.world, optimizer, exchange.optimizers)
@@ -168,11 +161,15 @@ def prepare(
     return run
 
 
-def _data(dataset: Any, data_workers: int, reproducible: bool) -> Source | Stream:
+def _data(dataset: Any, data_workers: int, reproducible: bool, identical: bool) -> Source | Stream:
     """What the data set is read as. Raises UsageError for what does not go with it."""
     data = adapt_training(dataset)
     if data_workers < 0:
         raise UsageError(f"data_workers is {data_workers}", remedy="give 0 or more")
+    if identical and isinstance(data, Stream):
+        raise UsageError(
+            "identical_batches needs a data set with __len__ and __getitem__", remedy="leave one of them out"
+        )
     if reproducible and isinstance(data, Stream) and data.sharded:
         raise UsageError(
             "reproducible does not go with a data set that shards itself",
@@ -220,8 +217,19 @@ def _normalised(model: nn.Module, batch_norm: str, setting: Setting) -> nn.Modul
     return ghost.convert(model, norm.size) if isinstance(norm, GhostConfig) else model
 
 
-def _as_one(setting: Setting) -> Setting:
-    """For batch norm over the global batch: all workers are one, which has a part on every data rank."""
+def _together(batch_norm: str, choice: Choice, contract: BatchContract, reproducible: bool) -> bool:
+    """Whether a device's workers compute as one, for batch norm over the global batch. Raises UsageError."""
+    if not isinstance(check_batch_norm(batch_norm), SyncConfig):
+        return False
+    strategies.check_sync(choice, context.current().identity.size, reproducible)
+    contract.check_whole()
+    return True
+
+
+def _as_one(setting: Setting, together: bool) -> Setting:
+    """What layout and exchange are told where workers compute as one: it has a part on every data rank."""
+    if not together:
+        return setting
     alone = setting.workers == setting.grid.data_ranks
     return replace(setting, workers=1, mine=setting.mine[:1], draws=alone)
 
