@@ -29,6 +29,7 @@ class Strategy:
         reproducible: bit-identical on any number of data ranks in reproducible mode (has a tolerance-0 row).
         workers_together: all workers make one update, from the sum of their gradients.
         own_loop: works with ``run.backward`` and a gated ``optimizer.step``.
+        one_model: workers hold the same weights at any time, so that their samples may be normalised together.
         most_devices: largest number of devices; None for no limit.
     """
 
@@ -40,6 +41,7 @@ class Strategy:
     reproducible: bool = True
     workers_together: bool = True
     own_loop: bool = True
+    one_model: bool = True
     most_devices: int | None = None
 
 
@@ -62,6 +64,7 @@ TABLE: Mapping[str, Strategy] = {
         "every worker trains alone, parameters averaged every H steps",
         workers_together=False,
         own_loop=False,
+        one_model=False,
     ),
 }
 
@@ -90,6 +93,31 @@ class Choice:
         """The two objects that run it."""
         layout = _load("layouts", self.row.layout)(self.layout, setting)
         return layout, _load("exchanges", self.row.exchange)(self.exchange, setting)
+
+
+def check_sync(choice: Choice, devices: int, reproducible: bool, by_worker: str | None = None) -> None:
+    """Raise UsageError where batch norm over the whole global batch does not go with the strategy.
+
+    ``by_worker``: an option that needs each worker computed by itself.
+    """
+    if by_worker is not None:
+        raise UsageError(
+            f"--batch-norm sync does not go with {by_worker}",
+            why="a device's workers compute as one, and it needs each by itself",
+            remedy="leave out one of the two, or take --batch-norm ghost:size=32",
+        )
+    if not choice.row.one_model:
+        raise UsageError(
+            f"--batch-norm sync does not go with strategy '{choice.name}'",
+            why="its workers hold different weights, so that their activations have no statistics in common",
+            remedy="take --strategy mirrored, or --batch-norm ghost:size=32",
+        )
+    if reproducible and choice.shape(devices)["replica"] > 1:
+        raise UsageError(
+            "--batch-norm sync is not reproducible on several devices",
+            why="each sums over its own samples first, so that the last bits depend on how many there are",
+            remedy="leave out --reproducible, or take --devices 1 or --batch-norm ghost:size=32",
+        )
 
 
 def average(replica: Replica, setting: Setting) -> Average | None:

@@ -181,6 +181,7 @@ class Setting:
         activation_checkpointing: ``none``, ``blocks``, or names and classes of modules.
         compile: mode and options of ``torch.compile``, or ``none``.
         spread: measure each worker's own gradient before the sum: ``Agreed.spread``.
+        draws: whether the model may draw random numbers in training.
     """
 
     grid: Grid
@@ -193,6 +194,7 @@ class Setting:
     activation_checkpointing: str | Sequence[str | type[nn.Module]] = "none"
     compile: str = "none"
     spread: bool = False
+    draws: bool = True
 
 
 class GradSink(Protocol):
@@ -230,8 +232,8 @@ class OwnLoopReplica(Replica, Protocol):
     def begin(self, cell: Cell) -> None:
         """Enter a cell's random stream."""
 
-    def backward(self, result: Any, cell: Cell, before: Totals | None, sink: GradSink) -> Totals | None:
-        """Backward of one cell from what its loss function gave; the worker's totals so far, None of a stand-in."""
+    def backward(self, result: Any, cell: Cell, before: Totals | None, sink: GradSink) -> Totals:
+        """Backward of one cell from what its loss function gave; the worker's totals so far, zero of a stand-in."""
 
 
 class Layout(Protocol):

@@ -158,3 +158,16 @@ def test_a_model_is_converted_in_place_and_keeps_its_state() -> None:
         ghost.convert(nn.Linear(2, 2), 8)
     with pytest.raises(UsageError, match="ghost of 0"):
         ghost.convert(nn.BatchNorm1d(2), 0)
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_it_is_one_graph_for_the_compiler(momentum: float | None) -> None:
+    x, _ = inputs("images")
+    _, ours = norms(x, 5, momentum)
+    other = copy.deepcopy(ours)
+    # Not fullgraph=True, under which reading a number is no break.
+    assert torch._dynamo.explain(copy.deepcopy(ours))(x).graph_break_count == 0
+    compiled = torch.compile(other, backend="eager")
+    for _ in range(2):
+        torch.testing.assert_close(compiled(x), ours(x))
+    torch.testing.assert_close(other.state_dict(), ours.state_dict())

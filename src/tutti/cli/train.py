@@ -20,10 +20,10 @@ from tutti.cli.devices import count_gpus
 from tutti.cli.settings import FILES, HEADINGS, flag_table, resolve
 from tutti.data.contract import BatchContract
 from tutti.errors import DiskError, ExitCode, TuttiError, UsageError
-from tutti.nn.config import check_batch_norm, check_checkpointing, check_compile, check_compiler
+from tutti.nn.config import Sync, check_batch_norm, check_checkpointing, check_compile, check_compiler
 from tutti.optim.config import check_optimizer, check_schedule
 from tutti.optim.loss_scale import chosen as check_loss_scale
-from tutti.optim.noise import check_noise
+from tutti.optim.noise import by_worker, check_noise
 from tutti.optim.scaling import Adaptive, check_rule, scaled
 from tutti.state.source import check_source
 from tutti.tasks import table
@@ -151,11 +151,13 @@ def refuse(task: str, config: TrainConfig) -> None:
     )
     ranks = choice.shape(devices)["replica"]
     # Whether the batch can be shared out does not depend on how many samples there are.
-    BatchContract(1, config.batch_size, config.workers or ranks, ranks, config.micro_batch)
+    contract = BatchContract(1, config.batch_size, config.workers or ranks, ranks, config.micro_batch)
     scaled(check_optimizer(config.optimizer), rule, config.batch_size)
     check_schedule(config.schedule)
-    check_noise(config.gradient_noise, config.batch_size, adaptive)
-    check_batch_norm(config.batch_norm)
+    noise = check_noise(config.gradient_noise, config.batch_size, adaptive)
+    if isinstance(check_batch_norm(config.batch_norm), Sync):
+        strategies.check_sync(choice, devices, config.reproducible, by_worker(adaptive, noise))
+        contract.check_whole()
     check_loss_scale(config.loss_scale, config.precision)
     check_checkpointing(config.activation_checkpointing)
     compiling = check_compile(config.compile, config.reproducible)

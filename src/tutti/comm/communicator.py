@@ -242,9 +242,16 @@ class Communicators:
             for pair in pairwise(line):
                 _groups(pair)
 
-    def _line(self, name: str, *axes: str) -> Communicator:
+    def apart(self, purpose: str) -> Communicator:
+        """``replica`` with a process group of its own, for messages that may be under way while gradients are.
+
+        Collective.
+        """
+        return self._line(f"replica, {purpose}", "replica", "shard", purpose=purpose)
+
+    def _line(self, name: str, *axes: str, purpose: str = "") -> Communicator:
         """This rank's line along ``axes``. Collective: every rank makes the groups of all lines, in one order."""
-        made = {line: _groups(line) for line in self._lines(*axes)}
+        made = {line: _groups(line, purpose) for line in self._lines(*axes)}
         mine = self._grid.along(*axes)
         return Communicator(name, mine, self._world, *made[mine])
 
@@ -259,19 +266,19 @@ def everybody(world: World) -> Communicator:
     return Communicator("world", ranks, world, *_groups(ranks))
 
 
-_cache: dict[tuple[Any, tuple[int, ...]], tuple[ProcessGroup, ProcessGroup]] = {}
+_cache: dict[tuple[Any, tuple[int, ...], str], tuple[ProcessGroup | None, ProcessGroup | None]] = {}
 
 
-def _groups(ranks: tuple[int, ...]) -> tuple[ProcessGroup | None, ProcessGroup | None]:
-    """Control and gradient process group of ``ranks``, made once a world: connections are not free."""
+def _groups(ranks: tuple[int, ...], purpose: str = "") -> tuple[ProcessGroup | None, ProcessGroup | None]:
+    """Control group of ``ranks`` and the fast one for a purpose (gradients), made once a world: they are not free."""
     if len(ranks) == 1:
         return None, None
-    key = (dist.group.WORLD, ranks)
+    key = (dist.group.WORLD, ranks, purpose)
     if key not in _cache:
         # Left alone a group takes half an hour. Later than our own limit, so that our message comes first.
         limit = timedelta(seconds=context.current().timeout + 60)
         with heartbeat.training.during(Phase.MEETING):
-            control = dist.new_group(list(ranks), backend="gloo", timeout=limit)
+            control = _groups(ranks)[0] if purpose else dist.new_group(list(ranks), backend="gloo", timeout=limit)
             fast = dist.new_group(list(ranks), timeout=limit)
         _cache[key] = (control, fast)
     return _cache[key]

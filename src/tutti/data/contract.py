@@ -81,6 +81,18 @@ class BatchContract:
         """A worker's ``count`` samples as micro-batches."""
         return chunks(count, self.micro)
 
+    def check_whole(self) -> None:
+        """Raise UsageError where a device's part is not one batch of different samples, as ``sync`` needs it."""
+        if self.identical:
+            raise UsageError("--batch-norm sync does not go with identical batches", remedy="leave out one of the two")
+        most = len(self.part(self.batch, 0))
+        if self.micro is not None and self.micro < most:
+            raise UsageError(
+                f"--batch-norm sync does not go with micro-batches of {self.micro} samples",
+                why=f"it needs all of a device's samples at once, which are {most}",
+                remedy=f"take --micro-batch {most} or leave it out, or take more devices or --batch-norm ghost:size=32",
+            )
+
     def consumed(self, steps: int) -> int:
         """Samples consumed after ``steps`` steps. Raises as ``known``."""
         epochs, rest = divmod(steps, self.steps_per_epoch)

@@ -31,6 +31,7 @@ class Feed:
         seed: of all draws.
         place: moves a batch to the device, in the right precision and memory layout.
         prefetch: who fetches held-out samples.
+        together: this rank's workers compute as one: the first of them has all of their samples in one cell.
     """
 
     def __init__(
@@ -41,8 +42,10 @@ class Feed:
         seed: int,
         place: Callable[[Batch], Batch],
         prefetch: Prefetch = IN_PROCESS,
+        together: bool = False,
     ) -> None:
         self.reader, self.epochs, self._rank, self.seed, self.place = reader, epochs, rank, seed, place
+        self.together = together
         self.prefetch = prefetch
         self.contract = epochs.first
         self.workers = self.contract.mine(rank)
@@ -55,7 +58,10 @@ class Feed:
 
     def describe(self) -> dict[str, str]:
         """The batch contract and how its samples are read, for people."""
-        return {**self.epochs.describe(), **self.reader.describe()}
+        lines = {**self.epochs.describe(), **self.reader.describe()}
+        if self.together:
+            lines["micro-batch"] = "all samples of a device at once, normalised over the global batch"
+        return lines
 
     def read(self, epoch: int, start: int = 0) -> Iterator[Part]:
         """This rank's part of every global batch of ``epoch`` from ``start`` on, in worker order, on the device."""
@@ -89,7 +95,7 @@ class Feed:
         return work
 
     def stand_in(self, part: Part, clock: int, worker: int) -> Cell:
-        """A cell that counts for nothing, for the own loop of a rank without a sample in a global batch."""
+        """A cell that counts for nothing, for a rank without a sample in a global batch that must not miss a turn."""
         return Cell(worker, 0, part.stand_in, 0, 0.0, mix(self.seed, clock, worker, 0), True)
 
     def _plan(self, samples: int, have: int, over: str) -> Plan:
@@ -100,6 +106,8 @@ class Feed:
         return plan
 
     def _make_plan(self, samples: int, have: int, over: str) -> Plan:
+        if self.together:
+            return [(self.workers[0], [(None, 1.0 / samples)] if have else [])]
         part = self.contract.part(samples, self._rank)
         first, spans = part.start, [self.contract.worker(samples, w) for w in self.workers]
         if have != len(part):

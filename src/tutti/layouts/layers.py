@@ -120,7 +120,7 @@ class LayersReplica(Part):
         """Forward through all stages and back, one cell after the other; totals come from the last stage."""
         total: Totals | None = None
         for cell in cells:
-            self.draws.enter(cell.key)
+            self.enter(cell)
             self._relay.batch_shapes = (sink is not None, *_shapes(cell.batch))
             objective = start = None
             try:
@@ -129,9 +129,12 @@ class LayersReplica(Part):
             except _HandedOver:
                 pass
             if sink is not None:
-                if cell.last:
+                self.draws.check()
+                if cell.samples and cell.last:
                     sink.arm(total)
                 self._relay.backward(objective, start)
+            if not cell.samples:
+                self.forget()
         return self._spread(total, sink is not None, sum(cell.samples for cell in cells))
 
     def _spread(self, total: Totals | None, training: bool, samples: int) -> Totals:

@@ -29,7 +29,8 @@ def read(outcome: Any, cell: Cell) -> tuple[Tensor, Tensor, Totals]:
 
     Returns:
         objective () or (samples,), its part in the step's gradient (of the same shape, so that gradients of all cells
-        add up to the mean), totals with lanes (2 + metrics,) of float32, or float64 where the loss is.
+        add up to the mean), totals with lanes (2 + metrics,) of float32, or float64 where the loss is. Of a stand-in
+        part and totals are zero.
 
     Raises:
         UsageError: the loss function returned something else, or no loss a sample where the cell has noise.
@@ -39,7 +40,7 @@ def read(outcome: Any, cell: Cell) -> tuple[Tensor, Tensor, Totals]:
         lanes = torch.addcmul(
             *_mean_lanes(cell.samples, _wide(objective), objective.device), objective.detach().to(_wide(objective))
         )
-        return objective, _start(cell.samples * cell.weight, objective), Totals(lanes, (), cell.samples)
+        return objective, _start(cell.samples * cell.weight, objective), _totals(lanes, (), cell)
     if isinstance(outcome, Tensor):
         outcome = outcome, cell.samples
     if isinstance(outcome, tuple | list) and len(outcome) in (2, 3):
@@ -51,7 +52,7 @@ def read(outcome: Any, cell: Cell) -> tuple[Tensor, Tensor, Totals]:
         values = [total, *(torch.as_tensor(v).detach() for v in (outcome[1], *sums.values()))]
         lanes = torch.stack([v.to(objective.device, dtype) for v in values])
         start = _noisy(cell, objective) if cell.noise else _start(cell.weight, objective)
-        return objective, start, Totals(lanes, tuple(sums), cell.samples)
+        return objective, start, _totals(lanes, tuple(sums), cell)
     raise UsageError(
         f"the loss function returned {type(outcome).__name__}",
         remedy="return a scalar (mean over the batch), (sum, count) or (sum, count, {name: sum})",
@@ -60,6 +61,10 @@ def read(outcome: Any, cell: Cell) -> tuple[Tensor, Tensor, Totals]:
 
 def _start(factor: float, objective: Tensor) -> Tensor:
     return _filled(factor, objective.shape, objective.dtype, objective.device)
+
+
+def _totals(lanes: Tensor, names: tuple[str, ...], cell: Cell) -> Totals:
+    return Totals(lanes if cell.samples else torch.zeros_like(lanes), names, cell.samples)
 
 
 @lru_cache(maxsize=256)

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from tutti.nn.draws import Draws
 from tutti.nn.forwards import restore, transform
-from tutti.nn.swap import buffers, mode, other_names, parameters, swapped
-from tutti.types import GradSink, Setting, ShardSpec
+from tutti.nn.swap import Slot, buffers, mode, other_names, parameters, swapped
+from tutti.nn.sync import SyncBatchNorm, peers_of
+from tutti.types import Cell, GradSink, Setting, ShardSpec
 
 
 class Part:
@@ -21,6 +22,7 @@ class Part:
         parts: the modules.
         specs: where each parameter and persistent buffer sits in the plain model.
         draws: the random streams of these modules.
+        peers: what batch norms over several devices share; None where there are none.
     """
 
     def __init__(self, module: nn.Module, setting: Setting) -> None:
@@ -33,8 +35,26 @@ class Part:
             name: ShardSpec(tuple(tensor.shape), (0,) * tensor.dim(), tied.get(name, ()))
             for name, tensor in state.items()
         }
-        self.draws = Draws(module, device)
+        self.draws = Draws(module, device, setting.draws)
+        self.peers = peers_of(module)
+        self._kept: list[tuple[Slot, Tensor]] = []
         transform(module, self.draws, setting)
+
+    def enter(self, cell: Cell) -> None:
+        """Enter a cell's random stream."""
+        self.draws.enter(cell.key)
+        if self.peers is not None:
+            self.peers.counts = cell.samples > 0
+        if not cell.samples:
+            own = [slot for slot in buffers(self.parts) if not isinstance(slot.owner, SyncBatchNorm)]
+            self._kept = [(slot, slot.get().clone()) for slot in own]
+
+    def forget(self) -> None:
+        """A stand-in leaves no trace: no gradient, and no buffer but what all ranks' batch norms have in common."""
+        for slot, tensor in self._kept:
+            slot.put(tensor)
+        for _, parameter in parameters(self.parts):
+            parameter.grad = None
 
     def connect(self, sink: GradSink) -> None:
         """Autograd reports each parameter's gradient when it has been accumulated."""

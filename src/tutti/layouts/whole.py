@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from tutti.layouts import outcome
 from tutti.layouts.config import WholeConfig
 from tutti.layouts.part import Part
 from tutti.nn import units
-from tutti.nn.swap import buffers
 from tutti.types import Cell, GradSink, LossFn, Setting, Totals
 
 
@@ -35,32 +34,30 @@ class WholeReplica(Part):
         model, total = self.parts[0], None
         for cell in cells:
             self.begin(cell)
-            objective, start, part = outcome.read(loss(model, cell.batch), cell)
-            total = part if total is None else total + part
+            result = loss(model, cell.batch)
             if sink is not None:
-                self._backward(objective, start, sink, total if cell.last else None)
+                total = self.backward(result, cell, total, sink)
+            else:
+                part = outcome.read(result, cell)[2]
+                total = part if total is None else total + part
         if total is None:
             raise ValueError("run needs at least one cell")
         return total
 
     def begin(self, cell: Cell) -> None:
         """Enter a cell's random stream; in an own loop the caller runs the forward itself."""
-        self.draws.enter(cell.key)
-        # A forward on a stand-in must leave no trace in the statistics of batch norm.
-        self._kept = [] if cell.samples else [(slot, slot.get().clone()) for slot in buffers(self.parts)]
+        self.enter(cell)
 
-    def backward(self, result: Any, cell: Cell, before: Totals | None, sink: GradSink) -> Totals | None:
-        """Backward of one cell in an own loop, from what its loss function gave; the worker's totals so far."""
-        if not cell.samples:
-            for slot, tensor in self._kept:
-                slot.put(tensor)
-            return before
+    def backward(self, result: Any, cell: Cell, before: Totals | None, sink: GradSink) -> Totals:
+        """Backward of one cell, from what its loss function gave; the worker's totals so far."""
+        self.draws.check()
         objective, start, part = outcome.read(result, cell)
         total = part if before is None else before + part
-        self._backward(objective, start, sink, total if cell.last else None)
+        # A stand-in goes backward only where others wait for the messages of its batch norms, and sends no gradient.
+        if cell.samples and cell.last:
+            sink.arm(total)
+        if cell.samples or self.peers is not None:
+            objective.backward(start)
+        if not cell.samples:
+            self.forget()
         return total
-
-    def _backward(self, objective: Tensor, start: Tensor, sink: GradSink, complete: Totals | None) -> None:
-        if complete is not None:
-            sink.arm(complete)
-        objective.backward(start)

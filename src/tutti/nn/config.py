@@ -40,7 +40,12 @@ class Ghost:
             raise ValueError(f"size is {self.size} and should be at least 1")
 
 
-BATCH_NORMS: Mapping[str, type[Any]] = {"worker": OfTheWorker, "ghost": Ghost}
+@dataclass(frozen=True, kw_only=True)
+class Sync:
+    """Statistics of the whole global batch, over all devices; a device's workers are computed as one batch."""
+
+
+BATCH_NORMS: Mapping[str, type[Any]] = {"worker": OfTheWorker, "ghost": Ghost, "sync": Sync}
 
 
 def check_batch_norm(text: str) -> Any:

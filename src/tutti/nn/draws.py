@@ -7,7 +7,7 @@ part of the model draws what one device would.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import nn
@@ -32,9 +32,11 @@ class Draws:
     Args:
         model: the part of the model that lives here; module names are those of the whole model.
         device: where it computes.
+        allowed: whether the model may draw; see ``check``.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, device: torch.device, allowed: bool = True) -> None:
+        self._allowed, self._before = allowed, torch.empty(0)
         self._generator = torch.default_generator
         if device.type == "cuda":
             self._generator = torch.cuda.default_generators[device.index or 0]
@@ -44,8 +46,8 @@ class Draws:
         keyed = [name for name, module in model.named_modules() if draws(module)]
         if isinstance(model, nn.Sequential):
             # A block of the user's own may draw by functions; keyed by its name it does so alike on any stage.
-            keyed += [name for name, block in model.named_children() if not _is_of_pytorch(block)]
-        self._keyed = sorted(set(keyed))
+            keyed += [name for name, block in model.named_children() if not _is_known(block)]
+        self._keyed = sorted(set(keyed)) if allowed else []
         for name in self._keyed:
             model.get_submodule(name).register_forward_pre_hook(self._hook(name))
 
@@ -55,6 +57,13 @@ class Draws:
         if self._keyed:
             self._calls.clear()
         self._generator.manual_seed(key & _MASK)
+        if not self._allowed:
+            self._before = self._generator.get_state()
+
+    def check(self) -> None:
+        """Raise UsageError where something was drawn since ``enter`` that may not be."""
+        if not self._allowed and not torch.equal(self._generator.get_state(), self._before):
+            refuse("a model or a loop that draws random numbers, by a function such as dropout")
 
     @property
     def moment(self) -> Moment:
@@ -80,6 +89,15 @@ class Draws:
         return before
 
 
+def refuse(what: str) -> NoReturn:
+    """Raise UsageError for draws where a device's workers are computed as one."""
+    raise UsageError(
+        f"batch_norm='sync' with several workers a device does not go with {what}",
+        why="a device's workers are computed as one batch, so that draws would depend on the number of devices",
+        remedy="take as many workers as devices, leave dropout and the like out, or take another batch norm",
+    )
+
+
 def _first(name: str, calls: int) -> int:
     """The call that a checkpoint of the user's own computes again: known where there was but one."""
     if calls != 1:
@@ -91,8 +109,9 @@ def _first(name: str, calls: int) -> int:
     return 0
 
 
-def _is_of_pytorch(module: nn.Module) -> bool:
-    return type(module).__module__.startswith("torch.nn.")
+def _is_known(module: nn.Module) -> bool:
+    """Whether it is one of PyTorch's layers, or stands for one."""
+    return type(module).__module__.startswith(("torch.nn.", "tutti.nn."))
 
 
 def draws(module: nn.Module) -> bool:

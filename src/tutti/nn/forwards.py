@@ -19,6 +19,7 @@ from tutti.nn.draws import Draws
 from tutti.nn.draws import draws as draws_by_itself
 from tutti.nn.recompute import Forward, recomputed
 from tutti.nn.swap import describe
+from tutti.nn.sync import SyncBatchNorm
 from tutti.nn.units import Units, find, is_sequence
 from tutti.types import Setting
 
@@ -51,7 +52,7 @@ class _Compiler:
             own = torch._inductor.list_mode_options(mode) if mode != "default" else {}
             self._settings = {**own, "fallback_random": True}
         self._kept: dict[Any, Forward] = {}
-        # A module's call as it is, with the hook that keys its draws: the graph breaks there.
+        # A module's call as it is, with the hook that keys its draws or its messages: the graph breaks there.
         self.never: Forward = torch.compiler.disable(nn.Module.__call__)
 
     def module(self, module: nn.Module) -> Forward:
@@ -97,13 +98,13 @@ class _Transformation:
     def _forward(self, module: nn.Module, root: bool) -> Forward | None:
         if module in self._units.runs:
             return _chain([self._run(module, run) for run in self._units.runs[module]])
-        if self._compiler is not None and not draws_by_itself(module):
+        if self._compiler is not None and not _stays_out(module):
             inner = [m for m in module.modules() if m is not module and self._is_fence(m)]
             if not inner:
                 return self._compiler.module(module) if root or not _is_layer(module) else None
             if is_sequence(module):
                 return _chain(self._pieces(module, [name for name, _ in module.named_children()]))
-            if all(map(draws_by_itself, inner)) and not any(_holds(m, inner) for m in module.modules()):
+            if all(map(_stays_out, inner)) and not any(_holds(m, inner) for m in module.modules()):
                 for each in inner:
                     self._become(each, "__call__", self._compiler.never)
                 return self._compiler.module(module)
@@ -152,7 +153,7 @@ class _Transformation:
     def _is_fence(self, module: nn.Module) -> bool:
         """Whether something must happen around this module that cannot be compiled."""
         hooked = module._forward_pre_hooks or module._forward_hooks
-        return bool(hooked) or module in self._units.whole or module in self._units.runs
+        return bool(hooked) or _stays_out(module) or module in self._units.whole or module in self._units.runs
 
 
 def _chain(pieces: Sequence[Forward]) -> Forward:
@@ -175,6 +176,11 @@ def _walk(names: tuple[str, ...]) -> Forward:
         return value
 
     return forward
+
+
+def _stays_out(module: nn.Module) -> bool:
+    """Whether this layer cannot be part of a graph: it draws from a keyed stream, or waits for other devices."""
+    return draws_by_itself(module) or isinstance(module, SyncBatchNorm)
 
 
 def _is_layer(module: nn.Module) -> bool:

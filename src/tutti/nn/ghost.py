@@ -21,6 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from tutti import native
 from tutti.errors import UsageError
+from tutti.nn.norms import TakenOver, replace
 
 _NAMES = {torch.float32: "float", torch.float64: "double", torch.bfloat16: "bfloat16"}
 _POINTER, _SIZE, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
@@ -41,7 +42,7 @@ def ghosts(samples: int, size: int, points: int) -> list[int]:
     return [*starts, samples]
 
 
-class GhostBatchNorm(_BatchNorm):
+class GhostBatchNorm(TakenOver):
     """A batch norm whose statistics are those of ``size`` samples. Same parameters, buffers and names as the plain one.
 
     Args:
@@ -52,16 +53,8 @@ class GhostBatchNorm(_BatchNorm):
     def __init__(self, plain: _BatchNorm, size: int) -> None:
         if size < 1:
             raise UsageError(f"a ghost of {size} samples", remedy="give at least 1")
-        super().__init__(plain.num_features, plain.eps, plain.momentum, plain.affine, plain.track_running_stats)
-        self.weight, self.bias = plain.weight, plain.bias
-        for name in ("running_mean", "running_var", "num_batches_tracked"):
-            setattr(self, name, getattr(plain, name))
+        super().__init__(plain)
         self.size = size
-        self.train(plain.training)
-
-    def _check_input_dim(self, input: Tensor) -> None:
-        if input.dim() < 2:
-            raise ValueError(f"expected an input of (samples, channels, …), got {input.dim()} dimensions")
 
     def forward(self, input: Tensor) -> Tensor:
         """(samples, channels, …) → the same shape."""
@@ -81,37 +74,27 @@ class GhostBatchNorm(_BatchNorm):
         counts = torch.tensor([b - a for a, b in pairwise(first)], dtype=torch.float64) * points
         wide = means.double()
         variances = (scales.double() ** -2 - self.eps) * (counts / (counts - 1)).to(means.device)[:, None]
-        seen = int(self.num_batches_tracked)  # type: ignore[arg-type]
-        keep, weights = 1.0, []
-        for number in range(len(counts) - 1, -1, -1):
-            rate = 1 / (seen + number + 1) if self.momentum is None else self.momentum
-            weights.append(keep * rate)
-            keep *= 1 - rate
-        share = torch.tensor(weights[::-1], dtype=torch.float64, device=means.device)
+        number = len(counts)
+        if self.momentum is None:
+            # The mean over all ghosts so far; without a look at the number, which would break a compiled graph.
+            seen = self.num_batches_tracked.double()  # type: ignore[union-attr]
+            keep, share = seen / (seen + number), (1 / (seen + number)).expand(number)
+        else:
+            rate = self.momentum
+            keep = (1 - rate) ** number
+            weights = [rate * (1 - rate) ** later for later in reversed(range(number))]
+            share = torch.tensor(weights, dtype=torch.float64, device=means.device)
         for running, values in ((self.running_mean, wide), (self.running_var, variances)):
             running.copy_(keep * running.double() + share @ values)  # type: ignore[union-attr]
-        self.num_batches_tracked.add_(len(counts))  # type: ignore[union-attr]
+        self.num_batches_tracked.add_(number)  # type: ignore[union-attr]
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, ghost={self.size}"  # type: ignore[no-untyped-call]
 
 
 def convert(model: nn.Module, size: int) -> nn.Module:
-    """Replace every batch norm of ``model`` by a ghost one of ``size`` samples, parameters and names kept.
-
-    Works in place; returns the model, which is another one only if it is itself a batch norm. Raises UsageError where
-    there is none.
-    """
-    if isinstance(model, _BatchNorm):
-        return GhostBatchNorm(model, size)
-    found = [(m, name, child) for m in model.modules() for name, child in m.named_children()]
-    norms = [(m, name, child) for m, name, child in found if isinstance(child, _BatchNorm)]
-    if not norms:
-        raise UsageError("the model has no batch norm", remedy="leave out --batch-norm")
-    made: dict[nn.Module, nn.Module] = {}
-    for parent, name, child in norms:
-        setattr(parent, name, made.setdefault(child, GhostBatchNorm(child, size)))
-    return model
+    """Replace every batch norm of ``model`` by a ghost one of ``size`` samples. Returns and raises as ``replace``."""
+    return replace(model, lambda norm: GhostBatchNorm(norm, size))
 
 
 def normalise(

@@ -68,3 +68,10 @@ def check_noise(text: str, batch: int, adaptive: bool) -> Multiplicative | None:
             remedy="leave out one of the two",
         )
     return noise
+
+
+def by_worker(adaptive: bool, noise: Multiplicative | None) -> str | None:
+    """The option, if any, that needs each worker computed by itself: AdaScale its gradient, noise its draws."""
+    if adaptive:
+        return "--lr-scale adascale"
+    return None if noise is None else _OPTION

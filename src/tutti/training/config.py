@@ -24,7 +24,7 @@ class TrainConfig:
         data: folder, file or hub name that the task reads.
         model: ``name:key=value``; default: the task's first.
         augment: random crops and flips, where the task has them.
-        batch_norm: statistics of a worker's samples, or of few: ``ghost:size=32``.
+        batch_norm: statistics of a worker's samples, of few (``ghost:size=32``), or of the global batch (sync).
         data_workers: processes a device that fetch samples ahead.
         strategy: how devices share the work, ``name:key=value``.
         optimizer: ``name:key=value``.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,13 @@ from tutti.data.stream import Stream
 from tutti.errors import UsageError
 from tutti.laws.averaging import Averaging
 from tutti.laws.growth import Growth
+from tutti.nn import ghost, norms, sync
 from tutti.nn.config import Ghost as GhostConfig
+from tutti.nn.config import Sync as SyncConfig
 from tutti.nn.config import check_batch_norm
-from tutti.nn.ghost import convert
 from tutti.optim.adascale import AdaScale
 from tutti.optim.loss_scale import LossScale, chosen
-from tutti.optim.noise import check_noise
+from tutti.optim.noise import by_worker, check_noise
 from tutti.optim.scaling import Adaptive, check_rule
 from tutti.strategies import Choice
 from tutti.training.gate import gate
@@ -96,7 +98,8 @@ def prepare(
         channels_last: memory layout of 4-dimensional inputs and weights.
         lr_scale: rule for the learning rate at this batch, such as ``linear:base_batch=256``, or ``adascale``; for an
             optimizer given as text.
-        batch_norm: ``worker`` for the model's own, over a worker's micro-batch; ``ghost:size=32`` over so many samples.
+        batch_norm: ``worker`` for the model's own, over a worker's micro-batch; ``ghost:size=32`` over so many
+            samples; ``sync`` over the whole global batch.
         identical_batches: every worker draws worker 0's samples, as a loader does that is not sharded and has one seed
             on all ranks: to show what that well-known mistake costs.
         clip: largest gradient norm.
@@ -133,6 +136,7 @@ def prepare(
     if reproducible:
         torch.set_num_threads(1)
     scale, noise = _scale(loss_scale, precision, loss_fn), check_noise(gradient_noise, batch_size, adaptive)
+    together = _together(batch_norm, choice, contract, reproducible, by_worker(adaptive, noise))
     if isinstance(optimizer, Optimizer):
         belongs(optimizer, model)
     make_optimizer = factory(optimizer, lr_scale, batch_size)
@@ -150,15 +154,15 @@ def prepare(
         *(grid, comms, contract.workers, contract.mine(grid.data_rank), reproducible, clip),
         *(averaging, activation_checkpointing, compiled, adaptive),
     )
-    model = _normalised(model, batch_norm)
+    model = _normalised(model, batch_norm, setting)
     dtype = _precise(model, precision, channels_last)
-    layout, exchange = choice.make(setting)
+    layout, exchange = choice.make(_as_one(setting, together))
     replica = layout.build(model)
     sink = exchange.attach(replica, make_optimizer)
     same_kernels(comms.world, optimizer, exchange.optimizers)
     prefetch = Prefetch(data_workers, identity.rank, world.timeout)
     reader = make_reader(data, epochs, grid.data_rank, seed, comms, prefetch)
-    feed = Feed(reader, epochs, grid.data_rank, seed, placer(world.device, dtype, channels_last), prefetch)
+    feed = Feed(reader, epochs, grid.data_rank, seed, placer(world.device, dtype, channels_last), prefetch, together)
     loss = _cast(loss_fn, world.device.type, precision)
     average = strategies.average(replica, setting)
     run = Run(replica, exchange, sink, feed, loss, setting, max_nonfinite, average, scale)
@@ -171,12 +175,12 @@ def prepare(
     return run
 
 
-def _data(dataset: Any, data_workers: int, reproducible: bool, identical_batches: bool) -> Source | Stream:
+def _data(dataset: Any, data_workers: int, reproducible: bool, identical: bool) -> Source | Stream:
     """What the data set is read as. Raises UsageError for what does not go with it."""
     data = adapt_training(dataset)
     if data_workers < 0:
         raise UsageError(f"data_workers is {data_workers}", remedy="give 0 or more")
-    if identical_batches and isinstance(data, Stream):
+    if identical and isinstance(data, Stream):
         raise UsageError(
             "identical_batches needs a data set with __len__ and __getitem__", remedy="leave one of them out"
         )
@@ -223,9 +227,30 @@ def _cast(loss_fn: LossFn | None, device: str, precision: str | None) -> LossFn 
     return cast
 
 
-def _normalised(model: nn.Module, batch_norm: str) -> nn.Module:
-    norm = check_batch_norm(batch_norm)
-    return convert(model, norm.size) if isinstance(norm, GhostConfig) else model
+def _normalised(model: nn.Module, batch_norm: str, setting: Setting) -> nn.Module:
+    """The model with the batch norms asked for. Collective."""
+    norm, model = check_batch_norm(batch_norm), norms.restore(model)
+    if isinstance(norm, SyncConfig):
+        line = setting.comms.apart("batch norm")
+        return sync.convert(model, line, setting.workers, setting.grid.data_ranks)
+    return ghost.convert(model, norm.size) if isinstance(norm, GhostConfig) else model
+
+
+def _together(batch_norm: str, choice: Choice, contract: BatchContract, reproducible: bool, needs: str | None) -> bool:
+    """Whether a device's workers compute as one, for batch norm over the global batch. Raises UsageError."""
+    if not isinstance(check_batch_norm(batch_norm), SyncConfig):
+        return False
+    strategies.check_sync(choice, context.current().identity.size, reproducible, needs)
+    contract.check_whole()
+    return True
+
+
+def _as_one(setting: Setting, together: bool) -> Setting:
+    """What layout and exchange are told where workers compute as one: it has a part on every data rank."""
+    if not together:
+        return setting
+    alone = setting.workers == setting.grid.data_ranks
+    return replace(setting, workers=1, mine=setting.mine[:1], draws=alone)
 
 
 def _precise(model: nn.Module, precision: str | None, channels_last: bool) -> torch.dtype:

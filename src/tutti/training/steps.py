@@ -177,6 +177,8 @@ class Steps:
         self._enter(Phase.COMPUTE)
         tick = self._tick()
         work = self._cells(batch, tick)
+        if self.feed.together and not work[0][1]:
+            work = [(work[0][0], [self._stand_in(work[0][0], tick)])]
         try:
             with self._open_gate():
                 agreed, updated = step(self.replica, self.exchange, self._sink, work, self._loss, tick, self.adascale)
@@ -186,6 +188,16 @@ class Steps:
             raise
         finally:
             heartbeat.training.enter(Phase.IDLE)
+
+    def _stand_in(self, worker: int, tick: Tick) -> Cell:
+        """What a rank without samples computes on, because the batch norms of the others wait for its messages."""
+        if self._drawn is None or self._drawn.stand_in is None:
+            raise UsageError(
+                "a batch without samples",
+                why="batch_norm='sync' needs every device to take part, and there is nothing to compute on",
+                remedy="bring at least one sample on every rank",
+            )
+        return self.feed.stand_in(self._drawn, tick.clock, worker)
 
     # --- loops that must stay as they are --------------------------------------------------------------------------
 

@@ -1,0 +1,217 @@
+"""Batch normalisation over the whole global batch: its statistics are those of all samples of all devices.
+
+Each rank sends the count, mean and variance of its own values; from these every rank computes the same mean
+μ = Σ nᵣμᵣ / N and variance Σ nᵣ(varᵣ + (μᵣ − μ)²) / N, exactly, whatever the counts (Chan, Golub, LeVeque 1983). The
+running variance takes the unbiased one, with N − 1, as PyTorch's does. Backward sums Σdy and Σdy·x̂ over the ranks; the
+gradients of weight and bias stay this rank's part, which the exchange sums like every other gradient.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+
+from tutti.errors import MismatchError, UsageError
+from tutti.nn.draws import draws, refuse
+from tutti.nn.norms import TakenOver, replace
+
+
+class _Pending(Protocol):
+    def wait(self) -> None: ...
+
+
+class Line(Protocol):
+    """What is needed of a communicator: its messages must never meet those of gradients."""
+
+    size: int
+
+    def gather_slices(self, mine: Tensor, text: str) -> Tensor:
+        """(n,) of every rank, one after the other."""
+
+    def start_all_reduce(self, flat: Tensor, text: str) -> _Pending:
+        """Begin a sum over the ranks in place."""
+
+
+class Peers:
+    """What all batch norms of one model here have in common.
+
+    Args:
+        line: the ranks whose samples are normalised together.
+
+    Attributes:
+        counts: whether the samples under way count; those of a stand-in do not.
+    """
+
+    def __init__(self, line: Line) -> None:
+        self.line, self.counts = line, True
+
+    def __deepcopy__(self, memo: Any) -> Peers:
+        return self
+
+
+class SyncBatchNorm(TakenOver):
+    """A batch norm over all ranks' samples. Same parameters, buffers and names as the plain one.
+
+    In training every rank must call it as often and in the same order: each forward gathers 2·channels + 2 numbers a
+    rank, each backward sums 2·channels. In evaluation it is the plain one.
+
+    Args:
+        plain: the batch norm that it takes over.
+        peers: with whom.
+        number: its place in the model, which all ranks compare.
+    """
+
+    def __init__(self, plain: _BatchNorm, peers: Peers, number: int) -> None:
+        super().__init__(plain)
+        self.peers, self.number = peers, number
+
+    def forward(self, input: Tensor) -> Tensor:
+        """(samples, channels, …) → the same shape.
+
+        Raises ValueError where all ranks together have one value a channel, MismatchError where they are in different
+        batch norms, and PeerError where one is gone.
+        """
+        self._check_input_dim(input)
+        if not self.training or self.peers.line.size == 1:
+            return super().forward(input)
+        count, mean, variance = self._gather(input.detach())
+        if self.track_running_stats and self.running_mean is not None:
+            self._track(mean, variance * (count / (count - 1)))
+        wide = torch.float64 if input.dtype == torch.float64 else torch.float32
+        statistics = mean.to(wide), variance.to(wide)
+        result: Tensor = _Normalise.apply(input, self.weight, self.bias, *statistics, count, self.eps, self)  # type: ignore[no-untyped-call]
+        return result
+
+    @torch.no_grad()
+    def _gather(self, input: Tensor) -> tuple[float, Tensor, Tensor]:
+        """Values a channel over all ranks, their mean and their variance, in float64."""
+        channels = input.shape[1]
+        mine = torch.zeros(2 + 2 * channels, dtype=torch.float64, device=input.device)
+        mine[1] = self.number
+        if self.peers.counts and input.numel():
+            mine[0] = input.numel() // channels
+            wide = torch.float64 if input.dtype == torch.float64 else torch.float32
+            none = torch.zeros(channels, dtype=wide, device=input.device)
+            # Given running statistics that are wide it computes wide ones; with momentum 0 it leaves them alone.
+            torch.cat(torch.batch_norm_update_stats(input, none, none, 0.0), out=mine[2:])
+        table = self.peers.line.gather_slices(mine, f"statistics of batch norm {self.number}")
+        table = table.view(-1, len(mine))
+        heads = table[:, :2].tolist()
+        self._compare([int(number) for _, number in heads])
+        total = sum(count for count, _ in heads)
+        if total < 2:
+            raise ValueError(f"Expected more than 1 value per channel when training, got {total:g} over all devices")
+        weights, (means, variances) = table[:, :1] / total, table[:, 2:].split(channels, dim=1)
+        mean = (weights * means).sum(0)
+        return total, mean, (weights * (variances + (means - mean) ** 2)).sum(0)
+
+    def _compare(self, numbers: list[int]) -> None:
+        if numbers.count(self.number) < len(numbers):
+            raise MismatchError(
+                f"devices are in different batch norms of the model: {', '.join(map(str, numbers))}",
+                why="the model took another way on some of them",
+                remedy="make its forward call the same modules on every device, or leave out batch_norm='sync'",
+            )
+
+    @torch.no_grad()
+    def _track(self, mean: Tensor, variance: Tensor) -> None:
+        """Move the running statistics, alike on all ranks."""
+        self.num_batches_tracked.add_(1)  # type: ignore[union-attr]
+        rate = 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum  # type: ignore[arg-type]
+        for running, value in ((self.running_mean, mean), (self.running_var, variance)):
+            running.copy_((1 - rate) * running.double() + rate * value)  # type: ignore[union-attr]
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, over {self.peers.line.size} devices"  # type: ignore[no-untyped-call]
+
+
+class _Normalise(torch.autograd.Function):
+    """x̂ = (x − μ) / √(var + ε), with statistics that every rank's input has a part in.
+
+    The loss is the sum of what all ranks go backward from, so that dx = γ/√(var + ε) · (dy − Σdy/N − x̂ · Σdy·x̂/N) with
+    sums over all ranks (Ioffe, Szegedy 2015, arXiv 1502.03167, §3).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        mean: Tensor,
+        variance: Tensor,
+        count: float,
+        eps: float,
+        norm: SyncBatchNorm,
+    ) -> Tensor:
+        ctx.save_for_backward(input, weight, mean, variance)
+        ctx.count, ctx.eps, ctx.norm, ctx.counts = count, eps, norm, norm.peers.counts and input.numel() > 0
+        return _affine(input, weight, bias, mean, variance, eps)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, above: Tensor) -> Any:
+        input, weight, mean, variance = ctx.saved_tensors
+        sums = torch.zeros(2, len(mean), dtype=mean.dtype, device=mean.device)
+        below = torch.zeros_like(input)
+        if ctx.counts:
+            # As if the statistics were constants: dx, Σdy·x̂ and Σdy in one pass.
+            scale = None if weight is None else weight.to(mean.dtype)
+            given = (above, input, scale, mean, variance, None, None, False, ctx.eps, [True, True, True])
+            below, by_scale, by_bias = torch.ops.aten.native_batch_norm_backward(*given)
+            torch.stack([by_scale, by_bias], out=sums)
+        own = (None, None) if weight is None else sums.to(weight.dtype, copy=True).unbind()
+        if ctx.needs_input_grad[0]:
+            line: Line = ctx.norm.peers.line
+            line.start_all_reduce(sums, f"sums of batch norm {ctx.norm.number} in backward").wait()
+            if ctx.counts:
+                factor = (variance + ctx.eps).rsqrt_().div_(-ctx.count)
+                slope, offset = sums * (factor if weight is None else factor * weight)
+                below.add_(_affine(input, slope, offset, mean, variance, ctx.eps))
+        return below, *own, None, None, None, None, None
+
+
+def _affine(
+    input: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, variance: Tensor, eps: float
+) -> Tensor:
+    """x̂ · weight + bias in one pass."""
+    weight, bias = (None if t is None else t.to(mean.dtype) for t in (weight, bias))
+    return torch.native_batch_norm(input, weight, bias, mean, variance, False, 0.0, eps)[0]
+
+
+def convert(model: nn.Module, line: Line, workers: int, ranks: int) -> nn.Module:
+    """Have every batch norm of ``model`` normalise over all samples of ``line``, parameters and names kept.
+
+    Args:
+        model: converted in place; returned, which is another one only if it is itself a batch norm.
+        line: the data ranks, for messages of batch norms alone.
+        workers: logical replicas.
+        ranks: data ranks that play them.
+
+    Raises:
+        UsageError: it has no batch norm; or something else in it would depend on the number of devices, because a
+            device's workers are computed as one.
+    """
+    for name, module in model.named_modules():
+        own = isinstance(module, _NormBase) and not isinstance(module, _BatchNorm) and module.track_running_stats
+        if own and workers > 1:
+            raise UsageError(
+                f"batch_norm='sync' does not go with the running statistics of {name}",
+                why="they follow each worker's own samples",
+                remedy="make it with track_running_stats=False, or leave out batch_norm='sync'",
+            )
+        if draws(module) and workers > ranks:
+            refuse(f"{name}, which draws random numbers")
+    peers, numbers = Peers(line), iter(range(len(list(model.modules()))))
+    return replace(model, lambda norm: SyncBatchNorm(norm, peers, next(numbers)))
+
+
+def peers_of(part: nn.Module) -> Peers | None:
+    """What the batch norms of this part of a model share; None where it has none over several devices."""
+    found = (m.peers for m in part.modules() if isinstance(m, SyncBatchNorm))
+    peers = next(found, None)
+    return None if peers is None or peers.line.size == 1 else peers
