@@ -38,7 +38,7 @@ def model(norm: bool = False) -> nn.Sequential:
     return nn.Sequential(nn.Linear(3, 4), middle, nn.Linear(4, 1))
 
 
-def mean(net: Any, batch: Any) -> Tensor:
+def mean(net: Any, batch: Any) -> Any:
     return net(batch).square().mean()
 
 
@@ -154,7 +154,7 @@ def one_cycle(optimizer: Any) -> LRScheduler:
 
 
 def scheduled(make: Callable[[Any], LRScheduler], guarded: bool, micro: int | None = None, alone: bool = False) -> None:
-    run = prepare(None, micro_batch=micro, **({"workers": size()} if alone else {}))
+    run = prepare(None, micro_batch=micro, workers=size() if alone else WORKERS)
     scheduler = make(run.optimizer)
     for batch in run.cells(0):
         run.backward(mean(run.model, batch))
@@ -174,7 +174,7 @@ def test_a_schedule_that_steps_once_a_micro_batch(make: Callable[[Any], LRSchedu
     assert names(4, partial(scheduled, make, False)) == [], "one worker a rank: once a global batch"
 
 
-def total(net: Any, batch: Any) -> Tensor:
+def total(net: Any, batch: Any) -> Any:
     return net(batch).square().sum()
 
 
@@ -299,7 +299,7 @@ class Counter(nn.Module):
         return values
 
 
-def drawing(net: Any, batch: Any) -> Tensor:
+def drawing(net: Any, batch: Any) -> Any:
     return mean(net, batch) * (1 + random.random() + np.random.rand() + torch.rand(()))
 
 
@@ -325,7 +325,7 @@ def held_out(kind: str, count: int) -> Any:
         return TensorDataset(rows(count, 2).sign())
     if kind == "padded":
         return Subset(data, [*range(count), *range(-count % (size() + 1))])
-    sampler = DistributedSampler(data, size(), rank(), shuffle=False)
+    sampler: Any = DistributedSampler(data, size(), rank(), shuffle=False)
     return Subset(data, list(sampler))
 
 
