@@ -51,8 +51,7 @@ def main(task: str, config: TrainConfig, directory: str | None) -> int:
         0. Whatever goes wrong is raised, as a TuttiError with its exit code where it was foreseen.
     """
     world = context.init(config.device, config.timeout)
-    threads = _set_threads(config, world)
-    torch.manual_seed(config.seed)
+    threads = _prepare_process(config, world)
     chosen = table.load(task, data=config.data, model=config.model, augment=config.augment)
     model = chosen.model()
     size = sum(p.numel() for p in model.parameters())
@@ -80,11 +79,11 @@ def main(task: str, config: TrainConfig, directory: str | None) -> int:
             for text in early:
                 listeners.warned(text)
             run.checks.diagnoses.tell = listeners.warned
-            if total is not None and not config.regime_batch:
-                run.checks.planned(total)
+            steps = total if run.adascale is None else None
+            if steps is not None and not config.regime_batch:
+                run.checks.planned(steps)
             if saver is not None:
                 saver.warn = listeners.warned
-            steps = total if run.adascale is None else None
             window = _window(config, run, steps, place, again, listeners)
             lines = {**derived(chosen, config, run, world, total, facts), **origin}
             header = Header(title(task, config), lines, steps, _per_epoch(epochs))
@@ -258,8 +257,9 @@ def _prepare(task: Task, model: nn.Module, config: TrainConfig, world: World) ->
     )
 
 
-def _set_threads(config: TrainConfig, world: World) -> int:
-    """CPU threads of this process: as asked, one in reproducible mode, else this host's cores shared out."""
+def _prepare_process(config: TrainConfig, world: World) -> int:
+    """Seed PyTorch, and set the CPU threads: as asked, one in reproducible mode, else this host's cores shared out."""
+    torch.manual_seed(config.seed)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     threads = config.threads or (1 if config.reproducible else max(1, cores // world.identity.local_size))
     torch.set_num_threads(threads)

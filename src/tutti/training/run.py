@@ -16,6 +16,7 @@ from tutti.data.adapt import adapt
 from tutti.data.feed import evaluation, evaluation_blocks
 from tutti.data.reader import Position
 from tutti.errors import UsageError
+from tutti.spec import Duration
 from tutti.state.fingerprint import weights_sha256
 from tutti.state.write import step_name
 from tutti.training import keeping
@@ -55,7 +56,7 @@ class Run(Steps):
     def epochs(self, number: int) -> range:
         """Those of epochs 0 … number-1 that are left: all, or after ``restore`` from the one that it was saved in."""
         if self.feed.contract.dataset is not None:
-            self.checks.planned(number * self.steps_per_epoch)
+            self.checks.planned(self.feed.epochs.steps(Duration(number, "ep")))
         return range(self.at.epoch if self.within is None else self.within, number)
 
     # --- everything else -------------------------------------------------------------------------------------------
