@@ -190,6 +190,10 @@ def refused(case: str, folder: str = "") -> str:
         made["batch_growth"] = f"milestones={1 + (rank == 1)}ep,factor=2,largest=30"
     if case == "small":
         made["batch_growth"] = "milestones=1ep,factor=2"
+    if case == "adascale":
+        made["lr_scale"] = case
+    if case == "noise":
+        made["gradient_noise"] = "multiplicative:base_batch=4"
     if case in ("unknown", "sharded"):
         data = lambda: Sized()  # noqa: E731
         data = Sharded(Sized()) if case == "sharded" else data
@@ -215,6 +219,8 @@ def refused(case: str, folder: str = "") -> str:
         ("small", "UsageError a batch of 8 cannot grow: the largest is 7, a tenth of the 70 samples"),
         ("unknown", "UsageError the batch cannot grow with a stream whose length is not known"),
         ("sharded", "UsageError the batch cannot grow with a stream whose length is not known"),
+        ("adascale", "UsageError a batch that grows does not go with --lr-scale adascale"),
+        ("noise", "UsageError a batch that grows does not go with --gradient-noise"),
         ("own batch", "UsageError a batch of your own does not grow"),
         ("per epoch", "UsageError the batch grows, and epochs have fewer steps. Call run.steps_of(epoch)"),
         ("restore", f"CheckpointError the checkpoint was made with batch_growth {GROWTH}, not None"),

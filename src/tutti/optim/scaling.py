@@ -75,6 +75,22 @@ def check_rule(text: str) -> Any:
     return spec.build(spec.choose(RULES, "rule"), "--lr-scale")
 
 
+def check_growth(lr_scale: str, gradient_noise: str) -> None:
+    """Raise UsageError for what makes no sense with a batch that grows."""
+    if isinstance(check_rule(lr_scale), Adaptive):
+        raise UsageError(
+            "a batch that grows does not go with --lr-scale adascale",
+            why="adascale measures the rate for a batch that stays N times one worker's",
+            remedy="leave out one of the two",
+        )
+    if gradient_noise != "none":
+        raise UsageError(
+            "a batch that grows does not go with --gradient-noise",
+            why="it grows for less noise, which would be added again",
+            remedy="leave out one of the two",
+        )
+
+
 def scaled(optimizer: C, rule: NoRule, batch: int) -> C:
     """An optimizer's options at ``batch`` samples a step. Raises UsageError where the rule does not fit it."""
     if isinstance(rule, Adaptive) and not isinstance(optimizer, SGD):

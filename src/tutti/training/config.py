@@ -10,7 +10,7 @@ from tutti.errors import UsageError
 from tutti.laws.averaging import Averaging
 from tutti.laws.growth import Growth
 from tutti.optim.config import check_schedule
-from tutti.optim.scaling import Adaptive, check_rule
+from tutti.optim.scaling import Adaptive, check_growth, check_rule
 from tutti.spec import Duration
 from tutti.training.best import Best
 from tutti.world.watchdog import Limits
@@ -227,16 +227,11 @@ class TrainConfig:
             return None
         growth = Growth.parse(self.batch_growth)
         growth.most(self.batch_size, None)
+        check_growth(self.lr_scale, self.gradient_noise)
         if self.regime_batch is not None:
             raise UsageError(
                 "--batch-growth does not go with --regime-batch",
                 why="one is for fewer updates, the other for as many as with a small batch",
-                remedy="leave out one of the two",
-            )
-        if isinstance(check_rule(self.lr_scale), Adaptive):
-            raise UsageError(
-                "--batch-growth does not go with --lr-scale adascale",
-                why="adascale measures the rate for a batch that stays N times one worker's",
                 remedy="leave out one of the two",
             )
         for milestone in getattr(check_schedule(self.schedule), "milestones", ()):

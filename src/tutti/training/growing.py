@@ -11,10 +11,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from tutti.data.contract import BatchContract
 from tutti.data.epochs import Epochs
-from tutti.errors import UsageError
 from tutti.laws.growth import Growth
 from tutti.nn.config import Ghost, check_batch_norm
 from tutti.optim.config import Cosine, Linear, check_schedule
+from tutti.optim.scaling import check_growth
 from tutti.spec import Duration
 from tutti.training.config import TrainConfig
 from tutti.world import context
@@ -23,16 +23,18 @@ _SEEN = "as the batch grows"
 
 
 def growing(
-    contract: BatchContract, growth: Growth | str | None, model: nn.Module, batch_norm: str, adaptive: bool
+    contract: BatchContract,
+    growth: Growth | str | None,
+    model: nn.Module,
+    batch_norm: str,
+    lr_scale: str,
+    gradient_noise: str,
 ) -> Epochs:
-    """The contracts of all epochs; rank 0 warns where batch norm would see larger batches. Raises UsageError.
-
-    ``adaptive``: with AdaScale, which needs a batch that stays.
-    """
+    """The contracts of all epochs; rank 0 warns where batch norm would see larger batches. Raises UsageError."""
     if isinstance(growth, str):
         growth = Growth.parse(growth, "batch_growth")
-    if growth is not None and adaptive:
-        raise UsageError("batch_growth does not go with lr_scale='adascale'", remedy="leave out one of the two")
+    if growth is not None:
+        check_growth(lr_scale, gradient_noise)
     epochs = Epochs(contract, growth)
     if context.current().identity.rank == 0:
         for text in of_model(epochs, model, batch_norm):

@@ -132,7 +132,7 @@ def prepare(
     _check_trainable(model)
     sizes = (batch_size, workers or grid.data_ranks, grid.data_ranks, micro_batch)
     contract = BatchContract(_count(data), *sizes, identical_batches)
-    epochs = growing(contract, batch_growth, model, batch_norm, adaptive)
+    epochs = growing(contract, batch_growth, model, batch_norm, lr_scale, gradient_noise)
     if reproducible:
         torch.set_num_threads(1)
     scale, noise = _scale(loss_scale, precision, loss_fn), check_noise(gradient_noise, batch_size, adaptive)
