@@ -135,7 +135,8 @@ def suite(report: Report) -> str:
     runs, failures = (sum(entry[key] for entry in found.values()) for key in ("runs", "failures"))
     failed = sorted({name for entry in found.values() for name in entry["failed"]})
     lines = [
-        f"{machine(report)}; {report['seconds'] / 60:.0f} minutes. {runs} runs, {failures} failures.",
+        f"{machine(report)}; {report['seconds'] / 60:.0f} minutes. {runs} runs, {failures} failures."
+        + (f" {report['note']}" if "note" in report else ""),
         "",
         table(["#", "fault", "what must come of it", "runs", "failures", "figures: median"], rows),
         "",

@@ -46,6 +46,7 @@ def test_a_failure_is_told(reliability: Any) -> None:
     assert cells(text, "6")[3:] == ["0", "–", "not played"]
     assert "6 runs, 1 failures" in text and "Failed: `test_a[seed1]`." in text and "load average 1.2" in text
     assert "Failed: none." in reliability.suite(suite(row(1)))
+    assert "0 failures. Cut short." in reliability.suite(suite(row(1)) | {"note": "Cut short."})
 
 
 def test_every_row_of_a_test_has_a_name(reliability: Any) -> None:
