@@ -65,7 +65,7 @@ class Pool:
             self._pipes.append(here)
             self.processes.append(process)
 
-    def run(self, function: Callable[..., Any], *, limit: float = 90.0, **arguments: Any) -> list[Any]:
+    def run(self, function: Callable[..., Any], *, limit: float = 240.0, **arguments: Any) -> list[Any]:
         """Results in rank order. Raises RankError; TimeoutError after ``limit`` seconds."""
         try:
             return self._run(function, limit, arguments)

@@ -69,7 +69,11 @@ REFUSALS = [
     ("train digits --batch-growth milestones=1.5ep,factor=2", 2, "within an epoch all batches are of one size"),
     ("train digits --batch-growth milestones=1ep", 2, "its factor is 0. Write milestones=30ep+60ep,factor=5."),
     ("train digits --batch-growth milestones=1ep,factor=2,largest=64", 2, "a batch of 64 cannot grow"),
-    (f"{ADASCALE} --workers 2 --batch-growth milestones=1ep,factor=2", 2, "a batch that grows does not go with --lr-scale"),
+    (
+        f"{ADASCALE} --workers 2 --batch-growth milestones=1ep,factor=2",
+        2,
+        "a batch that grows does not go with --lr-scale",
+    ),
     ("train digits --batch-norm ghst", 2, "Did you mean 'ghost'?"),
     ("train digits --batch-norm ghost:size=0", 2, "size is 0"),
     ("train digits --batch-norm sync --strategy local_sgd", 2, "its workers hold different weights"),

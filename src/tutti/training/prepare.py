@@ -136,7 +136,7 @@ def prepare(
     if reproducible:
         torch.set_num_threads(1)
     scale, noise = _scale(loss_scale, precision, loss_fn), check_noise(gradient_noise, batch_size, adaptive)
-    together = _together(batch_norm, choice, contract, reproducible, by_worker(adaptive, noise))
+    together = _together(batch_norm, choice, epochs, reproducible, by_worker(adaptive, noise))
     if isinstance(optimizer, Optimizer):
         belongs(optimizer, model)
     make_optimizer = factory(optimizer, lr_scale, batch_size)
@@ -236,12 +236,13 @@ def _normalised(model: nn.Module, batch_norm: str, setting: Setting) -> nn.Modul
     return ghost.convert(model, norm.size) if isinstance(norm, GhostConfig) else model
 
 
-def _together(batch_norm: str, choice: Choice, contract: BatchContract, reproducible: bool, needs: str | None) -> bool:
+def _together(batch_norm: str, choice: Choice, epochs: Epochs, reproducible: bool, needs: str | None) -> bool:
     """Whether a device's workers compute as one, for batch norm over the global batch. Raises UsageError."""
     if not isinstance(check_batch_norm(batch_norm), SyncConfig):
         return False
     strategies.check_sync(choice, context.current().identity.size, reproducible, needs)
-    contract.check_whole()
+    for phase in epochs.phases:
+        phase.contract.check_whole()
     return True
 
 
