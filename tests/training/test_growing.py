@@ -242,7 +242,7 @@ def warned(net: str, **options: Any) -> list[str]:
 
 def test_batch_norm_that_sees_more_is_told_of_once() -> None:
     [said], *others = worlds.run(3, warned, net="norm")
-    assert "micro-batches of 2 at first, of 8 in the end" in said and "ghost:size=2 or a micro-batch of 2" in said
+    assert "together: 2 at first, 8 in the end" in said and "ghost:size=2 or a micro-batch of 2" in said
     assert others == [[], []]
     for quiet in ({"net": "plain"}, {"batch_norm": "ghost:size=2"}, {"micro_batch": 2}, {"batch_growth": None}):
         assert worlds.run(3, warned, **{"net": "norm", **quiet}) == [[], [], []]

@@ -22,7 +22,7 @@ EXTRAS = {
     "demo": ("scikit-learn",),
     "plot": ("matplotlib",),
     "tensorboard": ("tensorboard",),
-    "bench": ("accelerate", "lightning-fabric"),
+    "bench": ("accelerate", "lightning-fabric", "pytorch-optimizer", "torch-optimizer"),
 }
 """Packages of each extra that pyproject.toml declares for users."""
 

@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from tutti.data.contract import BatchContract
 from tutti.data.epochs import Epochs
 from tutti.laws.growth import Growth
-from tutti.nn.config import Ghost, check_batch_norm
+from tutti.nn.config import Ghost, Sync, check_batch_norm
 from tutti.optim.config import Cosine, Linear, check_schedule
 from tutti.optim.scaling import check_growth
 from tutti.spec import Duration
@@ -52,15 +52,16 @@ def said_elsewhere() -> Iterator[None]:
 
 def of_model(epochs: Epochs, model: nn.Module, batch_norm: str) -> Iterator[str]:
     """What changes in the model's arithmetic as the batch grows."""
-    first, last = (
-        len(phase.contract.first_cell(phase.contract.batch)) for phase in (epochs.phases[0], epochs.phases[-1])
-    )
-    if first == last or isinstance(check_batch_norm(batch_norm), Ghost):
+    norm = check_batch_norm(batch_norm)
+    contracts = (epochs.phases[0].contract, epochs.phases[-1].contract)
+    first, last = (c.batch if isinstance(norm, Sync) else len(c.first_cell(c.batch)) for c in contracts)
+    if first == last or isinstance(norm, Ghost):
         return
     if any(isinstance(module, _BatchNorm) for module in model.modules()):
+        other = "" if isinstance(norm, Sync) else f" or a micro-batch of {first}"
         yield (
-            f"{_SEEN}, batch norm sees more samples together: micro-batches of {first} at first, of {last} in the end. "
-            f"That is another model; batch norm ghost:size={first} or a micro-batch of {first} keeps what it sees"
+            f"{_SEEN}, batch norm sees more samples together: {first} at first, {last} in the end. "
+            f"That is another model; batch norm ghost:size={first}{other} keeps what it sees"
         )
 
 

@@ -55,8 +55,7 @@ def main(task: str, config: TrainConfig, directory: str | None) -> int:
     chosen = table.load(task, data=config.data, model=config.model, augment=config.augment)
     model = chosen.model()
     size = sum(p.numel() for p in model.parameters())
-    with said_elsewhere():
-        run = _prepare(chosen, model, config, world)
+    run = _prepare(chosen, model, config, world)
     epochs = run.feed.epochs
     plan, total = _plan(config, epochs)
     run.lr_factor = _schedule(config, epochs, total)
@@ -96,11 +95,16 @@ def main(task: str, config: TrainConfig, directory: str | None) -> int:
     finally:
         listeners.close()
     if window is not None:
-        window.close()
-        if world.identity.rank == 0:
-            print(window.table())
+        _show(window, world)
     context.shutdown()
     return 0
+
+
+def _show(window: Window, world: World) -> None:
+    """End the profile; rank 0 prints its table."""
+    window.close()
+    if world.identity.rank == 0:
+        print(window.table())
 
 
 def _place(run: Run, directory: str | None) -> str | None:
@@ -228,6 +232,7 @@ def _saver(
     return saver
 
 
+@said_elsewhere()
 def _prepare(task: Task, model: nn.Module, config: TrainConfig, world: World) -> Run:
     return prepare(
         model,

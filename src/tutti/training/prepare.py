@@ -129,7 +129,7 @@ def prepare(
     choice = strategies.check(strategy, identity.size, workers=workers, reproducible=reproducible, adaptive=adaptive)
     grid = Grid(**choice.shape(identity.size), rank=identity.rank)
     data = _data(dataset, data_workers, reproducible, identical_batches)
-    _check_trainable(model)
+    _check_trainable(model, optimizer)
     sizes = (batch_size, workers or grid.data_ranks, grid.data_ranks, micro_batch)
     contract = BatchContract(_count(data), *sizes, identical_batches)
     epochs = growing(contract, batch_growth, model, batch_norm, lr_scale, gradient_noise)
@@ -137,8 +137,6 @@ def prepare(
         torch.set_num_threads(1)
     scale, noise = _scale(loss_scale, precision, loss_fn), check_noise(gradient_noise, batch_size, adaptive)
     together = _together(batch_norm, choice, epochs, reproducible, by_worker(adaptive, noise))
-    if isinstance(optimizer, Optimizer):
-        belongs(optimizer, model)
     make_optimizer = factory(optimizer, lr_scale, batch_size)
     compiled = compile if isinstance(compile, str) else "default" if compile else "none"
     # Before any group is made: ranks that believe in different grids would wait for each other in different ones.
@@ -193,9 +191,11 @@ def _data(dataset: Any, data_workers: int, reproducible: bool, identical: bool) 
     return data
 
 
-def _check_trainable(model: nn.Module) -> None:
+def _check_trainable(model: nn.Module, optimizer: Optimizer | str) -> None:
     if not any(p.requires_grad for p in model.parameters()):
         raise UsageError("no parameter of the model can be trained", remedy="leave some with requires_grad")
+    if isinstance(optimizer, Optimizer):
+        belongs(optimizer, model)
 
 
 def _count(data: Source | Stream) -> int | None:
