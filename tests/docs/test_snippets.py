@@ -28,7 +28,8 @@ _seen = torch.nn.functional.mse_loss, torch.nn.functional.cross_entropy, []
 def _watch(loss):
     def watched(scores, targets, **options):
         value = loss(scores, targets, **options)
-        _seen[2].append(value.item() / (len(targets) if options.get("reduction") == "sum" else 1))
+        if torch.is_grad_enabled():
+            _seen[2].append(value.item() / (len(targets) if options.get("reduction") == "sum" else 1))
         return value
     return watched
 
