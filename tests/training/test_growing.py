@@ -253,7 +253,8 @@ def seen_by_batch_norm(batch_norm: str, micro_batch: int | None) -> Any:
     seen: list[set[int]] = []
 
     def counted(net: Any, batch: tuple[Tensor, Tensor]) -> Any:
-        seen[-1].add(len(batch[1]))
+        if torch.is_grad_enabled():
+            seen[-1].add(len(batch[1]))
         return loss(net, batch)
 
     options: dict[str, Any] = {"batch_size": 8, "batch_growth": GROWTH, "micro_batch": micro_batch}

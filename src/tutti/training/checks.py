@@ -88,7 +88,7 @@ class Checks:
         if self._steps == 1 and self._speaks:
             cells = sum(len(cells) for _, cells in work)
             if several or cells > 1:
-                self._denominator(loss, batch)
+                self._denominator(loss, batch, max((cell.samples for _, cells in work for cell in cells), default=2))
             if several:
                 self._rate()
             if cells > 1 and self._run.optimizer is not None:
@@ -136,14 +136,14 @@ class Checks:
             return "shard by rank inside the data set, or leave tutti.data.Sharded out"
         return "let __getitem__ depend on its index, and draw from the global generators, which are keyed by it"
 
-    def _denominator(self, loss: LossFn | None, batch: Batch) -> None:
-        """Give a loss the same few samples once and twice over."""
+    def _denominator(self, loss: LossFn | None, batch: Batch, micro: int = 2 * _FEW) -> None:
+        """Give a loss the same few samples once and twice over, no more than a micro-batch has."""
         setting = self._run.setting
         # Other shapes would be compiled anew; of a model that is split the other ranks would be needed.
         if loss is None or setting.compile != "none" or setting.comms.model.size > 1:
             return
         try:
-            few = cut(batch, 0, min(_FEW, length(batch)))
+            few = cut(batch, 0, min(_FEW, length(batch), max(micro // 2, 1)))
             with self._untouched():
                 once = self._value(loss, few)
                 twice = self._value(loss, map_tensors(few, lambda tensor: torch.cat([tensor, tensor])))
