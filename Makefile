@@ -59,8 +59,8 @@ soak: $(READY)  ## one run that meets a hundred faults, about ten minutes
 
 # Hours on two cores; it goes on where it was stopped, and a run that two ladders share is made once.
 DATA ?= data/cifar10
-STUDY := cifar10 --data $(DATA) --workers 8 --batch-size 4096 --epochs 12 --precision bf16
-CORRECTED := --model course:batch_norm=true --augment
+STUDY := cifar10 --data $(DATA) --workers 8 --batch-size 4096 --epochs 12 --precision bf16 --runs docs/studies/large-batch
+CORRECTED := --model course:batch_norm=true --augment --optimizer adam:lr=0.003
 
 study: $(READY)  ## docs/studies/large-batch.md again: two ladders on CIFAR-10 (DATA=folder)
 	$(BIN)/tutti compare $(STUDY) --ladder course --seeds 1 --out docs/studies/large-batch/course
