@@ -127,7 +127,10 @@ def test_accelerate_after_ends_as_the_page_says(tmp_path: Path) -> None:
 @pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="accelerate is in the extra 'bench'")
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_accelerate_before_ends_alike(ranks: int, tmp_path: Path) -> None:
-    before = told(tmp_path, "torchrun", ranks, str(SCRIPTS / "accelerate_before.py"), "--order", orders(tmp_path))
+    words = (str(SCRIPTS / "accelerate_before.py"), "--order", orders(tmp_path))
+    # A process of Gloo may abort as it ends, all work done ("terminate called without an active exception").
+    _, before, said = start(tmp_path, "torchrun", ranks, *words)
+    assert len(before) == EPOCHS, said
     assert (before[-1].loss, before[-1].samples) == (pytest.approx(stated("accelerate"), abs=TOLERANCE), 261)
 
 
