@@ -20,7 +20,7 @@ from tutti.cli.devices import count_gpus
 from tutti.cli.settings import FILES, HEADINGS, flag_table, resolve
 from tutti.data.contract import BatchContract
 from tutti.errors import DiskError, ExitCode, TuttiError, UsageError
-from tutti.nn.config import Sync, check_batch_norm, check_checkpointing, check_compile, check_compiler
+from tutti.nn.config import OfTheWorker, Sync, check_batch_norm, check_checkpointing, check_compile, check_compiler
 from tutti.optim.config import check_optimizer, check_schedule
 from tutti.optim.loss_scale import chosen as check_loss_scale
 from tutti.optim.noise import by_worker, check_noise
@@ -151,11 +151,14 @@ def refuse(task: str, config: TrainConfig) -> None:
     )
     ranks = choice.shape(devices)["replica"]
     # Whether the batch can be shared out does not depend on how many samples there are.
-    contract = BatchContract(1, config.batch_size, config.workers or ranks, ranks, config.micro_batch)
+    contract = BatchContract(
+        1, config.batch_size, config.workers or ranks, ranks, config.micro_batch, config.identical_batches
+    )
     scaled(check_optimizer(config.optimizer), rule, config.batch_size)
     check_schedule(config.schedule)
     noise = check_noise(config.gradient_noise, config.batch_size, adaptive)
-    if isinstance(check_batch_norm(config.batch_norm), Sync):
+    norm = check_batch_norm(config.batch_norm)
+    if isinstance(norm, Sync):
         strategies.check_sync(choice, devices, config.reproducible, by_worker(adaptive, noise))
         contract.check_whole()
     check_loss_scale(config.loss_scale, config.precision)
@@ -168,7 +171,8 @@ def refuse(task: str, config: TrainConfig) -> None:
             "--tensorboard needs the package tensorboard",
             remedy="run pip install 'tutti[tensorboard]', or leave it out",
         )
-    table.check(task, data=config.data, model=config.model, augment=config.augment)
+    other = not isinstance(norm, OfTheWorker)
+    table.check(task, data=config.data, model=config.model, augment=config.augment, batch_norm=other)
     # A run that goes on has its weights from its own checkpoint.
     if config.init_from is not None and config.resume is None:
         check_source(Path(config.init_from))

@@ -30,26 +30,6 @@ def scale_of_sgd(lr: float, dataset: int, batch: int, momentum: float = 0.0) -> 
     return lr * (dataset / batch - 1) / (1 - momentum)
 
 
-def moments(sum_of_squares: float, square_of_mean: float, workers: int) -> tuple[float, float]:
-    """Unbiased (σ², μ²) of one worker's gradient from S workers' gradients g and their mean ḡ.
-
-    σ² = Σ‖g‖²/(S-1) - S‖ḡ‖²/(S-1);  μ² = ‖ḡ‖² - σ²/S (Johnson et al. 2020, arXiv 2007.05105, App. B.3). Either may
-    come out negative: average over steps first, clamp when reading.
-
-    Args:
-        sum_of_squares: Σ‖g‖² over the workers.
-        square_of_mean: ‖ḡ‖².
-        workers: S, at least 2.
-
-    >>> [round(value, 6) for value in moments(20.0, 4.0, 4)]
-    [1.333333, 3.666667]
-    """
-    if workers < 2:
-        raise ValueError("one worker's gradient says nothing about the variance over workers")
-    variance = (sum_of_squares - workers * square_of_mean) / (workers - 1)
-    return variance, square_of_mean - variance / workers
-
-
 def weighted_moments(
     mean_of_squares: float, square_of_mean: float, gradients: int, shares: float
 ) -> tuple[float, float]:
@@ -72,23 +52,6 @@ def weighted_moments(
         raise ValueError("one worker's gradient says nothing about the variance over workers")
     variance = (mean_of_squares - square_of_mean) / (gradients - 1)
     return shares * variance, square_of_mean - variance
-
-
-def noise_scale_moments(small_square: float, large_square: float, small: float, large: float) -> tuple[float, float]:
-    """Unbiased (tr Σ, |G|²) from the squared norms of the gradients of two batches.
-
-    |G|² = (B_b|G_b|² - B_s|G_s|²)/(B_b - B_s);  tr Σ = (|G_s|² - |G_b|²)/(1/B_s - 1/B_b) (McCandlish et al. 2018, arXiv
-    1812.06162, App. A.1).
-
-    Args:
-        small_square, large_square: |G_s|² (its mean, where there are several small batches) and |G_b|².
-        small, large: samples B_s and B_b.
-
-    >>> [round(value, 6) for value in noise_scale_moments(5.0, 4.0, 32, 128)]
-    [42.666667, 3.666667]
-    """
-    square = (large * large_square - small * small_square) / (large - small)
-    return (small_square - large_square) / (1 / small - 1 / large), square
 
 
 def simple_noise_scale(spread: float, square: float) -> float:

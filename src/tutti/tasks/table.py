@@ -84,8 +84,12 @@ TASKS: Mapping[str, Entry] = {
 }
 
 
-def check(text: str, *, data: str | None = None, model: str | None = None, augment: bool = False) -> None:
+def check(
+    text: str, *, data: str | None = None, model: str | None = None, augment: bool = False, batch_norm: bool = False
+) -> None:
     """Refuse what cannot be trained, without importing torch or any code of the user's.
+
+    ``batch_norm``: the model's batch norms are to be replaced by others.
 
     Raises:
         UsageError: unknown task, missing file or function, unknown model or model option, an option that the task
@@ -96,7 +100,14 @@ def check(text: str, *, data: str | None = None, model: str | None = None, augme
         user.check(text)
         return
     entry = _entry(text)
-    _model_config(entry, model)
+    config = _model_config(entry, model)
+    # A model without the option has batch norms or not, which building it will tell.
+    if batch_norm and not getattr(config, "batch_norm", True):
+        raise UsageError(
+            "the model has no batch norm",
+            remedy=f"give --model {(model or next(iter(entry.models))).partition(':')[0]}:batch_norm=true, "
+            "or leave out --batch-norm",
+        )
     for flag, unused in (
         ("--data", data is not None and not entry.check),
         ("--augment", augment and not entry.augment),

@@ -25,7 +25,7 @@ from tutti.state.manifest import REMEDY, FileRecord, Manifest
 from tutti.state.read import load_manifest
 from tutti.state.write import Slice, abandon, begin, commit, step_name, write_part
 from tutti.training.best import Best
-from tutti.training.saved import Saved, catalogue, check_model, load_adascale
+from tutti.training.saved import Saved, catalogue, check_model, load_adascale, take
 from tutti.world import heartbeat
 from tutti.world.context import World
 from tutti.world.heartbeat import Phase
@@ -370,9 +370,4 @@ def load_scale(manifest: Manifest, run: Run) -> None:
     saved = manifest.facts.get("loss_scale")
     if run.loss_scale is None or saved is None:
         return
-    try:
-        run.loss_scale.load(saved)
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(
-            "the checkpoint's loss scale is none", where=str(manifest.path), why=repr(error), remedy=REMEDY
-        ) from error
+    take(manifest, run.loss_scale.load, saved, "loss scale")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -106,9 +106,14 @@ def load_adascale(manifest: Manifest, run: Run) -> None:
             why="how far the run is on its schedule is counted in another way",
             remedy="go on with the --lr-scale that it was made with, or begin anew with --init-from",
         )
+    take(manifest, run.adascale.load, saved, "AdaScale")
+
+
+def take(manifest: Manifest, load: Callable[[Any], None], saved: Any, name: str) -> None:
+    """``load(saved)``. Raises CheckpointError, saying that the checkpoint's ``name`` is none, where it cannot."""
     try:
-        run.adascale.load(saved)
+        load(saved)
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
-            "the checkpoint's AdaScale is none", where=str(manifest.path), why=repr(error), remedy=REMEDY
+            f"the checkpoint's {name} is none", where=str(manifest.path), why=repr(error), remedy=REMEDY
         ) from error
