@@ -6,6 +6,7 @@ A new strategy is one new file in ``layouts/`` or ``exchanges/`` and one line he
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
@@ -69,6 +70,10 @@ TABLE: Mapping[str, Strategy] = {
 }
 
 
+# Which option of a layout or an exchange sets the extent of which axis of the grid.
+_AXES = {"replicas": "replica", "shards": "shard", "stages": "stage", "tensor": "tensor"}
+
+
 @dataclass(frozen=True)
 class Choice:
     """A strategy with its options filled in."""
@@ -79,15 +84,38 @@ class Choice:
     exchange: Any
 
     def shape(self, devices: int) -> dict[str, int]:
-        """Extents of the grid's axes. Raises UsageError where the number of devices does not fit."""
-        stages = devices if hasattr(self.layout, "stages") else 1
-        stages = getattr(self.layout, "stages", None) or stages
-        if devices % stages:
+        """Extents of the grid's axes, from the options called stages, tensor, shards and replicas.
+
+        One of the first three that is None takes all devices that the others leave; replicas are what is left then.
+        Raises UsageError where the number of devices does not fit.
+        """
+        given = {option: self._option(option) for option in _AXES}
+        open_ = [option for option, extent in given.items() if extent is None and option != "replicas"]
+        fixed = math.prod(extent or 1 for extent in given.values())
+        if devices % fixed or (given["replicas"] and not open_ and devices != fixed):
+            parts = " × ".join(f"{extent} {option}" for option, extent in given.items() if extent and extent > 1)
             raise UsageError(
-                f"{devices} devices cannot hold replicas of {stages} stages",
-                remedy=f"take a multiple of {stages} devices, or stages={_divisor(devices, stages)}",
+                f"{devices} devices cannot hold {parts}",
+                remedy=self._nearest(devices, given, exact=bool(given["replicas"])),
             )
-        return {"replica": devices // stages, "stage": stages}
+        if open_:
+            given[open_[0]] = devices // fixed
+        shape = {axis: given[option] or 1 for option, axis in _AXES.items()}
+        return {**shape, "replica": devices // math.prod(n for axis, n in shape.items() if axis != "replica")}
+
+    def _option(self, name: str) -> int | None:
+        """An extent: as asked for, None where it is open, 1 where the strategy does not know it."""
+        found = [getattr(config, name) for config in (self.layout, self.exchange) if hasattr(config, name)]
+        return found[0] if found else (None if name == "replicas" else 1)
+
+    def _nearest(self, devices: int, given: Mapping[str, int | None], exact: bool) -> str:
+        """What to do where ``devices`` do not fit."""
+        chosen = {option: extent for option, extent in given.items() if extent and extent > 1}
+        fixed = math.prod(chosen.values())
+        if len(chosen) > 1 or exact:
+            return f"take {fixed} devices" if exact else f"take a multiple of {fixed} devices"
+        option = next(iter(chosen))
+        return f"take a multiple of {fixed} devices, or {option}={_divisor(devices, fixed)}"
 
     def make(self, setting: Setting) -> tuple[Layout, Exchange]:
         """The two objects that run it."""

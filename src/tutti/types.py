@@ -78,6 +78,14 @@ class ShardSpec:
     tied: tuple[str, ...] = ()
 
 
+class Piece(NamedTuple):
+    """A tensor's part that this rank holds, where it does not hold all of it: of which shape that is, and where."""
+
+    tensor: Tensor
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+
+
 @dataclass(frozen=True)
 class Tick:
     """What is the same for all workers in one step.
@@ -210,11 +218,13 @@ class GradSink(Protocol):
 class Replica(Protocol):
     """One model as laid out over stages and tensor ranks: the parts that live on this rank, and how to run them.
 
-    ``specs`` has every parameter and persistent buffer here by its name in the plain model.
+    ``specs`` has every parameter and persistent buffer here by its name in the plain model. ``borrowed`` names those
+    that another rank of this replica holds just the same, and that are its to count in norms and to save.
     """
 
     parts: Sequence[nn.Module]
     specs: Mapping[str, ShardSpec]
+    borrowed: Collection[str]
 
     def connect(self, sink: GradSink) -> None:
         """Report every gradient of ``run`` to ``sink`` from now on."""
@@ -251,6 +261,9 @@ class SavedState(Protocol):
 
     def get(self, group: str, name: str) -> Tensor:
         """One whole tensor on the CPU."""
+
+    def part(self, group: str, name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
+        """The region of ``shape`` at ``offset`` of one tensor, on the CPU."""
 
 
 class Average(Protocol):
@@ -297,7 +310,7 @@ class Exchange(Protocol):
     def merged(self) -> dict[str, Tensor]:
         """Parameters and buffers here as *one* model: workers merged in worker order. Collective."""
 
-    def state(self) -> dict[str, dict[str, Tensor]]:
+    def state(self) -> Mapping[str, Mapping[str, Tensor | Piece]]:
         """What this rank writes into a checkpoint, by group; all ranks' parts together are the whole. Collective.
 
         ``model`` and ``optim`` say nothing of the strategy; ``workers`` holds what is each worker's own.

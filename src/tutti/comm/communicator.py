@@ -235,12 +235,22 @@ class Communicators:
 
     def __init__(self, world: World, grid: Grid) -> None:
         self._world, self._grid = world, grid
+        self._axes: dict[str, Communicator] = {}
         self.world = everybody(world)
         self.replica = self._line("replica", "replica", "shard")
         self.model = self._line("model", "stage", "tensor")
         for line in self._lines("stage", "tensor"):
             for pair in pairwise(line):
                 _groups(pair)
+
+    def axis(self, name: str) -> Communicator:
+        """The ranks that differ from this one on one axis of the grid alone: replica, shard, stage or tensor.
+
+        Collective when first asked for.
+        """
+        if name not in self._axes:
+            self._axes[name] = self._line(f"{name} axis", name)
+        return self._axes[name]
 
     def apart(self, purpose: str) -> Communicator:
         """``replica`` with a process group of its own, for messages that may be under way while gradients are.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -21,6 +21,7 @@ class Part:
     Attributes:
         parts: the modules.
         specs: where each parameter and persistent buffer sits in the plain model.
+        borrowed: names of those that another rank of this replica accounts for.
         draws: the random streams of these modules.
         peers: what batch norms over several devices share; None where there are none.
     """
@@ -35,6 +36,7 @@ class Part:
             name: ShardSpec(tuple(tensor.shape), (0,) * tensor.dim(), tied.get(name, ()))
             for name, tensor in state.items()
         }
+        self.borrowed: Collection[str] = ()
         self.draws = Draws(module, device, setting.draws)
         self.peers = peers_of(module)
         self._kept: list[tuple[Slot, Tensor]] = []

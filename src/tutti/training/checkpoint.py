@@ -26,11 +26,14 @@ from tutti.state.read import load_manifest
 from tutti.state.write import Slice, abandon, begin, commit, step_name, write_part
 from tutti.training.best import Best
 from tutti.training.saved import Saved, catalogue, check_model, load_adascale, take
+from tutti.types import Piece
 from tutti.world import heartbeat
 from tutti.world.context import World
 from tutti.world.heartbeat import Phase
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from tutti.training.run import Run
 
 _POLL = 0.005
@@ -108,8 +111,7 @@ class Checkpoints:
         with heartbeat.training.during(Phase.SAVE):
             state = {**self._run.exchange.state(), **({} if average is None else average.state())}
             groups = {
-                group: [Slice.whole(name, tensor.detach().to("cpu", copy=True)) for name, tensor in tensors.items()]
-                for group, tensors in state.items()
+                group: [_copied(name, value) for name, value in tensors.items()] for group, tensors in state.items()
             }
         self.saved_step = step = self._run.clock
         facts = {
@@ -310,6 +312,13 @@ class Checkpoints:
 def differs(saved: Mapping[str, Any], own: Mapping[str, Any], name: str) -> bool:
     """Whether the checkpoint's fact is another than this run's."""
     return name in own and name in saved and saved[name] != own[name]
+
+
+def _copied(name: str, value: Tensor | Piece) -> Slice:
+    """What a rank holds of one tensor, in memory that training does not touch."""
+    if isinstance(value, Piece):
+        return Slice(name, value.tensor.detach().to("cpu", copy=True), value.shape, value.offset)
+    return Slice.whole(name, value.detach().to("cpu", copy=True))
 
 
 def share_folder(comm: Communicator, folder: Path) -> None:

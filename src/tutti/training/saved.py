@@ -32,6 +32,9 @@ class Saved:
     def get(self, group: str, name: str) -> Tensor:
         return next(iter(self._reader.read(group, [name])))[1]
 
+    def part(self, group: str, name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
+        return self._reader.read_slice(group, name, offset, shape)
+
 
 class Given:
     """Weights and buffers alone, as exchanges read a checkpoint: what is not there begins afresh."""
@@ -46,6 +49,10 @@ class Given:
         # A file may have a tied tensor under any one of its names.
         found = next(n for n in (name, *self._specs[name].tied) if n in self._weights.records)
         return as_tensor(self._weights.numbers(found), self._weights.records[found].dtype)
+
+    def part(self, group: str, name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
+        region = tuple(slice(begin, begin + length) for begin, length in zip(offset, shape, strict=True))
+        return self.get(group, name)[region]
 
 
 def catalogue(run: Run) -> dict[str, ShardSpec]:
