@@ -14,7 +14,7 @@ from tutti.spec import Duration
 from tutti.training.config import TrainConfig
 from tutti.training.listener import Listeners
 from tutti.training.loop import Plan
-from tutti.training.main import _plan, _window
+from tutti.training.main import _plan, _windows
 from tutti.training.profile import Window
 
 EVERY = {"eval_every": "none", "checkpoint_every": "none"}
@@ -51,19 +51,18 @@ class Heard(Listeners):
         self.texts.append(text)
 
 
-def window(total: int | None, clock: int, again: bool) -> tuple[Window | None, list[str]]:
+def windows(total: int | None, clock: int, again: bool) -> tuple[list[Window], list[str]]:
     run: Any = SimpleNamespace(clock=clock)
     heard = Heard()
-    return _window(TrainConfig(profile="3:4"), run, total, "out", again, heard), heard.texts
+    return _windows(TrainConfig(profile="3:4", trace="1:2"), run, total, "out", again, heard), heard.texts
 
 
 def test_steps_to_profile_must_be_in_the_run() -> None:
     for total, clock in ((6, 0), (None, 0), (9, 3)):
-        found, said = window(total, clock, again=clock > 0)
-        assert found is not None and not said
+        found, said = windows(total, clock, again=clock > 0)
+        assert len(found) == 2 and not said
     with pytest.raises(UsageError, match="--profile 3:4 needs 6 steps, and the run has 5"):
-        window(5, 0, again=False)
-    assert window(9, 4, again=True) == (
-        None,
-        ["--profile 3:4 needs 6 steps, and the run has 5 left: nothing is profiled"],
-    )
+        windows(5, 0, again=False)
+    found, said = windows(9, 4, again=True)
+    assert len(found) == 1
+    assert said == ["--profile 3:4 needs 6 steps, and the run has 5 left: there will be no profile"]

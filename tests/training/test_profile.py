@@ -15,6 +15,7 @@ import tutti
 from tests import worlds
 from tutti.errors import DiskError
 from tutti.training.profile import PHASES, TABLE, Window, phases
+from tutti.training.profile import profiled as profile_of
 
 BATCHES = 4
 
@@ -90,7 +91,7 @@ def windowed(folder: str, first: int, steps: int) -> list[int]:
     """In which steps of a run that has taken one the phases have names."""
     run, _ = prepared("mirrored")
     run.step(next(run.epoch(0)))
-    window, named = Window(run, Path(folder), first, steps), []
+    window, named = Window(run, profile_of, Path(folder), TABLE, first, steps), []
     window.look()
     for batch in run.epoch(0, 1):
         if "_draw" in vars(run):

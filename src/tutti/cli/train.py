@@ -85,7 +85,7 @@ def train(
     return code
 
 
-BARE = {"--resume": "auto", "--profile": "10:5", "--compile": "default"}
+BARE = {"--resume": "auto", "--profile": "10:5", "--trace": "10:3", "--compile": "default"}
 """What an option without its value stands for."""
 
 

@@ -68,6 +68,7 @@ class TrainConfig:
         log_every: steps between lines without a terminal.
         tensorboard: write TensorBoard events into the run directory.
         profile: time STEPS steps from FIRST on, FIRST:STEPS; alone: 10:5.
+        trace: draw what every device does in some steps, FIRST:STEPS; alone: 10:3.
     """
 
     data: str | None = None
@@ -120,6 +121,7 @@ class TrainConfig:
     log_every: int = 50
     tensorboard: bool = False
     profile: str | None = None
+    trace: str | None = None
 
     def __post_init__(self) -> None:
         for name in (
@@ -162,7 +164,8 @@ class TrainConfig:
                 why="adascale counts the run's length in steps of one worker's batch",
                 remedy="leave out one of the two",
             )
-        self.window()
+        self.window("profile")
+        self.window("trace")
         self.limits()
         self.length()
         self.every("eval_every")
@@ -196,14 +199,15 @@ class TrainConfig:
             return Duration(self.samples, "sa")
         return Duration(self.epochs if self.epochs is not None else 3.0, "ep")
 
-    def window(self) -> tuple[int, int] | None:
-        """The first step to profile and how many; None for no profile. Raises UsageError."""
-        if self.profile is None:
+    def window(self, name: str) -> tuple[int, int] | None:
+        """The first step to ``profile`` or to ``trace`` and how many; None for not at all. Raises UsageError."""
+        text = getattr(self, name)
+        if text is None:
             return None
-        first, colon, steps = self.profile.partition(":")
+        first, colon, steps = text.partition(":")
         if not (colon and first.isdecimal() and steps.isdecimal() and int(first) and int(steps)):
             raise UsageError(
-                f"--profile is '{self.profile}'", remedy="write FIRST:STEPS, such as 10:5 for 5 steps from the tenth on"
+                f"--{name} is '{text}'", remedy="write FIRST:STEPS, such as 10:5 for 5 steps from the tenth on"
             )
         return int(first), int(steps)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -154,7 +154,7 @@ def train(
     listener: Listener,
     saver: Checkpoints | None = None,
     means: Means | None = None,
-    window: Window | None = None,
+    windows: Sequence[Window] = (),
 ) -> dict[str, Any]:
     """Train from where ``run`` is to the end of the plan.
 
@@ -166,7 +166,7 @@ def train(
         listener: told of every step.
         saver: saves as planned, at the end, and before stopping when a rank was asked to stop.
         means: of the epoch that a restored run was in.
-        window: steps to profile.
+        windows: steps to profile or to trace.
 
     Returns:
         What the run adds to the summary: steps, updates, samples, train and eval means, speed, hash.
@@ -181,14 +181,14 @@ def train(
     to_evaluate, to_save = (Due(every, plan.total, run) for every in (plan.evaluate, plan.save))
     evaluated, skipped = None, 0
     means = means or Means()
-    _look(window, speed)
+    _look(windows, speed)
     while not ended(plan.total, run):
         number, start = run.at
         means = means if start else Means()
         for batch in run.epoch(number, start):
             run.step(batch)
             heartbeat.training.enter(Phase.REPORT)
-            _look(window, speed)
+            _look(windows, speed)
             skipped += _report(run, number, speed, means, listener)
             # Before the save, which keeps the values of its very step.
             fresh = None
@@ -218,11 +218,12 @@ def train(
     }
 
 
-def _look(window: Window | None, speed: Speed) -> None:
-    """Begin or end the profile where it is time to; writing it is not counted as training."""
-    if window is not None:
+def _look(windows: Sequence[Window], speed: Speed) -> None:
+    """Begin or end what is watched where it is time to; writing it is not counted as training."""
+    if windows:
         start = time.perf_counter()
-        window.look()
+        for window in windows:
+            window.look()
         speed.pause(start)
 
 

@@ -35,11 +35,14 @@ from tutti.training.initial import begin_with
 from tutti.training.listener import Header, Listener, Listeners
 from tutti.training.loop import Length, Means, Plan, train
 from tutti.training.prepare import prepare
-from tutti.training.profile import Window
+from tutti.training.profile import TABLE as PROFILE
+from tutti.training.profile import Window, profiled
 from tutti.training.progress import terminal_listener
 from tutti.training.records import RunDirectory, config_sha256
 from tutti.training.run import Run
 from tutti.training.stopping import stopping
+from tutti.training.trace import TABLE as TRACE
+from tutti.training.trace import traced
 from tutti.world import context, heartbeat
 from tutti.world.context import World
 
@@ -83,25 +86,25 @@ def main(task: str, config: TrainConfig, directory: str | None) -> int:
                 run.checks.planned(steps)
             if saver is not None:
                 saver.warn = listeners.warned
-            window = _window(config, run, steps, place, again, listeners)
+            windows = _windows(config, run, steps, place, again, listeners)
             lines = {**derived(chosen, config, run, world, total, facts), **origin}
             header = Header(title(task, config), lines, steps, _per_epoch(epochs))
             means = Means.saved(restored) if restored else None
-            result = train(run, plan, held_out, header, listeners, saver, means, window)
+            result = train(run, plan, held_out, header, listeners, saver, means, windows)
         listeners.finished({**facts, **result, "exit_code": 0})
     except Preempted as stop:
         listeners.warned(str(stop))
         raise reason.error(stop) from None
     finally:
         listeners.close()
-    if window is not None:
+    for window in windows:
         _show(window, world)
     context.shutdown()
     return 0
 
 
 def _show(window: Window, world: World) -> None:
-    """End the profile; rank 0 prints its table."""
+    """End what is watched; rank 0 prints its table."""
     window.close()
     if world.identity.rank == 0:
         print(window.table())
@@ -146,22 +149,25 @@ def _listeners(directory: str, config: TrainConfig, task: str, resumed: int | No
     return found
 
 
-def _window(
+def _windows(
     config: TrainConfig, run: Run, total: int | None, place: str | None, again: bool, listener: Listener
-) -> Window | None:
-    """The steps to profile. Raises UsageError where the run is shorter; one that goes on may be."""
-    asked = config.window()
-    if asked is None or place is None:
-        return None
-    first, steps = asked
-    left = math.inf if total is None else total - run.clock
-    if first + steps - 1 <= left:
-        return Window(run, Path(place) / "profile", first, steps)
-    said = f"--profile {config.profile} needs {first + steps - 1} steps, and the run has {left}"
-    if not again:
-        raise UsageError(said, remedy="write --profile FIRST:STEPS within the run")
-    listener.warned(f"{said} left: nothing is profiled")
-    return None
+) -> list[Window]:
+    """The steps to profile and to trace. Raises UsageError where the run is shorter; one that goes on may be."""
+    found = []
+    for name, watch, table_ in (("profile", profiled, PROFILE), ("trace", traced, TRACE)):
+        asked = config.window(name)
+        if asked is None or place is None:
+            continue
+        first, steps = asked
+        left = math.inf if total is None else total - run.clock
+        if first + steps - 1 <= left:
+            found.append(Window(run, watch, Path(place) / name, table_, first, steps))
+            continue
+        said = f"--{name} {getattr(config, name)} needs {first + steps - 1} steps, and the run has {left}"
+        if not again:
+            raise UsageError(said, remedy=f"write --{name} FIRST:STEPS within the run")
+        listener.warned(f"{said} left: there will be no {name}")
+    return found
 
 
 def _plan(config: TrainConfig, epochs: Epochs) -> tuple[Plan, int | None]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,8 +50,8 @@ def profiled(run: Run, folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def phases(run: Run) -> Iterator[None]:
-    """Within the block every phase of a step is a region of its name in a profile."""
+def phases(run: Run, region: Callable[[str], AbstractContextManager[Any]] = record_function) -> Iterator[None]:
+    """Within the block every phase of a step is a ``region`` of its name."""
     forward = (run, "_loss") if run._loss is not None else (run.model, "forward")
     named: list[tuple[Any, str, str]] = [
         (run, "_draw", "data"),
@@ -62,18 +63,30 @@ def phases(run: Run) -> Iterator[None]:
     ]
     with ExitStack() as stack:
         for owner, attribute, phase in named:
-            stack.enter_context(_region(owner, attribute, phase))
+            stack.enter_context(named_as(owner, attribute, partial(_as, phase, region)))
         yield
 
 
+def _as(
+    phase: str,
+    region: Callable[[str], AbstractContextManager[Any]],
+    inner: Callable[..., Any],
+    *args: Any,
+    **options: Any,
+) -> Any:
+    with region(phase):
+        return inner(*args, **options)
+
+
 @contextmanager
-def _region(owner: Any, attribute: str, phase: str) -> Iterator[None]:
+def named_as(owner: Any, attribute: str, around: Callable[..., Any]) -> Iterator[None]:
+    """Within the block ``owner.attribute(…)`` is ``around(owner.attribute, …)``."""
     inner: Callable[..., Any] = getattr(owner, attribute)
     own = attribute in vars(owner)
 
+    @wraps(inner)
     def outer(*args: Any, **options: Any) -> Any:
-        with record_function(phase):
-            return inner(*args, **options)
+        return around(inner, *args, **options)
 
     setattr(owner, attribute, outer)
     try:
@@ -95,33 +108,43 @@ def _table(profiler: torch.profiler.profile, steps: int, device: str) -> str:
 
 
 class Window:
-    """Profiles some steps of a run, counted from where the run is now.
+    """Watches some steps of a run, counted from where the run is now.
 
     Args:
-        run: what is profiled.
-        folder: where the profile goes.
+        run: what is watched.
+        watch: ``profiled`` or ``traced``, entered before the first step and left after the last.
+        folder: where its files go.
+        table: which of them rank 0 reads aloud at the end.
         first: the first step, from 1: those before it are warm-up.
         steps: how many.
     """
 
-    def __init__(self, run: Run, folder: Path, first: int, steps: int) -> None:
-        self._run, self._folder = run, folder
+    def __init__(
+        self,
+        run: Run,
+        watch: Callable[[Run, Path], AbstractContextManager[None]],
+        folder: Path,
+        table: str,
+        first: int,
+        steps: int,
+    ) -> None:
+        self._run, self._watch, self._folder, self._table = run, watch, folder, table
         self._begin, self._end = run.clock + first - 1, run.clock + first - 1 + steps
         self._open = ExitStack()
 
     def look(self) -> None:
         """Begin or end, where it is time to: call it before the first step and after each."""
         if self._run.clock == self._begin:
-            self._open.enter_context(profiled(self._run, self._folder))
+            self._open.enter_context(self._watch(self._run, self._folder))
         elif self._run.clock == self._end:
             self._open.close()
 
     def close(self) -> None:
-        """End a profile that is longer than its run."""
+        """End where the run has ended before the window."""
         self._open.close()
 
     def table(self) -> str:
         """What rank 0 reads at the end: the table, and where everything is."""
-        path = self._folder / TABLE
-        text = path.read_text(encoding="utf-8") if path.is_file() else "the run ended before its profile began\n"
-        return f"{text}Traces for ui.perfetto.dev: {self._folder}"
+        path = self._folder / self._table
+        text = path.read_text(encoding="utf-8") if path.is_file() else "the run ended before the first of its steps\n"
+        return f"{text}For ui.perfetto.dev: {self._folder}"

@@ -23,6 +23,7 @@ from tutti.training import keeping
 from tutti.training.profile import profiled
 from tutti.training.steps import Steps
 from tutti.training.stopping import Reason, stopping
+from tutti.training.trace import traced
 from tutti.types import LossFn, Totals
 from tutti.world import heartbeat
 from tutti.world.heartbeat import Phase
@@ -105,6 +106,15 @@ class Run(Steps):
         Raises DiskError where ``folder`` cannot be written.
         """
         with profiled(self, Path(folder)):
+            yield
+
+    @contextmanager
+    def trace(self, folder: str | Path) -> Iterator[None]:
+        """Draw what every device does within the block: ``timeline.svg``, ``trace.json``, ``shares.txt``. Collective.
+
+        Raises DiskError where rank 0 cannot write ``folder``.
+        """
+        with traced(self, Path(folder)):
             yield
 
     def state(self, averaged: bool = False) -> dict[str, Tensor]:
