@@ -152,7 +152,7 @@ def average(replica: Replica, setting: Setting) -> Average | None:
     """The average of the weights that the setting asks for; to be made once the exchange has taken the replica over."""
     if setting.averaging is None:
         return None
-    made: Average = _load("exchanges", "average:Average")(replica.parts, setting.averaging, setting)
+    made: Average = _load("exchanges", "average:Average")(replica, setting.averaging, setting)
     return made
 
 

@@ -71,19 +71,40 @@ class Totals:
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """Where a local tensor sits in the global one: its global shape, this rank's slice, and its other names."""
+    """Where a local tensor sits in the global one: its global shape, this rank's slice, and its other names.
+
+    ``blocks``: so many equal parts of the first dimension are split alike, as queries, keys and values in one matrix;
+    this rank has the same slice of each, one behind the other, and ``offset`` is that in the first.
+    """
 
     shape: tuple[int, ...]
     offset: tuple[int, ...]
     tied: tuple[str, ...] = ()
+    blocks: int = 1
+
+    def regions(self, local: Sequence[int]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+        """Offset and shape in the global tensor of each block of a local tensor of shape ``local``.
+
+        >>> ShardSpec((12, 5), (2, 0), blocks=3).regions((6, 5))
+        [((2, 0), (2, 5)), ((6, 0), (2, 5)), ((10, 0), (2, 5))]
+        """
+        if self.blocks == 1:
+            return [(self.offset, tuple(local))]
+        step, rows = self.shape[0] // self.blocks, local[0] // self.blocks
+        first, *rest = self.offset
+        return [((first + block * step, *rest), (rows, *local[1:])) for block in range(self.blocks)]
 
 
 class Piece(NamedTuple):
-    """A tensor's part that this rank holds, where it does not hold all of it: of which shape that is, and where."""
+    """A tensor's part that this rank holds, where it does not hold all of it, and where that sits.
+
+    ``shape``, ``offset`` and ``blocks`` as in ``ShardSpec``.
+    """
 
     tensor: Tensor
     shape: tuple[int, ...]
     offset: tuple[int, ...]
+    blocks: int = 1
 
 
 @dataclass(frozen=True)
@@ -174,6 +195,19 @@ class Norms(Protocol):
         """
 
 
+class Wholes(Protocol):
+    """Makes whole tensors of the slices that ranks hold. What an exchange gives an optimizer that needs matrices whole.
+
+    Every rank calls ``gather`` for the same parameters in the same order. One that is not split is passed on.
+    """
+
+    def gather(self, parameter: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Whole ones, from this rank's slices of tensors that lie as ``parameter`` does. Collective."""
+
+    def mine(self, parameter: Tensor, whole: Tensor) -> Tensor:
+        """This rank's slice of a tensor that is as ``parameter`` is when whole."""
+
+
 @dataclass(frozen=True)
 class Setting:
     """What a layout and an exchange are told about the run.
@@ -219,7 +253,8 @@ class Replica(Protocol):
     """One model as laid out over stages and tensor ranks: the parts that live on this rank, and how to run them.
 
     ``specs`` has every parameter and persistent buffer here by its name in the plain model. ``borrowed`` names those
-    that another rank of this replica holds just the same, and that are its to count in norms and to save.
+    that another rank of this replica holds just the same, and that are its to count in norms and to save; where it has
+    one under another name, that is among the ``tied`` names here.
     """
 
     parts: Sequence[nn.Module]
@@ -262,6 +297,9 @@ class SavedState(Protocol):
     def get(self, group: str, name: str) -> Tensor:
         """One whole tensor on the CPU."""
 
+    def shape(self, group: str, name: str) -> tuple[int, ...]:
+        """Of one whole tensor."""
+
     def part(self, group: str, name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
         """The region of ``shape`` at ``offset`` of one tensor, on the CPU."""
 
@@ -277,7 +315,7 @@ class Average(Protocol):
     def within(self, merged: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The merged model with the average for its trained parameters, and its own buffers."""
 
-    def state(self) -> dict[str, dict[str, Tensor]]:
+    def state(self) -> Mapping[str, Mapping[str, Tensor | Piece]]:
         """What this rank writes of it into a checkpoint, as ``Exchange.state``."""
 
     def load(self, saved: SavedState, updates: int) -> None:

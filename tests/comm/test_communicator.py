@@ -12,6 +12,7 @@ from tests import worlds
 from tutti.comm.communicator import Communicator, Communicators
 from tutti.comm.gather import gather_named
 from tutti.errors import MismatchError
+from tutti.types import ShardSpec
 from tutti.world import context
 from tutti.world.grid import Grid
 
@@ -80,12 +81,16 @@ def test_rows_to_each_and_from_neighbour_to_neighbour(size: int) -> None:
 def named() -> dict[str, Any]:
     rank = tutti.rank()
     local = {f"{rank}.weight": torch.full((rank + 1, 2), float(rank)), f"{rank}.count": torch.tensor(rank)}
-    whole = gather_named(local, line())
+    specs = {name: ShardSpec(tuple(t.shape), (0,) * t.dim()) for name, t in local.items()}
+    local |= {"lent": torch.ones(1), "split": torch.full((2, 3), float(rank))}
+    specs |= {"lent": ShardSpec((1,), (0,), ("other",)), "split": ShardSpec((6, 3), (rank, 0), blocks=2)}
+    whole = gather_named(local, specs, () if rank == 1 else ("lent",), line())
     return {name: (str(t.dtype), list(t.shape), t.tolist()) for name, t in whole.items()}
 
 
 def test_named_tensors_of_all_ranks_become_one_set() -> None:
-    want: dict[str, Any] = {}
+    want: dict[str, Any] = {name: ("torch.float32", [1], [1.0]) for name in ("lent", "other")}
+    want["split"] = ("torch.float32", [6, 3], [[float(rank)] * 3 for rank in (0, 1, 2, 0, 1, 2)])
     for rank in range(3):
         want[f"{rank}.weight"] = ("torch.float32", [rank + 1, 2], [[float(rank)] * 2] * (rank + 1))
         want[f"{rank}.count"] = ("torch.int64", [], rank)

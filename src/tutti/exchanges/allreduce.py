@@ -6,7 +6,7 @@ Synchronous data parallelism: Goyal et al. 2017, arXiv 1706.02677, §2.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -18,12 +18,25 @@ from tutti.errors import UsageError
 from tutti.exchanges.buckets import DIGESTS, METRICS, agreed, digests
 from tutti.exchanges.config import AllReduceConfig
 from tutti.exchanges.reducers import Named, OverlappedReducer, Reducer, TreeReducer, refuse
-from tutti.exchanges.saved import load_optimizer, mine_of, optimizer_tensors
+from tutti.exchanges.saved import load_optimizer, optimizer_tensors, read, written
 from tutti.exchanges.shared import attach_shared
+from tutti.exchanges.split import complete
 from tutti.exchanges.verify import agree_on_state, spread_state
 from tutti.exchanges.workers import WorkerBuffers
 from tutti.nn.swap import parameters
-from tutti.types import Agreed, GradSink, OptimizerFactory, Replica, SavedState, Setting, Spread, Tick, Totals, Update
+from tutti.types import (
+    Agreed,
+    GradSink,
+    OptimizerFactory,
+    Piece,
+    Replica,
+    SavedState,
+    Setting,
+    Spread,
+    Tick,
+    Totals,
+    Update,
+)
 
 _BUCKET_MB = 25.0
 
@@ -54,9 +67,11 @@ class AllReduce:
         spread_state(comm, replica.parts)
         self._replica, self._parameters = replica, [p for _, p in named if p.requires_grad]
         self._named = named
-        self._buffers = WorkerBuffers(replica.parts, self._setting)
+        self._buffers = WorkerBuffers(replica.parts, self._setting, replica.borrowed)
         self._reducer = self._make_reducer(named)
         self._optimizer = make_optimizer(named)
+        if self._optimizer and self._setting.grid.tensor > 1:
+            complete(self._optimizer, replica, self._setting.comms.axis("tensor"))
         self._last = self._setting.mine[-1] if len(self._setting.mine) else -1
         self.optimizers: Sequence[Optimizer] = (self._optimizer,) if self._optimizer else ()
         self.ready = self._reducer.ready
@@ -117,21 +132,21 @@ class AllReduce:
     def merged(self) -> dict[str, Tensor]:
         return {**{name: p.data for name, p in self._named}, **self._buffers.merged()}
 
-    def state(self) -> dict[str, dict[str, Tensor]]:
+    def state(self) -> dict[str, Mapping[str, Tensor | Piece]]:
         comm = self._setting.comms.replica
         optim = optimizer_tensors(self._optimizer, self._named) if self._optimizer else {}
         return {
-            "model": mine_of(self.merged(), comm.rank, comm.size),
-            "optim": mine_of(optim, comm.rank, comm.size),
+            "model": written(self.merged(), self._replica, comm),
+            "optim": written(optim, self._replica, comm),
             "workers": self._buffers.state(),
         }
 
     def load(self, saved: SavedState) -> None:
         for name, parameter in self._named:
-            parameter.data.copy_(saved.get("model", name))
+            parameter.data.copy_(read(saved, "model", name, self._replica, parameter.shape))
         self._buffers.load(saved)
         if self._optimizer:
-            load_optimizer(self._optimizer, self._named, saved, "optim")
+            load_optimizer(self._optimizer, self._named, saved, "optim", specs=self._replica.specs)
 
     def _across_stages(self, rows: Sequence[Sequence[float]], stop: bool) -> tuple[list[float], bool]:
         """Each row's sum over the parts of the whole model, in the model's order; whether any stage asks to stop."""
@@ -155,11 +170,11 @@ class AllReduce:
         return [sum(row) for row in rows], stop
 
     def _make_reducer(self, named: Named) -> Reducer:
-        config, setting = self._config, self._setting
+        config, setting, borrowed = self._config, self._setting, self._replica.borrowed
         if setting.reproducible or setting.spread:
-            return TreeReducer(named, setting)
+            return TreeReducer(named, setting, borrowed)
         if config.algorithm != "native" and config.wire == "fp32" and config.bucket_mb is None:
-            shared = attach_shared(named, setting)
+            shared = attach_shared(named, setting, borrowed)
             if shared is not None:
                 return shared
             if config.algorithm == "shared_memory" and setting.comms.replica.size > 1:
@@ -168,7 +183,8 @@ class AllReduce:
                     why="they are on several hosts or on GPUs, the processor is not x86-64, or /dev/shm is too small",
                     remedy="take algorithm=native",
                 )
-        return OverlappedReducer(named, setting, config.wire, int((config.bucket_mb or _BUCKET_MB) * 2**20))
+        bytes_ = int((config.bucket_mb or _BUCKET_MB) * 2**20)
+        return OverlappedReducer(named, setting, config.wire, bytes_, borrowed)
 
     def _all_finite(self) -> bool:
         """The norm overflowed or is not a number: only the elements tell whether the gradient is finite."""
@@ -181,7 +197,7 @@ def culprits(comm: Communicator, named: Named) -> tuple[str, ...]:
     """Parameters of any rank of ``comm`` whose gradient is not finite, at most three a rank. Collective."""
     found = [name for name, p in named if p.grad is not None and not bool(torch.isfinite(p.grad).all())]
     said = comm.texts("\n".join(found[:3]), "names of gradients that are not finite")
-    return tuple(name for text in said for name in text.splitlines())
+    return tuple(dict.fromkeys(name for text in said for name in text.splitlines()))
 
 
 def step(optimizer: Optimizer, lr_factor: float | None, grad_norm: float | None = None) -> None:

@@ -5,15 +5,15 @@ One fused operation an update; no communication. Ranks that hold the same parts 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from tutti.exchanges.saved import mine_of
+from tutti.exchanges.saved import read, written
 from tutti.laws.averaging import Averaging
 from tutti.nn.swap import parameters
-from tutti.types import SavedState, Setting
+from tutti.types import Piece, Replica, SavedState, Setting
 
 _NARROW = (torch.float16, torch.bfloat16)
 
@@ -27,9 +27,10 @@ class Average:
         updates: updates that have gone into it.
     """
 
-    def __init__(self, parts: Sequence[nn.Module], averaging: Averaging, setting: Setting) -> None:
+    def __init__(self, replica: Replica, averaging: Averaging, setting: Setting) -> None:
+        self._replica = replica
         self._averaging, self._comm = averaging, setting.comms.replica
-        trained = {name: p for name, p in parameters(parts) if p.requires_grad}
+        trained = {name: p for name, p in parameters(replica.parts) if p.requires_grad}
         self._names, self._parameters = list(trained), list(trained.values())
         self._values = [_wide(p.data).clone() for p in self._parameters]
         self.updates = 0
@@ -45,16 +46,17 @@ class Average:
         """The merged model with the average for its trained parameters, and its own buffers."""
         return {**merged, **dict(zip(self._names, self._values, strict=True))}
 
-    def state(self) -> dict[str, dict[str, Tensor]]:
+    def state(self) -> dict[str, dict[str, Tensor | Piece]]:
         """What this rank writes of it into a checkpoint; see ``Exchange.state``."""
         named = dict(zip(self._names, self._values, strict=True))
-        return {"ema": mine_of(named, self._comm.rank, self._comm.size)}
+        return {"ema": written(named, self._replica, self._comm)}
 
     def load(self, saved: SavedState, updates: int) -> None:
         """Become the average in ``saved``, of so many updates; where it has none, begin anew at its weights."""
         names = saved.names("ema")
         for name, value in zip(self._names, self._values, strict=True):
-            value.copy_(saved.get("ema" if name in names else "model", name))
+            known = any(n in names for n in (name, *self._replica.specs[name].tied))
+            value.copy_(read(saved, "ema" if known else "model", name, self._replica, value.shape))
         self.updates = updates
 
 

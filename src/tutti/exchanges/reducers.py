@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 import torch
@@ -39,7 +39,7 @@ class Reducer(Protocol):
         """Complete the sums; ``lanes`` are this rank's totals over its workers. Raises MismatchError."""
 
     def squares(self) -> list[float]:
-        """Sums of squares of the summed gradients here, by parts whose number never changes."""
+        """Sums of squares of the summed gradients here, by parts whose number never changes; borrowed ones count 0."""
 
     def scale(self, factor: float) -> None:
         """Multiply all summed gradients."""
@@ -51,9 +51,12 @@ class OverlappedReducer:
     A world of one sends nothing and leaves every ``.grad`` where autograd put it.
     """
 
-    def __init__(self, parameters: Named, setting: Setting, wire: str, bucket_bytes: int) -> None:
+    def __init__(
+        self, parameters: Named, setting: Setting, wire: str, bucket_bytes: int, borrowed: Collection[str] = ()
+    ) -> None:
         self._comm = setting.comms.replica
         trainable = [(name, p) for name, p in parameters if p.requires_grad]
+        self._lent = {p for name, p in trainable if name in borrowed}
         self._order = [p for _, p in trainable]
         self._tail = Tail(len(trainable), layout_key(trainable))
         self._buckets: list[Bucket] = []
@@ -142,9 +145,9 @@ class OverlappedReducer:
         return sums
 
     def squares(self) -> list[float]:
-        if self._comm.size > 1:
+        if self._comm.size > 1 and not self._lent:
             return [sum(squares_of([bucket.gradients for bucket in self._buckets]))]
-        return [sum(squares_of([p.grad for p in self._order if p.grad is not None]))]
+        return [sum(squares_of([p.grad for p in self._order if p.grad is not None and p not in self._lent]))]
 
     def scale(self, factor: float) -> None:
         scale_all([p.grad for p in self._order if p.grad is not None], factor)
@@ -155,9 +158,10 @@ class TreeReducer:
 
     listens = False
 
-    def __init__(self, parameters: Named, setting: Setting) -> None:
+    def __init__(self, parameters: Named, setting: Setting, borrowed: Collection[str] = ()) -> None:
         self._comm, self._workers = setting.comms.replica, setting.workers
         trainable = [(name, p) for name, p in parameters if p.requires_grad]
+        self._lent = {p for name, p in trainable if name in borrowed}
         self._order = [p for _, p in trainable]
         self._tail = Tail(len(trainable), layout_key(trainable))
         self._measured = len(trainable) + 1 if setting.spread else 0
@@ -216,9 +220,9 @@ class TreeReducer:
 
     def squares(self) -> list[float]:
         """By parameter in the model's order, so that adding them up does not depend on the stages they live on."""
-        used = [p.grad for p in self._order if p.grad is not None]
+        used = [p.grad for p in self._order if p.grad is not None and p not in self._lent]
         found = iter(squares_of(used))
-        return [0.0 if p.grad is None else next(found) for p in self._order]
+        return [0.0 if p.grad is None or p in self._lent else next(found) for p in self._order]
 
     def scale(self, factor: float) -> None:
         scale_all([bucket.gradients for bucket in self._buckets], factor)

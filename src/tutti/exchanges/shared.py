@@ -7,7 +7,7 @@ Before anything is added the ranks compare what each has put there.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -35,15 +35,15 @@ class SharedReducer:
 
     listens = True
 
-    def __init__(self, parameters: Named, setting: Setting, segment: Segment) -> None:
+    def __init__(self, parameters: Named, setting: Setting, segment: Segment, borrowed: Collection[str] = ()) -> None:
         self._comm, self._segment = setting.comms.replica, segment
         trainable = [(name, p) for name, p in parameters if p.requires_grad]
-        groups = _groups(trainable)
+        groups = _groups(trainable, borrowed)
         self._order = [trainable[i][1] for group in groups for i in group]
         self._key = layout_key(trainable)
         self._header = _header_bytes(len(trainable))
         self._buckets = []
-        self._chunks: list[list[Tensor]] = []
+        self._chunks: list[tuple[bool, list[Tensor]]] = []
         start = self._header
         for group in groups:
             members = [trainable[i][1] for i in group]
@@ -53,7 +53,8 @@ class SharedReducer:
             start += -(-bytes_ // _ALIGN) * _ALIGN
             bucket = Bucket(members, dtype, self._comm.device, tail=0, flat=flats[self._comm.rank])
             self._buckets.append(bucket)
-            self._chunks += _chunks_of(flats, self._comm.rank)
+            counted = trainable[group[0]][0] not in borrowed
+            self._chunks += [(counted, chunk) for chunk in _chunks_of(flats, self._comm.rank)]
         headers = [segment.slot(r)[: self._header].view(torch.float64).numpy() for r in range(self._comm.size)]
         self._headers, self._mine = headers, headers[self._comm.rank]
         self._digests = [header.view("int64") for header in headers]
@@ -110,13 +111,14 @@ class SharedReducer:
     def _add(self) -> None:
         """Sum this rank's slice of all slots into every slot, in rank order, a piece that fits the cache at a time."""
         square = 0.0
-        for first, *others in self._chunks:
+        for counted, (first, *others) in self._chunks:
             for other in others:
                 first.add_(other)
             for other in others:
                 other.copy_(first)
-            wide = first if first.dtype in (torch.float32, torch.float64) else first.float()
-            square += float(torch.dot(wide, wide))
+            if counted:
+                wide = first if first.dtype in (torch.float32, torch.float64) else first.float()
+                square += float(torch.dot(wide, wide))
         self._mine[_SQUARE] = square
 
     def squares(self) -> list[float]:
@@ -127,20 +129,27 @@ class SharedReducer:
         scale_all([bucket.gradients for bucket in self._buckets], factor)
 
 
-def attach_shared(parameters: Named, setting: Setting) -> SharedReducer | None:
+def attach_shared(parameters: Named, setting: Setting, borrowed: Collection[str] = ()) -> SharedReducer | None:
     """A shared-memory reducer, or None where the ranks cannot share memory. Collective."""
     comm = setting.comms.replica
     trainable = [(name, p) for name, p in parameters if p.requires_grad]
     if comm.size == 1 or comm.device.type != "cpu" or not trainable:
         return None
-    bytes_ = sum(-(-sum(trainable[i][1].nbytes for i in group) // _ALIGN) * _ALIGN for group in _groups(trainable))
+    bytes_ = sum(
+        -(-sum(trainable[i][1].nbytes for i in group) // _ALIGN) * _ALIGN for group in _groups(trainable, borrowed)
+    )
     segment = attach(comm, _header_bytes(len(trainable)) + bytes_)
-    return None if segment is None else SharedReducer(parameters, setting, segment)
+    return None if segment is None else SharedReducer(parameters, setting, segment, borrowed)
 
 
-def _groups(trainable: Named) -> list[list[int]]:
-    sizes = [(p.nbytes, str(p.dtype)) for _, p in trainable]
-    return plan(sizes, _BUCKET_BYTES, _BUCKET_BYTES)
+def _groups(trainable: Named, borrowed: Collection[str]) -> list[list[int]]:
+    """Which parameters share a bucket; those that count in the norm and those that do not are never together."""
+    groups = []
+    for lent in (False, True):
+        chosen = [i for i, (name, _) in enumerate(trainable) if (name in borrowed) is lent]
+        sizes = [(trainable[i][1].nbytes, str(trainable[i][1].dtype)) for i in chosen]
+        groups += [[chosen[i] for i in group] for group in plan(sizes, _BUCKET_BYTES, _BUCKET_BYTES)]
+    return groups
 
 
 _BUCKET_BYTES = 1 << 20

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -14,10 +14,13 @@ from tutti.types import SavedState, Setting
 
 
 class WorkerBuffers:
-    """Each local worker's buffers, one of which is in the model at a time. Swapping moves pointers, not numbers."""
+    """Each local worker's buffers, one of which is in the model at a time. Swapping moves pointers, not numbers.
 
-    def __init__(self, parts: Sequence[nn.Module], setting: Setting) -> None:
-        self._comm, self._setting = setting.comms.replica, setting
+    Those named in ``borrowed`` are another rank's to save.
+    """
+
+    def __init__(self, parts: Sequence[nn.Module], setting: Setting, borrowed: Collection[str] = ()) -> None:
+        self._comm, self._setting, self._borrowed = setting.comms.replica, setting, borrowed
         self._slots = buffers(parts)
         self._own = {w: [slot.get().clone() for slot in self._slots] for w in setting.mine[1:]}
         if len(setting.mine):
@@ -37,8 +40,10 @@ class WorkerBuffers:
         if self._setting.workers == 1 or not self._slots:
             return {}
         self._take_out()
-        rows = self._own.items()
-        return {f"{w}/{slot.name}": t for w, row in rows for slot, t in zip(self._slots, row, strict=True)}
+        rows = [
+            (f"{w}/", slot.name, t) for w, row in self._own.items() for slot, t in zip(self._slots, row, strict=True)
+        ]
+        return {worker + name: t for worker, name, t in rows if name not in self._borrowed}
 
     def load(self, saved: SavedState) -> None:
         """Each worker's own buffers where there are as many workers as were saved, the merged model's elsewhere."""

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from tutti.errors import UsageError
 from tutti.optim import config
+from tutti.types import Wholes
 
 _MUON = ("lr", "weight_decay", "momentum", "nesterov", "eps", "ns_steps", "adjust_lr_fn")
 _ADAM = ("lr", "weight_decay", "betas", "eps")
@@ -21,8 +22,8 @@ class Muon(Optimizer):
     """Momentum whose matrices are orthogonalized (K. Jordan 2024, kellerjordan.github.io/posts/muon); AdamW elsewhere.
 
     The steps are those of ``torch.optim.Muon`` and ``torch.optim.AdamW``. A convolution kernel (out, in, k, k) is the
-    matrix (out, in·k²). Orthogonalization is done in bfloat16 and needs the whole matrix: a sharded one must be
-    gathered first.
+    matrix (out, in·k²). Orthogonalization is done in bfloat16 and needs the whole matrix: of one that is split over
+    ranks it is gathered in every step, with its gradient and its momentum.
 
     Args:
         params: named parameters (``model.named_parameters()``), parameters, or groups. Groups with ``adam`` True or
@@ -31,7 +32,12 @@ class Muon(Optimizer):
         lr, weight_decay, momentum, nesterov, ns_steps, adjust_lr_fn: of the matrices, as in ``torch.optim.Muon``.
         adam_lr, adam_betas, adam_eps, adam_weight_decay: of the rest.
         adam_names: patterns.
+
+    Attributes:
+        wholes: gathers matrices of which this rank holds slices; None: it holds them whole.
     """
+
+    wholes: Wholes | None = None
 
     def __init__(
         self,
@@ -100,27 +106,39 @@ class Muon(Optimizer):
         inner.step()
 
     def _muon(self, params: list[Tensor], group: dict[str, Any]) -> None:
-        views = []
+        views, shapes, momenta = [], [], []
         for param in params:
             state = self.state[param]
             if "momentum_buffer" not in state:
                 state["momentum_buffer"] = torch.zeros_like(param)
-            view = param.flatten(1)
-            view.grad = None if param.grad is None else param.grad.flatten(1)
+            whole = param, _gradient(param), state["momentum_buffer"]
+            if self.wholes is not None:
+                whole = tuple(self.wholes.gather(param, whole))  # type: ignore[assignment]
+            view, gradient, momentum = (tensor.flatten(1) for tensor in whole)
+            view.grad = gradient
             views.append(view)
+            shapes.append(whole[0].shape)
+            momenta.append(momentum)
         inner = torch.optim.Muon(views, **{key: group[key] for key in _MUON})
-        for view, param in zip(views, params, strict=True):
-            inner.state[view]["momentum_buffer"] = self.state[param]["momentum_buffer"].flatten(1)
+        for view, momentum in zip(views, momenta, strict=True):
+            inner.state[view]["momentum_buffer"] = momentum
         inner.step()
-        for view, param in zip(views, params, strict=True):
+        for view, shape, param in zip(views, shapes, params, strict=True):
             # Where the memory is not in the order of the matrix (channels-last kernels) the view is a copy.
-            _put(param, view)
-            _put(self.state[param]["momentum_buffer"], inner.state[view]["momentum_buffer"])
+            self._put(param, param, view, shape)
+            self._put(param, self.state[param]["momentum_buffer"], inner.state[view]["momentum_buffer"], shape)
+
+    def _put(self, param: Tensor, tensor: Tensor, matrix: Tensor, shape: torch.Size) -> None:
+        """Write a parameter or its momentum from the whole matrix, which is of ``shape``."""
+        if tensor.data_ptr() != matrix.data_ptr():
+            whole = matrix.view(shape)
+            tensor.copy_(whole if self.wholes is None else self.wholes.mine(param, whole))
 
 
-def _put(tensor: Tensor, matrix: Tensor) -> None:
-    if tensor.data_ptr() != matrix.data_ptr():
-        tensor.copy_(matrix.view_as(tensor))
+def _gradient(param: Tensor) -> Tensor:
+    if param.grad is None:
+        raise ValueError("a matrix without a gradient")
+    return param.grad
 
 
 def _divided(params: Any, adam_names: Sequence[str]) -> list[dict[str, Any]]:

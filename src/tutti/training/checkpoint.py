@@ -26,7 +26,7 @@ from tutti.state.read import load_manifest
 from tutti.state.write import Slice, abandon, begin, commit, step_name, write_part
 from tutti.training.best import Best
 from tutti.training.saved import Saved, catalogue, check_model, load_adascale, take
-from tutti.types import Piece
+from tutti.types import Piece, ShardSpec
 from tutti.world import heartbeat
 from tutti.world.context import World
 from tutti.world.heartbeat import Phase
@@ -111,7 +111,8 @@ class Checkpoints:
         with heartbeat.training.during(Phase.SAVE):
             state = {**self._run.exchange.state(), **({} if average is None else average.state())}
             groups = {
-                group: [_copied(name, value) for name, value in tensors.items()] for group, tensors in state.items()
+                group: [part for name, value in tensors.items() for part in _copied(name, value)]
+                for group, tensors in state.items()
             }
         self.saved_step = step = self._run.clock
         facts = {
@@ -314,11 +315,14 @@ def differs(saved: Mapping[str, Any], own: Mapping[str, Any], name: str) -> bool
     return name in own and name in saved and saved[name] != own[name]
 
 
-def _copied(name: str, value: Tensor | Piece) -> Slice:
+def _copied(name: str, value: Tensor | Piece) -> list[Slice]:
     """What a rank holds of one tensor, in memory that training does not touch."""
-    if isinstance(value, Piece):
-        return Slice(name, value.tensor.detach().to("cpu", copy=True), value.shape, value.offset)
-    return Slice.whole(name, value.detach().to("cpu", copy=True))
+    if not isinstance(value, Piece):
+        return [Slice.whole(name, value.detach().to("cpu", copy=True))]
+    tensor = value.tensor.detach().to("cpu", copy=True)
+    regions = ShardSpec(value.shape, value.offset, blocks=value.blocks).regions(tensor.shape)
+    blocks = tensor.chunk(value.blocks) if value.blocks > 1 else (tensor,)
+    return [Slice(name, block, value.shape, offset) for block, (offset, _) in zip(blocks, regions, strict=True)]
 
 
 def share_folder(comm: Communicator, folder: Path) -> None:

@@ -123,11 +123,8 @@ class Run(Steps):
         ``averaged``: the average of the weights, with the model's own buffers. Raises as ``evaluate``.
         """
         self._together("reading the whole state" + " with the average" * averaged)
-        merged = self._merged(averaged)
-        for name, spec in self.replica.specs.items():
-            # A tied parameter has several names in a plain model's state.
-            merged |= dict.fromkeys(spec.tied, merged[name])
-        return gather_named(merged, self.setting.comms.model)
+        replica = self.replica
+        return gather_named(self._merged(averaged), replica.specs, replica.borrowed, self.setting.comms.model)
 
     def weights_sha256(self, averaged: bool = False) -> str:
         """Hash of ``state``; equal hashes mean bit-identical models. Collective."""

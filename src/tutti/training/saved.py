@@ -32,6 +32,9 @@ class Saved:
     def get(self, group: str, name: str) -> Tensor:
         return next(iter(self._reader.read(group, [name])))[1]
 
+    def shape(self, group: str, name: str) -> tuple[int, ...]:
+        return self._manifest.tensors[group][name].shape
+
     def part(self, group: str, name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
         return self._reader.read_slice(group, name, offset, shape)
 
@@ -46,9 +49,16 @@ class Given:
         return self._weights.records.keys() if group == "model" else ()
 
     def get(self, group: str, name: str) -> Tensor:
-        # A file may have a tied tensor under any one of its names.
-        found = next(n for n in (name, *self._specs[name].tied) if n in self._weights.records)
+        found = self._found(name)
         return as_tensor(self._weights.numbers(found), self._weights.records[found].dtype)
+
+    def shape(self, group: str, name: str) -> tuple[int, ...]:
+        return tuple(self._weights.records[self._found(name)].shape)
+
+    def _found(self, name: str) -> str:
+        """A file may have a tied tensor under any one of its names."""
+        tied = self._specs[name].tied if name in self._specs else ()
+        return next(n for n in (name, *tied) if n in self._weights.records)
 
     def part(self, group: str, name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
         region = tuple(slice(begin, begin + length) for begin, length in zip(offset, shape, strict=True))
@@ -58,7 +68,8 @@ class Given:
 def catalogue(run: Run) -> dict[str, ShardSpec]:
     """Shape and other names of every tensor of the whole model, on every rank. Collective."""
     comm = run.setting.comms.model
-    local = {name: [spec.shape, spec.tied] for name, spec in run.replica.specs.items()}
+    specs, borrowed = run.replica.specs, run.replica.borrowed
+    local = {name: [spec.shape, spec.tied] for name, spec in specs.items() if name not in borrowed}
     whole = {}
     for source in range(comm.size):
         for name, (shape, tied) in comm.broadcast_json(local, source, "names of the model").items():
