@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from tutti.types import Replica, ShardSpec
 def complete(optimizer: Optimizer, replica: Replica, comm: Communicator) -> None:
     """Give an optimizer what it asks for of split tensors: their norms (``norms``), or whole ones (``wholes``)."""
     specs = {p: replica.specs[name] for name, p in parameters(replica.parts)}
-    split = {p: spec for p, spec in specs.items() if p.shape != spec.shape}
+    split: dict[Tensor, ShardSpec] = {p: spec for p, spec in specs.items() if p.shape != spec.shape}
     if not _somewhere(bool(split), comm):
         return
     if getattr(optimizer, "norms", 0) is None:
@@ -32,7 +32,7 @@ def _somewhere(here: bool, comm: Communicator) -> bool:
 class SplitNorms:
     """``types.Norms`` over the ranks that hold slices of one tensor; what they hold alike counts once."""
 
-    def __init__(self, optimizer: Optimizer, split: set[Tensor], comm: Communicator) -> None:
+    def __init__(self, optimizer: Optimizer, split: Collection[Tensor], comm: Communicator) -> None:
         self._optimizer, self._split, self._comm = optimizer, set(split), comm
 
     def __call__(self, squares: Tensor) -> Tensor:
