@@ -44,9 +44,9 @@ def load_optimizer(
             keys.setdefault(owner, []).append(key)
     for name, parameter in named:
         spec = ShardSpec(tuple(parameter.shape), ()) if specs is None else specs[name]
-        owner = next((n for n in (name, *spec.tied) if n in keys), None)
-        if owner is not None:
-            entries = {key: f"{prefix}{owner}/{key}" for key in sorted(keys[owner])}
+        known = next((n for n in (name, *spec.tied) if n in keys), None)
+        if known is not None:
+            entries = {key: f"{prefix}{known}/{key}" for key in sorted(keys[known])}
             optimizer.state[parameter] = {
                 key: _like(_part(saved, group, entry, spec, parameter.shape), parameter)
                 for key, entry in entries.items()
