@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -10,11 +11,13 @@ from cyclopts import Parameter
 
 from tutti.cli.devices import count_gpus
 from tutti.errors import ExitCode, UsageError
-from tutti.world import identity, watchdog
+from tutti.world import hosts as hosts_
+from tutti.world import identity, tether, watchdog
 from tutti.world.launch import check_script, launch, run_script
 from tutti.world.watchdog import Limits
 
 WITH_VALUE = (
+    *("-H", "--hosts"),
     *("-np", "--num-proc", "--devices", "--logs", "--timeout", "--max-restarts"),
     *("--start-timeout", "--step-timeout"),
 )
@@ -39,6 +42,7 @@ def end_options(words: list[str]) -> list[str]:
 def run(
     *command: Annotated[str, Parameter(show=False, allow_leading_hyphen=True)],
     devices: Annotated[str, Parameter(name=("-np", "--num-proc", "--devices"))] = "auto",
+    hosts: Annotated[str | None, Parameter(name=("-H", "--hosts"))] = None,
     module: Annotated[bool, Parameter(name="-m", negative="", show_default=False)] = False,
     logs: Path = Path("runs/logs"),
     timeout: float = 300,
@@ -55,6 +59,8 @@ def run(
     ----------
     devices:
         processes to start; auto: one a GPU, or one
+    hosts:
+        HOST:PROCESSES,… to start on over ssh, in this directory of each
     module:
         SCRIPT is a module's name, as in python -m
     logs:
@@ -86,9 +92,18 @@ def run(
             raise UsageError(
                 "--max-restarts needs tutti's own launcher", remedy="use the restarts of torchrun or the scheduler"
             )
+        tether.hold(os.environ)
         watchdog.start(identity.read(os.environ).rank, limits)
         run_script(script, arguments, module)
         return ExitCode.DONE
+    if hosts is not None:
+        if max_restarts or show_all:
+            raise UsageError(
+                f"--{'max-restarts' if max_restarts else 'show-all'} does not go with -H",
+                remedy="leave out one of the two; with torchrun on every host --max-restarts works",
+            )
+        os.environ["TUTTI_TIMEOUT"] = f"{timeout:g}"
+        return _on(hosts, devices, [*_again(start_timeout, step_timeout, module), script, *arguments], logs)
     processes = count_gpus(os.environ) or 1 if devices == "auto" else int(devices)
     return launch(
         run_script,
@@ -102,3 +117,18 @@ def run(
         preload=("torch._dynamo",),
         limits=limits,
     )
+
+
+def _again(start_timeout: float | None, step_timeout: float | None, module: bool) -> list[str]:
+    """The options that every process must have, too."""
+    said = {"--start-timeout": start_timeout, "--step-timeout": step_timeout}
+    words = [f"{name}={value:g}" for name, value in said.items() if value is not None]
+    return [*words, *(["-m"] if module else []), "--"]
+
+
+def _on(text: str, devices: str, words: list[str], logs: Path) -> int:
+    """Run ``tutti run`` with these words on every host."""
+    found = hosts_.parse(text)
+    processes = None if devices == "auto" else int(devices)
+    started = hosts_.plan(found, processes, *hosts_.meeting(found))
+    return hosts_.run(started, [sys.executable, "-m", "tutti", "run", *words], logs)

@@ -1,0 +1,39 @@
+"""What ties a process to a launcher elsewhere: standard input brings signals, and its end is the end. No torch."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import MutableMapping
+
+TETHER = "TUTTI_TETHER"
+_ALLOWED = frozenset((signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGKILL))
+_GRACE = 30.0
+
+
+def hold(environ: MutableMapping[str, str]) -> None:
+    """Where the environment says so, take signals from standard input, which is empty for everybody else from now on.
+
+    When the input ends the launcher is gone: SIGTERM, and SIGKILL where that has not ended this process in 30 seconds.
+    """
+    if environ.pop(TETHER, None) != "stdin":
+        return
+    line = os.dup(sys.stdin.fileno())
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, sys.stdin.fileno())
+    os.close(nothing)
+    threading.Thread(target=_listen, args=(line,), name="tether", daemon=True).start()
+
+
+def _listen(line: int) -> None:
+    with os.fdopen(line, "rb") as lines:
+        for word in lines:
+            number = int(word) if word.strip().isdigit() else 0
+            if number in _ALLOWED:
+                os.kill(os.getpid(), number)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(_GRACE)
+    os.kill(os.getpid(), signal.SIGKILL)
