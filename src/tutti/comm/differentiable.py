@@ -53,12 +53,15 @@ class Ranks:
     def all(self, part: Tensor, dim: int, length: int, name: str) -> Tensor:
         """What ``gather`` gives; uneven shares travel in messages of the largest one's size."""
         lengths = [len(share(length, self.size, rank)) for rank in range(self.size)]
+        # By the stride, because one channel alone is contiguous in both ways; dropout draws in the order of memory.
+        last = part.dim() == 4 and part.stride(1) == 1
         if lengths[self.rank] < lengths[0]:
             shape = list(part.shape)
             shape[dim] = lengths[0] - lengths[self.rank]
             part = torch.cat([part, part.new_zeros(shape)], dim)
         pieces = self._comm.gather_slices(part.reshape(-1), name).view(self.size, *part.shape).unbind()
-        return torch.cat([piece.narrow(dim, 0, n) for piece, n in zip(pieces, lengths, strict=True)], dim)
+        whole = torch.cat([piece.narrow(dim, 0, n) for piece, n in zip(pieces, lengths, strict=True)], dim)
+        return whole.contiguous(memory_format=torch.channels_last) if last else whole
 
 
 class _Copy(torch.autograd.Function):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor, nn
 
 from tutti.comm.differentiable import Ranks
@@ -90,12 +89,8 @@ class Division:
     def _cut(self, parameter: nn.Parameter, cut: Cut, tied: tuple[str, ...]) -> ShardSpec:
         rank, ranks, shape = self._comm.rank, self._comm.size, tuple(parameter.shape)
         spec = ShardSpec(shape, cut.offset(parameter, rank, ranks), tied, cut.blocks)
-        with torch.no_grad():
-            taken = cut.take(parameter.data, rank, ranks)
-            last = parameter.dim() == 4 and parameter.is_contiguous(memory_format=torch.channels_last)
-            format_ = torch.channels_last if last else torch.contiguous_format
-            parameter.grad = None
-            parameter.data = taken.clone(memory_format=format_)
+        parameter.grad = None
+        parameter.data = cut.take(parameter.data, rank, ranks).clone()
         return spec
 
     def _become(self, layer: nn.Module, entry: Entry, ranks: Ranks) -> None:

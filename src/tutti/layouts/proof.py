@@ -148,6 +148,8 @@ class _Watch(TorchFunctionMode):
 class _Probe(Local):
     """A part's forward, in which the places to cut are chosen for the first time, and nothing is dropped."""
 
+    drops = False
+
     def __init__(self, slice_: Slice, width: int, draws: list[torch.Size], prefer_last: bool) -> None:
         super().__init__(slice_, width, [], [])
         self._whole, self._prefer_last = draws, prefer_last
@@ -166,14 +168,6 @@ class _Probe(Local):
             raise ValueError("split in several dimensions")
         self.draws.append(differ[0] if differ else 0)
         return self.draws[-1]
-
-    def _dropout(self, func: Any, input: Tensor, *rest: Any, **options: Any) -> Tensor:
-        self.dim(input)
-        self.drawn += 1
-        return input
-
-    def _attention(self, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **options: Any) -> Tensor:
-        return super()._attention(query, key, value, *rest[:1], 0.0, *rest[2:], **{**options, "dropout_p": 0.0})
 
 
 class _Tap(torch.autograd.Function):

@@ -67,11 +67,12 @@ class Heads(Divided, nn.MultiheadAttention):
             out, weights = attend(queries, keys, values, mask, dropout, self.tutti_slice)
         else:
             out = functional.scaled_dot_product_attention(queries, keys, values, mask)
-        part = functional.linear(out.transpose(1, 2).flatten(-2), self.out_proj.weight)
+        # Positions first, as in the plain one: a dropout behind it draws in the order of memory.
+        part = functional.linear(out.permute(2, 0, 1, 3).flatten(-2), self.out_proj.weight)
         result = ranks.reduce(part, name)
         if self.out_proj.bias is not None:
             result = result + self.out_proj.bias.to(result.dtype)
-        result = result[0] if not batched else result if self.batch_first else result.transpose(0, 1)
+        result = result[:, 0] if not batched else result.transpose(0, 1) if self.batch_first else result
         if not need_weights or weights is None:
             return result, None
         if average_attn_weights:

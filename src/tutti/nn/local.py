@@ -36,6 +36,8 @@ class Local(TorchFunctionMode):
         draws: for each call of dropout or attention the dimension that is split, from the last one; 0 where none is.
     """
 
+    drops = True
+
     def __init__(self, slice_: Slice, width: int, sizes: Sequence[int], draws: Sequence[int]) -> None:
         super().__init__()
         self.slice_, self.width, self.sizes, self.draws = slice_, width, list(sizes), list(draws)
@@ -92,7 +94,7 @@ class Local(TorchFunctionMode):
     ) -> Tensor:
         dim = self.dim(input)
         self.drawn += 1
-        if not (training and train) or p == 0.0:
+        if not (training and train and self.drops) or p == 0.0:
             return input
         if not dim:
             result: Tensor = functional.dropout(input, p, True, inplace)
@@ -112,6 +114,7 @@ class Local(TorchFunctionMode):
     ) -> Tensor:
         dim = self.dim(query)
         self.drawn += 1
+        dropout_p = dropout_p if self.drops else 0.0
         if dropout_p == 0.0 or not dim:
             return ATTENTION(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
         if enable_gqa:

@@ -123,7 +123,10 @@ def dropped(part: Tensor, p: float, dim: int, slice_: Slice) -> Tensor:
         return part
     shape, each = list(part.shape), part.shape[dim] // here
     shape[dim] = each * slice_.length
-    noise = functional.dropout(torch.ones(shape, dtype=part.dtype, device=part.device), p)
+    # In the order in which the numbers lie in memory, for that is the order of the draws.
+    order = sorted(range(part.dim()), key=lambda d: -part.stride(d))
+    ones = torch.empty_permuted(shape, order, dtype=part.dtype, device=part.device).fill_(1)
+    noise = functional.dropout(ones, p)
     return part * noise.narrow(dim, each * slice_.mine.start, part.shape[dim])
 
 
