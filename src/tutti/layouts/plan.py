@@ -232,13 +232,15 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def _is_convolution(module: nn.Module) -> bool:
-    known = isinstance(module, _ConvNd) and type(module).__module__ == "torch.nn.modules.conv"
-    return known and _plain(module) and module.groups == 1
+    if not isinstance(module, _ConvNd) or type(module).__module__ != "torch.nn.modules.conv":
+        return False
+    return _plain(module) and module.groups == 1
 
 
 def _is_embedding(module: nn.Module) -> bool:
-    plain = type(module) is nn.Embedding and _plain(module)
-    return plain and module.max_norm is None and not module.sparse and not module.scale_grad_by_freq
+    if type(module) is not nn.Embedding or not _plain(module):
+        return False
+    return module.max_norm is None and not module.sparse and not module.scale_grad_by_freq
 
 
 def _plain(module: nn.Module) -> bool:

@@ -12,7 +12,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from tutti.laws.shares import share
 from tutti.nn.local import ATTENTION, DROPOUTS, Local
-from tutti.nn.parallel import Slice
+from tutti.nn.parallel import Ranks, Slice
 
 _MOST_LINEAR = 8
 _SOFTMAX = (functional.softmax, torch.softmax, Tensor.softmax)
@@ -139,7 +139,10 @@ class _Watch(TorchFunctionMode):
             self.draws.append(args[0].shape)
             self.heads = args[0].shape[-3] if args[0].dim() > 3 else None
             self.dropout = self.dropout or (args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)) > 0
-            return func(*args[:4], **{**kwargs, "dropout_p": 0.0}, **({"is_causal": args[5]} if len(args) > 5 else {}))
+            if len(args) > 4:
+                args = (*args[:4], 0.0, *args[5:])
+            else:
+                kwargs["dropout_p"] = 0.0
         if func in _SOFTMAX and args[0].dim() > 3:
             self.heads = args[0].shape[-3]
         return func(*args, **kwargs)
@@ -271,7 +274,7 @@ class _Run:
         region, ranks, linears = self._region, self._trial._ranks, self._trial._linears
         x = self._whole.x.clone().requires_grad_()
         for name, cut in region.columns.items():
-            linears[name].forward = self._column(name, cut, sums)  # type: ignore[method-assign]
+            linears[name].forward = self._column(name, cut, sums)  # type: ignore[method-assign,assignment]
         last, cut = linears[region.row], Cut(1, region.units)
 
         def row(inputs: Tensor) -> Tensor:
@@ -279,8 +282,8 @@ class _Run:
             out = part if total is None else part + (total - part).detach()
             return out if last.bias is None else out + last.bias
 
-        last.forward = row  # type: ignore[method-assign]
-        slice_ = Slice("", _Nobody(self._rank, ranks), region.units)
+        last.forward = row  # type: ignore[method-assign,assignment]
+        slice_ = Slice("", cast(Ranks, _Nobody(self._rank, ranks)), region.units)
         self.mode = _Probe(slice_, region.width, self._whole.draws, self._prefer_last)
         try:
             with self.mode:

@@ -92,7 +92,8 @@ class Heads(Divided, nn.MultiheadAttention):
         else:
             weight = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)[which]
         bias = None if self.in_proj_bias is None else self.in_proj_bias.chunk(3)[which]
-        return functional.linear(x, weight, bias).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        heads: Tensor = functional.linear(x, weight, bias).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        return heads
 
     def _mask(self, attention: Tensor | None, padding: Tensor | None, queries: Tensor) -> Tensor | None:
         """What is added to the scores (samples or 1, heads here or 1, positions, positions)."""

@@ -124,7 +124,7 @@ def dropped(part: Tensor, p: float, dim: int, slice_: Slice) -> Tensor:
     shape, each = list(part.shape), part.shape[dim] // here
     shape[dim] = each * slice_.length
     # In the order in which the numbers lie in memory, for that is the order of the draws.
-    order = sorted(range(part.dim()), key=lambda d: -part.stride(d))
+    order = sorted(range(part.dim()), key=lambda d: -part.stride()[d])
     ones = torch.empty_permuted(shape, order, dtype=part.dtype, device=part.device).fill_(1)
     noise = functional.dropout(ones, p)
     return part * noise.narrow(dim, each * slice_.mine.start, part.shape[dim])
