@@ -75,7 +75,7 @@ def test_shape_of_the_grid(text: str, devices: int, shape: tuple[int, int]) -> N
     ("text", "devices", "options", "words"),
     [
         ("single", 2, {}, ["runs on 1 device, not 2", "take --strategy mirrored"]),
-        ("model_parallel:stages=2", 3, {}, ["3 devices cannot hold replicas of 2 stages", "stages=1"]),
+        ("model_parallel:stages=2", 3, {}, ["3 devices cannot hold 2 stages", "stages=1"]),
         ("model_parallel:stages=4", 6, {}, ["multiple of 4 devices, or stages=3"]),
         ("mirrored", 4, {"workers": 3}, ["3 workers cannot be spread over 4 data ranks", "--devices 3"]),
         ("model_parallel:stages=2", 8, {"workers": 3}, ["over 4 data ranks", "--workers 4", "--devices 6"]),

@@ -14,7 +14,7 @@ from typing import Any
 
 from tutti.errors import UsageError, did_you_mean
 from tutti.exchanges.config import AllReduceConfig, PeriodicConfig
-from tutti.layouts.config import LayersConfig, WholeConfig
+from tutti.layouts.config import HybridConfig, LayersConfig, TensorConfig, WholeConfig
 from tutti.spec import Spec, build
 from tutti.types import Average, Exchange, Layout, Replica, Setting
 
@@ -56,6 +56,21 @@ TABLE: Mapping[str, Strategy] = {
         LayersConfig,
         *_ALLREDUCE,
         "layers on different devices, which work in turn",
+        own_loop=False,
+    ),
+    "tensor": Strategy(
+        "tensor:Tensor",
+        TensorConfig,
+        *_ALLREDUCE,
+        "each layer split over devices that compute it together",
+        reproducible=False,
+    ),
+    "hybrid": Strategy(
+        "hybrid:Hybrid",
+        HybridConfig,
+        *_ALLREDUCE,
+        "replicas × stages × split layers, on one grid",
+        reproducible=False,
         own_loop=False,
     ),
     "local_sgd": Strategy(

@@ -254,12 +254,13 @@ class Replica(Protocol):
 
     ``specs`` has every parameter and persistent buffer here by its name in the plain model. ``borrowed`` names those
     that another rank of this replica holds just the same, and that are its to count in norms and to save; where it has
-    one under another name, that is among the ``tied`` names here.
+    one under another name, that is among the ``tied`` names here. ``said`` is for the run's header.
     """
 
     parts: Sequence[nn.Module]
     specs: Mapping[str, ShardSpec]
     borrowed: Collection[str]
+    said: Mapping[str, str]
 
     def connect(self, sink: GradSink) -> None:
         """Report every gradient of ``run`` to ``sink`` from now on."""

@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 from torch import nn
 
 import tutti
+from tutti import strategies
+from tutti.errors import UsageError
 
 STEPS = 5
 DEVICES = (1, 2, 3, 4)
@@ -24,6 +26,9 @@ STRATEGIES = {
     "model_parallel": ("model_parallel", "single", True),
     "model_parallel × 2": ("model_parallel:stages=2", "single", True),
     "local_sgd": ("local_sgd:period=2", "local_sgd:period=2", True),
+    "tensor": ("tensor:least=1", "single", False),
+    "tensor × 2": ("tensor:tensor=2,least=1", "single", False),
+    "hybrid": ("hybrid:stages=2,tensor=2,least=1", "single", False),
 }
 OPTIMIZERS = {
     "sgd": "sgd:lr=0.1",
@@ -62,10 +67,11 @@ class Case:
         )
 
     def possible(self) -> bool:
-        spec = STRATEGIES[self.strategy][0]
-        if "stages=2" in spec:
-            return self.devices % 2 == 0 and self.workers >= self.devices // 2
-        return spec == "model_parallel" or self.workers >= self.devices
+        try:
+            strategies.check(STRATEGIES[self.strategy][0], self.devices, workers=self.workers)
+        except UsageError:
+            return False
+        return True
 
 
 def whole() -> list[Case]:

@@ -239,7 +239,7 @@ class Communicators:
         self.world = everybody(world)
         self.replica = self._line("replica", "replica", "shard")
         self.model = self._line("model", "stage", "tensor")
-        for line in self._lines("stage", "tensor"):
+        for line in self._lines("stage"):
             for pair in pairwise(line):
                 _groups(pair)
 

@@ -33,7 +33,11 @@ class Layers:
         self._setting = setting
 
     def build(self, plain: nn.Module) -> LayersReplica:
-        """Keep this stage's children of a sequential model and drop the others.
+        """Keep this stage's children of a sequential model and drop the others. Raises UsageError as ``stage``."""
+        return LayersReplica(self.stage(plain), self._setting)
+
+    def stage(self, plain: nn.Module) -> nn.Sequential:
+        """This stage's children of a sequential model.
 
         Raises UsageError where the model is not an ``nn.Sequential``, has fewer children than stages, or ties
         parameters across a cut; or where it has nothing to compute again.
@@ -45,7 +49,7 @@ class Layers:
         stages, here = self._setting.grid.stage, self._setting.grid.at("stage")
         bounds = cut(plain, stages)
         children = _children(plain)[bounds[here] : bounds[here + 1]]
-        return LayersReplica(nn.Sequential(OrderedDict(children)), self._setting)
+        return nn.Sequential(OrderedDict(children))
 
 
 def cut(plain: nn.Module, stages: int) -> list[int]:
@@ -111,7 +115,7 @@ class LayersReplica(Part):
     """This stage of one replica. The user's loss function runs on every stage; its model call hands over."""
 
     def __init__(self, stage: nn.Sequential, setting: Setting) -> None:
-        self._comm = setting.comms.model
+        self._comm = setting.comms.axis("stage")
         super().__init__(stage, setting)
         self._relay = _Relay(stage, self._comm)
         self._names: dict[bool, tuple[str, ...]] = {}

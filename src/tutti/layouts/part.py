@@ -24,6 +24,7 @@ class Part:
         borrowed: names of those that another rank of this replica accounts for.
         draws: the random streams of these modules.
         peers: what batch norms over several devices share; None where there are none.
+        said: what the run's header says of how the replica lives here.
     """
 
     def __init__(self, module: nn.Module, setting: Setting) -> None:
@@ -32,13 +33,14 @@ class Part:
         self.parts: Sequence[nn.Module] = (module.to(device),)
         tied, state = other_names(self.parts), {name: p.data for name, p in parameters(self.parts)}
         state |= {slot.name: slot.get() for slot in buffers(self.parts)}
-        self.specs = {
+        self.specs: Mapping[str, ShardSpec] = {
             name: ShardSpec(tuple(tensor.shape), (0,) * tensor.dim(), tied.get(name, ()))
             for name, tensor in state.items()
         }
         self.borrowed: Collection[str] = ()
         self.draws = Draws(module, device, setting.draws)
         self.peers = peers_of(module)
+        self.said: Mapping[str, str] = {}
         self._kept: list[tuple[Slot, Tensor]] = []
         transform(module, self.draws, setting)
 

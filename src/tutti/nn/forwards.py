@@ -17,6 +17,7 @@ from torch import nn
 from tutti.nn.config import Compile, check_compile, check_compiler
 from tutti.nn.draws import Draws
 from tutti.nn.draws import draws as draws_by_itself
+from tutti.nn.parallel import Divided
 from tutti.nn.recompute import Forward, recomputed
 from tutti.nn.swap import describe
 from tutti.nn.sync import SyncBatchNorm
@@ -180,7 +181,7 @@ def _walk(names: tuple[str, ...]) -> Forward:
 
 def _stays_out(module: nn.Module) -> bool:
     """Whether this layer cannot be part of a graph: it draws from a keyed stream, or waits for other devices."""
-    return draws_by_itself(module) or isinstance(module, SyncBatchNorm)
+    return draws_by_itself(module) or isinstance(module, SyncBatchNorm | Divided)
 
 
 def _is_layer(module: nn.Module) -> bool:

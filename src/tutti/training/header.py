@@ -36,6 +36,7 @@ def derived(
         "model": f"{config.model or 'default'}, {size:,} parameters",
         "strategy": f"{config.strategy}: {strategies.parse(config.strategy).row.summary}",
         "devices": f"{grid.size} ({split}; {kind})",
+        **run.replica.said,
         **run.feed.describe(),
         "training": f"{length}, {config.precision}{exact}{_forward(config)}",
         "learning rate": _rate(config, run.setting.workers),

@@ -1,0 +1,37 @@
+"""One rank's tensors for all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from tutti.comm.communicator import Communicator
+
+_MESSAGE_BYTES = 64 << 20
+
+
+def spread(comm: Communicator, tensors: Sequence[Tensor], name: str) -> None:
+    """Overwrite ``tensors`` by the first rank's: one broadcast for each run of equal dtype, up to 64 MiB."""
+    if comm.size == 1:
+        return
+    for dtype, same in groupby(tensors, key=lambda t: t.dtype):
+        for message in _messages(list(same)):
+            flat = torch.cat([t.reshape(-1) for t in message])
+            comm.broadcast(flat, 0, f"{name}, {dtype}")
+            for tensor, part in zip(message, flat.split([t.numel() for t in message]), strict=True):
+                tensor.copy_(part.view_as(tensor))
+
+
+def _messages(tensors: list[Tensor]) -> list[list[Tensor]]:
+    messages: list[list[Tensor]] = []
+    size = _MESSAGE_BYTES
+    for tensor in tensors:
+        if size >= _MESSAGE_BYTES:
+            messages.append([])
+            size = 0
+        messages[-1].append(tensor)
+        size += tensor.nbytes
+    return messages

@@ -1,0 +1,117 @@
+"""Attention of which this rank has some of the heads."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from tutti.nn.parallel import Divided, Slice, dropped
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout: float,
+    slice_: Slice,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention of this rank's heads, its dropout drawn for all heads as one device would.
+
+    Args:
+        query, key, value: (samples, heads here, positions, features).
+        mask: what is added to the scores, or where they count.
+        scale: of the scores; default 1/√features.
+
+    Returns:
+        Values (samples, heads here, positions, features), and with what weights they were taken.
+    """
+    factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    scores = (query * math.sqrt(factor)) @ (key.transpose(-2, -1) * math.sqrt(factor))
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+    weights = dropped(scores.softmax(-1), dropout, scores.dim() - 3, slice_)
+    return weights @ value, weights
+
+
+class Heads(Divided, nn.MultiheadAttention):
+    """``nn.MultiheadAttention`` split by heads: whole inputs → whole outputs, called as the plain one.
+
+    Two all-reduces, one forward and one backward; one more for the average of the weights where it is asked for.
+    """
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """As the plain one. Masks are used as they are given, so that ``is_causal`` is no more than a hint."""
+        name, ranks, heads = self.tutti_slice
+        batched, inputs = query.dim() == 3, (query, key, value)
+        whole = {id(x): ranks.copy(x, name) for x in inputs}
+        queries, keys, values = (self._by_heads(whole[id(x)], i, batched) for i, x in enumerate(inputs))
+        mask = self._mask(attn_mask, key_padding_mask, queries)
+        dropout = self.dropout if self.training else 0.0
+        weights = None
+        if need_weights or dropout:
+            out, weights = attend(queries, keys, values, mask, dropout, self.tutti_slice)
+        else:
+            out = functional.scaled_dot_product_attention(queries, keys, values, mask)
+        # Positions first, as in the plain one: a dropout behind it draws in the order of memory.
+        part = functional.linear(out.permute(2, 0, 1, 3).flatten(-2), self.out_proj.weight)
+        result = ranks.reduce(part, name)
+        if self.out_proj.bias is not None:
+            result = result + self.out_proj.bias.to(result.dtype)
+        result = result[:, 0] if not batched else result.transpose(0, 1) if self.batch_first else result
+        if not need_weights or weights is None:
+            return result, None
+        if average_attn_weights:
+            weights = ranks.reduce(weights.sum(1), name) / heads
+        else:
+            weights = ranks.gather(weights, 1, heads, name)
+        return result, weights if batched else weights[0]
+
+    def _by_heads(self, x: Tensor, which: int, batched: bool) -> Tensor:
+        """Queries, keys or values of this rank's heads: (samples, heads here, positions, features)."""
+        if not batched:
+            x = x.unsqueeze(0)
+        elif not self.batch_first:
+            x = x.transpose(0, 1)
+        if self._qkv_same_embed_dim:
+            weight = self.in_proj_weight.chunk(3)[which]
+        else:
+            weight = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)[which]
+        bias = None if self.in_proj_bias is None else self.in_proj_bias.chunk(3)[which]
+        heads: Tensor = functional.linear(x, weight, bias).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        return heads
+
+    def _mask(self, attention: Tensor | None, padding: Tensor | None, queries: Tensor) -> Tensor | None:
+        """What is added to the scores (samples or 1, heads here or 1, positions, positions)."""
+        masks = []
+        if attention is not None:
+            mask = _added(attention, queries.dtype)
+            if mask.dim() == 3:
+                mine = self.tutti_slice.mine
+                mask = mask.unflatten(0, (-1, self.tutti_slice.length))[:, mine.start : mine.stop]
+            masks.append(mask)
+        if padding is not None:
+            mask = _added(padding, queries.dtype)
+            masks.append(mask.view(-1, 1, 1, mask.shape[-1]))
+        return sum(masks[1:], masks[0]) if masks else None
+
+
+def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """What is added to scores: minus infinity where a mask is true."""
+    if mask.dtype != torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, -math.inf)

@@ -1,0 +1,168 @@
+"""Plans of models of several shapes: what is split how, and what must not be."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.layouts.shapes import SHAPES, Gated, Leaking, Nano, Normed, Residual, Separate, build, decoder, tied_gpt
+from tutti.layouts.plan import Entry, Finder, summary
+from tutti.layouts.proof import Cut, examine
+
+
+def plan(
+    model: nn.Module, ranks: int = 2, least: int = 1, whole: tuple[str, ...] = (), drops: bool = True
+) -> list[Entry]:
+    return Finder(model, ranks, least, whole, drops).find()
+
+
+def roles(model: nn.Module, ranks: int = 2, **options: object) -> dict[str, str]:
+    return {entry.name: entry.role for entry in plan(model, ranks, **options)}  # type: ignore[arg-type]
+
+
+def test_gpt() -> None:
+    found = roles(tied_gpt(0.1))
+    assert found == {
+        "embed.character": "vocabulary",
+        "embed.position": "vocabulary",
+        "head": "gathered",
+        **{
+            f"block{n}.{name}": role
+            for n in (1, 2)
+            for name, role in {
+                "attention": "within",
+                "attention.queries_keys_values": "column",
+                "attention.merge": "row",
+                "feed_forward.widen": "column",
+                "feed_forward.shrink": "row",
+            }.items()
+        },
+    }
+    entries = {entry.name: entry for entry in plan(tied_gpt())}
+    assert entries["block1.attention.queries_keys_values"].cuts == {"weight": Cut(0, 4, 3)}
+    assert entries["block1.attention.merge"].cuts == {"weight": Cut(1, 4)}
+    assert entries["block1.feed_forward.widen"].cuts == {"weight": Cut(0, 48), "bias": Cut(0, 48)}
+    assert entries["head"].cuts == entries["embed.character"].cuts == {"weight": Cut(0, 11)}
+
+
+def test_what_stays_whole_is_named() -> None:
+    model = tied_gpt()
+    found = summary(model, plan(model))
+    assert found["whole"] == [*(f"block{n}.norm{i}" for n in (1, 2) for i in (1, 2)), "norm"]
+
+
+def test_too_few_heads_are_gathered() -> None:
+    found = roles(tied_gpt(heads=3), ranks=4)
+    assert found["block1.attention.queries_keys_values"] == "gathered"
+    assert found["block1.feed_forward.widen"] == "column"
+    assert roles(tied_gpt(heads=3), ranks=3)["block1.attention"] == "within"
+
+
+def test_attention_that_drops_in_a_fused_kernel_is_gathered() -> None:
+    assert roles(tied_gpt(0.1), drops=False)["block1.attention.merge"] == "gathered"
+    assert roles(tied_gpt(0.0), drops=False)["block1.attention.merge"] == "row"
+    layer = nn.TransformerEncoderLayer(12, 4, 20, dropout=0.1)
+    assert roles(layer, drops=False) == {"linear1": "column", "dropout": "dropout", "linear2": "row", "": "slow"}
+
+
+def test_encoder_layer() -> None:
+    layer = nn.TransformerEncoderLayer(12, 4, 20, dropout=0.1)
+    assert roles(layer) == {
+        "": "slow",
+        "self_attn": "heads",
+        "self_attn.out_proj": "row",
+        "linear1": "column",
+        "dropout": "dropout",
+        "linear2": "row",
+    }
+    entries = {entry.name: entry for entry in plan(layer)}
+    assert entries["self_attn"].cuts == {"in_proj_weight": Cut(0, 4, 3), "in_proj_bias": Cut(0, 4, 3)}
+
+
+def test_layers_in_a_sequence() -> None:
+    model = nn.Sequential(
+        nn.Flatten(), nn.Linear(4, 8), nn.ReLU(), nn.Dropout(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3)
+    )
+    assert roles(model) == {"1": "column", "3": "dropout", "4": "row", "6": "gathered"}
+    assert roles(model, least=50) == {"1": "column", "3": "dropout", "4": "row"}
+    assert roles(model, whole=("1",)) == {"4": "column", "6": "row"}
+    assert roles(model, ranks=9) == {}
+
+
+@pytest.mark.parametrize(
+    "between", [nn.Softmax(-1), nn.LayerNorm(8), nn.RReLU(), nn.AlphaDropout(), Residual(nn.Identity()), nn.Flatten()]
+)
+def test_what_mixes_features_does_not_stand_between(between: nn.Module) -> None:
+    found = roles(nn.Sequential(nn.Linear(4, 8), between, nn.Linear(8, 4)))
+    assert (found["0"], found["2"]) == ("gathered", "gathered")
+
+
+def test_convolutions() -> None:
+    assert roles(build("convolutions")) == {
+        "0": "gathered",
+        "3": "gathered",
+        "5": "column",
+        "7": "dropout",
+        "8": "row",
+    }
+    unet = summary(build("unet"), plan(build("unet")))
+    assert set(unet) == {"gathered", "whole"} and "scales.up" in unet["gathered"] and unet["whole"] == ["head"]
+    assert {entry.name: entry for entry in plan(build("unet"))}["scales.up"].cuts["weight"] == Cut(1, 4)
+    assert roles(nn.Sequential(nn.Conv2d(4, 4, 3, groups=2))) == {}
+
+
+@pytest.mark.parametrize(
+    ("block", "blocks"), [(Nano(), {3}), (Separate(), {1}), (Separate(kv=2), {1}), (Gated(), {1}), (Nano(9, 3), {3})]
+)
+def test_blocks_of_any_code_are_split_where_that_is_shown_to_be_right(block: nn.Module, blocks: set[int]) -> None:
+    region = examine(block, 2 if not isinstance(block, Nano) or block.n_head == 4 else 3)
+    assert region is not None
+    assert {cut.blocks for cut in region.columns.values()} == blocks
+
+
+def test_blocks_are_cut_by_head_where_heads_are_outermost() -> None:
+    class ByHead(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv, self.out = nn.Linear(12, 36), nn.Linear(12, 12)
+
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = self.qkv(x).view(*x.shape[:2], 4, 3, 3).permute(3, 0, 2, 1, 4)
+            out = nn.functional.scaled_dot_product_attention(q, k, v)
+            result: Tensor = self.out(out.transpose(1, 2).reshape(*x.shape[:2], 12))
+            return result
+
+    torch.manual_seed(0)
+    region = examine(ByHead(), 2)
+    assert region is not None and region.columns == {"qkv": Cut(0, 4)}
+
+
+@pytest.mark.parametrize("block", [Normed(), Leaking(), Separate(kv=1), Nano(heads=1)])
+def test_what_would_be_wrong_is_not_split(block: nn.Module) -> None:
+    assert examine(block, 2) is None
+
+
+def test_a_block_that_may_be_given_a_mask_is_not_split() -> None:
+    class Masked(Gated):
+        def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+            return super().forward(x)
+
+    assert roles(decoder(Masked()))["1.block.up"] == "gathered"
+
+
+def test_a_layer_used_twice_is_gathered() -> None:
+    again = nn.Linear(6, 6)
+    assert roles(nn.Sequential(again, nn.Tanh(), nn.Linear(6, 6), again)) == {"0": "gathered", "2": "gathered"}
+
+
+def test_tied_layers_that_cannot_be_split_alike_stay_whole() -> None:
+    model = nn.Sequential(nn.Embedding(6, 6, max_norm=1.0), nn.Linear(6, 6, bias=False))
+    model[1].weight = model[0].weight
+    assert roles(model) == {}
+
+
+def test_plans_travel() -> None:
+    for shape in SHAPES:
+        for entry in plan(build(shape)):
+            assert Entry.from_json(entry.as_json()) == entry or entry.role == "within"

@@ -1,0 +1,243 @@
+"""Split layers train as on one device: models of several shapes, uneven shares, dropout, every optimizer, one state."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import tutti
+from tests import worlds
+from tests.contract.table import OPTIMIZERS, largest_difference
+from tests.layouts.shapes import SHAPES, build, data, loss
+from tutti.errors import UsageError
+
+TOLERANCE = 1e-10
+SPLIT = "tensor:least=1"
+
+
+def prepare(shape: str, strategy: str, optimizer: str = "adamw:lr=0.01", **options: Any) -> tutti.Run:
+    arguments = {"workers": 1, "batch_size": 8, "micro_batch": 3, "precision": "fp64", "ema": 0.8, **options}
+    return tutti.prepare(build(shape), optimizer, data(shape), loss(shape), strategy=strategy, **arguments)
+
+
+def train(run: tutti.Run, steps: int) -> list[Any]:
+    said: list[Any] = []
+    while len(said) < steps:
+        for batch in run.epoch(*run.at):
+            run.step(batch)
+            said.append(run.agreed and (run.agreed.loss, run.agreed.grad_norm))
+            if len(said) == steps:
+                break
+    return said
+
+
+def outcome(run: tutti.Run) -> dict[str, Any]:
+    state = {name: tensor.numpy().copy() for name, tensor in run.state().items()}
+    return state | {f"average of {n}": t.numpy().copy() for n, t in run.state(averaged=True).items()}
+
+
+def trained(shape: str, strategy: str, steps: int = 4, **options: Any) -> Any:
+    """State, what was said of each step, the evaluation, and what this rank holds of how much."""
+    run = prepare(shape, strategy, **options)
+    said = train(run, steps)
+    evaluation = run.evaluate(run.feed.source, batch=7)
+    here = sum(p.numel() for p in run.model.parameters())
+    return outcome(run), said, evaluation.loss, here
+
+
+def check(shape: str, strategy: str, devices: int, **options: Any) -> list[int]:
+    [(want, told, evaluated, whole)] = worlds.run(1, trained, shape=shape, strategy="single", **options)
+    answers = worlds.run(devices, trained, shape=shape, strategy=strategy, **options)
+    for got, said, loss_, _ in answers:
+        assert largest_difference(got, want) <= TOLERANCE
+        for mine, other in zip(said, told, strict=True):
+            assert mine == pytest.approx(other, rel=1e-9)
+        assert loss_ == pytest.approx(evaluated, rel=1e-9)
+    return [whole, *(here for *_, here in answers)]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("devices", [2, 3])
+def test_equals_one_device(shape: str, devices: int) -> None:
+    # A bias of keys has a gradient that is zero by construction, of whose noise Adam makes full steps.
+    optimizer = "adamw:lr=0.01" if shape not in ("encoder", "nano") else OPTIMIZERS["sgd momentum"]
+    whole, *here = check(shape, SPLIT, devices, clip=0.5, optimizer=optimizer)
+    assert max(here) < 0.75 * whole, "nothing was split"
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_every_optimizer(optimizer: str) -> None:
+    text = OPTIMIZERS[optimizer].replace("adam=9.*", "adam=*embed*+*head*")
+    check("gpt", SPLIT, 3, optimizer=text, clip=0.5, steps=3)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "devices"),
+    [("tensor:tensor=2,least=1", 4), ("hybrid:tensor=2,replicas=2,least=1,algorithm=native", 4)],
+)
+def test_replicas_of_split_layers(strategy: str, devices: int) -> None:
+    for optimizer in ("lamb", "sgd momentum"):
+        check("gpt, dropout", strategy, devices, workers=2, clip=0.1, optimizer=OPTIMIZERS[optimizer])
+
+
+@pytest.mark.parametrize(
+    ("strategy", "devices"),
+    [("hybrid:stages=2,tensor=2,least=1", 4), ("hybrid:replicas=2,stages=2,tensor=2,least=1", 8)],
+)
+def test_stages_of_split_layers(strategy: str, devices: int) -> None:
+    for optimizer in ("lars", "adamw"):
+        check("nano", strategy, devices, workers=2, clip=0.1, optimizer=OPTIMIZERS[optimizer])
+
+
+def test_activations_computed_again() -> None:
+    check("gpt, dropout", SPLIT, 2, activation_checkpointing="blocks")
+    check("nano", SPLIT, 2, activation_checkpointing="blocks")
+
+
+def test_every_rank_begins_as_the_first() -> None:
+    for other in worlds.run(3, differently, strategy=SPLIT):
+        assert other == worlds.run(1, differently, strategy="single")[0]
+
+
+def differently(strategy: str) -> Any:
+    model = build("gpt")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(tutti.rank())
+    run = tutti.prepare(model, "sgd", data("gpt"), loss("gpt"), strategy=strategy, batch_size=8)
+    return run.weights_sha256()
+
+
+def own_loop(strategy: str) -> Any:
+    model = build("gpt, dropout")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    run = tutti.prepare(model, optimizer, data("gpt"), strategy=strategy, batch_size=8, workers=1, micro_batch=3)
+    function = loss("gpt")
+    for batch in run.cells(0):
+        total, count, _ = function(run.model, batch)
+        run.backward((total.sum(), count))
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: tensor.numpy().copy() for name, tensor in run.state().items()}
+
+
+def test_own_loops_and_optimizers() -> None:
+    [want] = worlds.run(1, own_loop, strategy="single")
+    for got in worlds.run(3, own_loop, strategy=SPLIT):
+        assert largest_difference(got, want) <= TOLERANCE
+
+
+# One state.
+
+PLACES = [("single", 1), (SPLIT, 3), ("mirrored", 2), (SPLIT, 2), ("hybrid:tensor=2,replicas=2,least=1", 4)]
+
+
+def save(strategy: str, folder: str, shape: str, optimizer: str) -> None:
+    run = prepare(shape, strategy, optimizer, workers=2)
+    train(run, 2)
+    run.save(folder)
+
+
+def resume(strategy: str, folder: str, shape: str, optimizer: str) -> Any:
+    run = prepare(shape, strategy, optimizer, workers=2)
+    run.restore(folder)
+    assert run.clock == 2
+    train(run, 2)
+    return outcome(run)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "novograd", "muon"])
+def test_a_checkpoint_goes_on_anywhere(optimizer: str, tmp_path: Path) -> None:
+    arguments = {"shape": "gpt", "optimizer": OPTIMIZERS[optimizer].replace("adam=9.*", "adam=*embed*+*head*")}
+    [(want, *_)] = worlds.run(1, trained, strategy="single", workers=2, **arguments)
+    for number, (strategy, devices) in enumerate(PLACES):
+        folder = str(tmp_path / str(number))
+        worlds.run(devices, save, strategy=strategy, folder=folder, **arguments)
+        for other, ranks in (PLACES[number - 1], PLACES[(number + 1) % len(PLACES)]):
+            for got in worlds.run(ranks, resume, strategy=other, folder=folder, **arguments):
+                assert largest_difference(got, want) <= TOLERANCE, (strategy, devices, other, ranks)
+
+
+def written(folder: str) -> Any:
+    run = prepare("gpt", SPLIT, workers=1)
+    train(run, 1)
+    state = run.exchange.state()
+    names = {group: sorted(tensors) for group, tensors in state.items()}
+    return names, {
+        group: sum(getattr(t, "tensor", t).nbytes for t in tensors.values()) for group, tensors in state.items()
+    }
+
+
+def test_what_ranks_hold_alike_is_written_once() -> None:
+    answers = worlds.run(3, written, folder="")
+    whole = sum(p.numel() for p in build("gpt").parameters()) * 8
+    assert sum(sizes["model"] for _, sizes in answers) == whole
+    first, *others = [names for names, _ in answers]
+    assert "norm.weight" in first["model"] and "norm.weight/step" in first["optim"]
+    assert all("norm.weight" not in names["model"] for names in others)
+    assert all(not any(entry.endswith("/step") for entry in names["optim"]) for names in others)
+
+
+def begin(strategy: str, source: str) -> Any:
+    run = prepare("gpt", strategy, init_from=source)
+    return outcome(run)
+
+
+def test_weights_from_elsewhere(tmp_path: Path) -> None:
+    worlds.run(2, save, strategy=SPLIT, folder=str(tmp_path), shape="gpt", optimizer="sgd")
+    [source] = map(str, tmp_path.iterdir())
+    [want] = worlds.run(1, begin, strategy="single", source=source)
+    for got in worlds.run(3, begin, strategy=SPLIT, source=source):
+        assert largest_difference(got, want) == 0
+
+
+# Reduced precision, overflow, refusals.
+
+
+def test_float16_skips_the_same_steps() -> None:
+    scale = "dynamic:init=1073741824,max=1073741824,backoff_factor=9.5367431640625e-07,growth_interval=2"
+    options = {"precision": "fp16", "loss_scale": scale, "optimizer": "sgd:lr=0.1", "ema": None}
+    want = worlds.run(1, halves, strategy="single", **options)[0]
+    for got, skipped in worlds.run(3, halves, strategy=SPLIT, **options):
+        assert skipped == want[1] and True in skipped
+        assert largest_difference(got, want[0]) <= 2e-3
+
+
+def halves(strategy: str, **options: Any) -> Any:
+    run = prepare("gpt", strategy, **options)
+    skipped = []
+    for batch in run.epoch(0):
+        run.step(batch)
+        skipped.append(bool(run.updated and run.updated.skipped))
+    return {name: tensor.numpy().copy() for name, tensor in run.state().items()}, skipped
+
+
+def refused(kind: str) -> str:
+    model = build("gpt")
+    try:
+        for _ in range(2):
+            tutti.prepare(model, "sgd", data("gpt"), loss("gpt"), strategy=SPLIT, reproducible=kind == "exact")
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(("kind", "words"), [("twice", "split over ranks before"), ("exact", "not reproducible")])
+def test_refusals(kind: str, words: str) -> None:
+    assert all(words in said for said in worlds.run(2, refused, kind=kind))
+
+
+def header() -> dict[str, str]:
+    run = tutti.prepare(build("gpt"), "sgd", data("gpt"), loss("gpt"), strategy=SPLIT)
+    assert isinstance(run.model, nn.Module)
+    return dict(run.replica.said)
+
+
+def test_the_header_says_what_is_split() -> None:
+    [said, *_] = worlds.run(2, header)
+    assert said["split"].startswith("over 2: 4 column (block1.attention.queries_keys_values block1.feed_forward.widen")
+    assert "5 whole (block1.norm1" in said["split"]
