@@ -14,7 +14,7 @@ from typing import Any
 
 from tutti.errors import UsageError, did_you_mean
 from tutti.exchanges.config import AllReduceConfig, PeriodicConfig
-from tutti.layouts.config import HybridConfig, LayersConfig, TensorConfig, WholeConfig
+from tutti.layouts.config import HybridConfig, LayersConfig, PipelineConfig, TensorConfig, WholeConfig
 from tutti.spec import Spec, build
 from tutti.types import Average, Exchange, Layout, Replica, Setting
 
@@ -52,10 +52,17 @@ TABLE: Mapping[str, Strategy] = {
     "single": Strategy(*_WHOLE, *_ALLREDUCE, "one device; still any number of workers", most_devices=1),
     "mirrored": Strategy(*_WHOLE, *_ALLREDUCE, "a copy on every device, gradients summed"),
     "model_parallel": Strategy(
-        "layers:Layers",
+        "pipeline:Pipeline",
         LayersConfig,
         *_ALLREDUCE,
         "layers on different devices, which work in turn",
+        own_loop=False,
+    ),
+    "pipeline": Strategy(
+        "pipeline:Pipeline",
+        PipelineConfig,
+        *_ALLREDUCE,
+        "layers on different devices, with micro-batches under way on all of them",
         own_loop=False,
     ),
     "tensor": Strategy(
@@ -161,6 +168,19 @@ def check_sync(choice: Choice, devices: int, reproducible: bool, by_worker: str 
             why="each sums over its own samples first, so that the last bits depend on how many there are",
             remedy="leave out --reproducible, or take --devices 1 or --batch-norm ghost:size=32",
         )
+
+
+def micro_batch(choice: Choice, given: int | None, batch: int, workers: int) -> int | None:
+    """Largest micro-batch, in samples: as given, or what cuts a worker's share of ``batch`` into ``micro_batches``."""
+    number: int | None = getattr(choice.layout, "micro_batches", None)
+    if number is None:
+        return given
+    if given is not None:
+        raise UsageError(
+            f"--micro-batch {given} and micro_batches={number} both say how a worker's share is cut",
+            remedy="leave out one of the two",
+        )
+    return math.ceil(math.ceil(batch / workers) / number)
 
 
 def average(replica: Replica, setting: Setting) -> Average | None:

@@ -62,20 +62,26 @@ def rows_and_neighbours() -> list[Any]:
     receive = torch.zeros(sum(parts), 1)
     comm.exchange_slices(send, receive, parts, parts[rank], "rows")
     grid = Grid(stage=size, rank=rank)
-    stages = Communicators(context.current(), grid).model
-    passed = torch.tensor([0, 0])
-    if rank > 0:
-        stages.receive(passed, rank - 1)
-    if rank < size - 1:
-        stages.send(passed + torch.tensor([1, rank]), rank + 1)
-    return [receive.flatten().tolist(), passed.tolist()]
+    stages = Communicators(context.current(), grid).linked("stage", {"down": 1, "up": -1})
+    # All send both ways before any receives, the last rank and the first among them.
+    sent = [stages.start_send(torch.tensor([rank, n]), (rank + 1) % size, "down") for n in range(9)]
+    sent += [stages.start_send(torch.tensor([-rank, n]), (rank - 1) % size, "up") for n in range(9)]
+    passed = []
+    for kind, source in (("up", (rank + 1) % size), ("down", (rank - 1) % size)):
+        for _ in range(9):
+            stages.receive(into := torch.tensor([0, 0]), source, kind)
+            passed.append(into.tolist())
+    for pending in sent:
+        pending.wait()
+    return [receive.flatten().tolist(), passed]
 
 
 @pytest.mark.parametrize("size", [3, 4])
 def test_rows_to_each_and_from_neighbour_to_neighbour(size: int) -> None:
     for rank, (rows, passed) in enumerate(worlds.run(size, rows_and_neighbours)):
         assert rows == [100.0 * s + 10 * rank + row for s in range(size) for row in range(s + 1)]
-        assert passed == [rank, sum(range(rank))]
+        above, below = (rank + 1) % size, (rank - 1) % size
+        assert passed == [[-above, n] for n in range(9)] + [[below, n] for n in range(9)]
 
 
 def named() -> dict[str, Any]:

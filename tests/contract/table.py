@@ -29,6 +29,13 @@ STRATEGIES = {
     "tensor": ("tensor:least=1", "single", False),
     "tensor × 2": ("tensor:tensor=2,least=1", "single", False),
     "hybrid": ("hybrid:stages=2,tensor=2,least=1", "single", False),
+    "hybrid zero_bubble": ("hybrid:stages=2,tensor=2,least=1,schedule=zero_bubble", "single", False),
+    "pipeline gpipe": ("pipeline:schedule=gpipe", "single", True),
+    "pipeline 1f1b": ("pipeline:schedule=1f1b", "single", True),
+    "pipeline interleaved": ("pipeline:schedule=interleaved", "single", True),
+    "pipeline zero_bubble": ("pipeline:schedule=zero_bubble", "single", True),
+    "pipeline 1f1b × 2": ("pipeline:stages=2,schedule=1f1b", "single", True),
+    "pipeline interleaved × 2": ("pipeline:stages=2,schedule=interleaved,virtual=3", "single", True),
 }
 OPTIMIZERS = {
     "sgd": "sgd:lr=0.1",

@@ -9,9 +9,9 @@ their own, so that they never meet another collective.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from itertools import pairwise
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,10 +38,17 @@ class Pending:
     def __init__(self, work: Work | None, call: Call | None, stall: StallInspector | None) -> None:
         self._work, self._call, self._stall = work, call, stall
 
+    @property
+    def done(self) -> bool:
+        """Whether ``wait`` would return at once."""
+        return self._work is None or self._work.is_completed()
+
     def wait(self) -> None:
         """Block until done. Raises PeerError or MismatchError as ``StallInspector.wait``."""
         if self._work is not None and self._stall is not None and self._call is not None:
             self._stall.wait(self._work, self._call)
+            if self._call.text in self._stall.sent:
+                self._stall.sent.remove(self._call.text)
 
 
 _DONE = Pending(None, None, None)
@@ -74,6 +81,7 @@ class Communicator:
         self._group, self._fast, self.global_rank = group, fast, world.identity.rank
         self.stall = StallInspector(world.store, world.identity.rank, world.identity.size, world.timeout)
         self._sequence = 0
+        self._transfers: dict[tuple[str, int, int], int] = {}
 
     # --- the gradient path: verified once, no header ---------------------------------------------------------------
 
@@ -106,26 +114,33 @@ class Communicator:
         self._wait(work, text)
         return whole
 
-    def send(self, tensor: Tensor, to: int) -> None:
-        """Send to the neighbour ``to``, which knows shape and dtype. A broadcast in the group of the two."""
-        self._transfer(tensor, self.rank, to)
+    def start_send(self, tensor: Tensor, to: int, kind: str) -> Pending:
+        """Begin to send to rank ``to``, which knows shape and dtype; ``tensor`` must live until ``wait`` of the result.
 
-    def receive(self, tensor: Tensor, source: int) -> None:
-        """Receive into ``tensor`` from the neighbour ``source``."""
-        self._transfer(tensor, source, self.rank)
+        Messages of one kind from one rank to another arrive in the order in which they were sent, those of different
+        kinds or in different directions do not wait for each other. ``Communicators.linked`` makes their channels.
+        """
+        return self._transfer(tensor, self.rank, to, kind, sending=True)
+
+    def receive(self, tensor: Tensor, source: int, kind: str) -> None:
+        """Receive into ``tensor`` the next message of this kind from rank ``source``."""
+        self._transfer(tensor, source, self.rank, kind).wait()
 
     def spread(self, tensor: Tensor, source: int, text: str) -> None:
         """In-place copy of a tensor whose shape was agreed before, from rank ``source`` of this communicator."""
         if self.size > 1:
             self._wait(dist.broadcast(tensor, self.ranks[source], group=self._fast, async_op=True), text)
 
-    def _transfer(self, tensor: Tensor, source: int, to: int) -> None:
+    def _transfer(self, tensor: Tensor, source: int, to: int, kind: str, sending: bool = False) -> Pending:
         # Gloo closes a connection whose receive was waited for with a limit; a broadcast can be waited for in slices.
         sender, receiver = self.ranks[source], self.ranks[to]
         pair = min(sender, receiver), max(sender, receiver)
-        work = dist.broadcast(tensor, sender, group=_groups(pair)[1], async_op=True)
-        if work is not None:
-            self.stall.wait(work, Call(f"transfer from rank {sender} to rank {receiver}", pair))
+        number = self._transfers[kind, source, to] = self._transfers.get((kind, source, to), 0) + 1
+        work = dist.broadcast(tensor, sender, group=_groups(pair, _channel(kind, sender))[1], async_op=True)
+        call = Call(f"{kind} {number} from rank {sender} to rank {receiver}", pair)
+        if sending:
+            self.stall.sent.append(call.text)
+        return Pending(work, call, self.stall)
 
     # --- control: every call is compared first ---------------------------------------------------------------------
 
@@ -239,9 +254,6 @@ class Communicators:
         self.world = everybody(world)
         self.replica = self._line("replica", "replica", "shard")
         self.model = self._line("model", "stage", "tensor")
-        for line in self._lines("stage"):
-            for pair in pairwise(line):
-                _groups(pair)
 
     def axis(self, name: str) -> Communicator:
         """The ranks that differ from this one on one axis of the grid alone: replica, shard, stage or tensor.
@@ -251,6 +263,28 @@ class Communicators:
         if name not in self._axes:
             self._axes[name] = self._line(f"{name} axis", name)
         return self._axes[name]
+
+    def linked(self, name: str, kinds: Mapping[str, int]) -> Communicator:
+        """``axis(name)`` with channels between neighbours, the last rank and the first among them, for ``start_send``.
+
+        ``kinds`` says which way messages of a kind go: 1 to the next rank, -1 to the one before. Collective.
+        """
+        for line in self._lines(name):
+            for (here, rank), (kind, way) in product(enumerate(line), kinds.items()):
+                other = line[(here + way) % len(line)]
+                if other != rank:
+                    _groups((min(rank, other), max(rank, other)), _channel(kind, rank))
+        return self.axis(name)
+
+    def among(self, name: str, places: Sequence[int], purpose: str) -> Communicator | None:
+        """The ranks at ``places`` of ``axis(name)``, with a group of their own; None elsewhere. Collective."""
+        here = self._grid.along(name)
+        for line in self._lines(name):
+            groups = _groups(tuple(line[place] for place in places), purpose)
+            if line == here:
+                mine = groups
+        ranks = tuple(here[place] for place in places)
+        return Communicator(purpose, ranks, self._world, *mine) if self._grid.rank in ranks else None
 
     def apart(self, purpose: str) -> Communicator:
         """``replica`` with a process group of its own, for messages that may be under way while gradients are.
@@ -292,6 +326,11 @@ def _groups(ranks: tuple[int, ...], purpose: str = "") -> tuple[ProcessGroup | N
             fast = dist.new_group(list(ranks), timeout=limit)
         _cache[key] = (control, fast)
     return _cache[key]
+
+
+def _channel(kind: str, sender: int) -> str:
+    """The purpose of the group that carries messages of one kind one way."""
+    return f"{kind} from rank {sender}"
 
 
 def _digests(lines: Sequence[str]) -> Tensor:

@@ -13,9 +13,9 @@ import json
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 import torch.distributed as dist
 
@@ -38,10 +38,14 @@ _GAVE_UP = -1
 
 @dataclass(frozen=True)
 class Call:
-    """One collective as its callers see it: what it is, and the global ranks that take part."""
+    """One collective as its callers see it: what it is, and the global ranks that take part.
+
+    ``sent``: in another rank's note, what that one has begun to send besides and not waited for.
+    """
 
     text: str
     ranks: tuple[int, ...]
+    sent: tuple[str, ...] = field(default=(), compare=False)
 
 
 class _Notes:
@@ -80,7 +84,12 @@ class StallInspector:
         rank: this process.
         size: all processes.
         timeout: seconds that a call may take.
+
+    Attributes:
+        sent: texts of calls that this process has begun, as a sender, without waiting for them.
     """
+
+    sent: ClassVar[list[str]] = []
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: float) -> None:
         self._store, self._rank, self._size, self._timeout = store, rank, size, timeout
@@ -136,8 +145,8 @@ class StallInspector:
         self._ask(lambda: self._store.set(self._key(self._rank), ""))
 
     def _check_deadlock(self, call: Call, waiting: dict[int, Call], beat: int) -> None:
-        """Raise if all ranks wait, each still in the same call, and one of this call's ranks in another one."""
-        if len(waiting) < self._size or all(waiting[rank] == call for rank in call.ranks):
+        """Raise if all ranks wait, each still in the same call, and no call has all of its ranks."""
+        if len(waiting) < self._size or any(_complete(each, waiting) for each in (call, *waiting.values())):
             return
         # Every rank must have read the notes before the first one leaves and its connections close.
         for later in range(1, 5):
@@ -198,7 +207,7 @@ class StallInspector:
         return f"stall/{rank}"
 
     def _note(self, call: Call, beat: int) -> None:
-        self._ask(lambda: self._store.set(self._key(self._rank), json.dumps([call.text, call.ranks, beat])))
+        self._ask(lambda: self._store.set(self._key(self._rank), json.dumps([call.text, call.ranks, beat, self.sent])))
 
     def _notes(self) -> dict[int, tuple[Call, int]] | None:
         """Everybody's notes; None while the store does not answer."""
@@ -209,8 +218,8 @@ class StallInspector:
                 if self._store.check([self._key(rank)]):
                     raw = self._store.get(self._key(rank))
                     if raw:
-                        text, ranks, beat = json.loads(raw)
-                        notes[rank] = Call(text, tuple(ranks)), beat
+                        text, ranks, beat, sent = json.loads(raw)
+                        notes[rank] = Call(text, tuple(ranks), tuple(sent)), beat
             return notes
 
         return self._ask(read)
@@ -231,6 +240,11 @@ class StallInspector:
             self._asking.start()
             self._asking.join(_PATIENCE.total_seconds())
         return answers[0] if answers else None
+
+
+def _complete(call: Call, waiting: Mapping[int, Call]) -> bool:
+    """Whether all ranks of a call are in it, or have sent their part of it."""
+    return all(waiting[rank] == call or call.text in waiting[rank].sent for rank in call.ranks)
 
 
 def _is_timeout(error: RuntimeError) -> bool:

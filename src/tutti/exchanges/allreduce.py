@@ -167,7 +167,7 @@ class AllReduce:
             if not agreed((a, aa, b, bb), digest, model.size):
                 refuse(model, self._tick)
             stop = asked > 0
-        return [sum(row) for row in rows], stop
+        return [_sum(row) for row in rows], stop
 
     def _make_reducer(self, named: Named) -> Reducer:
         config, setting, borrowed = self._config, self._setting, self._replica.borrowed
@@ -191,6 +191,14 @@ class AllReduce:
         if self._setting.comms.model.size > 1:
             return False
         return all(p.grad is None or bool(torch.isfinite(p.grad).all()) for p in self._parameters)
+
+
+def _sum(row: Sequence[float]) -> float:
+    """The sum of squares, exactly rounded, so that it does not depend on the order in which stages hold them."""
+    try:
+        return math.fsum(row)
+    except OverflowError:
+        return math.inf
 
 
 def culprits(comm: Communicator, named: Named) -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar, Literal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,13 +17,49 @@ class LayersConfig:
 
     Attributes:
         stages: devices a replica; default: all devices of the run.
+        cuts: ``name+name``: the modules that later stages begin with; default: evenly.
     """
 
     stages: int | None = None
+    cuts: tuple[str, ...] = ()
+    schedule: ClassVar[str] = "one_by_one"
+    chunks: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
-        if self.stages is not None and self.stages < 1:
-            raise ValueError(f"stages is {self.stages}, must be at least 1")
+        _check_stages(self.stages)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineConfig:
+    """A replica is cut between layers, and micro-batches go through its devices one after the other.
+
+    Attributes:
+        stages: devices a replica; default: all devices of the run.
+        schedule: in which order devices compute.
+        micro_batches: into how many a worker's share of a full batch is cut; default: as --micro-batch says.
+        virtual: stages a device, of ``interleaved`` alone (2).
+        cuts: ``name+name``: the modules that later stages begin with; default: evenly.
+    """
+
+    stages: int | None = None
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = "1f1b"
+    micro_batches: int | None = None
+    virtual: int | None = None
+    cuts: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        _check_stages(self.stages)
+        if self.micro_batches is not None and self.micro_batches < 1:
+            raise ValueError(f"micro_batches is {self.micro_batches}, must be at least 1")
+        if self.virtual is not None and self.schedule != "interleaved":
+            raise ValueError(f"virtual stages are for schedule=interleaved, not {self.schedule}")
+        if self.virtual is not None and self.virtual < 2:
+            raise ValueError(f"virtual is {self.virtual}, must be at least 2")
+
+    @property
+    def chunks(self) -> int:
+        """Virtual stages a device."""
+        return (self.virtual or 2) if self.schedule == "interleaved" else 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,8 +85,8 @@ class TensorConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class HybridConfig(TensorConfig):
-    """A replica is cut into stages, and the layers of each stage are split.
+class HybridConfig(TensorConfig, PipelineConfig):
+    """A replica is cut into stages as for ``pipeline``, and the layers of each stage are split as for ``tensor``.
 
     Attributes:
         replicas: copies of the model; default: what the other two leave.
@@ -62,7 +99,12 @@ class HybridConfig(TensorConfig):
     tensor: int = 1
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        for name, extent in (("replicas", self.replicas), ("stages", self.stages)):
-            if extent is not None and extent < 1:
-                raise ValueError(f"{name} is {extent}, must be at least 1")
+        TensorConfig.__post_init__(self)
+        PipelineConfig.__post_init__(self)
+        if self.replicas is not None and self.replicas < 1:
+            raise ValueError(f"replicas is {self.replicas}, must be at least 1")
+
+
+def _check_stages(stages: int | None) -> None:
+    if stages is not None and stages < 1:
+        raise ValueError(f"stages is {stages}, must be at least 1")

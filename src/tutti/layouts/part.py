@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from tutti.nn.draws import Draws
+from tutti.nn.draws import Draws, keyed
 from tutti.nn.forwards import restore, transform
 from tutti.nn.swap import Slot, buffers, mode, other_names, parameters, swapped
 from tutti.nn.sync import SyncBatchNorm, peers_of
@@ -27,26 +27,33 @@ class Part:
         said: what the run's header says of how the replica lives here.
     """
 
-    def __init__(self, module: nn.Module, setting: Setting) -> None:
+    def __init__(
+        self, module: nn.Module, setting: Setting, *, others: Sequence[nn.Module] = (), plain: nn.Module | None = None
+    ) -> None:
+        """``others``: further parts; ``plain``: the whole model, where the parts are not all of it."""
         device = setting.comms.world.device
         restore(module)
-        self.parts: Sequence[nn.Module] = (module.to(device),)
-        tied, state = other_names(self.parts), {name: p.data for name, p in parameters(self.parts)}
+        self.parts: Sequence[nn.Module] = tuple(part.to(device) for part in (module, *others))
+        tied = other_names(self.parts if plain is None else [plain])
+        state = {name: p.data for name, p in parameters(self.parts)}
         state |= {slot.name: slot.get() for slot in buffers(self.parts)}
         self.specs: Mapping[str, ShardSpec] = {
             name: ShardSpec(tuple(tensor.shape), (0,) * tensor.dim(), tied.get(name, ()))
             for name, tensor in state.items()
         }
         self.borrowed: Collection[str] = ()
-        self.draws = Draws(module, device, setting.draws)
-        self.peers = peers_of(module)
+        here = {inner for part in self.parts for inner in part.modules()}
+        chosen = {name: inner for name, inner in keyed(plain or module).items() if inner in here}
+        self.draws = Draws(module, device, setting.draws, chosen)
+        self.peers = next((found for part in self.parts if (found := peers_of(part)) is not None), None)
         self.said: Mapping[str, str] = {}
         self._kept: list[tuple[Slot, Tensor]] = []
-        transform(module, self.draws, setting)
+        for part in self.parts:
+            transform(part, self.draws, setting)
 
-    def enter(self, cell: Cell) -> None:
-        """Enter a cell's random stream."""
-        self.draws.enter(cell.key)
+    def enter(self, cell: Cell, before: Mapping[str, int] | None = None) -> None:
+        """Enter a cell's random stream; ``before``: calls of modules in it that other parts have made."""
+        self.draws.enter(cell.key, before)
         if self.peers is not None:
             self.peers.counts = cell.samples > 0
         if not cell.samples:

@@ -7,6 +7,7 @@ part of the model draws what one device would.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -33,9 +34,16 @@ class Draws:
         model: the part of the model that lives here; module names are those of the whole model.
         device: where it computes.
         allowed: whether the model may draw; see ``check``.
+        chosen: its modules that get a stream of their own, by name; default: those of ``keyed``.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device, allowed: bool = True) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        allowed: bool = True,
+        chosen: Mapping[str, nn.Module] | None = None,
+    ) -> None:
         self._allowed, self._before = allowed, torch.empty(0)
         self._generator = torch.default_generator
         if device.type == "cuda":
@@ -43,19 +51,17 @@ class Draws:
         self._cell = 0
         self._calls: dict[str, int] = {}
         self._replaying = False
-        keyed = [name for name, module in model.named_modules() if draws(module)]
-        if isinstance(model, nn.Sequential):
-            # A block of the user's own may draw by functions; keyed by its name it does so alike on any stage.
-            keyed += [name for name, block in model.named_children() if not _is_known(block)]
-        self._keyed = sorted(set(keyed)) if allowed else []
+        found = keyed(model) if chosen is None else chosen
+        self._keyed = sorted(found) if allowed else []
         for name in self._keyed:
-            model.get_submodule(name).register_forward_pre_hook(self._hook(name))
+            found[name].register_forward_pre_hook(self._hook(name))
 
-    def enter(self, key: int) -> None:
-        """Start the stream of the cell ``key``."""
+    def enter(self, key: int, before: Mapping[str, int] | None = None) -> None:
+        """Start the stream of the cell ``key``; ``before``: how often modules were called in it elsewhere."""
         self._cell = key
         if self._keyed:
             self._calls.clear()
+            self._calls.update(before or {})
         self._generator.manual_seed(key & _MASK)
         if not self._allowed:
             self._before = self._generator.get_state()
@@ -87,6 +93,15 @@ class Draws:
                 self._generator.manual_seed(mix(self._cell, base, call) & _MASK)
 
         return before
+
+
+def keyed(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules of a whole model that get a random stream of their own, by name."""
+    found = {name: module for name, module in model.named_modules() if draws(module)}
+    if isinstance(model, nn.Sequential):
+        # A block of the user's own may draw by functions; keyed by its name it does so alike on any stage.
+        found |= {name: block for name, block in model.named_children() if not _is_known(block)}
+    return found
 
 
 def refuse(what: str) -> NoReturn:

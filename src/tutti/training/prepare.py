@@ -130,7 +130,8 @@ def prepare(
     grid = Grid(**choice.shape(identity.size), rank=identity.rank)
     data = _data(dataset, data_workers, reproducible, identical_batches)
     _check_trainable(model, optimizer)
-    sizes = (batch_size, workers or grid.data_ranks, grid.data_ranks, micro_batch)
+    number = workers or grid.data_ranks
+    sizes = (batch_size, number, grid.data_ranks, strategies.micro_batch(choice, micro_batch, batch_size, number))
     contract = BatchContract(_count(data), *sizes, identical_batches)
     epochs = growing(contract, batch_growth, model, batch_norm, lr_scale, gradient_noise)
     if reproducible:

@@ -1,0 +1,31 @@
+"""How a row of weights is cut into contiguous parts that are as even as they can be."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+
+def balance(weights: Sequence[float], parts: int) -> list[int]:
+    """Bounds of contiguous parts, none empty, whose largest sum is as small as possible; of equal ones the evenest.
+
+    >>> balance([4, 1, 1, 4], 2), balance([0, 0, 9], 2)
+    ([0, 2, 4], [0, 1, 3])
+    """
+    count, before = len(weights), [0, *accumulate(weights)]
+    # best[p][i]: (largest sum, sum of squares) of cutting the first i into p parts, and the last cut.
+    best: list[dict[int, tuple[float, float, int]]] = [{0: (0.0, 0.0, 0)}]
+    for part in range(1, parts + 1):
+        row: dict[int, tuple[float, float, int]] = {}
+        for end in range(part, count - (parts - part) + 1):
+            options = []
+            for start, (largest, squares, _) in best[part - 1].items():
+                if start < end:
+                    weight = before[end] - before[start]
+                    options.append((max(largest, weight), squares + weight**2, start))
+            row[end] = min(options)
+        best.append(row)
+    bounds = [count]
+    for part in range(parts, 0, -1):
+        bounds.append(best[part][bounds[-1]][2])
+    return bounds[::-1]

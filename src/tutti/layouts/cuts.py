@@ -1,0 +1,142 @@
+"""Where a model is cut into stages: evenly, or where the user says."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from torch import fx, nn
+
+from tutti.errors import UsageError, did_you_mean
+from tutti.laws.balance import balance
+from tutti.layouts.sections import body, check_buffers, modules_of, read_directly
+from tutti.layouts.trace import openable, trace
+from tutti.nn.swap import parameters
+
+_EVEN = 1.25
+"""A module is seen through where the largest stage is so many times the mean."""
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """A model's graph and where it is cut.
+
+    Attributes:
+        graph: of the model's forward.
+        bounds: (stages + 1,) indices into ``body(graph)``.
+        names: the first module of each stage but the first.
+        shares: part of the weights that each stage has.
+    """
+
+    graph: fx.Graph
+    bounds: tuple[int, ...]
+    names: tuple[str, ...]
+    shares: tuple[float, ...]
+
+    @property
+    def stages(self) -> list[list[fx.Node]]:
+        """The nodes of each stage."""
+        nodes = body(self.graph)
+        return [nodes[low:high] for low, high in pairwise(self.bounds)]
+
+    def held(self, plain: nn.Module) -> list[dict[str, nn.Parameter]]:
+        """Parameters that each stage uses, by their first name in the model, in its order."""
+        first = {id(p): name for name, p in parameters([plain])}
+        rows = []
+        for nodes in self.stages:
+            used = {id(p) for _, module in modules_of(nodes, plain) for p in module.parameters()}
+            used |= {id(p) for p in read_directly(nodes, plain).values()}
+            rows.append({name: p for name, p in parameters([plain]) if id(p) in used and first[id(p)] == name})
+        return rows
+
+
+def find(plain: nn.Module, stages: int, begins: Sequence[str]) -> Cuts:
+    """Cut a model into ``stages``, as even as its parameters allow, or before the modules that ``begins`` names.
+
+    Modules are left whole where that is good enough.
+
+    Raises:
+        UsageError: it cannot be cut, or not into so many stages; with what to do.
+    """
+    if begins and len(begins) != stages - 1:
+        named = "+".join(begins)
+        raise UsageError(f"cuts={named} makes {len(begins) + 1} stages, not {stages}", remedy=f"name {stages - 1}")
+    opened = {""} | {".".join(parts[:i]) for parts in (n.split(".") for n in begins) for i in range(1, len(parts))}
+    _check_names(plain, begins, opened)
+    while True:
+        graph = trace(plain, opened)
+        nodes = body(graph)
+        weights = [_weight(node, plain) for node in nodes]
+        bounds = _at(nodes, begins) if begins else _even(nodes, weights, stages)
+        inside = None if begins else _heaviest(plain, nodes, weights, bounds, stages)
+        if inside is None:
+            break
+        opened.add(inside)
+    if bounds is None:
+        raise UsageError(f"a model of {len(nodes)} blocks cannot be cut into {stages} stages", remedy="use fewer")
+    total = sum(weights) or 1
+    shares = tuple(sum(weights[a:b]) / total for a, b in pairwise(bounds))
+    found = Cuts(graph, tuple(bounds), tuple(str(nodes[b].target) for b in bounds[1:-1]), shares)
+    check_buffers(found.stages, plain)
+    return found
+
+
+def _weight(node: fx.Node, plain: nn.Module) -> float:
+    return sum(p.numel() for _, module in modules_of([node], plain) for p in module.parameters())
+
+
+def _even(nodes: Sequence[fx.Node], weights: Sequence[float], stages: int) -> list[int] | None:
+    """Bounds before nodes that have weights, as far as there are enough of those; None for too few nodes."""
+    if len(nodes) < stages:
+        return None
+    starts = [i for i, weight in enumerate(weights) if weight]
+    if len(starts) < stages:
+        starts = list(range(len(nodes)))
+    starts[0] = 0
+    sums = [sum(weights[a:b]) for a, b in pairwise([*starts, len(nodes)])]
+    return [[*starts, len(nodes)][bound] for bound in balance(sums, stages)]
+
+
+def _heaviest(
+    plain: nn.Module, nodes: Sequence[fx.Node], weights: Sequence[float], bounds: Sequence[int] | None, stages: int
+) -> str | None:
+    """The module to see through next, None where stages are even or nothing can be done."""
+    low, high = 0, len(nodes)
+    if bounds is not None:
+        sums = [sum(weights[a:b]) for a, b in pairwise(bounds)]
+        if max(sums) * stages <= _EVEN * sum(sums):
+            return None
+        worst = sums.index(max(sums))
+        low, high = bounds[worst], bounds[worst + 1]
+    calls = [i for i in range(low, high) if nodes[i].op == "call_module"]
+    names = (str(nodes[i].target) for i in sorted(calls, key=lambda i: -weights[i]))
+    return next((name for name in names if openable(plain.get_submodule(name))), None)
+
+
+def _check_names(plain: nn.Module, begins: Sequence[str], opened: Collection[str]) -> None:
+    known = dict(plain.named_modules())
+    for name in begins:
+        if name not in known:
+            raise UsageError(f"the model has no module '{name}' to be cut at", remedy=did_you_mean(name, known))
+    for name in sorted(opened):
+        if name and not isinstance(known[name], nn.ModuleList | nn.ModuleDict) and not openable(known[name]):
+            raise UsageError(
+                f"the model cannot be cut inside {name}",
+                why="its forward cannot be followed, or draws random numbers by itself",
+                remedy="cut before or after it",
+            )
+
+
+def _at(nodes: Sequence[fx.Node], begins: Sequence[str]) -> list[int]:
+    places: list[int] = []
+    for name in begins:
+        place = next((i for i, n in enumerate(nodes) if n.op == "call_module" and n.target == name), None)
+        if place is None or place == 0 or (places and place <= places[-1]):
+            raise UsageError(
+                f"no stage can begin with {name}",
+                why="it is the model's first module, is not called, or is called before the cut that comes first",
+                remedy="name modules in the order in which the model calls them",
+            )
+        places.append(place)
+    return [0, *places, len(nodes)]

@@ -1,0 +1,387 @@
+"""A replica is cut into stages over several devices, and micro-batches go through them in a given order.
+
+The user's own loss function runs on every stage: what it calls as its model is a relay, which takes what the previous
+stage has sent, computes this one, and either returns the result (last stage) or leaves the loss function.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Node
+
+from tutti.comm.communicator import Communicator
+from tutti.errors import UsageError
+from tutti.layouts import cuts, outcome
+from tutti.layouts.config import LayersConfig, PipelineConfig
+from tutti.layouts.halves import Called, Halves, Roots
+from tutti.layouts.messages import KINDS, Messages, shapes
+from tutti.layouts.part import Part
+from tutti.layouts.sections import Section, crossing_values, cut, modules_of, read_directly
+from tutti.layouts.shared import SharedGradients
+from tutti.nn import units
+from tutti.nn.draws import keyed
+from tutti.nn.forwards import restore
+from tutti.nn.swap import buffers, describe, parameters
+from tutti.schedules.pipeline import Action, forwards, idle, make
+from tutti.types import Cell, GradSink, LossFn, Setting, Totals
+
+
+class Pipeline:
+    """The layout of ``pipeline`` and ``model_parallel``."""
+
+    def __init__(self, config: PipelineConfig | LayersConfig, setting: Setting) -> None:
+        self._config, self._setting = config, setting
+        if config.schedule == "zero_bubble" and setting.compile != "none":
+            raise UsageError(
+                "schedule=zero_bubble does not go with compile",
+                why="a compiled backward cannot be split in that of the input and that of the weights",
+                remedy="take schedule=1f1b",
+            )
+
+    def build(self, plain: nn.Module) -> PipelineReplica:
+        """Keep this rank's stages and drop the others. Collective. Raises UsageError as ``sections``."""
+        return self.replica(plain, *self.sections(plain))
+
+    def replica(self, plain: nn.Module, sections: Sequence[Section], holding: Holding | None) -> PipelineReplica:
+        """What runs this rank's sections of ``plain``. Collective."""
+        return PipelineReplica(self._config, self._setting, plain, sections, holding)
+
+    def sections(self, plain: nn.Module) -> tuple[Sequence[Section], Holding | None]:
+        """This rank's stages of the model, each with its modules, and what they share with others. Collective.
+
+        Raises UsageError where the model cannot be cut into so many stages, or has nothing to compute again.
+        """
+        stage = self._setting.comms.linked("stage", KINDS)
+        self._setting.comms.model.agree(
+            describe([plain]), "the model", "build the same model, in the same order and precision, on every rank"
+        )
+        units.check(plain, self._setting.activation_checkpointing)
+        restore(plain)
+        if stage.size == 1:
+            return [Section(plain, alone=True)], None
+        found = cuts.find(plain, stage.size * self._config.chunks, self._config.cuts)
+        return stages_here(plain, found, self._setting)
+
+
+@dataclass(frozen=True)
+class Holding:
+    """Who holds what of a model that is cut.
+
+    Attributes:
+        cuts: where.
+        borrowed: names of tensors here that a rank before this one holds too.
+        groups: parameters here that several sections use, with the ranks of the stage axis that hold them.
+    """
+
+    cuts: cuts.Cuts
+    borrowed: frozenset[str]
+    groups: list[tuple[tuple[int, ...], list[nn.Parameter]]]
+
+
+def stages_here(plain: nn.Module, found: cuts.Cuts, setting: Setting) -> tuple[list[Section], Holding]:
+    """This rank's sections of the model, from the first on, and what it has in common with other ranks."""
+    ranks, here = setting.grid.stage, setting.grid.at("stage")
+    held = found.held(plain)
+    names = {id(slot.get()): slot.name for slot in buffers([plain])}
+    direct = [{names[id(t)] for t in read_directly(n, plain).values() if id(t) in names} for n in found.stages]
+    holders: dict[str, list[int]] = {}
+    for stage, row in enumerate(zip(held, direct, strict=True)):
+        for name in (*row[0], *row[1]):
+            holders.setdefault(name, []).append(stage)
+    mine = range(here, len(held), ranks)
+    also = [_aliases(row.keys(), plain, nodes) for row, nodes in zip(held, found.stages, strict=True)]
+    sections = cut(plain, found.graph, found.bounds, also)
+    borrowed = {n for n, s in holders.items() if here in {i % ranks for i in s} and s[0] % ranks != here}
+    groups: dict[tuple[int, ...], list[nn.Parameter]] = {}
+    for name, parameter in parameters([plain]):
+        if len(holders.get(name, ())) > 1:
+            groups.setdefault(tuple(sorted({i % ranks for i in holders[name]})), []).append(parameter)
+    return [sections[i] for i in mine], Holding(found, frozenset(borrowed), list(groups.items()))
+
+
+def _aliases(held: Collection[str], plain: nn.Module, nodes: Sequence[Node]) -> frozenset[str]:
+    """First names of parameters that a stage has under another name alone."""
+    called = {f"{at}.{name}" for at, m in modules_of(nodes, plain) for name, _ in _all_named(m)}
+    return frozenset(set(held) - called - read_directly(nodes, plain).keys())
+
+
+def _all_named(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return list(module.named_parameters(remove_duplicate=False))
+
+
+@dataclass
+class Flight:
+    """What one micro-batch leaves on one section between its forward and its backward."""
+
+    key: tuple[Any, ...]
+    moment: Any = None
+    values: list[Any] = field(default_factory=list)
+    entered: list[Tensor] = field(default_factory=list)
+    gradients: dict[int, Tensor] = field(default_factory=dict)
+    leaving: list[Tensor] = field(default_factory=list)
+    roots: Roots | None = None
+    calls: list[Called] = field(default_factory=list)
+    halves: Sequence[Tensor | None] = ()
+
+
+class PipelineReplica(Part):
+    """This rank's sections of one replica; ``parts`` are their modules, under the names of the whole model."""
+
+    def __init__(
+        self,
+        config: PipelineConfig | LayersConfig,
+        setting: Setting,
+        plain: nn.Module,
+        sections: Sequence[Section],
+        holding: Holding | None,
+    ) -> None:
+        modules = [section.module for section in sections]
+        super().__init__(modules[0], setting, others=modules[1:], plain=plain)
+        self._comm, self._sections = setting.comms.axis("stage"), sections
+        self._schedule, self._ranks, self._here = config.schedule, self._comm.size, self._comm.rank
+        self._last = self._ranks * len(sections) - 1
+        self._messages = Messages(self._comm)
+        self._names: dict[bool, tuple[str, ...]] = {}
+        self._relay = _Relay(self, inspect.signature(plain.forward))
+        self._halves = [Halves(m) for m in modules] if config.schedule == "zero_bubble" else []
+        self._before: list[Mapping[str, int]] = [{} for _ in sections]
+        groups: list[tuple[Communicator | None, Sequence[nn.Parameter]]] = []
+        self.cuts = None if holding is None else holding.cuts
+        if holding is not None:
+            self.borrowed = holding.borrowed
+            self.said = _said(holding.cuts, config, self._ranks)
+            groups = _groups(holding, setting)
+            before = _calls_before(holding.cuts, keyed(plain))
+            self._before = before[self._here :: self._ranks]
+        self._shared = SharedGradients(groups, setting.reproducible)
+        self._sink: GradSink | None = None
+        self._reporting = False
+
+    def connect(self, sink: GradSink) -> None:
+        """Report each parameter's gradient once, in the last backward that adds to it."""
+        for _, parameter in parameters(self.parts):
+            if parameter.requires_grad and parameter not in self._shared.parameters:
+                parameter.register_post_accumulate_grad_hook(self._ready)
+        self._sink = sink
+
+    def _ready(self, parameter: Tensor) -> None:
+        if self._reporting and self._sink is not None:
+            self._sink.ready(parameter)
+
+    def run(self, cells: Sequence[Cell], loss: LossFn, sink: GradSink | None) -> Totals:
+        """Forward through all stages and back in the schedule's order; totals come from the last stage."""
+        training = sink is not None
+        count, chunks = len(cells), len(self._sections)
+        order = make(self._schedule, self._ranks, count, chunks) if training else forwards(self._ranks, count, chunks)
+        flights: dict[tuple[int, int], Flight] = {}
+        turn = _Turn(loss, sink)
+        if training:
+            self._shared.begin()
+        for action in order.ranks[self._here]:
+            cell, at = cells[action.micro], (action.stage, action.micro)
+            if action.kind == "F":
+                flights[at] = self._forward(action, cell, turn)
+                if not training:
+                    del flights[at]
+            else:
+                self._backward(action, cell, flights[at], turn)
+                if action.kind != "I":
+                    del flights[at]
+        self._messages.finish()
+        if training:
+            self._finish_shared(count, turn)
+        if not cells[0].samples:
+            self.forget()
+        return self._spread(turn.total, training, sum(cell.samples for cell in cells))
+
+    def _forward(self, action: Action, cell: Cell, turn: _Turn) -> Flight:
+        """Take what the stage before has sent, compute, and send on; on the last stage up to the loss."""
+        stage, chunk = action.stage, action.stage // self._ranks
+        training = turn.sink is not None
+        self.enter(cell, self._before[chunk])
+        flight = Flight((training, *shapes(cell.batch)))
+        if stage > 0:
+            flight.values, forms = self._messages.receive("activations", (stage, *flight.key))
+            if training:
+                # A hook, not .grad: autograd lays a leaf's .grad out like the leaf, and kernels round by layout.
+                flight.entered = [v for v, form in zip(flight.values, forms, strict=True) if form.learns]
+                for number, tensor in enumerate(flight.entered):
+                    tensor.requires_grad_().register_hook(partial(flight.gradients.__setitem__, number))
+        if self._halves and training:
+            flight.calls = self._halves[chunk].record()
+        self._relay.enter(stage, flight)
+        with suppress(_HandedOver):
+            objective, start, part = outcome.read(turn.loss(self._relay, cell.batch), cell)
+            if stage < self._last or not self._relay.called:
+                raise UsageError("the loss function did not call the model", remedy="call model(...) once in it")
+            flight.roots = Roots([objective], [start])
+            turn.total = part if turn.total is None else turn.total + part
+        if training:
+            self.draws.check()
+            flight.moment = self.draws.moment
+        return flight
+
+    def _backward(self, action: Action, cell: Cell, flight: Flight, turn: _Turn) -> None:
+        """Backward, or one half of it, from the loss or what the next stage has sent; hand ours to the one before."""
+        kind, stage, _ = action
+        chunk = stage // self._ranks
+        self.draws.moment = flight.moment
+        last = bool(cell.samples) and cell.last and kind != "I"
+        if last and turn.sink is not None:
+            turn.arm()
+        if kind != "W" and flight.roots is None:
+            gradients = self._messages.receive("gradients", (stage + 1, *flight.key))[0] if flight.leaving else []
+            flight.roots = Roots(flight.leaving, gradients)
+        roots = flight.roots
+        self._reporting = last
+        if roots is not None and any(tensor.requires_grad for tensor in roots.tensors):
+            if kind == "B":
+                torch.autograd.backward(roots.tensors, roots.gradients)
+            elif kind == "I":
+                found = self._halves[chunk].inputs(roots, flight.entered, flight.calls)
+                entered, flight.halves = found[: len(flight.entered)], found[len(flight.entered) :]
+                flight.gradients |= {i: g for i, g in enumerate(entered) if g is not None}
+            else:
+                for parameter in self._halves[chunk].weights(roots, flight.calls, flight.halves):
+                    if parameter not in self._shared.parameters:
+                        self._ready(parameter)
+        self._reporting = False
+        if kind != "I" and self._shared.parameters:
+            self._shared.take(action.micro)
+        if kind != "W" and flight.entered:
+            own = [flight.gradients.get(i, torch.zeros_like(t)) for i, t in enumerate(flight.entered)]
+            self._messages.send("gradients", own, (stage, *flight.key))
+
+    def compute(self, flight: Flight, stage: int, given: Mapping[str, Any]) -> Any:
+        """This section's forward, called by the loss function through the relay; returns on the last stage alone."""
+        section = self._sections[stage // self._ranks]
+        result = section.module(*(given[name] for name in section.given), *flight.values)
+        if self._halves:
+            self._halves[stage // self._ranks].stop()
+        if stage == self._last:
+            return result
+        values = crossing_values(result, section)
+        forms = self._messages.send("activations", values, (stage + 1, *flight.key))
+        flight.leaving = [v for v, form in zip(values, forms, strict=True) if form.learns]
+        raise _HandedOver
+
+    def whole(self, args: Any, kwargs: Any) -> Any:
+        """The only section's forward, where the model is not cut."""
+        return self._sections[0].module(*args, **kwargs)
+
+    def _finish_shared(self, count: int, turn: _Turn) -> None:
+        self._shared.finish(count)
+        if turn.armed and self._sink is not None:
+            for parameter in self._shared.parameters:
+                self._sink.ready(parameter)
+
+    def _spread(self, total: Totals | None, training: bool, samples: int) -> Totals:
+        """The last stage's totals on every stage; the names of its metrics once."""
+        last = self._ranks - 1
+        if training not in self._names:
+            names = list(total.names) if total is not None else None
+            self._names[training] = tuple(self._comm.broadcast_json(names, last, "names of the metrics"))
+        names_ = self._names[training]
+        lanes = torch.zeros(2 + len(names_), dtype=torch.float64, device=self._comm.device)
+        if total is not None:
+            lanes.copy_(total.lanes)
+        self._comm.spread(lanes, last, "totals of the last stage")
+        return Totals(lanes, names_, samples)
+
+
+@dataclass
+class _Turn:
+    """One worker's turn."""
+
+    loss: LossFn
+    sink: GradSink | None
+    total: Totals | None = None
+    armed: bool = False
+
+    def arm(self) -> None:
+        """The first of the backwards comes after which a gradient is complete."""
+        if not self.armed and self.sink is not None:
+            self.sink.arm(self.total)
+        self.armed = True
+
+
+class _HandedOver(Exception):
+    """Leaves the user's loss function on a stage that is not the last."""
+
+
+class _Relay:
+    """What the loss function calls as its model."""
+
+    def __init__(self, replica: PipelineReplica, signature: inspect.Signature) -> None:
+        self._replica, self._signature = replica, signature
+        self._names = list(signature.parameters)
+        self.called = False
+
+    def enter(self, stage: int, flight: Flight) -> None:
+        """The next call is this section's, with this micro-batch."""
+        self._stage, self._flight, self.called = stage, flight, False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.called:
+            raise UsageError(
+                "the loss function calls the model twice",
+                why="each call would have to go through all stages",
+                remedy="call it once with all samples, or take --strategy mirrored",
+            )
+        self.called = True
+        if self._replica.cuts is None:
+            return self._replica.whole(args, kwargs)
+        given = dict(zip(self._names, args, strict=False))
+        if kwargs:
+            given = self._signature.bind(*args, **kwargs).arguments
+        return self._replica.compute(self._flight, self._stage, given)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._replica.parts[0], name)
+
+
+def _groups(holding: Holding, setting: Setting) -> list[tuple[Communicator | None, Sequence[nn.Parameter]]]:
+    """Communicators among the ranks that hold the same parameters, which begin as the first one's. Collective."""
+    groups: list[tuple[Communicator | None, Sequence[nn.Parameter]]] = []
+    here = setting.grid.at("stage")
+    for ranks, shared in holding.groups:
+        comm = setting.comms.among("stage", ranks, f"weights shared by stages {ranks}") if len(ranks) > 1 else None
+        if here in ranks:
+            groups.append((comm, shared))
+        if comm is not None:
+            for parameter in shared:
+                comm.broadcast(parameter.data, 0, "weights shared by stages")
+    return groups
+
+
+def _said(found: cuts.Cuts, config: PipelineConfig | LayersConfig, ranks: int) -> dict[str, str]:
+    """Where the model is cut, and how long devices are idle."""
+    where = f"{len(found.shares)}, cut before {', '.join(found.names)}"
+    shares = " | ".join(f"{share:.0%}" for share in found.shares)
+    if config.schedule == "one_by_one":
+        waits = f"devices work in turn, each is idle {1 - 1 / ranks:.0%} of the time"
+    else:
+        known = [(m, idle(config.schedule, ranks, m, config.chunks)) for m in (1, ranks, 2 * ranks, 4 * ranks)]
+        waits = f"{config.schedule}, idle " + ", ".join(f"{part:.0%} with {m}" for m, part in known) + " micro-batches"
+    return {"stages": f"{where} ({shares} of the parameters)", "schedule": waits}
+
+
+def _calls_before(found: cuts.Cuts, chosen: Mapping[str, nn.Module]) -> list[Mapping[str, int]]:
+    """For each stage, how often earlier ones have called each module that has a random stream."""
+    counts: dict[str, int] = {}
+    rows: list[Mapping[str, int]] = []
+    for nodes in found.stages:
+        rows.append(dict(counts))
+        for node in nodes:
+            for name in chosen:
+                if node.op == "call_module" and (name == node.target or name.startswith(f"{node.target}.")):
+                    counts[name] = counts.get(name, 0) + 1
+    return rows
