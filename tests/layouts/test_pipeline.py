@@ -1,9 +1,8 @@
-"""Cutting a model between layers: as even as brute force finds it, and only where it can be cut."""
+"""Cutting a model into stages, and what goes from one to the next."""
 
 from __future__ import annotations
 
-import random
-from itertools import combinations, pairwise
+from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -13,36 +12,19 @@ from torch import Tensor, nn
 import tutti
 from tests import worlds
 from tutti.errors import UsageError
-from tutti.layouts.layers import balance, cut
-
-
-def test_balance_is_what_brute_force_finds() -> None:
-    generator = random.Random(0)
-    for _ in range(60):
-        weights = [generator.choice([0, 0, 1, 3, 10, 50]) for _ in range(generator.randrange(1, 9))]
-        for parts in range(1, len(weights) + 1):
-            bounds = balance(weights, parts)
-            assert (bounds[0], bounds[-1], len(bounds)) == (0, len(weights), parts + 1)
-            assert all(a < b for a, b in pairwise(bounds)), "no stage is empty"
-            best = min(cost(weights, [0, *c, len(weights)]) for c in combinations(range(1, len(weights)), parts - 1))
-            assert cost(weights, bounds) == best
-
-
-def cost(weights: list[int], bounds: list[int]) -> tuple[int, int]:
-    sums = [sum(weights[a:b]) for a, b in pairwise(bounds)]
-    return max(sums), sum(s * s for s in sums)
+from tutti.layouts import cuts
 
 
 def test_models_are_cut_by_their_parameters() -> None:
     model = nn.Sequential(nn.Linear(10, 100), nn.ReLU(), nn.Linear(100, 10), nn.ReLU(), nn.Linear(10, 1))
-    assert cut(model, 1) == [0, 5]
-    assert cut(model, 2) in ([0, 1, 5], [0, 2, 5])
+    found = cuts.find(model, 2, ())
+    assert (found.names, len(found.stages)) == (("2",), 2)
 
 
 def test_a_module_that_comes_again_is_not_left_out() -> None:
     activation = nn.Tanh()
     model = nn.Sequential(nn.Linear(4, 4), activation, nn.Linear(4, 4), activation)
-    assert cut(model, 2)[-1] == 4
+    assert sum(map(len, cuts.find(model, 2, ()).stages)) == 4
     for devices in (1, 2, 3):
         assert worlds.run(devices, own_activation, strategy="model_parallel") == worlds.run(1, own_activation) * devices
 
@@ -57,26 +39,70 @@ def own_activation(strategy: str = "single") -> float:
     return run.step(next(run.epoch(0)))
 
 
-def tied() -> nn.Sequential:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
-    model[2].weight = model[0].weight
-    return model
+class Deciding(nn.Module):
+    """Looks at numbers, which no graph can."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(2, 2) for _ in range(3))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        for layer in self.layers:
+            inputs = layer(inputs) if inputs.sum() > 0 else -layer(inputs)
+        return inputs
+
+
+class Dropping(Deciding):
+    """Draws between its modules."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        for layer in self.layers:
+            inputs = nn.functional.dropout(layer(inputs), 0.5)
+        return inputs
+
+
+class Training(Deciding):
+    """Does something else in evaluation."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        for layer in self.layers[: 3 if self.training else 2]:
+            inputs = layer(inputs)
+        return inputs
+
+
+def norms() -> nn.Sequential:
+    norm = nn.BatchNorm1d(4)
+    return nn.Sequential(nn.Linear(4, 4), norm, nn.Linear(4, 4), norm)
+
+
+PLAIN = nn.Sequential(OrderedDict((n, nn.Linear(2, 2)) for n in "abc"))
 
 
 @pytest.mark.parametrize(
-    ("model", "words"),
+    ("model", "named", "words"),
     [
-        (nn.Linear(2, 2), "cannot cut a Linear"),
-        (nn.Sequential(nn.Linear(2, 2)), "1 blocks cannot be cut into 2 stages"),
-        (tied(), "shared by blocks on both sides of a cut"),
+        (nn.Sequential(nn.Linear(2, 2)), (), "1 blocks cannot be cut into 2 stages"),
+        (Deciding(), (), "torch.fx cannot follow its forward"),
+        (Dropping(), (), "draws random numbers"),
+        (Training(), (), "something else in training"),
+        (norms(), ("2",), "called on both sides of a cut"),
+        (PLAIN, ("d",), "no module 'd'"),
+        (PLAIN, ("a",), "no stage can begin with a"),
+        (PLAIN, ("b", "c"), "makes 3 stages, not 2"),
+        (nn.Sequential(OrderedDict(x=Deciding(), y=nn.Linear(2, 2))), ("x.layers.1",), "cannot be cut inside x"),
     ],
+    ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else str(value),
 )
-def test_what_cannot_be_cut_is_refused(model: nn.Module, words: str) -> None:
+def test_what_cannot_be_cut_is_refused(model: nn.Module, named: tuple[str, ...], words: str) -> None:
     with pytest.raises(UsageError) as caught:
-        cut(model, 2)
+        cuts.find(model, 2, named)
     assert words in str(caught.value)
-    if not isinstance(model, nn.Linear) and len(list(model.children())) > 2:
-        assert cut(tied(), 1) == [0, 3]
+
+
+def test_cuts_are_where_they_are_named() -> None:
+    assert cuts.find(PLAIN, 3, ("b", "c")).names == ("b", "c")
+    inside = nn.Sequential(OrderedDict(x=nn.Sequential(OrderedDict(p=nn.Linear(2, 2), q=nn.Tanh())), y=nn.Tanh()))
+    assert cuts.find(inside, 2, ("x.q",)).names == ("x.q",)
 
 
 class Shapes(nn.Module):

@@ -16,7 +16,7 @@ from tutti.schedules.pipeline import Action, Order
 
 GRID = [
     (name, ranks, micro, chunks)
-    for name, ranks, micro in product(pipeline.SCHEDULES, range(1, 7), [*range(1, 14), 24])
+    for name, ranks, micro in product(pipeline.SCHEDULES, (1, 2, 3, 4, 6), [*range(1, 10), 13, 16])
     for chunks in ((1, 2, 3) if name == "interleaved" else (1,))
 ]
 
@@ -108,6 +108,9 @@ def test_activations_held_are_those_of_the_papers() -> None:
     assert max(most("zero_bubble")) == 4
 
 
+KINDS = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
+
+
 class Stage:
     """As much of a stage as PyTorch's schedules look at."""
 
@@ -130,7 +133,8 @@ def theirs(name: str, ranks: int, micro: int, chunks: int) -> list[list[tuple[st
         stages = own if name in ("interleaved", "zero_bubble") else own[0]
         made = classes[name](stages, micro, loss_fn=lambda out, target: out)  # type: ignore[abstract,arg-type]
         order = made.pipeline_order[rank] if hasattr(made, "pipeline_order") else made._get_pipeline_order()[rank]
-        rows.append([(str(a.computation_type), a.stage_index, a.microbatch_index) for a in order if a is not None])
+        ours = [a for a in order if a is not None and a.computation_type.name in KINDS]
+        rows.append([(KINDS[a.computation_type.name], a.stage_index, a.microbatch_index) for a in ours])
     return rows
 
 
