@@ -20,7 +20,14 @@ from tutti.world import context
 
 SAVED_AT = 2
 # (strategy, devices): the matrix is every pair of them
-PLACES = [("single", 1), ("mirrored", 2), ("mirrored", 3), ("mirrored", 4), ("model_parallel", 3), ("pipeline:schedule=interleaved", 3)]
+PLACES = [
+    ("single", 1),
+    ("mirrored", 2),
+    ("mirrored", 3),
+    ("mirrored", 4),
+    ("model_parallel", 3),
+    ("pipeline:schedule=interleaved", 3),
+]
 
 
 class Streamed(IterableDataset[Any]):
