@@ -26,8 +26,8 @@ WORLDS = [
     (3, "model_parallel"),
     (4, "model_parallel"),
     (4, "model_parallel:stages=2"),
-    (3, "pipeline:micro_batches=3"),
-    (4, "pipeline:stages=2,schedule=interleaved,micro_batches=2"),
+    (3, "pipeline"),
+    (4, "pipeline:stages=2,schedule=zero_bubble"),
 ]
 
 
