@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -26,13 +26,15 @@ class Cuts:
         graph: of the model's forward.
         bounds: (stages + 1,) indices into ``body(graph)``.
         names: the first module of each stage but the first.
-        shares: part of the weights that each stage has.
+        shares: part of the time or of the parameters that each stage has.
+        measured: whether it is time.
     """
 
     graph: fx.Graph
     bounds: tuple[int, ...]
     names: tuple[str, ...]
     shares: tuple[float, ...]
+    measured: bool
 
     @property
     def stages(self) -> list[list[fx.Node]]:
@@ -51,10 +53,11 @@ class Cuts:
         return rows
 
 
-def find(plain: nn.Module, stages: int, begins: Sequence[str]) -> Cuts:
-    """Cut a model into ``stages``, as even as its parameters allow, or before the modules that ``begins`` names.
+def find(plain: nn.Module, stages: int, begins: Sequence[str], seconds: Mapping[str, float] | None = None) -> Cuts:
+    """Cut a model into ``stages``, as even as can be, or before the modules that ``begins`` names.
 
-    Modules are left whole where that is good enough.
+    Even in ``seconds``, those of each module by name, where they are known; in parameters elsewhere. Modules are left
+    whole where that is good enough.
 
     Raises:
         UsageError: it cannot be cut, or not into so many stages; with what to do.
@@ -67,8 +70,9 @@ def find(plain: nn.Module, stages: int, begins: Sequence[str]) -> Cuts:
     while True:
         graph = trace(plain, opened)
         nodes = body(graph)
-        weights = [_weight(node, plain) for node in nodes]
-        bounds = _at(nodes, begins) if begins else _even(nodes, weights, stages)
+        sizes = [_size(node, plain) for node in nodes]
+        weights = [seconds.get(str(node.target), 0.0) for node in nodes] if seconds else sizes
+        bounds = _at(nodes, begins) if begins else _even(sizes, weights, stages)
         inside = None if begins else _heaviest(plain, nodes, weights, bounds, stages)
         if inside is None:
             break
@@ -77,25 +81,25 @@ def find(plain: nn.Module, stages: int, begins: Sequence[str]) -> Cuts:
         raise UsageError(f"a model of {len(nodes)} blocks cannot be cut into {stages} stages", remedy="use fewer")
     total = sum(weights) or 1
     shares = tuple(sum(weights[a:b]) / total for a, b in pairwise(bounds))
-    found = Cuts(graph, tuple(bounds), tuple(str(nodes[b].target) for b in bounds[1:-1]), shares)
+    found = Cuts(graph, tuple(bounds), tuple(str(nodes[b].target) for b in bounds[1:-1]), shares, bool(seconds))
     check_buffers(found.stages, plain)
     return found
 
 
-def _weight(node: fx.Node, plain: nn.Module) -> float:
+def _size(node: fx.Node, plain: nn.Module) -> float:
     return sum(p.numel() for _, module in modules_of([node], plain) for p in module.parameters())
 
 
-def _even(nodes: Sequence[fx.Node], weights: Sequence[float], stages: int) -> list[int] | None:
-    """Bounds before nodes that have weights, as far as there are enough of those; None for too few nodes."""
-    if len(nodes) < stages:
+def _even(sizes: Sequence[float], weights: Sequence[float], stages: int) -> list[int] | None:
+    """Bounds before nodes that have parameters, as far as there are enough of those; None for too few nodes."""
+    if len(sizes) < stages:
         return None
-    starts = [i for i, weight in enumerate(weights) if weight]
+    starts = [i for i, size in enumerate(sizes) if size]
     if len(starts) < stages:
-        starts = list(range(len(nodes)))
+        starts = list(range(len(sizes)))
     starts[0] = 0
-    sums = [sum(weights[a:b]) for a, b in pairwise([*starts, len(nodes)])]
-    return [[*starts, len(nodes)][bound] for bound in balance(sums, stages)]
+    sums = [sum(weights[a:b]) for a, b in pairwise([*starts, len(sizes)])]
+    return [[*starts, len(sizes)][bound] for bound in balance(sums, stages)]
 
 
 def _heaviest(

@@ -22,6 +22,7 @@ from tutti.errors import UsageError
 from tutti.layouts import cuts, outcome
 from tutti.layouts.config import LayersConfig, PipelineConfig
 from tutti.layouts.halves import Called, Halves, Roots
+from tutti.layouts.measured import seconds
 from tutti.layouts.messages import KINDS, Messages, shapes
 from tutti.layouts.part import Part
 from tutti.layouts.sections import Section, crossing_values, cut, modules_of, read_directly
@@ -67,7 +68,11 @@ class Pipeline:
         restore(plain)
         if stage.size == 1:
             return [Section(plain, alone=True)], None
-        found = cuts.find(plain, stage.size * self._config.chunks, self._config.cuts)
+        config, setting = self._config, self._setting
+        # Where devices work in turn time is the same however they share it; a run that repeats is cut alike each time.
+        timed = config.schedule != "one_by_one" and not setting.reproducible and not config.cuts
+        took = seconds(plain, setting.trial, setting.comms.world) if timed else {}
+        found = cuts.find(plain, stage.size * config.chunks, config.cuts, took)
         return stages_here(plain, found, self._setting)
 
 
@@ -371,7 +376,7 @@ def _said(found: cuts.Cuts, config: PipelineConfig | LayersConfig, ranks: int) -
     else:
         known = [(m, idle(config.schedule, ranks, m, config.chunks)) for m in (1, ranks, 2 * ranks, 4 * ranks)]
         waits = f"{config.schedule}, idle " + ", ".join(f"{part:.0%} with {m}" for m, part in known) + " micro-batches"
-    return {"stages": f"{where} ({shares} of the parameters)", "schedule": waits}
+    return {"stages": f"{where} ({shares} of the {'time' if found.measured else 'parameters'})", "schedule": waits}
 
 
 def _calls_before(found: cuts.Cuts, chosen: Mapping[str, nn.Module]) -> list[Mapping[str, int]]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
@@ -155,14 +156,15 @@ def prepare(
     )
     model = _normalised(model, batch_norm, setting)
     dtype = _precise(model, precision, channels_last)
+    place, loss = placer(world.device, dtype, channels_last), _cast(loss_fn, world.device.type, precision)
+    setting = replace(setting, trial=_trial(data, contract, place, loss))
     layout, exchange = choice.make(_as_one(setting, together))
     replica = layout.build(model)
     sink = exchange.attach(replica, make_optimizer)
     same_kernels(comms.world, optimizer, exchange.optimizers)
     prefetch = Prefetch(data_workers, identity.rank, world.timeout)
     reader = make_reader(data, epochs, grid.data_rank, seed, comms, prefetch)
-    feed = Feed(reader, epochs, grid.data_rank, seed, placer(world.device, dtype, channels_last), prefetch, together)
-    loss = _cast(loss_fn, world.device.type, precision)
+    feed = Feed(reader, epochs, grid.data_rank, seed, place, prefetch, together)
     average = strategies.average(replica, setting)
     run = Run(replica, exchange, sink, feed, loss, setting, max_nonfinite, average, scale)
     run.noise, run.adascale = noise, AdaScale(batch_size, contract.workers) if adaptive else None
@@ -253,6 +255,16 @@ def _as_one(setting: Setting, together: bool) -> Setting:
         return setting
     alone = setting.workers == setting.grid.data_ranks
     return replace(setting, workers=1, mine=setting.mine[:1], draws=alone)
+
+
+def _trial(
+    data: Source | Stream, contract: BatchContract, place: Callable[[Any], Any], loss: LossFn | None
+) -> Callable[[Any], Any] | None:
+    """What calls the loss function on a model with the data set's first samples, as many as a micro-batch has."""
+    if loss is None or isinstance(data, Stream):
+        return None
+    first = np.arange(len(contract.first_cell(contract.samples(0))))
+    return lambda model: loss(model, place(data.fetch(first, None)))
 
 
 def _precise(model: nn.Module, precision: str | None, channels_last: bool) -> torch.dtype:
