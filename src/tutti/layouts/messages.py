@@ -21,7 +21,7 @@ _FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channe
 class Form(NamedTuple):
     """How a value is sent: a tensor by its numbers, anything else once, within this.
 
-    ``learns``: its gradient comes back.
+    ``learns``: it may have a gradient.
     """
 
     shape: tuple[int, ...] | None
@@ -116,7 +116,7 @@ def _form(value: Any) -> Form:
         return Form(None, "", "", False, _tuples(value))
     last = value.dim() == 4 and not value.is_contiguous() and value.is_contiguous(memory_format=torch.channels_last)
     memory = "channels_last" if last else "contiguous"
-    return Form(tuple(value.shape), str(value.dtype).removeprefix("torch."), memory, value.requires_grad)
+    return Form(tuple(value.shape), str(value.dtype).removeprefix("torch."), memory, value.is_floating_point())
 
 
 def _tuples(value: Any) -> Any:

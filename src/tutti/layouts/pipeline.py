@@ -158,12 +158,16 @@ class PipelineReplica(Part):
         self._relay = _Relay(self, inspect.signature(plain.forward))
         self._halves = [Halves(m) for m in modules] if config.schedule == "zero_bubble" else []
         self._before: list[Mapping[str, int]] = [{} for _ in sections]
+        self._learns = [False] * (self._last + 2)
         groups: list[tuple[Communicator | None, Sequence[nn.Parameter]]] = []
         self.cuts = None if holding is None else holding.cuts
         if holding is not None:
             self.borrowed = holding.borrowed
             self.said = _said(holding.cuts, config, self._ranks)
             groups = _groups(holding, setting)
+            held = holding.cuts.held(plain)
+            trained = [any(p.requires_grad for p in row.values()) for row in held]
+            self._learns = [any(trained[:stage]) for stage in range(len(held) + 1)]
             before = _calls_before(holding.cuts, keyed(plain))
             self._before = before[self._here :: self._ranks]
         self._shared = SharedGradients(groups, setting.reproducible)
@@ -215,7 +219,7 @@ class PipelineReplica(Part):
         flight = Flight((training, *shapes(cell.batch)))
         if stage > 0:
             flight.values, forms = self._messages.receive("activations", (stage, *flight.key))
-            if training:
+            if training and self._learns[stage]:
                 # A hook, not .grad: autograd lays a leaf's .grad out like the leaf, and kernels round by layout.
                 flight.entered = [v for v, form in zip(flight.values, forms, strict=True) if form.learns]
                 for number, tensor in enumerate(flight.entered):
@@ -244,7 +248,9 @@ class PipelineReplica(Part):
             turn.arm()
         if kind != "W" and flight.roots is None:
             gradients = self._messages.receive("gradients", (stage + 1, *flight.key))[0] if flight.leaving else []
-            flight.roots = Roots(flight.leaving, gradients)
+            # Whether a value depends on weights may depend on the batch.
+            pairs = [pair for pair in zip(flight.leaving, gradients, strict=True) if pair[0].requires_grad]
+            flight.roots = Roots([tensor for tensor, _ in pairs], [gradient for _, gradient in pairs])
         roots = flight.roots
         self._reporting = last
         if roots is not None and any(tensor.requires_grad for tensor in roots.tensors):
@@ -275,7 +281,8 @@ class PipelineReplica(Part):
             return result
         values = crossing_values(result, section)
         forms = self._messages.send("activations", values, (stage + 1, *flight.key))
-        flight.leaving = [v for v, form in zip(values, forms, strict=True) if form.learns]
+        if self._learns[stage + 1]:
+            flight.leaving = [v for v, form in zip(values, forms, strict=True) if form.learns]
         raise _HandedOver
 
     def whole(self, args: Any, kwargs: Any) -> Any:
