@@ -138,7 +138,12 @@ class Flight:
 
 
 class PipelineReplica(Part):
-    """This rank's sections of one replica; ``parts`` are their modules, under the names of the whole model."""
+    """This rank's sections of one replica; ``parts`` are their modules, under the names of the whole model.
+
+    Attributes:
+        cuts: where the model is cut; None where it is not.
+        halves: what splits the backward of each section, where the schedule asks for it.
+    """
 
     def __init__(
         self,
@@ -156,7 +161,7 @@ class PipelineReplica(Part):
         self._messages = Messages(self._comm)
         self._names: dict[bool, tuple[str, ...]] = {}
         self._relay = _Relay(self, inspect.signature(plain.forward))
-        self._halves = [Halves(m) for m in modules] if config.schedule == "zero_bubble" else []
+        self.halves = [Halves(m) for m in modules] if config.schedule == "zero_bubble" else []
         self._before: list[Mapping[str, int]] = [{} for _ in sections]
         self._learns = [False] * (self._last + 2)
         groups: list[tuple[Communicator | None, Sequence[nn.Parameter]]] = []
@@ -224,8 +229,8 @@ class PipelineReplica(Part):
                 flight.entered = [v for v, form in zip(flight.values, forms, strict=True) if form.learns]
                 for number, tensor in enumerate(flight.entered):
                     tensor.requires_grad_().register_hook(partial(flight.gradients.__setitem__, number))
-        if self._halves and training:
-            flight.calls = self._halves[chunk].record()
+        if self.halves and training:
+            flight.calls = self.halves[chunk].record()
         self._relay.enter(stage, flight)
         with suppress(_HandedOver):
             objective, start, part = outcome.read(turn.loss(self._relay, cell.batch), cell)
@@ -257,11 +262,11 @@ class PipelineReplica(Part):
             if kind == "B":
                 torch.autograd.backward(roots.tensors, roots.gradients)
             elif kind == "I":
-                found = self._halves[chunk].inputs(roots, flight.entered, flight.calls)
+                found = self.halves[chunk].inputs(roots, flight.entered, flight.calls)
                 entered, flight.halves = found[: len(flight.entered)], found[len(flight.entered) :]
                 flight.gradients |= {i: g for i, g in enumerate(entered) if g is not None}
             else:
-                for parameter in self._halves[chunk].weights(roots, flight.calls, flight.halves):
+                for parameter in self.halves[chunk].weights(roots, flight.calls, flight.halves):
                     if parameter not in self._shared.parameters:
                         self._ready(parameter)
         self._reporting = False
@@ -275,8 +280,8 @@ class PipelineReplica(Part):
         """This section's forward, called by the loss function through the relay; returns on the last stage alone."""
         section = self._sections[stage // self._ranks]
         result = section.module(*(given[name] for name in section.given), *flight.values)
-        if self._halves:
-            self._halves[stage // self._ranks].stop()
+        if self.halves:
+            self.halves[stage // self._ranks].stop()
         if stage == self._last:
             return result
         values = crossing_values(result, section)

@@ -21,7 +21,7 @@ from tutti.errors import DiskError
 if TYPE_CHECKING:
     from tutti.training.run import Run
 
-PHASES = ("data", "forward", "backward", "exchange", "update")
+PHASES = ("data", "forward", "backward", "weight", "exchange", "update")
 TABLE = "operations.txt"
 _ROWS, _NAME_WIDTH = 20, 45
 
@@ -58,6 +58,8 @@ def phases(run: Run, region: Callable[[str], AbstractContextManager[Any]] = reco
         (*forward, "forward"),
         # Every layout and every own loop ends up here.
         (torch.autograd, "backward", "backward"),
+        *((halves, "inputs", "backward") for halves in getattr(run.replica, "halves", ())),
+        *((halves, "weights", "weight") for halves in getattr(run.replica, "halves", ())),
         *((run.exchange, method, "exchange") for method in ("enter", "leave", "finish")),
         (run.exchange, "update", "update"),
     ]
