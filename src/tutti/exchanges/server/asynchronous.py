@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from tutti.exchanges.config import ParameterServerConfig
 from tutti.exchanges.reducers import scale_all, squares_of
-from tutti.exchanges.saved import mine_of
+from tutti.exchanges.saved import read, written
 from tutti.exchanges.server.client import Reply
 from tutti.exchanges.server.core import Core
 from tutti.exchanges.server.desks import NONE, AtOnce
@@ -28,7 +28,7 @@ from tutti.exchanges.server.wire import BACK, PULL, PUSH, READ, SKIP, WAIT
 from tutti.exchanges.verify import agree_on_state, spread_state
 from tutti.exchanges.workers import WorkerBuffers
 from tutti.nn.swap import parameters
-from tutti.types import Agreed, GradSink, OptimizerFactory, Replica, SavedState, Setting, Tick, Totals, Update
+from tutti.types import Agreed, GradSink, OptimizerFactory, Piece, Replica, SavedState, Setting, Tick, Totals, Update
 from tutti.world import context
 
 
@@ -52,9 +52,9 @@ class Asynchronous:
         setting = self._setting
         agree_on_state(setting.comms.replica, replica.parts)
         spread_state(setting.comms.replica, replica.parts)
-        self._named = parameters(replica.parts)
+        self._replica, self._named = replica, parameters(replica.parts)
         self._trained = [(name, p) for name, p in self._named if p.requires_grad]
-        self._buffers = WorkerBuffers(replica.parts, setting)
+        self._buffers = WorkerBuffers(replica.parts, setting, replica.borrowed)
         handle = make_optimizer(self._named)
         if handle is None:
             raise ValueError("nothing is trained")
@@ -204,24 +204,24 @@ class Asynchronous:
             self._buffers.merged()
         )
 
-    def state(self) -> dict[str, dict[str, Tensor]]:
+    def state(self) -> dict[str, Mapping[str, Tensor | Piece]]:
         """The servers' parameters and optimizer, and every worker's own buffers."""
         comm = self._setting.comms.replica
         self._read()
         optim = self._link.optimizer_state()
         self._link.meet("the parameters and the optimizer are read")
-        model = mine_of(self._whole(), comm.rank, comm.size)
+        model = written(self._whole(), self._replica, comm)
         return {"model": model, "optim": optim, "workers": self._buffers.state()}
 
     def load(self, saved: SavedState) -> None:
         """All workers begin at the saved model; what a push period had not pushed yet is not in it."""
         for name, parameter in self._named:
-            parameter.data.copy_(saved.get("model", name))
+            parameter.data.copy_(read(saved, "model", name, self._replica, parameter.shape))
         self._buffers.load(saved)
-        versions = self._link.become(saved, {name: p.data for name, p in self._named})
+        versions = self._link.become(saved, {name: p.data for name, p in self._named}, self._replica.specs)
         for worker, copies in self._copies.items():
             for (name, _), copy in zip(self._trained, copies, strict=True):
-                copy.copy_(saved.get("model", name))
+                copy.copy_(read(saved, "model", name, self._replica, copy.shape))
             self._seen[worker], self._allowed[worker] = list(versions), True
         self._updates = self._version = versions[0]
         self._stop_at = None

@@ -28,7 +28,7 @@ from tutti.exchanges.server.snapshot import Snapshots
 from tutti.exchanges.server.wire import Terms
 from tutti.laws.keys import mix
 from tutti.laws.shares import share
-from tutti.types import OptimizerFactory, SavedState, Setting
+from tutti.types import OptimizerFactory, SavedState, Setting, ShardSpec
 from tutti.world import context
 from tutti.world.interface import way_to
 
@@ -213,10 +213,14 @@ class Link:
         """Wait for all ranks. Collective."""
         self.comm.agree([text], text, "make all ranks save, load and evaluate after the same steps")
 
-    def become(self, saved: SavedState, values: Mapping[str, Tensor]) -> list[int]:
+    def become(self, saved: SavedState, values: Mapping[str, Tensor], specs: Mapping[str, ShardSpec]) -> list[int]:
         """The servers load these values and the saved optimizer; updates that they count. Collective."""
         if self.comm.rank == 0:
-            states = {key: saved.get("optim", key) for key in saved.names("optim")}
+            known = {other: name for name, spec in specs.items() for other in spec.tied}
+            states = {}
+            for key in saved.names("optim"):
+                owner, _, entry = key.rpartition("/")
+                states[f"{known.get(owner, owner)}/{entry}"] = saved.get("optim", key)
             servers = range(self._config.servers)
             blobs = [cut(self.plan, m, self._trained, dict(values), states) for m in servers]
             if max(map(len, blobs)) > self._most():

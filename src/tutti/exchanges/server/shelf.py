@@ -125,6 +125,9 @@ class _Named:
     def get(self, group: str, name: str) -> Tensor:
         return self._tensors[f"{group}/{name}"]
 
+    def shape(self, group: str, name: str) -> tuple[int, ...]:
+        return tuple(self.get(group, name).shape)
+
     def part(self, group: str, name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
         region = tuple(slice(begin, begin + length) for begin, length in zip(offset, shape, strict=True))
         return self.get(group, name)[region]

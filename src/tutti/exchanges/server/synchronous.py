@@ -15,7 +15,7 @@ from tutti.exchanges.allreduce import AllReduce
 from tutti.exchanges.buckets import Sums, Tail
 from tutti.exchanges.config import AllReduceConfig, ParameterServerConfig
 from tutti.exchanges.reducers import Named, layout_key, refuse, squares_of
-from tutti.exchanges.saved import mine_of
+from tutti.exchanges.saved import read, written
 from tutti.exchanges.server.desks import NONE, TAIL, InTurn
 from tutti.exchanges.server.flats import write
 from tutti.exchanges.server.link import Link
@@ -26,7 +26,7 @@ from tutti.exchanges.verify import agree_on_state, spread_state
 from tutti.exchanges.workers import WorkerBuffers
 from tutti.laws.shares import share
 from tutti.nn.swap import parameters
-from tutti.types import Agreed, GradSink, OptimizerFactory, Replica, SavedState, Setting, Tick, Update
+from tutti.types import Agreed, GradSink, OptimizerFactory, Piece, Replica, SavedState, Setting, Tick, Update
 
 
 class ServerReducer:
@@ -139,7 +139,7 @@ class Synchronous(AllReduce):
         spread_state(comm, replica.parts)
         trained = [(name, p) for name, p in self._named if p.requires_grad]
         self._replica, self._parameters = replica, [p for _, p in trained]
-        self._buffers = WorkerBuffers(replica.parts, self._setting)
+        self._buffers = WorkerBuffers(replica.parts, self._setting, replica.borrowed)
         self._optimizer = make_optimizer(self._named)
         if self._optimizer is None:
             raise ValueError("nothing is trained")
@@ -199,18 +199,18 @@ class Synchronous(AllReduce):
             self._link.meet("the parameters are read")
         return super().merged()
 
-    def state(self) -> dict[str, dict[str, Tensor]]:
+    def state(self) -> dict[str, Mapping[str, Tensor | Piece]]:
         comm, model = self._setting.comms.replica, self.merged()
         optim = self._link.optimizer_state()
         if self._servers.backup:
             self._link.meet("the optimizer is read")
-        return {"model": mine_of(model, comm.rank, comm.size), "optim": optim, "workers": self._buffers.state()}
+        return {"model": written(model, self._replica, comm), "optim": optim, "workers": self._buffers.state()}
 
     def load(self, saved: SavedState) -> None:
         for name, parameter in self._named:
-            parameter.data.copy_(saved.get("model", name))
+            parameter.data.copy_(read(saved, "model", name, self._replica, parameter.shape))
         self._buffers.load(saved)
-        self._link.become(saved, {name: p.data for name, p in self._named})
+        self._link.become(saved, {name: p.data for name, p in self._named}, self._replica.specs)
 
     def facts(self) -> dict[str, object]:
         """What the servers tell of themselves at the end of a run."""
