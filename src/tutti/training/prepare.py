@@ -163,8 +163,7 @@ def prepare(
     prefetch = Prefetch(data_workers, identity.rank, world.timeout)
     reader = make_reader(data, epochs, grid.data_rank, seed, comms, prefetch)
     feed = Feed(reader, epochs, grid.data_rank, seed, placer(world.device, dtype, channels_last), prefetch, together)
-    loss = _cast(loss_fn, world.device.type, precision)
-    average = strategies.average(replica, setting)
+    loss, average = _cast(loss_fn, world.device.type, precision), strategies.average(replica, setting)
     run = Run(replica, exchange, sink, feed, loss, setting, max_nonfinite, average, scale)
     run.noise, run.adascale = noise, AdaScale(batch_size, contract.workers) if adaptive else None
     if isinstance(optimizer, Optimizer):
