@@ -101,6 +101,12 @@ class NonFiniteError(TuttiError):
     exit_code = ExitCode.NON_FINITE
 
 
+class AuthenticationError(TuttiError):
+    """A parameter server does not let this process in."""
+
+    exit_code = ExitCode.AUTHENTICATION
+
+
 class DiskError(TuttiError):
     """The run directory cannot be written."""
 

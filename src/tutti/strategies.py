@@ -6,6 +6,7 @@ A new strategy is one new file in ``layouts/`` or ``exchanges/`` and one line he
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from importlib import import_module
 from typing import Any
 
 from tutti.errors import UsageError, did_you_mean
-from tutti.exchanges.config import AllReduceConfig, PeriodicConfig
+from tutti.exchanges.config import AllReduceConfig, ParameterServerConfig, PeriodicConfig
 from tutti.layouts.config import HybridConfig, LayersConfig, PipelineConfig, TensorConfig, WholeConfig
 from tutti.spec import Spec, build
 from tutti.types import Average, Exchange, Layout, Replica, Setting
@@ -31,7 +32,9 @@ class Strategy:
         workers_together: all workers make one update, from the sum of their gradients.
         own_loop: works with ``run.backward`` and a gated ``optimizer.step``.
         one_model: workers hold the same weights at any time, so that their samples may be normalised together.
+        averages: all ranks see the same parameters after an update, so that their average can be kept.
         most_devices: largest number of devices; None for no limit.
+        needs: module, package and extra that it does not work without.
     """
 
     layout: str
@@ -43,7 +46,9 @@ class Strategy:
     workers_together: bool = True
     own_loop: bool = True
     one_model: bool = True
+    averages: bool = True
     most_devices: int | None = None
+    needs: tuple[str, str, str] | None = None
 
 
 _WHOLE, _ALLREDUCE = ("whole:Whole", WholeConfig), ("allreduce:AllReduce", AllReduceConfig)
@@ -88,6 +93,13 @@ TABLE: Mapping[str, Strategy] = {
         workers_together=False,
         own_loop=False,
         one_model=False,
+    ),
+    "parameter_server": Strategy(
+        *_WHOLE,
+        "server.synchronous:Synchronous",
+        ParameterServerConfig,
+        "parameters and optimizer on servers, to which workers push their gradients",
+        needs=("zmq", "pyzmq", "server"),
     ),
 }
 
@@ -207,7 +219,9 @@ def parse(text: str) -> Choice:
         build(config, {k: v for k, v in spec.options.items() if k in names}, f"--strategy {spec.name}")
         for config, names in fields.items()
     ]
-    return Choice(spec.name, row, *parts)
+    # A mode of the same strategy may promise less than the others.
+    promised = parts[1].promises() if hasattr(parts[1], "promises") else {}
+    return Choice(spec.name, dataclasses.replace(row, **promised), *parts)
 
 
 def check(
@@ -218,14 +232,18 @@ def check(
     reproducible: bool = False,
     own_loop: bool = False,
     adaptive: bool = False,
+    averaging: bool = False,
 ) -> Choice:
-    """The strategy, if this many devices and workers can run it; ``adaptive``: with ``--lr-scale adascale``.
+    """The strategy, if this many devices and workers can run it.
+
+    ``adaptive``: with ``--lr-scale adascale``; ``averaging``: with ``--ema``.
 
     Raises:
         UsageError: with the nearest combination that can.
     """
     choice = parse(text)
     row = choice.row
+    _check_package(choice)
     if row.most_devices is not None and devices > row.most_devices:
         raise UsageError(
             f"strategy '{choice.name}' runs on {row.most_devices} device, not {devices}",
@@ -240,6 +258,12 @@ def check(
         )
     if reproducible and not row.reproducible:
         raise UsageError(f"strategy '{choice.name}' is not reproducible on any number of devices")
+    if averaging and not row.averages:
+        raise UsageError(
+            f"--ema does not go with these options of strategy '{choice.name}'",
+            why="no two devices see the same parameters after an update",
+            remedy="leave out --ema, or let all workers be waited for (mode=sync, no backup)",
+        )
     if adaptive:
         _check_adaptive(choice, workers or ranks)
     if reproducible or adaptive:
@@ -248,6 +272,18 @@ def check(
         able = ", ".join(name for name, other in TABLE.items() if other.own_loop)
         raise UsageError(f"strategy '{choice.name}' needs run.step(batch)", remedy=f"own loops work with: {able}")
     return choice
+
+
+def _check_package(choice: Choice) -> None:
+    """Raise UsageError where the strategy needs a package that is not there."""
+    if choice.row.needs is None:
+        return
+    module, package, extra = choice.row.needs
+    if importlib.util.find_spec(module) is None:
+        raise UsageError(
+            f"strategy '{choice.name}' needs the package {package}",
+            remedy=f"run pip install 'tutti[{extra}]', or take --strategy mirrored",
+        )
 
 
 def _check_adaptive(choice: Choice, workers: int) -> None:

@@ -36,6 +36,8 @@ STRATEGIES = {
     "pipeline zero_bubble": ("pipeline:schedule=zero_bubble", "single", True),
     "pipeline 1f1b × 2": ("pipeline:stages=2,schedule=1f1b", "single", True),
     "pipeline interleaved × 2": ("pipeline:stages=2,schedule=interleaved,virtual=3", "single", True),
+    "parameter_server": ("parameter_server", "single", True),
+    "parameter_server × 2": ("parameter_server:servers=2,transport=tcp", "single", True),
 }
 OPTIMIZERS = {
     "sgd": "sgd:lr=0.1",

@@ -27,6 +27,7 @@ PLACES = [
     ("mirrored", 4),
     ("model_parallel", 3),
     ("pipeline:schedule=interleaved", 3),
+    ("parameter_server:servers=2", 3),
 ]
 
 

@@ -148,6 +148,7 @@ def refuse(task: str, config: TrainConfig) -> None:
         workers=config.workers,
         reproducible=config.reproducible,
         adaptive=adaptive,
+        averaging=config.averaging() is not None,
     )
     ranks = choice.shape(devices)["replica"]
     # Whether the batch can be shared out does not depend on how many samples there are.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,3 +43,73 @@ class PeriodicConfig:
     def __post_init__(self) -> None:
         if self.period < 1:
             raise ValueError(f"period is {self.period}, must be at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterServerConfig:
+    """Parameters and optimizer live on servers, processes of their own beside the workers.
+
+    Attributes:
+        mode: ``sync`` makes one update of all workers' gradients a step; ``async`` one of each worker's, at once;
+            ``bounded`` too, but no worker may be too far ahead of the slowest.
+        servers: how many share the parameters out.
+        staleness: steps that a worker may be ahead of the slowest, of ``bounded`` alone.
+        backup: how many of the slowest workers are not waited for in a step, of ``sync`` alone.
+        fetch, push: steps between two readings of the parameters, and between two pushes of the gradients added up
+            meanwhile, of ``async`` alone.
+        over_staleness: divide the learning rate of each update by how many others came since its reading.
+        snapshot: updates between two snapshots, from which a server that was killed goes on; 0 for none. Not of
+            ``sync``.
+        lease: seconds without a word after which a worker is no longer waited for, of ``bounded`` alone; default: the
+            run's timeout.
+        transport: ``shared_memory`` on one host, ``tcp`` anywhere; ``auto`` takes the first where it can be had.
+    """
+
+    mode: Literal["sync", "async", "bounded"] = "sync"
+    servers: int = 1
+    staleness: int | None = None
+    backup: int = 0
+    fetch: int = 1
+    push: int = 1
+    over_staleness: bool = False
+    snapshot: int | None = None
+    lease: float | None = None
+    transport: Literal["auto", "shared_memory", "tcp"] = "auto"
+
+    def __post_init__(self) -> None:
+        for name, least in (
+            ("servers", 1),
+            ("fetch", 1),
+            ("push", 1),
+            ("backup", 0),
+            ("staleness", 0),
+            ("snapshot", 0),
+        ):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ValueError(f"{name} is {value}, must be at least {least}")
+        if self.lease is not None and not self.lease > 0:
+            raise ValueError(f"lease is {self.lease}, must be above 0")
+        if self.mode == "bounded" and self.staleness is None:
+            raise ValueError("mode=bounded needs a bound: give staleness=2")
+        for modes, given in (
+            (("bounded",), {"staleness": self.staleness is not None, "lease": self.lease is not None}),
+            (("sync",), {"backup": self.backup > 0}),
+            (("async",), {"fetch": self.fetch > 1, "push": self.push > 1}),
+            (("async", "bounded"), {"over_staleness": self.over_staleness, "snapshot": self.snapshot is not None}),
+        ):
+            wrong = [name for name, there in given.items() if there]
+            if wrong and self.mode not in modes:
+                raise ValueError(f"{wrong[0]} does nothing with mode={self.mode}")
+
+    def promises(self) -> dict[str, Any]:
+        """What of its row of the table of strategies is otherwise with these options."""
+        if self.mode == "sync":
+            return dict.fromkeys(("reproducible", "one_model", "averages"), False) if self.backup else {}
+        return {
+            "exchange": "server.asynchronous:Asynchronous",
+            "reproducible": False,
+            "workers_together": False,
+            "one_model": False,
+            "averages": False,
+        }

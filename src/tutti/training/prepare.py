@@ -127,7 +127,8 @@ def prepare(
     world = context.init()
     identity = world.identity
     adaptive = isinstance(check_rule(lr_scale), Adaptive)
-    choice = strategies.check(strategy, identity.size, workers=workers, reproducible=reproducible, adaptive=adaptive)
+    asked = {"reproducible": reproducible, "adaptive": adaptive, "averaging": averaging is not None}
+    choice = strategies.check(strategy, identity.size, workers=workers, **asked)
     grid = Grid(**choice.shape(identity.size), rank=identity.rank)
     data = _data(dataset, data_workers, reproducible, identical_batches)
     _check_trainable(model, optimizer)

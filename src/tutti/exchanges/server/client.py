@@ -1,0 +1,243 @@
+"""A rank's side: one socket a server, one request at a time on each, asked again until it is answered."""
+
+from __future__ import annotations
+
+import os
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import numpy as np
+import torch
+import zmq
+from torch import Tensor
+
+from tutti.comm.stall import Call, StallInspector
+from tutti.errors import AuthenticationError, PeerError
+from tutti.exchanges.server import keys, wire
+from tutti.exchanges.server.keys import Keys
+from tutti.exchanges.server.slices import Plan
+from tutti.exchanges.server.wire import PUSH, SHARED, SKIP, Header
+
+_AGAIN, _SOON = 1.0, 0.05
+_WAIT_MS = 20
+_EVENTS = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a server is, and the key that proves it."""
+
+    endpoint: str
+    key: bytes
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What a server said."""
+
+    header: Header
+    extras: list[float]
+    frames: list[bytes]
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Who asks: run and layout as in ``wire.Header``, the client's number and its pair of keys."""
+
+    run: int
+    layout: int
+    client: int
+    keys: Keys
+
+
+class Client:
+    """Connections of one rank to all servers.
+
+    Args:
+        identity: who this is.
+        addresses: of the servers.
+        plan: how parameters are shared out.
+        pushed: (plan.size,) uint8, what a push sends.
+        given: (plan.size,) uint8, where parameters arrive.
+        shared: whether the servers see these two themselves.
+        stall: waits in everybody's view.
+        timeout: seconds without an answer that a server may take where it waits for nobody.
+        look: called while waiting; raises what is known to be wrong.
+    """
+
+    def __init__(
+        self,
+        identity: Identity,
+        addresses: Sequence[Address],
+        plan: Plan,
+        pushed: Tensor,
+        given: Tensor,
+        shared: bool,
+        stall: StallInspector,
+        timeout: float,
+        look: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._identity, self._stall, self._timeout, self._look = identity, stall, timeout, look
+        self._shared, self._count = shared, len(addresses)
+        regions = [plan.regions(server) for server in range(self._count)]
+        self._pushed = [[pushed[r.start : r.stop] for r in region] for region in regions]
+        self._given = [[given[r.start : r.stop] for r in region] for region in regions]
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._sockets = [self._connect(address) for address in addresses]
+        self._monitors = [socket.get_monitor_socket(_EVENTS) for socket in self._sockets]
+        self._seq = [0] * self._count
+        self._open: dict[int, tuple[list[bytes | memoryview], float]] = {}
+        self._replies: dict[int, Reply] = {}
+        self.bytes = 0
+        self.close = weakref.finalize(self, _close, os.getpid(), self._context, self._sockets, self._monitors)
+
+    def _connect(self, address: Address) -> zmq.Socket[bytes]:
+        socket = self._context.socket(zmq.DEALER)
+        keys.unlock(socket, self._identity.keys, address.key)
+        socket.linger = 0
+        socket.reconnect_ivl, socket.reconnect_ivl_max = 20, 500
+        socket.connect(address.endpoint)
+        return socket
+
+    def send(
+        self,
+        kind: int,
+        worker: int,
+        clock: int,
+        *,
+        flags: int = 0,
+        extras: Sequence[float] = (),
+        seen: Sequence[int] | None = None,
+        blobs: Sequence[bytes] | None = None,
+        servers: Sequence[int] | None = None,
+    ) -> None:
+        """Ask all servers, or some; what was asked before must have been answered."""
+        raw = np.asarray(extras, dtype="<f8").tobytes()
+        # The first server comes last: what it has been sent, all others have been sent.
+        for server in reversed(range(self._count) if servers is None else servers):
+            self._seq[server] += 1
+            payload: list[bytes | memoryview] = [] if blobs is None else [blobs[server]]
+            own = flags | (SHARED if kind == PUSH and self._shared else 0)
+            if kind == PUSH and not own & (SHARED | SKIP):
+                payload = [part.numpy().data for part in self._pushed[server]]
+            size = sum(len(part) for part in payload)
+            self.bytes += size
+            who = self._identity
+            header = Header(
+                *(kind, own, who.run, who.layout, who.client, worker, self._seq[server], clock),
+                *(0 if seen is None else seen[server], len(extras), len(payload), size),
+            )
+            frames: list[bytes | memoryview] = [header.pack(), raw, *payload]
+            self._post(server, frames)
+
+    def wait(self, text: str, ranks: tuple[int, ...], patient: bool = False) -> list[Reply]:
+        """The answers to all that was asked, in the servers' order.
+
+        Args:
+            text: what for, if somebody asks.
+            ranks: who is waited for, this rank at least.
+            patient: servers may themselves wait for others, as long as a collective may.
+
+        Raises:
+            PeerError: no answer came in time, or a server has ended for good.
+            AuthenticationError: a server does not let this rank in.
+        """
+        if not self._done(0):
+            end = time.monotonic() + self._timeout
+
+            def done(limit: timedelta) -> bool:
+                if not patient and time.monotonic() > end:
+                    raise self._silent(text)
+                return self._done(limit.total_seconds())
+
+            self._stall.poll(done, Call(text, ranks))
+        replies, self._replies = self._replies, {}
+        return [replies[server] for server in sorted(replies)]
+
+    def ask(self, kind: int, worker: int, clock: int, text: str, ranks: tuple[int, ...], **more: object) -> list[Reply]:
+        """``send`` and ``wait``."""
+        self.send(kind, worker, clock, **more)  # type: ignore[arg-type]
+        return self.wait(text, ranks)
+
+    def _done(self, seconds: float) -> bool:
+        """Whether all that was asked is answered, within so many seconds."""
+        end = time.monotonic() + seconds
+        while self._open:
+            for server in list(self._open):
+                self._receive(server)
+            left = end - time.monotonic()
+            if not self._open or left <= 0:
+                break
+            server = next(iter(self._open))
+            if not self._sockets[server].poll(min(_WAIT_MS, int(1000 * left) + 1)):
+                self._look()
+                self._check_keys()
+                self._ask_again()
+        return not self._open
+
+    def _receive(self, server: int) -> None:
+        """Take what has come from one server; answers to older questions are dropped."""
+        while server in self._open and self._sockets[server].poll(0):
+            head, *frames = self._sockets[server].recv_multipart(copy=False)
+            header = wire.unpack(head.buffer)
+            if header is None or header.seq != self._seq[server] or not frames:
+                continue
+            extras = np.frombuffer(frames[0].buffer, dtype="<f8").tolist()
+            parts = frames[1:]
+            if len(parts) == len(self._given[server]) and header.kind not in (wire.SAVE, wire.FACTS):
+                for given, part in zip(self._given[server], parts, strict=True):
+                    given.copy_(torch.frombuffer(part.buffer, dtype=torch.uint8) if len(part) else given)
+                parts = []
+            self._replies[server] = Reply(header, extras, [part.bytes for part in parts])
+            del self._open[server]
+
+    def _ask_again(self) -> None:
+        now = time.monotonic()
+        for server, (frames, asked) in list(self._open.items()):
+            if now - asked > _AGAIN:
+                # Tensors in frames of this process's own memory have not changed: nobody writes before the answer.
+                self._post(server, frames)
+
+    def _post(self, server: int, frames: list[bytes | memoryview]) -> None:
+        """Send, or try again soon where there is nobody to send to."""
+        now = time.monotonic()
+        try:
+            self._sockets[server].send_multipart(frames, zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            now -= _AGAIN - _SOON
+        self._open[server] = (frames, now)
+
+    def _check_keys(self) -> None:
+        for server, monitor in enumerate(self._monitors):
+            if server in self._open and monitor.poll(0):
+                monitor.recv_multipart()
+                raise AuthenticationError(
+                    f"parameter server {server} does not let rank {self._identity.client} in",
+                    why="its key is not on the server's list, or the server is not the one it says it is",
+                    remedy="start all ranks as one job: keys are made anew for each",
+                )
+
+    def _silent(self, text: str) -> PeerError:
+        servers = ", ".join(str(server) for server in sorted(self._open))
+        return PeerError(
+            f"{text}: parameter server {servers} does not answer",
+            where=f"rank {self._identity.client}",
+            why=f"no answer came within {self._timeout:g} s",
+            remedy="look at rank 0's log, whose process starts the servers, and at the network between the hosts",
+        )
+
+
+def _close(
+    owner: int,
+    context: zmq.Context[zmq.Socket[bytes]],
+    sockets: Sequence[zmq.Socket[bytes]],
+    monitors: Sequence[zmq.Socket[bytes]],
+) -> None:
+    if os.getpid() != owner:
+        return
+    for socket in (*sockets, *monitors):
+        socket.close(linger=0)
+    context.term()

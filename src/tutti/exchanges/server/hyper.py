@@ -1,0 +1,41 @@
+"""An optimizer's settings as numbers: schedules change them on a rank, and the server's optimizer follows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+Key = tuple[int, str, int | None]
+"""Which group, which setting, and where in it if it is several numbers."""
+
+
+def keys(optimizer: Optimizer) -> list[Key]:
+    """All settings that are numbers with a fraction, and the learning rates; the same on every rank."""
+    found: list[Key] = []
+    for number, group in enumerate(optimizer.param_groups):
+        for name, value in sorted((k, v) for k, v in group.items() if k not in ("params", "param_names")):
+            if isinstance(value, float | Tensor) or name == "lr":
+                found.append((number, name, None))
+            elif isinstance(value, tuple) and value and all(isinstance(v, float) for v in value):
+                found += [(number, name, i) for i in range(len(value))]
+    return found
+
+
+def values(optimizer: Optimizer, chosen: Sequence[Key]) -> list[float]:
+    """The settings now."""
+    groups = optimizer.param_groups
+    return [float(groups[n][name] if i is None else groups[n][name][i]) for n, name, i in chosen]
+
+
+def put(groups: Sequence[dict[str, Any]], chosen: Sequence[Key], numbers: Sequence[float]) -> None:
+    """Write settings into the groups: ``groups[n]`` is what takes those of group n."""
+    for (n, name, i), number in zip(chosen, numbers, strict=True):
+        group = groups[n]
+        if i is None:
+            group[name] = number
+        else:
+            before = group[name]
+            group[name] = (*before[:i], number, *before[i + 1 :])

@@ -1,0 +1,223 @@
+"""The process of one parameter server: a loop over one socket. It answers, and never asks.
+
+What is not well-formed, or not from a holder of a listed key, changes nothing. A request that comes again (its answer
+was lost, or took long) is answered from memory: it was carried out once.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import zmq
+from torch import Tensor
+
+from tutti.exchanges.server import keys, wire
+from tutti.exchanges.server.desks import Answer, Desk, Request
+from tutti.exchanges.server.keys import DoorKeeper, Keys
+from tutti.exchanges.server.shelf import Shelf, Vectors
+from tutti.exchanges.server.snapshot import Snapshots
+from tutti.exchanges.server.wire import FACTS, HELLO, LOAD, PUSH, READ, SAVE, SHARED, Header, Malformed, Terms
+
+_PATIENCE = 100
+_HIGH_WATER = 64
+# Numbers that come with tensors, and what encryption adds.
+_ENVELOPE = 1 << 20
+
+
+@dataclass(frozen=True)
+class Shared:
+    """The memory that a server shares with a rank: its part of what the rank pushes, and of what it is given."""
+
+    pushed: Vectors
+    given: Vectors
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a server is told before it starts.
+
+    Attributes:
+        terms: what messages look like.
+        keys: its own.
+        clients: public keys of the ranks.
+        endpoint: where it listens.
+        descriptor: a socket that already does, for TCP.
+        shared: memory in common with each rank; none where the ranks have no memory in common.
+        make: the parameters, and the way to serve them.
+        snapshots: where it keeps them; None for not at all.
+        every: updates between two snapshots.
+    """
+
+    terms: Terms
+    keys: Keys
+    clients: Sequence[bytes]
+    endpoint: str
+    descriptor: int | None
+    shared: Sequence[Shared]
+    make: Callable[[], tuple[Shelf, Desk]]
+    snapshots: Snapshots | None
+    every: int
+
+
+class Server:
+    """Serves until its process is ended."""
+
+    def __init__(self, job: Job) -> None:
+        self._job, self._terms = job, job.terms
+        self._shelf, self._desk = job.make()
+        self._last: dict[int, tuple[int, list[bytes] | None]] = {}
+        self._waiting: dict[int, tuple[bytes, Request]] = {}
+        self._malformed = self._bytes = self._number = self._kept = 0
+        self._copy: tuple[int, list[bytes]] = (-1, [])
+        self._restore()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._door = DoorKeeper(self._context, job.clients)
+        self._socket = self._context.socket(zmq.ROUTER)
+        keys.lock(self._socket, job.keys)
+        self._socket.linger = 0
+        self._socket.maxmsgsize = max(job.terms.most, *job.terms.sections) + _ENVELOPE
+        self._socket.set_hwm(_HIGH_WATER)
+        self._socket.set(zmq.ROUTER_HANDOVER, 1)
+        if job.descriptor is not None:
+            self._socket.set(zmq.USE_FD, job.descriptor)
+        self._socket.bind(job.endpoint)
+
+    def run(self) -> None:
+        """Answer whoever comes."""
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._door.socket, zmq.POLLIN)
+        while True:
+            for socket, _ in poller.poll(_PATIENCE if self._waiting else None):
+                if socket is self._socket:
+                    self._receive()
+                else:
+                    self._door.answer()
+            for client, (address, request) in list(self._waiting.items()):
+                self._try(client, address, request)
+
+    def _receive(self) -> None:
+        address, *frames = self._socket.recv_multipart(copy=False)
+        try:
+            client = int(frames[0].get("User-Id")) if frames else -1
+            header = wire.read([frame.buffer for frame in frames], self._terms, client)
+        except (Malformed, ValueError, zmq.ZMQError):
+            self._malformed += 1
+            return
+        seq, reply = self._last.get(client, (-1, None))
+        if header.seq < seq:
+            return
+        if header.seq == seq:
+            if reply is not None:
+                self._socket.send_multipart([address.bytes, *reply], copy=False)
+            elif client in self._waiting:
+                self._waiting[client] = (address.bytes, self._waiting[client][1])
+            return
+        self._last[client] = (header.seq, None)
+        extras = np.frombuffer(frames[1].buffer, dtype="<f8").tolist()
+        request = Request(header, extras, self._tensors(header, [frame.buffer for frame in frames[2:]]))
+        if header.kind == LOAD:
+            self._load(bytes(frames[2].buffer))
+        self._try(client, address.bytes, request)
+
+    def _tensors(self, header: Header, frames: Sequence[memoryview]) -> Vectors:
+        if header.kind != PUSH:
+            return []
+        self._bytes += sum(self._terms.sections)
+        if header.flags & SHARED:
+            return list(self._job.shared[header.client].pushed)
+        values = self._shelf.values
+        return [_tensor(frame, like) for frame, like in zip(frames, values, strict=bool(frames))]
+
+    def _try(self, client: int, address: bytes, request: Request) -> None:
+        answer = self._answer(request)
+        if answer is None:
+            self._waiting[client] = (address, request)
+            return
+        self._waiting.pop(client, None)
+        header = request.header
+        frames = self._values(header) if answer.values else [] if answer.blob is None else [answer.blob]
+        told = header._replace(
+            flags=answer.status,
+            seen=self._desk.version,
+            extras=len(answer.extras),
+            sections=len(frames),
+            size=sum(map(len, frames)),
+        )
+        reply = [told.pack(), np.asarray(answer.extras, dtype="<f8").tobytes(), *frames]
+        self._last[client] = (header.seq, reply)
+        self._socket.send_multipart([address, *reply], copy=False)
+        if self._desk.version >= self._kept + self._job.every:
+            self._keep()
+
+    def _answer(self, request: Request) -> Answer | None:
+        kind = request.header.kind
+        if kind in (HELLO, LOAD):
+            return Answer()
+        if kind == READ:
+            return Answer(values=True)
+        if kind == SAVE:
+            return Answer(blob=self._shelf.save())
+        if kind == FACTS:
+            said = {**self._desk.facts(), "malformed": self._malformed, "keys_refused": self._door.refused}
+            return Answer(blob=json.dumps({**said, "bytes": self._bytes}).encode())
+        return self._desk.handle(request)
+
+    def _values(self, header: Header) -> list[bytes]:
+        """The parameters: into the rank's memory where there is any in common, else as frames."""
+        self._bytes += sum(self._terms.sections)
+        if header.client < len(self._job.shared):
+            for given, value in zip(self._job.shared[header.client].given, self._shelf.values, strict=True):
+                given.copy_(value)
+            return []
+        if self._copy[0] != self._desk.version:
+            values = [value.view(torch.uint8).numpy().tobytes() for value in self._shelf.values]
+            self._copy = (self._desk.version, values)
+        return self._copy[1]
+
+    # --- what outlives this process --------------------------------------------------------------------------------
+
+    def _load(self, raw: bytes) -> None:
+        self._shelf.load(raw)
+        self._desk.forget()
+        self._copy = (-1, [])
+        self._keep()
+
+    def _keep(self) -> None:
+        self._kept = self._desk.version
+        if self._job.snapshots is not None:
+            state: dict[str, Any] = {
+                "desk": self._desk.state(),
+                "seqs": [[client, seq] for client, (seq, _) in self._last.items()],
+            }
+            head = json.dumps(state).encode()
+            self._number += 1
+            self._job.snapshots.write(self._number, len(head).to_bytes(8, "little") + head + self._shelf.save())
+
+    def _restore(self) -> None:
+        found = None if self._job.snapshots is None else self._job.snapshots.newest()
+        if found is not None:
+            self._number, content = found
+            length = int.from_bytes(content[:8], "little")
+            state = json.loads(content[8 : 8 + length])
+            self._shelf.load(content[8 + length :])
+            self._desk.load(state["desk"])
+            self._last = {client: (seq, None) for client, seq in state["seqs"]}
+            self._kept = self._desk.version
+
+
+def _tensor(frame: memoryview, like: Tensor) -> Tensor:
+    array = np.frombuffer(frame, dtype=np.uint8)
+    if array.ctypes.data % like.element_size():
+        array = array.copy()
+    return torch.frombuffer(array, dtype=torch.uint8).view(like.dtype)
+
+
+def serve(job: Job) -> None:
+    """Be a server."""
+    Server(job).run()

@@ -1,0 +1,189 @@
+"""What one server keeps: its part of the parameters, and an optimizer over them that thinks they are a model's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from safetensors.torch import load as from_bytes
+from safetensors.torch import save as to_bytes
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from tutti.exchanges.saved import Named, load_optimizer, optimizer_tensors
+from tutti.exchanges.server import hyper
+from tutti.exchanges.server.flats import in_order, shaped
+from tutti.exchanges.server.slices import Piece, Plan
+from tutti.types import OptimizerFactory
+
+Vectors = list[Tensor]
+"""A tensor a section: numbers for everything that a server has."""
+
+
+class Shelf:
+    """Lives in a server's process, where the model's parameters become pieces of themselves.
+
+    Args:
+        plan: how parameters are shared out.
+        server: whose part this is.
+        named: the trained parameters of the model.
+        initial: (plan.size,) uint8, their values.
+        make_optimizer: as the exchange was given it.
+        handle: an optimizer over all of ``named``, whose settings ranks change.
+        keys: which settings.
+
+    Attributes:
+        values: a vector a section.
+        here: the pieces, as parameters by name.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        server: int,
+        named: Named,
+        initial: Tensor,
+        make_optimizer: OptimizerFactory,
+        handle: Optimizer,
+        keys: Sequence[hyper.Key],
+    ) -> None:
+        self._handle, self.keys = handle, keys
+        self.values: Vectors = [
+            initial[region.start : region.stop].view(_dtype(section.dtype)).clone()
+            for region, section in zip(plan.regions(server), plan.sections, strict=True)
+        ]
+        self.pieces = list(plan.pieces(server))
+        self._like = {p.tensor: torch.empty_like(named[p.tensor][1], device="meta") for p in self.pieces}
+        self.here = [(named[p.tensor][0], named[p.tensor][1]) for p in self.pieces]
+        for (_, parameter), view in zip(self.here, self.views(self.values), strict=True):
+            parameter.grad = None
+            parameter.data = view
+        self.optimizer = make_optimizer(self.here)
+        self._groups = _pairs(handle, self.optimizer)
+
+    def views(self, vectors: Vectors) -> list[Tensor]:
+        """Each piece in vectors like ``values``: a tensor that is here whole in its own shape."""
+        found = []
+        for piece in self.pieces:
+            vector = vectors[piece.section][piece.at : piece.at + piece.end - piece.begin]
+            found.append(shaped(vector, self._like[piece.tensor]) if self._whole(piece) else vector)
+        return found
+
+    def update(
+        self, gradients: Sequence[Tensor | None], settings: Sequence[float], grad_norm: float, rate: float = 1.0
+    ) -> None:
+        """One step of the optimizer; ``rate``: factor on the learning rates of this step alone."""
+        if self.optimizer is None:
+            return
+        self._set(settings)
+        for (_, parameter), gradient in zip(self.here, gradients, strict=True):
+            parameter.grad = gradient
+        if hasattr(self.optimizer, "grad_norm"):
+            self.optimizer.grad_norm = grad_norm
+        groups = [group for pair in self._groups for group in pair] if rate != 1.0 else []
+        for group in {id(group): group for group in groups}.values():
+            group["lr"] = group["lr"] * rate
+        self.optimizer.step()
+
+    def _set(self, settings: Sequence[float]) -> None:
+        hyper.put(self._handle.param_groups, self.keys, settings)
+        for theirs, own in self._groups:
+            for key in {name for number, name, _ in self.keys if self._handle.param_groups[number] is theirs}:
+                own[key] = theirs[key]
+
+    def save(self) -> bytes:
+        """All that is here, as a safetensors file in memory."""
+        tensors = {f"value/{name}": view for (name, _), view in zip(self.here, self.views(self.values), strict=True)}
+        if self.optimizer is not None:
+            tensors |= {f"optim/{key}": value for key, value in optimizer_tensors(self.optimizer, self.here).items()}
+        return to_bytes({name: tensor.detach().contiguous() for name, tensor in tensors.items()})
+
+    def load(self, raw: bytes) -> None:
+        """Become what ``save`` or ``cut`` made. Nothing in it can be code."""
+        tensors = from_bytes(raw)
+        for (name, parameter), view in zip(self.here, self.views(self.values), strict=True):
+            view.copy_(tensors[f"value/{name}"].view(view.shape))
+            parameter.data = view
+        if self.optimizer is not None:
+            self.optimizer.state.clear()
+            load_optimizer(self.optimizer, self.here, _Named(tensors), "optim")
+
+    def _whole(self, piece: Piece) -> bool:
+        return piece.end - piece.begin == self._like[piece.tensor].numel()
+
+
+class _Named:
+    """Tensors by name, as exchanges read a checkpoint."""
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        self._tensors = tensors
+
+    def names(self, group: str) -> list[str]:
+        return [name.removeprefix(f"{group}/") for name in self._tensors if name.startswith(f"{group}/")]
+
+    def get(self, group: str, name: str) -> Tensor:
+        return self._tensors[f"{group}/{name}"]
+
+    def shape(self, group: str, name: str) -> tuple[int, ...]:
+        return tuple(self.get(group, name).shape)
+
+    def part(self, group: str, name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
+        region = tuple(slice(begin, begin + length) for begin, length in zip(offset, shape, strict=True))
+        return self.get(group, name)[region]
+
+
+def cut(plan: Plan, server: int, named: Named, values: dict[str, Tensor], states: dict[str, Tensor]) -> bytes:
+    """What ``server`` is to load: its pieces of whole parameters, and of ``{parameter}/{key}`` of an optimizer."""
+    tensors = {}
+    for piece in plan.pieces(server):
+        name, parameter = named[piece.tensor]
+        whole = piece.end - piece.begin == parameter.numel()
+        entries = {f"value/{name}": values[name]}
+        entries |= {f"optim/{key}": value for key, value in states.items() if key.rpartition("/")[0] == name}
+        for key, tensor in entries.items():
+            if not whole and tensor.numel() == parameter.numel() > 1:
+                tensor = in_order(tensor.view(parameter.shape), parameter)[piece.begin : piece.end]
+            tensors[key] = tensor.contiguous().clone()
+    return to_bytes(tensors)
+
+
+def join(plan: Plan, named: Named, parts: Sequence[bytes]) -> dict[str, Tensor]:
+    """The optimizer's whole state, ``{parameter}/{key}``, from what every server's ``save`` gave."""
+    loaded = [from_bytes(raw) for raw in parts]
+    joined: dict[str, Tensor] = {}
+    for server, tensors in enumerate(loaded):
+        for piece in plan.pieces(server):
+            name, parameter = named[piece.tensor]
+            prefix, length = f"optim/{name}/", piece.end - piece.begin
+            for key, tensor in tensors.items():
+                if not key.startswith(prefix) or "/" in key.removeprefix(prefix):
+                    continue
+                entry = key.removeprefix("optim/")
+                if length == parameter.numel() or tensor.numel() != length or tensor.dim() == 0:
+                    joined[entry] = tensor
+                    continue
+                whole = joined.setdefault(entry, torch.empty(parameter.shape, dtype=tensor.dtype))
+                joined[entry] = _filled(whole, parameter, piece, tensor)
+    return joined
+
+
+def _filled(whole: Tensor, parameter: nn.Parameter, piece: Piece, part: Tensor) -> Tensor:
+    flat = in_order(whole, parameter)
+    flat[piece.begin : piece.end] = part
+    return whole.copy_(shaped(flat, parameter))
+
+
+def _pairs(handle: Optimizer, built: Optimizer | None) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Each of the server's own groups with the group of the handle that its parameters are in."""
+    if built is None:
+        return []
+    home = {id(p): group for group in handle.param_groups for p in group["params"]}
+    return [(home[id(group["params"][0])], group) for group in built.param_groups]
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name.removeprefix("torch."))
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(name)
+    return dtype
