@@ -234,6 +234,7 @@ def servers_of(strategy: str) -> list[int]:
     run = prepare(strategy)
     go_on(run, 1)
     pids = list(run.exchange._link.pids().values())  # type: ignore[attr-defined]
+    run.setting.comms.world.agree(["over"], "the end", "wait for the others")
     run.exchange._link.close()  # type: ignore[attr-defined]
     return [pid for pid in pids if psutil.pid_exists(pid)] if pids else [os.getpid()]
 
