@@ -47,6 +47,9 @@ def test_options_reach_their_owner() -> None:
         ("mirrored:algorithm=shared_memory,wire=bf16", "shared_memory has no wire"),
         ("local_sgd:period=0", "period is 0"),
         ("model_parallel:stages=0", "stages is 0"),
+        ("local_sgd:post=-1", "cannot read '-1' as a duration"),
+        ("diloco:outer_lr=0", "outer_lr is 0"),
+        ("diloco:outer_momentum=1", "must be at least 0 and below 1"),
     ],
 )
 def test_bad_specifications_are_refused(text: str, words: str) -> None:

@@ -8,15 +8,21 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
 from tutti.errors import UsageError, did_you_mean
-from tutti.exchanges.config import AllReduceConfig, ParameterServerConfig, PeriodicConfig
+from tutti.exchanges.config import (
+    AllReduceConfig,
+    CentralConfig,
+    DiLoCoConfig,
+    ParameterServerConfig,
+    PeriodicConfig,
+)
 from tutti.layouts.config import HybridConfig, LayersConfig, PipelineConfig, TensorConfig, WholeConfig
-from tutti.spec import Spec, build
+from tutti.spec import Duration, Spec, build
 from tutti.types import Average, Exchange, Layout, Replica, Setting
 
 
@@ -85,11 +91,23 @@ TABLE: Mapping[str, Strategy] = {
         reproducible=False,
         own_loop=False,
     ),
+    "central_storage": Strategy(
+        *_WHOLE, "central:Central", CentralConfig, "one copy of parameters and optimizer state in the host's memory"
+    ),
     "local_sgd": Strategy(
         *_WHOLE,
         "periodic:Periodic",
         PeriodicConfig,
         "every worker trains alone, parameters averaged every H steps",
+        workers_together=False,
+        own_loop=False,
+        one_model=False,
+    ),
+    "diloco": Strategy(
+        *_WHOLE,
+        "diloco:DiLoCo",
+        DiLoCoConfig,
+        "every worker trains alone, an outer optimizer steps along their mean change",
         workers_together=False,
         own_loop=False,
         one_model=False,
@@ -151,6 +169,11 @@ class Choice:
         option = next(iter(chosen))
         return f"take a multiple of {fixed} devices, or {option}={_divisor(devices, fixed)}"
 
+    def counted(self, steps: Callable[[Duration], int]) -> Choice:
+        """The same with the lengths among its options in steps."""
+        counted = getattr(self.exchange, "counted", None)
+        return self if counted is None else dataclasses.replace(self, exchange=counted(steps))
+
     def make(self, setting: Setting) -> tuple[Layout, Exchange]:
         """The two objects that run it."""
         layout = _load("layouts", self.row.layout)(self.layout, setting)
@@ -195,10 +218,16 @@ def micro_batch(choice: Choice, given: int | None, batch: int, workers: int) -> 
     return math.ceil(math.ceil(batch / workers) / number)
 
 
-def average(replica: Replica, setting: Setting) -> Average | None:
-    """The average of the weights that the setting asks for; to be made once the exchange has taken the replica over."""
+def average(replica: Replica, exchange: Exchange, setting: Setting) -> Average | None:
+    """The average of the weights that the setting asks for; to be made once the exchange has taken the replica over.
+
+    An exchange may keep it in a way of its own. Collective.
+    """
     if setting.averaging is None:
         return None
+    if own := getattr(exchange, "average", None):
+        kept: Average = own(setting.averaging)
+        return kept
     made: Average = _load("exchanges", "average:Average")(replica, setting.averaging, setting)
     return made
 

@@ -38,6 +38,9 @@ STRATEGIES = {
     "pipeline interleaved × 2": ("pipeline:stages=2,schedule=interleaved,virtual=3", "single", True),
     "parameter_server": ("parameter_server", "single", True),
     "parameter_server × 2": ("parameter_server:servers=2,transport=tcp", "single", True),
+    "central_storage": ("central_storage", "single", True),
+    "local_sgd, post": ("local_sgd:period=2,post=2", "local_sgd:period=2,post=2", True),
+    "diloco": ("diloco:period=2", "diloco:period=2", True),
 }
 OPTIMIZERS = {
     "sgd": "sgd:lr=0.1",

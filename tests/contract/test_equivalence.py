@@ -64,7 +64,7 @@ def test_equals_one_device_whole_table(case: Case) -> None:
     check(case)
 
 
-@pytest.mark.parametrize("strategy", ["mirrored", "local_sgd"])
+@pytest.mark.parametrize("strategy", ["mirrored", "local_sgd", "central_storage", "diloco"])
 def test_reproducible_on_eight_data_ranks(strategy: str) -> None:
     specification, single, _ = STRATEGIES[strategy]
     want, losses, digest = reference(single, OPTIMIZERS["adam"], Case("", "adam", 8, 1), True)
@@ -84,6 +84,7 @@ REDUCED = {
     "fp16 compute": ("mirrored", "fp16", 1e-3),
     "fp16 compute and wire": ("mirrored:wire=fp16", "fp16", 2e-3),
     "fp16 compute, model_parallel": ("model_parallel", "fp16", 1e-3),
+    "bf16 compute, central_storage": ("central_storage", "bf16", 5e-3),
 }
 
 
@@ -104,7 +105,9 @@ def test_reduced_precision_stays_within_what_is_stated(row: str) -> None:
 OVERFLOWING = "dynamic:init=1073741824,max=1073741824,backoff_factor=9.5367431640625e-07,growth_interval=2"
 
 
-@pytest.mark.parametrize("strategy", ["mirrored", "model_parallel", "local_sgd"])
+@pytest.mark.parametrize(
+    "strategy", ["mirrored", "model_parallel", "local_sgd", "central_storage", "local_sgd, post", "diloco"]
+)
 def test_float16_is_reproducible_with_its_loss_scale(strategy: str) -> None:
     """The first step overflows and is skipped, later ones raise the scale: all devices do so in the same steps."""
     specification, single, _ = STRATEGIES[strategy]
@@ -117,7 +120,7 @@ def test_float16_is_reproducible_with_its_loss_scale(strategy: str) -> None:
             assert losses == pytest.approx(want[1], rel=1e-6)
 
 
-@pytest.mark.parametrize("strategy", ["mirrored", "local_sgd"])
+@pytest.mark.parametrize("strategy", ["mirrored", "local_sgd", "central_storage", "local_sgd, post"])
 def test_a_power_of_two_as_loss_scale_changes_no_bit(strategy: str) -> None:
     """Scaled, clipped and reported as if it were not there."""
     specification, single, _ = STRATEGIES[strategy]
@@ -132,6 +135,7 @@ FORWARDS: list[tuple[str, dict[str, Any], tuple[float, ...]]] = [
     # strategy, what is done, what is promised against one device without it: by default, and in reproducible mode
     *((strategy, AGAIN, (TOLERANCE, 0)) for strategy in ("mirrored", "model_parallel", "local_sgd")),
     *((strategy, COMPILED, (TOLERANCE,)) for strategy in ("mirrored", "model_parallel", "local_sgd")),
+    ("central_storage", AGAIN | COMPILED, (TOLERANCE,)),
     ("model_parallel", AGAIN | COMPILED, (TOLERANCE,)),
 ]
 

@@ -28,6 +28,7 @@ PLACES = [
     ("model_parallel", 3),
     ("pipeline:schedule=interleaved", 3),
     ("parameter_server:servers=2", 3),
+    ("central_storage", 3),
 ]
 
 
@@ -141,9 +142,13 @@ def check_matrix(optimizer: str, folders: Path, pairs: Mapping[tuple[str, int], 
                 assert (largest_difference(got, want), own) == (0, digest), (strategy, devices, other, ranks)
 
 
+ALONE = ["local_sgd:period=4", "local_sgd:period=2,post=3", "diloco:period=2", "diloco:period=2,post=1"]
+
+
+@pytest.mark.parametrize("strategy", ALONE)
 @pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 4), (4, 2)])
-def test_workers_that_train_alone_continue_bit_for_bit(before: int, after: int, tmp_path: Path) -> None:
-    arguments = {"strategy": "local_sgd:period=4", "optimizer": OPTIMIZERS["adam"], "workers": 4}
+def test_workers_that_train_alone_continue_bit_for_bit(strategy: str, before: int, after: int, tmp_path: Path) -> None:
+    arguments = {"strategy": strategy, "optimizer": OPTIMIZERS["adam"], "workers": 4}
     [(want, digest)] = worlds.run(1, whole, **arguments)
     worlds.run(before, save, folder=str(tmp_path), **arguments)
     for got, own in worlds.run(after, resume, folder=str(tmp_path), **arguments):

@@ -17,6 +17,7 @@ WORLDS = [
     (4, "mirrored:algorithm=native,bucket_mb=0.0001"),
     (3, "model_parallel"),
     (4, "model_parallel:stages=2"),
+    (3, "central_storage"),
 ]
 
 

@@ -156,14 +156,15 @@ MIXED = [
 @pytest.mark.parametrize(("dtypes", "tolerance"), MIXED)
 def test_mixed_types(dtypes: list[torch.dtype], tolerance: float) -> None:
     [(want, losses, _)] = worlds.run(1, mixed, strategy="single", dtypes=dtypes)
-    for devices, strategy in [*SHARED_AND_NATIVE, (3, "model_parallel")]:
+    for devices, strategy in [*SHARED_AND_NATIVE, (3, "model_parallel"), (3, "central_storage")]:
         for got, said, _ in worlds.run(devices, mixed, strategy=strategy, dtypes=dtypes):
             close(got, want, tolerance)
             assert said[0][:2] == pytest.approx(losses[0][:2], rel=1e-5)
             assert said[0][2] == pytest.approx(losses[0][2], rel=tolerance)
     [(_, _, digest)] = worlds.run(1, mixed, strategy="single", dtypes=dtypes, reproducible=True)
-    for answer in worlds.run(3, mixed, strategy="mirrored", dtypes=dtypes, reproducible=True):
-        assert answer[2] == digest
+    for strategy in ("mirrored", "central_storage"):
+        for answer in worlds.run(3, mixed, strategy=strategy, dtypes=dtypes, reproducible=True):
+            assert answer[2] == digest
 
 
 # Clipping.
@@ -197,7 +198,13 @@ def clipped(strategy: str, clip: float | None) -> Any:
 @pytest.mark.parametrize("clip", [None, 0.3, 1e6])
 def test_clipping_is_that_of_pytorch(clip: float | None) -> None:
     want, norms = by_hand(clip)
-    for devices, strategy in [(1, "single"), (3, "mirrored"), (4, NATIVE), (3, "model_parallel")]:
+    for devices, strategy in [
+        (1, "single"),
+        (3, "mirrored"),
+        (4, NATIVE),
+        (3, "model_parallel"),
+        (3, "central_storage"),
+    ]:
         for got, said, _ in worlds.run(devices, clipped, strategy=strategy, clip=clip):
             close(got, want, 1e-10)
             assert [s[2] for s in said] == pytest.approx(norms, rel=1e-10), "the norm is that before clipping"

@@ -136,6 +136,8 @@ MEMBERS = (
     Member("reproducible", "mirrored", anywhere=True),
     Member("model_parallel", "model_parallel"),
     Member("local_sgd", "local_sgd:period=4", anywhere=True),
+    Member("central_storage", "central_storage"),
+    Member("diloco", "diloco:period=4", anywhere=True),
 )
 
 

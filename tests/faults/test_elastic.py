@@ -94,7 +94,7 @@ CHAINS: dict[str, list[Place]] = {
     "1-2-4-2-1": [("single", 1), ("mirrored", 2), ("mirrored", 4), ("mirrored", 2), ("single", 1)],
     "strategies": [
         *[("model_parallel", 3), ("mirrored", 4), ("single", 1), ("mirrored:algorithm=native", 3)],
-        *[("model_parallel", 4), ("mirrored", 2)],
+        *[("model_parallel", 4), ("central_storage", 3), ("mirrored", 2)],
     ],
     "local_sgd": [("local_sgd:period=3", devices) for devices in (1, 3, 4, 2, 1)],
 }
@@ -133,6 +133,7 @@ def test_workers_that_trained_alone_are_merged_with_a_message(tmp_path: Path) ->
 
 
 SAME: list[str] = ["single", "mirrored", "mirrored:algorithm=native", "model_parallel", "local_sgd:period=3"]
+SAME += ["central_storage", "diloco:period=3"]
 
 
 @pytest.mark.row(18)

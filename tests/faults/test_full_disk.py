@@ -20,7 +20,7 @@ from tutti.world import context
 from tutti.world.failure import read, record
 
 pytestmark = [pytest.mark.faults, pytest.mark.row(12)]
-PLACES = [("single", 1), ("mirrored", 3), ("model_parallel", 3), ("local_sgd:period=2", 3)]
+PLACES = [("single", 1), ("mirrored", 3), ("model_parallel", 3), ("local_sgd:period=2", 3), ("central_storage", 3)]
 
 
 @pytest.fixture

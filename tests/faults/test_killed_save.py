@@ -22,7 +22,7 @@ from tutti.training.checkpoint import Checkpoints
 from tutti.world import context
 
 pytestmark = [pytest.mark.faults, pytest.mark.row(2)]
-STRATEGIES = ["mirrored", "model_parallel", "mirrored:algorithm=native", "local_sgd:period=2"]
+STRATEGIES = ["mirrored", "model_parallel", "mirrored:algorithm=native", "local_sgd:period=2", "central_storage"]
 POINTS = 3
 
 

@@ -22,7 +22,7 @@ from tests.faults.commands import tutti as command
 pytestmark = [pytest.mark.faults, pytest.mark.row(19)]
 
 STEPS, WORKERS = 6, 4
-SYNCHRONOUS = ["mirrored", "mirrored:algorithm=native", "model_parallel"]
+SYNCHRONOUS = ["mirrored", "mirrored:algorithm=native", "model_parallel", "central_storage", "local_sgd:post=9"]
 
 
 def poison(plain: nn.Module, name: str, run: list[Any], worker: int, steps: list[int], value: float) -> None:

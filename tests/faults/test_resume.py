@@ -32,6 +32,7 @@ PLACES = [
     ("single", 1),
     ("mirrored:algorithm=native", 3),
     ("model_parallel", 4),
+    ("central_storage", 3),
 ]
 RESUME = ("--resume", "out", "--steps", "30")
 

@@ -14,7 +14,7 @@ from tests.launching import Result
 pytestmark = [pytest.mark.faults, pytest.mark.row(5)]
 
 FLAGS = ("--batch-size", "12", "--eval-every", "none", "--out", "out", "--timeout", "60")
-STRATEGIES = ["mirrored", "mirrored:algorithm=native", "model_parallel", "local_sgd"]
+STRATEGIES = ["mirrored", "mirrored:algorithm=native", "model_parallel", "local_sgd", "central_storage"]
 
 LOSS = """
 STEP = 0

@@ -83,6 +83,8 @@ CASES = [
         ("mirrored", True, True),
         ("model_parallel", False, False),
         ("local_sgd:period=2", False, False),
+        ("central_storage", False, False),
+        ("central_storage", True, True),
     ],
 )
 def test_equals_one_device(

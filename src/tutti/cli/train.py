@@ -157,6 +157,8 @@ def refuse(task: str, config: TrainConfig) -> None:
     )
     scaled(check_optimizer(config.optimizer), rule, config.batch_size)
     check_schedule(config.schedule)
+    for slow in config.slowness():
+        slow.check(devices, config.workers or ranks)
     noise = check_noise(config.gradient_noise, config.batch_size, adaptive)
     norm = check_batch_norm(config.batch_norm)
     if isinstance(norm, Sync):

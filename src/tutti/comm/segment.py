@@ -57,6 +57,13 @@ class Segment:
         start = self._comm.size * _LINE + rank * self._size
         return self._bytes[start : start + self._size]
 
+    def part(self, start: int, count: int, dtype: torch.dtype) -> Tensor:
+        """``count`` numbers at byte ``start`` of all slots taken as one, in a storage of their own."""
+        if not count:
+            return torch.empty(0, dtype=dtype)
+        offset = self._comm.size * _LINE + start
+        return torch.frombuffer(self._memory, dtype=dtype, count=count, offset=offset)
+
     def meet(self, text: str) -> None:
         """Return when every rank has come here as often as this one; what they wrote before is seen then.
 

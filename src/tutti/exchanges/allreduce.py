@@ -61,10 +61,8 @@ class AllReduce:
         self._parts: list[int] | None = None
 
     def attach(self, replica: Replica, make_optimizer: OptimizerFactory) -> GradSink:
-        comm = self._setting.comms.replica
         named = parameters(replica.parts)
-        agree_on_state(comm, replica.parts)
-        spread_state(comm, replica.parts)
+        self._unite(replica, named)
         self._replica, self._parameters = replica, [p for _, p in named if p.requires_grad]
         self._named = named
         self._buffers = WorkerBuffers(replica.parts, self._setting, replica.borrowed)
@@ -124,7 +122,7 @@ class AllReduce:
                 norm *= factor
             for optimizer in self.optimizers:
                 step(optimizer, tick.lr_factor, norm)
-        nonfinite = () if agreed.finite else culprits(self._setting.comms.model, self._named)
+        nonfinite = () if agreed.finite else self._culprits()
         for parameter in self._parameters:
             parameter.grad = None
         return Update(int(agreed.finite), skipped=not agreed.finite, nonfinite=nonfinite)
@@ -147,6 +145,15 @@ class AllReduce:
         self._buffers.load(saved)
         if self._optimizer:
             load_optimizer(self._optimizer, self._named, saved, "optim", specs=self._replica.specs)
+
+    def _unite(self, replica: Replica, named: Named) -> None:
+        """See to it that all ranks hold the same, and begin with data rank 0's. Collective."""
+        comm = self._setting.comms.replica
+        agree_on_state(comm, replica.parts)
+        spread_state(comm, replica.parts)
+
+    def _culprits(self) -> tuple[str, ...]:
+        return culprits(self._setting.comms.model, self._named)
 
     def _across_stages(self, rows: Sequence[Sequence[float]], stop: bool) -> tuple[list[float], bool]:
         """Each row's sum over the parts of the whole model, in the model's order; whether any stage asks to stop."""

@@ -5,7 +5,7 @@ One fused operation an update; no communication. Ranks that hold the same parts 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import Tensor
@@ -21,16 +21,20 @@ _NARROW = (torch.float16, torch.bfloat16)
 class Average:
     """The average of the trained parameters of this rank's parts; it begins as what they are now.
 
-    Memory: one copy of them, in float32 where they are narrower, since 1 - d is below what those resolve.
+    Memory: one copy of them, in float32 where they are narrower, since 1 - d is below what those resolve. ``only``: of
+    these names alone.
 
     Attributes:
         updates: updates that have gone into it.
     """
 
-    def __init__(self, replica: Replica, averaging: Averaging, setting: Setting) -> None:
+    def __init__(
+        self, replica: Replica, averaging: Averaging, setting: Setting, only: Collection[str] | None = None
+    ) -> None:
         self._replica = replica
         self._averaging, self._comm = averaging, setting.comms.replica
-        trained = {name: p for name, p in parameters(replica.parts) if p.requires_grad}
+        chosen = [(name, p) for name, p in parameters(replica.parts) if only is None or name in only]
+        trained = {name: p for name, p in chosen if p.requires_grad}
         self._names, self._parameters = list(trained), list(trained.values())
         self._values = [_wide(p.data).clone() for p in self._parameters]
         self.updates = 0
@@ -60,5 +64,10 @@ class Average:
         self.updates = updates
 
 
+def wide_type(dtype: torch.dtype) -> torch.dtype:
+    """In which type parameters of this one are averaged."""
+    return torch.float32 if dtype in _NARROW else dtype
+
+
 def _wide(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.dtype in _NARROW else tensor
+    return tensor.to(wide_type(tensor.dtype))

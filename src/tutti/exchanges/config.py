@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Self
+
+from tutti.spec import Duration
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,18 +35,59 @@ class AllReduceConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CentralConfig:
+    """One copy of the parameters and of the optimizer's state a host; nothing to choose."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class PeriodicConfig:
     """Every worker trains by itself; parameters are averaged now and then.
 
     Attributes:
         period: steps between averages (H).
+        post: how long all workers make one update together before, ``2ep``, ``500st`` or a number of steps.
     """
 
     period: int = 8
+    post: str | None = None
 
     def __post_init__(self) -> None:
         if self.period < 1:
             raise ValueError(f"period is {self.period}, must be at least 1")
+        self.together()
+
+    def together(self) -> Duration:
+        """How long workers train together at first. Raises UsageError where that is no length."""
+        text = self.post or "0"
+        return Duration.parse(text + "st" * text.isdecimal(), "post")
+
+    def counted(self, steps: Callable[[Duration], int]) -> Self:
+        """The same with ``post`` in steps."""
+        return self if self.post is None else dataclasses.replace(self, post=f"{steps(self.together())}st")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiLoCoConfig(PeriodicConfig):
+    """Every worker trains by itself; now and then an outer optimizer steps along what they have changed on average.
+
+    Attributes:
+        period: steps between outer updates (H); the paper has 500.
+        outer_lr: learning rate of the outer optimizer.
+        outer_momentum: its momentum.
+        nesterov: whether that is Nesterov's.
+    """
+
+    period: int = 50
+    outer_lr: float = 0.7
+    outer_momentum: float = 0.9
+    nesterov: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.outer_lr > 0:
+            raise ValueError(f"outer_lr is {self.outer_lr:g}, must be above 0")
+        if not 0 <= self.outer_momentum < 1:
+            raise ValueError(f"outer_momentum is {self.outer_momentum:g}, must be at least 0 and below 1")
 
 
 @dataclass(frozen=True, kw_only=True)

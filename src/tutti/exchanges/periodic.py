@@ -2,6 +2,9 @@
 
 Local SGD: Stich 2019, arXiv 1805.09767. With H = 1 and plain SGD it is synchronous data parallelism. Momentum and other
 optimizer state stay with the worker. Memory: parameters and optimizer state once a worker, not once a device.
+
+Post-local SGD (Lin et al. 2018, arXiv 1808.07217) begins with synchronous steps: every worker makes the update of the
+whole global batch, on its own copy and with its own optimizer, so that all are equal until they part.
 """
 
 from __future__ import annotations
@@ -15,10 +18,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from tutti.comm.tree import TreeSum
-from tutti.exchanges.allreduce import step
+from tutti.exchanges.allreduce import culprits, step
 from tutti.exchanges.buckets import DIGESTS, METRICS, agreed, digests
 from tutti.exchanges.config import PeriodicConfig
-from tutti.exchanges.reducers import refuse, scale_all, squares_of
+from tutti.exchanges.reducers import TreeReducer, refuse, scale_all, squares_of
 from tutti.exchanges.saved import load_optimizer, mine_of, optimizer_tensors
 from tutti.exchanges.verify import agree_on_state, spread_state
 from tutti.exchanges.workers import WorkerBuffers
@@ -35,6 +38,7 @@ class Periodic:
 
     def __init__(self, config: PeriodicConfig, setting: Setting) -> None:
         self._period, self._setting = config.period, setting
+        self._post = int(config.together().value)
         self._metric_names: tuple[str, ...] = ()
         self._culprits: dict[str, None] = {}
 
@@ -55,6 +59,7 @@ class Periodic:
             for dtype in sorted({p.dtype for _, p in self._trained}, key=str)
         }
         self._totals = TreeSum(comm, workers, _LANES)
+        self._reducer = TreeReducer(self._named, self._setting) if self._post else None
         return self
 
     def arm(self, part: Totals | None) -> None:
@@ -66,11 +71,13 @@ class Periodic:
     def enter(self, worker: int, tick: Tick) -> None:
         self._tick = tick
         self._buffers.enter(worker)
-        for (_, parameter), copy in zip(self._trained, self._copies[worker], strict=True):
-            parameter.data = copy
+        self._put(worker)
 
     def leave(self, worker: int, part: Totals | None) -> None:
         """The inner update, unless this worker's gradient is not finite; its totals go into the tree."""
+        if (reducer := self._jointly(self._tick)) is not None:
+            self._contribute(reducer, worker, part)
+            return
         norm, bad = 0.0, 0
         gradients = [p.grad for _, p in self._trained if p.grad is not None]
         if part is not None:
@@ -105,23 +112,26 @@ class Periodic:
 
     def finish(self, tick: Tick) -> Agreed:
         """All workers' totals, and every H steps the average of their parameters. Collective."""
+        if (reducer := self._jointly(tick)) is not None:
+            return self._together(reducer, tick)
         norm, bad, active, stop, loss, count, *metrics = self._totals.total().tolist()
         if not agreed(metrics[METRICS:], digests(tick), self._setting.workers):
             refuse(self._setting.comms.replica, tick)
-        if (tick.clock + 1) % self._period == 0:
+        if self._due(tick):
             self._write(self._average())
         named = {name: value / count for name, value in zip(self._metric_names, metrics, strict=False)}
         return Agreed(loss / count, count, named, norm / max(active - bad, 1), finite=bad == 0, stop=stop > 0)
 
     def update(self, agreed: Agreed, tick: Tick) -> Update:
         """The inner updates are done; a worker whose gradient was not finite has skipped its own."""
+        if (reducer := self._jointly(tick)) is not None:
+            return self._update_all(reducer, agreed, tick)
         nonfinite: dict[str, None] = {}
         if not agreed.finite:
             found, self._culprits = "\n".join(list(self._culprits)[:3]), {}
             said = self._setting.comms.replica.texts(found, "names of gradients that are not finite")
             nonfinite = dict.fromkeys(name for text in said for name in text.splitlines())
-        together = (tick.clock + 1) % self._period == 0
-        return Update(1, skipped=not agreed.finite, nonfinite=tuple(nonfinite), together=together)
+        return Update(1, skipped=not agreed.finite, nonfinite=tuple(nonfinite), together=self._due(tick))
 
     def merged(self) -> dict[str, Tensor]:
         averages = dict(zip((name for name, _ in self._trained), self._average(), strict=True))
@@ -155,6 +165,58 @@ class Periodic:
                 group, prefix = ("workers", f"{worker}/optimizer/") if same else ("optim", "")
                 load_optimizer(self._of[worker], self._trained, saved, group, prefix)
         self._buffers.load(saved)
+
+    def _put(self, worker: int) -> None:
+        """Let the model hold this worker's parameters."""
+        for (_, parameter), copy in zip(self._trained, self._copies[worker], strict=True):
+            parameter.data = copy
+
+    def _due(self, tick: Tick) -> bool:
+        """Whether the copies become one at the end of this step."""
+        alone = tick.clock + 1 - self._post
+        return alone > 0 and alone % self._period == 0
+
+    def _jointly(self, tick: Tick) -> TreeReducer | None:
+        """What sums the gradients in a synchronous step; None in the others."""
+        return self._reducer if tick.clock < self._post else None
+
+    def _contribute(self, reducer: TreeReducer, worker: int, part: Totals | None) -> None:
+        """A worker's gradient in a synchronous step: from the mean over its samples to their sum."""
+        if part is not None:
+            self._metric_names = part.names
+            gradients = [p.grad for _, p in self._trained if p.grad is not None]
+            scale_all(gradients, part.samples / self._tick.loss_scale)
+        reducer.collect(self._tick, worker, None if part is None else part.lanes)
+
+    def _together(self, reducer: TreeReducer, tick: Tick) -> Agreed:
+        """The gradient of the global batch. Collective."""
+        sums = reducer.finish(tick, None)
+        count = sums.samples or math.nan
+        reducer.scale(1 / count)
+        norm = math.sqrt(sum(reducer.squares()))
+        metrics = {name: value / count for name, value in zip(self._metric_names, sums.metrics, strict=False)}
+        finite = math.isfinite(norm) or all(
+            p.grad is None or bool(torch.isfinite(p.grad).all()) for _, p in self._trained
+        )
+        return Agreed(sums.loss / count, sums.samples, metrics, norm, finite, sums.stop)
+
+    def _update_all(self, reducer: TreeReducer, agreed: Agreed, tick: Tick) -> Update:
+        """The same update on every worker's copy."""
+        nonfinite: tuple[str, ...] = ()
+        if agreed.finite:
+            clip, norm = self._setting.clip, agreed.grad_norm
+            if clip is not None and norm > clip:
+                factor = clip / (norm + 1e-6)
+                reducer.scale(factor)
+                norm *= factor
+            for worker, optimizer in self._of.items():
+                self._put(worker)
+                step(optimizer, tick.lr_factor, norm)
+        else:
+            nonfinite = culprits(self._setting.comms.replica, self._named)
+        for _, parameter in self._trained:
+            parameter.grad = None
+        return Update(int(agreed.finite), skipped=not agreed.finite, nonfinite=nonfinite)
 
     def _average(self) -> list[Tensor]:
         """Mean over all N workers of each parameter, the same bits on every rank. Collective."""

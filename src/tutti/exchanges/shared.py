@@ -3,6 +3,8 @@
 Each rank packs its gradients straight into its slot. When all have, each adds up one slice of all slots and writes the
 sum into every slot; when all have, every slot holds the whole sum. Two meetings a step, 2·n numbers moved a rank.
 Before anything is added the ranks compare what each has put there.
+
+Where every tensor has an owner, as in ``central_storage``, it alone adds the tensor up, in the first slot.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from torch import Tensor
 
 from tutti.comm.segment import Segment, attach
 from tutti.exchanges.buckets import METRICS, Bucket, Sums, plan, read_sums
-from tutti.exchanges.reducers import Named, expose, layout_key, refuse, scale_all
+from tutti.exchanges.reducers import Named, layout_key, refuse, scale_all
 from tutti.laws.keys import mix
 from tutti.laws.shares import share
 from tutti.types import Setting, Tick
@@ -31,20 +33,31 @@ class SharedReducer:
 
     Each rank's slot: a line of 64-bit numbers (digest, sum of squares of its slice, totals, a flag a parameter), then
     the buckets.
+
+    Args:
+        owners: the rank that needs each trainable parameter's gradient, which nobody else is given; None: all need all.
     """
 
     listens = True
 
-    def __init__(self, parameters: Named, setting: Setting, segment: Segment, borrowed: Collection[str] = ()) -> None:
-        self._comm, self._segment = setting.comms.replica, segment
+    def __init__(
+        self,
+        parameters: Named,
+        setting: Setting,
+        segment: Segment,
+        borrowed: Collection[str] = (),
+        owners: Sequence[int] | None = None,
+    ) -> None:
+        self._comm, self._segment, self._owned = setting.comms.replica, segment, owners is not None
         trainable = [(name, p) for name, p in parameters if p.requires_grad]
-        groups = _groups(trainable, borrowed)
+        groups = _groups(trainable, borrowed, owners)
         self._order = [trainable[i][1] for group in groups for i in group]
         self._key = layout_key(trainable)
         self._header = _header_bytes(len(trainable))
-        self._buckets = []
+        self._buckets: list[Bucket] = []
         self._chunks: list[tuple[bool, list[Tensor]]] = []
-        start = self._header
+        self._summed: list[tuple[Bucket, slice]] = []
+        start, first = self._header, 0
         for group in groups:
             members = [trainable[i][1] for i in group]
             elements, dtype = sum(p.numel() for p in members), members[0].dtype
@@ -54,7 +67,13 @@ class SharedReducer:
             bucket = Bucket(members, dtype, self._comm.device, tail=0, flat=flats[self._comm.rank])
             self._buckets.append(bucket)
             counted = trainable[group[0]][0] not in borrowed
-            self._chunks += [(counted, chunk) for chunk in _chunks_of(flats, self._comm.rank)]
+            flags, first = slice(first, first + len(members)), first + len(members)
+            if owners is None:
+                self._chunks += [(counted, chunk) for chunk in _chunks_of(flats, self._comm.size, self._comm.rank)]
+                self._summed.append((bucket, flags))
+            elif owners[group[0]] == self._comm.rank:
+                self._chunks += [(counted, chunk) for chunk in _chunks_of(flats, 1, 0)]
+                self._summed.append((Bucket(members, dtype, self._comm.device, tail=0, flat=flats[0]), flags))
         headers = [segment.slot(r)[: self._header].view(torch.float64).numpy() for r in range(self._comm.size)]
         self._headers, self._mine = headers, headers[self._comm.rank]
         self._digests = [header.view("int64") for header in headers]
@@ -76,7 +95,7 @@ class SharedReducer:
             index = self._of[parameter]  # type: ignore[index]
             self._missing[index] -= 1
             if not self._missing[index]:
-                self._packed[index] = self._buckets[index].pack()
+                self._packed[index] = self._pack(self._buckets[index])
 
     def collect(self, tick: Tick, worker: int, lanes: Tensor | None) -> None:
         """Nothing to do: autograd adds a rank's workers up by itself."""
@@ -86,7 +105,7 @@ class SharedReducer:
         self._armed = False
         used: list[bool] = []
         for bucket, flags in zip(self._buckets, packed, strict=True):
-            used += bucket.pack() if flags is None else flags
+            used += self._pack(bucket) if flags is None else flags
         self._write_header(tick, lanes, used)
         self._segment.meet(f"sum of gradients in step {tick.clock + 1}")
         digest = self._digests[self._comm.rank][_DIGEST]
@@ -99,8 +118,17 @@ class SharedReducer:
         self._add()
         self._segment.meet(f"sum of gradients in step {tick.clock + 1}, second half")
         self._square = float(sum(header[_SQUARE] for header in self._headers))
-        expose(self._buckets, sums.used)
+        for bucket, place in self._summed:
+            bucket.expose(sums.used[place])
         return sums
+
+    def _pack(self, bucket: Bucket) -> list[bool]:
+        """Copy a bucket's gradients into this rank's slot; where only the owner gets them back, there they stay."""
+        used = bucket.pack()
+        if self._owned:
+            for parameter in bucket.parameters:
+                parameter.grad = None
+        return used
 
     def _write_header(self, tick: Tick, lanes: Tensor | None, used: Sequence[bool]) -> None:
         self._digests[self._comm.rank][_DIGEST] = mix(self._key, tick.clock, tick.samples) >> 1
@@ -109,12 +137,12 @@ class SharedReducer:
         self._mine[_FLAGS : _FLAGS + len(used)] = used
 
     def _add(self) -> None:
-        """Sum this rank's slice of all slots into every slot, in rank order, a piece that fits the cache at a time."""
+        """Sum this rank's slice of all slots, in rank order and by pieces that fit the cache, where it is needed."""
         square = 0.0
         for counted, (first, *others) in self._chunks:
             for other in others:
                 first.add_(other)
-            for other in others:
+            for other in () if self._owned else others:
                 other.copy_(first)
             if counted:
                 wide = first if first.dtype in (torch.float32, torch.float64) else first.float()
@@ -126,27 +154,29 @@ class SharedReducer:
 
     def scale(self, factor: float) -> None:
         self._square *= factor**2
-        scale_all([bucket.gradients for bucket in self._buckets], factor)
+        scale_all([bucket.gradients for bucket, _ in self._summed], factor)
 
 
-def attach_shared(parameters: Named, setting: Setting, borrowed: Collection[str] = ()) -> SharedReducer | None:
+def attach_shared(
+    parameters: Named, setting: Setting, borrowed: Collection[str] = (), owners: Sequence[int] | None = None
+) -> SharedReducer | None:
     """A shared-memory reducer, or None where the ranks cannot share memory. Collective."""
     comm = setting.comms.replica
     trainable = [(name, p) for name, p in parameters if p.requires_grad]
     if comm.size == 1 or comm.device.type != "cpu" or not trainable:
         return None
-    bytes_ = sum(
-        -(-sum(trainable[i][1].nbytes for i in group) // _ALIGN) * _ALIGN for group in _groups(trainable, borrowed)
-    )
+    groups = _groups(trainable, borrowed, owners)
+    bytes_ = sum(-(-sum(trainable[i][1].nbytes for i in group) // _ALIGN) * _ALIGN for group in groups)
     segment = attach(comm, _header_bytes(len(trainable)) + bytes_)
-    return None if segment is None else SharedReducer(parameters, setting, segment, borrowed)
+    return None if segment is None else SharedReducer(parameters, setting, segment, borrowed, owners)
 
 
-def _groups(trainable: Named, borrowed: Collection[str]) -> list[list[int]]:
-    """Which parameters share a bucket; those that count in the norm and those that do not are never together."""
+def _groups(trainable: Named, borrowed: Collection[str], owners: Sequence[int] | None) -> list[list[int]]:
+    """Which parameters share a bucket: never those that count in the norm and those that do not, nor of two owners."""
+    kinds = [(owners[i] if owners else 0, name in borrowed) for i, (name, _) in enumerate(trainable)]
     groups = []
-    for lent in (False, True):
-        chosen = [i for i, (name, _) in enumerate(trainable) if (name in borrowed) is lent]
+    for kind in sorted(set(kinds)):
+        chosen = [i for i, other in enumerate(kinds) if other == kind]
         sizes = [(trainable[i][1].nbytes, str(trainable[i][1].dtype)) for i in chosen]
         groups += [[chosen[i] for i in group] for group in plan(sizes, _BUCKET_BYTES, _BUCKET_BYTES)]
     return groups
@@ -159,11 +189,11 @@ def _header_bytes(flags: int) -> int:
     return -(-8 * (_FLAGS + flags) // _ALIGN) * _ALIGN
 
 
-def _chunks_of(flats: Sequence[Tensor], rank: int) -> list[list[Tensor]]:
-    """This rank's slice of every rank's vector, in pieces: each a list of the same piece of all vectors."""
+def _chunks_of(flats: Sequence[Tensor], ranks: int, rank: int) -> list[list[Tensor]]:
+    """A rank's slice of every rank's vector, in pieces: each a list of the same piece of all vectors."""
     step = _ALIGN // flats[0].element_size()
     lines = -(-flats[0].numel() // step)
-    mine = share(lines, len(flats), rank)
+    mine = share(lines, ranks, rank)
     low, high = mine.start * step, min(mine.stop * step, flats[0].numel())
     size = _CHUNK_BYTES // flats[0].element_size()
     return [[flat[at : min(at + size, high)] for flat in flats] for at in range(low, high, size)]

@@ -1,6 +1,8 @@
-"""How wholes are cut into contiguous parts that differ by at most one."""
+"""How wholes are cut into parts that are as even as possible."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 
 def share(total: int, parts: int, index: int) -> range:
@@ -12,6 +14,21 @@ def share(total: int, parts: int, index: int) -> range:
     size, rest = divmod(total, parts)
     start = index * size + min(index, rest)
     return range(start, start + size + (index < rest))
+
+
+def owners(sizes: Sequence[int], parts: int) -> list[int]:
+    """Which of ``parts`` each item belongs to, so that their sizes come out even: the largest first, to the lightest.
+
+    No part is heavier than 4/3 of the best there is (Graham 1969, SIAM J. Appl. Math. 17, theorem 2).
+
+    >>> owners([5, 3, 3, 2, 1], 2)
+    [0, 1, 1, 0, 0]
+    """
+    loads, of = [0] * parts, [0] * len(sizes)
+    for index in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
+        of[index] = min(range(parts), key=lambda part: loads[part])
+        loads[of[index]] += sizes[index]
+    return of
 
 
 def chunks(total: int, largest: int | None) -> list[range]:

@@ -13,6 +13,7 @@ from tutti.optim.config import check_schedule
 from tutti.optim.scaling import Adaptive, check_growth, check_rule
 from tutti.spec import Duration
 from tutti.training.best import Best
+from tutti.training.slow import Slow
 from tutti.world.watchdog import Limits
 
 
@@ -56,6 +57,7 @@ class TrainConfig:
         max_restarts: starts anew from the last checkpoint after a failure.
         seed: every random stream is derived from it.
         reproducible: bit-identical weights on any number of devices.
+        slow: ranks or workers that take longer than they need: ``rank=1,factor=3``, ``worker=2,ms=20``.
         threads: CPU threads a process; default: cores ÷ local processes.
         device: auto, cpu or cuda.
         max_nonfinite: steps in a row that a NaN or infinity may skip.
@@ -108,6 +110,7 @@ class TrainConfig:
     max_restarts: int = 0
     seed: int = 0
     reproducible: bool = False
+    slow: str | None = None
     threads: int | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
     max_nonfinite: int = 10
@@ -173,6 +176,7 @@ class TrainConfig:
         self.averaging()
         self.best()
         self.growth()
+        self.slowness()
 
     def limits(self) -> Limits:
         """How long a rank may show no progress. Raises UsageError."""
@@ -247,6 +251,10 @@ class TrainConfig:
                     remedy="take --schedule constant, or other milestones",
                 )
         return growth
+
+    def slowness(self) -> tuple[Slow, ...]:
+        """Who is to take longer. Raises UsageError."""
+        return () if self.slow is None or self.slow == "none" else Slow.parse(self.slow)
 
     def best(self) -> Best | None:
         """What makes a checkpoint the best. Raises UsageError."""

@@ -42,6 +42,7 @@ def derived(
         "learning rate": _rate(config, run.setting.workers),
         **_noise(config, run),
         **_kept(config),
+        **({"slowed": "; ".join(map(str, config.slowness()))} if config.slowness() else {}),
         "seed": str(config.seed),
     }
 

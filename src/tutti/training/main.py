@@ -265,6 +265,7 @@ def _prepare(task: Task, model: nn.Module, config: TrainConfig, world: World) ->
         seed=config.seed,
         max_nonfinite=config.max_nonfinite,
         data_workers=config.data_workers,
+        slow=config.slowness(),
     )
 
 

@@ -40,6 +40,7 @@ from tutti.training.growing import growing
 from tutti.training.initial import begin_with
 from tutti.training.optimizers import belongs, describe, factory, same_kernels
 from tutti.training.run import Run
+from tutti.training.slow import Slow, slowed
 from tutti.types import LossFn, Setting
 from tutti.world import context
 from tutti.world.grid import Grid
@@ -75,6 +76,7 @@ def prepare(
     seed: int = 0,
     max_nonfinite: int = 10,
     data_workers: int = 0,
+    slow: Sequence[Slow] | str = (),
 ) -> Run:
     """Train ``model`` on every rank of the job as if on one device. Collective; initialises the world if needed.
 
@@ -117,6 +119,7 @@ def prepare(
         seed: of the order of samples and all random draws.
         max_nonfinite: steps in a row that may be skipped.
         data_workers: processes of each rank that fetch samples ahead; the result does not depend on them.
+        slow: ranks or workers that take longer than they need, ``rank=1,factor=3`` or ``worker=2,ms=20``.
 
     Raises:
         UsageError, DataError: what was asked for does not fit together.
@@ -159,14 +162,14 @@ def prepare(
     dtype = _precise(model, precision, channels_last)
     place, loss = placer(world.device, dtype, channels_last), _cast(loss_fn, world.device.type, precision)
     setting = replace(setting, trial=_trial(data, contract, place, loss))
-    layout, exchange = choice.make(_as_one(setting, together))
-    replica = layout.build(model)
+    layout, exchange = choice.counted(epochs.steps).make(_as_one(setting, together))
+    replica = slowed(layout.build(model), slow, world, contract.workers)
     sink = exchange.attach(replica, make_optimizer)
     same_kernels(comms.world, optimizer, exchange.optimizers)
     prefetch = Prefetch(data_workers, identity.rank, world.timeout)
     reader = make_reader(data, epochs, grid.data_rank, seed, comms, prefetch)
     feed = Feed(reader, epochs, grid.data_rank, seed, place, prefetch, together)
-    average = strategies.average(replica, setting)
+    average = strategies.average(replica, exchange, setting)
     run = Run(replica, exchange, sink, feed, loss, setting, max_nonfinite, average, scale)
     run.noise, run.adascale = noise, AdaScale(batch_size, contract.workers) if adaptive else None
     if isinstance(optimizer, Optimizer):

@@ -18,3 +18,9 @@ def keep_freed_memory() -> bool:
         return False
     libc = ctypes.CDLL(None)
     return bool(libc.mallopt(_M_MMAP_MAX, 0)) and bool(libc.mallopt(_M_TRIM_THRESHOLD, ctypes.c_int(-1)))
+
+
+def give_back() -> None:
+    """Return what is free now to the system, once: for much that is freed and will not be needed again."""
+    if platform.libc_ver()[0] == "glibc":
+        ctypes.CDLL(None).malloc_trim(0)

@@ -1,0 +1,158 @@
+"""What one slow machine costs each strategy: samples a second, and held-out accuracy against time.
+
+    python benchmarks/uneven.py --out uneven             # about ten minutes
+    python benchmarks/uneven.py --out uneven --quick     # does it run? its numbers mean nothing
+
+Four devices, real processes, train the digits. Every worker's step takes ``--ms`` milliseconds longer than it needs, in
+which its core is free: machines of which the step is mostly their own. On the uneven cluster one of them takes
+``--factor`` times as long. Writes ``uneven.json``, ``uneven.md`` and, with the extra ``plot``, ``uneven.svg`` into
+``--out``; a run that is there already is not made again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tutti import strategies
+
+DEVICES = 4
+STRATEGIES = {
+    "mirrored": "mirrored",
+    "local SGD, H = 8": "local_sgd:period=8",
+    "local SGD after 1 epoch": "local_sgd:period=8,post=1ep",
+    "DiLoCo, H = 8": "diloco:period=8",
+    "server, synchronous": "parameter_server:mode=sync",
+    "server, bounded s = 0": "parameter_server:mode=bounded,staleness=0",
+    "server, bounded s = 2": "parameter_server:mode=bounded,staleness=2",
+    "server, bounded s = 8": "parameter_server:mode=bounded,staleness=8",
+    "server, asynchronous": "parameter_server:mode=async",
+}
+_COLOURS = ("#000000", "#E69F00", "#56B4E9", "#009E73", "#0072B2", "#D55E00", "#CC79A7", "#999999", "#F0E442")
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """How slow the devices are: milliseconds a step of each but the last, and of that one."""
+
+    name: str
+    others: float
+    last: float
+
+    @property
+    def slow(self) -> str:
+        first = "+".join(str(rank) for rank in range(DEVICES - 1))
+        return f"rank={first},ms={self.others:g};rank={DEVICES - 1},ms={self.last:g}"
+
+
+def available() -> dict[str, str]:
+    """Those strategies that this version has."""
+    return {name: text for name, text in STRATEGIES.items() if text.partition(":")[0] in strategies.TABLE}
+
+
+def train(folder: Path, strategy: str, cluster: Cluster, epochs: int, seed: int) -> dict[str, Any]:
+    """One run; what it came to, and its curve of (seconds, accuracy)."""
+    summary = folder / "summary.json"
+    if not summary.exists() or json.loads(summary.read_text()).get("exit_code") != 0:
+        words = ["train", "digits", "--devices", str(DEVICES), "--workers", str(DEVICES), "--strategy", strategy]
+        words += ["--batch-size", "64", "--epochs", str(epochs), "--optimizer", "adam:lr=0.002", "--seed", str(seed)]
+        words += ["--slow", cluster.slow, "--out", str(folder), "--overwrite", "--checkpoint-every", "none"]
+        done = subprocess.run([sys.executable, "-m", "tutti", *words], capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(f"{strategy}: {done.stderr[-2000:]}")
+    found = json.loads(summary.read_text())
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    curve = [(line["seconds"], line["accuracy"]) for line in lines if line["group"] == "eval"]
+    return {"samples_per_second": found["samples_per_second"], "accuracy": found["eval"]["accuracy"], "curve": curve}
+
+
+def table(rows: Mapping[str, Mapping[str, Any]], clusters: Sequence[Cluster]) -> str:
+    """Markdown: samples a second on both clusters, their ratio, the accuracies."""
+    lines = ["| strategy | even, samples/s | uneven, samples/s | ratio | accuracy, even | accuracy, uneven |"]
+    lines += ["|---|---:|---:|---:|---:|---:|"]
+    for name, row in rows.items():
+        even, uneven = (row[cluster.name] for cluster in clusters)
+        speeds = even["samples_per_second"], uneven["samples_per_second"]
+        cells = [f"{speeds[0]:,.0f}", f"{speeds[1]:,.0f}", f"{speeds[1] / speeds[0]:.2f}"]
+        lines.append(f"| {' | '.join([name, *cells, *(f'{x:.1%}' for x in (even['accuracy'], uneven['accuracy']))])} |")
+    return "\n".join(lines) + "\n"
+
+
+def draw(rows: Mapping[str, Mapping[str, Any]], clusters: Sequence[Cluster], caption: str, path: Path) -> None:
+    """Held-out accuracy against time, a panel a cluster."""
+    import matplotlib as mpl
+
+    mpl.use("svg")
+    from matplotlib import pyplot
+
+    mpl.rcParams["svg.hashsalt"] = "tutti"
+    figure, panels = pyplot.subplots(1, len(clusters), figsize=(11, 4.5), sharey=True)
+    for panel, cluster in zip(panels, clusters, strict=True):
+        for colour, (name, row) in zip(_COLOURS, rows.items(), strict=False):
+            panel.plot(
+                *zip(*row[cluster.name]["curve"], strict=True), color=colour, marker="o", markersize=3, label=name
+            )
+        panel.set_title(f"{cluster.name} cluster")
+        panel.set_xlabel("seconds of training")
+        panel.grid(alpha=0.3)
+    panels[0].set_ylabel("held-out accuracy")
+    panels[-1].legend(fontsize=7)
+    figure.text(0.01, 0.01, caption, fontsize=6, color="#555555")
+    figure.tight_layout(rect=(0, 0.03, 1, 1))
+    figure.savefig(path, metadata={"Date": None})
+    pyplot.close(figure)
+
+
+def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line. Exits with 2 on a usage error."""
+    parser = argparse.ArgumentParser(description="What one slow machine costs each strategy.")
+    add = parser.add_argument
+    add("--out", type=Path, required=True, help="folder for runs, table and figure")
+    add("--strategies", default="", help="names or parts of them, with + in between; default: all that there are")
+    add("--epochs", type=int, default=10)
+    add("--ms", type=float, default=20.0, help="milliseconds that a step of every device takes longer")
+    add("--factor", type=float, default=3.0, help="of the slow device")
+    add("--seed", type=int, default=0)
+    add("--quick", action="store_true", help="two epochs: does it run?")
+    given = parser.parse_args(argv)
+    if given.quick:
+        given.epochs = 2
+    return given
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the study and returns its exit code."""
+    given = arguments(argv)
+    clusters = [Cluster("even", given.ms, given.ms), Cluster("uneven", given.ms, given.factor * given.ms)]
+    wanted = given.strategies.split("+")
+    chosen = {name: text for name, text in available().items() if any(part in name for part in wanted)}
+    rows: dict[str, dict[str, Any]] = {}
+    for name, strategy in chosen.items():
+        row = {}
+        for cluster in clusters:
+            words = (cluster.name, strategy, str(given.epochs), f"{given.ms:g}", f"{given.factor:g}", str(given.seed))
+            folder = given.out / "runs" / "-".join(words).replace(":", "-").replace(",", "-")
+            row[cluster.name] = train(folder, strategy, cluster, given.epochs, given.seed)
+        rows[name] = row
+        print(table({name: row}, clusters).splitlines()[-1], flush=True)
+    text = table(rows, clusters)
+    (given.out / "uneven.md").write_text(text)
+    settings = {key: getattr(given, key) for key in ("epochs", "ms", "factor", "seed")}
+    (given.out / "uneven.json").write_text(json.dumps({"settings": settings, "rows": rows}, indent=2) + "\n")
+    caption = f"digits, {DEVICES} devices, batch 64, {given.ms:g} ms a step, the slow one {given.factor:g} times that"
+    try:
+        draw(rows, clusters, caption, given.out / "uneven.svg")
+    except ImportError:
+        print("no figure: pip install 'tutti[plot]'", file=sys.stderr)
+    print(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
