@@ -103,10 +103,18 @@ def prepared(strategy: str, width: int, size: int) -> tuple[tutti.Run, torch.Ten
     return run, data[8 * dist.get_rank() : 8 * dist.get_rank() + 8]
 
 
+def settle(strategy: str, size: int) -> None:
+    """Load and start all that a run of this strategy needs, with a model of no size."""
+    run, batch = prepared(strategy, 8, size)
+    run.step(batch)
+    dist.barrier()
+
+
 def memory(rank: int, size: int, folder: str, strategy: str, width: int) -> None:
     join(rank, size, folder)
-    tutti.init("cpu")
+    settle(strategy, size)
     before = proc("smaps_rollup", "Pss")
+    dist.barrier()
     run, batch = prepared(strategy, width, size)
     losses = [run.step(batch) for _ in range(3)]
     gc.collect()
@@ -161,9 +169,9 @@ def race(rank: int, size: int, folder: str, name: str, rounds: int, seed: int, l
 
 
 def within(rank: int, size: int, folder: str, strategy: str, width: int, own: int) -> None:
-    """Train with at most ``own`` bytes of one's own more than a process has that has joined and done nothing."""
+    """Train with at most ``own`` bytes of one's own more than a process has that has trained a model of no size."""
     join(rank, size, folder)
-    tutti.init("cpu")
+    settle(strategy, size)
     limit = proc("status", "VmData") + own
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     run, batch = prepared(strategy, width, size)
