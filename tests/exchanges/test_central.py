@@ -102,6 +102,26 @@ def test_nobody_reads_a_slice_that_is_not_written_yet(rank: int) -> None:
     assert worlds.run(3, late, rank=rank) == want
 
 
+def late_average(rank: int) -> list[float]:
+    """One rank takes its slice into the average long after the others; nobody may read what is still old there."""
+    run = prepare("sgd:lr=0.1", ema="0.5")
+    assert run.average is not None
+    train(run, 1)
+    merged = run.exchange.merged()
+    if tutti.rank() == rank:
+        time.sleep(0.1)
+    run.average.update()
+    within = run.average.within(merged)
+    return [float(tensor.double().sum()) for tensor in within.values()]
+
+
+def test_nobody_reads_an_average_that_is_not_written_yet() -> None:
+    want = worlds.run(3, late_average, rank=-1)
+    assert want[0] == want[1] == want[2]
+    for rank in range(3):
+        assert worlds.run(3, late_average, rank=rank) == want
+
+
 def refused(hosts: list[str], directory: str) -> str:
     names, before = central.socket.gethostname, segments._DIRECTORY
     try:
