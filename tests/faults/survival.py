@@ -82,7 +82,7 @@ def asked():
 
 def fsync(descriptor, real=os.fsync):
     "Wait in the middle of a save until this rank is asked to stop, or for ever when it was."
-    if FAULT["when"] == "save" and RANK == FAULT["rank"]:
+    if FAULT["when"] == "save" and RANK == FAULT["rank"] and BEGAN is not None:
         hold()
     if FAULT["when"] == "again" and asked():
         mark("saving")
