@@ -84,6 +84,8 @@ REDUCED = {
     "fp16 compute": ("mirrored", "fp16", 1e-3),
     "fp16 compute and wire": ("mirrored:wire=fp16", "fp16", 2e-3),
     "fp16 compute, model_parallel": ("model_parallel", "fp16", 1e-3),
+    "bf16 compute, pipeline": ("pipeline:schedule=1f1b", "bf16", 5e-3),
+    "fp16 compute, zero_bubble": ("pipeline:schedule=zero_bubble", "fp16", 1e-3),
 }
 
 
@@ -104,7 +106,7 @@ def test_reduced_precision_stays_within_what_is_stated(row: str) -> None:
 OVERFLOWING = "dynamic:init=1073741824,max=1073741824,backoff_factor=9.5367431640625e-07,growth_interval=2"
 
 
-@pytest.mark.parametrize("strategy", ["mirrored", "model_parallel", "local_sgd"])
+@pytest.mark.parametrize("strategy", ["mirrored", "model_parallel", "local_sgd", "pipeline zero_bubble"])
 def test_float16_is_reproducible_with_its_loss_scale(strategy: str) -> None:
     """The first step overflows and is skipped, later ones raise the scale: all devices do so in the same steps."""
     specification, single, _ = STRATEGIES[strategy]
@@ -133,6 +135,8 @@ FORWARDS: list[tuple[str, dict[str, Any], tuple[float, ...]]] = [
     *((strategy, AGAIN, (TOLERANCE, 0)) for strategy in ("mirrored", "model_parallel", "local_sgd")),
     *((strategy, COMPILED, (TOLERANCE,)) for strategy in ("mirrored", "model_parallel", "local_sgd")),
     ("model_parallel", AGAIN | COMPILED, (TOLERANCE,)),
+    *((f"pipeline {schedule}", AGAIN, (TOLERANCE, 0)) for schedule in ("interleaved", "zero_bubble")),
+    ("pipeline 1f1b", AGAIN | COMPILED, (TOLERANCE,)),
 ]
 
 

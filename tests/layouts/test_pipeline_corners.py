@@ -148,3 +148,35 @@ def without_a_call() -> str:
 def test_a_loss_that_never_calls_the_model_is_refused() -> None:
     for said in worlds.run(2, without_a_call):
         assert "did not call the model" in said
+
+
+class Scaled(nn.Module):
+    """Has an argument that may be left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, inputs: Tensor, scale: float | None = None) -> Tensor:
+        out: Tensor = self.last(self.first(inputs))
+        return out if scale is None else out * scale
+
+
+def scaled(given: float | None) -> Any:
+    def loss(model: Any, batch: Tensor) -> Tensor:
+        out: Tensor = model(inputs=batch, scale=given).square().mean()
+        return out
+
+    torch.manual_seed(0)
+    arguments = {"strategy": "pipeline" if tutti.size() > 1 else "single", "batch_size": 8, "reproducible": True}
+    run = tutti.prepare(Scaled(), "sgd:lr=0.1", torch.ones(8, 4), loss, **arguments)
+    try:
+        return run.step(next(run.epoch(0)))
+    except tutti.errors.UsageError as error:
+        return str(error)
+
+
+def test_an_argument_that_was_taken_by_its_default_is_refused() -> None:
+    assert worlds.run(2, scaled, given=None) == worlds.run(1, scaled, given=None) * 2
+    for said in worlds.run(2, scaled, given=2.0):
+        assert "gives the model 'scale'" in said

@@ -161,7 +161,6 @@ class PipelineReplica(Part):
         self._last = self._ranks * len(sections) - 1
         self._messages = Messages(self._comm)
         self._names: dict[bool, tuple[str, ...]] = {}
-        self._relay = _Relay(self, inspect.signature(plain.forward))
         self.halves = [Halves(m) for m in modules] if config.schedule == "zero_bubble" else []
         self._before: list[Mapping[str, int]] = [{} for _ in sections]
         self._learns = [False] * (self._last + 2)
@@ -177,6 +176,7 @@ class PipelineReplica(Part):
             before = _calls_before(holding.cuts, keyed(plain))
             self._before = before[self._here :: self._ranks]
         self._shared = SharedGradients(groups, setting.reproducible)
+        self._relay = _Relay(self, inspect.signature(plain.forward))
         self._sink: GradSink | None = None
         self._reporting = False
 
@@ -345,6 +345,7 @@ class _Relay:
     def __init__(self, replica: PipelineReplica, signature: inspect.Signature) -> None:
         self._replica, self._signature = replica, signature
         self._names = list(signature.parameters)
+        self._known = set(self._names) if replica.cuts is None else replica.cuts.arguments
         self.called = False
 
     def enter(self, stage: int, flight: Flight) -> None:
@@ -364,6 +365,13 @@ class _Relay:
         given = dict(zip(self._names, args, strict=False))
         if kwargs:
             given = self._signature.bind(*args, **kwargs).arguments
+        for name in given.keys() - self._known:
+            if given[name] is not self._signature.parameters[name].default:
+                raise UsageError(
+                    f"the loss function gives the model '{name}', which its forward takes by default as something else",
+                    why="where the model is cut was found with the default",
+                    remedy="give the argument no default, or do not give it",
+                )
         return self._replica.compute(self._flight, self._stage, given)
 
     def __getattr__(self, name: str) -> Any:
