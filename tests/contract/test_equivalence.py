@@ -85,6 +85,8 @@ REDUCED = {
     "fp16 compute and wire": ("mirrored:wire=fp16", "fp16", 2e-3),
     "fp16 compute, model_parallel": ("model_parallel", "fp16", 1e-3),
     "bf16 compute, central_storage": ("central_storage", "bf16", 5e-3),
+    "bf16 compute, pipeline": ("pipeline:schedule=1f1b", "bf16", 5e-3),
+    "fp16 compute, zero_bubble": ("pipeline:schedule=zero_bubble", "fp16", 1e-3),
 }
 
 
@@ -106,7 +108,8 @@ OVERFLOWING = "dynamic:init=1073741824,max=1073741824,backoff_factor=9.536743164
 
 
 @pytest.mark.parametrize(
-    "strategy", ["mirrored", "model_parallel", "local_sgd", "central_storage", "local_sgd, post", "diloco"]
+    "strategy",
+    ["mirrored", "model_parallel", "local_sgd", "central_storage", "local_sgd, post", "diloco", "pipeline zero_bubble"],
 )
 def test_float16_is_reproducible_with_its_loss_scale(strategy: str) -> None:
     """The first step overflows and is skipped, later ones raise the scale: all devices do so in the same steps."""
@@ -137,6 +140,8 @@ FORWARDS: list[tuple[str, dict[str, Any], tuple[float, ...]]] = [
     *((strategy, COMPILED, (TOLERANCE,)) for strategy in ("mirrored", "model_parallel", "local_sgd")),
     ("central_storage", AGAIN | COMPILED, (TOLERANCE,)),
     ("model_parallel", AGAIN | COMPILED, (TOLERANCE,)),
+    *((f"pipeline {schedule}", AGAIN, (TOLERANCE, 0)) for schedule in ("interleaved", "zero_bubble")),
+    ("pipeline 1f1b", AGAIN | COMPILED, (TOLERANCE,)),
 ]
 
 

@@ -22,7 +22,7 @@ from tutti.world import context
 
 pytestmark = [pytest.mark.faults, pytest.mark.row(21)]
 
-STRATEGIES = ["mirrored", "mirrored:algorithm=native", "model_parallel", "local_sgd", "central_storage"]
+STRATEGIES = ["mirrored", "mirrored:algorithm=native", "model_parallel", "local_sgd", "central_storage", "pipeline"]
 
 
 def refusal(case: str, culprit: int, strategy: str = "mirrored") -> tuple[str, int, str]:

@@ -20,7 +20,14 @@ from tests.faults.test_nonfinite import FLAGS, POISON, STEPS, WORKERS, parameter
 
 pytestmark = [pytest.mark.faults, pytest.mark.row(19)]
 
-STRATEGIES = ["mirrored", "mirrored:algorithm=native", "model_parallel", "local_sgd:period=2", "central_storage"]
+STRATEGIES = [
+    "mirrored",
+    "mirrored:algorithm=native",
+    "model_parallel",
+    "local_sgd:period=2",
+    "central_storage",
+    "pipeline",
+]
 
 
 def train(strategy: str, steps: list[int], scale: str, most: int = 10, broken_sample: bool = False) -> Any:

@@ -70,7 +70,7 @@ def loss(model: Any, batch: Any) -> Any:
 
 def train(name: str, strategy: str, optimizer: str = OPTIMIZERS["adamw"], **options: Any) -> Any:
     """Batches of 15 and 11 samples over two workers, in micro-batches of at most 2: 4, 4, 3 and 3 of them."""
-    arguments = {"workers": 2, "batch_size": 15, "clip": 0.5, "ema": "0.8:warmup", "precision": "fp64", **options}
+    arguments = {"workers": 2, "batch_size": 15, "clip": 0.01, "ema": "0.8:warmup", "precision": "fp64", **options}
     run = tutti.prepare(build(name), optimizer, data(name), loss, strategy=strategy, **arguments)
     losses = [run.step(batch) for epoch in range(2) for batch in run.epoch(epoch)]
     evaluation = run.evaluate(run.feed.source, batch=7)

@@ -42,6 +42,11 @@ class Cuts:
         nodes = body(self.graph)
         return [nodes[low:high] for low, high in pairwise(self.bounds)]
 
+    @property
+    def arguments(self) -> set[str]:
+        """Names of the arguments of the model's call that are not taken by their defaults."""
+        return {str(node.target) for node in self.graph.nodes if node.op == "placeholder"}
+
     def held(self, plain: nn.Module) -> list[dict[str, nn.Parameter]]:
         """Parameters that each stage uses, by their first name in the model, in its order."""
         first = {id(p): name for name, p in parameters([plain])}

@@ -126,6 +126,7 @@ def _all_named(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
 class Flight:
     """What one micro-batch leaves on one section between its forward and its backward."""
 
+    training: bool
     key: tuple[Any, ...]
     moment: Any = None
     values: list[Any] = field(default_factory=list)
@@ -160,7 +161,6 @@ class PipelineReplica(Part):
         self._last = self._ranks * len(sections) - 1
         self._messages = Messages(self._comm)
         self._names: dict[bool, tuple[str, ...]] = {}
-        self._relay = _Relay(self, inspect.signature(plain.forward))
         self.halves = [Halves(m) for m in modules] if config.schedule == "zero_bubble" else []
         self._before: list[Mapping[str, int]] = [{} for _ in sections]
         self._learns = [False] * (self._last + 2)
@@ -176,6 +176,7 @@ class PipelineReplica(Part):
             before = _calls_before(holding.cuts, keyed(plain))
             self._before = before[self._here :: self._ranks]
         self._shared = SharedGradients(groups, setting.reproducible)
+        self._relay = _Relay(self, inspect.signature(plain.forward))
         self._sink: GradSink | None = None
         self._reporting = False
 
@@ -217,18 +218,11 @@ class PipelineReplica(Part):
         return self._spread(turn.total, training, sum(cell.samples for cell in cells))
 
     def _forward(self, action: Action, cell: Cell, turn: _Turn) -> Flight:
-        """Take what the stage before has sent, compute, and send on; on the last stage up to the loss."""
+        """Run the loss function until it has called the model: on the last stage up to the loss."""
         stage, chunk = action.stage, action.stage // self._ranks
         training = turn.sink is not None
         self.enter(cell, self._before[chunk])
-        flight = Flight((training, *shapes(cell.batch)))
-        if stage > 0:
-            flight.values, forms = self._messages.receive("activations", (stage, *flight.key))
-            if training and self._learns[stage]:
-                # A hook, not .grad: autograd lays a leaf's .grad out like the leaf, and kernels round by layout.
-                flight.entered = [v for v, form in zip(flight.values, forms, strict=True) if form.learns]
-                for number, tensor in enumerate(flight.entered):
-                    tensor.requires_grad_().register_hook(partial(flight.gradients.__setitem__, number))
+        flight = Flight(training, (training, *shapes(cell.batch)))
         if self.halves and training:
             flight.calls = self.halves[chunk].record()
         self._relay.enter(stage, flight)
@@ -279,6 +273,8 @@ class PipelineReplica(Part):
     def compute(self, flight: Flight, stage: int, given: Mapping[str, Any]) -> Any:
         """This section's forward, called by the loss function through the relay; returns on the last stage alone."""
         section = self._sections[stage // self._ranks]
+        if stage > 0:
+            self._enter(flight, stage)
         result = section.module(*(given[name] for name in section.given), *flight.values)
         if self.halves:
             self.halves[stage // self._ranks].stop()
@@ -289,6 +285,15 @@ class PipelineReplica(Part):
         if self._learns[stage + 1]:
             flight.leaving = [v for v, form in zip(values, forms, strict=True) if form.learns]
         raise _HandedOver
+
+    def _enter(self, flight: Flight, stage: int) -> None:
+        """Take what the stage before has sent."""
+        flight.values, forms = self._messages.receive("activations", (stage, *flight.key))
+        if flight.training and self._learns[stage]:
+            # A hook, not .grad: autograd lays a leaf's .grad out like the leaf, and kernels round by layout.
+            flight.entered = [v for v, form in zip(flight.values, forms, strict=True) if form.learns]
+            for number, tensor in enumerate(flight.entered):
+                tensor.requires_grad_().register_hook(partial(flight.gradients.__setitem__, number))
 
     def whole(self, args: Any, kwargs: Any) -> Any:
         """The only section's forward, where the model is not cut."""
@@ -340,6 +345,7 @@ class _Relay:
     def __init__(self, replica: PipelineReplica, signature: inspect.Signature) -> None:
         self._replica, self._signature = replica, signature
         self._names = list(signature.parameters)
+        self._known = set(self._names) if replica.cuts is None else replica.cuts.arguments
         self.called = False
 
     def enter(self, stage: int, flight: Flight) -> None:
@@ -359,6 +365,13 @@ class _Relay:
         given = dict(zip(self._names, args, strict=False))
         if kwargs:
             given = self._signature.bind(*args, **kwargs).arguments
+        for name in given.keys() - self._known:
+            if given[name] is not self._signature.parameters[name].default:
+                raise UsageError(
+                    f"the loss function gives the model '{name}', which its forward takes by default as something else",
+                    why="where the model is cut was found with the default",
+                    remedy="give the argument no default, or do not give it",
+                )
         return self._replica.compute(self._flight, self._stage, given)
 
     def __getattr__(self, name: str) -> Any:
