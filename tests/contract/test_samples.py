@@ -28,6 +28,8 @@ WORLDS = [
     (4, "model_parallel:stages=2"),
     (3, "pipeline"),
     (4, "pipeline:stages=2,schedule=zero_bubble"),
+    (2, "tensor:least=1"),
+    (4, "hybrid:tensor=2,replicas=2,least=1"),
 ]
 
 
