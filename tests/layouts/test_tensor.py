@@ -69,9 +69,13 @@ def test_equals_one_device(shape: str, devices: int) -> None:
     assert max(here) < 0.75 * whole, "nothing was split"
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+ADAPTED = {"novograd, every tensor": "novograd:lr=0.01,adapt_1d=true,decay_1d=true"}
+
+
+@pytest.mark.parametrize("optimizer", [*OPTIMIZERS, *ADAPTED])
 def test_every_optimizer(optimizer: str) -> None:
-    text = OPTIMIZERS[optimizer].replace("adam=9.*", "adam=*embed*+*head*")
+    """Norms of layers are those of whole ones, and what ranks hold alike counts once in them."""
+    text = {**OPTIMIZERS, **ADAPTED}[optimizer].replace("adam=9.*", "adam=*embed*+*head*")
     check("gpt", SPLIT, 3, optimizer=text, clip=0.5, steps=3)
 
 
