@@ -88,13 +88,20 @@ def test_replicas_of_split_layers(strategy: str, devices: int) -> None:
         check("gpt, dropout", strategy, devices, workers=2, clip=0.1, optimizer=OPTIMIZERS[optimizer])
 
 
-@pytest.mark.parametrize(
-    ("strategy", "devices"),
-    [("hybrid:stages=2,tensor=2,least=1", 4), ("hybrid:replicas=2,stages=2,tensor=2,least=1", 8)],
-)
-def test_stages_of_split_layers(strategy: str, devices: int) -> None:
-    for optimizer in ("lars", "adamw"):
-        check("nano", strategy, devices, workers=2, clip=0.1, optimizer=OPTIMIZERS[optimizer])
+STAGES = [
+    ("nano", "hybrid:stages=2,tensor=2,least=1", 4, "lars"),
+    ("nano", "hybrid:replicas=2,stages=2,tensor=2,least=1", 8, "adamw"),
+    ("gpt, dropout", "hybrid:stages=2,tensor=2,least=1,schedule=zero_bubble", 4, "adamw"),
+    ("gpt", "hybrid:stages=2,tensor=2,least=1,schedule=interleaved", 4, "novograd"),
+    ("gpt, dropout", "hybrid:stages=2,tensor=3,least=1", 6, "lamb"),
+    ("unet", "hybrid:stages=3,tensor=2,least=1", 6, "sgd momentum"),
+]
+
+
+@pytest.mark.parametrize(("shape", "strategy", "devices", "optimizer"), STAGES)
+def test_stages_of_split_layers(shape: str, strategy: str, devices: int, optimizer: str) -> None:
+    """Weights tied over stages and split, skip connections, dropout."""
+    check(shape, strategy, devices, workers=2, clip=0.1, optimizer=OPTIMIZERS[optimizer])
 
 
 def test_activations_computed_again() -> None:
