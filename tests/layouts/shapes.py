@@ -150,6 +150,7 @@ SHAPES: dict[str, Callable[[], nn.Module]] = {
     "few keys": lambda: decoder(Separate(kv=2), Leaking()),
     "encoder": lambda: encoder(0.2),
     "convolutions": convolutions,
+    "convolutions, no dropout": lambda: nn.Sequential(*(m for m in convolutions() if not isinstance(m, nn.Dropout))),
     "unet": small_unet,
 }
 
@@ -163,10 +164,10 @@ def build(shape: str) -> nn.Module:
 def data(shape: str, count: int = 20) -> Any:
     """Samples and targets."""
     generator = torch.Generator().manual_seed(1)
-    if shape in ("convolutions", "unet"):
+    if shape.startswith(("convolutions", "unet")):
         images = torch.randn(count, 1, 8, 8, generator=generator, dtype=torch.float64)
         labels = torch.randint(0, 4, (count,), generator=generator)
-        return (images, labels) if shape == "convolutions" else (images, (images > 0).double())
+        return (images, labels) if shape != "unet" else (images, (images > 0).double())
     texts = torch.randint(0, VOCABULARY, (count, BLOCK + 1), generator=generator)
     return texts[:, :-1], texts[:, 1:].contiguous()
 
@@ -175,6 +176,6 @@ def loss(shape: str) -> Any:
     """Of the model on a batch."""
     if shape == "unet":
         return lambda model, batch: ((model(batch[0]) - batch[1]).square().sum(), batch[1].numel())
-    if shape == "convolutions":
+    if shape.startswith("convolutions"):
         return lambda model, batch: functional.cross_entropy(model(batch[0]), batch[1])
     return next_character

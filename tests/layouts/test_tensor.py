@@ -60,7 +60,7 @@ def check(shape: str, strategy: str, devices: int, **options: Any) -> list[int]:
     return [whole, *(here for *_, here in answers)]
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", [shape for shape in SHAPES if "no dropout" not in shape])
 @pytest.mark.parametrize("devices", [2, 3])
 def test_equals_one_device(shape: str, devices: int) -> None:
     # A bias of keys has a gradient that is zero by construction, of whose noise Adam makes full steps.
@@ -107,6 +107,24 @@ def test_stages_of_split_layers(shape: str, strategy: str, devices: int, optimiz
 def test_activations_computed_again() -> None:
     check("gpt, dropout", SPLIT, 2, activation_checkpointing="blocks")
     check("nano", SPLIT, 2, activation_checkpointing="blocks")
+
+
+def test_compiled() -> None:
+    """Split layers and blocks stay out of the graphs; what is between them is compiled."""
+    for shape in ("gpt, dropout", "encoder"):
+        optimizer = OPTIMIZERS["sgd momentum"]
+        check(shape, SPLIT, 2, compile="default:backend=eager", optimizer=optimizer, steps=2)
+
+
+@pytest.mark.parametrize("batch_norm", ["sync", "ghost:size=2"])
+def test_other_batch_norms(batch_norm: str) -> None:
+    shape, options = "convolutions, no dropout", {"workers": 2, "batch_norm": batch_norm, "micro_batch": None}
+    check(shape, "tensor:tensor=2,least=1", 4, optimizer=OPTIMIZERS["sgd momentum"], **options)
+
+
+@pytest.mark.parametrize("options", [{"channels_last": True}, {"lr_scale": "adascale", "workers": 2}])
+def test_memory_formats_and_gains(options: dict[str, Any]) -> None:
+    check("convolutions", SPLIT, 3, optimizer=OPTIMIZERS["sgd momentum"], **options)
 
 
 def test_every_rank_begins_as_the_first() -> None:
