@@ -98,6 +98,41 @@ class Leaking(Normed):
         return result
 
 
+class Inline(nn.Module):
+    """A whole transformer block in one forward, with norms, residual branches and a module for the feed-forward."""
+
+    def __init__(self, width: int = WIDTH, heads: int = 4, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.heads, self.probability = heads, dropout
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.mix = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width)
+        self.feed = nn.Sequential(nn.Linear(width, 20), nn.GELU(), nn.Dropout(dropout), nn.Linear(20, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        samples, length, width = x.shape
+        split = self.qkv(self.norm1(x)).view(samples, length, 3, self.heads, width // self.heads)
+        query, key, value = split.permute(2, 0, 3, 1, 4)
+        p = self.probability if self.training else 0.0
+        seen = functional.scaled_dot_product_attention(query, key, value, dropout_p=p, is_causal=True)
+        x = x + self.mix(seen.transpose(1, 2).reshape(samples, length, width))
+        result: Tensor = x + functional.dropout(self.feed(self.norm2(x)), self.probability, self.training)
+        return result
+
+
+class Around(nn.Module):
+    """A feed-forward in the forward of a block, around an attention that is a module."""
+
+    def __init__(self, width: int = WIDTH, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.norm, self.attention = nn.LayerNorm(width), Nano(width, dropout=dropout)
+        self.fc1, self.fc2, self.dropout = nn.Linear(width, 20), nn.Linear(20, width), nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(x)
+        result: Tensor = x + self.fc2(self.dropout(self.fc1(self.norm(x)).relu()))
+        return result
+
+
 def decoder(*blocks: nn.Module) -> nn.Sequential:
     """Characters through ``blocks`` with residual branches to scores."""
     layers = [layer for block in blocks for layer in (Residual(block),)]
@@ -148,6 +183,7 @@ SHAPES: dict[str, Callable[[], nn.Module]] = {
     "nano": lambda: decoder(Nano(dropout=0.2), Gated(dropout=0.2)),
     "separate": lambda: decoder(Separate(), Normed()),
     "few keys": lambda: decoder(Separate(kv=2), Leaking()),
+    "inline": lambda: decoder(Inline(dropout=0.2), Around(dropout=0.2)),
     "encoder": lambda: encoder(0.2),
     "convolutions": convolutions,
     "convolutions, no dropout": lambda: nn.Sequential(*(m for m in convolutions() if not isinstance(m, nn.Dropout))),
