@@ -254,7 +254,8 @@ class _Trial:
         if drew or not isinstance(out, Tensor) or out.shape[:-1] != x.shape[:-1] or len(set(order)) < len(order):
             return None
         direction = torch.randn(out.shape, generator=generator, dtype=out.dtype)
-        gradients = list(torch.autograd.grad(out, [x, *self.others], direction, allow_unused=True))
+        gradients: list[Tensor | None] = []
+        gradients += torch.autograd.grad(out, [x, *self.others], direction, allow_unused=True)
         groups, dropout = watch.groups(), watch.dropout
         return _Whole(x.detach(), out.detach(), direction, gradients, groups, watch.draws, dropout)
 
