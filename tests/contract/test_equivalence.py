@@ -84,6 +84,9 @@ REDUCED = {
     "fp16 compute": ("mirrored", "fp16", 1e-3),
     "fp16 compute and wire": ("mirrored:wire=fp16", "fp16", 2e-3),
     "fp16 compute, model_parallel": ("model_parallel", "fp16", 1e-3),
+    "fp32, tensor": ("tensor:least=1", "fp32", 1e-5),
+    "bf16 compute, tensor": ("tensor:least=1", "bf16", 1e-2),
+    "fp16 compute, tensor": ("tensor:least=1", "fp16", 2e-3),
 }
 
 

@@ -139,6 +139,27 @@ def decoder(*blocks: nn.Module) -> nn.Sequential:
     return nn.Sequential(nn.Embedding(VOCABULARY, WIDTH), *layers, nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY))
 
 
+class Translating(nn.Module):
+    """PyTorch's encoder and decoder, with masks of both kinds, positions first."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        options = {"dim_feedforward": 20, "dropout": dropout}
+        self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(WIDTH, 4, batch_first=True, **options), 1)
+        self.decoder = nn.TransformerDecoderLayer(WIDTH, 4, activation=functional.gelu, **options)
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, texts: Tensor) -> Tensor:
+        embedded, padding = self.embed(texts), (texts == 0) & (torch.arange(texts.shape[1]) > 0)
+        memory = self.encoder(embedded, src_key_padding_mask=padding)
+        memory = memory.masked_fill(padding.unsqueeze(-1), 0).transpose(0, 1)
+        later = nn.Transformer.generate_square_subsequent_mask(texts.shape[1], dtype=embedded.dtype)
+        out = self.decoder(embedded.transpose(0, 1), memory, tgt_mask=later, memory_key_padding_mask=padding)
+        result: Tensor = self.head(out.transpose(0, 1))
+        return result
+
+
 class Residual(nn.Module):
     """x + block(norm(x))."""
 
@@ -184,6 +205,7 @@ SHAPES: dict[str, Callable[[], nn.Module]] = {
     "separate": lambda: decoder(Separate(), Normed()),
     "few keys": lambda: decoder(Separate(kv=2), Leaking()),
     "inline": lambda: decoder(Inline(dropout=0.2), Around(dropout=0.2)),
+    "translating": lambda: Translating(0.2),
     "encoder": lambda: encoder(0.2),
     "convolutions": convolutions,
     "convolutions, no dropout": lambda: nn.Sequential(*(m for m in convolutions() if not isinstance(m, nn.Dropout))),

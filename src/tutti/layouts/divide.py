@@ -20,6 +20,7 @@ from tutti.nn.parallel import Column, Divided, Dropped, Gathered, Row, Slice, Vo
 from tutti.nn.swap import buffers, describe, other_names, parameters
 from tutti.types import Setting, ShardSpec
 
+_FUSED = "activation_relu_or_gelu"
 _KINDS: dict[str, type[Divided]] = {
     "column": Column,
     "row": Row,
@@ -113,7 +114,7 @@ class Division:
     def _become(self, layer: nn.Module, entry: Entry, ranks: Ranks) -> None:
         if entry.role == "slow":
             # The fused kernel of PyTorch's evaluation reads the weights and knows of no slices.
-            layer.activation_relu_or_gelu = 0  # type: ignore[assignment]
+            setattr(layer, "use_nested_tensor" if isinstance(layer, nn.TransformerEncoder) else _FUSED, False)
             return
         if entry.role == "row" and type(layer) is not nn.Linear:
             return  # the output layer of an attention that computes it by itself

@@ -86,6 +86,8 @@ class Finder:
                 self._attention(name, module)
             elif isinstance(module, _TABLES):
                 self._transformer(name, module)
+            elif isinstance(module, nn.TransformerEncoder) and self._holds_any(name):
+                self._add(Entry(name, "slow"))
         for name, module in reversed(list(self._model.named_modules())):
             if is_sequence(module):
                 self._windows(name, module)
@@ -136,8 +138,11 @@ class Finder:
             hidden = int(first.out_features)  # type: ignore[arg-type]
             if hidden >= self._ranks:
                 self._pair(names[0], [(names[1], drop)], names[2], hidden)
-        if any(n == name or n.startswith(f"{name}." if name else "") for n in self._entries):
+        if self._holds_any(name):
             self._add(Entry(name, "slow"))
+
+    def _holds_any(self, name: str) -> bool:
+        return any(n.startswith(f"{name}." if name else "") for n in self._entries)
 
     def _windows(self, name: str, sequence: nn.Module) -> None:
         """Linear layers with nothing but functions between them, in a sequence."""
