@@ -87,6 +87,9 @@ REDUCED = {
     "bf16 compute, central_storage": ("central_storage", "bf16", 5e-3),
     "bf16 compute, pipeline": ("pipeline:schedule=1f1b", "bf16", 5e-3),
     "fp16 compute, zero_bubble": ("pipeline:schedule=zero_bubble", "fp16", 1e-3),
+    "fp32, tensor": ("tensor:least=1", "fp32", 1e-5),
+    "bf16 compute, tensor": ("tensor:least=1", "bf16", 1e-2),
+    "fp16 compute, tensor": ("tensor:least=1", "fp16", 2e-3),
 }
 
 

@@ -31,6 +31,8 @@ WORLDS = [
     (3, "central_storage"),
     (3, "local_sgd:period=2,post=1"),
     (3, "diloco:period=2"),
+    (2, "tensor:least=1"),
+    (4, "hybrid:tensor=2,replicas=2,least=1"),
 ]
 
 

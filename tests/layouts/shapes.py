@@ -98,10 +98,66 @@ class Leaking(Normed):
         return result
 
 
+class Inline(nn.Module):
+    """A whole transformer block in one forward, with norms, residual branches and a module for the feed-forward."""
+
+    def __init__(self, width: int = WIDTH, heads: int = 4, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.heads, self.probability = heads, dropout
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.mix = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width)
+        self.feed = nn.Sequential(nn.Linear(width, 20), nn.GELU(), nn.Dropout(dropout), nn.Linear(20, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        samples, length, width = x.shape
+        split = self.qkv(self.norm1(x)).view(samples, length, 3, self.heads, width // self.heads)
+        query, key, value = split.permute(2, 0, 3, 1, 4)
+        p = self.probability if self.training else 0.0
+        seen = functional.scaled_dot_product_attention(query, key, value, dropout_p=p, is_causal=True)
+        x = x + self.mix(seen.transpose(1, 2).reshape(samples, length, width))
+        result: Tensor = x + functional.dropout(self.feed(self.norm2(x)), self.probability, self.training)
+        return result
+
+
+class Around(nn.Module):
+    """A feed-forward in the forward of a block, around an attention that is a module."""
+
+    def __init__(self, width: int = WIDTH, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.norm, self.attention = nn.LayerNorm(width), Nano(width, dropout=dropout)
+        self.fc1, self.fc2, self.dropout = nn.Linear(width, 20), nn.Linear(20, width), nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(x)
+        result: Tensor = x + self.fc2(self.dropout(self.fc1(self.norm(x)).relu()))
+        return result
+
+
 def decoder(*blocks: nn.Module) -> nn.Sequential:
     """Characters through ``blocks`` with residual branches to scores."""
     layers = [layer for block in blocks for layer in (Residual(block),)]
     return nn.Sequential(nn.Embedding(VOCABULARY, WIDTH), *layers, nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY))
+
+
+class Translating(nn.Module):
+    """PyTorch's encoder and decoder, with masks of both kinds, positions first."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        options = {"dim_feedforward": 20, "dropout": dropout}
+        self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(WIDTH, 4, batch_first=True, **options), 1)
+        self.decoder = nn.TransformerDecoderLayer(WIDTH, 4, activation=functional.gelu, **options)
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, texts: Tensor) -> Tensor:
+        embedded, padding = self.embed(texts), (texts == 0) & (torch.arange(texts.shape[1]) > 0)
+        memory = self.encoder(embedded, src_key_padding_mask=padding)
+        memory = memory.masked_fill(padding.unsqueeze(-1), 0).transpose(0, 1)
+        later = nn.Transformer.generate_square_subsequent_mask(texts.shape[1], dtype=embedded.dtype)
+        out = self.decoder(embedded.transpose(0, 1), memory, tgt_mask=later, memory_key_padding_mask=padding)
+        result: Tensor = self.head(out.transpose(0, 1))
+        return result
 
 
 class Residual(nn.Module):
@@ -148,8 +204,11 @@ SHAPES: dict[str, Callable[[], nn.Module]] = {
     "nano": lambda: decoder(Nano(dropout=0.2), Gated(dropout=0.2)),
     "separate": lambda: decoder(Separate(), Normed()),
     "few keys": lambda: decoder(Separate(kv=2), Leaking()),
+    "inline": lambda: decoder(Inline(dropout=0.2), Around(dropout=0.2)),
+    "translating": lambda: Translating(0.2),
     "encoder": lambda: encoder(0.2),
     "convolutions": convolutions,
+    "convolutions, no dropout": lambda: nn.Sequential(*(m for m in convolutions() if not isinstance(m, nn.Dropout))),
     "unet": small_unet,
 }
 
@@ -163,10 +222,10 @@ def build(shape: str) -> nn.Module:
 def data(shape: str, count: int = 20) -> Any:
     """Samples and targets."""
     generator = torch.Generator().manual_seed(1)
-    if shape in ("convolutions", "unet"):
+    if shape.startswith(("convolutions", "unet")):
         images = torch.randn(count, 1, 8, 8, generator=generator, dtype=torch.float64)
         labels = torch.randint(0, 4, (count,), generator=generator)
-        return (images, labels) if shape == "convolutions" else (images, (images > 0).double())
+        return (images, labels) if shape != "unet" else (images, (images > 0).double())
     texts = torch.randint(0, VOCABULARY, (count, BLOCK + 1), generator=generator)
     return texts[:, :-1], texts[:, 1:].contiguous()
 
@@ -175,6 +234,6 @@ def loss(shape: str) -> Any:
     """Of the model on a batch."""
     if shape == "unet":
         return lambda model, batch: ((model(batch[0]) - batch[1]).square().sum(), batch[1].numel())
-    if shape == "convolutions":
+    if shape.startswith("convolutions"):
         return lambda model, batch: functional.cross_entropy(model(batch[0]), batch[1])
     return next_character

@@ -143,12 +143,38 @@ def test_what_would_be_wrong_is_not_split(block: nn.Module) -> None:
     assert examine(block, 2) is None
 
 
+def test_blocks_that_hold_more_than_what_is_split() -> None:
+    found = summary(model := build("inline"), plan(model))
+    assert found["column"] == [
+        *("1.block.qkv", "1.block.feed.0"),
+        *("2.block.attention.c_attn", "2.block.fc1"),
+    ]
+    assert found["row"] == ["1.block.mix", "1.block.feed.3", "2.block.attention.c_proj", "2.block.fc2"]
+    assert {"1.block", "2.block", "2.block.attention"} <= {e.name for e in plan(model) if e.role == "within"}
+
+
+def test_a_norm_of_keys_is_not_split_with_its_heads() -> None:
+    class Normal(Separate):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.LayerNorm(self.head)
+
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = (m(x).view(*x.shape[:-1], -1, self.head).transpose(1, 2) for m in (self.q, self.k, self.v))
+            out = nn.functional.scaled_dot_product_attention(q, self.norm(k), v)
+            result: Tensor = self.o(out.transpose(1, 2).flatten(2))
+            return result
+
+    assert examine(Normal(), 2) is None
+
+
 def test_a_block_that_may_be_given_a_mask_is_not_split() -> None:
     class Masked(Gated):
         def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
             return super().forward(x)
 
-    assert roles(decoder(Masked()))["1.block.up"] == "gathered"
+    assert roles(Masked())["up"] == "gathered"
+    assert roles(decoder(Masked()))["1.block.up"] == "column", "the block around it never gives one"
 
 
 def test_a_layer_used_twice_is_gathered() -> None:

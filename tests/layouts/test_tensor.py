@@ -60,18 +60,24 @@ def check(shape: str, strategy: str, devices: int, **options: Any) -> list[int]:
     return [whole, *(here for *_, here in answers)]
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", [shape for shape in SHAPES if "no dropout" not in shape])
 @pytest.mark.parametrize("devices", [2, 3])
 def test_equals_one_device(shape: str, devices: int) -> None:
     # A bias of keys has a gradient that is zero by construction, of whose noise Adam makes full steps.
-    optimizer = "adamw:lr=0.01" if shape not in ("encoder", "nano") else OPTIMIZERS["sgd momentum"]
+    optimizer = (
+        "adamw:lr=0.01" if shape not in ("encoder", "translating", "nano", "inline") else OPTIMIZERS["sgd momentum"]
+    )
     whole, *here = check(shape, SPLIT, devices, clip=0.5, optimizer=optimizer)
     assert max(here) < 0.75 * whole, "nothing was split"
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+ADAPTED = {"novograd, every tensor": "novograd:lr=0.01,adapt_1d=true,decay_1d=true"}
+
+
+@pytest.mark.parametrize("optimizer", [*OPTIMIZERS, *ADAPTED])
 def test_every_optimizer(optimizer: str) -> None:
-    text = OPTIMIZERS[optimizer].replace("adam=9.*", "adam=*embed*+*head*")
+    """Norms of layers are those of whole ones, and what ranks hold alike counts once in them."""
+    text = {**OPTIMIZERS, **ADAPTED}[optimizer].replace("adam=9.*", "adam=*embed*+*head*")
     check("gpt", SPLIT, 3, optimizer=text, clip=0.5, steps=3)
 
 
@@ -84,18 +90,43 @@ def test_replicas_of_split_layers(strategy: str, devices: int) -> None:
         check("gpt, dropout", strategy, devices, workers=2, clip=0.1, optimizer=OPTIMIZERS[optimizer])
 
 
-@pytest.mark.parametrize(
-    ("strategy", "devices"),
-    [("hybrid:stages=2,tensor=2,least=1", 4), ("hybrid:replicas=2,stages=2,tensor=2,least=1", 8)],
-)
-def test_stages_of_split_layers(strategy: str, devices: int) -> None:
-    for optimizer in ("lars", "adamw"):
-        check("nano", strategy, devices, workers=2, clip=0.1, optimizer=OPTIMIZERS[optimizer])
+STAGES = [
+    ("nano", "hybrid:stages=2,tensor=2,least=1", 4, "lars"),
+    ("nano", "hybrid:replicas=2,stages=2,tensor=2,least=1", 8, "adamw"),
+    ("gpt, dropout", "hybrid:stages=2,tensor=2,least=1,schedule=zero_bubble", 4, "adamw"),
+    ("gpt", "hybrid:stages=2,tensor=2,least=1,schedule=interleaved", 4, "novograd"),
+    ("gpt, dropout", "hybrid:stages=2,tensor=3,least=1", 6, "lamb"),
+    ("unet", "hybrid:stages=3,tensor=2,least=1", 6, "sgd momentum"),
+]
+
+
+@pytest.mark.parametrize(("shape", "strategy", "devices", "optimizer"), STAGES)
+def test_stages_of_split_layers(shape: str, strategy: str, devices: int, optimizer: str) -> None:
+    """Weights tied over stages and split, skip connections, dropout."""
+    check(shape, strategy, devices, workers=2, clip=0.1, optimizer=OPTIMIZERS[optimizer])
 
 
 def test_activations_computed_again() -> None:
     check("gpt, dropout", SPLIT, 2, activation_checkpointing="blocks")
     check("nano", SPLIT, 2, activation_checkpointing="blocks")
+
+
+def test_compiled() -> None:
+    """Split layers and blocks stay out of the graphs; what is between them is compiled."""
+    for shape in ("gpt, dropout", "encoder"):
+        optimizer = OPTIMIZERS["sgd momentum"]
+        check(shape, SPLIT, 2, compile="default:backend=eager", optimizer=optimizer, steps=2)
+
+
+@pytest.mark.parametrize("batch_norm", ["sync", "ghost:size=2"])
+def test_other_batch_norms(batch_norm: str) -> None:
+    shape, options = "convolutions, no dropout", {"workers": 2, "batch_norm": batch_norm, "micro_batch": None}
+    check(shape, "tensor:tensor=2,least=1", 4, optimizer=OPTIMIZERS["sgd momentum"], **options)
+
+
+@pytest.mark.parametrize("options", [{"channels_last": True}, {"lr_scale": "adascale", "workers": 2}])
+def test_memory_formats_and_gains(options: dict[str, Any]) -> None:
+    check("convolutions", SPLIT, 3, optimizer=OPTIMIZERS["sgd momentum"], **options)
 
 
 def test_every_rank_begins_as_the_first() -> None:

@@ -25,22 +25,28 @@ class Ranks:
 
     def __init__(self, comm: Communicator) -> None:
         self._comm, self.rank, self.size = comm, comm.rank, comm.size
+        self._copied: tuple[Tensor, int, Tensor] | None = None
 
     def __deepcopy__(self, memo: Any) -> Ranks:
         return self
 
     def copy(self, whole: Tensor, name: str) -> Tensor:
-        """The same; backward sums the ranks' gradients (one all-reduce)."""
-        result: Tensor = _Copy.apply(whole, self, name)  # type: ignore[no-untyped-call]
-        return result
+        """The same; backward sums the ranks' gradients: one all-reduce, also for neighbours that copy one tensor."""
+        if not torch.is_grad_enabled():
+            return whole
+        if self._copied is None or self._copied[0] is not whole or self._copied[1] != whole._version:
+            self._copied = whole, whole._version, _Copy.apply(whole, self, name)  # type: ignore[no-untyped-call]
+        return self._copied[2]
 
     def reduce(self, part: Tensor, name: str) -> Tensor:
         """The sum of all ranks' tensors (one all-reduce); backward passes the gradient on."""
+        self._copied = None
         result: Tensor = _Reduce.apply(part, self, name)  # type: ignore[no-untyped-call]
         return result
 
     def gather(self, part: Tensor, dim: int, length: int, name: str) -> Tensor:
         """All ranks' shares of ``length`` along ``dim``, in rank order (one all-gather); backward takes this rank's."""
+        self._copied = None
         result: Tensor = _Gather.apply(part, self, dim, length, name)  # type: ignore[no-untyped-call]
         return result
 

@@ -58,11 +58,17 @@ class Cuts:
         return rows
 
 
-def find(plain: nn.Module, stages: int, begins: Sequence[str], seconds: Mapping[str, float] | None = None) -> Cuts:
+def find(
+    plain: nn.Module,
+    stages: int,
+    begins: Sequence[str],
+    seconds: Mapping[str, float] | None = None,
+    closed: Collection[str] = (),
+) -> Cuts:
     """Cut a model into ``stages``, as even as can be, or before the modules that ``begins`` names.
 
     Even in ``seconds``, those of each module by name, where they are known; in parameters elsewhere. Modules are left
-    whole where that is good enough.
+    whole where that is good enough, and those in ``closed`` always.
 
     Raises:
         UsageError: it cannot be cut, or not into so many stages; with what to do.
@@ -71,14 +77,14 @@ def find(plain: nn.Module, stages: int, begins: Sequence[str], seconds: Mapping[
         named = "+".join(begins)
         raise UsageError(f"cuts={named} makes {len(begins) + 1} stages, not {stages}", remedy=f"name {stages - 1}")
     opened = {""} | {".".join(parts[:i]) for parts in (n.split(".") for n in begins) for i in range(1, len(parts))}
-    _check_names(plain, begins, opened)
+    _check_names(plain, begins, opened, closed)
     while True:
         graph = trace(plain, opened)
         nodes = body(graph)
         sizes = [_size(node, plain) for node in nodes]
         weights = [seconds.get(str(node.target), 0.0) for node in nodes] if seconds else sizes
         bounds = _at(nodes, begins) if begins else _even(sizes, weights, stages)
-        inside = None if begins else _heaviest(plain, nodes, weights, bounds, stages)
+        inside = None if begins else _heaviest(plain, nodes, weights, bounds, stages, closed)
         if inside is None:
             break
         opened.add(inside)
@@ -108,7 +114,12 @@ def _even(sizes: Sequence[float], weights: Sequence[float], stages: int) -> list
 
 
 def _heaviest(
-    plain: nn.Module, nodes: Sequence[fx.Node], weights: Sequence[float], bounds: Sequence[int] | None, stages: int
+    plain: nn.Module,
+    nodes: Sequence[fx.Node],
+    weights: Sequence[float],
+    bounds: Sequence[int] | None,
+    stages: int,
+    closed: Collection[str],
 ) -> str | None:
     """The module to see through next, None where stages are even or nothing can be done."""
     low, high = 0, len(nodes)
@@ -120,15 +131,21 @@ def _heaviest(
         low, high = bounds[worst], bounds[worst + 1]
     calls = [i for i in range(low, high) if nodes[i].op == "call_module"]
     names = (str(nodes[i].target) for i in sorted(calls, key=lambda i: -weights[i]))
-    return next((name for name in names if openable(plain.get_submodule(name))), None)
+    return next((name for name in names if name not in closed and openable(plain.get_submodule(name))), None)
 
 
-def _check_names(plain: nn.Module, begins: Sequence[str], opened: Collection[str]) -> None:
+def _check_names(plain: nn.Module, begins: Sequence[str], opened: Collection[str], closed: Collection[str]) -> None:
     known = dict(plain.named_modules())
     for name in begins:
         if name not in known:
             raise UsageError(f"the model has no module '{name}' to be cut at", remedy=did_you_mean(name, known))
     for name in sorted(opened):
+        if name in closed:
+            raise UsageError(
+                f"the model cannot be cut inside {name}",
+                why="its forward is run on a share of its heads or features",
+                remedy=f"cut before or after it, or leave it whole: whole={name}",
+            )
         if name and not isinstance(known[name], nn.ModuleList | nn.ModuleDict) and not openable(known[name]):
             raise UsageError(
                 f"the model cannot be cut inside {name}",

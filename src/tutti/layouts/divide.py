@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from torch import Tensor, nn
 
@@ -20,6 +20,7 @@ from tutti.nn.parallel import Column, Divided, Dropped, Gathered, Row, Slice, Vo
 from tutti.nn.swap import buffers, describe, other_names, parameters
 from tutti.types import Setting, ShardSpec
 
+_FUSED = "activation_relu_or_gelu"
 _KINDS: dict[str, type[Divided]] = {
     "column": Column,
     "row": Row,
@@ -32,36 +33,52 @@ _KINDS: dict[str, type[Divided]] = {
 
 
 class Division:
-    """The slices of a model, or of one stage of it, that this tensor rank holds. Collective among them.
+    """The slices of a model that this tensor rank holds. Collective among them.
 
-    The first rank's values become everybody's; parameters stay the objects that an optimizer may know.
+    First the plan is found, on the whole model; ``apply`` carries it out once a layout knows where to cut into stages.
 
     Attributes:
-        plan: what became of each module that did not stay whole.
-        said: for the run's header.
+        plan: what becomes of each module that does not stay whole.
+        closed: names of blocks whose forward is run on a share, and that nothing else may see through.
 
     Raises:
-        UsageError: the model has been divided before, or nothing of it can be.
+        UsageError: the model has been divided before.
     """
 
-    def __init__(self, module: nn.Module, setting: Setting, config: TensorConfig) -> None:
-        self._comm = comm = setting.comms.axis("tensor")
+    def __init__(self, plain: nn.Module, setting: Setting, config: TensorConfig) -> None:
+        self._comm, self._plain = setting.comms.axis("tensor"), plain
         self.plan: list[Entry] = []
-        self.said: dict[str, str] = {}
+        self._said: dict[str, str] = {}
         self._specs: dict[str, ShardSpec] = {}
-        if comm.size == 1:
+        if self._comm.size > 1:
+            _check(plain)
+            restore(plain)
+            setting.comms.model.agree(describe([plain]), "the model", "build the same model on every rank")
+            self.plan = self._find(plain, config)
+            self._said = {"split": _said(plain, self.plan, self._comm.size)}
+        self.closed = frozenset(entry.name for entry in self.plan if entry.role == "within")
+
+    def check(self, read: Collection[str]) -> None:
+        """Raise UsageError where a parameter that would be split is read outside of its layer's forward."""
+        split = {f"{entry.name}.{key}": entry.name for entry in self.plan for key in entry.cuts}
+        for name in sorted(split.keys() & set(read)):
+            raise UsageError(
+                f"the model's own forward reads {name}, which would be split over tensor ranks",
+                remedy=f"leave the layer whole: hybrid:whole={split[name]}",
+            )
+
+    def apply(self) -> None:
+        """Cut the model's parameters down and its layers to what uses them, in place.
+
+        The first rank's values become everybody's; parameters stay the objects that an optimizer may know.
+        """
+        if self._comm.size == 1:
             return
-        _check(module)
-        restore(module)
-        comm.agree(describe([module]), "the model", "build the same model on every rank")
-        spread(comm, [t for t in _tensors(module)], "initial state")
-        self.plan = self._find(module, config)
-        self.said = {"split": _said(module, self.plan, comm.size)}
-        names = {id(p): name for name, p in parameters([module])}
-        tied = other_names([module])
-        ranks = Ranks(comm)
+        spread(self._comm, _tensors(self._plain), "initial state")
+        names = {id(p): name for name, p in parameters([self._plain])}
+        tied, ranks = other_names([self._plain]), Ranks(self._comm)
         for entry in self.plan:
-            layer = module.get_submodule(entry.name)
+            layer = self._plain.get_submodule(entry.name)
             for key, cut in entry.cuts.items():
                 parameter = layer._parameters[key]
                 if parameter is not None and names[id(parameter)] not in self._specs:
@@ -70,13 +87,14 @@ class Division:
             self._become(layer, entry, ranks)
 
     def mark(self, replica: Part) -> None:
-        """Tell a replica of the module what its tensors are slices of, and which others the first rank accounts for."""
+        """Tell a replica of the model what its tensors are slices of, and which others the first rank accounts for."""
         if self._comm.size == 1:
             return
-        replica.said = {**replica.said, **self.said}
+        here = {name: spec for name, spec in self._specs.items() if name in replica.specs}
+        replica.said = {**replica.said, **self._said}
         if self._comm.rank:
-            replica.borrowed = {*replica.borrowed, *(name for name in replica.specs if name not in self._specs)}
-        replica.specs = {**replica.specs, **self._specs}
+            replica.borrowed = {*replica.borrowed, *(name for name in replica.specs if name not in here)}
+        replica.specs = {**replica.specs, **here}
 
     def _find(self, module: nn.Module, config: TensorConfig) -> list[Entry]:
         """The plan that the first rank finds, so that all have the same."""
@@ -96,7 +114,7 @@ class Division:
     def _become(self, layer: nn.Module, entry: Entry, ranks: Ranks) -> None:
         if entry.role == "slow":
             # The fused kernel of PyTorch's evaluation reads the weights and knows of no slices.
-            layer.activation_relu_or_gelu = 0  # type: ignore[assignment]
+            setattr(layer, "use_nested_tensor" if isinstance(layer, nn.TransformerEncoder) else _FUSED, False)
             return
         if entry.role == "row" and type(layer) is not nn.Linear:
             return  # the output layer of an attention that computes it by itself

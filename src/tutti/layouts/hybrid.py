@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import nn
 
-from tutti.errors import UsageError
 from tutti.layouts.config import HybridConfig
 from tutti.layouts.divide import Division
 from tutti.layouts.pipeline import Pipeline, PipelineReplica
+from tutti.layouts.sections import read_directly
 from tutti.layouts.tensor import Tensor
 from tutti.layouts.whole import WholeReplica
 from tutti.types import Setting
@@ -24,16 +24,11 @@ class Hybrid:
         setting, config = self._setting, self._config
         if setting.grid.stage == 1:
             return Tensor(config, setting).build(plain)
-        pipeline = Pipeline(config, setting)
-        sections, holding = pipeline.sections(plain)
-        if setting.grid.tensor > 1 and holding is not None and any(len(ranks) > 1 for ranks, _ in holding.groups):
-            raise UsageError(
-                "weights that several stages share cannot be split over tensor ranks too",
-                why="each stage would hold other slices of them",
-                remedy="untie them, or take --strategy pipeline or --strategy tensor",
-            )
-        divisions = [Division(section.module, setting, config) for section in sections]
+        pipeline, division = Pipeline(config, setting), Division(plain, setting, config)
+        sections, holding = pipeline.sections(plain, division.closed)
+        if holding is not None:
+            division.check([name for nodes in holding.cuts.stages for name in read_directly(nodes, plain)])
+        division.apply()
         replica = pipeline.replica(plain, sections, holding)
-        for division in divisions:
-            division.mark(replica)
+        division.mark(replica)
         return replica

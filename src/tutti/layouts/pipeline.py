@@ -55,8 +55,10 @@ class Pipeline:
         """What runs this rank's sections of ``plain``. Collective."""
         return PipelineReplica(self._config, self._setting, plain, sections, holding)
 
-    def sections(self, plain: nn.Module) -> tuple[Sequence[Section], Holding | None]:
+    def sections(self, plain: nn.Module, closed: Collection[str] = ()) -> tuple[Sequence[Section], Holding | None]:
         """This rank's stages of the model, each with its modules, and what they share with others. Collective.
+
+        ``closed``: modules that are not cut inside, by name.
 
         Raises UsageError where the model cannot be cut into so many stages, or has nothing to compute again.
         """
@@ -72,7 +74,7 @@ class Pipeline:
         # Where devices work in turn time is the same however they share it; a run that repeats is cut alike each time.
         timed = config.schedule != "one_by_one" and not setting.reproducible and not config.cuts
         took = seconds(plain, setting.trial, setting.comms.world) if timed else {}
-        found = cuts.find(plain, stage.size * config.chunks, config.cuts, took)
+        found = cuts.find(plain, stage.size * config.chunks, config.cuts, took, closed)
         return stages_here(plain, found, self._setting)
 
 

@@ -86,6 +86,8 @@ class Finder:
                 self._attention(name, module)
             elif isinstance(module, _TABLES):
                 self._transformer(name, module)
+            elif isinstance(module, nn.TransformerEncoder) and self._holds_any(name):
+                self._add(Entry(name, "slow"))
         for name, module in reversed(list(self._model.named_modules())):
             if is_sequence(module):
                 self._windows(name, module)
@@ -136,8 +138,11 @@ class Finder:
             hidden = int(first.out_features)  # type: ignore[arg-type]
             if hidden >= self._ranks:
                 self._pair(names[0], [(names[1], drop)], names[2], hidden)
-        if any(n == name or n.startswith(f"{name}." if name else "") for n in self._entries):
+        if self._holds_any(name):
             self._add(Entry(name, "slow"))
+
+    def _holds_any(self, name: str) -> bool:
+        return any(n.startswith(f"{name}." if name else "") for n in self._entries)
 
     def _windows(self, name: str, sequence: nn.Module) -> None:
         """Linear layers with nothing but functions between them, in a sequence."""
@@ -167,12 +172,12 @@ class Finder:
 
     def _block(self, name: str, module: nn.Module) -> None:
         """A block of the user's own: attention or feed-forward in any form, if it can be shown to be right."""
-        inner = {n: m for n, m in module.named_modules(prefix=name) if m is not module}
-        linears = [n for n, m in inner.items() if _is_linear(m)]
-        fits = len(linears) > 1 and self._free(name, module, once=True)
-        if not fits or not all(self._free(n, m, once=True) for n, m in inner.items()):
+        inner = [(n, f"{name}.{n}" if name else n, m) for n, m in module.named_modules() if m is not module]
+        linears = [short for short, n, m in inner if _is_linear(m) and self._free(n, m, once=True)]
+        computed = any(n in self._entries and self._entries[n].role == "heads" for _, n, _ in inner)
+        if computed or len(linears) < 2 or not self._free(name, module, once=True):
             return
-        region = examine(module, self._ranks)
+        region = examine(module, self._ranks, linears)
         if region is None or (region.dropout and not self._drops):
             return
         self._region(name, region)

@@ -10,8 +10,9 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -72,28 +73,33 @@ class Region:
     dropout: bool = False
 
 
-def examine(block: nn.Module, ranks: int) -> Region | None:
-    """How ``block`` may be split over ``ranks``; None where it may not."""
-    linears = {name: m for name, m in block.named_modules() if type(m) is nn.Linear}
-    owners = {name for name, m in block.named_modules() if m._parameters}
-    if not 2 <= len(linears) <= _MOST_LINEAR or owners != linears.keys() or not _takes_one(block):
+def examine(block: nn.Module, ranks: int, linears: Collection[str] | None = None) -> Region | None:
+    """How ``block`` may be split over ``ranks``; None where it may not.
+
+    ``linears``: names of the linear layers in it that may be split; default: all. Everything else stays as it is.
+    """
+    chosen = {
+        name for name, m in block.named_modules() if type(m) is nn.Linear and (linears is None or name in linears)
+    }
+    if not 2 <= len(chosen) <= _MOST_LINEAR or not _takes_one(block):
         return None
     try:
         with torch.random.fork_rng(devices=[]), torch.enable_grad(), torch.autocast("cpu", enabled=False):
-            return _examine(copy.deepcopy(block).cpu().double().requires_grad_(False).train(), ranks)
+            return _examine(copy.deepcopy(block).cpu().double().requires_grad_(False).train(), chosen, ranks)
     except Exception:
         # The block may need another input, or other shapes than those that a part has.
         return None
 
 
-def _examine(block: nn.Module, ranks: int) -> Region | None:
-    trial = _Trial(block, ranks)
+def _examine(block: nn.Module, linears: Collection[str], ranks: int) -> Region | None:
+    trial = _Trial(block, linears, ranks)
     reference = trial.reference()
     if reference is None:
         return None
-    for blocks, prefer_last in ((True, False), (False, False), (True, True), (False, True)):
+    ways = product(reference.groups, ((True, False), (False, False), (True, True), (False, True)))
+    for group, (fused, prefer_last) in ways:
         try:
-            region = trial.split(reference, fused=blocks, prefer_last=prefer_last)
+            region = trial.split(reference, group, fused=fused, prefer_last=prefer_last)
         except Exception:
             # Shapes that do not fit: another way of cutting may.
             continue
@@ -108,16 +114,32 @@ def _takes_one(block: nn.Module) -> bool:
     return len(names) == 1 and names[0].kind in (names[0].POSITIONAL_ONLY, names[0].POSITIONAL_OR_KEYWORD)
 
 
+class _Group(NamedTuple):
+    """Layers that are given the same, the one that comes next, and how many heads are seen between them."""
+
+    firsts: list[str]
+    last: str
+    heads: int | None
+
+
 class _Whole(NamedTuple):
-    """The block as it is: input, output, what the output's gradient is, the input's; what was seen on the way."""
+    """The block as it is.
+
+    Attributes:
+        x, out: input and output.
+        direction: the output's gradient.
+        gradients: of the input and of all parameters but the layers'.
+        groups: of layers that may be split together.
+        draws: shapes of what is dropped from.
+        dropout: whether attention drops by itself.
+    """
 
     x: Tensor
     out: Tensor
     direction: Tensor
-    gradient: Tensor
-    order: list[str]
+    gradients: list[Tensor | None]
+    groups: list[_Group]
     draws: list[torch.Size]
-    heads: int | None
     dropout: bool
 
 
@@ -127,8 +149,8 @@ class _Watch(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.draws: list[torch.Size] = []
-        self.heads: int | None = None
         self.dropout = False
+        self.events: list[tuple[str, Tensor]] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -137,15 +159,31 @@ class _Watch(TorchFunctionMode):
             return args[0]
         if func is ATTENTION:
             self.draws.append(args[0].shape)
-            self.heads = args[0].shape[-3] if args[0].dim() > 3 else None
+            self.events.append(("", args[0]))
             self.dropout = self.dropout or (args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)) > 0
             if len(args) > 4:
                 args = (*args[:4], 0.0, *args[5:])
             else:
                 kwargs["dropout_p"] = 0.0
         if func in _SOFTMAX and args[0].dim() > 3:
-            self.heads = args[0].shape[-3]
+            self.events.append(("", args[0]))
         return func(*args, **kwargs)
+
+    def groups(self) -> list[_Group]:
+        """Layers that are given the same tensor, the layer that is called next, and the heads between them."""
+        calls = [i for i, (name, _) in enumerate(self.events) if name]
+        names = [self.events[i][0] for i in calls]
+        given = [self.events[i][1].data_ptr() for i in calls]
+        found, start = [], 0
+        while start < len(calls):
+            end = next((i for i in range(start, len(calls)) if given[i] != given[start]), None)
+            if end is None:
+                break
+            between = self.events[calls[start] : calls[end]]
+            heads = next((tensor.shape[-3] for name, tensor in between if not name and tensor.dim() > 3), None)
+            found.append(_Group(names[start:end], names[end], heads))
+            start = end + 1
+        return found
 
 
 class _Probe(Local):
@@ -189,46 +227,47 @@ class _Tap(torch.autograd.Function):
 class _Trial:
     """One block, on which ways to split it are tried."""
 
-    def __init__(self, block: nn.Module, ranks: int) -> None:
-        self._block, self._ranks = block, ranks
-        self._linears = {name: m for name, m in block.named_modules() if isinstance(m, nn.Linear)}
+    def __init__(self, block: nn.Module, linears: Collection[str], ranks: int) -> None:
+        self.block, self.ranks = block, ranks
+        self.linears = {name: m for name, m in block.named_modules() if name in linears and isinstance(m, nn.Linear)}
+        own = {id(p) for m in self.linears.values() for p in m.parameters()}
+        self.others = [p.requires_grad_() for p in block.parameters() if id(p) not in own]
 
     def reference(self) -> _Whole | None:
         """The block as it is; None where it draws in a way of its own, or its output is not made place by place."""
-        sizes = {n for m in self._linears.values() for n in (m.in_features, m.out_features)}
+        sizes = {n for m in self.linears.values() for n in (m.in_features, m.out_features)}
         samples, positions = [p for p in _PRIMES if all(size % p for size in sizes)][:2]
         generator = torch.Generator().manual_seed(0)
-        first = next(iter(self._linears.values())).in_features
+        first = next(iter(self.linears.values())).in_features
         x = torch.randn(samples, positions, first, generator=generator, dtype=torch.float64).requires_grad_()
-        order: list[str] = []
-        handles = [
-            m.register_forward_pre_hook(lambda m, args, name=name: order.append(name))
-            for name, m in self._linears.items()
-        ]
         before, watch = torch.get_rng_state(), _Watch()
+        handles = [
+            m.register_forward_pre_hook(lambda m, args, name=name: watch.events.append((name, args[0])))
+            for name, m in self.linears.items()
+        ]
         with watch:
-            out = self._block(x)
+            out = self.block(x)
         for handle in handles:
             handle.remove()
         drew = not torch.equal(before, torch.get_rng_state())
+        order = [name for name, _ in watch.events if name]
         if drew or not isinstance(out, Tensor) or out.shape[:-1] != x.shape[:-1] or len(set(order)) < len(order):
             return None
         direction = torch.randn(out.shape, generator=generator, dtype=out.dtype)
-        (gradient,) = torch.autograd.grad(out, x, direction)
-        whole = (x.detach(), out.detach(), direction, gradient, order)
-        return _Whole(*whole, watch.draws, watch.heads, watch.dropout)
+        gradients: list[Tensor | None] = []
+        gradients += torch.autograd.grad(out, [x, *self.others], direction, allow_unused=True)
+        groups, dropout = watch.groups(), watch.dropout
+        return _Whole(x.detach(), out.detach(), direction, gradients, groups, watch.draws, dropout)
 
-    def split(self, whole: _Whole, *, fused: bool, prefer_last: bool) -> Region | None:
-        """The region if it is right to split the block so. Raises whatever parts of it raise."""
-        *firsts, last = whole.order
-        width = self._linears[last].in_features
-        units = whole.heads or width
-        if len(whole.order) < len(self._linears):
+    def split(self, whole: _Whole, group: _Group, *, fused: bool, prefer_last: bool) -> Region | None:
+        """The region if it is right to split the group so. Raises whatever parts of it raise."""
+        width = self.linears[group.last].in_features
+        units = group.heads or width
+        columns = {name: self._cut(self.linears[name].out_features, width, units, fused) for name in group.firsts}
+        if width % units or units < self.ranks or None in columns.values():
             return None
-        columns = {name: self._cut(self._linears[name].out_features, width, units, fused) for name in firsts}
-        if width % units or units < self._ranks or None in columns.values():
-            return None
-        region = Region({n: c for n, c in columns.items() if c}, last, units, width, dropout=whole.dropout)
+        dropout = whole.dropout and group.heads is not None
+        region = Region({n: c for n, c in columns.items() if c}, group.last, units, width, dropout=dropout)
         return self._prove(region, whole, prefer_last)
 
     def _cut(self, outputs: int, width: int, units: int, fused: bool) -> Cut | None:
@@ -237,12 +276,12 @@ class _Trial:
         if outputs % width == 0:
             times = outputs // width
             return Cut(0, units, times) if fused else Cut(0, units)
-        if outputs % each == 0 and units % self._ranks == 0 and (outputs // each) % self._ranks == 0:
+        if outputs % each == 0 and units % self.ranks == 0 and (outputs // each) % self.ranks == 0:
             return Cut(0, outputs // each)
         return None
 
     def _prove(self, region: Region, whole: _Whole, prefer_last: bool) -> Region | None:
-        runs = [_Run(self, region, rank, whole, prefer_last) for rank in range(self._ranks)]
+        runs = [_Run(self, region, rank, whole, prefer_last) for rank in range(self.ranks)]
         for run in runs:
             run.forward(None)
         total = torch.stack([run.part for run in runs]).sum(0)
@@ -250,8 +289,8 @@ class _Trial:
             run.backward(total, None)
         sums = {name: torch.stack([run.gradients[name] for run in runs]).sum(0) for name in region.columns}
         for run in runs:
-            out, gradient = run.backward(total, sums)
-            if not (_same(out, whole.out) and _same(gradient, whole.gradient)):
+            out, gradients = run.backward(total, sums)
+            if not (_same(out, whole.out) and all(map(_same, gradients, whole.gradients))):
                 return None
         found = runs[0].mode
         if any((run.mode.sizes, run.mode.draws) != (found.sizes, found.draws) for run in runs):
@@ -271,7 +310,7 @@ class _Run:
 
     def forward(self, total: Tensor | None, sums: Mapping[str, Tensor] | None = None) -> tuple[Tensor, Tensor]:
         """The part's output and its input; ``total``: what the last layer gives on all ranks together."""
-        region, ranks, linears = self._region, self._trial._ranks, self._trial._linears
+        region, ranks, linears = self._region, self._trial.ranks, self._trial.linears
         x = self._whole.x.clone().requires_grad_()
         for name, cut in region.columns.items():
             linears[name].forward = self._column(name, cut, sums)  # type: ignore[method-assign,assignment]
@@ -287,21 +326,21 @@ class _Run:
         self.mode = _Probe(slice_, region.width, self._whole.draws, self._prefer_last)
         try:
             with self.mode:
-                out = self._trial._block(x)
+                out = self._trial.block(x)
         finally:
             for linear in linears.values():
                 vars(linear).pop("forward", None)
         self.part = self.part.detach()
         return out, x
 
-    def backward(self, total: Tensor, sums: Mapping[str, Tensor] | None) -> tuple[Tensor, Tensor]:
-        """Output and gradient of the input; ``sums``: of the columns' inputs' gradients, over all ranks."""
+    def backward(self, total: Tensor, sums: Mapping[str, Tensor] | None) -> tuple[Tensor, list[Tensor | None]]:
+        """Output and gradients as of ``_Whole``; ``sums``: of the columns' inputs' gradients, over all ranks."""
         out, x = self.forward(total, sums)
-        (gradient,) = torch.autograd.grad(out, x, self._whole.direction)
-        return out.detach(), gradient
+        wanted = [x, *self._trial.others]
+        return out.detach(), list(torch.autograd.grad(out, wanted, self._whole.direction, allow_unused=True))
 
     def _column(self, name: str, cut: Cut, sums: Mapping[str, Tensor] | None) -> Callable[[Tensor], Tensor]:
-        linear, ranks = self._trial._linears[name], self._trial._ranks
+        linear, ranks = self._trial.linears[name], self._trial.ranks
 
         def told(gradient: Tensor) -> Tensor:
             self.gradients[name] = gradient
@@ -322,6 +361,8 @@ class _Nobody(NamedTuple):
     size: int
 
 
-def _same(one: Tensor, other: Tensor) -> bool:
+def _same(one: Tensor | None, other: Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is other
     scale = float(other.abs().max()) if other.numel() else 1.0
     return one.shape == other.shape and bool(torch.allclose(one, other, rtol=1e-9, atol=1e-9 * scale))

@@ -24,6 +24,7 @@ class Tensor:
         """Cut every layer of the plan down to this rank's slice, in place; see ``Division``. Collective."""
         units.check(plain, self._setting.activation_checkpointing)
         division = Division(plain, self._setting, self._config)
+        division.apply()
         replica = WholeReplica(plain, self._setting)
         division.mark(replica)
         return replica

@@ -113,7 +113,9 @@ class Dropped(Divided):
 
     def forward(self, input: Tensor) -> Tensor:
         """(…, features here) → the same."""
-        return dropped(input, self.p, input.dim() - 1, self.tutti_slice) if self.training else input
+        if not self.training or self.p == 0.0:
+            return functional.dropout(input, self.p, False)
+        return dropped(input, self.p, input.dim() - 1, self.tutti_slice)
 
 
 def dropped(part: Tensor, p: float, dim: int, slice_: Slice) -> Tensor:
