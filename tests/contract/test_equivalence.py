@@ -84,6 +84,9 @@ REDUCED = {
     "fp16 compute": ("mirrored", "fp16", 1e-3),
     "fp16 compute and wire": ("mirrored:wire=fp16", "fp16", 2e-3),
     "fp16 compute, model_parallel": ("model_parallel", "fp16", 1e-3),
+    "bf16 compute, sharded": ("sharded:units=Linear", "bf16", 5e-3),
+    "fp16 compute, sharded": ("sharded:units=Linear", "fp16", 1e-3),
+    "bf16 parameters, sharded": ("sharded:param_dtype=bf16", "fp32", 2e-2),
 }
 
 
@@ -132,6 +135,8 @@ FORWARDS: list[tuple[str, dict[str, Any], tuple[float, ...]]] = [
     # strategy, what is done, what is promised against one device without it: by default, and in reproducible mode
     *((strategy, AGAIN, (TOLERANCE, 0)) for strategy in ("mirrored", "model_parallel", "local_sgd")),
     *((strategy, COMPILED, (TOLERANCE,)) for strategy in ("mirrored", "model_parallel", "local_sgd")),
+    *((strategy, AGAIN, (TOLERANCE,)) for strategy in ("sharded", "sharded, stage 1")),
+    *((strategy, COMPILED, (TOLERANCE,)) for strategy in ("sharded", "sharded, stage 1")),
     ("model_parallel", AGAIN | COMPILED, (TOLERANCE,)),
 ]
 

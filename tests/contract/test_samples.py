@@ -28,6 +28,7 @@ WORLDS = [
     (4, "model_parallel:stages=2"),
     (3, "pipeline"),
     (4, "pipeline:stages=2,schedule=zero_bubble"),
+    (3, "sharded:stage=1"),
 ]
 
 
@@ -189,7 +190,7 @@ def evaluated(strategy: str, workers: int, data_workers: int = 0, sizes: tuple[i
     return told
 
 
-@pytest.mark.parametrize("strategy", ["mirrored", "model_parallel", "local_sgd"])
+@pytest.mark.parametrize("strategy", ["mirrored", "model_parallel", "local_sgd", "sharded:stage=1"])
 def test_evaluation_counts_every_sample_once(strategy: str) -> None:
     """And gives the same bits whatever the devices: blocks do not depend on them and are added in order."""
     [want] = worlds.run(1, evaluated, strategy="single", workers=4)
