@@ -272,7 +272,10 @@ def check(
             remedy=f"take --workers {ranks} or more, or --devices {workers * (devices // ranks)} or fewer",
         )
     if reproducible and not row.reproducible:
-        raise UsageError(f"strategy '{choice.name}' is not reproducible on any number of devices")
+        raise UsageError(
+            f"strategy '{choice.name}' is not reproducible on any number of devices",
+            remedy="leave out --reproducible, or take --strategy mirrored",
+        )
     if averaging and not row.averages:
         raise UsageError(
             f"--ema does not go with these options of strategy '{choice.name}'",

@@ -12,6 +12,9 @@ from torch import nn
 import tutti
 from tests import worlds
 from tutti.errors import UsageError
+from tutti.tasks.config import Gpt, Unet
+from tutti.tasks.gpt import gpt
+from tutti.tasks.unet import unet
 
 STRATEGIES = ["sharded:units=Linear+Seldom", "sharded:stage=2,units=Linear", "sharded:stage=1"]
 
@@ -80,6 +83,48 @@ def test_odd_parameters_are_as_on_one_device(strategy: str) -> None:
             assert got.keys() == want.keys()
             for name in want:  # one of them is in single precision
                 assert np.abs(got[name] - want[name]).max() <= 1e-6, name
+
+
+def characters() -> tuple[nn.Module, Any, Any]:
+    torch.manual_seed(0)
+    numbers = torch.randint(0, 7, (12, 9), generator=torch.Generator().manual_seed(0))
+
+    def loss(model: Any, batch: Any) -> Any:
+        logits = model(batch[:, :-1])
+        return nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten(), reduction="sum"), batch.numel()
+
+    return gpt(Gpt(layers=3, heads=2, width=8, block=8, dropout=0.1), 7).double(), numbers, loss
+
+
+def pictures() -> tuple[nn.Module, Any, Any]:
+    torch.manual_seed(0)
+    images = torch.randn(12, 1, 8, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+    def loss(model: Any, batch: Any) -> Any:
+        return nn.functional.binary_cross_entropy_with_logits(model(batch[0]), (batch[1] > 0).double())
+
+    return unet(Unet(depth=2, width=4)).double(), (images, images), loss
+
+
+MODELS = {"gpt": characters, "unet": pictures}
+
+
+def modelled(model: str, strategy: str) -> dict[str, Any]:
+    plain, samples, own_loss = MODELS[model]()
+    arguments = {"workers": 4, "batch_size": 5, "clip": 0.5, "channels_last": model == "unet"}
+    run = tutti.prepare(plain, "lamb:lr=0.01", samples, own_loss, strategy=strategy, **arguments)
+    for batch in run.epoch(0):
+        run.step(batch)
+    return {name: tensor.numpy().copy() for name, tensor in run.state().items()}
+
+
+@pytest.mark.parametrize("strategy", ["sharded", "sharded:stage=2", "sharded:shards=2"])
+@pytest.mark.parametrize("model", MODELS)
+def test_models_in_the_units_that_are_found(model: str, strategy: str) -> None:
+    [want] = worlds.run(1, modelled, model=model, strategy="single")
+    for devices in (4,) if "shards" in strategy else (3, 4):
+        for got in worlds.run(devices, modelled, model=model, strategy=strategy):
+            assert max(np.abs(got[name] - want[name]).max() for name in want) <= 1e-10
 
 
 def held(strategy: str) -> tuple[int, int, int]:
@@ -193,6 +238,7 @@ def refused(options: str) -> str:
         ("offload=true", "offload=true does nothing here"),
         ("units=Lineer", "Did you mean 'Linear'"),
         ("units=blocks", "is never called"),
+        ("shards=1,param_dtype=bf16", "take --precision bf16"),
     ],
 )
 def test_what_cannot_be_is_refused(options: str, words: str) -> None:

@@ -80,10 +80,10 @@ def train(
             "--max-restarts needs tutti's own launcher", remedy="use the restarts of torchrun or the scheduler"
         )
     refuse(name, chosen)
-    if dry_run and joined is None:
-        from tutti.cli.dry_run import dry_run as predict
-
-        return predict(name, chosen, memory, PRELOADED)
+    if dry_run:
+        return _dry_run(name, chosen, memory, joined)
+    if memory is not None:
+        raise UsageError("--memory is for --dry-run alone", remedy="add --dry-run, or leave it out")
     # Every rank of a job that was started elsewhere comes here; the first one's directory is everybody's.
     first = joined is None or joined.rank == 0
     directory = run_directory(chosen, name, joined is not None and joined.attempt > 0) if first else None
@@ -93,6 +93,15 @@ def train(
     if directory is not None:
         _report(name, directory, as_json, code)
     return code
+
+
+def _dry_run(task: str, config: TrainConfig, memory: str | None, joined: identity.Identity | None) -> int:
+    """What ``--dry-run`` does in place of training."""
+    from tutti.cli.dry_run import dry_run
+
+    if joined is not None:
+        raise UsageError("--dry-run starts processes of its own", remedy="call it without torchrun, srun or mpirun")
+    return dry_run(task, config, memory, PRELOADED)
 
 
 BARE = {"--resume": "auto", "--profile": "10:5", "--trace": "10:3", "--compile": "default"}

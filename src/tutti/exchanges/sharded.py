@@ -58,6 +58,13 @@ class Sharded:
             )
         self._config, self._setting = config, setting
         self._shards, self._copies = setting.comms.axis("shard"), setting.comms.axis("replica")
+        if self._shards.size == 1 and (config.offload or config.param_dtype is not None):
+            raise UsageError(
+                f"{'offload' if config.offload else 'param_dtype'} does nothing where one device has a whole copy",
+                why="it is about parameters that are gathered from others",
+                remedy="take more shards, or leave it out"
+                + (f" and take --precision {config.param_dtype}" if config.param_dtype else ""),
+            )
         self._totals: Totals | None = None
         self._metric_names: tuple[str, ...] = ()
 
