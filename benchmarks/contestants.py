@@ -1,4 +1,4 @@
-"""The same training step through six pairs of hands, each with its own copy of the model, in one process group."""
+"""The same training step through several pairs of hands, each with its own copy of the model, in one process group."""
 
 from __future__ import annotations
 
@@ -50,12 +50,44 @@ def ddp(work: Workload, data: TensorDataset) -> Contestant:
     return Contestant(plain, step)
 
 
-def prepared(work: Workload, data: TensorDataset) -> tuple[tutti.Run, torch.optim.Optimizer]:
+def fully_shard(work: Workload, data: TensorDataset) -> Contestant:
+    """PyTorch's FSDP2 by hand, in the units that tutti finds."""
+    from torch.distributed.fsdp import fully_shard as shard
+
+    from tutti.nn.wrapping import units
+
+    torch.manual_seed(0)
+    model = work.build()
+    for unit in [*units(model), model]:
+        shard(unit)
+    optimizer = work.optimizer(model.parameters())
+    if isinstance(optimizer, torch.optim.SGD):
+        # There is no fused one for DTensors.
+        optimizer.param_groups[0]["fused"] = False
+
+    def step(batch: Batch) -> None:
+        loss = mean_loss(model, batch)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return Contestant(model, step)
+
+
+def prepared(
+    work: Workload, data: TensorDataset, strategy: str = "mirrored"
+) -> tuple[tutti.Run, torch.optim.Optimizer]:
     """A run of the workload, and its optimizer."""
     model, optimizer = _fresh(work)
     size = WORKERS * work.samples
-    run = tutti.prepare(model, optimizer, data, mean_loss, strategy="mirrored", workers=WORKERS, batch_size=size)
+    run = tutti.prepare(model, optimizer, data, mean_loss, strategy=strategy, workers=WORKERS, batch_size=size)
     return run, optimizer
+
+
+def tutti_sharded(work: Workload, data: TensorDataset) -> Contestant:
+    """tutti with sharded weights, one call a step."""
+    run, _ = prepared(work, data, "sharded")
+    return Contestant(run.model, run.step)
 
 
 def tutti_step(work: Workload, data: TensorDataset) -> Contestant:
@@ -130,8 +162,12 @@ CONTESTANTS: dict[str, Callable[[Workload, TensorDataset], Contestant]] = {
     "tutti-loop": tutti_loop,
     "accelerate": accelerate,
     "fabric": fabric,
+    "fully-shard": fully_shard,
+    "tutti-sharded": tutti_sharded,
 }
-JUDGED = ("tutti-step", "tutti-loop")
+AGAINST = {"tutti-sharded": "fully-shard"}
+"""What is compared with something else than ``REFERENCE``."""
+JUDGED = ("tutti-step", "tutti-loop", "tutti-sharded")
 PACKAGES = {"accelerate": "accelerate", "fabric": "lightning_fabric"}
 
 

@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from contestants import CONTESTANTS, JUDGED, PACKAGES, REFERENCE, WORKERS, Contestant, missing
+from contestants import AGAINST, CONTESTANTS, JUDGED, PACKAGES, REFERENCE, WORKERS, Contestant, missing
 from models import WORKLOADS, Batch, Workload
 from paired import order, paired_ratio
 from torch import Tensor
@@ -92,11 +92,18 @@ def distances(team: Sequence[Contestant]) -> list[float]:
     far = torch.zeros(len(team), dtype=torch.float64)
     for index, contestant in enumerate(team):
         for mine, theirs in zip(contestant.model.parameters(), team[0].model.parameters(), strict=True):
+            mine, theirs = _whole(mine), _whole(theirs)
             gap = ((mine - theirs).abs() / (1 + theirs.abs())).max().detach()
             # A NaN compares false with everything; it must not pass for agreement.
             far[index] = max(far[index].item(), gap.nan_to_num(nan=float("inf")).item())
     dist.all_reduce(far, dist.ReduceOp.MAX)
     return [float(value) for value in far]
+
+
+def _whole(parameter: Tensor) -> Tensor:
+    """All of a parameter of which this rank may hold rows. Collective where it does."""
+    whole: Tensor = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+    return whole
 
 
 def measure(rank: int, folder: str, work: Workload, names: Sequence[str], seed: int, launch: int) -> None:
@@ -137,9 +144,9 @@ def run_workload(work: Workload, names: Sequence[str], seed: int) -> dict[str, A
     """Measures one workload in all its launches and returns its part of the report."""
     launches = [run_launch(work, names, seed, launch) for launch in range(work.launches)]
     times = np.array([found["times"] for found in launches])
-    reference = times[:, :, list(names).index(REFERENCE)]
     rows = {}
     for index, name in enumerate(names):
+        reference = times[:, :, list(names).index(AGAINST.get(name, REFERENCE))]
         ratio = paired_ratio(times[:, :, index], reference, seed)
         rows[name] = {
             "ms": 1e3 * float(np.median(times[:, :, index])),
@@ -162,7 +169,8 @@ def failures(workloads: Mapping[str, Mapping[str, Any]], limit: float | None) ->
                 gap = f"{row['weight_distance']:.1e} from {REFERENCE}'s"
                 found.append(f"{workload}: {name} trained other weights, {gap}")
             if limit is not None and name in JUDGED and row["low"] > limit:
-                found.append(f"{workload}: {name} takes {row['low']:.3f} to {row['high']:.3f} of {REFERENCE}'s time")
+                other = AGAINST.get(name, REFERENCE)
+                found.append(f"{workload}: {name} takes {row['low']:.3f} to {row['high']:.3f} of {other}'s time")
     return found
 
 
@@ -188,11 +196,11 @@ def table(workload: str, part: Mapping[str, Any]) -> str:
     lines = [
         f"{workload}: {part['parameters']:,} parameters, {part['samples_per_rank']} samples a rank, "
         f"{part['launches']} launches x {part['rounds']} rounds x {part['steps_per_block']} timed steps",
-        f"  {'':12} {'ms/step':>9} {'ratio':>7}   95 % interval   weights from {REFERENCE}'s",
+        f"  {'':13} {'ms/step':>9} {'ratio':>7}   95 % interval   weights from {REFERENCE}'s",
     ]
     for name, row in part["contestants"].items():
         interval = f"{row['low']:.3f} - {row['high']:.3f}"
-        lines.append(f"  {name:12} {row['ms']:9.3f} {row['ratio']:7.3f}   {interval:15} {row['weight_distance']:.1e}")
+        lines.append(f"  {name:13} {row['ms']:9.3f} {row['ratio']:7.3f}   {interval:15} {row['weight_distance']:.1e}")
     return "\n".join(lines)
 
 
@@ -228,6 +236,9 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--save keeps results, and those of --quick mean nothing")
     if given.json and not given.json.parent.is_dir():
         parser.error(f"--json {given.json}: there is no folder {given.json.parent}")
+    for name in given.contestants:
+        if AGAINST.get(name, name) not in given.contestants:
+            parser.error(f"--contestants has no {AGAINST[name]}, which {name} is compared with")
     if REFERENCE not in given.contestants:
         parser.error(f"--contestants has no {REFERENCE}, which all are compared with")
     return given

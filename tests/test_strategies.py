@@ -50,6 +50,10 @@ def test_options_reach_their_owner() -> None:
         ("local_sgd:post=-1", "cannot read '-1' as a duration"),
         ("diloco:outer_lr=0", "outer_lr is 0"),
         ("diloco:outer_momentum=1", "must be at least 0 and below 1"),
+        ("sharded:stage=4", "stage is 4"),
+        ("sharded:shards=0", "shards is 0"),
+        ("sharded:stage=1,param_dtype=bf16", "param_dtype is for stages 2 and 3"),
+        ("sharded:stage=1,units=block", "units is for stages 2 and 3"),
     ],
 )
 def test_bad_specifications_are_refused(text: str, words: str) -> None:
@@ -82,6 +86,10 @@ def test_shape_of_the_grid(text: str, devices: int, shape: tuple[int, int]) -> N
         ("model_parallel:stages=4", 6, {}, ["multiple of 4 devices, or stages=3"]),
         ("mirrored", 4, {"workers": 3}, ["3 workers cannot be spread over 4 data ranks", "--devices 3"]),
         ("model_parallel:stages=2", 8, {"workers": 3}, ["over 4 data ranks", "--workers 4", "--devices 6"]),
+        ("sharded:shards=3", 4, {}, ["4 devices cannot hold 3 shards", "shards=2"]),
+        ("sharded", 4, {"workers": 3}, ["3 workers cannot be spread over 4 data ranks"]),
+        ("sharded", 2, {"reproducible": True}, ["'sharded' is not reproducible"]),
+        ("sharded", 2, {"adaptive": True}, ["--lr-scale adascale does not go with strategy 'sharded'"]),
         ("mirrored:wire=fp16", 2, {"reproducible": True}, ["--reproducible does not go with a compressed wire"]),
         ("model_parallel", 2, {"own_loop": True}, ["needs run.step(batch)", "own loops work with: single, mirrored"]),
         ("local_sgd", 2, {"own_loop": True}, ["needs run.step(batch)"]),

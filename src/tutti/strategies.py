@@ -20,6 +20,7 @@ from tutti.exchanges.config import (
     DiLoCoConfig,
     ParameterServerConfig,
     PeriodicConfig,
+    ShardedConfig,
 )
 from tutti.layouts.config import HybridConfig, LayersConfig, PipelineConfig, TensorConfig, WholeConfig
 from tutti.spec import Duration, Spec, build
@@ -39,6 +40,7 @@ class Strategy:
         own_loop: works with ``run.backward`` and a gated ``optimizer.step``.
         one_model: workers hold the same weights at any time, so that their samples may be normalised together.
         averages: all ranks see the same parameters after an update, so that their average can be kept.
+        worker_gradients: each worker's own gradient can be seen before the sum.
         most_devices: largest number of devices; None for no limit.
         needs: module, package and extra that it does not work without.
     """
@@ -53,6 +55,7 @@ class Strategy:
     own_loop: bool = True
     one_model: bool = True
     averages: bool = True
+    worker_gradients: bool = True
     most_devices: int | None = None
     needs: tuple[str, str, str] | None = None
 
@@ -119,6 +122,14 @@ TABLE: Mapping[str, Strategy] = {
         "parameters and optimizer on servers, to which workers push their gradients",
         needs=("zmq", "pyzmq", "server"),
     ),
+    "sharded": Strategy(
+        *_WHOLE,
+        "sharded:Sharded",
+        ShardedConfig,
+        "optimizer state, gradients and parameters shared out over the devices",
+        reproducible=False,
+        worker_gradients=False,
+    ),
 }
 
 
@@ -154,6 +165,11 @@ class Choice:
             given[open_[0]] = devices // fixed
         shape = {axis: given[option] or 1 for option, axis in _AXES.items()}
         return {**shape, "replica": devices // math.prod(n for axis, n in shape.items() if axis != "replica")}
+
+    def data_ranks(self, devices: int) -> int:
+        """Ranks that see different samples."""
+        shape = self.shape(devices)
+        return shape["replica"] * shape["shard"]
 
     def _option(self, name: str) -> int | None:
         """An extent: as asked for, None where it is open, 1 where the strategy does not know it."""
@@ -197,7 +213,7 @@ def check_sync(choice: Choice, devices: int, reproducible: bool, by_worker: str 
             why="its workers hold different weights, so that their activations have no statistics in common",
             remedy="take --strategy mirrored, or --batch-norm ghost:size=32",
         )
-    if reproducible and choice.shape(devices)["replica"] > 1:
+    if reproducible and choice.data_ranks(devices) > 1:
         raise UsageError(
             "--batch-norm sync is not reproducible on several devices",
             why="each sums over its own samples first, so that the last bits depend on how many there are",
@@ -278,7 +294,7 @@ def check(
             f"strategy '{choice.name}' runs on {row.most_devices} device, not {devices}",
             remedy="take --strategy mirrored, or --devices 1",
         )
-    ranks = choice.shape(devices)["replica"]
+    ranks = choice.data_ranks(devices)
     if workers is not None and workers < ranks:
         raise UsageError(
             f"{workers} workers cannot be spread over {ranks} data ranks",
@@ -286,7 +302,10 @@ def check(
             remedy=f"take --workers {ranks} or more, or --devices {workers * (devices // ranks)} or fewer",
         )
     if reproducible and not row.reproducible:
-        raise UsageError(f"strategy '{choice.name}' is not reproducible on any number of devices")
+        raise UsageError(
+            f"strategy '{choice.name}' is not reproducible on any number of devices",
+            remedy="leave out --reproducible, or take --strategy mirrored",
+        )
     if averaging and not row.averages:
         raise UsageError(
             f"--ema does not go with these options of strategy '{choice.name}'",
@@ -321,6 +340,12 @@ def _check_adaptive(choice: Choice, workers: int) -> None:
         raise UsageError(
             f"--lr-scale adascale does not go with strategy '{choice.name}'",
             why="its workers make updates of their own, and the gain belongs to one of all workers",
+            remedy="take --strategy mirrored, or another --lr-scale",
+        )
+    if not choice.row.worker_gradients:
+        raise UsageError(
+            f"--lr-scale adascale does not go with strategy '{choice.name}'",
+            why="the gain compares workers' gradients, which are never whole on one device",
             remedy="take --strategy mirrored, or another --lr-scale",
         )
     if workers < 2:

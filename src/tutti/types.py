@@ -256,13 +256,17 @@ class Replica(Protocol):
 
     ``specs`` has every parameter and persistent buffer here by its name in the plain model. ``borrowed`` names those
     that another rank of this replica holds just the same, and that are its to count in norms and to save; where it has
-    one under another name, that is among the ``tied`` names here. ``said`` is for the run's header.
+    one under another name, that is among the ``tied`` names here. ``said`` is for the run's header. ``sharded`` has the
+    parameters of which an exchange leaves only rows here, as plain tensors: a forward gathers them, so that all ranks
+    must run as many. ``holding`` is how other values are put in for a while.
     """
 
     parts: Sequence[nn.Module]
     specs: Mapping[str, ShardSpec]
     borrowed: Collection[str]
     said: Mapping[str, str]
+    sharded: Mapping[str, Tensor]
+    holding: Callable[[Mapping[str, Tensor]], AbstractContextManager[None]]
 
     def connect(self, sink: GradSink) -> None:
         """Report every gradient of ``run`` to ``sink`` from now on."""

@@ -90,6 +90,9 @@ REDUCED = {
     "fp32, tensor": ("tensor:least=1", "fp32", 1e-5),
     "bf16 compute, tensor": ("tensor:least=1", "bf16", 1e-2),
     "fp16 compute, tensor": ("tensor:least=1", "fp16", 2e-3),
+    "bf16 compute, sharded": ("sharded:units=Linear", "bf16", 5e-3),
+    "fp16 compute, sharded": ("sharded:units=Linear", "fp16", 1e-3),
+    "bf16 parameters, sharded": ("sharded:param_dtype=bf16", "fp32", 2e-2),
 }
 
 
@@ -142,6 +145,8 @@ FORWARDS: list[tuple[str, dict[str, Any], tuple[float, ...]]] = [
     *((strategy, AGAIN, (TOLERANCE, 0)) for strategy in ("mirrored", "model_parallel", "local_sgd")),
     *((strategy, COMPILED, (TOLERANCE,)) for strategy in ("mirrored", "model_parallel", "local_sgd")),
     ("central_storage", AGAIN | COMPILED, (TOLERANCE,)),
+    *((strategy, AGAIN, (TOLERANCE,)) for strategy in ("sharded", "sharded, stage 1")),
+    *((strategy, COMPILED, (TOLERANCE,)) for strategy in ("sharded", "sharded, stage 1")),
     ("model_parallel", AGAIN | COMPILED, (TOLERANCE,)),
     *((f"pipeline {schedule}", AGAIN, (TOLERANCE, 0)) for schedule in ("interleaved", "zero_bubble")),
     ("pipeline 1f1b", AGAIN | COMPILED, (TOLERANCE,)),

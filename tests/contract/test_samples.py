@@ -33,6 +33,7 @@ WORLDS = [
     (3, "diloco:period=2"),
     (2, "tensor:least=1"),
     (4, "hybrid:tensor=2,replicas=2,least=1"),
+    (3, "sharded:stage=1"),
 ]
 
 
@@ -194,7 +195,9 @@ def evaluated(strategy: str, workers: int, data_workers: int = 0, sizes: tuple[i
     return told
 
 
-@pytest.mark.parametrize("strategy", ["mirrored", "model_parallel", "local_sgd", "central_storage", "diloco"])
+@pytest.mark.parametrize(
+    "strategy", ["mirrored", "model_parallel", "local_sgd", "central_storage", "diloco", "sharded:stage=1"]
+)
 def test_evaluation_counts_every_sample_once(strategy: str) -> None:
     """And gives the same bits whatever the devices: blocks do not depend on them and are added in order."""
     [want] = worlds.run(1, evaluated, strategy="single", workers=4)

@@ -142,7 +142,23 @@ def check_matrix(optimizer: str, folders: Path, pairs: Mapping[tuple[str, int], 
                 assert (largest_difference(got, want), own) == (0, digest), (strategy, devices, other, ranks)
 
 
+SHARDED = [("sharded:units=Linear", 3), ("sharded:stage=1", 2), ("sharded:stage=2,shards=2", 4)]
 ALONE = ["local_sgd:period=4", "local_sgd:period=2,post=3", "diloco:period=2", "diloco:period=2,post=1"]
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "novograd", "muon"])
+def test_rows_are_saved_and_continued_by_any(optimizer: str, tmp_path: Path) -> None:
+    """By every other way to cut them, by devices that have all of it, and the other way round."""
+    arguments = {"optimizer": OPTIMIZERS[optimizer], "workers": 4, "reproducible": False}
+    [(want, _)] = worlds.run(1, whole, strategy="single", **arguments)
+    others = [("mirrored", 2), ("single", 1)]
+    pairs = {place: [*others, SHARDED[i - 1]] for i, place in enumerate(SHARDED)} | {place: SHARDED for place in others}
+    for number, ((strategy, devices), after) in enumerate(pairs.items()):
+        folder = tmp_path / str(number)
+        worlds.run(devices, save, strategy=strategy, folder=str(folder), **arguments)
+        for other, ranks in after:
+            for got, _ in worlds.run(ranks, resume, strategy=other, folder=str(folder), **arguments):
+                assert largest_difference(got, want) <= 1e-10, (strategy, devices, other, ranks)
 
 
 @pytest.mark.parametrize("strategy", ALONE)

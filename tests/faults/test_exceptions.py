@@ -14,7 +14,15 @@ from tests.launching import Result
 pytestmark = [pytest.mark.faults, pytest.mark.row(28)]
 
 FLAGS = ("--batch-size", "12", "--epochs", "40", "--out", "out", "--eval-every", "none")
-STRATEGIES = ["mirrored", "mirrored:algorithm=native", "model_parallel", "local_sgd", "central_storage", "pipeline"]
+STRATEGIES = [
+    "mirrored",
+    "mirrored:algorithm=native",
+    "model_parallel",
+    "local_sgd",
+    "central_storage",
+    "pipeline",
+    "sharded",
+]
 
 # In the loss or in the data of one rank, in one step: what goes wrong is put in for {action}.
 FAULT = """

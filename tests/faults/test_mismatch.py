@@ -22,7 +22,16 @@ from tutti.world import context
 
 pytestmark = [pytest.mark.faults, pytest.mark.row(21)]
 
-STRATEGIES = ["mirrored", "mirrored:algorithm=native", "model_parallel", "local_sgd", "central_storage", "pipeline"]
+STRATEGIES = [
+    "mirrored",
+    "mirrored:algorithm=native",
+    "model_parallel",
+    "local_sgd",
+    "central_storage",
+    "pipeline",
+    "sharded",
+    "sharded:stage=1",
+]
 
 
 def refusal(case: str, culprit: int, strategy: str = "mirrored") -> tuple[str, int, str]:

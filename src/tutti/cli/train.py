@@ -49,6 +49,8 @@ def train(
     config: Annotated[tuple[Path, ...], Parameter(negative="", group=_HERE, show_default=False)] = (),
     print_config: Annotated[bool, Parameter(negative="", group=_HERE, show_default=False)] = False,
     as_json: Annotated[bool, Parameter(name="--json", negative="", group=_HERE, show_default=False)] = False,
+    dry_run: Annotated[bool, Parameter(negative="", group=_HERE, show_default=False)] = False,
+    memory: Annotated[str | None, Parameter(negative="", group=_HERE, show_default=False)] = None,
 ) -> int:
     """Train linear, digits, cifar10, or your own file.py:function.
 
@@ -62,6 +64,10 @@ def train(
         print the resolved configuration as TOML and stop
     as_json:
         print summary.json instead of one line
+    dry_run:
+        only say what memory a device needs, measure one step, and refuse what cannot fit
+    memory:
+        of a device, for --dry-run, such as 16GB; default: what is here
     """
     name, chosen = resolved(task, flags, config)
     if print_config:
@@ -74,6 +80,10 @@ def train(
             "--max-restarts needs tutti's own launcher", remedy="use the restarts of torchrun or the scheduler"
         )
     refuse(name, chosen)
+    if dry_run:
+        return _dry_run(name, chosen, memory, joined)
+    if memory is not None:
+        raise UsageError("--memory is for --dry-run alone", remedy="add --dry-run, or leave it out")
     # Every rank of a job that was started elsewhere comes here; the first one's directory is everybody's.
     first = joined is None or joined.rank == 0
     directory = run_directory(chosen, name, joined is not None and joined.attempt > 0) if first else None
@@ -83,6 +93,15 @@ def train(
     if directory is not None:
         _report(name, directory, as_json, code)
     return code
+
+
+def _dry_run(task: str, config: TrainConfig, memory: str | None, joined: identity.Identity | None) -> int:
+    """What ``--dry-run`` does in place of training."""
+    from tutti.cli.dry_run import dry_run
+
+    if joined is not None:
+        raise UsageError("--dry-run starts processes of its own", remedy="call it without torchrun, srun or mpirun")
+    return dry_run(task, config, memory, PRELOADED)
 
 
 BARE = {"--resume": "auto", "--profile": "10:5", "--trace": "10:3", "--compile": "default"}
@@ -150,7 +169,7 @@ def refuse(task: str, config: TrainConfig) -> None:
         adaptive=adaptive,
         averaging=config.averaging() is not None,
     )
-    ranks = choice.shape(devices)["replica"]
+    ranks = choice.data_ranks(devices)
     # Whether the batch can be shared out does not depend on how many samples there are.
     contract = BatchContract(
         1, config.batch_size, config.workers or ranks, ranks, config.micro_batch, config.identical_batches

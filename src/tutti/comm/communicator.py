@@ -31,6 +31,10 @@ if TYPE_CHECKING:
 
 _TEXT = 1024
 
+# The names since PyTorch 2.13, and those before.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 class Pending:
     """A collective under way. ``wait`` returns when its result is there."""
@@ -113,6 +117,29 @@ class Communicator:
         work = dist.all_gather(list(whole.view(self.size, -1).unbind()), mine, group=self._fast, async_op=True)
         self._wait(work, text)
         return whole
+
+    def gather_into(self, whole: Tensor, mine: Tensor, text: str) -> None:
+        """All-gather of equal slices into ``whole`` (size · n,), of which ``mine`` (n,) may be this rank's part."""
+        if self.size > 1:
+            self._wait(_all_gather(whole, mine, group=self._fast, async_op=True), text)
+
+    def scatter_sum(self, mine: Tensor, whole: Tensor, text: str) -> None:
+        """Reduce-scatter: the sum over the ranks of each one's ``whole`` (size · n,); rank r keeps slice r (n,)."""
+        if self.size == 1:
+            mine.copy_(whole)
+            return
+        if whole.is_cuda:
+            self._wait(_reduce_scatter(mine, whole, group=self._fast, async_op=True), text)
+            return
+        # Gloo's own is an all-reduce, and cannot be waited for with a limit.
+        parts = torch.empty_like(whole)
+        self._wait(dist.all_to_all_single(parts, whole, group=self._fast, async_op=True), text)
+        torch.sum(parts.view(self.size, -1), dim=0, out=mine)
+
+    @property
+    def group(self) -> ProcessGroup | None:
+        """Process group of the gradient path, for engines of PyTorch's that send by themselves; None for one rank."""
+        return self._fast
 
     def start_send(self, tensor: Tensor, to: int, kind: str) -> Pending:
         """Begin to send to rank ``to``, which knows shape and dtype; ``tensor`` must live until ``wait`` of the result.

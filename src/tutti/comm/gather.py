@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from tutti.comm.communicator import Communicator
+from tutti.laws.shares import block
 from tutti.types import ShardSpec
 
 
@@ -50,7 +51,50 @@ def _put(whole: Tensor | None, part: Tensor, spec: ShardSpec) -> Tensor:
     """The whole tensor with this part of it filled in."""
     if whole is None:
         whole = part.new_empty(spec.shape)
-    for block, (offset, shape) in zip(part.chunk(spec.blocks), spec.regions(part.shape), strict=True):
+    for piece, (offset, shape) in zip(part.chunk(spec.blocks), spec.regions(part.shape), strict=True):
         region = tuple(slice(begin, begin + length) for begin, length in zip(offset, shape, strict=True))
-        whole[region] = block
+        whole[region] = piece
     return whole
+
+
+def gather_rows(
+    rows: Mapping[str, Tensor], shapes: Mapping[str, Sequence[int]], comm: Communicator
+) -> dict[str, Tensor]:
+    """Whole tensors from each rank's block of rows (``tutti.laws.shares.block``). One all-gather a tensor."""
+    whole = {}
+    for name, mine in rows.items():
+        count, rest = shapes[name][0], tuple(shapes[name][1:])
+        padded = mine.new_zeros(len(block(count, comm.size, 0)), *rest)
+        padded[: len(mine)] = mine
+        whole[name] = torch.cat(comm.all_gather(padded, f"rows of '{name}'"))[:count]
+    return whole
+
+
+class GatheredRows(Mapping[str, Tensor]):
+    """Tensors of which some are rows here, each whole when it is asked for. Collective: all ranks ask in one order.
+
+    Args:
+        local: whole tensors and rows.
+        cut: names of the rows.
+        specs: shapes and tied names of all.
+        comm: the ranks that share one copy.
+    """
+
+    def __init__(
+        self, local: Mapping[str, Tensor], cut: Collection[str], specs: Mapping[str, ShardSpec], comm: Communicator
+    ) -> None:
+        self._local, self._cut, self._specs, self._comm = local, cut, specs, comm
+        self._owners = {other: name for name in local for other in (name, *specs[name].tied)}
+
+    def __getitem__(self, name: str) -> Tensor:
+        owner = self._owners[name]
+        tensor = self._local[owner]
+        if owner not in self._cut:
+            return tensor
+        return gather_rows({owner: tensor}, {owner: self._specs[owner].shape}, self._comm)[owner]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._owners)
+
+    def __len__(self) -> int:
+        return len(self._owners)

@@ -47,9 +47,16 @@ def placer(device: torch.device, dtype: torch.dtype, channels_last: bool) -> Cal
     def place(tensor: Tensor) -> Tensor:
         wanted = dtype if tensor.is_floating_point() else tensor.dtype
         moved = tensor.to(device, wanted, non_blocking=True)
-        return moved.contiguous(memory_format=torch.channels_last) if channels_last and moved.dim() == 4 else moved
+        return _channels_last(moved) if channels_last and moved.dim() == 4 else moved
 
     return lambda batch: map_tensors(batch, place)
+
+
+def _channels_last(images: Tensor) -> Tensor:
+    """Channels-last also by its strides where there is one channel, which either layout would be; draws follow it."""
+    placed = images.contiguous(memory_format=torch.channels_last)
+    _, channels, height, width = images.shape
+    return placed if channels > 1 else placed.as_strided(images.shape, (height * width, 1, width, 1))
 
 
 def _leaves(batch: Batch) -> Sequence[Tensor]:

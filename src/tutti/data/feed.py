@@ -94,9 +94,16 @@ class Feed:
             work.append((worker, cells))
         return work
 
-    def stand_in(self, part: Part, clock: int, worker: int) -> Cell:
-        """A cell that counts for nothing, for a rank without a sample in a global batch that must not miss a turn."""
-        return Cell(worker, 0, part.stand_in, 0, 0.0, mix(self.seed, clock, worker, 0), True)
+    def stand_in(self, batch: Batch, clock: int, worker: int, last: bool = True) -> Cell:
+        """A cell that counts for nothing, for a rank that must not miss a turn of the others."""
+        return Cell(worker, 0, batch, 0, 0.0, mix(self.seed, clock, worker, 0), last)
+
+    def most_cells(self, samples: int) -> int:
+        """Cells that the rank with most of them has in a global batch of ``samples``."""
+        if self.together:
+            return 1
+        contract = self.contract
+        return sum(len(contract.cells(len(contract.worker(samples, w)))) for w in contract.mine(0))
 
     def _plan(self, samples: int, have: int, over: str) -> Plan:
         """Where each worker's micro-batches lie in this rank's batch; kept, because most steps are alike."""
@@ -132,16 +139,20 @@ def evaluation(
     largest: int,
     place: Callable[[Batch], Batch],
     prefetch: Prefetch = IN_PROCESS,
+    even: bool = False,
 ) -> Iterator[tuple[int, Cell]]:
     """This data rank's held-out samples as numbered blocks: every sample once, without padding.
 
-    The blocks do not depend on the number of ranks, so that their sums, added in order, do not either.
+    The blocks do not depend on the number of ranks, so that their sums, added in order, do not either. ``even``: every
+    rank has as many, some of them stand-ins without samples, for forwards that all must run together.
     """
     blocks = evaluation_blocks(len(source), largest)
-    mine = share(len(blocks), ranks, rank)
-    tasks = ((np.arange(blocks[number].start, blocks[number].stop), None) for number in mine)
-    for number, batch in zip(mine, prefetch.batches(source, tasks), strict=True):
-        yield number, Cell(0, 0, place(batch), len(blocks[number]), 1.0 / len(source), 0, True)
+    mine = list(share(len(blocks), ranks, rank))
+    turns = [*mine, *[0] * ((len(share(len(blocks), ranks, 0)) - len(mine)) if even else 0)]
+    tasks = ((np.arange(blocks[number].start, blocks[number].stop), None) for number in turns)
+    for turn, batch in enumerate(prefetch.batches(source, tasks)):
+        samples = len(blocks[turns[turn]]) if turn < len(mine) else 0
+        yield turns[turn], Cell(0, 0, place(batch), samples, 1.0 / len(source), 0, True)
 
 
 def evaluation_blocks(samples: int, largest: int) -> list[range]:

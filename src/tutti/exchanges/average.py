@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 import torch
 from torch import Tensor
 
-from tutti.exchanges.saved import read, written
+from tutti.exchanges.saved import mine_of, read, written
 from tutti.laws.averaging import Averaging
 from tutti.nn.swap import parameters
 from tutti.types import Piece, Replica, SavedState, Setting
@@ -31,11 +31,12 @@ class Average:
     def __init__(
         self, replica: Replica, averaging: Averaging, setting: Setting, only: Collection[str] | None = None
     ) -> None:
-        self._replica = replica
-        self._averaging, self._comm = averaging, setting.comms.replica
+        self._replica, self._averaging, self._setting = replica, averaging, setting
         chosen = [(name, p) for name, p in parameters(replica.parts) if only is None or name in only]
         trained = {name: p for name, p in chosen if p.requires_grad}
-        self._names, self._parameters = list(trained), list(trained.values())
+        self._rows = {name: rows for name, rows in replica.sharded.items() if name in trained}
+        self._names = list(trained)
+        self._parameters = [self._rows.get(name, p) for name, p in trained.items()]
         self._values = [_wide(p.data).clone() for p in self._parameters]
         self.updates = 0
 
@@ -53,14 +54,23 @@ class Average:
     def state(self) -> dict[str, dict[str, Tensor | Piece]]:
         """What this rank writes of it into a checkpoint; see ``Exchange.state``."""
         named = dict(zip(self._names, self._values, strict=True))
-        return {"ema": written(named, self._replica, self._comm)}
+        found: dict[str, Tensor | Piece] = {}
+        if self._rows:
+            copies = self._setting.comms.axis("replica")
+            cut = {name: named.pop(name) for name in self._rows}
+            for name, value in mine_of(cut, copies.rank, copies.size).items():
+                spec = self._replica.specs[name]
+                if value.numel():
+                    found[name] = Piece(value, spec.shape, spec.offset)
+        return {"ema": {**written(named, self._replica, self._setting.comms.replica), **found}}
 
     def load(self, saved: SavedState, updates: int) -> None:
         """Become the average in ``saved``, of so many updates; where it has none, begin anew at its weights."""
         names = saved.names("ema")
         for name, value in zip(self._names, self._values, strict=True):
             known = any(n in names for n in (name, *self._replica.specs[name].tied))
-            value.copy_(read(saved, "ema" if known else "model", name, self._replica, value.shape))
+            if value.numel():
+                value.copy_(read(saved, "ema" if known else "model", name, self._replica, value.shape))
         self.updates = updates
 
 

@@ -158,3 +158,34 @@ class ParameterServerConfig:
             "one_model": False,
             "averages": False,
         }
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardedConfig:
+    """Devices share out optimizer state (stage 1), gradients too (2), and parameters too (3).
+
+    ZeRO: Rajbhandari et al. 2019, arXiv 1910.02054.
+
+    Attributes:
+        stage: what is shared out.
+        shards: devices that share one copy; default: all. Groups of them hold the same (HSDP).
+        offload: keep rows and optimizer state in the host's memory, of CUDA devices.
+        units: what is gathered as one: ``auto``, or names and classes of modules, ``Block+head``.
+        param_dtype: number format in which parameters are gathered and computed with; default: as they are.
+    """
+
+    stage: int = 3
+    shards: int | None = None
+    offload: bool = False
+    units: tuple[str, ...] = ("auto",)
+    param_dtype: Literal["bf16", "fp16"] | None = None
+
+    def __post_init__(self) -> None:
+        if self.shards is not None and self.shards < 1:
+            raise ValueError(f"shards is {self.shards}, must be at least 1")
+        if self.stage not in (1, 2, 3):
+            raise ValueError(f"stage is {self.stage}, must be 1, 2 or 3")
+        if self.stage == 1:
+            given = {"offload": self.offload, "units": self.units != ("auto",), "param_dtype": self.param_dtype}
+            for option in filter(given.get, given):
+                raise ValueError(f"{option} is for stages 2 and 3: in stage 1 every device holds all parameters")

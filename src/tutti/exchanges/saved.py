@@ -21,7 +21,7 @@ def optimizer_tensors(optimizer: Optimizer, named: Named) -> dict[str, Tensor]:
     for name, parameter in named:
         for key, value in optimizer.state.get(parameter, {}).items():
             if value is not None:
-                tensors[f"{name}/{key}"] = _tensor(value)
+                tensors[f"{name}/{key}"] = as_tensor(value)
     return tensors
 
 
@@ -95,7 +95,8 @@ def mine_of(tensors: Mapping[str, Tensor], rank: int, ranks: int) -> dict[str, T
     return {name: tensors[name] for name in ordered[rank::ranks]}
 
 
-def _tensor(value: Any) -> Tensor:
+def as_tensor(value: Any) -> Tensor:
+    """A number as a 0-d tensor of float64, a tensor as it is."""
     return value if isinstance(value, Tensor) else torch.tensor(float(value), dtype=torch.float64)
 
 

@@ -41,3 +41,13 @@ def chunks(total: int, largest: int | None) -> list[range]:
         return []
     parts = 1 if largest is None else -(-total // largest)
     return [share(total, parts, i) for i in range(parts)]
+
+
+def block(total: int, parts: int, index: int) -> range:
+    """Part ``index`` of ``range(total)`` in blocks of one size, the last ones shorter or empty; as ``torch.chunk``.
+
+    >>> [list(block(5, 4, i)) for i in range(4)]
+    [[0, 1], [2, 3], [4], []]
+    """
+    size = -(-total // parts)
+    return range(min(index * size, total), min((index + 1) * size, total))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,8 @@ class Part:
         parts: the modules.
         specs: where each parameter and persistent buffer sits in the plain model.
         borrowed: names of those that another rank of this replica accounts for.
+        sharded: rows of those of which an exchange leaves no more here.
+        holding: how other values are put in for a while.
         draws: the random streams of these modules.
         peers: what batch norms over several devices share; None where there are none.
         said: what the run's header says of how the replica lives here.
@@ -42,6 +44,9 @@ class Part:
             for name, tensor in state.items()
         }
         self.borrowed: Collection[str] = ()
+        self.sharded: Mapping[str, Tensor] = {}
+        self.holding: Callable[[Mapping[str, Tensor]], AbstractContextManager[None]]
+        self.holding = lambda values: swapped(self.parts, values)
         here = {inner for part in self.parts for inner in part.modules()}
         chosen = {name: inner for name, inner in keyed(plain or module).items() if inner in here}
         self.draws = Draws(module, device, setting.draws, chosen)
@@ -64,8 +69,10 @@ class Part:
         """A stand-in leaves no trace: no gradient, and no buffer but what all ranks' batch norms have in common."""
         for slot, tensor in self._kept:
             slot.put(tensor)
-        for _, parameter in parameters(self.parts):
-            parameter.grad = None
+        # Where forwards gather weights a stand-in is one of several cells, and its gradient is zero.
+        if not self.sharded:
+            for _, parameter in parameters(self.parts):
+                parameter.grad = None
 
     def connect(self, sink: GradSink) -> None:
         """Autograd reports each parameter's gradient when it has been accumulated."""
@@ -76,5 +83,5 @@ class Part:
     @contextmanager
     def evaluating(self, values: Mapping[str, Tensor]) -> Iterator[None]:
         """Within the block the modules hold ``values``, do not train and record nothing."""
-        with torch.no_grad(), mode(self.parts, training=False), swapped(self.parts, values):
+        with torch.no_grad(), mode(self.parts, training=False), self.holding(values):
             yield

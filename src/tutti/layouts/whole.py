@@ -53,10 +53,10 @@ class WholeReplica(Part):
         self.draws.check()
         objective, start, part = outcome.read(result, cell)
         total = part if before is None else before + part
-        # A stand-in goes backward only where others wait for the messages of its batch norms, and sends no gradient.
+        # A stand-in goes backward only where others wait for messages of it, and has no gradient.
         if cell.samples and cell.last:
             sink.arm(total)
-        if cell.samples or self.peers is not None:
+        if cell.samples or self.peers is not None or self.sharded:
             objective.backward(start)
         if not cell.samples:
             self.forget()

@@ -21,7 +21,7 @@ from tutti.nn.parallel import Divided
 from tutti.nn.recompute import Forward, recomputed
 from tutti.nn.swap import describe
 from tutti.nn.sync import SyncBatchNorm
-from tutti.nn.units import Units, find, is_sequence
+from tutti.nn.units import Choice, Units, find, is_sequence
 from tutti.types import Setting
 
 
@@ -41,6 +41,12 @@ def transform(part: nn.Module, draws: Draws, setting: Setting) -> None:
         compiler = _Compiler(*chosen)
     if compiler is not None or units:
         _Transformation(compiler, units, draws).of(part, root=True)
+
+
+def recompute(part: nn.Module, choice: Choice) -> None:
+    """Have units of a model computed again, as training would; random draws are not kept apart."""
+    if units := find(part, choice):
+        _Transformation(None, units, Draws(part, torch.device("cpu"))).of(part, root=True)
 
 
 class _Compiler:

@@ -140,7 +140,8 @@ class Checks:
         """Give a loss the same few samples once and twice over, no more than a micro-batch has."""
         setting = self._run.setting
         # Other shapes would be compiled anew; of a model that is split the other ranks would be needed.
-        if loss is None or setting.compile != "none" or setting.comms.model.size > 1:
+        split = setting.comms.model.size > 1 or bool(self._run.replica.sharded)
+        if loss is None or setting.compile != "none" or split:
             return
         try:
             few = cut(batch, 0, min(_FEW, length(batch), max(micro // 2, 1)))

@@ -54,11 +54,11 @@ def main(task: str, config: TrainConfig, directory: str | None) -> int:
         0. Whatever goes wrong is raised, as a TuttiError with its exit code where it was foreseen.
     """
     world = context.init(config.device, config.timeout)
-    threads = _prepare_process(config, world)
+    threads = prepare_process(config, world)
     chosen = table.load(task, data=config.data, model=config.model, augment=config.augment)
     model = chosen.model()
     size = sum(p.numel() for p in model.parameters())
-    run = _prepare(chosen, model, config, world)
+    run = prepared(chosen, model, config, world)
     epochs = run.feed.epochs
     plan, total = _plan(config, epochs)
     run.lr_factor = _schedule(config, epochs, total)
@@ -239,7 +239,8 @@ def _saver(
 
 
 @said_elsewhere()
-def _prepare(task: Task, model: nn.Module, config: TrainConfig, world: World) -> Run:
+def prepared(task: Task, model: nn.Module, config: TrainConfig, world: World) -> Run:
+    """The run that the configuration describes."""
     return prepare(
         model,
         config.optimizer,
@@ -269,7 +270,7 @@ def _prepare(task: Task, model: nn.Module, config: TrainConfig, world: World) ->
     )
 
 
-def _prepare_process(config: TrainConfig, world: World) -> int:
+def prepare_process(config: TrainConfig, world: World) -> int:
     """Seed PyTorch, and set the CPU threads: as asked, one in reproducible mode, else this host's cores shared out."""
     torch.manual_seed(config.seed)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tutti.comm.gather import gather_named
+from tutti.comm.gather import GatheredRows, gather_named
 from tutti.data.adapt import adapt
 from tutti.data.feed import evaluation, evaluation_blocks
 from tutti.data.reader import Position
@@ -85,11 +85,15 @@ class Run(Steps):
             heartbeat.training.during(Phase.EVALUATE),
             self.replica.evaluating(self._merged(averaged, as_trained=True)),
         ):
-            for number, cell in evaluation(
-                source, grid.data_ranks, grid.data_rank, batch, self.feed.place, self.feed.prefetch
-            ):
+            blocks = evaluation(
+                *(source, grid.data_ranks, grid.data_rank, batch, self.feed.place, self.feed.prefetch),
+                even=bool(self.replica.sharded),
+            )
+            for number, cell in blocks:
                 heartbeat.training.beat()
-                parts[number] = self.replica.run([cell], chosen, None)
+                part = self.replica.run([cell], chosen, None)
+                if cell.samples:
+                    parts[number] = part
         names = comms.world.broadcast_json(parts[0].names if grid.data_rank == 0 else (), 0, "names of the metrics")
         table = torch.zeros(len(evaluation_blocks(len(source), batch)), 2 + len(names), dtype=torch.float64)
         for number, part in parts.items():
@@ -123,12 +127,20 @@ class Run(Steps):
         ``averaged``: the average of the weights, with the model's own buffers. Raises as ``evaluate``.
         """
         self._together("reading the whole state" + " with the average" * averaged)
-        replica = self.replica
-        return gather_named(self._merged(averaged), replica.specs, replica.borrowed, self.setting.comms.model)
+        replica, merged = self.replica, self._merged(averaged)
+        if replica.sharded:
+            return dict(GatheredRows(merged, replica.sharded, replica.specs, self.setting.comms.axis("shard")))
+        return gather_named(merged, replica.specs, replica.borrowed, self.setting.comms.model)
 
     def weights_sha256(self, averaged: bool = False) -> str:
         """Hash of ``state``; equal hashes mean bit-identical models. Collective."""
-        return weights_sha256(self.state(averaged))
+        replica = self.replica
+        if not replica.sharded:
+            return weights_sha256(self.state(averaged))
+        # What is shared out may fit into no device: one tensor at a time.
+        self._together("reading the whole state" + " with the average" * averaged)
+        rows = self._merged(averaged), replica.sharded, replica.specs
+        return weights_sha256(GatheredRows(*rows, self.setting.comms.axis("shard")))
 
     def _merged(self, averaged: bool, as_trained: bool = False) -> dict[str, Tensor]:
         """What lives here as one model; ``as_trained``: the average in the data types of the weights."""

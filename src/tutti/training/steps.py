@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -179,6 +180,8 @@ class Steps:
         work = self._cells(batch, tick)
         if self.feed.together and not work[0][1]:
             work = [(work[0][0], [self._stand_in(work[0][0], tick)])]
+        if self.replica.sharded:
+            work = self._even(work, tick)
         try:
             with self._open_gate():
                 agreed, updated = step(self.replica, self.exchange, self._sink, work, self._loss, tick, self.adascale)
@@ -190,14 +193,32 @@ class Steps:
             heartbeat.training.enter(Phase.IDLE)
 
     def _stand_in(self, worker: int, tick: Tick) -> Cell:
-        """What a rank without samples computes on, because the batch norms of the others wait for its messages."""
+        """What a rank without samples computes on, because the others wait for its messages."""
         if self._drawn is None or self._drawn.stand_in is None:
             raise UsageError(
                 "a batch without samples",
-                why="batch_norm='sync' needs every device to take part, and there is nothing to compute on",
+                why="batch_norm='sync' and sharded weights need every device to take part",
                 remedy="bring at least one sample on every rank",
             )
-        return self.feed.stand_in(self._drawn, tick.clock, worker)
+        return self.feed.stand_in(self._drawn.stand_in, tick.clock, worker)
+
+    def _even(self, work: list[tuple[int, list[Cell]]], tick: Tick) -> list[tuple[int, list[Cell]]]:
+        """As many cells on every rank, with stand-ins before the first: each forward gathers weights from all."""
+        have = sum(len(cells) for _, cells in work)
+        if self._drawn is not None:
+            most = self.feed.most_cells(tick.samples)
+        else:
+            comm = self.setting.comms.replica
+            counts = comm.gather_slices(torch.tensor([have], device=comm.device), "micro-batches of a batch")
+            most = int(counts.max())
+        if have >= most:
+            return work
+        place = next((i for i, (_, cells) in enumerate(work) if cells), 0)
+        worker, own = work[place]
+        own = own or [self._stand_in(worker, tick)]
+        missing = most - max(have, 1)
+        more = [self.feed.stand_in(own[0].batch, tick.clock, worker, last=False) for _ in range(missing)]
+        return [*work[:place], (worker, [*more, *own]), *work[place + 1 :]]
 
     # --- loops that must stay as they are --------------------------------------------------------------------------
 
@@ -220,12 +241,14 @@ class Steps:
             tick = self._tick()
             self._begun = True
             work = self._cells(batch, tick)
+            if self.replica.sharded:
+                work = self._even(work, tick)
             busy = [(worker, cells) for worker, cells in work if cells]
             # Shares differ by at most one sample, so that the workers without any are the last ones.
             self._idle = [worker for worker, cells in work if not cells]
             if not busy and self._drawn is not None:
                 worker = self._idle.pop(0)
-                busy = [(worker, [self.feed.stand_in(self._drawn, tick.clock, worker)])]
+                busy = [(worker, [self._stand_in(worker, tick)])]
             for worker, cells in busy:
                 self.exchange.enter(worker, tick)
                 for cell in cells:

@@ -1,0 +1,118 @@
+"""``tutti train --dry-run``: the memory that each device will need, and what one step has really taken."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from tutti.cli.devices import count_gpus
+from tutti.errors import ExitCode, UsageError
+from tutti.measure.finding import size
+from tutti.training.config import TrainConfig
+from tutti.world.launch import launch
+
+_PATIENCE = 120.0
+_STEP = ("gradients", "messages", "activations")
+
+
+def dry_run(task: str, config: TrainConfig, memory: str | None, preload: Sequence[str]) -> int:
+    """Print the prediction, refuse what cannot fit, and measure one step of what can.
+
+    Args:
+        task: what is trained.
+        config: with a number of devices.
+        memory: of a device, such as ``16GB``; None for what is here.
+        preload: modules that every rank imports.
+
+    Raises:
+        UsageError: it does not fit, with the nearest plan that does.
+    """
+    from tutti.training import memory as planned
+
+    room = _room(config, memory)
+    found = planned.facts(task, config)
+    rows = planned.rows_of(planned.plan(found, config))
+    print(f"{found.parameters:,} parameters · {config.strategy} · {config.devices} devices of {size(room)}")
+    if found.activations is None:
+        print("without activations: what a stream gives is not known before it is read")
+    if rows["total"] > room:
+        print(_table(rows, {}))
+        raise _too_large(config, planned.nearest(found, config, room), room, rows["total"])
+    with tempfile.TemporaryDirectory(prefix="tutti-dry-run-") as folder:
+        code = launch(
+            _step,
+            (task, config, Path(folder)),
+            processes=int(config.devices),
+            logs=Path(folder) / "logs",
+            timeout=config.timeout,
+            preload=preload,
+            limits=config.limits(),
+        )
+        if code == ExitCode.DONE:
+            ranks = json.loads((Path(folder) / planned.MEASURED).read_text(encoding="utf-8"))
+            print(_table(rows, max(ranks, key=lambda rank: sum(rank.values()))))
+    return code
+
+
+def _room(config: TrainConfig, memory: str | None) -> int:
+    """Bytes of a device: as told, or as found."""
+    from tutti.measure import isolated
+    from tutti.measure.memory import parse_bytes, room
+
+    if memory is not None:
+        return parse_bytes(memory, "--memory")
+    if config.device != "cpu" and count_gpus(os.environ):
+        told = isolated.run_module("tutti.measure.torch_facts", [], _PATIENCE)
+        gpus = json.loads(told.out)["gpus"] if told.code == 0 else []
+        if gpus:
+            return min(int(gpu["memory_bytes"]) for gpu in gpus)
+    return room(int(config.devices))
+
+
+def _step(task: str, config: TrainConfig, folder: Path) -> None:
+    from tutti.training.memory import measure
+
+    measure(task, config, folder)
+
+
+def _table(rows: Mapping[str, float], found: Mapping[str, float]) -> str:
+    """A line for each kind of bytes: predicted, and measured on the device that took most.
+
+    >>> print(_table({"parameters": 1024, "gradients": 1024, "total": 2048}, {}))
+                       predicted
+    parameters             1 KiB
+    gradients              1 KiB
+    total                  2 KiB
+    """
+    measured = dict(found)
+    if found:
+        step = max(found["step"] - found["optimizer"], 0)
+        measured |= {"step": step, "total": found["parameters"] + found["buffers"] + found["optimizer"] + step}
+    lines = [f"{'':<16}{'predicted':>12}" + f"{'measured':>12}" * bool(found)]
+    shown = dict(rows)
+    if found:
+        total = shown.pop("total")
+        shown |= {"step": sum(rows.get(name, 0) for name in _STEP), "total": total}
+    for name, value in shown.items():
+        text = "those of a step" if name == "step" else name
+        lines.append(f"{text:<16}{size(value):>12}" + (f"{size(measured[name]):>12}" if name in measured else ""))
+    return "\n".join(lines)
+
+
+def _too_large(config: TrainConfig, other: TrainConfig | None, room: int, total: float) -> UsageError:
+    """What to say, with the nearest plan that fits."""
+    remedy = "no number of devices up to 1,024 makes it fit: take a smaller model"
+    if other is not None:
+        names = ("strategy", "devices", "workers", "batch_size", "micro_batch")
+        changed = [name for name in names if getattr(other, name) != getattr(config, name)]
+        flags = [f"--{name.replace('_', '-')} {getattr(other, name)}" for name in changed]
+        remedy = f"take {' '.join(flags)}"
+    return UsageError(
+        f"a device needs {size(total)} and has {size(room)}",
+        where=f"--strategy {config.strategy} on {config.devices} devices",
+        why="parameters, gradients, optimizer state and activations together are more than fits",
+        remedy=remedy,
+    )

@@ -1,0 +1,92 @@
+"""``tutti train --dry-run``: figures before anything runs, a step's beside them, and what cannot fit refused."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tutti.measure.memory import Tracker, parse_bytes
+from tutti.training.config import TrainConfig
+from tutti.training.memory import facts, nearest, plan
+
+BASE = {"batch_size": 32, "device": "cpu", "devices": "2"}
+
+
+def command(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "tutti", "train", "digits", "--device", "cpu", "--dry-run", *words],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        cwd=folder,
+        env={**os.environ, "COLUMNS": "100"},
+    )
+
+
+def figures(out: str) -> dict[str, list[str]]:
+    """The numbers of each line, as they are printed."""
+    return {line[:16].strip(): line[16:].split() for line in out.splitlines()[1:]}
+
+
+def test_state_is_predicted_as_it_is(tmp_path: Path) -> None:
+    result = command(tmp_path, "--devices", "2", "--strategy", "sharded:stage=1", "--optimizer", "adam", "--ema", "0.9")
+    assert result.returncode == 0, result.stderr
+    said = figures(result.stdout)
+    for name in ("parameters", "optimizer"):
+        value, unit, own, own_unit = said[name]
+        assert unit == own_unit and float(own) == pytest.approx(float(value), rel=0.03), name
+    assert len(said["total"]) == 4
+    assert list(tmp_path.iterdir()) == [], "nothing is left of it"
+
+
+def test_what_cannot_fit_is_refused_with_what_does(tmp_path: Path) -> None:
+    result = command(tmp_path, "--devices", "2", "--memory", "700KB")
+    assert result.returncode == 2
+    assert "a device needs" in result.stderr and "has 684 KiB" in result.stderr
+    assert "sharded:stage=" in result.stderr and "--devices" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_plans_fit_and_share_out_no_more_than_needed() -> None:
+    config = TrainConfig(**BASE)
+    found = facts("digits", config)
+    total = plan(found, config).total
+    assert nearest(found, config, total) == config or plan(found, nearest(found, config, total)).total <= total
+    tight = nearest(found, config, total * 0.6)
+    assert tight is not None and plan(found, tight).total <= total * 0.6
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_stage_divides_what_it_shares_out(stage: int) -> None:
+    whole = plan(found := facts("digits", TrainConfig(**BASE)), TrainConfig(**BASE))
+    part = plan(found, TrainConfig(**{**BASE, "strategy": f"sharded:stage={stage}"}))
+    assert part.optimizer == whole.optimizer / 2
+    assert part.gradients == whole.gradients / (2 if stage > 1 else 1)
+    assert part.parameters == whole.parameters / (2 if stage > 2 else 1)
+
+
+def test_recomputation_and_smaller_batches_take_less() -> None:
+    text = {**BASE, "model": "gpt:layers=4,width=64"}
+    data = {"data": __file__}
+    whole = facts("text", TrainConfig(**text, **data)).activations
+    again = facts("text", TrainConfig(**text, **data, activation_checkpointing="blocks")).activations
+    half = facts("text", TrainConfig(**{**text, "batch_size": 16}, **data)).activations
+    assert whole is not None and again is not None and half is not None
+    assert again < 0.7 * whole and 0.4 * whole < half < 0.7 * whole
+
+
+def test_bytes_are_counted_while_they_are_there() -> None:
+    import torch
+
+    with Tracker() as tracker:
+        first = torch.zeros(1000, dtype=torch.float64)
+        second = first + 1
+        assert tracker.now == 16000
+        del first
+        assert tracker.now == 8000
+        second.add_(1)
+    assert (tracker.peak, parse_bytes("1.5KiB", "")) == (16000, 1536)

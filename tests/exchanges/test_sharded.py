@@ -1,0 +1,245 @@
+"""Rows of parameters: what FSDP2 does not do by itself, and what must hold on every rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import tutti
+from tests import worlds
+from tutti.errors import UsageError
+from tutti.tasks.config import Gpt, Unet
+from tutti.tasks.gpt import gpt
+from tutti.tasks.unet import unet
+
+STRATEGIES = ["sharded:units=Linear+Seldom", "sharded:stage=2,units=Linear", "sharded:stage=1"]
+
+
+class Seldom(nn.Module):
+    """Shifts where it is told to, which some batches never do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.shift = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor, shifted: bool) -> torch.Tensor:
+        return x * self.weight + self.shift if shifted else x * self.weight
+
+
+class Odd(nn.Module):
+    """A number without dimensions, a tied weight, a layer that nobody uses, one that few batches use, two dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(5, 3)
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(3, 3), nn.Tanh()) for _ in range(2)])
+        self.seldom = Seldom()
+        self.never = nn.Linear(3, 3)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.head = nn.Linear(3, 5, bias=False)
+        self.head.weight = self.embed.weight
+        self.double()
+        self.narrow = nn.Parameter(torch.tensor([0.5, -0.5, 1.0]))
+
+    def forward(self, numbers: torch.Tensor) -> torch.Tensor:
+        x = self.embed(numbers)
+        for block in self.blocks:
+            x = block(x)
+        x = self.seldom(x, bool((numbers == 4).any()))
+        return self.head(x * self.scale + self.narrow.double())
+
+
+def data(count: int = 29) -> tuple[torch.Tensor, torch.Tensor]:
+    numbers = torch.arange(count)
+    return numbers % 4 + (numbers % 7 == 3), (numbers * 3) % 5
+
+
+def loss(model: Any, batch: Any) -> Any:
+    return nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="sum"), len(batch[0])
+
+
+def trained(strategy: str, optimizer: str, **options: Any) -> dict[str, Any]:
+    arguments = {"workers": 4, "batch_size": 9, "micro_batch": 2, "clip": 0.3, **options}
+    run = tutti.prepare(Odd(), optimizer, data(), loss, strategy=strategy, **arguments)
+    for epoch in range(2):
+        for batch in run.epoch(epoch):
+            run.step(batch)
+    run.evaluate(data(5))
+    return {name: tensor.numpy().copy() for name, tensor in run.state().items()}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_odd_parameters_are_as_on_one_device(strategy: str) -> None:
+    """Unused ones are not decayed; those that one rank alone used are updated on all."""
+    [want] = worlds.run(1, trained, strategy="single", optimizer="adamw:lr=0.1,weight_decay=0.5")
+    assert (want["never.weight"] == Odd().never.weight.detach().numpy()).all()
+    for devices in (3, 4):
+        for got in worlds.run(devices, trained, strategy=strategy, optimizer="adamw:lr=0.1,weight_decay=0.5"):
+            assert got.keys() == want.keys()
+            for name in want:  # one of them is in single precision
+                assert np.abs(got[name] - want[name]).max() <= 1e-6, name
+
+
+def characters() -> tuple[nn.Module, Any, Any]:
+    torch.manual_seed(0)
+    numbers = torch.randint(0, 7, (12, 9), generator=torch.Generator().manual_seed(0))
+
+    def loss(model: Any, batch: Any) -> Any:
+        logits = model(batch[:, :-1])
+        return nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten(), reduction="sum"), batch.numel()
+
+    return gpt(Gpt(layers=3, heads=2, width=8, block=8, dropout=0.1), 7).double(), numbers, loss
+
+
+def pictures() -> tuple[nn.Module, Any, Any]:
+    torch.manual_seed(0)
+    images = torch.randn(12, 1, 8, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+    def loss(model: Any, batch: Any) -> Any:
+        return nn.functional.binary_cross_entropy_with_logits(model(batch[0]), (batch[1] > 0).double())
+
+    return unet(Unet(depth=2, width=4)).double(), (images, images), loss
+
+
+MODELS = {"gpt": characters, "unet": pictures}
+
+
+def modelled(model: str, strategy: str) -> dict[str, Any]:
+    plain, samples, own_loss = MODELS[model]()
+    arguments = {"workers": 4, "batch_size": 5, "clip": 0.5, "channels_last": model == "unet"}
+    run = tutti.prepare(plain, "lamb:lr=0.01", samples, own_loss, strategy=strategy, **arguments)
+    for batch in run.epoch(0):
+        run.step(batch)
+    return {name: tensor.numpy().copy() for name, tensor in run.state().items()}
+
+
+@pytest.mark.parametrize("strategy", ["sharded", "sharded:stage=2", "sharded:shards=2"])
+@pytest.mark.parametrize("model", MODELS)
+def test_models_in_the_units_that_are_found(model: str, strategy: str) -> None:
+    [want] = worlds.run(1, modelled, model=model, strategy="single")
+    for devices in (4,) if "shards" in strategy else (3, 4):
+        for got in worlds.run(devices, modelled, model=model, strategy=strategy):
+            assert max(np.abs(got[name] - want[name]).max() for name in want) <= 1e-10
+
+
+def held(strategy: str) -> tuple[int, int, int]:
+    """Numbers in the model's parameters between steps, in gradients' rows, in the optimizer's state."""
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
+    run = tutti.prepare(model, "adam", (torch.ones(8, 16), torch.ones(8, 16)), mean, strategy=strategy, workers=4)
+    run.step(next(run.epoch(0)))
+    rows = sum(t.numel() for t in run.replica.sharded.values())
+    whole = sum(p.numel() for p in run.model.parameters() if not hasattr(p, "to_local"))
+    [optimizer] = run.exchange.optimizers
+    state = sum(v.numel() for s in optimizer.state.values() for v in s.values() if v.dim())
+    return rows, whole, state
+
+
+def mean(model: Any, batch: Any) -> Any:
+    return nn.functional.mse_loss(model(batch[0]), batch[1])
+
+
+def test_a_rank_holds_its_part_alone() -> None:
+    whole = 4 * (16 * 16 + 16)
+    assert worlds.run(1, held, strategy="sharded") == [(0, whole, 2 * whole)]
+    assert worlds.run(4, held, strategy="sharded:units=Linear") == [(whole // 4, 0, whole // 2)] * 4
+    assert worlds.run(4, held, strategy="sharded:units=Linear,shards=2") == [(whole // 2, 0, whole)] * 4
+    assert worlds.run(4, held, strategy="sharded:stage=1") == [(0, whole, whole // 2)] * 4
+
+
+def own_loop(strategy: str) -> dict[str, Any]:
+    model = Odd()
+    optimizer = torch.optim.AdamW(
+        [{"params": [p for p in model.parameters() if p.dim() > 1]}, {"params": [model.scale], "lr": 0.02}], lr=0.05
+    )
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    run = tutti.prepare(model, optimizer, data(), strategy=strategy, workers=4, batch_size=9, micro_batch=2)
+    for epoch in range(2):
+        for batch in run.cells(epoch):
+            optimizer.zero_grad()
+            run.backward(nn.functional.cross_entropy(run.model(batch[0]), batch[1]))
+            optimizer.step()
+            if run.stepped:
+                schedule.step()
+    return {name: tensor.numpy().copy() for name, tensor in run.state().items()}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_an_own_loop_with_an_own_optimizer(strategy: str) -> None:
+    [want] = worlds.run(1, own_loop, strategy="single")
+    for got in worlds.run(3, own_loop, strategy=strategy):
+        assert max(np.abs(got[name] - want[name]).max() for name in want) <= 1e-6
+
+
+def skipping(strategy: str) -> tuple[list[bool], tuple[str, ...], dict[str, Any]]:
+    """The second batch has an infinity, on one rank alone."""
+    inputs = torch.ones(12, 4, dtype=torch.float64)
+    run = tutti.prepare(
+        nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).double(),
+        "sgd:lr=0.1,momentum=0.9",
+        (inputs, inputs),
+        mean,
+        strategy=strategy,
+        workers=4,
+        batch_size=4,
+    )
+    skipped, names = [], ()
+    for number, batch in enumerate(run.epoch(0)):
+        if number == 1 and run.setting.grid.data_rank == 0:
+            batch[0][0, 0] = torch.inf
+        run.step(batch)
+        skipped.append(run.updated.skipped)
+        names = names or run.updated.nonfinite
+    return skipped, names, {name: tensor.numpy().copy() for name, tensor in run.state().items()}
+
+
+@pytest.mark.parametrize("strategy", ["sharded:units=Linear", *STRATEGIES[1:], "sharded:shards=2"])
+def test_all_ranks_skip_what_is_not_finite(strategy: str) -> None:
+    for skipped, names, state in worlds.run(4, skipping, strategy=strategy):
+        assert skipped == [False, True, False] and "0.weight" in names
+        assert all(np.isfinite(tensor).all() for tensor in state.values())
+
+
+def given_batches(strategy: str) -> dict[str, Any]:
+    """Batches of the caller's own, with other numbers of samples on every rank."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).double()
+    inputs = torch.arange(48, dtype=torch.float64).view(12, 4).sin()
+    run = tutti.prepare(model, "sgd:lr=0.1", (inputs, inputs), mean, strategy=strategy, workers=3, micro_batch=2)
+    ranks, rank = run.setting.grid.data_ranks, run.setting.grid.data_rank
+    bounds = [0, 7, 8, 12] if ranks == 3 else [0, 12]
+    part = inputs[bounds[rank] : bounds[rank + 1]]
+    for _ in range(3):
+        run.step((part, part))
+    return {name: tensor.numpy().copy() for name, tensor in run.state().items()}
+
+
+def test_batches_of_the_callers_own() -> None:
+    [want] = worlds.run(1, given_batches, strategy="single")
+    for got in worlds.run(3, given_batches, strategy="sharded:units=Linear"):
+        assert max(np.abs(got[name] - want[name]).max() for name in want) <= 1e-10
+
+
+def refused(options: str) -> str:
+    try:
+        tutti.prepare(Odd(), "adam", data(), loss, strategy=f"sharded:{options}", workers=4)
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("offload=true", "offload=true does nothing here"),
+        ("units=Lineer", "Did you mean 'Linear'"),
+        ("units=blocks", "is never called"),
+        ("shards=1,param_dtype=bf16", "take --precision bf16"),
+    ],
+)
+def test_what_cannot_be_is_refused(options: str, words: str) -> None:
+    assert all(words in said for said in worlds.run(2, refused, options=options))
