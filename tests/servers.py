@@ -79,9 +79,9 @@ class Served:
 
     def frames(self, rank: int, seq: int, clock: int, **changes: Any) -> list[bytes]:
         """A push as it goes over the wire."""
-        sizes = self.terms.sections
+        sizes = self.terms.frames
         header = Header(PUSH, 0, RUN, LAYOUT, rank, self.terms.workers[rank][0], seq, clock, 0)
-        header = header._replace(extras=len(self.numbers), sections=len(sizes), size=sum(sizes))._replace(**changes)
+        header = header._replace(extras=len(self.numbers), tensors=len(sizes), size=sum(sizes))._replace(**changes)
         ones = torch.ones(sum(sizes) // 8, dtype=torch.float64).numpy().tobytes()
         return [header.pack(), torch.tensor(self.numbers, dtype=torch.float64).numpy().tobytes(), ones]
 
@@ -115,7 +115,7 @@ def served(
     chosen = hyper.keys(handle)
     shared_out = plan(flats.sizes(parameters), 1, whole=False)
     extras = {PUSH: len(chosen) + len(parameters) + 2}
-    sizes = tuple(len(region) for region in shared_out.regions(0))
+    sizes = tuple(len(frame) for frame in shared_out.frames(0))
     workers = tuple(range(rank, rank + 1) for rank in range(clients))
     terms = Terms(RUN, LAYOUT, workers, sizes, extras, 1 << 20)
     endpoint, listener = listen("127.0.0.1")

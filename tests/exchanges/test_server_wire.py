@@ -10,8 +10,8 @@ import pytest
 from tutti.exchanges.server import wire
 from tutti.exchanges.server.wire import HELLO, LOAD, PUSH, SHARED, Header, Malformed, Terms
 
-TERMS = Terms(run=7, layout=9, workers=(range(0, 2), range(2, 3)), sections=(64, 32), extras={PUSH: 3}, most=1000)
-GOOD = Header(PUSH, 0, 7, 9, 0, 1, 5, 3, 2, extras=3, sections=2, size=96)
+TERMS = Terms(run=7, layout=9, workers=(range(0, 2), range(2, 3)), frames=(64, 32), extras={PUSH: 3}, most=1000)
+GOOD = Header(PUSH, 0, 7, 9, 0, 1, 5, 3, 2, extras=3, tensors=2, size=96)
 
 
 def frames(header: Header, extras: int = 24, parts: tuple[int, ...] = (64, 32)) -> list[memoryview]:
@@ -20,11 +20,11 @@ def frames(header: Header, extras: int = 24, parts: tuple[int, ...] = (64, 32)) 
 
 def test_good_messages_are_read() -> None:
     assert wire.read(frames(GOOD), TERMS, 0) == GOOD
-    shared = GOOD._replace(flags=SHARED, sections=0, size=0)
+    shared = GOOD._replace(flags=SHARED, tensors=0, size=0)
     assert wire.read(frames(shared, parts=()), TERMS, 0) == shared
     hello = Header(HELLO, 0, 7, 9, 1, 2, 1, 0, 0)
     assert wire.read(frames(hello, 0, ()), TERMS, 1) == hello
-    load = Header(LOAD, 0, 7, 9, 0, 0, 1, 0, 0, sections=1, size=500)
+    load = Header(LOAD, 0, 7, 9, 0, 0, 1, 0, 0, tensors=1, size=500)
     assert wire.read(frames(load, 0, (500,)), TERMS, 0) == load
 
 
@@ -38,7 +38,7 @@ BAD: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "a huge clock": ({"clock": 1 << 63}, {}),
     "too few floats": ({"extras": 2}, {"extras": 16}),
     "too many floats": ({"extras": 1 << 31}, {}),
-    "no tensors": ({"sections": 0, "size": 0}, {"parts": ()}),
+    "no tensors": ({"tensors": 0, "size": 0}, {"parts": ()}),
     "a frame too many": ({}, {"parts": (64, 32, 1)}),
     "a frame cut off": ({}, {"parts": (64, 31)}),
     "frames exchanged": ({}, {"parts": (32, 64)}),
@@ -46,7 +46,7 @@ BAD: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "kind zero": ({"kind": 0}, {}),
     "tensors where there are none": ({"kind": HELLO, "extras": 0}, {"extras": 0}),
     "a blob that is too large": (
-        {"kind": LOAD, "extras": 0, "sections": 1, "size": 1001},
+        {"kind": LOAD, "extras": 0, "tensors": 1, "size": 1001},
         {"extras": 0, "parts": (1001,)},
     ),
 }

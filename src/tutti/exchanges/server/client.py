@@ -82,7 +82,7 @@ class Client:
     ) -> None:
         self._identity, self._stall, self._timeout, self._look = identity, stall, timeout, look
         self._shared, self._count = shared, len(addresses)
-        regions = [plan.regions(server) for server in range(self._count)]
+        regions = [plan.frames(server) for server in range(self._count)]
         self._pushed = [[pushed[r.start : r.stop] for r in region] for region in regions]
         self._given = [[given[r.start : r.stop] for r in region] for region in regions]
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()

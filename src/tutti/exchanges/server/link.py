@@ -142,8 +142,9 @@ class Link:
         jobs: list[Job] = []
         listening: list[socket.socket] = []
         for number in range(config.servers):
-            regions = self.plan.regions(number)
-            terms = Terms(run, self._layout(whole), workers, tuple(map(len, regions)), extras, self._most())
+            terms = Terms(
+                run, self._layout(whole), workers, tuple(map(len, self.plan.frames(number))), extras, self._most()
+            )
             # A name that is no file, where that will do.
             endpoint, listener = f"ipc://@tutti-{token}-{number}", None
             if self._segment is None:

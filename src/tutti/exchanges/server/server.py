@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 import zmq
-from torch import Tensor
 
 from tutti.exchanges.server import keys, wire
 from tutti.exchanges.server.desks import Answer, Desk, Request
@@ -74,13 +73,17 @@ class Server:
         self._waiting: dict[int, tuple[bytes, Request]] = {}
         self._malformed = self._bytes = self._number = self._kept = 0
         self._copy: tuple[int, list[bytes]] = (-1, [])
+        sizes = [value.nbytes for value in self._shelf.values]
+        staging = torch.zeros(0 if job.shared else sum(sizes), dtype=torch.uint8)
+        self._staged, parts = staging.numpy(), [] if job.shared else staging.split(sizes)
+        self._received = [part.view(v.dtype) for part, v in zip(parts, self._shelf.values, strict=not job.shared)]
         self._restore()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._door = DoorKeeper(self._context, job.clients)
         self._socket = self._context.socket(zmq.ROUTER)
         keys.lock(self._socket, job.keys)
         self._socket.linger = 0
-        self._socket.maxmsgsize = max(job.terms.most, *job.terms.sections) + _ENVELOPE
+        self._socket.maxmsgsize = max(job.terms.most, *job.terms.frames) + _ENVELOPE
         self._socket.set_hwm(_HIGH_WATER)
         self._socket.set(zmq.ROUTER_HANDOVER, 1)
         if job.descriptor is not None:
@@ -128,11 +131,14 @@ class Server:
     def _tensors(self, header: Header, frames: Sequence[memoryview]) -> Vectors:
         if header.kind != PUSH:
             return []
-        self._bytes += sum(self._terms.sections)
+        self._bytes += sum(self._terms.frames)
         if header.flags & SHARED:
             return list(self._job.shared[header.client].pushed)
-        values = self._shelf.values
-        return [_tensor(frame, like) for frame, like in zip(frames, values, strict=bool(frames))]
+        at = 0
+        for frame in frames:
+            self._staged[at : at + len(frame)] = np.frombuffer(frame, dtype=np.uint8)
+            at += len(frame)
+        return self._received if frames else []
 
     def _try(self, client: int, address: bytes, request: Request) -> None:
         answer = self._answer(request)
@@ -146,7 +152,7 @@ class Server:
             flags=answer.status,
             seen=self._desk.version,
             extras=len(answer.extras),
-            sections=len(frames),
+            tensors=len(frames),
             size=sum(map(len, frames)),
         )
         reply = [told.pack(), np.asarray(answer.extras, dtype="<f8").tobytes(), *frames]
@@ -170,14 +176,16 @@ class Server:
 
     def _values(self, header: Header) -> list[bytes]:
         """The parameters: into the rank's memory where there is any in common, else as frames."""
-        self._bytes += sum(self._terms.sections)
+        self._bytes += sum(self._terms.frames)
         if header.client < len(self._job.shared):
             for given, value in zip(self._job.shared[header.client].given, self._shelf.values, strict=True):
                 given.copy_(value)
             return []
         if self._copy[0] != self._desk.version:
-            values = [value.view(torch.uint8).numpy().tobytes() for value in self._shelf.values]
-            self._copy = (self._desk.version, values)
+            raw = np.concatenate([value.view(torch.uint8).numpy() for value in self._shelf.values])
+            ends = np.cumsum(self._terms.frames).tolist()
+            parts = [raw[end - size : end].tobytes() for end, size in zip(ends, self._terms.frames, strict=True)]
+            self._copy = (self._desk.version, parts)
         return self._copy[1]
 
     # --- what outlives this process --------------------------------------------------------------------------------
@@ -209,13 +217,6 @@ class Server:
             self._desk.load(state["desk"])
             self._last = {client: (seq, None) for client, seq in state["seqs"]}
             self._kept = self._desk.version
-
-
-def _tensor(frame: memoryview, like: Tensor) -> Tensor:
-    array = np.frombuffer(frame, dtype=np.uint8)
-    if array.ctypes.data % like.element_size():
-        array = array.copy()
-    return torch.frombuffer(array, dtype=torch.uint8).view(like.dtype)
 
 
 def serve(job: Job) -> None:

@@ -8,6 +8,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 _ALIGN = 64
+_FRAME = 1 << 20
 
 
 class Size(NamedTuple):
@@ -64,6 +65,14 @@ class Plan:
         return [
             range(s.start + s.cuts[server] * s.itemsize, s.start + s.cuts[server + 1] * s.itemsize)
             for s in self.sections
+        ]
+
+    def frames(self, server: int) -> list[range]:
+        """The same cut up for sending: while one frame is under way the next is encrypted and the last decrypted."""
+        return [
+            range(at, min(at + _FRAME, region.stop))
+            for region in self.regions(server)
+            for at in range(region.start, region.stop, _FRAME)
         ]
 
     def pieces(self, server: int) -> Iterator[Piece]:

@@ -45,7 +45,7 @@ class Header(NamedTuple):
         clock: the worker's steps so far.
         seen: updates of the parameters that the worker has; in an answer those made so far.
         extras: how many floats follow.
-        sections: how many frames of tensors follow.
+        tensors: how many frames of tensors follow.
         size: bytes in them.
     """
 
@@ -59,7 +59,7 @@ class Header(NamedTuple):
     clock: int
     seen: int
     extras: int = 0
-    sections: int = 0
+    tensors: int = 0
     size: int = 0
 
     def pack(self) -> bytes:
@@ -75,7 +75,7 @@ class Terms:
         run: a random number of this run.
         layout: see ``Header``.
         workers: of each client, which it plays.
-        sections: bytes of each section of the parameters on this server.
+        frames: bytes of each frame that tensors for this server come in.
         extras: of each kind of request, how many floats it has.
         most: bytes that a blob may have.
     """
@@ -83,7 +83,7 @@ class Terms:
     run: int
     layout: int
     workers: tuple[range, ...]
-    sections: tuple[int, ...]
+    frames: tuple[int, ...]
     extras: Mapping[int, int]
     most: int
 
@@ -128,16 +128,16 @@ def unpack(raw: memoryview | bytes) -> Header | None:
 
 def _check_payload(header: Header, terms: Terms) -> None:
     if header.kind == LOAD:
-        right = header.sections == 1 and header.size <= terms.most
+        right = header.tensors == 1 and header.size <= terms.most
     elif header.kind == PUSH and not header.flags & (SHARED | SKIP):
-        right = header.sections == len(terms.sections) and header.size == sum(terms.sections)
+        right = header.tensors == len(terms.frames) and header.size == sum(terms.frames)
     else:
-        right = header.sections == header.size == 0
+        right = header.tensors == header.size == 0
     if not right:
         raise Malformed("tensors of another size")
 
 
 def _lengths(header: Header, terms: Terms) -> Sequence[int]:
-    if not header.sections:
+    if not header.tensors:
         return ()
-    return (header.size,) if header.kind == LOAD else terms.sections
+    return (header.size,) if header.kind == LOAD else terms.frames
