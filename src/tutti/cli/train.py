@@ -67,7 +67,7 @@ def train(
     dry_run:
         only say what memory a device needs, measure one step, and refuse what cannot fit
     memory:
-        of a device, for --dry-run, such as 16GB; default: what is here
+        of a device, for --dry-run: 16GB; default: what is here
     """
     name, chosen = resolved(task, flags, config)
     if print_config:

@@ -70,7 +70,7 @@ class TrainConfig:
         log_every: steps between lines without a terminal.
         tensorboard: write TensorBoard events into the run directory.
         profile: time STEPS steps from FIRST on, FIRST:STEPS; alone: 10:5.
-        trace: draw what every device does in some steps, FIRST:STEPS; alone: 10:3.
+        trace: draw what each device does, FIRST:STEPS; alone: 10:3.
     """
 
     data: str | None = None
