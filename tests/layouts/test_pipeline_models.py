@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -77,6 +78,34 @@ def train(name: str, strategy: str, optimizer: str = OPTIMIZERS["adamw"], **opti
     state = {key: value.numpy().copy() for key, value in run.state().items()}
     state |= {f"average of {k}": value.numpy().copy() for k, value in run.state(averaged=True).items()}
     return state, [*losses, evaluation.loss], run.weights_sha256() + run.weights_sha256(averaged=True)
+
+
+def resumed(name: str, strategy: str, folder: str, first: bool) -> Any:
+    """Two epochs, saved and left after the first and gone on with by another strategy."""
+    arguments = {"workers": 2, "batch_size": 15, "clip": 0.01, "ema": "0.8:warmup", "precision": "fp64"}
+    arguments |= {"micro_batch": 2, "reproducible": True}
+    run = tutti.prepare(build(name), OPTIMIZERS["adamw"], data(name), loss, strategy=strategy, **arguments)
+    if not first:
+        run.restore(folder)
+    for epoch in run.epochs(1 if first else 2):
+        for batch in run.epoch(epoch):
+            run.step(batch)
+    if first:
+        run.save(folder)
+    return run.weights_sha256() + run.weights_sha256(averaged=True)
+
+
+@pytest.mark.parametrize("name", ["tied gpt", "tied", "unet"])
+def test_saved_by_one_and_continued_by_another(name: str, tmp_path: Path) -> None:
+    """Weights that two stages hold are in a checkpoint once, under their first name."""
+    [want] = worlds.run(1, train, name=name, strategy="single", micro_batch=2, reproducible=True)
+    places = [(1, "single"), (3, "pipeline"), (4, "pipeline:stages=2,schedule=interleaved"), (2, "mirrored")]
+    for number, (devices, strategy) in enumerate(places):
+        folder = str(tmp_path / str(number))
+        worlds.run(devices, resumed, name=name, strategy=strategy, folder=folder, first=True)
+        for others, other in [places[number - 1], places[number - 2]]:
+            for got in worlds.run(others, resumed, name=name, strategy=other, folder=folder, first=False):
+                assert got == want[2], (strategy, other)
 
 
 PLACES = [
@@ -156,3 +185,18 @@ def told(**arguments: Any) -> str:
 def test_what_does_not_go_together_is_refused(options: dict[str, Any], words: str) -> None:
     for said in worlds.run(2, told, name="gpt", **options):
         assert words in said
+
+
+@pytest.mark.parametrize("name", ["unet", "gpt"])
+def test_stages_whose_layers_are_split(name: str) -> None:
+    [want] = worlds.run(1, train, name=name, strategy="single", micro_batch=2)
+    for schedule in ("1f1b", "zero_bubble"):
+        strategy = f"hybrid:stages=2,tensor=2,least=1,schedule={schedule},micro_batches=4"
+        for got in worlds.run(4, train, name=name, strategy=strategy):
+            assert largest_difference(got[0], want[0]) <= 1e-10
+            assert got[1] == pytest.approx(want[1], rel=1e-9)
+
+
+def test_shared_weights_are_not_split_too() -> None:
+    for said in worlds.run(4, told, name="tied gpt", strategy="hybrid:stages=2,tensor=2,least=1"):
+        assert "cannot be split over tensor ranks too" in said
