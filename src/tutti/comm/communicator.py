@@ -149,9 +149,13 @@ class Communicator:
         """
         return self._transfer(tensor, self.rank, to, kind, sending=True)
 
+    def start_receive(self, tensor: Tensor, source: int, kind: str) -> Pending:
+        """Begin to receive into ``tensor`` the next message of this kind from rank ``source``."""
+        return self._transfer(tensor, source, self.rank, kind)
+
     def receive(self, tensor: Tensor, source: int, kind: str) -> None:
         """Receive into ``tensor`` the next message of this kind from rank ``source``."""
-        self._transfer(tensor, source, self.rank, kind).wait()
+        self.start_receive(tensor, source, kind).wait()
 
     def spread(self, tensor: Tensor, source: int, text: str) -> None:
         """In-place copy of a tensor whose shape was agreed before, from rank ``source`` of this communicator."""

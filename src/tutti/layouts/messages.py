@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -34,6 +35,13 @@ class Form(NamedTuple):
         return f"{self.value}" if self.shape is None else f"{self.dtype} {self.shape}"
 
 
+class _Coming(NamedTuple):
+    """Values that are on their way."""
+
+    values: list[Any]
+    pending: list[Pending]
+
+
 class Messages:
     """Between this rank and its neighbours along the stages.
 
@@ -44,6 +52,7 @@ class Messages:
         self._comm = comm
         self._forms: dict[tuple[Any, ...], list[Form]] = {}
         self._under_way: list[tuple[Pending, Tensor]] = []
+        self._ahead: dict[str, deque[_Coming]] = {kind: deque() for kind in KINDS}
 
     def send(self, kind: str, values: Sequence[Any], key: tuple[Any, ...]) -> list[Form]:
         """Begin to send to the neighbour; ``key``: batches for which it is equal have values of equal forms.
@@ -66,19 +75,35 @@ class Messages:
 
     def receive(self, kind: str, key: tuple[Any, ...]) -> tuple[list[Any], list[Form]]:
         """The neighbour's next values of a kind, in its own memory format: kernels round differently in another."""
+        if not self._ahead[kind]:
+            if (kind, *key) not in self._forms:
+                self._forms[kind, *key] = self._told(kind)
+            self._begin(kind, key)
+        coming = self._ahead[kind].popleft()
+        for pending in coming.pending:
+            pending.wait()
+        return coming.values, self._forms[kind, *key]
+
+    def expect(self, kind: str, key: tuple[Any, ...]) -> bool:
+        """Begin to receive what ``receive`` will be asked for next but one; whether that could be done.
+
+        It cannot where the forms are not known. Nothing that comes later may then be expected before it is received.
+        """
         if (kind, *key) not in self._forms:
-            self._forms[kind, *key] = self._told(kind)
-        forms, source = self._forms[kind, *key], self._neighbour(-KINDS[kind])
-        values = []
-        for form in forms:
+            return False
+        self._begin(kind, key)
+        return True
+
+    def _begin(self, kind: str, key: tuple[Any, ...]) -> None:
+        values, pending = [], []
+        for form in self._forms[kind, *key]:
             value = form.value
             if form.shape is not None:
-                memory = _FORMATS[form.memory]
-                dtype = getattr(torch, form.dtype)
+                dtype, memory = getattr(torch, form.dtype), _FORMATS[form.memory]
                 value = torch.empty(form.shape, dtype=dtype, device=self._comm.device, memory_format=memory)
-                self._comm.receive(value, source, kind)
+                pending.append(self._comm.start_receive(value, self._neighbour(-KINDS[kind]), kind))
             values.append(value)
-        return values, forms
+        self._ahead[kind].append(_Coming(values, pending))
 
     def finish(self) -> None:
         """Wait until everything has been taken."""

@@ -202,7 +202,13 @@ class PipelineReplica(Part):
         turn = _Turn(loss, sink)
         if training:
             self._shared.begin()
-        for action in order.ranks[self._here]:
+        actions = order.ranks[self._here]
+        expected = 0
+        for number, action in enumerate(actions):
+            # What this action and the next one take is received while this one computes.
+            expected = max(expected, number)
+            while expected < min(number + 2, len(actions)) and self._expect(actions[expected], cells, training):
+                expected += 1
             cell, at = cells[action.micro], (action.stage, action.micro)
             if action.kind == "F":
                 flights[at] = self._forward(action, cell, turn)
@@ -218,6 +224,15 @@ class PipelineReplica(Part):
         if not cells[0].samples:
             self.forget()
         return self._spread(turn.total, training, sum(cell.samples for cell in cells))
+
+    def _expect(self, action: Action, cells: Sequence[Cell], training: bool) -> bool:
+        """Begin to receive what an action takes; False where it must say first what that is."""
+        key = (training, *shapes(cells[action.micro].batch))
+        if action.kind == "F":
+            return action.stage == 0 or self._messages.expect("activations", (action.stage, *key))
+        if action.kind == "W" or action.stage == self._last or not self._learns[action.stage + 1]:
+            return True
+        return self._messages.expect("gradients", (action.stage + 1, *key))
 
     def _forward(self, action: Action, cell: Cell, turn: _Turn) -> Flight:
         """Run the loss function until it has called the model: on the last stage up to the loss."""
