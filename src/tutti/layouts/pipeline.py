@@ -15,22 +15,22 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.fx import Node
 
 from tutti.comm.communicator import Communicator
 from tutti.errors import UsageError
 from tutti.layouts import cuts, outcome
 from tutti.layouts.config import LayersConfig, PipelineConfig
 from tutti.layouts.halves import Called, Halves, Roots
+from tutti.layouts.holding import Holding, calls_before, groups_of, stages_here
 from tutti.layouts.measured import seconds
 from tutti.layouts.messages import KINDS, Messages, shapes
 from tutti.layouts.part import Part
-from tutti.layouts.sections import Section, crossing_values, cut, modules_of, read_directly
+from tutti.layouts.sections import Section, crossing_values
 from tutti.layouts.shared import SharedGradients
 from tutti.nn import units
 from tutti.nn.draws import keyed
 from tutti.nn.forwards import restore
-from tutti.nn.swap import buffers, describe, parameters
+from tutti.nn.swap import describe, parameters
 from tutti.schedules.pipeline import Action, forwards, idle, make
 from tutti.types import Cell, GradSink, LossFn, Setting, Totals
 
@@ -76,52 +76,6 @@ class Pipeline:
         took = seconds(plain, setting.trial, setting.comms.world) if timed else {}
         found = cuts.find(plain, stage.size * config.chunks, config.cuts, took, closed)
         return stages_here(plain, found, self._setting)
-
-
-@dataclass(frozen=True)
-class Holding:
-    """Who holds what of a model that is cut.
-
-    Attributes:
-        cuts: where.
-        borrowed: names of tensors here that a rank before this one holds too.
-        groups: parameters here that several sections use, with the ranks of the stage axis that hold them.
-    """
-
-    cuts: cuts.Cuts
-    borrowed: frozenset[str]
-    groups: list[tuple[tuple[int, ...], list[nn.Parameter]]]
-
-
-def stages_here(plain: nn.Module, found: cuts.Cuts, setting: Setting) -> tuple[list[Section], Holding]:
-    """This rank's sections of the model, from the first on, and what it has in common with other ranks."""
-    ranks, here = setting.grid.stage, setting.grid.at("stage")
-    held = found.held(plain)
-    names = {id(slot.get()): slot.name for slot in buffers([plain])}
-    direct = [{names[id(t)] for t in read_directly(n, plain).values() if id(t) in names} for n in found.stages]
-    holders: dict[str, list[int]] = {}
-    for stage, row in enumerate(zip(held, direct, strict=True)):
-        for name in (*row[0], *row[1]):
-            holders.setdefault(name, []).append(stage)
-    mine = range(here, len(held), ranks)
-    also = [_aliases(row.keys(), plain, nodes) for row, nodes in zip(held, found.stages, strict=True)]
-    sections = cut(plain, found.graph, found.bounds, also)
-    borrowed = {n for n, s in holders.items() if here in {i % ranks for i in s} and s[0] % ranks != here}
-    groups: dict[tuple[int, ...], list[nn.Parameter]] = {}
-    for name, parameter in parameters([plain]):
-        if len(holders.get(name, ())) > 1:
-            groups.setdefault(tuple(sorted({i % ranks for i in holders[name]})), []).append(parameter)
-    return [sections[i] for i in mine], Holding(found, frozenset(borrowed), list(groups.items()))
-
-
-def _aliases(held: Collection[str], plain: nn.Module, nodes: Sequence[Node]) -> frozenset[str]:
-    """First names of parameters that a stage has under another name alone."""
-    called = {f"{at}.{name}" for at, m in modules_of(nodes, plain) for name, _ in _all_named(m)}
-    return frozenset(set(held) - called - read_directly(nodes, plain).keys())
-
-
-def _all_named(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    return list(module.named_parameters(remove_duplicate=False))
 
 
 @dataclass
@@ -171,11 +125,11 @@ class PipelineReplica(Part):
         if holding is not None:
             self.borrowed = holding.borrowed
             self.said = _said(holding.cuts, config, self._ranks)
-            groups = _groups(holding, setting)
+            groups = groups_of(holding, setting)
             held = holding.cuts.held(plain)
             trained = [any(p.requires_grad for p in row.values()) for row in held]
             self._learns = [any(trained[:stage]) for stage in range(len(held) + 1)]
-            before = _calls_before(holding.cuts, keyed(plain))
+            before = calls_before(holding.cuts, keyed(plain))
             self._before = before[self._here :: self._ranks]
         self._shared = SharedGradients(groups, setting.reproducible)
         self._relay = _Relay(self, inspect.signature(plain.forward))
@@ -395,20 +349,6 @@ class _Relay:
         return getattr(self._replica.parts[0], name)
 
 
-def _groups(holding: Holding, setting: Setting) -> list[tuple[Communicator | None, Sequence[nn.Parameter]]]:
-    """Communicators among the ranks that hold the same parameters, which begin as the first one's. Collective."""
-    groups: list[tuple[Communicator | None, Sequence[nn.Parameter]]] = []
-    here = setting.grid.at("stage")
-    for ranks, shared in holding.groups:
-        comm = setting.comms.among("stage", ranks, f"weights shared by stages {ranks}") if len(ranks) > 1 else None
-        if here in ranks:
-            groups.append((comm, shared))
-        if comm is not None:
-            for parameter in shared:
-                comm.broadcast(parameter.data, 0, "weights shared by stages")
-    return groups
-
-
 def _said(found: cuts.Cuts, config: PipelineConfig | LayersConfig, ranks: int) -> dict[str, str]:
     """Where the model is cut, and how long devices are idle."""
     where = f"{len(found.shares)}, cut before {', '.join(found.names)}"
@@ -419,16 +359,3 @@ def _said(found: cuts.Cuts, config: PipelineConfig | LayersConfig, ranks: int) -
         known = [(m, idle(config.schedule, ranks, m, config.chunks)) for m in (1, ranks, 2 * ranks, 4 * ranks)]
         waits = f"{config.schedule}, idle " + ", ".join(f"{part:.0%} with {m}" for m, part in known) + " micro-batches"
     return {"stages": f"{where} ({shares} of the {'time' if found.measured else 'parameters'})", "schedule": waits}
-
-
-def _calls_before(found: cuts.Cuts, chosen: Mapping[str, nn.Module]) -> list[Mapping[str, int]]:
-    """For each stage, how often earlier ones have called each module that has a random stream."""
-    counts: dict[str, int] = {}
-    rows: list[Mapping[str, int]] = []
-    for nodes in found.stages:
-        rows.append(dict(counts))
-        for node in nodes:
-            for name in chosen:
-                if node.op == "call_module" and (name == node.target or name.startswith(f"{node.target}.")):
-                    counts[name] = counts.get(name, 0) + 1
-    return rows
