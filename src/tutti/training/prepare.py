@@ -135,9 +135,7 @@ def prepare(
     grid = Grid(**choice.shape(identity.size), rank=identity.rank)
     data = _data(dataset, data_workers, reproducible, identical_batches)
     _check_trainable(model, optimizer)
-    number = workers or grid.data_ranks
-    sizes = (batch_size, number, grid.data_ranks, strategies.micro_batch(choice, micro_batch, batch_size, number))
-    contract = BatchContract(_count(data), *sizes, identical_batches)
+    contract = _contract(choice, grid.data_ranks, _count(data), batch_size, workers, micro_batch, identical_batches)
     epochs = growing(contract, batch_growth, model, batch_norm, lr_scale, gradient_noise)
     if reproducible:
         torch.set_num_threads(1)
@@ -203,6 +201,14 @@ def _check_trainable(model: nn.Module, optimizer: Optimizer | str) -> None:
         raise UsageError("no parameter of the model can be trained", remedy="leave some with requires_grad")
     if isinstance(optimizer, Optimizer):
         belongs(optimizer, model)
+
+
+def _contract(
+    choice: Choice, ranks: int, count: int | None, batch: int, workers: int | None, micro: int | None, identical: bool
+) -> BatchContract:
+    """Who gets which samples; how large micro-batches are may follow from the strategy."""
+    number = workers or ranks
+    return BatchContract(count, batch, number, ranks, strategies.micro_batch(choice, micro, batch, number), identical)
 
 
 def _count(data: Source | Stream) -> int | None:
