@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -186,6 +188,18 @@ def test_tied_layers_that_cannot_be_split_alike_stay_whole() -> None:
     model = nn.Sequential(nn.Embedding(6, 6, max_norm=1.0), nn.Linear(6, 6, bias=False))
     model[1].weight = model[0].weight
     assert roles(model) == {}
+
+
+def test_blocks_that_are_built_alike_are_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[nn.Module] = []
+
+    def counted(block: nn.Module, *rest: Any) -> Any:
+        tried.append(block)
+        return examine(block, *rest)
+
+    monkeypatch.setattr("tutti.layouts.plan.examine", counted)
+    found = roles(decoder(Nano(), Nano(), Nano(heads=3), Nano()))
+    assert len(tried) == 2 and [found[f"{n}.block"] for n in (1, 2, 3, 4)] == ["within"] * 4
 
 
 def test_plans_travel() -> None:

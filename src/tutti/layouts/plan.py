@@ -8,10 +8,12 @@ gathered: that saves memory, not time.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
 from itertools import pairwise
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 from torch import nn
@@ -69,8 +71,9 @@ class Finder:
     def __init__(self, model: nn.Module, ranks: int, least: int, whole: Sequence[str], drops: bool) -> None:
         self._model, self._ranks, self._least, self._drops = model, ranks, least, drops
         self._entries: dict[str, Entry] = {}
+        self._tried: dict[Hashable, Region | None] = {}
         everywhere = list(model.named_modules(remove_duplicate=False))
-        self._again = {id(m) for i, (_, m) in enumerate(everywhere) if any(m is o for _, o in everywhere[:i])}
+        self._again = {key for key, times in Counter(id(m) for _, m in everywhere).items() if times > 1}
         users: dict[int, list[tuple[str, str]]] = {}
         for name, module in model.named_modules():
             for key, parameter in module._parameters.items():
@@ -153,7 +156,7 @@ class Finder:
             between = children[begin + 1 : end]
             if begin <= taken or self._twice(sequence) or not all(self._passes(n, m) for n, m in between):
                 continue
-            region = examine(nn.Sequential(*(m for _, m in children[begin : end + 1])), self._ranks)
+            region = self._examine(nn.Sequential(*(m for _, m in children[begin : end + 1])), ("0", str(end - begin)))
             if region is not None and not region.sizes and all(dim == -1 for dim in region.draws):
                 self._pair(children[begin][0], between, children[end][0], region.units)
                 taken = end
@@ -177,10 +180,17 @@ class Finder:
         computed = any(n in self._entries and self._entries[n].role == "heads" for _, n, _ in inner)
         if computed or len(linears) < 2 or not self._free(name, module, once=True):
             return
-        region = examine(module, self._ranks, linears)
+        region = self._examine(module, linears)
         if region is None or (region.dropout and not self._drops):
             return
         self._region(name, region)
+
+    def _examine(self, block: nn.Module, linears: Sequence[str]) -> Region | None:
+        """``examine``, once for blocks that are built alike."""
+        key = (*linears, *(_likeness(name, module) for name, module in block.named_modules()))
+        if key not in self._tried:
+            self._tried[key] = examine(block, self._ranks, linears)
+        return self._tried[key]
 
     def _region(self, name: str, region: Region) -> None:
         prefix = f"{name}." if name else ""
@@ -225,6 +235,14 @@ class Finder:
                     dropped = True
                     for n, _ in places:
                         self._entries.pop(n, None)
+
+
+def _likeness(name: str, module: nn.Module) -> Hashable:
+    """What modules have in common that compute alike but for their weights."""
+    said = [(k, v) for k, v in vars(module).items() if type(v) in (int, float, str, bool) and k != "training"]
+    functions = [(k, v) for k, v in vars(module).items() if isinstance(v, FunctionType | BuiltinFunctionType)]
+    tensors = [(k, t.shape) for k, t in (*module._parameters.items(), *module._buffers.items()) if t is not None]
+    return name, type(module), repr(module), tuple(said), tuple(functions), tuple(tensors)
 
 
 def _within(name: str, patterns: Collection[str]) -> bool:
