@@ -11,7 +11,7 @@ from torch import nn
 
 import tutti
 from tests import worlds
-from tutti.errors import UsageError
+from tutti.errors import MismatchError, UsageError
 from tutti.tasks.config import Gpt, Unet
 from tutti.tasks.gpt import gpt
 from tutti.tasks.unet import unet
@@ -222,6 +222,37 @@ def test_batches_of_the_callers_own() -> None:
     [want] = worlds.run(1, given_batches, strategy="single")
     for got in worlds.run(3, given_batches, strategy="sharded:units=Linear"):
         assert max(np.abs(got[name] - want[name]).max() for name in want) <= 1e-10
+
+
+class Forked(nn.Module):
+    """Another way through the model on rank 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.detour, self.last = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        return self.last(self.detour(x) if tutti.rank() == 0 else x)
+
+
+def forked() -> str:
+    data = torch.ones(12, 4), torch.ones(12, 4)
+    run = tutti.prepare(Forked(), "sgd", data, mean, strategy="sharded:units=Linear", workers=4, batch_size=6)
+    try:
+        run.step(next(run.epoch(0)))
+    except MismatchError as error:
+        return str(error)
+    return ""
+
+
+def test_models_that_go_different_ways_are_named() -> None:
+    pool = worlds.Pool(3)
+    try:
+        said = pool.run(forked)
+    finally:
+        pool.close()
+    assert all("all_gather of detour" in text and "all_gather of last" in text for text in said), said
 
 
 def refused(options: str) -> str:

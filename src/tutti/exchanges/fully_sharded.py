@@ -52,7 +52,8 @@ class FullySharded:
             raise UsageError("the model is sharded already", remedy="build it anew for another run")
         self._model = model
         named = [(name, p) for name, p in parameters([model]) if p not in whole]
-        self._units = _shard(model, whole, config, comm)
+        self._beginning = _Beginning(comm)
+        self._units = _shard(model, whole, config, comm, self._beginning)
         own = dict(parameters([model]))
         self._gathered = [own[name] for name, _ in named]
         self.rows = [
@@ -77,6 +78,7 @@ class FullySharded:
             unit.reshard()
 
     def clear(self) -> None:
+        self._beginning.over = True
         self._used = [False] * len(self._used)
         for each, gathered in zip(self.rows, self._gathered, strict=True):
             gathered.grad = each.parameter.grad = None
@@ -121,7 +123,9 @@ class FullySharded:
         self._used[index] = True
 
 
-def _shard(model: nn.Module, whole: set[nn.Parameter], config: ShardedConfig, comm: Communicator) -> list[FSDPModule]:
+def _shard(
+    model: nn.Module, whole: set[nn.Parameter], config: ShardedConfig, comm: Communicator, beginning: _Beginning
+) -> list[FSDPModule]:
     """Apply FSDP2 to the units and to what is left; the root is the last."""
     if comm.group is None:
         raise ValueError("one rank has nothing to share out")
@@ -154,17 +158,35 @@ def _shard(model: nn.Module, whole: set[nn.Parameter], config: ShardedConfig, co
         unit.set_reduce_scatter_unused_params(True)
         if device == "cpu":
             place = names[unit] or "the model"
-            unit.set_custom_all_gather(_Gather(comm, place))  # type: ignore[arg-type]
-            unit.set_custom_reduce_scatter(_ScatterSum(comm, place))  # type: ignore[arg-type]
+            unit.set_custom_all_gather(_Gather(comm, place, beginning))  # type: ignore[arg-type]
+            unit.set_custom_reduce_scatter(_ScatterSum(comm, place, beginning))  # type: ignore[arg-type]
         made.append(unit)
     return made
+
+
+class _Beginning:
+    """Compares over the ranks what each is about to send, until the first step is over."""
+
+    over = False
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+
+    def compare(self, call: str) -> None:
+        """Raise MismatchError where the ranks' models go different ways. Collective."""
+        if not self.over:
+            self._comm.agree(
+                [call],
+                "which unit's parameters or gradients come next",
+                "let every batch use the same units of the model, or take sharded:stage=1",
+            )
 
 
 class _Message:
     """A collective of FSDP2's through our communicator."""
 
-    def __init__(self, comm: Communicator, place: str) -> None:
-        self._comm, self._place = comm, place
+    def __init__(self, comm: Communicator, place: str, beginning: _Beginning) -> None:
+        self._comm, self._place, self._beginning = comm, place, beginning
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -172,14 +194,16 @@ class _Message:
 
 class _Gather(_Message):
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> None:
-        self._comm.gather_into(output_tensor, input_tensor, f"all_gather of {self._place}")
+        self._beginning.compare(text := f"all_gather of {self._place}")
+        self._comm.gather_into(output_tensor, input_tensor, text)
 
 
 class _ScatterSum(_Message):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
     ) -> None:
-        self._comm.scatter_sum(output_tensor, input_tensor, f"reduce_scatter of gradients of {self._place}")
+        self._beginning.compare(text := f"reduce_scatter of gradients of {self._place}")
+        self._comm.scatter_sum(output_tensor, input_tensor, text)
 
 
 def _become(parameter: nn.Parameter, rows: nn.Parameter) -> nn.Parameter:
