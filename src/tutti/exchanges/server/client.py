@@ -7,7 +7,6 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 
 import numpy as np
 import torch
@@ -20,9 +19,12 @@ from tutti.exchanges.server import keys, wire
 from tutti.exchanges.server.keys import Keys
 from tutti.exchanges.server.slices import Plan
 from tutti.exchanges.server.wire import PUSH, SHARED, SKIP, Header
+from tutti.world import heartbeat
+from tutti.world.heartbeat import Phase
 
 _AGAIN, _SOON = 1.0, 0.05
-_WAIT_MS = 20
+_WAIT_MS, _LOOK = 20, 0.2
+_PATIENT = 3
 _EVENTS = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 
 
@@ -138,24 +140,29 @@ class Client:
 
         Args:
             text: what for, if somebody asks.
-            ranks: who is waited for, this rank at least.
-            patient: servers may themselves wait for others, as long as a collective may.
+            ranks: who is waited for, this rank at least; with others as long as in a collective.
+            patient: servers may themselves wait for others, until those count as gone.
 
         Raises:
             PeerError: no answer came in time, or a server has ended for good.
             AuthenticationError: a server does not let this rank in.
         """
         if not self._done(0):
-            end = time.monotonic() + self._timeout
-
-            def done(limit: timedelta) -> bool:
-                if not patient and time.monotonic() > end:
-                    raise self._silent(text)
-                return self._done(limit.total_seconds())
-
-            self._stall.poll(done, Call(text, ranks))
+            if len(ranks) > 1:
+                self._stall.poll(lambda limit: self._done(limit.total_seconds()), Call(text, ranks))
+            else:
+                self._wait_alone(text, self._timeout * (_PATIENT if patient else 1))
         replies, self._replies = self._replies, {}
         return [replies[server] for server in sorted(replies)]
+
+    def _wait_alone(self, text: str, seconds: float) -> None:
+        """Wait for servers and no rank: it is none of the calls in which ranks could have missed each other."""
+        end = time.monotonic() + seconds
+        with heartbeat.training.during(Phase.WAITING):
+            while not self._done(_LOOK):
+                heartbeat.training.beat(text)
+                if time.monotonic() > end:
+                    raise self._silent(text, seconds)
 
     def ask(self, kind: int, worker: int, clock: int, text: str, ranks: tuple[int, ...], **more: object) -> list[Reply]:
         """``send`` and ``wait``."""
@@ -220,12 +227,12 @@ class Client:
                     remedy="start all ranks as one job: keys are made anew for each",
                 )
 
-    def _silent(self, text: str) -> PeerError:
+    def _silent(self, text: str, seconds: float) -> PeerError:
         servers = ", ".join(str(server) for server in sorted(self._open))
         return PeerError(
             f"{text}: parameter server {servers} does not answer",
             where=f"rank {self._identity.client}",
-            why=f"no answer came within {self._timeout:g} s",
+            why=f"no answer came within {seconds:g} s",
             remedy="look at rank 0's log, whose process starts the servers, and at the network between the hosts",
         )
 

@@ -88,7 +88,9 @@ class ServerReducer:
             self._push(tick, self._setting.mine[0], lanes)
         self._settle(tick)
         text = f"sum of gradients in step {tick.clock + 1}"
-        worker, client, ranks = self._setting.mine[0], self._link.client, self._link.comm.ranks
+        worker, client = self._setting.mine[0], self._link.client
+        # With backup workers ranks may well be in different steps.
+        ranks = (self._link.comm.global_rank,) if self._backup else self._link.comm.ranks
         asked, servers = [float(tick.samples), tick.loss_scale], list(range(self._link.servers))
         first = servers[:1] if self._backup else servers
         client.send(SUM, worker, tick.clock, extras=[*asked, *[NONE] * self._leaves], servers=first)
