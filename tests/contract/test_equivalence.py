@@ -84,6 +84,7 @@ REDUCED = {
     "fp16 compute": ("mirrored", "fp16", 1e-3),
     "fp16 compute and wire": ("mirrored:wire=fp16", "fp16", 2e-3),
     "fp16 compute, model_parallel": ("model_parallel", "fp16", 1e-3),
+    "fp16 compute, parameter_server": ("parameter_server:servers=2", "fp16", 1e-3),
     "bf16 compute, central_storage": ("central_storage", "bf16", 5e-3),
     "bf16 compute, pipeline": ("pipeline:schedule=1f1b", "bf16", 5e-3),
     "fp16 compute, zero_bubble": ("pipeline:schedule=zero_bubble", "fp16", 1e-3),

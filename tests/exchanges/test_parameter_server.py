@@ -134,6 +134,27 @@ def test_adascale_measures_the_same() -> None:
         assert got[0] == pytest.approx(want[0], rel=1e-9) and got[1] == pytest.approx(want[1], rel=1e-9)
 
 
+def as_one(strategy: str) -> Any:
+    """Batch norm over the whole global batch, for which a rank's workers compute as one."""
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.BatchNorm1d(8), torch.nn.Tanh(), torch.nn.Linear(8, 3))
+    data = torch.utils.data.TensorDataset(torch.randn(48, 6).double(), torch.randint(0, 3, (48,)))
+
+    def mean(model: Any, batch: Any) -> Any:
+        return torch.nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+    options = {"strategy": strategy, "workers": 4, "batch_size": 12, "batch_norm": "sync"}
+    run = tutti.prepare(net.double(), "sgd:lr=0.1", data, mean, **options)
+    go_on(run, 4)
+    return {name: tensor.numpy().copy() for name, tensor in run.state().items()}
+
+
+def test_workers_that_compute_as_one() -> None:
+    [want] = worlds.run(1, as_one, strategy="single")
+    for got in worlds.run(3, as_one, strategy="parameter_server"):
+        assert largest_difference(got, want) <= 1e-10
+
+
 def own_optimizer(strategy: str) -> tuple[Any, list[float]]:
     """A user's optimizer of two groups, whose scheduler changes rate and momentum, in a loop of one's own."""
     net = model()

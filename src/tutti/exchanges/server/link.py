@@ -27,7 +27,6 @@ from tutti.exchanges.server.slices import Plan, plan
 from tutti.exchanges.server.snapshot import Snapshots
 from tutti.exchanges.server.wire import Terms
 from tutti.laws.keys import mix
-from tutti.laws.shares import share
 from tutti.types import OptimizerFactory, SavedState, Setting, ShardSpec
 from tutti.world import context
 from tutti.world.interface import way_to
@@ -81,6 +80,7 @@ class Link:
         parameters = [p for _, p in trained]
         whole = setting.reproducible or type(handle) not in _ELEMENTWISE
         self.plan = _plan(config.servers, parameters, whole)
+        self._workers = played(setting)
         self._segment = self._share()
         pushed, given = self._memory(self.comm.rank)
         self.gradients, self.values = (flats.over(self.plan, parameters, memory) for memory in (pushed, given))
@@ -137,13 +137,12 @@ class Link:
         """Start the servers; what the other ranks are to know."""
         whole = self._setting.reproducible or type(self._handle) not in _ELEMENTWISE
         run, token, config = secrets.randbits(62), secrets.token_hex(8), self._config
-        workers = tuple(share(self._setting.workers, self.comm.size, r) for r in range(self.comm.size))
         initial, restart = initial.clone(), config.mode != "sync" and config.snapshot != 0
         jobs: list[Job] = []
         listening: list[socket.socket] = []
         for number in range(config.servers):
             terms = Terms(
-                run, self._layout(whole), workers, tuple(map(len, self.plan.frames(number))), extras, self._most()
+                run, self._layout(whole), self._workers, tuple(map(len, self.plan.frames(number))), extras, self._most()
             )
             # A name that is no file, where that will do.
             endpoint, listener = f"ipc://@tutti-{token}-{number}", None
@@ -270,6 +269,13 @@ class Link:
                     else None,
                     remedy="--resume continues from the last checkpoint; --max-restarts does so by itself",
                 )
+
+
+def played(setting: Setting) -> tuple[range, ...]:
+    """Which workers each data rank plays; where a rank's compute as one, its first. Collective."""
+    mine = torch.tensor([setting.mine.start, setting.mine.stop])
+    ends = setting.comms.replica.all_gather(mine, "workers of the ranks")
+    return tuple(range(int(start), int(stop)) for start, stop in ends)
 
 
 def _plan(servers: int, parameters: Sequence[torch.nn.Parameter], whole: bool) -> Plan:

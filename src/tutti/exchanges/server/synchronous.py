@@ -18,13 +18,12 @@ from tutti.exchanges.reducers import Named, layout_key, refuse, squares_of
 from tutti.exchanges.saved import read, written
 from tutti.exchanges.server.desks import NONE, TAIL, InTurn
 from tutti.exchanges.server.flats import write
-from tutti.exchanges.server.link import Link
+from tutti.exchanges.server.link import Link, played
 from tutti.exchanges.server.rounds import Rounds
 from tutti.exchanges.server.shelf import Shelf
 from tutti.exchanges.server.wire import APPLY, PUSH, READ, SKIP, SUM
 from tutti.exchanges.verify import agree_on_state, spread_state
 from tutti.exchanges.workers import WorkerBuffers
-from tutti.laws.shares import share
 from tutti.nn.swap import parameters
 from tutti.types import Agreed, GradSink, OptimizerFactory, Piece, Replica, SavedState, Setting, Tick, Update
 
@@ -147,7 +146,8 @@ class Synchronous(AllReduce):
             raise ValueError("nothing is trained")
         count, tail = len(trained), TAIL + len(trained) + (len(trained) + 1) * self._setting.spread
         leaves, backup = self._leaves, self._servers.backup
-        leaf = {w: w if leaves == self._setting.workers else r for w, r in self._ranks().items()}
+        rows = enumerate(played(self._setting))
+        leaf = {w: w if leaves == self._setting.workers else r for r, mine in rows for w in mine}
 
         def desk(shelf: Shelf) -> InTurn:
             return InTurn(shelf, Rounds(leaves, backup), leaf, count)
@@ -164,11 +164,6 @@ class Synchronous(AllReduce):
         self.optimizers = (self._optimizer,)
         self.ready = self._reducer.ready
         return self
-
-    def _ranks(self) -> dict[int, int]:
-        """Which data rank plays each worker."""
-        size = self._setting.comms.replica.size
-        return {w: r for r in range(size) for w in share(self._setting.workers, size, r)}
 
     def update(self, agreed: Agreed, tick: Tick) -> Update:
         """The servers write the parameters, scaled down where the gradient is longer than the clipping allows."""
