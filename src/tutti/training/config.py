@@ -57,7 +57,7 @@ class TrainConfig:
         max_restarts: starts anew from the last checkpoint after a failure.
         seed: every random stream is derived from it.
         reproducible: bit-identical weights on any number of devices.
-        slow: ranks or workers that take longer than they need: ``rank=1,factor=3``, ``worker=2,ms=20``.
+        slow: who takes longer on purpose: rank=1,factor=3.
         threads: CPU threads a process; default: cores ÷ local processes.
         device: auto, cpu or cuda.
         max_nonfinite: steps in a row that a NaN or infinity may skip.

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def gate(optimizer: Optimizer, run: Run, choice: Choice) -> None:
-    """Let ``optimizer.step()`` and ``zero_grad()`` act on global batches: a subclass, so that schedulers still fit."""
+    """Let ``optimizer``, the run's from now on, act once a global batch: a subclass, so that schedulers still fit."""
     # Of an optimizer that was prepared before, the new run takes over.
     kind: type[Optimizer] = getattr(type(optimizer), "_ungated", type(optimizer))
     if hasattr(vars(optimizer).get("step"), "_wrapped_by_lr_sched"):
@@ -39,5 +39,6 @@ def gate(optimizer: Optimizer, run: Run, choice: Choice) -> None:
         """Nothing: the exchange clears gradients after each update, and in between they must accumulate."""
 
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    run.optimizer = optimizer
     body = {"step": step, "zero_grad": zero_grad, "_ungated": kind}
     optimizer.__class__ = type(f"Gated{kind.__name__}", (kind,), body)

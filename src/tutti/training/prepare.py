@@ -141,7 +141,6 @@ def prepare(
         torch.set_num_threads(1)
     scale, noise = _scale(loss_scale, precision, loss_fn), check_noise(gradient_noise, batch_size, adaptive)
     together = _together(batch_norm, choice, epochs, reproducible, by_worker(adaptive, noise))
-    make_optimizer = factory(optimizer, lr_scale, batch_size)
     compiled = compile if isinstance(compile, str) else "default" if compile else "none"
     # Before any group is made: ranks that believe in different grids would wait for each other in different ones.
     told = [
@@ -162,7 +161,7 @@ def prepare(
     setting = replace(setting, trial=_trial(data, contract, place, loss))
     layout, exchange = choice.counted(epochs.steps).make(_as_one(setting, together))
     replica = slowed(layout.build(model), slow, world, contract.workers)
-    sink = exchange.attach(replica, make_optimizer)
+    sink = exchange.attach(replica, factory(optimizer, lr_scale, batch_size))
     same_kernels(comms.world, optimizer, exchange.optimizers)
     prefetch = Prefetch(data_workers, identity.rank, world.timeout)
     reader = make_reader(data, epochs, grid.data_rank, seed, comms, prefetch)
@@ -171,7 +170,6 @@ def prepare(
     run = Run(replica, exchange, sink, feed, loss, setting, max_nonfinite, average, scale)
     run.noise, run.adascale = noise, AdaScale(batch_size, contract.workers) if adaptive else None
     if isinstance(optimizer, Optimizer):
-        run.optimizer = optimizer
         gate(optimizer, run, choice)
     if init_from is not None:
         begin_with(run, init_from)
