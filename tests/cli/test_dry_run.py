@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tutti.cli.dry_run import _notes
 from tutti.measure.memory import Tracker, parse_bytes
 from tutti.training.config import TrainConfig
 from tutti.training.memory import facts, nearest, plan
@@ -77,6 +78,13 @@ def test_recomputation_and_smaller_batches_take_less() -> None:
     half = facts("text", TrainConfig(**{**text, "batch_size": 16}, **data)).activations
     assert whole is not None and again is not None and half is not None
     assert again < 0.7 * whole and 0.4 * whole < half < 0.7 * whole
+
+
+def test_what_is_taken_for_granted_is_said() -> None:
+    told = {s: _notes(TrainConfig(**BASE, strategy=s), known=True) for s in ("sharded", "pipeline", "central_storage")}
+    assert told["sharded"] == []
+    assert "taken to be equal" in told["pipeline"][0] and "not one copy for all" in told["central_storage"][0]
+    assert "without activations" in _notes(TrainConfig(**BASE), known=False)[0]
 
 
 def test_bytes_are_counted_while_they_are_there() -> None:

@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from tutti import strategies
 from tutti.cli.devices import count_gpus
 from tutti.errors import ExitCode, UsageError
 from tutti.measure.finding import size
@@ -36,8 +37,8 @@ def dry_run(task: str, config: TrainConfig, memory: str | None, preload: Sequenc
     found = planned.facts(task, config)
     rows = planned.rows_of(planned.plan(found, config))
     print(f"{found.parameters:,} parameters · {config.strategy} · {config.devices} devices of {size(room)}")
-    if found.activations is None:
-        print("without activations: what a stream gives is not known before it is read")
+    for text in _notes(config, known=found.activations is not None):
+        print(text)
     if rows["total"] > room:
         print(_table(rows, {}))
         raise _too_large(config, planned.nearest(found, config, room), room, rows["total"])
@@ -55,6 +56,18 @@ def dry_run(task: str, config: TrainConfig, memory: str | None, preload: Sequenc
             ranks = json.loads((Path(folder) / planned.MEASURED).read_text(encoding="utf-8"))
             print(_table(rows, max(ranks, key=lambda rank: sum(rank.values()))))
     return code
+
+
+def _notes(config: TrainConfig, known: bool) -> list[str]:
+    """What the prediction takes for granted."""
+    choice = strategies.parse(config.strategy)
+    shape = choice.shape(int(config.devices))
+    notes = [] if known else ["without activations: what a stream gives is not known before it is read"]
+    if shape["stage"] * shape["tensor"] > 1:
+        notes.append("the parts of a replica are taken to be equal; the fullest one may need more")
+    if choice.row.exchange.startswith(("central", "server")):
+        notes.append("counted as if every device had its own parameters and optimizer, not one copy for all")
+    return notes
 
 
 def _room(config: TrainConfig, memory: str | None) -> int:
