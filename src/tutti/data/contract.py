@@ -111,7 +111,7 @@ class BatchContract:
             "global batch": f"{self.batch} samples",
             "workers": f"{self.workers}, each {_between(small, big)} samples a step",
             "micro-batch": f"{micro} samples × {len(self.cells(big))} accumulated",
-            "data ranks": f"{self.ranks}, each plays {_between(least, most)} workers",
+            "data ranks": f"{self.ranks}, each plays {_between(least, most)} worker{'s' * (most > 1)}",
             "epoch": "until the stream ends",
         }
         if self.dataset is not None:
