@@ -123,7 +123,7 @@ PLACES = [
 def test_stages_equal_one_device(name: str, reproducible: bool) -> None:
     arguments: dict[str, Any] = {"name": name, "reproducible": reproducible}
     [want] = worlds.run(1, train, strategy="single", micro_batch=2, **arguments)
-    for devices, strategy in PLACES:
+    for devices, strategy in PLACES if reproducible else PLACES[2:5]:
         own = {} if "micro_batches" in strategy else {"micro_batch": 2}
         for got in worlds.run(devices, train, strategy=strategy, **own, **arguments):
             assert largest_difference(got[0], want[0]) <= (0 if reproducible else 1e-10), strategy

@@ -146,7 +146,7 @@ class StallInspector:
 
     def _check_deadlock(self, call: Call, waiting: dict[int, Call], beat: int) -> None:
         """Raise if all ranks wait, each still in the same call, and no call has all of its ranks."""
-        if len(waiting) < self._size or any(_complete(each, waiting) for each in (call, *waiting.values())):
+        if len(waiting) < self._size or any(complete(each, waiting) for each in (call, *waiting.values())):
             return
         # Every rank must have read the notes before the first one leaves and its connections close.
         for later in range(1, 5):
@@ -242,7 +242,7 @@ class StallInspector:
         return answers[0] if answers else None
 
 
-def _complete(call: Call, waiting: Mapping[int, Call]) -> bool:
+def complete(call: Call, waiting: Mapping[int, Call]) -> bool:
     """Whether all ranks of a call are in it, or have sent their part of it."""
     return all(waiting[rank] == call or call.text in waiting[rank].sent for rank in call.ranks)
 
