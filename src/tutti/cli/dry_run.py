@@ -16,7 +16,7 @@ from tutti.training.config import TrainConfig
 from tutti.world.launch import launch
 
 _PATIENCE = 120.0
-_STEP = ("gradients", "messages", "activations")
+_REST = ("gradients", "messages", "average", "activations")
 
 
 def dry_run(task: str, config: TrainConfig, memory: str | None, preload: Sequence[str]) -> int:
@@ -54,7 +54,7 @@ def dry_run(task: str, config: TrainConfig, memory: str | None, preload: Sequenc
         )
         if code == ExitCode.DONE:
             ranks = json.loads((Path(folder) / planned.MEASURED).read_text(encoding="utf-8"))
-            print(_table(rows, max(ranks, key=lambda rank: sum(rank.values()))))
+            print(_table(rows, max(ranks, key=lambda rank: rank["total"])))
     return code
 
 
@@ -100,17 +100,14 @@ def _table(rows: Mapping[str, float], found: Mapping[str, float]) -> str:
     gradients              1 KiB
     total                  2 KiB
     """
-    measured = dict(found)
-    if found:
-        step = max(found["step"] - found["optimizer"], 0)
-        measured |= {"step": step, "total": found["parameters"] + found["buffers"] + found["optimizer"] + step}
-    lines = [f"{'':<16}{'predicted':>12}" + f"{'measured':>12}" * bool(found)]
-    shown = dict(rows)
+    shown, measured = dict(rows), dict(found)
     if found:
         total = shown.pop("total")
-        shown |= {"step": sum(rows.get(name, 0) for name in _STEP), "total": total}
+        shown |= {"rest": sum(rows.get(name, 0) for name in _REST), "total": total}
+        measured["rest"] = max(found["total"] - sum(found[name] for name in ("parameters", "buffers", "optimizer")), 0)
+    lines = [f"{'':<16}{'predicted':>12}" + f"{'measured':>12}" * bool(found)]
     for name, value in shown.items():
-        text = "those of a step" if name == "step" else name
+        text = "besides state" if name == "rest" else name
         lines.append(f"{text:<16}{size(value):>12}" + (f"{size(measured[name]):>12}" if name in measured else ""))
     return "\n".join(lines)
 

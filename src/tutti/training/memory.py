@@ -134,9 +134,9 @@ def _messages(found: Facts, split: Split, ranks: int) -> float:
     if split.zero == 1:
         return min(_BUCKETS, 2 * found.trained) + found.trained / split.shards
     # Stage 2 keeps rows beside the whole; in stage 3 one unit is computed with while the next one is gathered. The
-    # gradient of one is whole.
+    # gradient of one is whole, and once more in the message that it leaves in.
     gathered = found.whole / split.shards if split.zero == 2 else found.rest + 2 * found.unit
-    return gathered + max(found.unit, found.rest)
+    return gathered + 2 * max(found.unit, found.rest)
 
 
 def _words(text: str) -> float:
@@ -184,28 +184,29 @@ def _peak(model: nn.Module, task: Task, config: TrainConfig, sample: Any, sample
 
 
 def measure(name: str, config: TrainConfig, directory: Path) -> None:
-    """One step, and what it took of this rank's memory; rank 0 writes all ranks' into ``directory``. Collective."""
+    """Two steps, and what the second took of this rank's memory, for optimizers make their state in the first.
+
+    Rank 0 writes all ranks' figures into ``directory``. Collective.
+    """
     world = context.init(config.device, config.timeout)
     prepare_process(config, world)
     task = table.load(name, data=config.data, model=config.model, augment=config.augment)
-    run = prepared(task, task.model(), config, world)
-    batch = next(run.epoch(0))
+    with Tracker() as tracker:
+        run = prepared(task, task.model(), config, world)
+        batches = (batch for epoch in range(2) for batch in run.epoch(epoch))
+        run.step(next(batches))
+        tracker.peak = 0
+        if world.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        run.step(next(batches))
+    peak = torch.cuda.max_memory_allocated() if world.device.type == "cuda" else tracker.peak
     plain = [p for p in run.model.parameters() if not hasattr(p, "to_local")]
     state = bytes_of([*plain, *run.replica.sharded.values()]), bytes_of(list(run.model.buffers()))
-    if world.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        run.step(batch)
-        peak = torch.cuda.max_memory_allocated() - before
-    else:
-        with Tracker() as tracker:
-            run.step(batch)
-        peak = tracker.peak
     kept = [v for o in run.exchange.optimizers for s in o.state.values() for v in s.values() if isinstance(v, Tensor)]
     mine = torch.tensor([*state, bytes_of(kept), peak], dtype=torch.float64)
-    rows = [row.tolist() for row in run.setting.comms.world.all_gather(mine, "bytes of the first step")]
+    rows = [row.tolist() for row in run.setting.comms.world.all_gather(mine, "bytes of a step")]
     if world.identity.rank == 0:
-        names = ("parameters", "buffers", "optimizer", "step")
+        names = ("parameters", "buffers", "optimizer", "total")
         ranks = [dict(zip(names, row, strict=True)) for row in rows]
         (directory / MEASURED).write_text(json.dumps(ranks), encoding="utf-8")
     context.shutdown()
