@@ -22,7 +22,7 @@ def owners(sizes: Sequence[int], parts: int) -> list[int]:
     No part is heavier than 4/3 of the best there is (Graham 1969, SIAM J. Appl. Math. 17, theorem 2).
 
     >>> owners([5, 3, 3, 2, 1], 2)
-    [0, 1, 1, 0, 0]
+    [0, 1, 1, 0, 1]
     """
     loads, of = [0] * parts, [0] * len(sizes)
     for index in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):

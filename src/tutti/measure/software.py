@@ -21,6 +21,7 @@ EXTRAS = {
     "data": ("pyarrow", "pillow"),
     "demo": ("scikit-learn",),
     "plot": ("matplotlib",),
+    "server": ("pyzmq",),
     "tensorboard": ("tensorboard",),
     "bench": ("accelerate", "lightning-fabric", "pytorch-optimizer", "torch-optimizer"),
 }
