@@ -73,4 +73,4 @@ def test_the_edges_are_let_through() -> None:
     assert TrainConfig().every("eval_every") == Duration(1, "ep")
     assert TrainConfig(checkpoint_every="none").every("checkpoint_every") is None
     assert TrainConfig(eval_every="0.5ep").every("eval_every") == Duration(0.5, "ep")
-    assert TrainConfig(profile="1:1").window() == (1, 1) and TrainConfig().window() is None
+    assert TrainConfig(profile="1:1").window("profile") == (1, 1) and TrainConfig().window("trace") is None
