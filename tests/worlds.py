@@ -51,7 +51,7 @@ class Pool:
     """A world of ``size`` ranks that lives until ``close``."""
 
     def __init__(self, size: int, timeout: float = 30.0) -> None:
-        self.size = size
+        self.size, self.runs = size, 0
         self._directory = tempfile.mkdtemp()
         self._pipes: list[Connection] = []
         self.processes: list[ForkServerProcess] = []
@@ -75,6 +75,7 @@ class Pool:
             raise
 
     def _run(self, function: Callable[..., Any], limit: float, arguments: dict[str, Any]) -> list[Any]:
+        self.runs += 1
         for pipe in self._pipes:
             pipe.send((function, arguments))
         answers: dict[int, tuple[str, Any]] = {}
@@ -109,14 +110,23 @@ class Pool:
 
 
 _pools: dict[int, Pool] = {}
+# Every process group that a run has made keeps a thread that wakes up a hundred times a second.
+_MOST_RUNS = 30
+_calls = 0
+_last_call: dict[int, int] = {}
 
 
 def run(size: int, function: Callable[..., Any], **arguments: Any) -> list[Any]:
-    """Call ``function(**arguments)`` on every rank of a world of ``size``, in a pool that is kept."""
-    pool = _pools.get(size)
-    if pool is None or pool.closed:
-        pool = _pools[size] = Pool(size)
-    return pool.run(function, **arguments)
+    """Call ``function(**arguments)`` on every rank of a world of ``size``, in a pool that is kept for a while."""
+    global _calls
+    _calls += 1
+    for other, pool in _pools.items():
+        if pool.runs >= _MOST_RUNS or _calls - _last_call[other] > _MOST_RUNS:
+            pool.close()
+    if size not in _pools or _pools[size].closed:
+        _pools[size] = Pool(size)
+    _last_call[size] = _calls
+    return _pools[size].run(function, **arguments)
 
 
 def close_all() -> None:
