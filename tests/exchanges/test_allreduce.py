@@ -254,18 +254,29 @@ def refused() -> str:
     return ""
 
 
-def many_metrics(count: int) -> str:
+def many_metrics(count: int, strategy: str) -> str:
     def loss(net: Any, batch: Any) -> Any:
         return net(batch).sum(), len(batch), {f"m{i}": 1.0 * len(batch) for i in range(count)}
 
     try:
-        _, said, _ = trained(nn.Linear(2, 1), "sgd", torch.randn(6, 2), loss, steps=1, workers=3, batch_size=6)
+        _, said, _ = trained(
+            *(nn.Linear(2, 1), "sgd", torch.randn(6, 2), loss), steps=1, strategy=strategy, workers=3, batch_size=6
+        )
     except tutti.errors.UsageError as error:
         return str(error)
     return str(said[0][3])
 
 
-def test_metrics_up_to_six_and_no_more() -> None:
+@pytest.mark.parametrize(
+    "strategy", ["mirrored", "local_sgd:period=2", "local_sgd:period=2,post=1", "sharded", "parameter_server"]
+)
+def test_metrics_up_to_six_and_no_more(strategy: str) -> None:
     six = str({f"m{i}": 1.0 for i in range(6)})
-    assert worlds.run(3, many_metrics, count=6) == [six] * 3
-    assert all("reports 7 metrics" in text for text in worlds.run(3, many_metrics, count=7))
+    assert worlds.run(3, many_metrics, count=6, strategy=strategy) == [six] * 3
+    assert all("reports 7 metrics" in text for text in worlds.run(3, many_metrics, count=7, strategy=strategy))
+
+
+def test_metrics_of_workers_that_wait_for_nobody() -> None:
+    strategy = "parameter_server:mode=async"
+    assert all("m5" in text and "staleness" in text for text in worlds.run(3, many_metrics, count=6, strategy=strategy))
+    assert all("reports 7 metrics" in text for text in worlds.run(3, many_metrics, count=7, strategy=strategy))

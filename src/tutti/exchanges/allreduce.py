@@ -15,8 +15,9 @@ from torch.optim import Optimizer
 
 from tutti.comm.communicator import Communicator
 from tutti.errors import UsageError
-from tutti.exchanges.buckets import DIGESTS, METRICS, agreed, digests
+from tutti.exchanges.buckets import DIGESTS, agreed, digests
 from tutti.exchanges.config import AllReduceConfig
+from tutti.exchanges.counting import Counting, clipped, share_of_batch
 from tutti.exchanges.reducers import Named, OverlappedReducer, Reducer, TreeReducer, refuse
 from tutti.exchanges.saved import load_optimizer, optimizer_tensors, read, written
 from tutti.exchanges.shared import attach_shared
@@ -42,7 +43,12 @@ _BUCKET_MB = 25.0
 
 
 class AllReduce:
-    """The exchange of ``single``, ``mirrored`` and ``model_parallel``. Also its own gradient sink."""
+    """Sums every rank's gradients, whatever part of the model it has. Also its own gradient sink.
+
+    Those that keep the state elsewhere, but sum as it does, are made of it: they say with what all begin (``_unite``),
+    how gradients are summed (``_make_reducer``) and who knows which of them are not finite (``_all_finite``,
+    ``_culprits``).
+    """
 
     gradient_over: Literal["step", "worker"] = "step"
 
@@ -55,8 +61,7 @@ class AllReduce:
             )
         self._config, self._setting = config, setting
         self._tick = Tick(0, 0)
-        self._totals: Totals | None = None
-        self._metric_names: tuple[str, ...] = ()
+        self._counting = Counting()
         self._worker = -1
         self._parts: list[int] | None = None
 
@@ -80,7 +85,7 @@ class AllReduce:
     def arm(self, part: Totals | None) -> None:
         """The current worker's last backward comes; if it is this rank's last, gradients may leave as they come."""
         if self._worker == self._last:
-            together = part if self._totals is None or part is None else self._totals + part
+            together = self._counting.together(part)
             self._reducer.arm(self._tick, None if together is None else together.lanes)
 
     def enter(self, worker: int, tick: Tick) -> None:
@@ -88,19 +93,12 @@ class AllReduce:
         self._buffers.enter(worker)
 
     def leave(self, worker: int, part: Totals | None) -> None:
-        if part is not None:
-            if len(part.names) > METRICS:
-                raise UsageError(f"the loss function reports {len(part.names)} metrics", remedy=f"at most {METRICS}")
-            self._totals = part if self._totals is None else self._totals + part
+        self._counting.add(part)
         self._reducer.collect(self._tick, worker, None if part is None else part.lanes)
 
     def finish(self, tick: Tick) -> Agreed:
-        totals, self._totals = self._totals, None
-        if totals is not None:
-            self._metric_names = totals.names
-        sums = self._reducer.finish(tick, None if totals is None else totals.lanes)
-        # The loss may count something else than samples (tokens), or the batch be of the caller's own size.
-        whole = tick.samples / sums.samples if sums.samples else 1.0
+        sums = self._reducer.finish(tick, self._counting.take())
+        whole = share_of_batch(sums, tick)
         factor = whole / tick.loss_scale
         if factor != 1.0:
             self._reducer.scale(factor)
@@ -108,18 +106,14 @@ class AllReduce:
         (square, *own), stop = self._across_stages(rows, sums.stop)
         spread = Spread(own[0] * sums.samples * whole**2, round(sums.own[-1])) if own else None
         norm = math.sqrt(square)
-        count = sums.samples or math.nan
-        metrics = {name: value / count for name, value in zip(self._metric_names, sums.metrics, strict=False)}
         finite = math.isfinite(norm) or self._all_finite()
-        return Agreed(sums.loss / count, sums.samples, metrics, norm, finite, stop, spread)
+        return self._counting.agreed(sums, norm, finite, stop, spread)
 
     def update(self, agreed: Agreed, tick: Tick) -> Update:
         if agreed.finite:
-            clip, norm = self._setting.clip, agreed.grad_norm
-            if clip is not None and norm > clip:
-                factor = clip / (norm + 1e-6)
+            factor, norm = clipped(agreed.grad_norm, self._setting.clip)
+            if factor != 1.0:
                 self._reducer.scale(factor)
-                norm *= factor
             for optimizer in self.optimizers:
                 step(optimizer, tick.lr_factor, norm)
         nonfinite = () if agreed.finite else self._culprits()

@@ -21,7 +21,8 @@ from tutti.comm.tree import TreeSum
 from tutti.exchanges.allreduce import culprits, step
 from tutti.exchanges.buckets import DIGESTS, METRICS, agreed, digests
 from tutti.exchanges.config import PeriodicConfig
-from tutti.exchanges.reducers import TreeReducer, refuse, scale_all, squares_of
+from tutti.exchanges.counting import Counting, clipped, own_mean
+from tutti.exchanges.reducers import TreeReducer, refuse, scale_all
 from tutti.exchanges.saved import load_optimizer, mine_of, optimizer_tensors
 from tutti.exchanges.verify import agree_on_state, spread_state
 from tutti.exchanges.workers import WorkerBuffers
@@ -39,7 +40,7 @@ class Periodic:
     def __init__(self, config: PeriodicConfig, setting: Setting) -> None:
         self._period, self._setting = config.period, setting
         self._post = int(config.together().value)
-        self._metric_names: tuple[str, ...] = ()
+        self._counting = Counting()
         self._culprits: dict[str, None] = {}
 
     def attach(self, replica: Replica, make_optimizer: OptimizerFactory) -> GradSink:
@@ -81,18 +82,12 @@ class Periodic:
         norm, bad = 0.0, 0
         gradients = [p.grad for _, p in self._trained if p.grad is not None]
         if part is not None:
-            count = float(part.lanes[1])
-            # The loss may count something else than samples, such as tokens: make it the mean over those.
-            factor = (part.samples / count if count else 1.0) / self._tick.loss_scale
-            if factor != 1.0:
-                scale_all(gradients, factor)
-            norm = math.sqrt(sum(squares_of(gradients)))
-            clip = self._setting.clip
+            norm = own_mean(gradients, part, self._tick.loss_scale)
             if math.isfinite(norm):
-                factor = clip / (norm + 1e-6) if clip is not None and norm > clip else 1.0
-                if factor != 1:
+                factor, left = clipped(norm, self._setting.clip)
+                if factor != 1.0:
                     scale_all(gradients, factor)
-                step(self._of[worker], self._tick.lr_factor, factor * norm)
+                step(self._of[worker], self._tick.lr_factor, left)
             else:
                 bad = 1
                 self._culprits |= {
@@ -105,7 +100,7 @@ class Periodic:
         lanes = torch.zeros(_LANES, dtype=torch.float64)
         lanes[:4] = torch.tensor([norm if not bad else 0.0, bad, part is not None, self._tick.stop])
         if part is not None:
-            self._metric_names = part.names
+            self._counting.note(part)
             lanes[4 : 4 + len(part.lanes)] = part.lanes.double().cpu()
         lanes[-DIGESTS:] = torch.tensor(digests(self._tick))
         self._totals.add(worker, lanes)
@@ -119,7 +114,7 @@ class Periodic:
             refuse(self._setting.comms.replica, tick)
         if self._due(tick):
             self._write(self._average())
-        named = {name: value / count for name, value in zip(self._metric_names, metrics, strict=False)}
+        named = self._counting.means(metrics, count)
         return Agreed(loss / count, count, named, norm / max(active - bad, 1), finite=bad == 0, stop=stop > 0)
 
     def update(self, agreed: Agreed, tick: Tick) -> Update:
@@ -183,7 +178,7 @@ class Periodic:
     def _contribute(self, reducer: TreeReducer, worker: int, part: Totals | None) -> None:
         """A worker's gradient in a synchronous step: from the mean over its samples to their sum."""
         if part is not None:
-            self._metric_names = part.names
+            self._counting.note(part)
             gradients = [p.grad for _, p in self._trained if p.grad is not None]
             scale_all(gradients, part.samples / self._tick.loss_scale)
         reducer.collect(self._tick, worker, None if part is None else part.lanes)
@@ -194,21 +189,18 @@ class Periodic:
         count = sums.samples or math.nan
         reducer.scale(1 / count)
         norm = math.sqrt(sum(reducer.squares()))
-        metrics = {name: value / count for name, value in zip(self._metric_names, sums.metrics, strict=False)}
         finite = math.isfinite(norm) or all(
             p.grad is None or bool(torch.isfinite(p.grad).all()) for _, p in self._trained
         )
-        return Agreed(sums.loss / count, sums.samples, metrics, norm, finite, sums.stop)
+        return self._counting.agreed(sums, norm, finite, sums.stop)
 
     def _update_all(self, reducer: TreeReducer, agreed: Agreed, tick: Tick) -> Update:
         """The same update on every worker's copy."""
         nonfinite: tuple[str, ...] = ()
         if agreed.finite:
-            clip, norm = self._setting.clip, agreed.grad_norm
-            if clip is not None and norm > clip:
-                factor = clip / (norm + 1e-6)
+            factor, norm = clipped(agreed.grad_norm, self._setting.clip)
+            if factor != 1.0:
                 reducer.scale(factor)
-                norm *= factor
             for worker, optimizer in self._of.items():
                 self._put(worker)
                 step(optimizer, tick.lr_factor, norm)

@@ -188,7 +188,7 @@ class TreeReducer:
 
     def collect(self, tick: Tick, worker: int, lanes: Tensor | None) -> None:
         used: list[bool] = []
-        size, own = self._tail.size, self._own(tick, lanes) if self._measured else None
+        size, own = self._tail.size, own_part(self.squares(), tick, lanes) if self._measured else None
         for bucket, total in zip(self._buckets, self._sums, strict=True):
             bucket.use(torch.empty_like(bucket.flat))
             used += bucket.pack()
@@ -199,14 +199,6 @@ class TreeReducer:
             total.add(worker, bucket.flat)
             for parameter in bucket.parameters:
                 parameter.grad = None
-
-    def _own(self, tick: Tick, lanes: Tensor | None) -> Tensor:
-        """One worker's part of ``Sums.own``."""
-        count = 0.0 if lanes is None else float(lanes[1])
-        if not count > 0:
-            return torch.zeros(self._measured, dtype=torch.float64)
-        below = count * tick.loss_scale**2
-        return torch.tensor([*(square / below for square in self.squares()), 1.0], dtype=torch.float64)
 
     def finish(self, tick: Tick, lanes: Tensor | None) -> Sums:
         for bucket, total in zip(self._buckets, self._sums, strict=True):
@@ -220,9 +212,7 @@ class TreeReducer:
 
     def squares(self) -> list[float]:
         """By parameter in the model's order, so that adding them up does not depend on the stages they live on."""
-        used = [p.grad for p in self._order if p.grad is not None and p not in self._lent]
-        found = iter(squares_of(used))
-        return [0.0 if p.grad is None or p in self._lent else next(found) for p in self._order]
+        return squares_by(self._order, self._lent)
 
     def scale(self, factor: float) -> None:
         scale_all([bucket.gradients for bucket in self._buckets], factor)
@@ -243,6 +233,22 @@ def squares_of(tensors: Sequence[Tensor]) -> list[float]:
     norms = torch._foreach_norm([t.float() if t.dtype in (torch.float16, torch.bfloat16) else t for t in tensors])
     same = len({n.dtype for n in norms}) == 1
     return torch.stack(norms if same else [n.double() for n in norms]).double().square_().tolist()
+
+
+def squares_by(parameters: Sequence[nn.Parameter], without: Collection[nn.Parameter] = ()) -> list[float]:
+    """Sum of squares of each parameter's gradient, 0 where it has none and for those in ``without``."""
+    gradients = [None if p in without else p.grad for p in parameters]
+    found = iter(squares_of([g for g in gradients if g is not None]))
+    return [0.0 if g is None else next(found) for g in gradients]
+
+
+def own_part(squares: Sequence[float], tick: Tick, lanes: Tensor | None) -> Tensor:
+    """One worker's part of ``Sums.own``, from its own gradients' squares and its totals."""
+    count = 0.0 if lanes is None else float(lanes[1])
+    if not count > 0:
+        return torch.zeros(len(squares) + 1, dtype=torch.float64)
+    below = count * tick.loss_scale**2
+    return torch.tensor([*(square / below for square in squares), 1.0], dtype=torch.float64)
 
 
 def scale_all(tensors: Sequence[Tensor], factor: float) -> None:

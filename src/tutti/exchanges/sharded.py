@@ -21,8 +21,9 @@ from torch.optim import Optimizer
 
 from tutti.errors import UsageError
 from tutti.exchanges.allreduce import culprits, step
-from tutti.exchanges.buckets import METRICS, Sums, Tail
+from tutti.exchanges.buckets import Sums, Tail
 from tutti.exchanges.config import ShardedConfig
+from tutti.exchanges.counting import Counting, clipped, share_of_batch
 from tutti.exchanges.reducers import layout_key, refuse, scale_all, squares_of
 from tutti.exchanges.rows import Engine, RowNorms, Sliced, WholeRows, load_optimizer_rows, optimizer_pieces
 from tutti.exchanges.saved import mine_of, read
@@ -65,8 +66,7 @@ class Sharded:
                 remedy="take more shards, or leave it out"
                 + (f" and take --precision {config.param_dtype}" if config.param_dtype else ""),
             )
-        self._totals: Totals | None = None
-        self._metric_names: tuple[str, ...] = ()
+        self._counting = Counting()
 
     def attach(self, replica: Replica, make_optimizer: OptimizerFactory) -> GradSink:
         comm = self._setting.comms.replica
@@ -128,40 +128,29 @@ class Sharded:
         self._buffers.enter(worker)
 
     def leave(self, worker: int, part: Totals | None) -> None:
-        if part is not None:
-            if len(part.names) > METRICS:
-                raise UsageError(f"the loss function reports {len(part.names)} metrics", remedy=f"at most {METRICS}")
-            self._totals = part if self._totals is None else self._totals + part
+        self._counting.add(part)
 
     def finish(self, tick: Tick) -> Agreed:
-        totals, self._totals = self._totals, None
-        if totals is not None:
-            self._metric_names = totals.names
         used = [flag for engine in self._engines for flag in engine.used()]
         for engine in self._engines:
             engine.collect(tick.clock + 1)
         self._sum_over_copies(tick)
-        sums, square = self._agree(tick, None if totals is None else totals.lanes, used)
+        sums, square = self._agree(tick, self._counting.take(), used)
         for rows, flag in zip(self._trained, sums.used, strict=True):
             if not flag:
                 rows.parameter.grad = None
-        # The loss may count something else than samples (tokens), or the batch be of the caller's own size.
-        factor = (tick.samples / sums.samples if sums.samples else 1.0) / tick.loss_scale
+        factor = share_of_batch(sums, tick) / tick.loss_scale
         if factor != 1.0:
             scale_all(self._gradients(), factor)
         norm = math.sqrt(square) * factor
-        count = sums.samples or math.nan
-        metrics = {name: value / count for name, value in zip(self._metric_names, sums.metrics, strict=False)}
-        return Agreed(sums.loss / count, sums.samples, metrics, norm, self._finite(norm), sums.stop)
+        return self._counting.agreed(sums, norm, self._finite(norm), sums.stop)
 
     def update(self, agreed: Agreed, tick: Tick) -> Update:
         nonfinite: tuple[str, ...] = ()
         if agreed.finite:
-            clip, norm = self._setting.clip, agreed.grad_norm
-            if clip is not None and norm > clip:
-                factor = clip / (norm + 1e-6)
+            factor, norm = clipped(agreed.grad_norm, self._setting.clip)
+            if factor != 1.0:
                 scale_all(self._gradients(), factor)
-                norm *= factor
             for optimizer in self.optimizers:
                 step(optimizer, tick.lr_factor, norm)
             for engine in self._engines:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from tutti.exchanges.config import ParameterServerConfig
+from tutti.exchanges.counting import Counting, clipped, own_mean
 from tutti.exchanges.reducers import scale_all, squares_of
 from tutti.exchanges.saved import read, written
 from tutti.exchanges.server.client import Reply
@@ -39,8 +40,7 @@ class Asynchronous:
 
     def __init__(self, config: ParameterServerConfig, setting: Setting) -> None:
         self._config, self._setting = config, setting
-        self._metric_names: tuple[str, ...] = ()
-        self._totals: Totals | None = None
+        self._counting = Counting()
         self._loss = 0.0
         self._norms: list[float] = []
         self._culprits: list[str] = []
@@ -125,24 +125,19 @@ class Asynchronous:
         for _, parameter in self._trained:
             parameter.grad = None
         self._take(worker, replies, read=back)
-        if part is not None:
-            self._metric_names = part.names
-            self._totals = part if self._totals is None else self._totals + part
+        self._counting.add(part)
 
     def _prepare(self, part: Totals, gradients: list[Tensor | None]) -> bool:
         """Make it the mean over what the loss counts, clip it; False where it is not finite."""
         there = [g for g in gradients if g is not None]
-        count = float(part.lanes[1])
-        factor = (part.samples / count if count else 1.0) / self._tick.loss_scale
-        if factor != 1.0:
-            scale_all(there, factor)
-        norm, clip = math.sqrt(sum(squares_of(there))), self._setting.clip
+        norm = own_mean(there, part, self._tick.loss_scale)
         if not math.isfinite(norm):
             pairs = zip(self._trained, gradients, strict=True)
             self._culprits += [n for (n, _), g in pairs if g is not None and not bool(torch.isfinite(g).all())]
             return False
-        if clip is not None and norm > clip:
-            scale_all(there, clip / (norm + 1e-6))
+        factor, _ = clipped(norm, self._setting.clip)
+        if factor != 1.0:
+            scale_all(there, factor)
         self._norms.append(norm)
         return True
 
@@ -168,10 +163,10 @@ class Asynchronous:
 
     def finish(self, tick: Tick) -> Agreed:
         """What this rank knows of the step: its own workers' totals. No message; whether all stop is agreed on."""
-        totals, self._totals = self._totals, None
-        loss, count, *metrics = [self._loss, 0.0] if totals is None else totals.lanes.tolist()
+        lanes = self._counting.take()
+        loss, count, *metrics = [self._loss, 0.0] if lanes is None else lanes.tolist()
         self._loss = loss / count if count else self._loss
-        named = {name: value / count for name, value in zip(self._metric_names, metrics, strict=False)} if count else {}
+        named = self._counting.means(metrics, count) if count else {}
         if self._stale:
             named["staleness"] = sum(self._stale) / len(self._stale)
         norm = sum(self._norms) / len(self._norms) if self._norms else 0.0

@@ -212,7 +212,8 @@ class Client:
         """Send, or try again soon where there is nobody to send to."""
         now = time.monotonic()
         try:
-            self._sockets[server].send_multipart(frames, zmq.NOBLOCK, copy=False)
+            small = sum(map(len, frames)) < wire.SMALL
+            self._sockets[server].send_multipart(frames, zmq.NOBLOCK, copy=small)
         except zmq.Again:
             now -= _AGAIN - _SOON
         self._open[server] = (frames, now)

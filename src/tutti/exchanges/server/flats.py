@@ -27,8 +27,14 @@ def over(plan: Plan, parameters: Sequence[nn.Parameter], memory: Tensor) -> list
 
 def shaped(vector: Tensor, parameter: Tensor) -> Tensor:
     """``vector`` in the shape of ``parameter``, and in the order of its memory where that has no holes."""
-    dense = torch.empty_like(parameter, device="meta").stride() == parameter.stride()
-    return vector.as_strided(parameter.shape, parameter.stride()) if dense else vector.view(parameter.shape)
+    return vector.as_strided(parameter.shape, strides(parameter))
+
+
+def strides(parameter: Tensor) -> tuple[int, ...]:
+    """The parameter's own where its memory has no holes, else those of its shape alone."""
+    own = parameter.stride()
+    dense = torch.empty_like(parameter, device="meta").stride() == own
+    return own if dense else torch.empty(parameter.shape, device="meta").stride()
 
 
 def in_order(tensor: Tensor, parameter: Tensor) -> Tensor:

@@ -117,7 +117,7 @@ class Server:
             return
         if header.seq == seq:
             if reply is not None:
-                self._socket.send_multipart([address.bytes, *reply], copy=False)
+                self._socket.send_multipart([address.bytes, *reply])
             elif client in self._waiting:
                 self._waiting[client] = (address.bytes, self._waiting[client][1])
             return
@@ -157,7 +157,7 @@ class Server:
         )
         reply = [told.pack(), np.asarray(answer.extras, dtype="<f8").tobytes(), *frames]
         self._last[client] = (header.seq, reply)
-        self._socket.send_multipart([address, *reply], copy=False)
+        self._socket.send_multipart([address, *reply], copy=told.size < wire.SMALL)
         if self._desk.version >= self._kept + self._job.every:
             self._keep()
 

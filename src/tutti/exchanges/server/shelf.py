@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from tutti.exchanges.saved import Named, load_optimizer, optimizer_tensors
 from tutti.exchanges.server import hyper
-from tutti.exchanges.server.flats import in_order, shaped
+from tutti.exchanges.server.flats import in_order, shaped, strides
 from tutti.exchanges.server.slices import Piece, Plan
 from tutti.types import OptimizerFactory
 
@@ -54,7 +54,7 @@ class Shelf:
             for region, section in zip(plan.regions(server), plan.sections, strict=True)
         ]
         self.pieces = list(plan.pieces(server))
-        self._like = {p.tensor: torch.empty_like(named[p.tensor][1], device="meta") for p in self.pieces}
+        self._places = [_place(piece, named[piece.tensor][1]) for piece in self.pieces]
         self.here = [(named[p.tensor][0], named[p.tensor][1]) for p in self.pieces]
         for (_, parameter), view in zip(self.here, self.views(self.values), strict=True):
             parameter.grad = None
@@ -64,11 +64,7 @@ class Shelf:
 
     def views(self, vectors: Vectors) -> list[Tensor]:
         """Each piece in vectors like ``values``: a tensor that is here whole in its own shape."""
-        found = []
-        for piece in self.pieces:
-            vector = vectors[piece.section][piece.at : piece.at + piece.end - piece.begin]
-            found.append(shaped(vector, self._like[piece.tensor]) if self._whole(piece) else vector)
-        return found
+        return [vectors[section][part].as_strided(shape, steps) for section, part, shape, steps in self._places]
 
     def update(
         self, gradients: Sequence[Tensor | None], settings: Sequence[float], grad_norm: float, rate: float = 1.0
@@ -108,9 +104,6 @@ class Shelf:
         if self.optimizer is not None:
             self.optimizer.state.clear()
             load_optimizer(self.optimizer, self.here, _Named(tensors), "optim")
-
-    def _whole(self, piece: Piece) -> bool:
-        return piece.end - piece.begin == self._like[piece.tensor].numel()
 
 
 class _Named:
@@ -166,6 +159,15 @@ def join(plan: Plan, named: Named, parts: Sequence[bytes]) -> dict[str, Tensor]:
                 whole = joined.setdefault(entry, torch.empty(parameter.shape, dtype=tensor.dtype))
                 joined[entry] = _filled(whole, parameter, piece, tensor)
     return joined
+
+
+def _place(piece: Piece, parameter: Tensor) -> tuple[int, slice, Sequence[int], Sequence[int]]:
+    """Which vector a piece is in and where, and its shape and strides there: the tensor's where it is whole."""
+    length = piece.end - piece.begin
+    part = slice(piece.at, piece.at + length)
+    if length != parameter.numel():
+        return piece.section, part, (length,), (1,)
+    return piece.section, part, tuple(parameter.shape), strides(parameter)
 
 
 def _filled(whole: Tensor, parameter: nn.Parameter, piece: Piece, part: Tensor) -> Tensor:

@@ -14,7 +14,8 @@ from torch import Tensor
 from tutti.exchanges.allreduce import AllReduce
 from tutti.exchanges.buckets import Sums, Tail
 from tutti.exchanges.config import AllReduceConfig, ParameterServerConfig
-from tutti.exchanges.reducers import Named, layout_key, refuse, squares_of
+from tutti.exchanges.counting import clipped
+from tutti.exchanges.reducers import Named, layout_key, own_part, refuse, squares_by
 from tutti.exchanges.saved import read, written
 from tutti.exchanges.server.desks import NONE, TAIL, InTurn
 from tutti.exchanges.server.flats import write
@@ -58,7 +59,7 @@ class ServerReducer:
         self._settle(tick)
         numbers = torch.zeros(self._tail.size + self._measured, dtype=torch.float64)
         if self._measured:
-            numbers[self._tail.size :] = self._own(tick, lanes)
+            numbers[self._tail.size :] = own_part(squares_by(self._order), tick, lanes)
         used = write(self._link.gradients, [p.grad for p in self._order])
         self._tail.fill(numbers[: self._tail.size], tick, lanes, used)
         for parameter in self._order:
@@ -70,16 +71,6 @@ class ServerReducer:
         if self._under_way:
             self._under_way = False
             self._link.client.wait(f"push of gradients in step {tick.clock + 1}", (self._link.comm.global_rank,))
-
-    def _own(self, tick: Tick, lanes: Tensor | None) -> Tensor:
-        """One worker's part of ``Sums.own``."""
-        count = 0.0 if lanes is None else float(lanes[1])
-        if not count > 0:
-            return torch.zeros(self._measured, dtype=torch.float64)
-        below = count * tick.loss_scale**2
-        found = iter(squares_of([p.grad for p in self._order if p.grad is not None]))
-        squares = [0.0 if p.grad is None else next(found) for p in self._order]
-        return torch.tensor([*(square / below for square in squares), 1.0], dtype=torch.float64)
 
     def finish(self, tick: Tick, lanes: Tensor | None) -> Sums:
         """Raises MismatchError where ranks are in different steps."""
@@ -167,10 +158,7 @@ class Synchronous(AllReduce):
 
     def update(self, agreed: Agreed, tick: Tick) -> Update:
         """The servers write the parameters, scaled down where the gradient is longer than the clipping allows."""
-        factor, norm, clip = 1.0, agreed.grad_norm, self._setting.clip
-        if agreed.finite and clip is not None and norm > clip:
-            factor = clip / (norm + 1e-6)
-            norm *= factor
+        factor, norm = clipped(agreed.grad_norm, self._setting.clip)
         settings = self._link.settings(tick.lr_factor)
         numbers = [factor, norm, *settings] if agreed.finite else [0.0] * (2 + len(settings))
         text = f"update of the parameters in step {tick.clock + 1}"

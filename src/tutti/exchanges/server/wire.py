@@ -18,6 +18,8 @@ HEADER_BYTES = _HEADER.size
 
 HELLO, PUSH, SUM, APPLY, PULL, READ, SAVE, LOAD, FACTS = range(1, 10)
 """Kinds of requests; an answer has the kind of its request."""
+SMALL = 64 << 10
+"""Bytes of a message below which it is quicker to copy it than to keep track of when it has been sent."""
 NAMES = ("", "hello", "push", "sum", "apply", "pull", "read", "save", "load", "facts")
 _LAST_KIND = FACTS
 
