@@ -40,6 +40,8 @@ WAYS = {
     "tensor × pipeline": ("hybrid:stages=2,tensor=2,micro_batches=2", 4),
 }
 SPLIT = tuple(WAYS)[2:]
+# Those that share the batch out as well.
+BATCH = ("data parallel", "sharded")
 _POLL = 0.02
 
 
@@ -49,7 +51,7 @@ def train(name: str, given: argparse.Namespace, limit: int | None) -> dict[str, 
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run"
         words = [sys.executable, "-m", "tutti", "train", "text", "--model", given.model, "--strategy", strategy]
-        words += ["--devices", str(devices), "--workers", str(devices if name == "data parallel" else 1)]
+        words += ["--devices", str(devices), "--workers", str(devices if name in BATCH else 1)]
         words += ["--batch-size", "8", "--steps", str(given.steps), "--threads", "1", "--optimizer", "adam:lr=0.0003"]
         words += ["--eval-every", "none", "--checkpoint-every", "none", "--out", str(out)]
         limited = None if limit is None else partial(resource.setrlimit, resource.RLIMIT_DATA, (limit, limit))

@@ -192,6 +192,20 @@ def test_a_link_that_stays_down_ends_every_rank_on_both_sides(hosts: Hosts) -> N
     assert summary(hosts.folder, "out")["exit_code"] == 5
 
 
+@pytest.mark.row(22)
+def test_servers_go_round_the_hosts(hosts: Hosts) -> None:
+    task = [write_task(hosts.folder), *OPTIONS, "--steps", "6"]
+    words = ["train", *task, "--strategy", "parameter_server:servers=3", "--out", "two"]
+    for result in map(ended, [hosts.slurm([2, 1], rank, *words) for rank in range(3)]):
+        assert result.code == 0, result.err
+    alone = tutti(hosts.folder, "train", *task, "--out", "one", "--devices", "1")
+    assert alone.code == 0, alone.err
+    two, one = summary(hosts.folder, "two"), summary(hosts.folder, "one")
+    assert two["weights_sha256"] == one["weights_sha256"]
+    at = [server["at"].rpartition(":")[0] for server in two["servers"]]  # type: ignore[attr-defined]
+    assert at == [f"tcp://{FIRST}", f"tcp://{SECOND}", f"tcp://{FIRST}"]
+
+
 LISTEN = """
 import socket, sys
 taken = socket.create_server((sys.argv[1], int(sys.argv[2])))

@@ -36,12 +36,18 @@ def name_of(own: str) -> str | None:
     >>> name_of("127.0.0.1")
     'lo'
     """
+    return next((name for _, name in socket.if_nameindex() if address_of(name) == own), None)
+
+
+def address_of(name: str) -> str | None:
+    """The IPv4 address of the interface ``name``; None where it has none, or is not there.
+
+    >>> address_of("lo"), address_of("no-such-one")
+    ('127.0.0.1', None)
+    """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
-        for _, name in socket.if_nameindex():
-            try:
-                answer = fcntl.ioctl(asked, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-            except OSError:
-                continue
-            if socket.inet_ntoa(answer[20:24]) == own:
-                return name
-    return None
+        try:
+            answer = fcntl.ioctl(asked, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+        except OSError:
+            return None
+    return socket.inet_ntoa(answer[20:24])

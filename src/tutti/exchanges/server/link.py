@@ -29,7 +29,7 @@ from tutti.exchanges.server.wire import Terms
 from tutti.laws.keys import mix
 from tutti.types import OptimizerFactory, SavedState, Setting, ShardSpec
 from tutti.world import context
-from tutti.world.interface import way_to
+from tutti.world.interface import address_of
 
 _SNAPSHOT = 100
 _BLOB = 1 << 24
@@ -48,7 +48,7 @@ _ELEMENTWISE = (
 
 
 class Link:
-    """Of one rank. Making it is collective: rank 0 starts the servers.
+    """Of one rank. Making it is collective: the first rank of each host starts the servers of that host.
 
     Args:
         config: as asked for.
@@ -88,15 +88,21 @@ class Link:
             view.copy_(parameter.data)
         own = keys.make()
         public = [text.encode() for text in self.comm.texts(own.public.decode(), "keys of the ranks")]
+        told = {"run": secrets.randbits(62), "token": secrets.token_hex(8)} if self.comm.rank == 0 else {}
+        told = self.comm.broadcast_json(told, 0, "number of the run")
         self._host: Host | None = None
-        told: dict[str, Any] = {}
-        if self.comm.rank == 0:
-            told = self._start(public, given, make_optimizer, desk, extras(len(self.keys)))
-        told = self.comm.broadcast_json(told, 0, "addresses of the servers")
+        homes, places = self._homes(), dict[str, list[str]]()
+        for home in sorted(set(homes)):
+            listening: dict[str, list[str]] = {}
+            if self.comm.rank == home:
+                mine = [number for number, other in enumerate(homes) if other == home]
+                listening = self._start(mine, told, public, given, make_optimizer, desk, extras(len(self.keys)))
+            places |= self.comm.broadcast_json(listening, home, "addresses of the servers")
         layout = self._layout(whole)
-        addresses = [Address(endpoint, key.encode()) for endpoint, key in told["servers"]]
+        found = (places[str(number)] for number in range(config.servers))
+        self._addresses = [Address(endpoint, key.encode()) for endpoint, key in found]
         self.client = Client(
-            *(Identity(told["run"], layout, self.comm.rank, own), addresses, self.plan, pushed, given),
+            *(Identity(told["run"], layout, self.comm.rank, own), self._addresses, self.plan, pushed, given),
             *(self._segment is not None, self.comm.stall, context.current().timeout, self._look),
         )
         self.ask(wire.HELLO, "meeting the parameter servers")
@@ -106,7 +112,9 @@ class Link:
     def _share(self) -> segments.Segment | None:
         if self._config.transport == "tcp":
             return None
-        segment = segments.attach(self.comm, 2 * self.plan.size)
+        # Hosts that are containers may have memory in common, but not the names of sockets.
+        alone = context.cross_size() == 1
+        segment = segments.attach(self.comm, 2 * self.plan.size) if alone else None
         if segment is None and self._config.transport == "shared_memory":
             raise UsageError(
                 "these ranks cannot share memory",
@@ -126,21 +134,30 @@ class Link:
     def _layout(self, whole: bool) -> int:
         return mix(layout_key(self._trained), self._config.servers, whole) >> 1
 
+    def _homes(self) -> list[int]:
+        """The data rank that starts each server: they go round the hosts, on each to its first rank. Collective."""
+        here = torch.tensor([context.cross_rank()])
+        hosts = [int(host) for host in self.comm.all_gather(here, "hosts of the ranks")]
+        first = [hosts.index(host) for host in dict.fromkeys(hosts)]
+        return [first[server % len(first)] for server in range(self._config.servers)]
+
     def _start(
         self,
+        servers: Sequence[int],
+        told: Mapping[str, Any],
         clients: Sequence[bytes],
         initial: Tensor,
         make_optimizer: OptimizerFactory,
         desk: Callable[[Shelf], Desk],
         extras: Mapping[int, int],
-    ) -> dict[str, Any]:
-        """Start the servers; what the other ranks are to know."""
+    ) -> dict[str, list[str]]:
+        """Start these servers; the endpoint and the public key of each."""
         whole = self._setting.reproducible or type(self._handle) not in _ELEMENTWISE
-        run, token, config = secrets.randbits(62), secrets.token_hex(8), self._config
+        run, token, config = told["run"], told["token"], self._config
         initial, restart = initial.clone(), config.mode != "sync" and config.snapshot != 0
         jobs: list[Job] = []
         listening: list[socket.socket] = []
-        for number in range(config.servers):
+        for number in servers:
             terms = Terms(
                 run, self._layout(whole), self._workers, tuple(map(len, self.plan.frames(number))), extras, self._most()
             )
@@ -168,7 +185,9 @@ class Link:
             listener.close()
         for snapshots in kept:
             snapshots.close()
-        return {"run": run, "servers": [[job.endpoint, job.keys.public.decode()] for job in jobs]}
+        return {
+            str(number): [job.endpoint, job.keys.public.decode()] for number, job in zip(servers, jobs, strict=True)
+        }
 
     def _most(self) -> int:
         return 16 * self.plan.size + _BLOB
@@ -241,10 +260,11 @@ class Link:
         if self.comm.rank:
             return {}
         replies = self.ask(wire.FACTS, "asking the servers")
-        return {"servers": [json.loads(reply.frames[0]) for reply in replies]}
+        told = zip(self._addresses, replies, strict=True)
+        return {"servers": [{"at": address.endpoint, **json.loads(reply.frames[0])} for address, reply in told]}
 
     def pids(self) -> dict[int, int]:
-        """The servers' processes, as far as rank 0 has heard of them."""
+        """The processes of the servers that this rank started, as far as it has heard of them."""
         if self._host is None:
             return {}
         self._host.look()
@@ -257,13 +277,13 @@ class Link:
             self._host.close()
 
     def _look(self) -> None:
-        """Raise what rank 0 knows of servers that have ended for good."""
+        """Raise what this rank knows of its servers that have ended for good."""
         if self._host is not None:
             self._host.look()
             if self._host.failed:
                 raise PeerError(
                     self._host.failed,
-                    where="rank 0's host",
+                    where=f"the host of rank {self.comm.global_rank}",
                     why="a synchronous server holds what ranks have added up, and is not started again"
                     if self._config.mode == "sync"
                     else None,
@@ -299,18 +319,17 @@ def listen(address: str) -> tuple[str, socket.socket]:
 
 
 def _own_address() -> str:
-    """The address of this host that other hosts of the job reach; the loopback where there are none."""
+    """The address of this host that the other hosts of the job reach; the loopback where there are none."""
     if context.cross_size() == 1:
         return "127.0.0.1"
-    own = way_to(os.environ.get("MASTER_ADDR", "")) or os.environ.get("MASTER_ADDR", "")
-    try:
-        address = socket.gethostbyname(own)
-    except OSError:
-        address = ""
-    if not address or address.startswith(("0.", "127.")):
+    # ``tutti.init`` has chosen it where nobody else had.
+    chosen = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
+    address = address_of(chosen)
+    if address is None or address.startswith("127."):
         raise UsageError(
             "the parameter servers have no address that the other hosts reach",
-            why=f"MASTER_ADDR is '{os.environ.get('MASTER_ADDR', '')}'",
-            remedy="set MASTER_ADDR to rank 0's address on the network between the hosts",
+            where=f"rank {context.rank()}",
+            why=f"GLOO_SOCKET_IFNAME is '{chosen}'",
+            remedy="set it to the interface between the hosts",
         )
     return address
