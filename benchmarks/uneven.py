@@ -29,12 +29,24 @@ STRATEGIES = {
     "local SGD after 1 epoch": "local_sgd:period=8,post=1ep",
     "DiLoCo, H = 8": "diloco:period=8",
     "server, synchronous": "parameter_server:mode=sync",
+    "server, one backup": "parameter_server:mode=sync,backup=1",
     "server, bounded s = 0": "parameter_server:mode=bounded,staleness=0",
     "server, bounded s = 2": "parameter_server:mode=bounded,staleness=2",
     "server, bounded s = 8": "parameter_server:mode=bounded,staleness=8",
     "server, asynchronous": "parameter_server:mode=async",
 }
-_COLOURS = ("#000000", "#E69F00", "#56B4E9", "#009E73", "#0072B2", "#D55E00", "#CC79A7", "#999999", "#F0E442")
+_COLOURS = (
+    "#000000",
+    "#E69F00",
+    "#56B4E9",
+    "#009E73",
+    "#0072B2",
+    "#D55E00",
+    "#CC79A7",
+    "#999999",
+    "#F0E442",
+    "#7F3C8D",
+)
 
 
 @dataclass(frozen=True)
