@@ -5,7 +5,8 @@
 
 Four devices, real processes, train the digits. Every worker's step takes ``--ms`` milliseconds longer than it needs, in
 which its core is free: machines of which the step is mostly their own. On the uneven cluster one of them takes
-``--factor`` times as long. Writes ``uneven.json``, ``uneven.md`` and, with the extra ``plot``, ``uneven.svg`` into
+``--factor`` times as long. An evaluation waits for all ranks, and the time is counted; there is one every
+``--eval-every`` epochs. Writes ``uneven.json``, ``uneven.md`` and, with the extra ``plot``, ``uneven.svg`` into
 ``--out``; a run that is there already is not made again.
 """
 
@@ -22,7 +23,7 @@ from typing import Any
 
 from tutti import strategies
 
-DEVICES = 4
+DEVICES, BATCH = 4, 64
 STRATEGIES = {
     "mirrored": "mirrored",
     "local SGD, H = 8": "local_sgd:period=8",
@@ -68,12 +69,13 @@ def available() -> dict[str, str]:
     return {name: text for name, text in STRATEGIES.items() if text.partition(":")[0] in strategies.TABLE}
 
 
-def train(folder: Path, strategy: str, cluster: Cluster, epochs: int, seed: int) -> dict[str, Any]:
+def train(folder: Path, strategy: str, cluster: Cluster, epochs: int, every: int, seed: int) -> dict[str, Any]:
     """One run; what it came to, and its curve of (seconds, accuracy)."""
     summary = folder / "summary.json"
     if not summary.exists() or json.loads(summary.read_text()).get("exit_code") != 0:
         words = ["train", "digits", "--devices", str(DEVICES), "--workers", str(DEVICES), "--strategy", strategy]
-        words += ["--batch-size", "64", "--epochs", str(epochs), "--optimizer", "adam:lr=0.002", "--seed", str(seed)]
+        words += ["--batch-size", str(BATCH), "--epochs", str(epochs), "--eval-every", f"{every}ep"]
+        words += ["--optimizer", "adam:lr=0.002", "--seed", str(seed)]
         words += ["--slow", cluster.slow, "--out", str(folder), "--overwrite", "--checkpoint-every", "none"]
         done = subprocess.run([sys.executable, "-m", "tutti", *words], capture_output=True, text=True)
         if done.returncode:
@@ -81,7 +83,18 @@ def train(folder: Path, strategy: str, cluster: Cluster, epochs: int, seed: int)
     found = json.loads(summary.read_text())
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     curve = [(line["seconds"], line["accuracy"]) for line in lines if line["group"] == "eval"]
-    return {"samples_per_second": found["samples_per_second"], "accuracy": found["eval"]["accuracy"], "curve": curve}
+    rate = samples_per_second([line for line in lines if line["group"] == "train"], strategy)
+    return {"samples_per_second": rate, "accuracy": found["eval"]["accuracy"], "curve": curve}
+
+
+def samples_per_second(steps: Sequence[Mapping[str, Any]], strategy: str) -> float:
+    """Of all workers, while all work: rank 0's clock, and the updates that all had made by then.
+
+    Where every push is an update, it is of one worker's share of the batch.
+    """
+    each = BATCH / DEVICES if "mode=async" in strategy or "mode=bounded" in strategy else BATCH
+    first, last = steps[0], steps[-1]
+    return float(each * (last["updates"] - first["updates"]) / (last["seconds"] - first["seconds"]))
 
 
 def table(rows: Mapping[str, Mapping[str, Any]], clusters: Sequence[Cluster]) -> str:
@@ -127,14 +140,15 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--out", type=Path, required=True, help="folder for runs, table and figure")
     add("--strategies", default="", help="names or parts of them, with + in between; default: all that there are")
-    add("--epochs", type=int, default=10)
+    add("--epochs", type=int, default=20)
+    add("--eval-every", type=int, default=5, help="epochs")
     add("--ms", type=float, default=20.0, help="milliseconds that a step of every device takes longer")
     add("--factor", type=float, default=3.0, help="of the slow device")
     add("--seed", type=int, default=0)
     add("--quick", action="store_true", help="two epochs: does it run?")
     given = parser.parse_args(argv)
     if given.quick:
-        given.epochs = 2
+        given.epochs, given.eval_every = 2, 1
     return given
 
 
@@ -148,14 +162,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, strategy in chosen.items():
         row = {}
         for cluster in clusters:
-            words = (cluster.name, strategy, str(given.epochs), f"{given.ms:g}", f"{given.factor:g}", str(given.seed))
+            words = (
+                cluster.name,
+                strategy,
+                str(given.epochs),
+                str(given.eval_every),
+                f"{given.ms:g}",
+                f"{given.factor:g}",
+                str(given.seed),
+            )
             folder = given.out / "runs" / "-".join(words).replace(":", "-").replace(",", "-")
-            row[cluster.name] = train(folder, strategy, cluster, given.epochs, given.seed)
+            row[cluster.name] = train(folder, strategy, cluster, given.epochs, given.eval_every, given.seed)
         rows[name] = row
         print(table({name: row}, clusters).splitlines()[-1], flush=True)
     text = table(rows, clusters)
     (given.out / "uneven.md").write_text(text)
-    settings = {key: getattr(given, key) for key in ("epochs", "ms", "factor", "seed")}
+    settings = {key: getattr(given, key) for key in ("epochs", "eval_every", "ms", "factor", "seed")}
     (given.out / "uneven.json").write_text(json.dumps({"settings": settings, "rows": rows}, indent=2) + "\n")
     caption = f"digits, {DEVICES} devices, batch 64, {given.ms:g} ms a step, the slow one {given.factor:g} times that"
     try:
