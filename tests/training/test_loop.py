@@ -46,12 +46,12 @@ def loss(net: Any, batch: Tensor) -> Any:
     return result.square().sum(), len(batch), {"positive": (result > 0).sum()}
 
 
-def looped(total: int, every: int | None, held_out: int, poison: bool = False) -> Any:
+def looped(total: int, every: int | None, held_out: int, poison: bool = False, **more: Any) -> Any:
     torch.manual_seed(0)
     data = torch.randn(COUNT, 2, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     if poison:
         data[5] = torch.nan
-    run = tutti.prepare(nn.Linear(2, 1).double(), "sgd:lr=0.1", data, loss, workers=4, batch_size=BATCH)
+    run = tutti.prepare(nn.Linear(2, 1).double(), "sgd:lr=0.1", data, loss, workers=4, batch_size=BATCH, **more)
     told = Told()
     source = adapt(data.nan_to_num()[:held_out]) if held_out else None
     header = Header("title", {}, total, PER_EPOCH)
@@ -95,6 +95,15 @@ def test_steps_and_evaluations(
         assert summary["train"] == pytest.approx({"loss": mean, "positive": positive})
         found = {"loss": evaluated[-1].loss, **evaluated[-1].metrics} if evaluated else None
         assert summary["eval"] == found
+
+
+def test_waiting_for_slower_ranks_before_an_evaluation_is_training_time() -> None:
+    """Rank 0's own six steps end long before rank 2 has slept six times."""
+    [(calls, _), *_] = worlds.run(
+        3, looped, total=6, every=None, held_out=7, strategy="parameter_server:mode=async", slow="rank=2,ms=100"
+    )
+    [seconds] = [record.seconds for kind, record in calls if kind == "evaluated"]
+    assert seconds > 0.6
 
 
 def test_ranks_are_told_and_return_the_same() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from tutti.types import StepRecord
@@ -44,6 +44,7 @@ class EvalRecord:
         loss, metrics: of the model, or of the weights' average where one is kept.
         samples: how many there are.
         raw: the same values of the weights in training, where the others are of their average.
+        seconds: of training until then; None: those of the last step.
     """
 
     step: int
@@ -52,6 +53,7 @@ class EvalRecord:
     metrics: Mapping[str, float]
     samples: int
     raw: Mapping[str, float] | None = None
+    seconds: float | None = field(default=None, compare=False)
 
     @property
     def values(self) -> dict[str, float]:

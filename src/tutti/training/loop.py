@@ -94,6 +94,10 @@ class Speed:
             self._marks.append(self._first)
         return Pace(rate, elapsed, (self._total - samples) / max(rate, 1e-9))
 
+    def elapsed(self) -> float:
+        """Seconds until now."""
+        return time.perf_counter() - self._paused - self._start
+
     def pause(self, since: float) -> None:
         """Do not count the time since ``since``."""
         self._paused += time.perf_counter() - since
@@ -304,10 +308,13 @@ def _save(
 
 def _evaluate(run: Run, held_out: Source, epoch: int, speed: Speed, listener: Listener) -> EvalRecord:
     """The model's values; where an average of the weights is kept, the average's and then the model's own."""
+    # Where ranks do not keep step the first waits for the last: that is training's time, and not evaluation's.
+    run.together("an evaluation")
     start = time.perf_counter()
+    seconds = speed.elapsed()
     first = run.evaluate(held_out)
     raw = run.evaluate(held_out, averaged=False).values if first.averaged else None
-    record = EvalRecord(run.clock, epoch + 1, first.loss, first.metrics, first.samples, raw)
+    record = EvalRecord(run.clock, epoch + 1, first.loss, first.metrics, first.samples, raw, seconds)
     listener.evaluated(record)
     speed.pause(start)
     return record

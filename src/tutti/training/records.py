@@ -161,7 +161,7 @@ class RunDirectory:
             line["weights"] = "ema"
         for name, value in record.values.items():
             line.setdefault(name, _finite(value))
-        line["seconds"] = round(self._elapsed, 6)
+        line["seconds"] = round(self._elapsed if record.seconds is None else record.seconds, 6)
         self._append(line)
 
     def warned(self, text: str) -> None:

@@ -76,7 +76,7 @@ class Run(Steps):
             raise UsageError("run.evaluate needs a loss function", remedy="give one here or to tutti.prepare")
         source = adapt(source)
         grid, comms = self.setting.grid, self.setting.comms
-        self._together(f"evaluation of {len(source)} samples" + " on the average" * averaged)
+        self.together(f"evaluation of {len(source)} samples" + " on the average" * averaged)
         with heartbeat.training.during(Phase.EVALUATE):
             self.checks.held_out(source, loss)
         parts: dict[int, Totals] = {}
@@ -126,7 +126,7 @@ class Run(Steps):
 
         ``averaged``: the average of the weights, with the model's own buffers. Raises as ``evaluate``.
         """
-        self._together("reading the whole state" + " with the average" * averaged)
+        self.together("reading the whole state" + " with the average" * averaged)
         replica, merged = self.replica, self._merged(averaged)
         if replica.sharded:
             return dict(GatheredRows(merged, replica.sharded, replica.specs, self.setting.comms.axis("shard")))
@@ -138,7 +138,7 @@ class Run(Steps):
         if not replica.sharded:
             return weights_sha256(self.state(averaged))
         # What is shared out may fit into no device: one tensor at a time.
-        self._together("reading the whole state" + " with the average" * averaged)
+        self.together("reading the whole state" + " with the average" * averaged)
         rows = self._merged(averaged), replica.sharded, replica.specs
         return weights_sha256(GatheredRows(*rows, self.setting.comms.axis("shard")))
 
@@ -203,8 +203,8 @@ class Run(Steps):
         facts = keeping.saver(self, Path(folder)).restore()
         return None if facts is None else keeping.become(self, facts)
 
-    def _together(self, call: str) -> None:
-        """Compare over the ranks what comes now, before any message of it could meet one of a step."""
+    def together(self, call: str) -> None:
+        """Wait for all ranks, and compare what comes now before any message of it could meet one of a step."""
         self.setting.comms.world.agree(
             [f"{call} after step {self.clock}"],
             "the call under way",
