@@ -278,10 +278,13 @@ def check(
     own_loop: bool = False,
     adaptive: bool = False,
     averaging: bool = False,
+    compiled: bool = False,
+    cuda: bool = False,
 ) -> Choice:
     """The strategy, if this many devices and workers can run it.
 
-    ``adaptive``: with ``--lr-scale adascale``; ``averaging``: with ``--ema``.
+    ``adaptive``: with ``--lr-scale adascale``; ``averaging``: with ``--ema``; ``compiled``: with ``--compile``;
+    ``cuda``: devices are GPUs.
 
     Raises:
         UsageError: with the nearest combination that can.
@@ -294,6 +297,9 @@ def check(
             f"strategy '{choice.name}' runs on {row.most_devices} device, not {devices}",
             remedy="take --strategy mirrored, or --devices 1",
         )
+    for config in (choice.layout, choice.exchange):
+        if hasattr(config, "check"):
+            config.check(choice.shape(devices), cuda, compiled)
     ranks = choice.data_ranks(devices)
     if workers is not None and workers < ranks:
         raise UsageError(

@@ -34,6 +34,7 @@ def tutti(*words: str, cwd: Path, **environ: str) -> subprocess.CompletedProcess
 
 
 ADASCALE = "train digits --optimizer sgd:lr=0.1 --lr-scale adascale"
+PIPELINE = "train digits --devices 2 --strategy pipeline"
 REFUSALS = [
     ("train digits --strategy miror", 2, "unknown strategy 'miror'. Did you mean 'mirrored'? Choices:"),
     ("train digits --workers 2 --devices 3", 2, "2 workers"),
@@ -94,6 +95,15 @@ REFUSALS = [
     ("train digits --compile reduce-overhead", 2, "swapped by address. Take default or"),
     ("train digits --reproducible --compile", 2, "--reproducible does not go with --compile"),
     ("train digits --activation-checkpointing block", 2, "Did you mean 'blocks'?"),
+    (f"{PIPELINE}:schedule=zero_bubble --compile", 2, "zero_bubble does not go with --compile"),
+    (f"{PIPELINE}:micro_batches=4 --micro-batch 8", 2, "both say how a worker's share is cut"),
+    (f"{PIPELINE}:micro_batches=4 --batch-norm sync", 2, "does not go with micro-batches of 16 samples"),
+    (f"{PIPELINE}:cuts=fc1+fc2", 2, "cuts=fc1+fc2 makes 3 stages, not 2. Name 1."),
+    ("train digits --device cpu --devices 2 --strategy sharded:offload=true", 2, "offload=true does nothing here"),
+    ("train digits --devices 1 --strategy sharded:param_dtype=bf16", 2, "Take more shards, or leave it out and take"),
+    ("train digits --device cuda --devices 2 --strategy central_storage", 2, "central_storage is for CPUs"),
+    ("train digits --device cuda --slow rank=0,factor=2", 2, "slow factors count the CPU's time"),
+    ("train digits --steps 9 --trace", 2, "--trace 10:3 needs 12 steps, and the run has 9."),
     ("train digits --epochs 1 --steps 3", 2, "--epochs and --steps exclude each other."),
     ("train digits --bach-size 3", 2, "Unknown option: --bach-size. Did you mean --batch-size?"),
     ("train digits --steps", 2, "--steps requires an argument"),

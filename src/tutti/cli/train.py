@@ -161,6 +161,8 @@ def refuse(task: str, config: TrainConfig) -> None:
     devices = int(config.devices)
     rule = check_rule(config.lr_scale)
     adaptive = isinstance(rule, Adaptive)
+    compiling = check_compile(config.compile, config.reproducible)
+    cuda = config.device == "cuda" or (config.device == "auto" and count_gpus(os.environ) > 0)
     choice = strategies.check(
         config.strategy,
         devices,
@@ -168,16 +170,18 @@ def refuse(task: str, config: TrainConfig) -> None:
         reproducible=config.reproducible,
         adaptive=adaptive,
         averaging=config.averaging() is not None,
+        compiled=compiling is not None,
+        cuda=cuda,
     )
     ranks = choice.data_ranks(devices)
     # Whether the batch can be shared out does not depend on how many samples there are.
-    contract = BatchContract(
-        1, config.batch_size, config.workers or ranks, ranks, config.micro_batch, config.identical_batches
-    )
+    workers = config.workers or ranks
+    micro = strategies.micro_batch(choice, config.micro_batch, config.batch_size, workers)
+    contract = BatchContract(1, config.batch_size, workers, ranks, micro, config.identical_batches)
     scaled(check_optimizer(config.optimizer), rule, config.batch_size)
     check_schedule(config.schedule)
     for slow in config.slowness():
-        slow.check(devices, config.workers or ranks)
+        slow.check(devices, workers, cuda)
     noise = check_noise(config.gradient_noise, config.batch_size, adaptive)
     norm = check_batch_norm(config.batch_norm)
     if isinstance(norm, Sync):
@@ -185,8 +189,7 @@ def refuse(task: str, config: TrainConfig) -> None:
         contract.check_whole()
     check_loss_scale(config.loss_scale, config.precision)
     check_checkpointing(config.activation_checkpointing)
-    compiling = check_compile(config.compile, config.reproducible)
-    if compiling and (config.device == "cpu" or not count_gpus(os.environ)):
+    if compiling and not cuda:
         check_compiler(compiling[1])
     if config.tensorboard and importlib.util.find_spec("tensorboard") is None:
         raise UsageError(

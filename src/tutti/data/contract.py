@@ -90,7 +90,8 @@ class BatchContract:
             raise UsageError(
                 f"--batch-norm sync does not go with micro-batches of {self.micro} samples",
                 why=f"it needs all of a device's samples at once, which are {most}",
-                remedy=f"take --micro-batch {most} or leave it out, or take more devices or --batch-norm ghost:size=32",
+                remedy=f"take --micro-batch {most} or leave it out, and a pipeline's micro_batches too; or take more "
+                "devices, or --batch-norm ghost:size=32",
             )
 
     def consumed(self, steps: int) -> int:

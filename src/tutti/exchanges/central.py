@@ -103,12 +103,6 @@ class Central(AllReduce):
                 why="all devices compute from one copy of the parameters in its memory",
                 remedy="take --strategy mirrored, or the devices of one host",
             )
-        if comm.device.type != "cpu":
-            raise UsageError(
-                f"central_storage is for CPUs, and this device is {comm.device}",
-                why="the parameters that a device computes with are the ones in the host's memory",
-                remedy="take --strategy mirrored, or --device cpu",
-            )
         starts = [0]
         for tensor, dtype in wanted:
             starts.append(starts[-1] + -(-tensor.numel() * dtype.itemsize // _ALIGN) * _ALIGN)

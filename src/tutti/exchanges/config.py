@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
+from tutti.errors import UsageError
 from tutti.spec import Duration
 
 
@@ -37,6 +38,15 @@ class AllReduceConfig:
 @dataclass(frozen=True, kw_only=True)
 class CentralConfig:
     """One copy of the parameters and of the optimizer's state a host; nothing to choose."""
+
+    def check(self, shape: Mapping[str, int], cuda: bool, compiled: bool) -> None:
+        """Raise UsageError where devices are GPUs."""
+        if cuda:
+            raise UsageError(
+                "central_storage is for CPUs, and this run's devices are GPUs",
+                why="the parameters that a device computes with are the ones in the host's memory",
+                remedy="take --strategy mirrored, or --device cpu",
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,3 +199,19 @@ class ShardedConfig:
             given = {"offload": self.offload, "units": self.units != ("auto",), "param_dtype": self.param_dtype}
             for option in filter(given.get, given):
                 raise ValueError(f"{option} is for stages 2 and 3: in stage 1 every device holds all parameters")
+
+    def check(self, shape: Mapping[str, int], cuda: bool, compiled: bool) -> None:
+        """Raise UsageError for options that would do nothing."""
+        if self.offload and not cuda:
+            raise UsageError(
+                "offload=true does nothing here",
+                why="it moves rows from the memory of a GPU to the host's, and this run computes on CPUs",
+                remedy="leave it out",
+            )
+        if shape["shard"] == 1 and (self.offload or self.param_dtype is not None):
+            raise UsageError(
+                f"{'offload' if self.offload else 'param_dtype'} does nothing where one device has a whole copy",
+                why="it is about parameters that are gathered from others",
+                remedy="take more shards, or leave it out"
+                + (f" and take --precision {self.param_dtype}" if self.param_dtype else ""),
+            )

@@ -50,22 +50,8 @@ class Sharded:
     gradient_over: Literal["step", "worker"] = "step"
 
     def __init__(self, config: ShardedConfig, setting: Setting) -> None:
-        device = setting.comms.world.device.type
-        if config.offload and device != "cuda":
-            raise UsageError(
-                "offload=true does nothing here",
-                why=f"it moves rows from the memory of a GPU to the host's, and this run computes on {device}",
-                remedy="leave it out",
-            )
         self._config, self._setting = config, setting
         self._shards, self._copies = setting.comms.axis("shard"), setting.comms.axis("replica")
-        if self._shards.size == 1 and (config.offload or config.param_dtype is not None):
-            raise UsageError(
-                f"{'offload' if config.offload else 'param_dtype'} does nothing where one device has a whole copy",
-                why="it is about parameters that are gathered from others",
-                remedy="take more shards, or leave it out"
-                + (f" and take --precision {config.param_dtype}" if config.param_dtype else ""),
-            )
         self._counting = Counting()
 
     def attach(self, replica: Replica, make_optimizer: OptimizerFactory) -> GradSink:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
+
+from tutti.errors import UsageError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +30,11 @@ class LayersConfig:
 
     def __post_init__(self) -> None:
         _check_stages(self.stages)
+
+    def check(self, shape: Mapping[str, int], cuda: bool, compiled: bool) -> None:
+        """Raise UsageError where the options do not go with the grid."""
+        if shape["stage"] > 1:
+            check_cuts(self.cuts, shape["stage"])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +63,17 @@ class PipelineConfig:
             raise ValueError(f"virtual stages are for schedule=interleaved, not {self.schedule}")
         if self.virtual is not None and self.virtual < 2:
             raise ValueError(f"virtual is {self.virtual}, must be at least 2")
+
+    def check(self, shape: Mapping[str, int], cuda: bool, compiled: bool) -> None:
+        """Raise UsageError where the options do not go with the grid, or with ``--compile``."""
+        if self.schedule == "zero_bubble" and compiled:
+            raise UsageError(
+                "schedule=zero_bubble does not go with --compile",
+                why="a compiled backward cannot be split in that of the input and that of the weights",
+                remedy="take schedule=1f1b, or leave out --compile",
+            )
+        if shape["stage"] > 1:
+            check_cuts(self.cuts, shape["stage"] * self.chunks)
 
     @property
     def chunks(self) -> int:
@@ -103,6 +122,13 @@ class HybridConfig(TensorConfig, PipelineConfig):
         PipelineConfig.__post_init__(self)
         if self.replicas is not None and self.replicas < 1:
             raise ValueError(f"replicas is {self.replicas}, must be at least 1")
+
+
+def check_cuts(cuts: Sequence[str], stages: int) -> None:
+    """Raise UsageError where ``cuts`` makes another number of stages."""
+    if cuts and len(cuts) != stages - 1:
+        named = "+".join(cuts)
+        raise UsageError(f"cuts={named} makes {len(cuts) + 1} stages, not {stages}", remedy=f"name {stages - 1}")
 
 
 def _check_stages(stages: int | None) -> None:

@@ -10,6 +10,7 @@ from torch import fx, nn
 
 from tutti.errors import UsageError, did_you_mean
 from tutti.laws.balance import balance
+from tutti.layouts.config import check_cuts
 from tutti.layouts.sections import body, check_buffers, modules_of, read_directly
 from tutti.layouts.trace import openable, trace
 from tutti.nn.swap import parameters
@@ -73,9 +74,7 @@ def find(
     Raises:
         UsageError: it cannot be cut, or not into so many stages; with what to do.
     """
-    if begins and len(begins) != stages - 1:
-        named = "+".join(begins)
-        raise UsageError(f"cuts={named} makes {len(begins) + 1} stages, not {stages}", remedy=f"name {stages - 1}")
+    check_cuts(begins, stages)
     opened = {""} | {".".join(parts[:i]) for parts in (n.split(".") for n in begins) for i in range(1, len(parts))}
     _check_names(plain, begins, opened, closed)
     while True:

@@ -11,6 +11,8 @@ from torch.fx import Node
 from tutti.comm.communicator import Communicator
 from tutti.layouts import cuts
 from tutti.layouts.sections import Section, cut, modules_of, read_directly
+from tutti.layouts.trace import draws_by_functions
+from tutti.nn.draws import keyed
 from tutti.nn.swap import buffers, parameters
 from tutti.types import Setting
 
@@ -23,11 +25,15 @@ class Holding:
         cuts: where.
         borrowed: names of tensors here that a rank before this one holds too.
         groups: parameters here that several sections use, with the ranks of the stage axis that hold them.
+        calls: for each stage, how often earlier ones have called each module that has a random stream.
+        draws: whether something may be drawn by functions, which begins where the stage before has ended.
     """
 
     cuts: cuts.Cuts
     borrowed: frozenset[str]
     groups: list[tuple[tuple[int, ...], list[nn.Parameter]]]
+    calls: list[Mapping[str, int]]
+    draws: bool
 
 
 def stages_here(plain: nn.Module, found: cuts.Cuts, setting: Setting) -> tuple[list[Section], Holding]:
@@ -48,7 +54,12 @@ def stages_here(plain: nn.Module, found: cuts.Cuts, setting: Setting) -> tuple[l
     for name, parameter in parameters([plain]):
         if len(holders.get(name, ())) > 1:
             groups.setdefault(tuple(sorted({i % ranks for i in holders[name]})), []).append(parameter)
-    return [sections[i] for i in mine], Holding(found, frozenset(borrowed), list(groups.items()))
+    streams = keyed(plain)
+    own = {m for nodes in found.stages for name, m in modules_of(nodes, plain) if name not in streams}
+    *calls, last = _calls_before(found, streams)
+    # What the loss draws after the model's call begins where the model's last draw has ended, on whichever stage.
+    draws = any(map(draws_by_functions, own)) or (bool(calls[-1]) and calls[-1] == last)
+    return [sections[i] for i in mine], Holding(found, frozenset(borrowed), list(groups.items()), calls, draws)
 
 
 def _aliases(held: Collection[str], plain: nn.Module, nodes: Sequence[Node]) -> frozenset[str]:
@@ -75,14 +86,14 @@ def groups_of(holding: Holding, setting: Setting) -> list[tuple[Communicator | N
     return groups
 
 
-def calls_before(found: cuts.Cuts, chosen: Mapping[str, nn.Module]) -> list[Mapping[str, int]]:
-    """For each stage, how often earlier ones have called each module that has a random stream."""
+def _calls_before(found: cuts.Cuts, chosen: Mapping[str, nn.Module]) -> list[Mapping[str, int]]:
+    """For each stage and at the end, how often each module that has a random stream has been called until then."""
     counts: dict[str, int] = {}
-    rows: list[Mapping[str, int]] = []
+    rows: list[Mapping[str, int]] = [{}]
     for nodes in found.stages:
-        rows.append(dict(counts))
         for node in nodes:
             for name in chosen:
                 if node.op == "call_module" and (name == node.target or name.startswith(f"{node.target}.")):
                     counts[name] = counts.get(name, 0) + 1
+        rows.append(dict(counts))
     return rows

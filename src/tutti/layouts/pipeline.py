@@ -21,14 +21,13 @@ from tutti.errors import UsageError
 from tutti.layouts import cuts, outcome
 from tutti.layouts.config import LayersConfig, PipelineConfig
 from tutti.layouts.halves import Called, Halves, Roots
-from tutti.layouts.holding import Holding, calls_before, groups_of, stages_here
+from tutti.layouts.holding import Holding, groups_of, stages_here
 from tutti.layouts.measured import seconds
 from tutti.layouts.messages import KINDS, Messages, shapes
 from tutti.layouts.part import Part
 from tutti.layouts.sections import Section, crossing_values
 from tutti.layouts.shared import SharedGradients
 from tutti.nn import units
-from tutti.nn.draws import keyed
 from tutti.nn.forwards import restore
 from tutti.nn.swap import describe, parameters
 from tutti.schedules.pipeline import Action, forwards, idle, make
@@ -40,12 +39,6 @@ class Pipeline:
 
     def __init__(self, config: PipelineConfig | LayersConfig, setting: Setting) -> None:
         self._config, self._setting = config, setting
-        if config.schedule == "zero_bubble" and setting.compile != "none":
-            raise UsageError(
-                "schedule=zero_bubble does not go with compile",
-                why="a compiled backward cannot be split in that of the input and that of the weights",
-                remedy="take schedule=1f1b",
-            )
 
     def build(self, plain: nn.Module) -> PipelineReplica:
         """Keep this rank's stages and drop the others. Collective. Raises UsageError as ``sections``."""
@@ -119,6 +112,7 @@ class PipelineReplica(Part):
         self._names: dict[bool, tuple[str, ...]] = {}
         self.halves = [Halves(m) for m in modules] if config.schedule == "zero_bubble" else []
         self._before: list[Mapping[str, int]] = [{} for _ in sections]
+        self._drawing = False
         self._learns = [False] * (self._last + 2)
         groups: list[tuple[Communicator | None, Sequence[nn.Parameter]]] = []
         self.cuts = None if holding is None else holding.cuts
@@ -129,8 +123,8 @@ class PipelineReplica(Part):
             held = holding.cuts.held(plain)
             trained = [any(p.requires_grad for p in row.values()) for row in held]
             self._learns = [any(trained[:stage]) for stage in range(len(held) + 1)]
-            before = calls_before(holding.cuts, keyed(plain))
-            self._before = before[self._here :: self._ranks]
+            self._before = holding.calls[self._here :: self._ranks]
+            self._drawing = holding.draws
         self._shared = SharedGradients(groups, setting.reproducible)
         self._relay = _Relay(self, inspect.signature(plain.forward))
         self._sink: GradSink | None = None
@@ -252,6 +246,8 @@ class PipelineReplica(Part):
         if stage == self._last:
             return result
         values = crossing_values(result, section)
+        if self._drawing:
+            values.append(self.draws.state.to(self._comm.device))
         forms = self._messages.send("activations", values, (stage + 1, *flight.key))
         if self._learns[stage + 1]:
             flight.leaving = [v for v, form in zip(values, forms, strict=True) if form.learns]
@@ -259,10 +255,13 @@ class PipelineReplica(Part):
 
     def _enter(self, flight: Flight, stage: int) -> None:
         """Take what the stage before has sent."""
-        flight.values, forms = self._messages.receive("activations", (stage, *flight.key))
+        values, forms = self._messages.receive("activations", (stage, *flight.key))
+        if self._drawing:
+            self.draws.state = values[-1].cpu()
+        flight.values = values[: len(values) - self._drawing]
         if flight.training and self._learns[stage]:
             # A hook, not .grad: autograd lays a leaf's .grad out like the leaf, and kernels round by layout.
-            flight.entered = [v for v, form in zip(flight.values, forms, strict=True) if form.learns]
+            flight.entered = [v for v, form in zip(values, forms, strict=True) if form.learns]
             for number, tensor in enumerate(flight.entered):
                 tensor.requires_grad_().register_hook(partial(flight.gradients.__setitem__, number))
 

@@ -7,14 +7,15 @@ part of the model draws what one device would.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, NoReturn
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tutti.errors import UsageError
 from tutti.laws.keys import mix, name_key
+from tutti.nn.units import is_sequence
 
 _MASK = (1 << 63) - 1
 
@@ -80,6 +81,15 @@ class Draws:
     def moment(self, then: Moment) -> None:
         self._cell, self._calls, self._replaying = then.cell, dict(then.calls), then.replaying
 
+    @property
+    def state(self) -> Tensor:
+        """Of the stream from which functions draw; (bytes,) on the CPU."""
+        return self._generator.get_state()
+
+    @state.setter
+    def state(self, then: Tensor) -> None:
+        self._generator.set_state(then)
+
     def _hook(self, name: str) -> Any:
         base = name_key(name)
 
@@ -100,8 +110,17 @@ def keyed(model: nn.Module) -> dict[str, nn.Module]:
     found = {name: module for name, module in model.named_modules() if draws(module)}
     if isinstance(model, nn.Sequential):
         # A block of the user's own may draw by functions; keyed by its name it does so alike on any stage.
-        found |= {name: block for name, block in model.named_children() if not _is_known(block)}
+        found |= dict(_blocks(model))
     return found
+
+
+def _blocks(sequence: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The user's own among the children of a sequence and of sequences in it."""
+    for name, block in sequence.named_children():
+        if is_sequence(block):
+            yield from ((f"{name}.{inner}", found) for inner, found in _blocks(block))
+        elif not _is_known(block):
+            yield name, block
 
 
 def refuse(what: str) -> NoReturn:
@@ -135,4 +154,6 @@ def draws(module: nn.Module) -> bool:
         return module.p > 0
     if isinstance(module, nn.RNNBase | nn.MultiheadAttention):
         return module.dropout > 0
+    if isinstance(module, nn.FractionalMaxPool2d | nn.FractionalMaxPool3d):
+        return module._random_samples is None
     return isinstance(module, nn.RReLU)

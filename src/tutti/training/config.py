@@ -167,8 +167,7 @@ class TrainConfig:
                 why="adascale counts the run's length in steps of one worker's batch",
                 remedy="leave out one of the two",
             )
-        self.window("profile")
-        self.window("trace")
+        self._check_windows()
         self.limits()
         self.length()
         self.every("eval_every")
@@ -214,6 +213,20 @@ class TrainConfig:
                 f"--{name} is '{text}'", remedy="write FIRST:STEPS, such as 10:5 for 5 steps from the tenth on"
             )
         return int(first), int(steps)
+
+    def _check_windows(self) -> None:
+        """Raise UsageError for steps to watch that a run of so many steps does not have."""
+        windows = {name: self.window(name) for name in ("profile", "trace")}
+        # A run that goes on may be nearly over, and adascale counts steps of another batch.
+        if self.length().unit != "st" or self.resume or isinstance(check_rule(self.lr_scale), Adaptive):
+            return
+        for name, window in windows.items():
+            needed = sum(window) - 1 if window else 0
+            if needed > self.length().value:
+                raise UsageError(
+                    f"--{name} {getattr(self, name)} needs {needed} steps, and the run has {self.length().value:g}",
+                    remedy=f"write --{name} FIRST:STEPS within the run",
+                )
 
     def every(self, field: Literal["eval_every", "checkpoint_every"]) -> Duration | None:
         """How often to evaluate or to save; None for ``none``. Raises UsageError."""

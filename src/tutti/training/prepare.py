@@ -130,7 +130,9 @@ def prepare(
     world = context.init()
     identity = world.identity
     adaptive = isinstance(check_rule(lr_scale), Adaptive)
+    compiled = compile if isinstance(compile, str) else "default" if compile else "none"
     asked = {"reproducible": reproducible, "adaptive": adaptive, "averaging": averaging is not None}
+    asked |= {"compiled": compiled != "none", "cuda": world.device.type == "cuda"}
     choice = strategies.check(strategy, identity.size, workers=workers, **asked)
     grid = Grid(**choice.shape(identity.size), rank=identity.rank)
     data = _data(dataset, data_workers, reproducible, identical_batches)
@@ -141,7 +143,6 @@ def prepare(
         torch.set_num_threads(1)
     scale, noise = _scale(loss_scale, precision, loss_fn), check_noise(gradient_noise, batch_size, adaptive)
     together = _together(batch_norm, choice, epochs, reproducible, by_worker(adaptive, noise))
-    compiled = compile if isinstance(compile, str) else "default" if compile else "none"
     # Before any group is made: ranks that believe in different grids would wait for each other in different ones.
     told = [
         f"max_nonfinite {max_nonfinite}, batch norm {batch_norm}, loss_scale {loss_scale}, gradient noise {noise}",

@@ -45,8 +45,10 @@ class Slow:
         """Read ``rank=1,factor=3`` or ``worker=1+2,ms=20``, or several with ``;`` in between. Raises UsageError."""
         return tuple(build(cls, read_options(part, option, "rank=1,factor=3"), option) for part in text.split(";"))
 
-    def check(self, ranks: int, workers: int) -> None:
-        """Raise UsageError where there is no such rank or worker."""
+    def check(self, ranks: int, workers: int, cuda: bool = False) -> None:
+        """Raise UsageError where there is no such rank or worker, or a factor for GPUs."""
+        if cuda and self.factor > 1:
+            raise UsageError("slow factors count the CPU's time, and devices are GPUs", remedy="give ms=20")
         for kind, given, count in (("rank", self.rank, ranks), ("worker", self.worker, workers)):
             if given and max(given) >= count:
                 raise UsageError(
@@ -70,9 +72,7 @@ def slowed(replica: Replica, slow: Sequence[Slow] | str, world: World, workers: 
     if isinstance(slow, str):
         slow = Slow.parse(slow, "slow") if slow else ()
     for each in slow:
-        each.check(world.identity.size, workers)
-        if each.factor > 1 and world.device.type != "cpu":
-            raise UsageError("slow factors count the CPU's time", where=str(world.device), remedy="give ms=20")
+        each.check(world.identity.size, workers, cuda=world.device.type == "cuda")
         rank = world.identity.rank
         if each.worker or rank in each.rank:
             # Not a class around it: whether a replica has an own loop is seen by its methods.
