@@ -248,6 +248,11 @@ def average(replica: Replica, exchange: Exchange, setting: Setting) -> Average |
     return made
 
 
+def ahead() -> Any:
+    """The module that knows what devices of a pipeline hold before there are any, ``layouts.ahead``."""
+    return import_module("tutti.layouts.ahead")
+
+
 def parse(text: str) -> Choice:
     """``name:key=value,…`` as a strategy with options. Raises UsageError, naming the nearest name or key."""
     spec = Spec.parse(text, "--strategy")

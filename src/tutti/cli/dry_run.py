@@ -7,6 +7,7 @@ import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from tutti import strategies
 from tutti.cli.devices import count_gpus
@@ -14,6 +15,10 @@ from tutti.errors import ExitCode, UsageError
 from tutti.measure.finding import size
 from tutti.training.config import TrainConfig
 from tutti.world.launch import launch
+
+if TYPE_CHECKING:
+    from tutti.laws.memory import Memory
+    from tutti.training.memory import Facts
 
 _PATIENCE = 120.0
 _REST = ("gradients", "messages", "average", "activations")
@@ -35,13 +40,18 @@ def dry_run(task: str, config: TrainConfig, memory: str | None, preload: Sequenc
 
     room = _room(config, memory)
     found = planned.facts(task, config)
-    rows = planned.rows_of(planned.plan(found, config))
     print(f"{found.parameters:,} parameters · {config.strategy} · {config.devices} devices of {size(room)}")
     for text in _notes(config, known=found.activations is not None):
         print(text)
-    if rows["total"] > room:
+    if strategies.parse(config.strategy).shape(int(config.devices))["stage"] > 1:
+        own, other, config = _of_stages(task, config, found, room, preload)
+    else:
+        own = planned.plan(found, config)
+        other = planned.nearest(found, config, room) if own.total > room else None
+    rows = planned.rows_of(own)
+    if own.total > room:
         print(_table(rows, {}))
-        raise _too_large(config, planned.nearest(found, config, room), room, rows["total"])
+        raise _too_large(config, other, room, own.total)
     with tempfile.TemporaryDirectory(prefix="tutti-dry-run-") as folder:
         code = launch(
             _step,
@@ -58,13 +68,78 @@ def dry_run(task: str, config: TrainConfig, memory: str | None, preload: Sequenc
     return code
 
 
+def _of_stages(
+    task: str, config: TrainConfig, found: Facts, room: int, preload: Sequence[str]
+) -> tuple[Memory, TrainConfig | None, TrainConfig]:
+    """What the fullest device of a pipeline holds, the nearest plan where that is too much, and what to run.
+
+    Where the cut that a run would make does not fit, another one is taken that does.
+    """
+    from tutti.training import memory as planned
+    from tutti.training import staged
+
+    ahead = staged.look(task, config, _seconds(task, config, preload))
+    plans = staged.plan(found, ahead, config)
+    other = None
+    if max(plan.total for plan in plans) > room:
+        print(f"most even in {_kind(ahead)}: {_cut(ahead, plans)}, which does not fit")
+        if (better := staged.fitting(found, ahead, config, room)) is not None:
+            ahead, plans = better, staged.plan(found, better, config)
+            print(f"most even that fits: {_cut(ahead, plans)}")
+            print(f"to train so: --strategy {staged.pinned(config, ahead).strategy}")
+        else:
+            other = staged.nearest(found, ahead, config, room) or planned.nearest(found, config, room)
+    else:
+        print(f"stages: {_cut(ahead, plans)}")
+    return max(plans, key=lambda plan: plan.total), other, staged.pinned(config, ahead)
+
+
+def _cut(ahead: Any, plans: Sequence[Memory]) -> str:
+    """Where a model is cut, each stage's share, and what each device holds."""
+    shares = " | ".join(f"{share:.0%}" for share in ahead.shares)
+    held = " | ".join(size(plan.total) for plan in plans)
+    where = ", ".join(name or "something without a name" for name in ahead.names)
+    return f"{len(ahead.shares)}, cut before {where} ({shares} of the {_kind(ahead)}; {held})"
+
+
+def _kind(ahead: Any) -> str:
+    return "time" if ahead.measured else "parameters"
+
+
+def _seconds(task: str, config: TrainConfig, preload: Sequence[str]) -> dict[str, float]:
+    """How long each module takes, measured in a process of its own; empty where a run does not measure."""
+    from tutti.training import staged
+
+    if not staged.timed(config):
+        return {}
+    with tempfile.TemporaryDirectory(prefix="tutti-dry-run-") as folder:
+        code = launch(
+            _clock,
+            (task, staged.alone(config), Path(folder)),
+            processes=1,
+            logs=Path(folder) / "logs",
+            timeout=config.timeout,
+            preload=preload,
+            limits=config.limits(),
+        )
+        # What went wrong has been said; a model too large for one device is cut by parameters.
+        told: dict[str, float] = json.loads((Path(folder) / staged.SECONDS).read_text("utf-8")) if code == 0 else {}
+    return told
+
+
+def _clock(task: str, config: TrainConfig, folder: Path) -> None:
+    from tutti.training.staged import clock
+
+    clock(task, config, folder)
+
+
 def _notes(config: TrainConfig, known: bool) -> list[str]:
     """What the prediction takes for granted."""
     choice = strategies.parse(config.strategy)
     shape = choice.shape(int(config.devices))
     notes = [] if known else ["without activations: what a stream gives is not known before it is read"]
-    if shape["stage"] * shape["tensor"] > 1:
-        notes.append("the parts of a replica are taken to be equal; the fullest one may need more")
+    if shape["tensor"] > 1:
+        notes.append("layers are taken to be split into equal parts; the fullest one may need more")
     if choice.row.exchange.startswith(("central", "server")):
         notes.append("counted as if every device had its own parameters and optimizer, not one copy for all")
     return notes

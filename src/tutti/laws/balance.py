@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 
 
-def balance(weights: Sequence[float], parts: int) -> list[int]:
+def balance(
+    weights: Sequence[float], parts: int, may: Callable[[int, int, int], bool] = lambda part, start, end: True
+) -> list[int]:
     """Bounds of contiguous parts, none empty, whose largest sum is as small as possible; of equal ones the evenest.
+
+    ``may``: whether a part may go from a place to another. Raises ValueError where no bounds are allowed.
 
     >>> balance([4, 1, 1, 4], 2), balance([0, 0, 9], 2)
     ([0, 2, 4], [0, 1, 3])
+    >>> balance([4, 1, 1, 4], 2, lambda part, start, end: end - start < 4 - 2 * part)
+    [0, 3, 4]
     """
     count, before = len(weights), [0, *accumulate(weights)]
     # best[p][i]: (largest sum, sum of squares) of cutting the first i into p parts, and the last cut.
@@ -20,11 +26,14 @@ def balance(weights: Sequence[float], parts: int) -> list[int]:
         for end in range(part, count - (parts - part) + 1):
             options = []
             for start, (largest, squares, _) in best[part - 1].items():
-                if start < end:
+                if start < end and may(part - 1, start, end):
                     weight = before[end] - before[start]
                     options.append((max(largest, weight), squares + weight**2, start))
-            row[end] = min(options)
+            if options:
+                row[end] = min(options)
         best.append(row)
+    if count not in best[parts]:
+        raise ValueError(f"{count} weights cannot be cut into {parts} parts")
     bounds = [count]
     for part in range(parts, 0, -1):
         bounds.append(best[part][bounds[-1]][2])

@@ -80,8 +80,8 @@ def find(
     while True:
         graph = trace(plain, opened)
         nodes = body(graph)
-        sizes = [_size(node, plain) for node in nodes]
-        weights = [seconds.get(str(node.target), 0.0) for node in nodes] if seconds else sizes
+        sizes = [weight(node, plain) for node in nodes]
+        weights = [weight(node, plain, seconds) for node in nodes]
         bounds = _at(nodes, begins) if begins else _even(sizes, weights, stages)
         inside = None if begins else _heaviest(plain, nodes, weights, bounds, stages, closed)
         if inside is None:
@@ -96,7 +96,10 @@ def find(
     return found
 
 
-def _size(node: fx.Node, plain: nn.Module) -> float:
+def weight(node: fx.Node, plain: nn.Module, seconds: Mapping[str, float] | None = None) -> float:
+    """What stages are made even in: the seconds of a node's module where they are known, its parameters elsewhere."""
+    if seconds:
+        return seconds.get(str(node.target), 0.0)
     return sum(p.numel() for _, module in modules_of([node], plain) for p in module.parameters())
 
 

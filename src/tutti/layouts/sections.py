@@ -61,11 +61,8 @@ def read_directly(nodes: Iterable[fx.Node], plain: nn.Module) -> dict[str, Tenso
 def cut(plain: nn.Module, graph: fx.Graph, bounds: Sequence[int], also: Sequence[Collection[str]]) -> list[Section]:
     """Sections of ``body(graph)`` between ``bounds``; ``also``: for each, names of parameters that it holds besides."""
     nodes = body(graph)
-    place = {node: i for i, node in enumerate(nodes)}
+    last = last_uses(graph)
     [output] = [n for n in graph.nodes if n.op == "output"]
-    last = {
-        node: max([place.get(user, len(nodes)) for user in _users(node, place, output)], default=-1) for node in nodes
-    }
     crossing = [[n for n in nodes[:bound] if last[n] >= bound] for bound in bounds]
     sections = []
     for number, (low, high) in enumerate(pairwise(bounds)):
@@ -74,6 +71,16 @@ def cut(plain: nn.Module, graph: fx.Graph, bounds: Sequence[int], also: Sequence
         given = _given(graph, nodes[low:high], end)
         sections.append(_section(plain, given, nodes[low:high], crossing[number], passed, end, also[number]))
     return sections
+
+
+def last_uses(graph: fx.Graph) -> dict[fx.Node, int]:
+    """Where in ``body(graph)`` the value of each of its nodes is used last; its length for the model's result."""
+    nodes = body(graph)
+    place = {node: i for i, node in enumerate(nodes)}
+    [output] = [n for n in graph.nodes if n.op == "output"]
+    return {
+        node: max([place.get(user, len(nodes)) for user in _users(node, place, output)], default=-1) for node in nodes
+    }
 
 
 def _users(node: fx.Node, place: dict[fx.Node, int], output: fx.Node) -> Iterable[fx.Node]:

@@ -210,15 +210,16 @@ def idle(name: str, ranks: int, micro_batches: int, chunks: int = 1) -> float:
     return bubble(timeline(make(name, ranks, micro_batches, chunks), lambda action: 2.0 if action.kind == "B" else 1.0))
 
 
-def held(actions: Sequence[Action]) -> int:
-    """Largest number of micro-batches' activations that one rank keeps at once, counted by virtual stage.
+def held(actions: Sequence[Action], size: Callable[[int], float] = lambda stage: 1) -> float:
+    """Most activations that one rank keeps at once; ``size``: what a micro-batch leaves on a virtual stage.
 
     >>> [held(row) for row in one_forward_one_backward(4, 8).ranks]
     [4, 3, 2, 1]
     """
-    now = most = 0
+    now: float = 0
+    most: float = 0
     for action in actions:
-        now += {"F": 1, "B": -1, "I": 0, "W": -1}[action.kind]
+        now += {"F": 1, "B": -1, "I": 0, "W": -1}[action.kind] * size(action.stage)
         most = max(most, now)
     return most
 

@@ -68,7 +68,7 @@ def facts(name: str, config: TrainConfig) -> Facts:
     task = table.load(name, data=config.data, model=config.model, augment=config.augment)
     choice = strategies.parse(config.strategy)
     with FakeTensorMode(allow_non_fake_inputs=True):
-        model = _model(task, config)
+        model = model_of(task, config)
         units = wrapping.units(model, getattr(choice.exchange, "units", ("auto",)))
         inside = {id(p) for unit in units for p in unit.parameters()}
         whole = sum(p.nbytes for p in model.parameters())
@@ -81,7 +81,7 @@ def facts(name: str, config: TrainConfig) -> Facts:
             sum(b.nbytes for b in model.buffers()),
             max([sum(p.nbytes for p in unit.parameters()) for unit in units], default=0),
             rest,
-            _samples(config, choice, int(config.devices)),
+            _largest(config, choice, int(config.devices)),
             None,
         )
     return replace(found, activations=_activations(task, config, found.samples))
@@ -97,7 +97,7 @@ def plan(found: Facts, config: TrainConfig) -> Memory:
     workers = -(-(config.workers or ranks) // ranks)
     if not choice.row.workers_together:
         memory = replace(memory, parameters=memory.parameters * workers, optimizer=memory.optimizer * workers)
-    samples = _samples(config, choice, devices)
+    samples = _largest(config, choice, devices)
     return replace(
         memory,
         messages=_messages(found, split, ranks),
@@ -107,7 +107,7 @@ def plan(found: Facts, config: TrainConfig) -> Memory:
     )
 
 
-def _samples(config: TrainConfig, choice: Choice, devices: int) -> int:
+def _largest(config: TrainConfig, choice: Choice, devices: int) -> int:
     """In the largest forward."""
     ranks = choice.data_ranks(devices)
     contract = BatchContract(1, config.batch_size, config.workers or ranks, ranks, config.micro_batch)
@@ -115,7 +115,8 @@ def _samples(config: TrainConfig, choice: Choice, devices: int) -> int:
     return len(contract.part(config.batch_size, 0) if together else contract.first_cell(config.batch_size))
 
 
-def _model(task: Task, config: TrainConfig) -> nn.Module:
+def model_of(task: Task, config: TrainConfig) -> nn.Module:
+    """The task's model in the precision of the configuration."""
     model = task.model()
     return model.double() if config.precision == "fp64" else model
 
@@ -151,36 +152,51 @@ def _words(text: str) -> float:
 
 def _activations(task: Task, config: TrainConfig, samples: int) -> float | None:
     """Bytes that forward and backward of so many samples make, gradients of parameters apart; None if unknown."""
-    data = adapt_training(task.train)
-    if isinstance(data, Stream):
+    sample = first_sample(task)
+    if sample is None:
         return None
-    sample = data.fetch(np.arange(1), None)
     try:
         with FakeTensorMode(allow_non_fake_inputs=True):
-            return _peak(_model(task, config), task, config, sample, samples)
+            return _peak(model_of(task, config), task, config, sample, samples)
     except Exception:
         # It looks at numbers, which shapes alone do not have: compute with few samples.
-        few = [_peak(_model(task, config), task, config, sample, count) for count in (2, 4)]
+        few = [_peak(model_of(task, config), task, config, sample, count) for count in (2, 4)]
         slope = (few[1] - few[0]) / 2
         return max(few[0] + slope * (samples - 2), 0.0)
 
 
 def _peak(model: nn.Module, task: Task, config: TrainConfig, sample: Any, samples: int) -> float:
-    model.train()
     recompute(model, config.activation_checkpointing)
+    batch = batch_of(sample, samples, config)
+    with Tracker() as tracker:
+        backward(model, task, config, batch)
+        gradients = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
+    return float(max(tracker.peak - gradients, 0))
+
+
+def first_sample(task: Task) -> Any:
+    """A batch of the task's first sample; None for a stream, which is not to be read."""
+    data = adapt_training(task.train)
+    return None if isinstance(data, Stream) else data.fetch(np.arange(1), None)
+
+
+def batch_of(sample: Any, samples: int, config: TrainConfig) -> Any:
+    """So many samples like ``sample``."""
 
     def more(tensor: Tensor) -> Tensor:
         wide = torch.float64 if config.precision == "fp64" and tensor.is_floating_point() else tensor.dtype
         return torch.zeros((samples, *tensor.shape[1:]), dtype=wide) + tensor.to(wide)
 
-    batch, narrow = map_tensors(sample, more), _CAST.get(config.precision)
-    with Tracker() as tracker:
-        with torch.autocast("cpu", narrow or torch.bfloat16, enabled=narrow is not None):
-            result = task.loss(model, batch)
-        objective = result if isinstance(result, Tensor) else result[0]
-        objective.sum().backward()
-        gradients = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
-    return float(max(tracker.peak - gradients, 0))
+    return map_tensors(sample, more)
+
+
+def backward(model: Any, task: Task, config: TrainConfig, batch: Any) -> None:
+    """Forward and backward of the task's loss."""
+    narrow = _CAST.get(config.precision)
+    with torch.autocast("cpu", narrow or torch.bfloat16, enabled=narrow is not None):
+        result = task.loss(model, batch)
+    objective = result if isinstance(result, Tensor) else result[0]
+    objective.sum().backward()
 
 
 def measure(name: str, config: TrainConfig, directory: Path) -> None:
@@ -221,7 +237,7 @@ def rows_of(memory: Memory) -> Mapping[str, float]:
 def nearest(found: Facts, config: TrainConfig, room: float) -> TrainConfig | None:
     """The plan next to ``config`` that fits: smaller micro-batches, or devices that share out the state."""
     own = plan(found, config)
-    each = own.activations / _samples(config, strategies.parse(config.strategy), int(config.devices))
+    each = own.activations / _largest(config, strategies.parse(config.strategy), int(config.devices))
     most = math.floor((room - own.total + own.activations) / each) if each else 0
     if most >= 1 and not isinstance(check_batch_norm(config.batch_norm), Sync):
         return replace(config, micro_batch=most)
