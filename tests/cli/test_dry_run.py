@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tutti.cli import dry_run as command_line
 from tutti.cli.dry_run import _notes
 from tutti.measure.memory import Tracker, parse_bytes
 from tutti.training.config import TrainConfig
@@ -80,10 +81,38 @@ def test_recomputation_and_smaller_batches_take_less() -> None:
     assert again < 0.7 * whole and 0.4 * whole < half < 0.7 * whole
 
 
+def test_a_pipeline_is_looked_at_where_it_is_cut(tmp_path: Path) -> None:
+    result = command(tmp_path, "--devices", "2", "--strategy", "pipeline:cuts=fc1,micro_batches=4")
+    assert result.returncode == 0, result.stderr
+    assert "stages: 2, cut before fc1 (30% | 70% of the parameters;" in result.stdout
+    said = figures(result.stdout)
+    for name in ("parameters", "optimizer"):
+        value, unit, own, own_unit = said[name]
+        assert unit == own_unit and float(own) == pytest.approx(float(value), rel=0.03), name
+    assert list(tmp_path.iterdir()) == [], "nothing is left of it"
+
+
+def test_a_cut_that_does_not_fit_is_moved(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """All the time is in the first convolution, and most parameters in the first linear layer."""
+    monkeypatch.setattr(command_line, "_seconds", lambda *_: {"conv1": 1.0, "conv2": 1e-3, "fc1": 1e-3})
+    config = TrainConfig(**{**BASE, "strategy": "pipeline:micro_batches=8"})
+    found = facts("digits", config)
+    own, other, chosen = command_line._of_stages("digits", config, found, 10**9, ())
+    assert (other, chosen.strategy) == (None, "pipeline:micro_batches=8,cuts=conv2")
+    room = 0.97 * own.total
+    moved, other, chosen = command_line._of_stages("digits", config, found, int(room), ())
+    said = capsys.readouterr().out.splitlines()
+    assert moved.total <= room and other is None
+    assert "most even in time: 2, cut before conv2" in said[1] and "which does not fit" in said[1]
+    assert said[2].startswith("most even that fits: 2, cut before ") and said[3] == f"to train so: {chosen.strategy}"
+    own, other, chosen = command_line._of_stages("digits", config, found, int(moved.total / 2), ())
+    assert own.total > moved.total / 2 and other is not None
+
+
 def test_what_is_taken_for_granted_is_said() -> None:
-    told = {s: _notes(TrainConfig(**BASE, strategy=s), known=True) for s in ("sharded", "pipeline", "central_storage")}
-    assert told["sharded"] == []
-    assert "taken to be equal" in told["pipeline"][0] and "not one copy for all" in told["central_storage"][0]
+    told = {s: _notes(TrainConfig(**BASE, strategy=s), known=True) for s in ("pipeline", "tensor", "central_storage")}
+    assert told["pipeline"] == []
+    assert "into equal parts" in told["tensor"][0] and "not one copy for all" in told["central_storage"][0]
     assert "without activations" in _notes(TrainConfig(**BASE), known=False)[0]
 
 

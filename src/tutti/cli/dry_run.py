@@ -6,6 +6,7 @@ import json
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -82,13 +83,16 @@ def _of_stages(
     plans = staged.plan(found, ahead, config)
     other = None
     if max(plan.total for plan in plans) > room:
-        print(f"most even in {_kind(ahead)}: {_cut(ahead, plans)}, which does not fit")
+        asked = "as asked for" if strategies.parse(config.strategy).layout.cuts else f"most even in {_kind(ahead)}"
+        print(f"{asked}: {_cut(ahead, plans)}, which does not fit")
         if (better := staged.fitting(found, ahead, config, room)) is not None:
             ahead, plans = better, staged.plan(found, better, config)
             print(f"most even that fits: {_cut(ahead, plans)}")
-            print(f"to train so: --strategy {staged.pinned(config, ahead).strategy}")
+            print(f"to train so: {staged.pinned(config, ahead).strategy}")
         else:
-            other = staged.nearest(found, ahead, config, room) or planned.nearest(found, config, room)
+            workers = config.workers and max(config.workers, int(config.devices))
+            shared = replace(config, strategy="sharded", workers=workers)
+            other = staged.nearest(found, ahead, config, room) or planned.nearest(found, shared, room)
     else:
         print(f"stages: {_cut(ahead, plans)}")
     return max(plans, key=lambda plan: plan.total), other, staged.pinned(config, ahead)
