@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -12,6 +13,9 @@ from tutti.compare.verdict import Row, number
 # Okabe and Ito's colours, told apart by people who do not see all of them; markers differ as well.
 _COLOURS = ("#000000", "#E69F00", "#56B4E9", "#009E73", "#0072B2", "#D55E00", "#CC79A7", "#999999")
 _MARKERS = "osD^vPX*"
+
+_WIDTH = 170
+"""Characters in a line of the caption."""
 
 
 def available() -> bool:
@@ -43,7 +47,8 @@ def draw(ladder: Ladder, rows: Mapping[str, Row], metric: str, caption: str, pat
     axes.set_ylabel(f"held-out {metric}")
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
-    figure.text(0.01, 0.01, caption, fontsize=6, color="#555555")
-    figure.tight_layout(rect=(0, 0.03, 1, 1))
+    lines = textwrap.wrap(caption, _WIDTH, break_on_hyphens=False)
+    figure.text(0.01, 0.01, "\n".join(lines), fontsize=6, color="#555555")
+    figure.tight_layout(rect=(0, 0.01 + 0.02 * len(lines), 1, 1))
     figure.savefig(path, metadata={"Date": None})
     pyplot.close(figure)
