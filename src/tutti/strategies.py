@@ -156,7 +156,9 @@ class Choice:
         open_ = [option for option, extent in given.items() if extent is None and option != "replicas"]
         fixed = math.prod(extent or 1 for extent in given.values())
         if devices % fixed or (given["replicas"] and not open_ and devices != fixed):
-            parts = " × ".join(f"{extent} {option}" for option, extent in given.items() if extent and extent > 1)
+            names = {"tensor": "tensor ranks"}
+            chosen = {names.get(option, option): n for option, n in given.items() if n and n > 1}
+            parts = " × ".join(f"{n} {option}" for option, n in chosen.items())
             raise UsageError(
                 f"{devices} devices cannot hold {parts}",
                 remedy=self._nearest(devices, given, exact=bool(given["replicas"])),

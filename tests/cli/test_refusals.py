@@ -114,6 +114,7 @@ REFUSALS = [
     ("train cifar10 --data gone", 3, "gone"),
     ("tran digits", 2, 'Unknown command "tran". Did you mean "train"?'),
     ("run", 2, "no script is given."),
+    ("run --show gone.py", 2, "unknown option --show. See tutti run --help"),
     ("run gone.py", 2, "there is no script 'gone.py'."),
     ("run -np 0 gone.py", 2, "-np is '0'."),
     ("run --max-restarts -1 gone.py", 2, "--max-restarts is -1."),
@@ -163,6 +164,22 @@ def test_compiling_without_a_compiler_is_refused(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert "--compile needs a C++ compiler, and there is no no-such-compiler. Install one" in done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_pipe_that_nobody_reads_is_no_error(tmp_path: Path) -> None:
+    """``tutti train digits --print-config | head -1``, whose other end is closed before anything is written."""
+    there, here = os.pipe()
+    os.close(there)
+    done = subprocess.run(
+        [sys.executable, "-c", NO_TORCH, "train", "digits", "--print-config"],
+        stdout=here,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=300,
+        cwd=tmp_path,
+    )
+    os.close(here)
+    assert (done.returncode, done.stderr) == (141, "")
 
 
 def test_full_directory_is_refused(tmp_path: Path) -> None:

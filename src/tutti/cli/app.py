@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
+import select
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -62,7 +65,9 @@ def _run(tokens: Sequence[str] | None) -> int:
     try:
         words = bare_options(end_options(list(sys.argv[1:] if tokens is None else tokens)))
         command, bound, _ = build().parse_args(words, print_error=False, exit_on_error=False)
-        return int(command(*bound.args, **bound.kwargs) or ExitCode.DONE)
+        code = int(command(*bound.args, **bound.kwargs) or ExitCode.DONE)
+        sys.stdout.flush()
+        return code
     except CycloptsError as error:
         error.verbose = False
         return _refuse(str(error), ExitCode.USAGE)
@@ -71,8 +76,19 @@ def _run(tokens: Sequence[str] | None) -> int:
     except KeyboardInterrupt:
         return _refuse("interrupted", ExitCode.INTERRUPTED)
     except Exception as error:
+        if isinstance(error, BrokenPipeError) and _unread():
+            # As other programs in a pipe whose end has seen enough; what is left to be written goes nowhere.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 128 + signal.SIGPIPE
         traceback.print_exc()
         return _refuse(f"unexpected {type(error).__name__}: {error}. Please report it.", ExitCode.UNEXPECTED)
+
+
+def _unread() -> bool:
+    """Whether standard output is a pipe that nobody reads from any more."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def _refuse(message: str, code: ExitCode) -> int:

@@ -86,6 +86,10 @@ def run(
         raise UsageError(f"--max-restarts is {max_restarts}", remedy="give a whole number of at least 0")
     limits = Limits.make(start_timeout, step_timeout, None)
     script, *arguments = command
+    if script.startswith("-"):
+        raise UsageError(
+            f"unknown option {script}", remedy="see tutti run --help; what is the script's comes after its name"
+        )
     check_script(script, module)
     if identity.joined(os.environ):
         if max_restarts:
