@@ -61,12 +61,12 @@ def test_samples_and_activations_are_in_proportion() -> None:
 
 
 def test_skip_connections_enter_every_stage_that_they_pass() -> None:
-    ahead = staged.look(f"{__file__}:membranes", TrainConfig(**{**BASE, "strategy": "pipeline"}), {})
+    ahead = staged.look(f"{__file__}:skip", TrainConfig(**{**BASE, "strategy": "pipeline"}), {})
     entering = {block.name: block.entering for block in ahead.blocks}
     assert entering["up"] == 2 * entering["down"]
 
 
-def membranes() -> object:
+def skip() -> object:
     """A model that adds what came in to what went out."""
     from torch import Tensor, nn
 
@@ -81,7 +81,7 @@ def membranes() -> object:
             x = self.first(inputs)
             return self.up(self.down(x)) + x
 
-    return Task(model=Skip, train=torch.randn(64, 8), loss=lambda model, batch: model(batch).square().mean())
+    return Task(name="skip", model=Skip, train=torch.randn(64, 8), loss=lambda model, batch: model(batch).square().mean())
 
 
 def test_a_cut_by_memory_fits_where_that_by_time_does_not() -> None:

@@ -71,7 +71,7 @@ def test_every_kind_of_module_that_draws_is_keyed() -> None:
         "Dropout2d": (nn.Dropout2d(0.5), torch.ones(2, 8, 3, 3)),
         "AlphaDropout": (nn.AlphaDropout(0.5), torch.ones(8, 8)),
         "RReLU": (nn.RReLU(), -torch.ones(8, 8)),
-        "FractionalMaxPool2d": (nn.FractionalMaxPool2d(2, 2), torch.arange(256.0).view(1, 1, 16, 16)),
+        "FractionalMaxPool2d": (nn.FractionalMaxPool2d(2, 7), torch.arange(256.0).view(1, 1, 16, 16)),
         "LSTM": (nn.LSTM(4, 4, 2, dropout=0.5), torch.ones(5, 2, 4)),
         "MultiheadAttention": (nn.MultiheadAttention(4, 2, dropout=0.5), torch.ones(5, 2, 4)),
         "TransformerEncoderLayer": (nn.TransformerEncoderLayer(4, 2, 8, dropout=0.5), torch.ones(5, 2, 4)),
