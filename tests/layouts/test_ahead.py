@@ -81,7 +81,9 @@ def skip() -> object:
             x = self.first(inputs)
             return self.up(self.down(x)) + x
 
-    return Task(name="skip", model=Skip, train=torch.randn(64, 8), loss=lambda model, batch: model(batch).square().mean())
+    return Task(
+        name="skip", model=Skip, train=torch.randn(64, 8), loss=lambda model, batch: model(batch).square().mean()
+    )
 
 
 def test_a_cut_by_memory_fits_where_that_by_time_does_not() -> None:

@@ -45,9 +45,9 @@ def dry_run(task: str, config: TrainConfig, memory: str | None, preload: Sequenc
     for text in _notes(config, known=found.activations is not None):
         print(text)
     if strategies.parse(config.strategy).shape(int(config.devices))["stage"] > 1:
-        own, other, config = _of_stages(task, config, found, room, preload)
+        own, other, chosen = _of_stages(task, config, found, room, preload)
     else:
-        own = planned.plan(found, config)
+        chosen, own = config, planned.plan(found, config)
         other = planned.nearest(found, config, room) if own.total > room else None
     rows = planned.rows_of(own)
     if own.total > room:
@@ -56,7 +56,7 @@ def dry_run(task: str, config: TrainConfig, memory: str | None, preload: Sequenc
     with tempfile.TemporaryDirectory(prefix="tutti-dry-run-") as folder:
         code = launch(
             _step,
-            (task, config, Path(folder)),
+            (task, chosen, Path(folder)),
             processes=int(config.devices),
             logs=Path(folder) / "logs",
             timeout=config.timeout,
