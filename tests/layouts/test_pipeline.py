@@ -81,12 +81,12 @@ PLAIN = nn.Sequential(OrderedDict((n, nn.Linear(2, 2)) for n in "abc"))
 @pytest.mark.parametrize(
     ("model", "named", "words"),
     [
-        (nn.Sequential(nn.Linear(2, 2)), (), "1 blocks cannot be cut into 2 stages"),
+        (nn.Sequential(nn.Linear(2, 2)), (), "1 block cannot be cut into 2 stages"),
         (Deciding(), (), "torch.fx cannot follow its forward"),
         (Dropping(), (), "draws random numbers"),
         (Training(), (), "something else in training"),
         (norms(), ("2",), "called on both sides of a cut"),
-        (PLAIN, ("d",), "no module 'd'"),
+        (PLAIN, ("d",), "no module 'd' to be cut at. Choices: a, b, c."),
         (PLAIN, ("a",), "no stage can begin with a"),
         (PLAIN, ("b", "c"), "makes 3 stages, not 2"),
         (nn.Sequential(OrderedDict(x=Deciding(), y=nn.Linear(2, 2))), ("x.layers.1",), "cannot be cut inside x"),

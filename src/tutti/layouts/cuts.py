@@ -88,7 +88,10 @@ def find(
             break
         opened.add(inside)
     if bounds is None:
-        raise UsageError(f"a model of {len(nodes)} blocks cannot be cut into {stages} stages", remedy="use fewer")
+        raise UsageError(
+            f"a model of {len(nodes)} block{'s' * (len(nodes) > 1)} cannot be cut into {stages} stages",
+            remedy=f"take stages={len(nodes)} or fewer" if len(nodes) > 1 else "take --strategy mirrored",
+        )
     total = sum(weights) or 1
     shares = tuple(sum(weights[a:b]) / total for a, b in pairwise(bounds))
     found = Cuts(graph, tuple(bounds), tuple(str(nodes[b].target) for b in bounds[1:-1]), shares, bool(seconds))
@@ -140,7 +143,8 @@ def _check_names(plain: nn.Module, begins: Sequence[str], opened: Collection[str
     known = dict(plain.named_modules())
     for name in begins:
         if name not in known:
-            raise UsageError(f"the model has no module '{name}' to be cut at", remedy=did_you_mean(name, known))
+            remedy = did_you_mean(name, filter(None, known))
+            raise UsageError(f"the model has no module '{name}' to be cut at", remedy=remedy)
     for name in sorted(opened):
         if name in closed:
             raise UsageError(

@@ -41,7 +41,7 @@ def check(model: nn.Module, choice: Choice) -> None:
         names = dict(model.named_modules())
         for entry in choice:
             if isinstance(entry, str) and entry not in names:
-                raise UsageError(f"the model has no module '{entry}'", remedy=did_you_mean(entry, names))
+                raise UsageError(f"the model has no module '{entry}'", remedy=did_you_mean(entry, filter(None, names)))
     if choice != "none" and not find(model, choice):
         raise UsageError(
             "activation checkpointing finds nothing in this model to compute again",
