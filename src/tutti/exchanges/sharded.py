@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tutti.errors import UsageError
 from tutti.exchanges.allreduce import culprits, step
 from tutti.exchanges.buckets import Sums, Tail
 from tutti.exchanges.config import ShardedConfig
