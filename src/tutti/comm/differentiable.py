@@ -1,12 +1,14 @@
 """Collectives that autograd goes through, among ranks that compute one replica together on the same samples.
 
-Shoeybi et al. 2019, arXiv 1909.08053, §3: ``copy`` is their f, ``reduce`` their g. Every rank must call them in the
-same order, with tensors whose shapes follow from its rank. What comes in whole is the same on all ranks, and so is the
-gradient of what comes out whole.
+Shoeybi et al. 2019, arXiv 1909.08053, §3: ``copy`` is their f, ``reduce`` their g. Korthikanti et al. 2022, arXiv
+2205.05198, §4.2: ``widen`` is their g, ``scatter`` their ḡ. Every rank must call them in the same order, with tensors
+whose shapes follow from its rank. What comes in whole is the same on all ranks, and so is the gradient of what comes
+out whole, but for ``copy`` and ``widen``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -50,6 +52,37 @@ class Ranks:
         result: Tensor = _Gather.apply(part, self, dim, length, name)  # type: ignore[no-untyped-call]
         return result
 
+    def take(self, whole: Tensor, dim: int, length: int, name: str) -> Tensor:
+        """This rank's share along ``dim`` of what all have alike; backward gathers (one all-gather)."""
+        result: Tensor = _Take.apply(whole, self, dim, length, name)  # type: ignore[no-untyped-call]
+        return result
+
+    def scatter(self, part: Tensor, dim: int, length: int, name: str) -> Tensor:
+        """This rank's share along ``dim`` of the sum of all ranks' tensors (one reduce-scatter); backward gathers."""
+        self._copied = None
+        result: Tensor = _Scatter.apply(part, self, dim, length, name)  # type: ignore[no-untyped-call]
+        return result
+
+    def widen(self, part: Tensor, dim: int, length: int, name: str) -> Tensor:
+        """As ``gather``, for each rank to use in its own way; backward sums and takes this rank's share of that.
+
+        One all-gather forward and one reduce-scatter backward, also for neighbours that widen one tensor.
+        """
+        if self._copied is None or self._copied[0] is not part or self._copied[1] != part._version:
+            self._copied = part, part._version, _Widen.apply(part, self, dim, length, name)  # type: ignore[no-untyped-call]
+        return self._copied[2]
+
+    def copies(self, tensors: Sequence[Tensor], name: str) -> Sequence[Tensor]:
+        """The same; backward sums the ranks' gradients: one all-reduce of all together."""
+        if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in tensors):
+            return tensors
+        result: Sequence[Tensor] = _Copies.apply(self, name, *tensors)  # type: ignore[no-untyped-call]
+        return result
+
+    def join(self, tensor: Tensor, name: str) -> Tensor:
+        """All ranks' tensors of one shape, along a new first dimension (one all-gather); backward takes this rank's."""
+        return self.gather(tensor.unsqueeze(0), 0, self.size, name)
+
     def sum(self, tensor: Tensor, name: str) -> Tensor:
         """The sum of all ranks' tensors, a new one."""
         total = tensor.clone(memory_format=torch.contiguous_format)
@@ -68,6 +101,22 @@ class Ranks:
         pieces = self._comm.gather_slices(part.reshape(-1), name).view(self.size, *part.shape).unbind()
         whole = torch.cat([piece.narrow(dim, 0, n) for piece, n in zip(pieces, lengths, strict=True)], dim)
         return whole.contiguous(memory_format=torch.channels_last) if last else whole
+
+    def sum_share(self, tensor: Tensor, dim: int, length: int, name: str) -> Tensor:
+        """This rank's share along ``dim`` of the sum; uneven shares travel in messages of the largest one's size."""
+        first = tensor.movedim(dim, 0)
+        shares = [share(length, self.size, rank) for rank in range(self.size)]
+        if length % self.size == 0:
+            send = first.reshape(self.size, -1).contiguous()
+        else:
+            padded = first.new_zeros(self.size, len(shares[0]), *first.shape[1:])
+            for target, mine in zip(padded, shares, strict=True):
+                target[: len(mine)] = first[mine.start : mine.stop]
+            send = padded.view(self.size, -1)
+        kept = send.new_empty(send.shape[1])
+        self._comm.scatter_sum(kept, send.view(-1), name)
+        rows = kept.view(len(shares[0]), *first.shape[1:])[: len(shares[self.rank])]
+        return rows.movedim(0, dim).contiguous()
 
 
 class _Copy(torch.autograd.Function):
@@ -100,3 +149,56 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         return gradients[0].narrow(ctx.dim, ctx.mine.start, len(ctx.mine)), None, None, None, None
+
+
+class _Take(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, ranks: Ranks, dim: int, length: int, name: str) -> Tensor:
+        ctx.given = ranks, dim, length, f"gradient of the input of {name}"
+        mine = share(length, ranks.size, ranks.rank)
+        # In the order of memory of the whole, for dropout draws in it.
+        order = sorted(range(whole.dim()), key=lambda d: -whole.stride(d))
+        part = whole.narrow(dim, mine.start, len(mine)).permute(order).clone(memory_format=torch.contiguous_format)
+        return part.permute([order.index(d) for d in range(whole.dim())])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        ranks, *given = ctx.given
+        return ranks.all(gradients[0], *given), None, None, None, None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, ranks: Ranks, dim: int, length: int, name: str) -> Tensor:
+        ctx.given = ranks, dim, length, f"gradient of the output of {name}"
+        return ranks.sum_share(part, dim, length, f"output of {name}")
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        ranks, *given = ctx.given
+        return ranks.all(gradients[0], *given), None, None, None, None
+
+
+class _Widen(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, ranks: Ranks, dim: int, length: int, name: str) -> Tensor:
+        ctx.given = ranks, dim, length, f"gradient of the input of {name}"
+        return ranks.all(part, dim, length, f"input of {name}")
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        ranks, *given = ctx.given
+        return ranks.sum_share(gradients[0], *given), None, None, None, None
+
+
+class _Copies(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, ranks: Ranks, name: str, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.ranks, ctx.name, ctx.shapes = ranks, name, [tensor.shape for tensor in tensors]
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        total = ctx.ranks.sum(torch.cat([g.reshape(-1) for g in gradients]), f"gradients of parameters of {ctx.name}")
+        parts = total.split([shape.numel() for shape in ctx.shapes])
+        return None, None, *(part.view(shape) for part, shape in zip(parts, ctx.shapes, strict=True))

@@ -90,11 +90,13 @@ class TensorConfig:
         least: parameters of the smallest layer that is split where its output must be gathered, which saves memory and
             not time; smaller ones stay whole.
         whole: patterns of names of modules that stay whole with all that is in them, such as ``whole=embed+head*``.
+        sequence: what is between split layers (norms, dropout, residual sums) is split too, by positions.
     """
 
     tensor: int | None = None
     least: int = 16384
     whole: tuple[str, ...] = ()
+    sequence: bool = False
 
     def __post_init__(self) -> None:
         if self.tensor is not None and self.tensor < 1:

@@ -13,10 +13,12 @@ from tutti.layouts.config import TensorConfig
 from tutti.layouts.part import Part
 from tutti.layouts.plan import Entry, Finder, summary
 from tutti.layouts.proof import Cut
+from tutti.layouts.scores import with_scores
 from tutti.nn.forwards import restore
 from tutti.nn.heads import Heads
 from tutti.nn.local import Within, run_within
-from tutti.nn.parallel import Column, Divided, Dropped, Gathered, Row, Slice, Vocabulary, divide
+from tutti.nn.parallel import Column, Divided, Dropped, Gathered, Row, Scores, Vocabulary, divide
+from tutti.nn.slices import Slice
 from tutti.nn.swap import buffers, describe, other_names, parameters
 from tutti.types import Setting, ShardSpec
 
@@ -27,6 +29,7 @@ _KINDS: dict[str, type[Divided]] = {
     "heads": Heads,
     "vocabulary": Vocabulary,
     "gathered": Gathered,
+    "scores": Scores,
     "dropout": Dropped,
     "within": Within,
 }
@@ -40,22 +43,30 @@ class Division:
     Attributes:
         plan: what becomes of each module that does not stay whole.
         closed: names of blocks whose forward is run on a share, and that nothing else may see through.
+        parted: whether outputs of layers may be split tensors that look whole (``nn.parted``).
 
     Raises:
-        UsageError: the model has been divided before.
+        UsageError: the model has been divided before, or is compiled and split by positions.
     """
 
     def __init__(self, plain: nn.Module, setting: Setting, config: TensorConfig) -> None:
-        self._comm, self._plain = setting.comms.axis("tensor"), plain
+        self._comm, self._plain, self._config = setting.comms.axis("tensor"), plain, config
         self.plan: list[Entry] = []
         self._said: dict[str, str] = {}
+        if config.sequence and setting.compile != "none":
+            raise UsageError(
+                "sequence=true does not go with compile",
+                why="what is compiled would have to know of tensors that are split by positions",
+                remedy="leave out one of the two",
+            )
         self._specs: dict[str, ShardSpec] = {}
         if self._comm.size > 1:
             _check(plain)
             restore(plain)
             setting.comms.model.agree(describe([plain]), "the model", "build the same model on every rank")
-            self.plan = self._find(plain, config)
+            self.plan = self._find(plain, setting)
             self._said = {"split": _said(plain, self.plan, self._comm.size)}
+        self.parted = bool(self.plan) and (config.sequence or any(entry.role == "scores" for entry in self.plan))
         self.closed = frozenset(entry.name for entry in self.plan if entry.role == "within")
 
     def check(self, read: Collection[str]) -> None:
@@ -96,12 +107,14 @@ class Division:
             replica.borrowed = {*replica.borrowed, *(name for name in replica.specs if name not in here)}
         replica.specs = {**replica.specs, **here}
 
-    def _find(self, module: nn.Module, config: TensorConfig) -> list[Entry]:
+    def _find(self, module: nn.Module, setting: Setting) -> list[Entry]:
         """The plan that the first rank finds, so that all have the same."""
-        comm, found = self._comm, []
+        comm, config, found = self._comm, self._config, []
         if comm.rank == 0:
             finder = Finder(module, comm.size, config.least, config.whole, drops=comm.device.type == "cpu")
-            found = [entry.as_json() for entry in finder.find()]
+            # What is compiled sees plain tensors alone.
+            trial = setting.trial if setting.compile == "none" else None
+            found = [entry.as_json() for entry in with_scores(module, finder.find(), trial, comm.device)]
         return [Entry.from_json(entry) for entry in comm.broadcast_json(found, 0, "plan of the split")]
 
     def _cut(self, parameter: nn.Parameter, cut: Cut, tied: tuple[str, ...]) -> ShardSpec:
@@ -118,7 +131,7 @@ class Division:
             return
         if entry.role == "row" and type(layer) is not nn.Linear:
             return  # the output layer of an attention that computes it by itself
-        divide(layer, _KINDS[entry.role], Slice(entry.name, ranks, entry.units))
+        divide(layer, _KINDS[entry.role], Slice(entry.name, ranks, entry.units, self._config.sequence))
         if entry.role == "within":
             run_within(layer, *entry.local)
 

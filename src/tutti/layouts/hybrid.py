@@ -7,6 +7,7 @@ from torch import nn
 from tutti.layouts.config import HybridConfig
 from tutti.layouts.divide import Division
 from tutti.layouts.pipeline import Pipeline, PipelineReplica
+from tutti.layouts.scores import Outputs
 from tutti.layouts.sections import read_directly
 from tutti.layouts.tensor import Tensor
 from tutti.layouts.whole import WholeReplica
@@ -30,5 +31,8 @@ class Hybrid:
             division.check([name for nodes in holding.cuts.stages for name in read_directly(nodes, plain)])
         division.apply()
         replica = pipeline.replica(plain, sections, holding)
+        for section in sections if division.parted else ():
+            # The last one's output goes to the loss function, what goes from stage to stage is whole.
+            Outputs(section.module, keep=not section.outgoing)
         division.mark(replica)
         return replica

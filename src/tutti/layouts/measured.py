@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -29,16 +30,23 @@ def seconds(plain: nn.Module, trial: Callable[[Any], Any] | None, world: Communi
     """
     found: dict[str, float] = {}
     if world.rank == 0 and trial is not None and peers_of(plain) is None:
-        here = next((p.device for p in plain.parameters()), torch.device("cpu"))
-        try:
-            found = _measure(plain.to(world.device), trial, world.device)
-        except Exception:
-            # Whatever is wrong with it will be said in the first step; a model too large for one device is cut without.
-            found = {}
-        finally:
-            plain.to(here)
+        # Whatever is wrong with it will be said in the first step; a model too large for one device is cut without.
+        with suppress(Exception), untouched(plain, world.device):
+            found = _measure(plain, trial, world.device)
     told: dict[str, float] = world.broadcast_json(found, 0, "seconds of each module")
     return told
+
+
+@contextmanager
+def untouched(plain: nn.Module, device: torch.device) -> Iterator[None]:
+    """The model is on ``device``, without gradients; buffers, random streams and place are as before afterwards."""
+    here = next((p.device for p in plain.parameters()), torch.device("cpu"))
+    try:
+        kept = {slot.name: slot.get().clone() for slot in buffers([plain.to(device)], persistent=False)}
+        with torch.random.fork_rng(), torch.no_grad(), swapped([plain], kept):
+            yield
+    finally:
+        plain.to(here)
 
 
 def _measure(plain: nn.Module, trial: Callable[[Any], Any], device: torch.device) -> dict[str, float]:
@@ -59,13 +67,11 @@ def _measure(plain: nn.Module, trial: Callable[[Any], Any], device: torch.device
     handles = []
     for name, module in plain.named_modules():
         handles += [module.register_forward_pre_hook(begin(name)), module.register_forward_hook(end(name))]
-    kept = {slot.name: slot.get().clone() for slot in buffers([plain], persistent=False)}
     try:
-        with torch.random.fork_rng(), torch.no_grad(), swapped([plain], kept):
-            for _ in range(_RUNS):
-                now.clear()
-                trial(plain)
-                least = {name: min(took, least.get(name, took)) for name, took in now.items()}
+        for _ in range(_RUNS):
+            now.clear()
+            trial(plain)
+            least = {name: min(took, least.get(name, took)) for name, took in now.items()}
     finally:
         for handle in handles:
             handle.remove()

@@ -23,7 +23,7 @@ from tutti.layouts.proof import Cut, Region, examine
 from tutti.nn.draws import draws
 from tutti.nn.units import is_sequence
 
-ROLES = ("column", "row", "heads", "vocabulary", "gathered", "dropout", "within", "slow")
+ROLES = ("column", "row", "heads", "vocabulary", "gathered", "scores", "dropout", "within", "slow")
 _TABLES = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 
 

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from tutti.laws.shares import share
 from tutti.nn.local import ATTENTION, DROPOUTS, Local
-from tutti.nn.parallel import Ranks, Slice
+from tutti.nn.slices import Ranks, Slice
 
 _MOST_LINEAR = 8
 _SOFTMAX = (functional.softmax, torch.softmax, Tensor.softmax)

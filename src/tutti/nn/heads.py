@@ -8,7 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tutti.nn.parallel import Divided, Slice, dropped
+from tutti.nn.parallel import Divided
+from tutti.nn.parted import copied, summed
+from tutti.nn.slices import Slice, dropped
 
 
 def attend(
@@ -56,9 +58,9 @@ class Heads(Divided, nn.MultiheadAttention):
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """As the plain one. Masks are used as they are given, so that ``is_causal`` is no more than a hint."""
-        name, ranks, heads = self.tutti_slice
+        name, ranks, heads, _ = self.tutti_slice
         batched, inputs = query.dim() == 3, (query, key, value)
-        whole = {id(x): ranks.copy(x, name) for x in inputs}
+        whole = {id(x): copied(x, self.tutti_slice) for x in inputs}
         queries, keys, values = (self._by_heads(whole[id(x)], i, batched) for i, x in enumerate(inputs))
         mask = self._mask(attn_mask, key_padding_mask, queries)
         dropout = self.dropout if self.training else 0.0
@@ -69,7 +71,7 @@ class Heads(Divided, nn.MultiheadAttention):
             out = functional.scaled_dot_product_attention(queries, keys, values, mask)
         # Positions first, as in the plain one: a dropout behind it draws in the order of memory.
         part = functional.linear(out.permute(2, 0, 1, 3).flatten(-2), self.out_proj.weight)
-        result = ranks.reduce(part, name)
+        result = summed(part, self.tutti_slice, 0 if self.batch_first else 1)
         if self.out_proj.bias is not None:
             result = result + self.out_proj.bias.to(result.dtype)
         result = result[:, 0] if not batched else result.transpose(0, 1) if self.batch_first else result

@@ -18,7 +18,8 @@ from torch.overrides import TorchFunctionMode
 
 from tutti.errors import UsageError
 from tutti.nn.heads import attend
-from tutti.nn.parallel import Divided, Slice, dropped
+from tutti.nn.parallel import Divided
+from tutti.nn.slices import Slice, dropped
 
 VIEWS = (Tensor.view, Tensor.reshape, torch.reshape)
 SPLITS = (Tensor.split, torch.split)
