@@ -21,6 +21,7 @@ from tutti.exchanges.config import (
     ParameterServerConfig,
     PeriodicConfig,
     ShardedConfig,
+    SplitConfig,
 )
 from tutti.layouts.config import HybridConfig, LayersConfig, PipelineConfig, TensorConfig, WholeConfig
 from tutti.spec import Duration, Spec, build
@@ -89,8 +90,9 @@ TABLE: Mapping[str, Strategy] = {
     "hybrid": Strategy(
         "hybrid:Hybrid",
         HybridConfig,
-        *_ALLREDUCE,
-        "replicas × stages × split layers, on one grid",
+        "allreduce:AllReduce",
+        SplitConfig,
+        "replicas × shards × stages × split layers, on one grid",
         reproducible=False,
         own_loop=False,
     ),

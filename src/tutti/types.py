@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
 
 from tutti.laws.averaging import Averaging
@@ -74,37 +74,54 @@ class ShardSpec:
     """Where a local tensor sits in the global one: its global shape, this rank's slice, and its other names.
 
     ``blocks``: so many equal parts of the first dimension are split alike, as queries, keys and values in one matrix;
-    this rank has the same slice of each, one behind the other, and ``offset`` is that in the first.
+    this rank has the same slice of each, one behind the other, and ``offset`` is that in the first. ``rows``: the local
+    tensor is not all of these slices, but has their rows from the first number on, of as many as the second says.
     """
 
     shape: tuple[int, ...]
     offset: tuple[int, ...]
     tied: tuple[str, ...] = ()
     blocks: int = 1
+    rows: tuple[int, int] | None = None
 
     def regions(self, local: Sequence[int]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-        """Offset and shape in the global tensor of each block of a local tensor of shape ``local``.
+        """Offset and shape in the global tensor of what a local tensor of shape ``local`` is made of, row by row.
 
         >>> ShardSpec((12, 5), (2, 0), blocks=3).regions((6, 5))
         [((2, 0), (2, 5)), ((6, 0), (2, 5)), ((10, 0), (2, 5))]
+        >>> ShardSpec((12, 5), (2, 0), blocks=3, rows=(3, 6)).regions((3, 5))
+        [((7, 0), (1, 5)), ((10, 0), (2, 5))]
         """
         if self.blocks == 1:
             return [(self.offset, tuple(local))]
-        step, rows = self.shape[0] // self.blocks, local[0] // self.blocks
+        begin, total = self.rows or (0, local[0])
+        step, each = self.shape[0] // self.blocks, total // self.blocks
         first, *rest = self.offset
-        return [((first + block * step, *rest), (rows, *local[1:])) for block in range(self.blocks)]
+        found = []
+        for block in range(self.blocks):
+            low, high = max(begin, block * each), min(begin + local[0], (block + 1) * each)
+            if low < high:
+                found.append(((first + block * step + low - block * each, *rest), (high - low, *local[1:])))
+        return found
+
+    def cut(self, local: Sequence[int], begin: int) -> ShardSpec:
+        """Of rows from ``begin`` on of a local tensor of shape ``local`` that is as this says."""
+        if self.blocks > 1:
+            return replace(self, rows=(begin, local[0]))
+        return replace(self, offset=(self.offset[0] + begin, *self.offset[1:]))
 
 
 class Piece(NamedTuple):
     """A tensor's part that this rank holds, where it does not hold all of it, and where that sits.
 
-    ``shape``, ``offset`` and ``blocks`` as in ``ShardSpec``.
+    ``shape``, ``offset``, ``blocks`` and ``rows`` as in ``ShardSpec``.
     """
 
     tensor: Tensor
     shape: tuple[int, ...]
     offset: tuple[int, ...]
     blocks: int = 1
+    rows: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -270,6 +287,9 @@ class Replica(Protocol):
 
     def connect(self, sink: GradSink) -> None:
         """Report every gradient of ``run`` to ``sink`` from now on."""
+
+    def replaced(self, by: Mapping[nn.Parameter, nn.Parameter]) -> None:
+        """The parts now compute with other objects in place of some parameters."""
 
     def run(self, cells: Sequence[Cell], loss: LossFn, sink: GradSink | None) -> Totals:
         """Forward, and with a sink backward, of one worker's cells in order; totals are known on every rank."""

@@ -143,6 +143,7 @@ def check_matrix(optimizer: str, folders: Path, pairs: Mapping[tuple[str, int], 
 
 
 SHARDED = [("sharded:units=Linear", 3), ("sharded:stage=1", 2), ("sharded:stage=2,shards=2", 4)]
+SHARDED += [("hybrid:shards=2,tensor=2,least=1", 4), ("hybrid:shards=2,stages=2", 4)]
 ALONE = ["local_sgd:period=4", "local_sgd:period=2,post=3", "diloco:period=2", "diloco:period=2,post=1"]
 
 

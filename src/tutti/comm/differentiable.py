@@ -157,7 +157,7 @@ class _Take(torch.autograd.Function):
         ctx.given = ranks, dim, length, f"gradient of the input of {name}"
         mine = share(length, ranks.size, ranks.rank)
         # In the order of memory of the whole, for dropout draws in it.
-        order = sorted(range(whole.dim()), key=lambda d: -whole.stride(d))
+        order = sorted(range(whole.dim()), key=lambda d: -whole.stride()[d])
         part = whole.narrow(dim, mine.start, len(mine)).permute(order).clone(memory_format=torch.contiguous_format)
         return part.permute([order.index(d) for d in range(whole.dim())])
 
@@ -194,11 +194,11 @@ class _Widen(torch.autograd.Function):
 class _Copies(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, ranks: Ranks, name: str, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.ranks, ctx.name, ctx.shapes = ranks, name, [tensor.shape for tensor in tensors]
+        ctx.ranks, ctx.name = ranks, name
         return tuple(tensor.view_as(tensor) for tensor in tensors)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         total = ctx.ranks.sum(torch.cat([g.reshape(-1) for g in gradients]), f"gradients of parameters of {ctx.name}")
-        parts = total.split([shape.numel() for shape in ctx.shapes])
-        return None, None, *(part.view(shape) for part, shape in zip(parts, ctx.shapes, strict=True))
+        parts = total.split([gradient.numel() for gradient in gradients])
+        return None, None, *(part.view_as(g).to(g.dtype) for part, g in zip(parts, gradients, strict=True))

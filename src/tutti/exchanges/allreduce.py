@@ -21,7 +21,7 @@ from tutti.exchanges.counting import Counting, clipped, share_of_batch
 from tutti.exchanges.reducers import Named, OverlappedReducer, Reducer, TreeReducer, refuse
 from tutti.exchanges.saved import load_optimizer, optimizer_tensors, read, written
 from tutti.exchanges.shared import attach_shared
-from tutti.exchanges.split import complete
+from tutti.exchanges.split import Split, complete
 from tutti.exchanges.verify import agree_on_state, spread_state
 from tutti.exchanges.workers import WorkerBuffers
 from tutti.nn.swap import parameters
@@ -74,7 +74,9 @@ class AllReduce:
         self._reducer = self._make_reducer(named)
         self._optimizer = make_optimizer(named)
         if self._optimizer and self._setting.grid.tensor > 1:
-            complete(self._optimizer, replica, self._setting.comms.axis("tensor"))
+            found = {p: Split.of(replica.specs[name], p.shape) for name, p in named}
+            split: dict[Tensor, Split] = {p: part for p, part in found.items() if part is not None}
+            complete(self._optimizer, split, self._setting.comms.axis("tensor"))
         self._last = self._setting.mine[-1] if len(self._setting.mine) else -1
         self.optimizers: Sequence[Optimizer] = (self._optimizer,) if self._optimizer else ()
         self.ready = self._reducer.ready

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from tutti.errors import UsageError
 from tutti.spec import Duration
@@ -33,6 +33,38 @@ class AllReduceConfig:
             raise ValueError(f"shared_memory has no wire, so wire={self.wire} does nothing")
         if self.algorithm == "shared_memory" and self.bucket_mb is not None:
             raise ValueError("shared_memory sends no messages, so bucket_mb does nothing")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitConfig(AllReduceConfig):
+    """Replicas that live on several devices each; some of them may share out the optimizer's state.
+
+    Attributes:
+        shards: replicas that share the state of the optimizer of one copy; there are as many times more replicas.
+        stage: what is shared out; see ``ShardedConfig``.
+    """
+
+    shards: int = 1
+    stage: int = 1
+    offload: ClassVar[bool] = False
+    param_dtype: ClassVar[None] = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.shards < 1:
+            raise ValueError(f"shards is {self.shards}, must be at least 1")
+        if self.stage != 1:
+            raise ValueError(
+                f"stage is {self.stage}, and must be 1 here: in the others FSDP2 shares out tensors that are whole, "
+                "and here a layer is split or a model cut before; take stage=1, or --strategy sharded"
+            )
+        given = {"algorithm": self.algorithm != "auto", "wire": self.wire != "fp32", "bucket_mb": self.bucket_mb}
+        for option in filter(given.get, given) if self.shards > 1 else ():
+            raise ValueError(f"{option} does nothing with shards={self.shards}, whose gradients are summed by rows")
+
+    def promises(self) -> dict[str, Any]:
+        """What of its row of the table of strategies is otherwise with these options."""
+        return {"exchange": "sharded:Sharded", "worker_gradients": False} if self.shards > 1 else {}
 
 
 @dataclass(frozen=True, kw_only=True)

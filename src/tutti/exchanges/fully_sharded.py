@@ -21,7 +21,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from tutti.comm.communicator import Communicator
 from tutti.errors import UsageError
 from tutti.exchanges.config import ShardedConfig
-from tutti.exchanges.rows import Rows, spec_of
+from tutti.exchanges.rows import Rows, rows_of
 from tutti.nn.swap import parameters, swapped
 from tutti.nn.wrapping import units
 from tutti.types import ShardSpec
@@ -57,7 +57,7 @@ class FullySharded:
         own = dict(parameters([model]))
         self._gathered = [own[name] for name, _ in named]
         self.rows = [
-            Rows(name, _become(p, rows), spec_of(specs[name].shape, comm, specs[name].tied))
+            rows_of(name, _become(p, rows), specs[name], specs[name].shape, comm)
             for (name, p), rows in zip(named, self._gathered, strict=True)
         ]
         self._trained = {each.name: i for i, each in enumerate(filter(_trains, self.rows))}

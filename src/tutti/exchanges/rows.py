@@ -28,17 +28,23 @@ class Rows:
         parameter: the rows, as a plain leaf: the object that was the model's own, so that an optimizer that was made
             of it fits.
         spec: the whole shape and where the rows begin. A parameter without dimensions is one row.
+        local: shape of what they are rows of, which is itself a slice where a layout splits tensors.
+        leads: whether that slice is the first, whose holder writes what all have alike.
     """
 
     name: str
     parameter: nn.Parameter
     spec: ShardSpec
+    local: tuple[int, ...]
+    leads: bool = True
 
     def piece(self, tensor: Tensor) -> Tensor | Piece | None:
         """``tensor``, which has a number for each of the rows', as a part of the whole; None where there is none."""
         if not tensor.numel():
             return None
-        return Piece(tensor, self.spec.shape, self.spec.offset) if self.spec.shape else tensor.view(())
+        if not self.spec.shape:
+            return tensor.view(())
+        return Piece(tensor, self.spec.shape, self.spec.offset, self.spec.blocks, self.spec.rows)
 
     def read(self, saved: SavedState, group: str, name: str) -> Tensor:
         """The same rows of a saved tensor of the whole shape."""
@@ -46,7 +52,8 @@ class Rows:
             return self.parameter.detach().cpu().clone()
         if not self.spec.shape:
             return saved.get(group, name).view(1)
-        return saved.part(group, name, self.spec.offset, tuple(self.parameter.shape))
+        parts = [saved.part(group, name, *region) for region in self.spec.regions(self.parameter.shape)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def known(self, names: Collection[str]) -> str:
         """The name among ``names`` that a saved tensor has, which may be another one of a tied parameter's."""
@@ -73,11 +80,12 @@ class Engine(Protocol):
         """Forget all gradients."""
 
 
-def spec_of(shape: Sequence[int], comm: Communicator, tied: tuple[str, ...]) -> ShardSpec:
-    """Where this rank's block of rows begins."""
-    count = shape[0] if shape else 1
-    begin = block(count, comm.size, comm.rank).start
-    return ShardSpec(tuple(shape), (begin, *(0,) * (len(shape) - 1)) if shape else (), tied)
+def rows_of(name: str, parameter: nn.Parameter, spec: ShardSpec, local: Sequence[int], comm: Communicator) -> Rows:
+    """This rank's block of the rows of a tensor of shape ``local``, of which ``spec`` says where it sits."""
+    leads = not any(spec.offset)
+    if local:
+        spec = spec.cut(local, block(local[0], comm.size, comm.rank).start)
+    return Rows(name, parameter, spec, tuple(local), leads)
 
 
 class Sliced:
@@ -97,9 +105,15 @@ class Sliced:
         self._comm = comm
         self._whole = [_stand_in(parameter, parts, comm) for _, parameter in named]
         self.rows = [
-            _cut(name, p, whole, specs[name].tied, comm) for (name, p), whole in zip(named, self._whole, strict=True)
+            _cut(name, p, whole, specs[name], comm) for (name, p), whole in zip(named, self._whole, strict=True)
         ]
         self._buckets = plan([(whole.nbytes, str(whole.dtype)) for whole in self._whole], _BUCKET_BYTES)
+
+    @property
+    def replaced(self) -> dict[nn.Parameter, nn.Parameter]:
+        """What the model computes with now, by the objects that were its parameters before."""
+        pairs = zip(self.rows, self._whole, strict=True)
+        return {rows.parameter: whole for rows, whole in pairs if rows.parameter is not whole}
 
     def used(self) -> list[bool]:
         return [whole.grad is not None for whole in self._whole]
@@ -160,10 +174,10 @@ def _stand_in(parameter: nn.Parameter, parts: Sequence[nn.Module], comm: Communi
     return whole
 
 
-def _cut(name: str, parameter: nn.Parameter, whole: nn.Parameter, tied: tuple[str, ...], comm: Communicator) -> Rows:
+def _cut(name: str, parameter: nn.Parameter, whole: nn.Parameter, spec: ShardSpec, comm: Communicator) -> Rows:
     if comm.size > 1:
         parameter.data = _block(whole.data, comm.size, comm.rank)
-    return Rows(name, parameter, spec_of(whole.shape, comm, tied))
+    return rows_of(name, parameter, spec, whole.shape, comm)
 
 
 def _as_rows(tensor: Tensor) -> Tensor:
@@ -197,7 +211,7 @@ class WholeRows:
 
     def gather(self, parameter: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
         """One all-gather for each."""
-        shape = self._of[parameter].spec.shape  # type: ignore[index]
+        shape = self._of[parameter].local  # type: ignore[index]
         most, here = len(block(shape[0], self._comm.size, 0)), self._comm.rank
         found = []
         for rows in tensors:
@@ -222,7 +236,7 @@ def optimizer_pieces(optimizer: Optimizer, rows: Iterable[Rows], scalars: bool) 
             if value is None:
                 continue
             tensor = as_tensor(value)
-            piece = each.piece(tensor) if tensor.dim() else (tensor if scalars else None)
+            piece = each.piece(tensor) if tensor.dim() else (tensor if scalars and each.leads else None)
             if piece is not None:
                 found[f"{each.name}/{key}"] = piece
     return found

@@ -64,7 +64,7 @@ def written(tensors: Mapping[str, Tensor], replica: Replica, comm: Communicator)
     for name, tensor in mine_of({n: t for n, t in tensors.items() if n not in lent}, comm.rank, comm.size).items():
         spec = replica.specs[own[name]]
         if tensor.dim() == len(spec.shape) and tensor.shape != spec.shape:
-            found[name] = Piece(tensor, spec.shape, spec.offset, spec.blocks)
+            found[name] = Piece(tensor, spec.shape, spec.offset, spec.blocks, spec.rows)
         elif not any(spec.offset):
             # A number beside a tensor that is split, such as a step counter, is the same on all ranks.
             found[name] = tensor

@@ -13,19 +13,21 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from tutti.exchanges.across import across_model
 from tutti.exchanges.allreduce import culprits, step
 from tutti.exchanges.buckets import Sums, Tail
 from tutti.exchanges.config import ShardedConfig
 from tutti.exchanges.counting import Counting, clipped, share_of_batch
 from tutti.exchanges.reducers import layout_key, refuse, scale_all, squares_of
 from tutti.exchanges.rows import Engine, RowNorms, Sliced, WholeRows, load_optimizer_rows, optimizer_pieces
-from tutti.exchanges.saved import mine_of, read
+from tutti.exchanges.saved import mine_of, read, written
+from tutti.exchanges.split import Split, complete
 from tutti.exchanges.verify import agree_on_state, spread_state
 from tutti.exchanges.workers import WorkerBuffers
 from tutti.nn.swap import parameters
@@ -57,7 +59,7 @@ class Sharded:
         comm = self._setting.comms.replica
         agree_on_state(comm, replica.parts)
         spread_state(comm, replica.parts)
-        self._buffers = WorkerBuffers(replica.parts, self._setting)
+        self._buffers = WorkerBuffers(replica.parts, self._setting, replica.borrowed)
         named = parameters(replica.parts)
         for _, parameter in named:
             # FSDP2 takes no other layout of memory, and rows of gradients come in this one.
@@ -73,17 +75,30 @@ class Sharded:
         leaves = {rows.name: rows.parameter for rows in self._rows}
         self._named = [(name, leaves.get(name, p)) for name, p in named]
         self._optimizer = made = make_optimizer(self._named)
-        if made is not None and hasattr(made, "norms") and self._shards.size > 1:
-            made.norms = RowNorms(self._shards)
-        if made is not None and hasattr(made, "wholes") and self._shards.size > 1:
-            made.wholes = WholeRows(self._shards, self._rows)
+        if made is not None:
+            self._complete(made)
         self.optimizers: Sequence[Optimizer] = (self._optimizer,) if self._optimizer else ()
         return self
+
+    def _complete(self, optimizer: Any) -> None:
+        """Give it what it asks for of tensors of which rows, or slices, are here."""
+        norms, wholes = None, None
+        if hasattr(optimizer, "norms") and self._shards.size > 1:
+            optimizer.norms = norms = RowNorms(self._shards)
+        if hasattr(optimizer, "wholes") and self._shards.size > 1:
+            optimizer.wholes = wholes = WholeRows(self._shards, self._rows)
+        if self._setting.grid.tensor > 1:
+            found = {r.parameter: Split.of(self._replica.specs[r.name], r.local) for r in self._rows}
+            split: dict[Tensor, Split] = {p: part for p, part in found.items() if part is not None}
+            complete(optimizer, split, self._setting.comms.axis("tensor"), norms, wholes)
 
     def _share_out(self, replica: Replica, named: Sequence[tuple[str, nn.Parameter]]) -> list[Engine]:
         """Cut the parameters into rows, those that FSDP2 does not take as in stage 1."""
         if self._config.stage == 1 or self._shards.size == 1:
-            return [Sliced([(n, p) for n, p in named if p.requires_grad], replica.parts, replica.specs, self._shards)]
+            trained = [(n, p) for n, p in named if p.requires_grad]
+            sliced = Sliced(trained, replica.parts, replica.specs, self._shards)
+            replica.replaced(sliced.replaced)
+            return [sliced]
         from tutti.exchanges.fully_sharded import FullySharded
 
         counts: Counter[torch.dtype] = Counter()
@@ -121,6 +136,7 @@ class Sharded:
             engine.collect(tick.clock + 1)
         self._sum_over_copies(tick)
         sums, square = self._agree(tick, self._counting.take(), used)
+        square, stop = across_model(self._setting.comms.model, square, sums.stop, tick)
         for rows, flag in zip(self._trained, sums.used, strict=True):
             if not flag:
                 rows.parameter.grad = None
@@ -128,7 +144,7 @@ class Sharded:
         if factor != 1.0:
             scale_all(self._gradients(), factor)
         norm = math.sqrt(square) * factor
-        return self._counting.agreed(sums, norm, self._finite(norm), sums.stop)
+        return self._counting.agreed(sums, norm, self._finite(norm), stop)
 
     def update(self, agreed: Agreed, tick: Tick) -> Update:
         nonfinite: tuple[str, ...] = ()
@@ -142,7 +158,7 @@ class Sharded:
                 engine.publish()
         else:
             trained = [(rows.name, rows.parameter) for rows in self._trained]
-            nonfinite = tuple(dict.fromkeys(culprits(self._setting.comms.replica, trained)))
+            nonfinite = tuple(dict.fromkeys(culprits(self._setting.comms.world, trained)))
         for engine in self._engines:
             engine.clear()
         return Update(int(agreed.finite), skipped=not agreed.finite, nonfinite=nonfinite)
@@ -156,10 +172,10 @@ class Sharded:
         comm, copies = self._setting.comms.replica, self._copies
         buffers = self._buffers.merged()
         fixed = {name: p.data for name, p in self._fixed.items()}
-        whole = mine_of({**fixed, **buffers}, comm.rank, comm.size)
+        whole = written({**fixed, **buffers}, self._replica, comm)
         # All ranks that have the same rows choose among the same names.
         chosen = mine_of({rows.name: rows.parameter.data for rows in self._rows}, copies.rank, copies.size)
-        mine = [rows for rows in self._rows if rows.name in chosen]
+        mine = [rows for rows in self._rows if rows.name in chosen and rows.name not in self._replica.borrowed]
         pieces = {rows.name: rows.piece(rows.parameter.data) for rows in mine}
         model = {**whole, **{name: piece for name, piece in pieces.items() if piece is not None}}
         optim = optimizer_pieces(self._optimizer, mine, self._shards.rank == 0) if self._optimizer else {}
@@ -179,6 +195,11 @@ class Sharded:
     def _gradients(self) -> list[Tensor]:
         return [rows.parameter.grad for rows in self._trained if rows.parameter.grad is not None]
 
+    def _counted(self) -> list[Tensor]:
+        """Gradients that are not another rank's of this replica to count."""
+        counted = [rows.parameter for rows in self._trained if rows.name not in self._replica.borrowed]
+        return [p.grad for p in counted if p.grad is not None]
+
     def _sum_over_copies(self, tick: Tick) -> None:
         """Sum the rows' gradients over the ranks that hold the same rows: one all-reduce for each data type."""
         if self._copies.size == 1:
@@ -197,7 +218,7 @@ class Sharded:
         """Totals of all ranks and the square of the gradient's norm; whether all are in the same step. Collective."""
         comm = self._setting.comms.replica
         # Copies have the same gradient: the first one's counts.
-        square = sum(squares_of(self._gradients())) if self._copies.rank == 0 else 0.0
+        square = sum(squares_of(self._counted())) if self._copies.rank == 0 else 0.0
         message = torch.zeros(self._tail.size + 1, dtype=torch.float64, device=comm.device)
         self._tail.fill(message[:-1], tick, lanes, used)
         message[-1] = square
@@ -209,8 +230,8 @@ class Sharded:
 
     def _finite(self, norm: float) -> bool:
         """Whether all gradients are finite: where the norm is not, only their elements tell. Collective then."""
-        if math.isfinite(norm):
-            return True
+        if math.isfinite(norm) or self._setting.comms.model.size > 1:
+            return math.isfinite(norm)
         bad = torch.zeros(1, device=self._setting.comms.replica.device)
         bad += sum(not bool(torch.isfinite(g).all()) for g in self._gradients())
         self._setting.comms.replica.start_all_reduce(bad, "all_reduce of what is not finite").wait()

@@ -101,6 +101,8 @@ class TensorConfig:
     def __post_init__(self) -> None:
         if self.tensor is not None and self.tensor < 1:
             raise ValueError(f"tensor is {self.tensor}, must be at least 1")
+        if self.sequence and self.tensor == 1:
+            raise ValueError("sequence does nothing with tensor=1, where no layer is split")
         if self.least < 0:
             raise ValueError(f"least is {self.least}, must be at least 0")
 

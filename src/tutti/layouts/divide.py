@@ -13,7 +13,7 @@ from tutti.layouts.config import TensorConfig
 from tutti.layouts.part import Part
 from tutti.layouts.plan import Entry, Finder, summary
 from tutti.layouts.proof import Cut
-from tutti.layouts.scores import with_scores
+from tutti.layouts.scores import hooked, with_scores
 from tutti.nn.forwards import restore
 from tutti.nn.heads import Heads
 from tutti.nn.local import Within, run_within
@@ -46,19 +46,15 @@ class Division:
         parted: whether outputs of layers may be split tensors that look whole (``nn.parted``).
 
     Raises:
-        UsageError: the model has been divided before, or is compiled and split by positions.
+        UsageError: the model has been divided before, or cannot be split by positions.
     """
 
     def __init__(self, plain: nn.Module, setting: Setting, config: TensorConfig) -> None:
         self._comm, self._plain, self._config = setting.comms.axis("tensor"), plain, config
         self.plan: list[Entry] = []
         self._said: dict[str, str] = {}
-        if config.sequence and setting.compile != "none":
-            raise UsageError(
-                "sequence=true does not go with compile",
-                why="what is compiled would have to know of tensors that are split by positions",
-                remedy="leave out one of the two",
-            )
+        if config.sequence:
+            _check_sequence(plain, setting)
         self._specs: dict[str, ShardSpec] = {}
         if self._comm.size > 1:
             _check(plain)
@@ -138,6 +134,16 @@ class Division:
 
 def _tensors(module: nn.Module) -> list[Tensor]:
     return [p.data for _, p in parameters([module])] + [slot.get() for slot in buffers([module])]
+
+
+def _check_sequence(plain: nn.Module, setting: Setting) -> None:
+    other = "compile" if setting.compile != "none" else "hooks on the gradients of modules" if hooked(plain) else ""
+    if other:
+        raise UsageError(
+            f"sequence=true does not go with {other}",
+            why="they would be given a share of the positions",
+            remedy="leave out one of the two",
+        )
 
 
 def _check(module: nn.Module) -> None:

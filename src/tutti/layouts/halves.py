@@ -6,7 +6,7 @@ goes back to the outputs of all layers that have weights, and the second takes o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -44,6 +44,10 @@ class Halves:
             own = [p for p in module.parameters(recurse=False) if p.requires_grad]
             if own and next(module.children(), None) is None:
                 module.register_forward_hook(self._note)
+
+    def replace(self, by: Mapping[nn.Parameter, nn.Parameter]) -> None:
+        """Take the gradients of other objects in place of some parameters."""
+        self._trained = [by.get(p, p) for p in self._trained]
 
     def record(self) -> list[Called]:
         """Note the layers that are called from now on, until the next call; backward of their forward needs it."""

@@ -80,6 +80,9 @@ class Part:
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(sink.ready)
 
+    def replaced(self, by: Mapping[nn.Parameter, nn.Parameter]) -> None:
+        """Nothing here knows parameters by their objects."""
+
     @contextmanager
     def evaluating(self, values: Mapping[str, Tensor]) -> Iterator[None]:
         """Within the block the modules hold ``values``, do not train and record nothing."""

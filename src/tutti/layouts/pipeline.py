@@ -137,6 +137,12 @@ class PipelineReplica(Part):
                 parameter.register_post_accumulate_grad_hook(self._ready)
         self._sink = sink
 
+    def replaced(self, by: Mapping[nn.Parameter, nn.Parameter]) -> None:
+        """Gradients are those of other objects from now on."""
+        self._shared.replace(by)
+        for each in self.halves:
+            each.replace(by)
+
     def _ready(self, parameter: Tensor) -> None:
         if self._reporting and self._sink is not None:
             self._sink.ready(parameter)

@@ -35,10 +35,15 @@ def with_scores(
     return [replace(entry, role="scores") if entry.name in found else entry for entry in plan]
 
 
+def hooked(plain: nn.Module) -> bool:
+    """Whether a module has a hook on its gradients, which would be given a share of one."""
+    return any(m._backward_hooks or m._backward_pre_hooks for m in plain.modules())
+
+
 def _lasting(
     plain: nn.Module, names: Sequence[str], trial: Callable[[Any], Any], device: torch.device
 ) -> Collection[str]:
-    if peers_of(plain) is not None:
+    if peers_of(plain) is not None or hooked(plain):
         return ()
     alone = {name: _Alone() for name in names}
     try:

@@ -27,6 +27,11 @@ class SharedGradients:
         self._before: Mapping[nn.Parameter, Tensor | None] = {}
         self._parts: dict[nn.Parameter, dict[int, Tensor]] = {}
 
+    def replace(self, by: Mapping[nn.Parameter, nn.Parameter]) -> None:
+        """Sum the gradients of other objects in place of some parameters."""
+        self._groups = [(comm, by.get(p, p)) for comm, p in self._groups]
+        self.parameters = {p for _, p in self._groups}
+
     def begin(self) -> None:
         """A worker's turn begins: what earlier ones have left is put aside."""
         self._before = {p: p.grad for p in self.parameters}

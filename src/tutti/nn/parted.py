@@ -91,7 +91,7 @@ def _gathered(value: Parted) -> Tensor:
     part, place, key = value.part, value.slice_, (value.part._version, torch.is_grad_enabled())
     if value._known is None or value._known[:2] != key:
         # In the order of memory of the whole, for dropout draws in it.
-        order = sorted(range(part.dim()), key=lambda d: -part.stride(d))
+        order = sorted(range(part.dim()), key=lambda d: -part.stride()[d])
         found = place.ranks.gather(part.permute(order), order.index(value.cut), place.length, place.name)
         value._known = *key, found.permute([order.index(d) for d in range(part.dim())])
     return value._known[2]
@@ -322,8 +322,10 @@ def _argmax(func: Any, value: Parted, dim: int | None = None, keepdim: bool = Fa
 def _max(func: Any, value: Any, dim: Any = None, keepdim: bool = False, **options: Any) -> Any:
     if type(dim) is not int or not isinstance(value, Parted) or dim % value.part.dim() != value.cut:
         return NotImplemented
-    found = scores.best(value.part, value.cut, value.slice_)
-    return torch.return_types.max(found if keepdim else [t.squeeze(value.cut) for t in found])  # type: ignore[attr-defined]
+    values, classes = scores.best(value.part, value.cut, value.slice_)
+    if not keepdim:
+        values, classes = values.squeeze(value.cut), classes.squeeze(value.cut)
+    return torch.return_types.max((values, classes))
 
 
 # --- which function is which ---------------------------------------------------------------------------------------

@@ -320,8 +320,8 @@ def _copied(name: str, value: Tensor | Piece) -> list[Slice]:
     if not isinstance(value, Piece):
         return [Slice.whole(name, value.detach().to("cpu", copy=True))]
     tensor = value.tensor.detach().to("cpu", copy=True)
-    regions = ShardSpec(value.shape, value.offset, blocks=value.blocks).regions(tensor.shape)
-    blocks = tensor.chunk(value.blocks) if value.blocks > 1 else (tensor,)
+    regions = ShardSpec(value.shape, value.offset, (), value.blocks, value.rows).regions(tensor.shape)
+    blocks = tensor.split([shape[0] for _, shape in regions]) if len(regions) > 1 else (tensor,)
     return [Slice(name, block, value.shape, offset) for block, (offset, _) in zip(blocks, regions, strict=True)]
 
 

@@ -133,7 +133,8 @@ def _messages(found: Facts, split: Split, ranks: int) -> float:
         # Gradients in buckets, beside those that backward makes.
         return found.trained / (split.stages * split.tensor) if ranks > 1 else 0.0
     if split.zero == 1:
-        return min(_BUCKETS, 2 * found.trained) + found.trained / split.shards
+        trained = found.trained / (split.stages * split.tensor)
+        return min(_BUCKETS, 2 * trained) + trained / split.shards
     # Stage 2 keeps rows beside the whole; in stage 3 one unit is computed with while the next one is gathered. The
     # gradient of one is whole, and once more in the message that it leaves in.
     gathered = found.whole / split.shards if split.zero == 2 else found.rest + 2 * found.unit
