@@ -148,7 +148,7 @@ class Layers(nn.Module):
         super().__init__()
         torch.manual_seed(1)
         self.norm, self.linear = nn.LayerNorm(6), nn.Linear(6, 6)
-        self.root, self.shift = nn.RMSNorm(6), nn.Parameter(torch.randn(5, 6))
+        self.root, self.shift = nn.RMSNorm(6), nn.Parameter(torch.randn(8, 6))
         self.scale, self.number = nn.Parameter(torch.randn(6)), nn.Parameter(torch.tensor(1.5))
         self.double()
 
@@ -156,13 +156,13 @@ class Layers(nn.Module):
 def _in_place(m: Layers, x: Tensor) -> Tensor:
     x = x * 1
     same = x
-    x += m.norm(x)
+    x += m.norm(m.shift)
     functional.relu(x, inplace=True)
     return same * 2
 
 
 def _beside(m: Layers, x: Tensor) -> Tensor:
-    whole = m.shift.expand(2, 5, 6) * 1
+    whole = m.shift.expand(2, 8, 6) * 1
     whole += x
     return whole.cumsum(1)
 
@@ -174,8 +174,8 @@ PLACES: dict[str, Callable[[Layers, Tensor], Tensor]] = {
     "broadcast": lambda m, x: (x + m.shift) * m.scale + m.number,
     "from the left": lambda m, x: m.scale * x - m.shift / (1 + x.square()),
     "numbers": lambda m, x: 2 - (3 * x) ** 2 / 7,
-    "over positions": lambda m, x: functional.layer_norm(x, (5, 6)) + x.softmax(1),
-    "views": lambda m, x: x.transpose(0, 1).reshape(5, -1).view(5, 2, 6).permute(1, 0, 2).flatten(0, 1),
+    "over positions": lambda m, x: functional.layer_norm(x, (8, 6)) + x.softmax(1),
+    "views": lambda m, x: x.transpose(0, 1).reshape(8, -1).view(8, 2, 6).permute(1, 0, 2).flatten(0, 1),
     "items": lambda m, x: torch.cat([x[:, -1], x[0, :2], x[..., 3].t()[:, :1].expand(-1, 6), x[1]]),
     "shape": lambda m, x: x.view(x.shape[0], x.size(1), 2, x.size(-1) // 2).sum(2) * len(x) * x.numel(),
     "mean": lambda m, x: x - x.mean(1, keepdim=True) + x.std(),
@@ -193,7 +193,7 @@ PLACES: dict[str, Callable[[Layers, Tensor], Tensor]] = {
 def places() -> dict[str, float]:
     """The largest difference of outputs and gradients from one device's."""
     line, found = ranks(), {}
-    whole = torch.randn(2, 5, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64).requires_grad_()
+    whole = torch.randn(2, 8, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64).requires_grad_()
     for name, function in PLACES.items():
         models = Layers(), Layers()
         whole.grad = None

@@ -81,7 +81,8 @@ def copied(value: Tensor, slice_: Slice) -> Tensor:
 def summed(part: Tensor, slice_: Slice, dim: int = -2) -> Tensor:
     """The sum of all ranks' tensors: whole on all of them, or split by ``dim`` where that is a sequence."""
     dim %= max(part.dim(), 1)
-    if not slice_.sequence or part.dim() < 3 or part.shape[dim] < slice_.ranks.size:
+    # Of a share of one place it cannot be seen how it lies in memory, and so in which order dropout draws.
+    if not slice_.sequence or part.dim() < 3 or part.shape[dim] < 2 * slice_.ranks.size:
         return slice_.ranks.reduce(part, slice_.name)
     place = Slice(slice_.name, slice_.ranks, part.shape[dim])
     return Parted.of(slice_.ranks.scatter(part, dim, place.length, place.name), dim, place)
