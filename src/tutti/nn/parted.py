@@ -342,7 +342,8 @@ _EACH = (
 )
 _ATTRIBUTES = (
     *("dtype", "device", "layout", "is_cuda", "is_cpu", "ndim"),
-    *("requires_grad", "grad_fn", "is_leaf", "output_nr", "grad", "_version"),
+    *("is_nested", "is_sparse", "is_quantized", "is_meta", "itemsize", "requires_grad", "grad_fn", "is_leaf"),
+    *("output_nr", "grad", "_version"),
 )
 
 
