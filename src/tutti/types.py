@@ -241,7 +241,8 @@ class Setting:
         compile: mode and options of ``torch.compile``, or ``none``.
         spread: measure each worker's own gradient before the sum: ``Agreed.spread``.
         draws: whether the model may draw random numbers in training.
-        trial: calls the loss function on a model with a real micro-batch; None where there is none at hand.
+        trial: calls the loss function on a model with a real micro-batch, or no more samples of it than the second
+            argument says; None where there is none at hand.
     """
 
     grid: Grid
@@ -255,7 +256,7 @@ class Setting:
     compile: str = "none"
     spread: bool = False
     draws: bool = True
-    trial: Callable[[Any], Any] | None = None
+    trial: Callable[..., Any] | None = None
 
 
 class GradSink(Protocol):

@@ -61,7 +61,8 @@ class Division:
             restore(plain)
             setting.comms.model.agree(describe([plain]), "the model", "build the same model on every rank")
             self.plan = self._find(plain, setting)
-            self._said = {"split": _said(plain, self.plan, self._comm.size)}
+            between = "; positions between them" if config.sequence else ""
+            self._said = {"split": _said(plain, self.plan, self._comm.size) + between}
         self.parted = bool(self.plan) and (config.sequence or any(entry.role == "scores" for entry in self.plan))
         self.closed = frozenset(entry.name for entry in self.plan if entry.role == "within")
 

@@ -1,6 +1,6 @@
 """Which layers make scores whose loss can be computed while they are split by classes, found by computing the loss.
 
-The user's loss function is run once on a micro-batch, with the layer's output as a ``Parted`` of one share. Where the
+The user's loss function is run once on two samples, with the layer's output as a ``Parted`` of one share. Where the
 cross-entropy was all that had to know of other classes, the layer's outputs need never be gathered. Where anything else
 looks at them, the output is gathered as before: nothing here changes what is computed.
 """
@@ -21,9 +21,12 @@ from tutti.nn.parted import Parted, whole
 from tutti.nn.slices import Ranks, Slice
 from tutti.nn.sync import peers_of
 
+_SAMPLES = 2
+"""In the trial: no more than needed, for in it scores are whole."""
+
 
 def with_scores(
-    plain: nn.Module, plan: Sequence[Entry], trial: Callable[[Any], Any] | None, device: torch.device
+    plain: nn.Module, plan: Sequence[Entry], trial: Callable[..., Any] | None, device: torch.device
 ) -> list[Entry]:
     """The plan, in which those of the gathered linear layers are ``scores`` whose outputs a loss alone looks at.
 
@@ -41,7 +44,7 @@ def hooked(plain: nn.Module) -> bool:
 
 
 def _lasting(
-    plain: nn.Module, names: Sequence[str], trial: Callable[[Any], Any], device: torch.device
+    plain: nn.Module, names: Sequence[str], trial: Callable[..., Any], device: torch.device
 ) -> Collection[str]:
     if peers_of(plain) is not None or hooked(plain):
         return ()
@@ -50,7 +53,7 @@ def _lasting(
         with untouched(plain, device), ExitStack() as stack:
             for name, ranks in alone.items():
                 stack.callback(plain.get_submodule(name).register_forward_hook(_hook(name, ranks)).remove)
-            trial(plain)
+            trial(plain, _SAMPLES)
     except Exception:
         # Whatever is wrong with it will be said in the first step.
         return ()

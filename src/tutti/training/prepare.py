@@ -268,12 +268,12 @@ def _as_one(setting: Setting, together: bool) -> Setting:
 
 def _trial(
     data: Source | Stream, contract: BatchContract, place: Callable[[Any], Any], loss: LossFn | None
-) -> Callable[[Any], Any] | None:
-    """What calls the loss function on a model with the data set's first samples, as many as a micro-batch has."""
+) -> Callable[..., Any] | None:
+    """What calls the loss function on a model with the data set's first samples: a micro-batch, or ``most`` of it."""
     if loss is None or isinstance(data, Stream):
         return None
     first = np.arange(len(contract.first_cell(contract.samples(0))))
-    return lambda model: loss(model, place(data.fetch(first, None)))
+    return lambda model, most=None: loss(model, place(data.fetch(first[:most], None)))
 
 
 def _precise(model: nn.Module, precision: str | None, channels_last: bool) -> torch.dtype:
