@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, Literal, Self
 
 from tutti.errors import UsageError
 from tutti.spec import Duration
@@ -46,8 +46,6 @@ class SplitConfig(AllReduceConfig):
 
     shards: int = 1
     stage: int = 1
-    offload: ClassVar[bool] = False
-    param_dtype: ClassVar[None] = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -106,6 +106,15 @@ class TensorConfig:
         if self.least < 0:
             raise ValueError(f"least is {self.least}, must be at least 0")
 
+    def check(self, shape: Mapping[str, int], cuda: bool, compiled: bool) -> None:
+        """Raise UsageError where the options do not go with ``--compile``."""
+        if self.sequence and compiled:
+            raise UsageError(
+                "sequence=true does not go with --compile",
+                why="what is compiled would be given a share of the positions",
+                remedy="leave out one of the two",
+            )
+
 
 @dataclass(frozen=True, kw_only=True)
 class HybridConfig(TensorConfig, PipelineConfig):
@@ -126,6 +135,11 @@ class HybridConfig(TensorConfig, PipelineConfig):
         PipelineConfig.__post_init__(self)
         if self.replicas is not None and self.replicas < 1:
             raise ValueError(f"replicas is {self.replicas}, must be at least 1")
+
+    def check(self, shape: Mapping[str, int], cuda: bool, compiled: bool) -> None:
+        """As of ``TensorConfig`` and ``PipelineConfig``."""
+        TensorConfig.check(self, shape, cuda, compiled)
+        PipelineConfig.check(self, shape, cuda, compiled)
 
 
 def check_cuts(cuts: Sequence[str], stages: int) -> None:

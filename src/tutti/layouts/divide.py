@@ -54,7 +54,7 @@ class Division:
         self.plan: list[Entry] = []
         self._said: dict[str, str] = {}
         if config.sequence:
-            _check_sequence(plain, setting)
+            _check_sequence(plain)
         self._specs: dict[str, ShardSpec] = {}
         if self._comm.size > 1:
             _check(plain)
@@ -137,11 +137,10 @@ def _tensors(module: nn.Module) -> list[Tensor]:
     return [p.data for _, p in parameters([module])] + [slot.get() for slot in buffers([module])]
 
 
-def _check_sequence(plain: nn.Module, setting: Setting) -> None:
-    other = "compile" if setting.compile != "none" else "hooks on the gradients of modules" if hooked(plain) else ""
-    if other:
+def _check_sequence(plain: nn.Module) -> None:
+    if hooked(plain):
         raise UsageError(
-            f"sequence=true does not go with {other}",
+            "sequence=true does not go with hooks on the gradients of modules",
             why="they would be given a share of the positions",
             remedy="leave out one of the two",
         )
