@@ -44,6 +44,7 @@ def draw(ladder: Ladder, rows: Mapping[str, Row], metric: str, caption: str, pat
         label = f"{rung.name}: {number(row.mean)}"
         axes.plot(epochs, means, color=colour, marker=marker, markersize=4, linewidth=2, label=label)
     axes.set_xlabel("epoch")
+    axes.locator_params(axis="x", integer=True)
     axes.set_ylabel(f"held-out {metric}")
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)

@@ -158,10 +158,11 @@ def svg(rows: Sequence[Row], title: str) -> str:
         f'<rect width="{_WIDTH}" height="{bottom + 36}" fill="#FFFFFF"/>',
         f'<text x="{_LEFT}" y="22" font-size="15">{escape(title)}</text>',
     ]
-    for place, phase in enumerate(phases):
-        at = _LEFT + 115 * place
+    at = _LEFT
+    for phase in phases:
         out.append(f'<rect x="{at}" y="36" width="12" height="12" fill="{COLOURS[phase]}" stroke="#BBBBBB"/>')
         out.append(f'<text x="{at + 17}" y="47" font-size="12">{phase}</text>')
+        at += 44 + 7 * len(phase)
     for rank, row in enumerate(rows):
         y = top + rank * (_HEIGHT + _GAP)
         out.append(f'<text x="{_LEFT - 8}" y="{y + 18}" font-size="12" text-anchor="end">device {rank}</text>')
