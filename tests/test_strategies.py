@@ -104,7 +104,12 @@ def test_shape_of_the_grid(text: str, devices: int, shape: tuple[int, int]) -> N
         ("hybrid:stages=2,tensor=2", 6, {}, ["6 devices cannot hold 2 stages × 2 tensor", "a multiple of 4 devices"]),
         ("hybrid:replicas=2,stages=2,tensor=2", 6, {}, ["2 replicas × 2 stages × 2 tensor", "take 8 devices"]),
         ("hybrid:stages=2,tensor=2", 8, {"workers": 1}, ["1 workers cannot be spread over 2 data ranks"]),
-        ("hybrid:shards=3,tensor=2", 8, {}, ["8 devices cannot hold 3 shards × 2 tensor ranks", "a multiple of 6 devices"]),
+        (
+            "hybrid:shards=3,tensor=2",
+            8,
+            {},
+            ["8 devices cannot hold 3 shards × 2 tensor ranks", "a multiple of 6 devices"],
+        ),
         ("hybrid:shards=2,tensor=2", 4, {"workers": 1}, ["1 workers cannot be spread over 2 data ranks"]),
         ("hybrid:shards=2,tensor=2", 4, {"adaptive": True}, ["adascale does not go with strategy 'hybrid'"]),
         ("mirrored", 4, {"workers": 3}, ["3 workers cannot be spread over 4 data ranks", "--devices 3"]),

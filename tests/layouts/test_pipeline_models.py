@@ -179,7 +179,10 @@ def told(**arguments: Any) -> str:
     ("options", "words"),
     [
         ({"strategy": "pipeline:micro_batches=4", "micro_batch": 2}, "both say how a worker's share is cut"),
-        ({"strategy": "pipeline:schedule=zero_bubble", "compile": "default:backend=eager"}, "does not go with --compile"),
+        (
+            {"strategy": "pipeline:schedule=zero_bubble", "compile": "default:backend=eager"},
+            "does not go with --compile",
+        ),
     ],
 )
 def test_what_does_not_go_together_is_refused(options: dict[str, Any], words: str) -> None:
