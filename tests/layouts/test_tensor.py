@@ -223,7 +223,7 @@ def refused(kind: str) -> str:
 REFUSED = {
     "twice": "split over ranks before",
     "exact": "not reproducible",
-    "compiled": "sequence=true does not go with compile",
+    "compiled": "sequence=true does not go with --compile",
     "hooked": "does not go with hooks on the gradients of modules",
 }
 
