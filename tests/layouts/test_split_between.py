@@ -143,3 +143,21 @@ def test_every_rank_has_its_part_of_the_optimizer() -> None:
     assert max(parts) <= 0.3 * whole
     slices = worlds.run(2, remembered, strategy="tensor:least=1")
     assert sum(parts) == sum(slices)
+
+
+def overflowing(strategy: str) -> Any:
+    scale = "dynamic:init=1073741824,max=1073741824,backoff_factor=9.5367431640625e-07,growth_interval=2"
+    run = prepare("gpt", strategy, "sgd:lr=0.1", precision="fp16", loss_scale=scale, ema=None, workers=2)
+    skipped = []
+    for batch in run.epoch(0):
+        run.step(batch)
+        skipped.append(bool(run.updated and run.updated.skipped))
+    return {name: tensor.numpy().copy() for name, tensor in run.state().items()}, skipped
+
+
+@pytest.mark.parametrize("strategy", ["hybrid:shards=2,tensor=2,least=1", "hybrid:shards=2,stages=2"])
+def test_an_overflow_of_one_part_is_all_parts(strategy: str) -> None:
+    [(want, told)] = worlds.run(1, overflowing, strategy="single")
+    for got, skipped in worlds.run(4, overflowing, strategy=strategy):
+        assert skipped == told and True in skipped
+        assert largest_difference(got, want) <= 2e-3
