@@ -55,6 +55,19 @@ def test_what_goes_from_stage_to_stage_is_whole() -> None:
     assert worlds.run(4, crossing) == [{"Tensor"}] * 4
 
 
+def narrow(strategy: str) -> Any:
+    run = prepare("gpt, dropout", strategy, "sgd:lr=0.1", precision="bf16", ema=None)
+    train(run, 3)
+    return {name: tensor.numpy().copy() for name, tensor in run.state().items()}
+
+
+def test_positions_split_in_bfloat16() -> None:
+    [want] = worlds.run(1, narrow, strategy="single")
+    for strategy in (SPLIT, SEQUENCE):
+        for got in worlds.run(3, narrow, strategy=strategy):
+            assert largest_difference(got, want) <= 5e-3
+
+
 def test_positions_split_and_activations_computed_again() -> None:
     check("gpt, dropout", SEQUENCE, 2, activation_checkpointing="blocks")
     check("inline", SEQUENCE, 2, activation_checkpointing="blocks", optimizer=OPTIMIZERS["sgd momentum"])
