@@ -42,6 +42,7 @@ class Strategy:
         one_model: workers hold the same weights at any time, so that their samples may be normalised together.
         averages: all ranks see the same parameters after an update, so that their average can be kept.
         worker_gradients: each worker's own gradient can be seen before the sum.
+        outlives: ranks go on where one is killed; none needs another for a step.
         most_devices: largest number of devices; None for no limit.
         needs: module, package and extra that it does not work without.
     """
@@ -57,6 +58,7 @@ class Strategy:
     one_model: bool = True
     averages: bool = True
     worker_gradients: bool = True
+    outlives: bool = False
     most_devices: int | None = None
     needs: tuple[str, str, str] | None = None
 

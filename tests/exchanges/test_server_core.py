@@ -52,6 +52,21 @@ def test_staleness_is_the_updates_since_the_reading() -> None:
     assert core.staleness == {0: 2, 1: 1, 2: 2}
 
 
+def test_a_worker_that_is_known_to_be_gone_is_not_waited_for_at_all() -> None:
+    gone: set[int] = set()
+    core = Core(3, bound=1, gone=lambda: gone)
+    for clock in range(2):
+        core.push(0, clock, 0, lambda _: None)
+        core.push(1, clock, 0, lambda _: None)
+    assert not core.may_proceed(0)
+    gone.add(2)
+    assert core.may_proceed(0)
+    core.push(0, 2, 0, lambda _: None)
+    core.push(0, 3, 0, lambda _: None)
+    assert not core.may_proceed(0), "the others are"
+    assert core.steps == [4, 2, 0]
+
+
 def test_a_worker_that_is_gone_is_no_longer_waited_for() -> None:
     now = [0.0]
     core = Core(2, bound=1, lease=10, now=lambda: now[0])

@@ -35,7 +35,7 @@ def loss(model, batch):
     return nn.functional.cross_entropy(model(inputs), labels)
 """
 OPTIONS = (
-    *("--workers", "4", "--batch-size", "12", "--optimizer", "adam:lr=0.01", "--reproducible"),
+    *("--workers", "4", "--batch-size", "12", "--optimizer", "adam:lr=0.01"),
     *("--eval-every", "none", "--checkpoint-every", "50st"),
 )
 
@@ -158,8 +158,9 @@ def torchrun(host: int, task: list[str]) -> list[str]:
 
 
 @pytest.mark.row(11)
-def test_a_slow_link_that_fails_for_two_seconds_changes_no_bit(hosts: Hosts) -> None:
-    task = [write_task(hosts.folder, SLOW), *OPTIONS, "--steps", "150"]
+@pytest.mark.parametrize("strategy", ["mirrored", "parameter_server:servers=2"])
+def test_a_slow_link_that_fails_for_two_seconds_changes_no_bit(strategy: str, hosts: Hosts) -> None:
+    task = [write_task(hosts.folder, SLOW), *OPTIONS, "--reproducible", "--steps", "150", "--strategy", strategy]
     hosts.throttle("10mbit")
     both = [hosts.start(host, torchrun(host, [*task, "--out", "two"])) for host in (0, 1)]
     until(lambda: steps(hosts.folder, "two") >= 1 or any(process.poll() is not None for process in both))
@@ -177,8 +178,36 @@ def test_a_slow_link_that_fails_for_two_seconds_changes_no_bit(hosts: Hosts) -> 
 
 
 @pytest.mark.row(10)
-def test_a_link_that_stays_down_ends_every_rank_on_both_sides(hosts: Hosts) -> None:
-    words = ["train", write_task(hosts.folder, SLOW), *OPTIONS, "--steps", "100000", "--timeout", "12", "--out", "out"]
+@pytest.mark.parametrize("mode", ["async", "bounded,staleness=2"])
+def test_workers_go_on_after_a_link_to_their_servers_was_down_for_two_seconds(mode: str, hosts: Hosts) -> None:
+    task = [write_task(hosts.folder, SLOW), *OPTIONS, "--steps", "150", "--strategy", f"parameter_server:mode={mode}"]
+    both = [hosts.start(host, torchrun(host, [*task, "--out", "out"])) for host in (0, 1)]
+    until(lambda: steps(hosts.folder, "out") >= 10 or any(process.poll() is not None for process in both))
+    hosts.cable("down")
+    time.sleep(2)
+    assert steps(hosts.folder, "out") < 150
+    hosts.cable("up")
+    for result in map(ended, both):
+        assert result.code == 0, result.err
+    [server] = summary(hosts.folder, "out")["servers"]  # type: ignore[misc]
+    assert (server["updates"], server["steps"]) == (4 * 150, [150] * 4), "each push has counted, and once"
+
+
+SILENT = ": parameter server 0 does not answer (rank 2)"
+
+
+@pytest.mark.row(10)
+@pytest.mark.parametrize(
+    ("strategy", "far_says"),
+    [
+        ("mirrored", ", and rank 0 does not answer (rank 2)"),
+        ("parameter_server", ", and rank 0 does not answer (rank 2)"),
+        ("parameter_server:mode=async", SILENT),
+    ],
+)
+def test_a_link_that_stays_down_ends_every_rank_on_both_sides(strategy: str, far_says: str, hosts: Hosts) -> None:
+    options = [*OPTIONS, "--steps", "100000", "--strategy", strategy, "--timeout", "12", "--out", "out"]
+    words = ["train", write_task(hosts.folder, SLOW), *options]
     ranks = [hosts.slurm([2, 1], rank, *words) for rank in range(3)]
     until(lambda: steps(hosts.folder, "out") >= 1 or any(process.poll() is not None for process in ranks))
     hosts.cable("down")
@@ -188,7 +217,7 @@ def test_a_link_that_stays_down_ends_every_rank_on_both_sides(hosts: Hosts) -> N
         assert "did not finish within 12 s; missing: rank 2 " in complaint(result)[0]
         assert f"(rank {number})" in complaint(result)[0]
     assert far.code == 5, far.err
-    assert "did not finish within 12 s, and rank 0 does not answer (rank 2)" in complaint(far)[0]
+    assert far_says in complaint(far)[0]
     assert summary(hosts.folder, "out")["exit_code"] == 5
 
 

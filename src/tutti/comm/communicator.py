@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
@@ -18,13 +17,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tutti.comm.groups import groups
+from tutti.comm.meetings import Meetings
 from tutti.comm.stall import Call, StallInspector
 from tutti.errors import MismatchError
 from tutti.laws.keys import mix, name_key
-from tutti.world import context, heartbeat
+from tutti.world import lost
 from tutti.world.context import World
 from tutti.world.grid import Grid
-from tutti.world.heartbeat import Phase
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Work
@@ -69,6 +69,9 @@ class Communicator:
         world: this process's place.
         group: control process group; None for one rank.
         fast: process group of the gradient path; None for one rank.
+
+    Attributes:
+        meetings: what carries control calls once ranks may be lost on the way; None where all end together.
     """
 
     def __init__(
@@ -84,8 +87,18 @@ class Communicator:
         self.device = world.device
         self._group, self._fast, self.global_rank = group, fast, world.identity.rank
         self.stall = StallInspector(world.store, world.identity.rank, world.identity.size, world.timeout)
+        self.meetings: Meetings | None = None
         self._sequence = 0
         self._transfers: dict[tuple[str, int, int], int] = {}
+
+    @property
+    def there(self) -> Sequence[int]:
+        """Those of its ranks, by place, that took part in the last control call: all, where none may be lost."""
+        return range(self.size) if self.meetings is None else self.meetings.there
+
+    def lost(self) -> Mapping[int, str]:
+        """Ranks that are lost, and how each ended."""
+        return {} if self.meetings is None else self.meetings.notes.lost()
 
     # --- the gradient path: verified once, no header ---------------------------------------------------------------
 
@@ -167,7 +180,7 @@ class Communicator:
         sender, receiver = self.ranks[source], self.ranks[to]
         pair = min(sender, receiver), max(sender, receiver)
         number = self._transfers[kind, source, to] = self._transfers.get((kind, source, to), 0) + 1
-        work = dist.broadcast(tensor, sender, group=_groups(pair, _channel(kind, sender))[1], async_op=True)
+        work = dist.broadcast(tensor, sender, group=groups(pair, _channel(kind, sender))[1], async_op=True)
         call = Call(f"{kind} {number} from rank {sender} to rank {receiver}", pair)
         if sending:
             self.stall.sent.append(call.text)
@@ -179,17 +192,23 @@ class Communicator:
         """In-place sum over the ranks. Raises MismatchError where shape, dtype, name or operation differ."""
         if self.size > 1:
             self._compare(f"all_reduce '{name}' of {_shape(tensor)}")
+            if self.meetings is not None:
+                tensor.copy_(torch.stack(self.meetings.tensors(tensor, f"all_reduce '{name}'")).sum(0))
+                return
             self._wait(dist.all_reduce(tensor, group=self._carrier(tensor), async_op=True), f"all_reduce '{name}'")
 
     def broadcast(self, tensor: Tensor, source: int, name: str) -> None:
         """In-place copy from rank ``source`` of this communicator. Raises MismatchError as ``all_reduce``."""
         if self.size > 1:
             self._compare(f"broadcast '{name}' of {_shape(tensor)} from {source}")
+            if self.meetings is not None:
+                self.meetings.copy(tensor, source, f"broadcast '{name}'")
+                return
             work = dist.broadcast(tensor, self.ranks[source], group=self._carrier(tensor), async_op=True)
             self._wait(work, f"broadcast '{name}'")
 
     def all_gather(self, tensor: Tensor, name: str) -> list[Tensor]:
-        """Every rank's tensor, in rank order; all of one shape and dtype. Raises MismatchError as ``all_reduce``."""
+        """The tensor of every rank that is ``there``; all of one shape and dtype. Raises MismatchError as others."""
         if self.size == 1:
             return [tensor]
         self._compare(f"all_gather '{name}' of {_shape(tensor)}")
@@ -228,7 +247,7 @@ class Communicator:
         said = self.texts(lines[differ] if differ < len(lines) else "(nothing)", f"comparing {name}")
         raise MismatchError(
             f"ranks disagree about {name}: rank {self.ranks[0]} has {said[0]}, "
-            f"rank {self.ranks[other]} has {said[other]}",
+            f"rank {self.ranks[self.there[other]]} has {said[other]}",
             where=f"rank {self.global_rank}, entry {differ}",
             remedy=remedy,
         )
@@ -244,13 +263,13 @@ class Communicator:
         other = int((headers != headers[0]).any(dim=1).nonzero()[0])
         raise MismatchError(
             f"ranks are in different collectives: rank {self.ranks[0]} in {said[0]}, "
-            f"rank {self.ranks[other]} in {said[other]}",
+            f"rank {self.ranks[self.there[other]]} in {said[other]}",
             where=f"rank {self.global_rank}",
             remedy="nothing was sent; make all ranks call the same collectives with the same shapes, in the same order",
         )
 
     def texts(self, text: str, name: str) -> list[str]:
-        """Every rank's text, in rank order, each cut to 1 KiB. ``name`` is shown where a rank does not come."""
+        """The text of every rank that is ``there``, each cut to 1 KiB. ``name`` is shown where one does not come."""
         if self.size == 1:
             return [text]
         raw = text.encode()[:_TEXT]
@@ -260,6 +279,8 @@ class Communicator:
         return [bytes(t.numpy()).rstrip(b"\0").decode(errors="replace") for t in texts]
 
     def _gather(self, tensor: Tensor, text: str) -> list[Tensor]:
+        if self.meetings is not None:
+            return self.meetings.tensors(tensor, text)
         parts = [torch.empty_like(tensor) for _ in self.ranks]
         self._wait(dist.all_gather(parts, tensor, group=self._carrier(tensor), async_op=True), text)
         return parts
@@ -295,6 +316,21 @@ class Communicators:
             self._axes[name] = self._line(f"{name} axis", name)
         return self._axes[name]
 
+    def outlive(self) -> bool:
+        """Go on without ranks that are killed from now on, not rank 0; whether the launcher lets them go. Collective.
+
+        For exchanges in which nobody needs another rank for a step; every rank holds the whole model.
+        """
+        notes = lost.notes()
+        if notes is None or self.replica.size < 2:
+            return False
+        self.world.meetings = self.replica.meetings = meetings = Meetings(notes, self._world)
+        # Once all are here, nobody is in a collective any more that a lost one could break.
+        meetings.gather(b"", "the start of all ranks")
+        if self._world.identity.rank:
+            notes.offer(self._world.identity.rank)
+        return True
+
     def linked(self, name: str, kinds: Mapping[str, int]) -> Communicator:
         """``axis(name)`` with channels between neighbours, the last rank and the first among them, for ``start_send``.
 
@@ -304,16 +340,16 @@ class Communicators:
             for (here, rank), (kind, way) in product(enumerate(line), kinds.items()):
                 other = line[(here + way) % len(line)]
                 if other != rank:
-                    _groups((min(rank, other), max(rank, other)), _channel(kind, rank))
+                    groups((min(rank, other), max(rank, other)), _channel(kind, rank))
         return self.axis(name)
 
     def among(self, name: str, places: Sequence[int], purpose: str) -> Communicator | None:
         """The ranks at ``places`` of ``axis(name)``, with a group of their own; None elsewhere. Collective."""
         here = self._grid.along(name)
         for line in self._lines(name):
-            groups = _groups(tuple(line[place] for place in places), purpose)
+            made = groups(tuple(line[place] for place in places), purpose)
             if line == here:
-                mine = groups
+                mine = made
         ranks = tuple(here[place] for place in places)
         return Communicator(purpose, ranks, self._world, *mine) if self._grid.rank in ranks else None
 
@@ -326,7 +362,7 @@ class Communicators:
 
     def _line(self, name: str, *axes: str, purpose: str = "") -> Communicator:
         """This rank's line along ``axes``. Collective: every rank makes the groups of all lines, in one order."""
-        made = {line: _groups(line, purpose) for line in self._lines(*axes)}
+        made = {line: groups(line, purpose) for line in self._lines(*axes)}
         mine = self._grid.along(*axes)
         return Communicator(name, mine, self._world, *made[mine])
 
@@ -338,25 +374,7 @@ class Communicators:
 def everybody(world: World) -> Communicator:
     """All ranks of the job, whatever grid each believes in. Collective."""
     ranks = tuple(range(world.identity.size))
-    return Communicator("world", ranks, world, *_groups(ranks))
-
-
-_cache: dict[tuple[Any, tuple[int, ...], str], tuple[ProcessGroup | None, ProcessGroup | None]] = {}
-
-
-def _groups(ranks: tuple[int, ...], purpose: str = "") -> tuple[ProcessGroup | None, ProcessGroup | None]:
-    """Control group of ``ranks`` and the fast one for a purpose (gradients), made once a world: they are not free."""
-    if len(ranks) == 1:
-        return None, None
-    key = (dist.group.WORLD, ranks, purpose)
-    if key not in _cache:
-        # Left alone a group takes half an hour. Later than our own limit, so that our message comes first.
-        limit = timedelta(seconds=context.current().timeout + 60)
-        with heartbeat.training.during(Phase.MEETING):
-            control = _groups(ranks)[0] if purpose else dist.new_group(list(ranks), backend="gloo", timeout=limit)
-            fast = dist.new_group(list(ranks), timeout=limit)
-        _cache[key] = (control, fast)
-    return _cache[key]
+    return Communicator("world", ranks, world, *groups(ranks))
 
 
 def _channel(kind: str, sender: int) -> str:

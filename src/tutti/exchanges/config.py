@@ -197,6 +197,7 @@ class ParameterServerConfig:
             "workers_together": False,
             "one_model": False,
             "averages": False,
+            "outlives": True,
         }
 
 

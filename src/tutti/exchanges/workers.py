@@ -61,6 +61,20 @@ class WorkerBuffers:
         if self._inside >= 0:
             self._own[self._inside] = [slot.get() for slot in self._slots]
 
+    def of_all(self) -> dict[str, Tensor]:
+        """``state`` of every worker; of those whose rank is lost the merged model's. Collective, as ``merged``."""
+        if self._setting.workers == 1 or not self._slots:
+            return {}
+        self._take_out()
+        table = self._gather()
+        rows = dict(zip(_present(self._comm, self._setting.workers), zip(*table, strict=True), strict=True))
+        lost = list(self._merge(table).values())
+        return {
+            f"{worker}/{slot.name}": tensor
+            for worker in range(self._setting.workers)
+            for slot, tensor in zip(self._slots, rows.get(worker, lost), strict=True)
+        }
+
     def merged(self) -> dict[str, Tensor]:
         """All N workers' buffers as one model's, the same bits on every rank and for any number of ranks.
 
@@ -73,15 +87,18 @@ class WorkerBuffers:
         if self._setting.workers == 1:
             return {slot.name: slot.get() for slot in self._slots}
         self._take_out()
-        table = self._gather()
-        by_name = {slot.name: table[i] for i, slot in enumerate(self._slots)}
+        return self._merge(self._gather())
+
+    def _merge(self, table: Sequence[Tensor]) -> dict[str, Tensor]:
+        by_name = {slot.name: rows for slot, rows in zip(self._slots, table, strict=True)}
         return {slot.name: _merge(slot, by_name) for slot in self._slots}
 
     def _gather(self) -> list[Tensor]:
-        """For each slot a tensor (N, *shape) of all workers, in worker order."""
+        """For each slot a tensor (N, *shape) of all workers that are there, in worker order."""
         slots = range(len(self._slots))
         dtypes = sorted({slot.get().dtype for slot in self._slots}, key=str)
         table: list[Tensor] = [torch.empty(0)] * len(self._slots)
+        there = self._comm.there
         for dtype in dtypes:
             members = [i for i in slots if self._slots[i].get().dtype == dtype]
             rows = [torch.cat([self._own[w][i].reshape(-1) for i in members]) for w in self._setting.mine]
@@ -91,7 +108,8 @@ class WorkerBuffers:
                 shape = self._slots[i].get().shape
                 table[i] = everyone[:, start : start + shape.numel()].reshape(-1, *shape)
                 start += shape.numel()
-        return table
+        # One that was lost on the way is in some of them.
+        return table if self._comm.there == there else self._gather()
 
 
 def _gather_rows(rows: Sequence[Tensor], comm: Communicator, workers: int) -> Tensor:
@@ -101,7 +119,12 @@ def _gather_rows(rows: Sequence[Tensor], comm: Communicator, workers: int) -> Te
     padded = mine.new_zeros(most, mine.shape[1])
     padded[: len(rows)] = mine
     parts = comm.all_gather(padded, "buffers of all workers")
-    return torch.cat([part[: len(share(workers, comm.size, r))] for r, part in enumerate(parts)])
+    return torch.cat([p[: len(share(workers, comm.size, r))] for r, p in zip(comm.there, parts, strict=True)])
+
+
+def _present(comm: Communicator, workers: int) -> list[int]:
+    """The workers of the ranks that took part in the last call."""
+    return [worker for rank in comm.there for worker in share(workers, comm.size, rank)]
 
 
 def _merge(slot: Slot, table: dict[str, Tensor]) -> Tensor:

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 _POLL = 0.005
 # A network file system may show what another host has made a little later.
 _APPEARS = 5.0
+_NOTHING = json.dumps({"records": []})
 _MUST_AGREE = ("workers", "global_batch_size", "batch_growth", "training_samples", "seed", "optimizer_class")
 
 
@@ -207,7 +208,7 @@ class Checkpoints:
 
     def _finish(self, temporary: Path, key: str, step: int, facts: Mapping[str, Any]) -> str:
         """Rank 0: the checkpoint, once all ranks have reported; what went wrong, or nothing."""
-        answers = [json.loads(self._await(f"{key}/{rank}")) for rank in range(self._world.identity.size)]
+        answers = [json.loads(self._await(f"{key}/{rank}", rank)) for rank in range(self._world.identity.size)]
         errors = [f"rank {rank}: {answer['error']}" for rank, answer in enumerate(answers) if "error" in answer]
         try:
             if errors:
@@ -222,12 +223,17 @@ class Checkpoints:
             return str(error)
         return ""
 
-    def _await(self, key: str) -> str:
-        """What another rank's thread leaves under ``key``. Polls: a blocking wait would hold the store's connection."""
+    def _await(self, key: str, rank: int = 0) -> str:
+        """What another rank's thread leaves under ``key``. Polls: a blocking wait would hold the store's connection.
+
+        Where ranks may be lost, rank 0 writes all there is.
+        """
         end = time.monotonic() + self._world.timeout
-        store = self._world.store
+        store, comm = self._world.store, self._run.setting.comms.world
         with heartbeat.saving.during(Phase.WAITING):
             while not store.check([key]):
+                if rank in comm.lost():
+                    return _NOTHING
                 if time.monotonic() > end:
                     raise PeerError(
                         f"a save did not finish within {self._world.timeout:g} s",

@@ -116,7 +116,8 @@ class Checks:
             key = _number(digest(seen)) if suspicion.tells(seen, _SAMPLES) else 0
             row.copy_(torch.tensor([len(seen) >= _SAMPLES, key]))
         enough, keys, where = True, [], []
-        for rank, rows in enumerate(comm.all_gather(table, "digests of the first samples")):
+        tables = comm.all_gather(table, "digests of the first samples")
+        for rank, rows in zip(comm.there, tables, strict=True):
             for whole, key in rows[: len(contract.mine(rank))].tolist():
                 enough = enough and bool(whole)
                 keys.append(key or None)
@@ -283,7 +284,7 @@ class Checks:
         # A sample that is another one each time says nothing.
         key = _number(digest(seen)) if seen == [_samples(source, end, end + 1) for end in ends] else 0
         keys = [int(row) for row in comm.all_gather(torch.tensor([key]), "digests of held-out samples")]
-        other = next((rank for rank, key in enumerate(keys) if key != keys[0]), None)
+        other = next((rank for rank, key in zip(comm.there, keys, strict=True) if key != keys[0]), None)
         if all(keys) and other is not None:
             said = f"rank {other} was given other held-out samples than rank 0, a part of them for each"
             self.diagnoses.report("padded-evaluation", said, self._run.clock)

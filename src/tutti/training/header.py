@@ -41,6 +41,7 @@ def derived(
         "training": f"{length}, {config.precision}{exact}{_forward(config)}",
         "learning rate": _rate(config, run.setting.workers),
         **_noise(config, run),
+        **({"a killed rank": "is gone on without, but for rank 0"} if run.losses is not None else {}),
         **_kept(config),
         **({"slowed": "; ".join(map(str, config.slowness()))} if config.slowness() else {}),
         "seed": str(config.seed),

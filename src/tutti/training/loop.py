@@ -277,8 +277,11 @@ def _scales(scale: LossScale | None) -> str:
 
 
 def _chosen(run: Run, saver: Checkpoints | None) -> dict[str, Any]:
-    """What there is besides the last weights: steps' worth, the weights' average, the best checkpoint. Collective."""
+    """Besides the last weights: steps' worth, the weights' average, the best checkpoint, lost ranks. Collective."""
     found: dict[str, Any] = {}
+    if run.losses is not None:
+        run.losses.look()
+        found |= {"lost_ranks": run.losses.found} if run.losses.found else {}
     if run.adascale is not None:
         mean = run.adascale.tau / run.updates if run.updates else None
         found["adascale"] = {**run.adascale.values(), "gain": mean}

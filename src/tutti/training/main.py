@@ -81,6 +81,8 @@ def main(task: str, config: TrainConfig, directory: str | None) -> int:
             for text in early:
                 listeners.warned(text)
             run.checks.diagnoses.tell = listeners.warned
+            if run.losses is not None:
+                run.losses.tell = listeners.warned
             steps = total if run.adascale is None else None
             if steps is not None and not config.regime_batch:
                 run.checks.planned(steps)

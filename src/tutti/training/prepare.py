@@ -38,6 +38,7 @@ from tutti.strategies import Choice
 from tutti.training.gate import gate
 from tutti.training.growing import growing
 from tutti.training.initial import begin_with
+from tutti.training.losses import Losses
 from tutti.training.optimizers import belongs, describe, factory, same_kernels
 from tutti.training.run import Run
 from tutti.training.slow import Slow, slowed
@@ -174,6 +175,8 @@ def prepare(
         gate(optimizer, run, choice)
     if init_from is not None:
         begin_with(run, init_from)
+    if choice.row.outlives and not isinstance(data, Stream):
+        run.losses = Losses(run) if comms.outlive() and identity.rank == 0 else None
     return run
 
 

@@ -1,7 +1,7 @@
 """The run directory: what a training run leaves on disk, readable by anything that reads TOML and JSON.
 
 ``config.toml`` (reruns the run) · ``metrics.jsonl`` (one object a step, an evaluation, a resume) · ``env.json`` ·
-``summary.json`` (appears whole, at the end). No torch at import.
+``summary.json`` and ``servers.svg`` (appear whole, at the end). No torch at import.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from tutti.errors import DiskError, UsageError
+from tutti.measure import servers
 from tutti.training.config import TrainConfig
 from tutti.training.listener import EvalRecord, Header, Pace
 from tutti.types import StepRecord
@@ -170,6 +171,19 @@ class RunDirectory:
     def finished(self, summary: Mapping[str, Any]) -> None:
         self._flush()
         _write_json(self.path / "summary.json", summary)
+        if told := summary.get("servers"):
+            title = f"{summary['task']} · {summary['strategy']} · {summary['workers']} workers"
+            _write(self.path / "servers.svg", servers.svg(told, self._updates(), title).encode())
+
+    def _updates(self) -> list[tuple[float, float]]:
+        """Seconds and updates after each step since this run began or was resumed."""
+        found: list[tuple[float, float]] = []
+        for line in map(json.loads, (self.path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()):
+            if line["group"] == "resume":
+                found.clear()
+            elif line["group"] == "train":
+                found.append((line["seconds"], line["updates"]))
+        return found
 
     def close(self) -> None:
         if not self._metrics.closed:

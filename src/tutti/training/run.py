@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +15,7 @@ from tutti.comm.gather import GatheredRows, gather_named
 from tutti.data.adapt import adapt
 from tutti.data.feed import evaluation, evaluation_blocks
 from tutti.data.reader import Position
+from tutti.data.source import Source
 from tutti.errors import UsageError
 from tutti.spec import Duration
 from tutti.state.fingerprint import weights_sha256
@@ -75,33 +76,44 @@ class Run(Steps):
         if chosen is None:
             raise UsageError("run.evaluate needs a loss function", remedy="give one here or to tutti.prepare")
         source = adapt(source)
-        grid, comms = self.setting.grid, self.setting.comms
         self.together(f"evaluation of {len(source)} samples" + " on the average" * averaged)
         with heartbeat.training.during(Phase.EVALUATE):
             self.checks.held_out(source, loss)
-        parts: dict[int, Totals] = {}
+        comm = self.setting.comms.replica
         with (
             self.checks.aside(),
             heartbeat.training.during(Phase.EVALUATE),
             self.replica.evaluating(self._merged(averaged, as_trained=True)),
         ):
-            blocks = evaluation(
-                *(source, grid.data_ranks, grid.data_rank, batch, self.feed.place, self.feed.prefetch),
-                even=bool(self.replica.sharded),
-            )
-            for number, cell in blocks:
-                heartbeat.training.beat()
-                part = self.replica.run([cell], chosen, None)
-                if cell.samples:
-                    parts[number] = part
-        names = comms.world.broadcast_json(parts[0].names if grid.data_rank == 0 else (), 0, "names of the metrics")
+            there: Sequence[int] | None = None
+            # A rank that is lost on the way had a part of the samples.
+            while there != comm.there:
+                there = comm.there
+                names, table = self._totals_of(source, batch, chosen)
+        value, count, *sums = table.sum(dim=0).tolist()
+        metrics = {n: s / count for n, s in zip(names, sums, strict=True)}
+        return Evaluation(value / count, metrics, len(source), averaged)
+
+    def _totals_of(self, source: Source, batch: int, loss: LossFn) -> tuple[Sequence[str], Tensor]:
+        """Names of the metrics, and each block's sums, shared out over the data ranks. Collective."""
+        comms = self.setting.comms
+        there = comms.replica.there
+        rank, ranks = there.index(comms.replica.rank), len(there)
+        blocks = evaluation(
+            *(source, ranks, rank, batch, self.feed.place, self.feed.prefetch), even=bool(self.replica.sharded)
+        )
+        parts: dict[int, Totals] = {}
+        for number, cell in blocks:
+            heartbeat.training.beat()
+            part = self.replica.run([cell], loss, None)
+            if cell.samples:
+                parts[number] = part
+        names = comms.world.broadcast_json(parts[0].names if rank == 0 else (), 0, "names of the metrics")
         table = torch.zeros(len(evaluation_blocks(len(source), batch)), 2 + len(names), dtype=torch.float64)
         for number, part in parts.items():
             table[number] = part.lanes.double().cpu()
         comms.replica.all_reduce(table, "totals of the evaluation")
-        value, count, *sums = table.sum(dim=0).tolist()
-        metrics = {n: s / count for n, s in zip(names, sums, strict=True)}
-        return Evaluation(value / count, metrics, len(source), averaged)
+        return names, table
 
     @contextmanager
     def profile(self, folder: str | Path) -> Iterator[None]:

@@ -19,6 +19,7 @@ from tutti.optim.adascale import AdaScale
 from tutti.optim.loss_scale import LossScale
 from tutti.optim.noise import Multiplicative
 from tutti.training.checks import Checks
+from tutti.training.losses import Losses
 from tutti.training.step import step
 from tutti.types import (
     Agreed,
@@ -62,6 +63,7 @@ class Steps:
         noise: on the gradient; None without.
         adascale: the gain of each step; None without.
         checks: what looks for classic mistakes, and what it found.
+        losses: ranks that the run goes on without; None on other ranks than 0, and where it would end with any.
     """
 
     def __init__(
@@ -100,6 +102,7 @@ class Steps:
         self.optimizer: Optimizer | None = None
         self.savers: dict[tuple[Path, int], Checkpoints] = {}
         self.checks = Checks(self)
+        self.losses: Losses | None = None
 
     @property
     def steps_per_epoch(self) -> int:
@@ -368,6 +371,8 @@ class Steps:
             self.samples += self._drawn.samples
             self.at = self._drawn.after
         self.updates += updated.updates
+        if self.losses is not None:
+            self.losses.look()
         if self.average is not None and updated.updates and updated.together:
             self.average.update()
         # A lower scale may cure a gradient that overflowed, but not a loss that did.

@@ -82,7 +82,7 @@ def traced(run: Run, folder: Path) -> Iterator[None]:
 def _gathered(comm: Communicator, own: list[Segment], start: float) -> list[list[Segment]]:
     """Every rank's segments, in seconds from its own start of the trace. One broadcast a rank."""
     told = [[s.phase, s.start - start, s.end - start, s.call, s.ranks] for s in own]
-    rows = [comm.broadcast_json(told, source, "the trace") for source in range(comm.size)]
+    rows = [comm.broadcast_json(told, source, "the trace") for source in comm.there]
     return [[Segment(p, a, b, call, tuple(ranks)) for p, a, b, call, ranks in row] for row in rows]
 
 

@@ -23,6 +23,7 @@ from tutti.errors import ExitCode, LoaderError
 from tutti.world import child, failure
 from tutti.world.budget import Budget
 from tutti.world.failure import Failure
+from tutti.world.lost import Notes
 from tutti.world.orphans import await_end
 
 _POLL = 0.05
@@ -84,10 +85,11 @@ class Logs(LogsSpecs):
 
 
 class Agent(LocalElasticAgent):
-    """Starts the workers of one host and ends them together.
+    """Starts the workers of one host and ends them together, but for those that the others can do without.
 
     Attributes:
         deaths: exit code and time of every worker that ended by itself, before this agent began to end them.
+        lost: those of them that were killed and that the others go on without.
         exhausted: why the workers were not started again, where they were to be.
     """
 
@@ -103,7 +105,9 @@ class Agent(LocalElasticAgent):
         )
         super().__init__(spec, Logs(job.logs, shown), start_method="fork", log_line_prefix_template="[rank ${rank}] ")
         self.deaths: dict[int, tuple[int, float]] = {}
+        self.lost: set[int] = set()
         self.exhausted = ""
+        self._notes = Notes(job.store)
         self._job, self._grace, self._budget = job, grace, budget
         self._workers: list[Any] = []
         self._killed: set[int] = set()
@@ -112,11 +116,11 @@ class Agent(LocalElasticAgent):
 
     def failures(self) -> list[Failure]:
         """How the workers failed that ended by themselves, whether or not they left a record."""
-        found = []
-        for rank, (code, seen) in self.deaths.items():
-            if code != 0:
-                found.append(failure.read(self._job.notes, rank) or failure.from_death(rank, code, seen))
-        return found
+        ended = self.deaths.items()
+        return [self._failure(rank) for rank, (code, _) in ended if code != 0 and rank not in self.lost]
+
+    def _failure(self, rank: int) -> Failure:
+        return failure.read(self._job.notes, rank) or failure.from_death(rank, *self.deaths[rank])
 
     def exit_codes(self) -> set[int]:
         """Exit codes of the workers that have ended, whoever ended them."""
@@ -127,7 +131,8 @@ class Agent(LocalElasticAgent):
         self._end(None, 0)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        self.deaths, self._ending = {}, False
+        self.deaths, self.lost, self._ending = {}, set(), False
+        self._notes.clear()
         failure.clear(self._job.notes, range(worker_group.spec.local_world_size))
         signal.pthread_sigmask(signal.SIG_BLOCK, child.SIGNALS)
         try:
@@ -139,7 +144,7 @@ class Agent(LocalElasticAgent):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         self._reap()
-        codes = {code for code, _ in self.deaths.values()}
+        codes = {code for rank, (code, _) in self.deaths.items() if rank not in self.lost}
         if codes - {0}:
             orderly = codes <= _ORDERLY | {0}
             self._wait(self._grace if orderly else _SETTLE)
@@ -206,7 +211,14 @@ class Agent(LocalElasticAgent):
                 self.deaths[rank] = (worker.exitcode, time.time())
                 if worker.exitcode != 0:
                     self._kill(worker)
+                    self._lose(rank)
         return all(worker.exitcode is not None for worker in self._workers)
+
+    def _lose(self, rank: int) -> None:
+        """Let the others go on without a worker that was killed, where they can and there is no restart to be had."""
+        if self.deaths[rank][0] < 0 and not self._budget.left and self._notes.is_spare(rank):
+            self.lost.add(rank)
+            self._notes.lose(rank, self._failure(rank).message)
 
     def _kill(self, worker: Any) -> None:
         """Kill a worker's process group: the worker, where it lives, and what it started."""

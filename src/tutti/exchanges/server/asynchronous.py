@@ -8,7 +8,7 @@ gradient is N - 1 updates old, also where one device plays them all in turn.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Literal
 
 import torch
@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from tutti.exchanges.config import ParameterServerConfig
 from tutti.exchanges.counting import Counting, clipped, own_mean
 from tutti.exchanges.reducers import scale_all, squares_of
-from tutti.exchanges.saved import read, written
+from tutti.exchanges.saved import read
 from tutti.exchanges.server.client import Reply
 from tutti.exchanges.server.core import Core
 from tutti.exchanges.server.desks import NONE, AtOnce
@@ -28,9 +28,10 @@ from tutti.exchanges.server.shelf import Shelf
 from tutti.exchanges.server.wire import BACK, PULL, PUSH, READ, SKIP, WAIT
 from tutti.exchanges.verify import agree_on_state, spread_state
 from tutti.exchanges.workers import WorkerBuffers
+from tutti.laws.shares import share
 from tutti.nn.swap import parameters
 from tutti.types import Agreed, GradSink, OptimizerFactory, Piece, Replica, SavedState, Setting, Tick, Totals, Update
-from tutti.world import context
+from tutti.world import context, lost
 
 
 class Asynchronous:
@@ -74,8 +75,13 @@ class Asynchronous:
     def _desk(self, shelf: Shelf) -> AtOnce:
         """In a server's process."""
         lease = (self._config.lease or context.current().timeout) if self._config.mode == "bounded" else math.inf
-        core = Core(self._setting.workers, self._config.staleness, lease)
+        core = Core(self._setting.workers, self._config.staleness, lease, gone=self._gone)
         return AtOnce(shelf, core, len(shelf.keys), self._config.over_staleness)
+
+    def _gone(self) -> Collection[int]:
+        """Workers of ranks that are lost, in a server's process."""
+        ranks, workers, notes = self._setting.comms.replica.size, self._setting.workers, lost.notes()
+        return [worker for rank in notes.lost() for worker in share(workers, ranks, rank)] if notes is not None else []
 
     def _extras(self, settings: int) -> Mapping[int, int]:
         return {PUSH: settings + len(self._trained) + 2}
@@ -200,13 +206,15 @@ class Asynchronous:
         )
 
     def state(self) -> dict[str, Mapping[str, Tensor | Piece]]:
-        """The servers' parameters and optimizer, and every worker's own buffers."""
-        comm = self._setting.comms.replica
+        """The servers' parameters and optimizer, and every worker's own buffers: all from rank 0.
+
+        What another rank was to write would be missing where it is lost before it has.
+        """
         self._read()
         optim = self._link.optimizer_state()
         self._link.meet("the parameters and the optimizer are read")
-        model = written(self._whole(), self._replica, comm)
-        return {"model": model, "optim": optim, "workers": self._buffers.state()}
+        model, workers = self._whole(), self._buffers.of_all()
+        return {"model": model, "optim": optim, "workers": workers} if self._link.comm.rank == 0 else {}
 
     def load(self, saved: SavedState) -> None:
         """All workers begin at the saved model; what a push period had not pushed yet is not in it."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 
@@ -31,6 +31,7 @@ class Core:
         bound: steps that a worker may be ahead of the slowest, s; None for no bound.
         lease: seconds without a word after which a worker counts as gone.
         now: the time.
+        gone: workers that will never say a word again; asked for where somebody has to wait.
 
     Attributes:
         version: updates made.
@@ -46,8 +47,10 @@ class Core:
         bound: int | None = None,
         lease: float = math.inf,
         now: Callable[[], float] = time.monotonic,
+        gone: Callable[[], Collection[int]] = tuple,
     ) -> None:
         self._bound, self._lease, self._now = bound, lease, now
+        self._look, self._gone = gone, frozenset[int]()
         self._clocks: list[int | None] = [None] * workers
         self._heard = [now()] * workers
         self.version = self.lost = self.stale = 0
@@ -89,10 +92,8 @@ class Core:
 
     def slowest(self) -> int:
         """The smallest clock of the workers that are not gone."""
-        now = self._now()
-        alive = [
-            clock or 0 for clock, heard in zip(self._clocks, self._heard, strict=True) if now - heard <= self._lease
-        ]
+        now, workers = self._now(), enumerate(zip(self._clocks, self._heard, strict=True))
+        alive = [clock or 0 for w, (clock, heard) in workers if now - heard <= self._lease and w not in self._gone]
         return min(alive, default=0)
 
     def may_proceed(self, worker: int) -> bool:
@@ -104,7 +105,13 @@ class Core:
         >>> core.hear(1, 8), core.may_proceed(1), core.may_proceed(0)
         (None, False, True)
         """
-        return self._bound is None or (self._clocks[worker] or 0) - self.slowest() <= self._bound
+        if self._bound is None or self._ahead(worker) <= self._bound:
+            return True
+        self._gone = frozenset(self._look())
+        return self._ahead(worker) <= self._bound
+
+    def _ahead(self, worker: int) -> int:
+        return (self._clocks[worker] or 0) - self.slowest()
 
     def ask_to_stop(self) -> None:
         """A worker asks all to stop: after the first step that none of them can have begun without hearing of it."""
@@ -114,6 +121,11 @@ class Core:
     def forget_workers(self) -> None:
         """All go on from where the first to speak is: another state was loaded."""
         self._clocks, self.stop_at = [None] * len(self._clocks), None
+
+    @property
+    def steps(self) -> list[int]:
+        """Of each worker, as far as they are known."""
+        return [clock or 0 for clock in self._clocks]
 
     def state(self) -> dict[str, Any]:
         """What is worth keeping, as a JSON value."""

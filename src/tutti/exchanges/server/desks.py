@@ -228,6 +228,7 @@ class AtOnce:
         histogram = {str(tau): count for tau, count in sorted(core.staleness.items())}
         return {
             "updates": core.version,
+            "steps": core.steps,
             "staleness": histogram,
             "lost": core.lost,
             "stale": core.stale,

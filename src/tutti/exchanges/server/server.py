@@ -7,6 +7,7 @@ was lost, or took long) is answered from memory: it was carried out once.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -72,6 +73,8 @@ class Server:
         self._last: dict[int, tuple[int, list[bytes] | None]] = {}
         self._waiting: dict[int, tuple[bytes, Request]] = {}
         self._malformed = self._bytes = self._number = self._kept = 0
+        # Version and time of the first push.
+        self._began: tuple[int, float] | None = None
         self._copy: tuple[int, list[bytes]] = (-1, [])
         sizes = [value.nbytes for value in self._shelf.values]
         staging = torch.zeros(0 if job.shared else sum(sizes), dtype=torch.uint8)
@@ -131,6 +134,7 @@ class Server:
     def _tensors(self, header: Header, frames: Sequence[memoryview]) -> Vectors:
         if header.kind != PUSH:
             return []
+        self._began = self._began or (self._desk.version, time.monotonic())
         self._bytes += sum(self._terms.frames)
         if header.flags & SHARED:
             return list(self._job.shared[header.client].pushed)
@@ -171,8 +175,15 @@ class Server:
             return Answer(blob=self._shelf.save())
         if kind == FACTS:
             said = {**self._desk.facts(), "malformed": self._malformed, "keys_refused": self._door.refused}
-            return Answer(blob=json.dumps({**said, "bytes": self._bytes}).encode())
+            return Answer(blob=json.dumps({**said, "bytes": self._bytes, **self._rate()}).encode())
         return self._desk.handle(request)
+
+    def _rate(self) -> dict[str, float]:
+        """Updates since the first push, or since this server was restored."""
+        if self._began is None:
+            return {}
+        version, begin = self._began
+        return {"updates_per_second": (self._desk.version - version) / max(time.monotonic() - begin, 1e-9)}
 
     def _values(self, header: Header) -> list[bytes]:
         """The parameters: into the rank's memory where there is any in common, else as frames."""
