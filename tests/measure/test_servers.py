@@ -50,6 +50,14 @@ def test_short_runs_and_synchronous_servers_have_a_picture_too(points: list[tupl
     assert "staleness of updates" not in texts(svg([{"bytes": 0}], points, ""))
 
 
+def test_a_long_tail_is_in_the_last_bar() -> None:
+    tail: list[Mapping[str, Any]] = [{"staleness": {"0": 600, "1": 400, "2": 3, "700": 1}}]
+    first, second, last = bars(svg(tail, POINTS, ""), "#0072B2")
+    assert float(first["height"]) == pytest.approx(150 * float(last["height"]), rel=0.02)
+    assert float(second["height"]) == pytest.approx(100 * float(last["height"]), rel=0.02)
+    assert "2+" in texts(svg(tail, POINTS, ""))
+
+
 def test_a_wide_distribution_has_few_bars() -> None:
     wide: list[Mapping[str, Any]] = [{"staleness": {str(tau): 1 for tau in range(1000)}}]
     assert len(bars(svg(wide, POINTS, ""), "#0072B2")) == 32

@@ -35,9 +35,11 @@ def rates(points: Sequence[tuple[float, float]], most: int = _MOST_POINTS) -> li
     """
     if len(points) < 2:
         return []
-    step = max(1, math.ceil((len(points) - 1) / most))
-    marks = [*points[:-1:step], points[-1]]
-    return [((a + b) / 2, (done - before) / (b - a)) for (a, before), (b, done) in pairwise(marks) if b > a]
+    marks, width = [points[0]], (points[-1][0] - points[0][0]) / most
+    for point in points[1:]:
+        if point[0] > marks[-1][0] and point[0] - marks[-1][0] >= width:
+            marks.append(point)
+    return [((a + b) / 2, (done - before) / (b - a)) for (a, before), (b, done) in pairwise(marks)]
 
 
 def svg(servers: Sequence[Mapping[str, Any]], points: Sequence[tuple[float, float]], title: str) -> str:
@@ -50,7 +52,7 @@ def svg(servers: Sequence[Mapping[str, Any]], points: Sequence[tuple[float, floa
     """
     panels = [
         *([_histogram(staleness(servers))] if staleness(servers) else []),
-        _curve(rates(points)),
+        _curve(points),
         _bytes(servers),
     ]
     width, height = len(panels) * (_LEFT + _PANEL) + _HEAD, _TOP + _HEIGHT + _SPACE
@@ -67,10 +69,12 @@ def svg(servers: Sequence[Mapping[str, Any]], points: Sequence[tuple[float, floa
 
 def _histogram(seen: Counter[int]) -> Iterator[str]:
     total, largest = sum(seen.values()), max(seen)
-    wide = math.ceil((largest + 1) / _MOST_BARS)
+    # The last bar has all of a long tail.
+    end = min(largest, _quantile(seen, 0.99) + 1)
+    wide = math.ceil((end + 1) / _MOST_BARS)
     bars: Counter[int] = Counter()
     for tau, count in seen.items():
-        bars[tau // wide] += count
+        bars[min(tau, end) // wide] += count
     mean = sum(tau * count for tau, count in seen.items()) / total
     yield _heading("staleness of updates", f"mean {mean:.1f}, 99 % at most {_quantile(seen, 0.99)}, largest {largest}")
     top, number = 100 * max(bars.values()) / total, max(bars) + 1
@@ -79,22 +83,27 @@ def _histogram(seen: Counter[int]) -> Iterator[str]:
     for bar, count in sorted(bars.items()):
         first, last = bar * wide, bar * wide + wide - 1
         high = _HEIGHT * 100 * count / total / _ceiling(top)
-        said = f"{first}" if wide == 1 else f"{first} to {last}"
+        said = f"{first} or more" if last >= end < largest else f"{first}" if wide == 1 else f"{first} to {last}"
         yield (
             f'<rect x="{(bar + 0.08) * slot:.2f}" y="{_HEIGHT - high:.2f}" width="{0.84 * slot:.2f}" '
             f'height="{high:.2f}" fill="{_BLUE}"><title>{said}: {count} updates</title></rect>'
         )
     for bar in range(0, number, math.ceil(number / 10)):
-        yield _under((bar + 0.5) * slot, f"{bar * wide}")
+        more = "+" if end < largest and bar == number - 1 else ""
+        yield _under((bar + 0.5) * slot, f"{bar * wide}{more}")
     yield _label("updates between reading and pushing")
 
 
 def _curve(points: Sequence[tuple[float, float]]) -> Iterator[str]:
-    mean = sum(rate for _, rate in points) / len(points) if points else 0.0
-    yield _heading("updates a second", f"mean {mean:,.0f}" if points else "too short a run")
-    top, end = max((rate for _, rate in points), default=1.0) or 1.0, points[-1][0] if points else 1.0
+    found = rates(points)
+    said = "too short a run"
+    if found:
+        (begin, before), (end, done) = points[0], points[-1]
+        said = f"mean {(done - before) / (end - begin):,.0f}"
+    yield _heading("updates a second", said)
+    top, end = max((rate for _, rate in found), default=1.0) or 1.0, points[-1][0] if found else 1.0
     yield from _grid(top, "updates/s")
-    line = " ".join(f"{_PANEL * at / end:.2f},{_HEIGHT * (1 - rate / _ceiling(top)):.2f}" for at, rate in points)
+    line = " ".join(f"{_PANEL * at / end:.2f},{_HEIGHT * (1 - rate / _ceiling(top)):.2f}" for at, rate in found)
     yield f'<polyline points="{line}" fill="none" stroke="{_GREEN}" stroke-width="2" stroke-linejoin="round"/>'
     for mark in _marks(end, 6):
         yield _under(_PANEL * mark / end, f"{mark:g}")
