@@ -175,9 +175,15 @@ def prepare(
         gate(optimizer, run, choice)
     if init_from is not None:
         begin_with(run, init_from)
-    if choice.row.outlives and not isinstance(data, Stream):
-        run.losses = Losses(run) if comms.outlive() and identity.rank == 0 else None
+    run.losses = _losses(run, choice, data)
     return run
+
+
+def _losses(run: Run, choice: Choice, data: Source | Stream) -> Losses | None:
+    """What tells of lost ranks, on rank 0 where the others go on from here without one that is killed. Collective."""
+    # Streams are read in step.
+    alone = choice.row.outlives and not isinstance(data, Stream) and run.setting.comms.outlive()
+    return Losses(run) if alone and run.setting.grid.rank == 0 else None
 
 
 def _data(dataset: Any, data_workers: int, reproducible: bool, identical: bool) -> Source | Stream:
