@@ -35,6 +35,13 @@ def test_parameters_are_those_of_the_stages() -> None:
     assert ahead.names == ("block2",) and abs(sum(ahead.shares) - 1) < 1e-9
 
 
+def test_what_a_grid_shares_out_is_divided() -> None:
+    whole, split = config("pipeline:cuts=block2"), config("hybrid:stages=2,shards=2,tensor=2,cuts=block2", devices="8")
+    found, ahead = memory.facts("text", whole), staged.look("text", whole, {})
+    for one, part in zip(staged.plan(found, ahead, whole), staged.plan(found, ahead, split), strict=True):
+        assert part.parameters == one.parameters / 2 and part.optimizer == one.optimizer / 4
+
+
 def test_activations_follow_the_order() -> None:
     """gpipe keeps all micro-batches, 1f1b as many as there are stages to come, model_parallel one."""
     kept = {}

@@ -129,16 +129,19 @@ def _split(choice: Choice, devices: int) -> Split:
 
 def _messages(found: Facts, split: Split, ranks: int) -> float:
     """Bytes that are there twice, or whole for a while."""
-    if split.zero == 0:
-        # Gradients in buckets, beside those that backward makes.
-        return found.trained / (split.stages * split.tensor) if ranks > 1 else 0.0
-    if split.zero == 1:
-        trained = found.trained / (split.stages * split.tensor)
-        return min(_BUCKETS, 2 * trained) + trained / split.shards
+    if split.zero < 2:
+        return summing(found.trained / (split.stages * split.tensor), split.shards if split.zero else 1, ranks)
     # Stage 2 keeps rows beside the whole; in stage 3 one unit is computed with while the next one is gathered. The
     # gradient of one is whole, and once more in the message that it leaves in.
     gathered = found.whole / split.shards if split.zero == 2 else found.rest + 2 * found.unit
     return gathered + 2 * max(found.unit, found.rest)
+
+
+def summing(trained: float, shards: int, ranks: int) -> float:
+    """Bytes of messages in which whole gradients are summed, beside those that backward makes."""
+    if shards > 1:
+        return min(_BUCKETS, 2 * trained) + trained / shards
+    return trained if ranks > 1 else 0.0
 
 
 def _words(text: str) -> float:

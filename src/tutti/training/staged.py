@@ -25,7 +25,7 @@ from tutti.tasks import table
 from tutti.tasks.task import Task
 from tutti.training.config import TrainConfig
 from tutti.training.main import prepare_process, prepared
-from tutti.training.memory import Facts, backward, batch_of, first_sample, model_of
+from tutti.training.memory import Facts, backward, batch_of, first_sample, model_of, summing
 from tutti.world import context
 
 SECONDS = "seconds.json"
@@ -160,14 +160,14 @@ def _others(config: TrainConfig, blocks: int) -> Iterator[TrainConfig]:
 
 
 def _memory(held: Any, found: Facts, choice: Choice, config: TrainConfig) -> Memory:
-    devices = int(config.devices)
-    tensor, ranks = choice.shape(devices)["tensor"], choice.data_ranks(devices)
+    shape, ranks = choice.shape(int(config.devices)), choice.data_ranks(int(config.devices))
+    tensor, shards = shape["tensor"], shape["shard"]
     trained = held.trained / tensor
     return Memory(
         held.parameters / tensor,
         trained,
-        found.words * trained,
-        messages=held.messages + trained * (ranks > 1),
+        found.words * trained / shards,
+        messages=held.messages + summing(trained, shards, ranks),
         average=trained * (config.averaging() is not None),
         activations=held.activations / tensor,
         buffers=held.buffers * -(-(config.workers or ranks) // ranks),
