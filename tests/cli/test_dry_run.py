@@ -81,10 +81,17 @@ def test_recomputation_and_smaller_batches_take_less() -> None:
     assert again < 0.7 * whole and 0.4 * whole < half < 0.7 * whole
 
 
-def test_a_pipeline_is_looked_at_where_it_is_cut(tmp_path: Path) -> None:
-    result = command(tmp_path, "--devices", "2", "--strategy", "pipeline:cuts=fc1,micro_batches=4")
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("cuts=fc1", "stages: 2, cut before fc1 (30% | 70% of the parameters;"),
+        ("schedule=interleaved,cuts=conv3+fc1+fc2", "stages: 4, cut before conv3, fc1, fc2 (10% | 19% | 69% | 1%"),
+    ],
+)
+def test_a_pipeline_is_looked_at_where_it_is_cut(options: str, words: str, tmp_path: Path) -> None:
+    result = command(tmp_path, "--devices", "2", "--strategy", f"pipeline:micro_batches=4,{options}")
     assert result.returncode == 0, result.stderr
-    assert "stages: 2, cut before fc1 (30% | 70% of the parameters;" in result.stdout
+    assert words in result.stdout
     said = figures(result.stdout)
     for name in ("parameters", "optimizer"):
         value, unit, own, own_unit = said[name]

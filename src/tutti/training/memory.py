@@ -220,8 +220,9 @@ def measure(name: str, config: TrainConfig, directory: Path) -> None:
             torch.cuda.reset_peak_memory_stats()
         run.step(next(batches))
     peak = torch.cuda.max_memory_allocated() if world.device.type == "cuda" else tracker.peak
-    plain = [p for p in run.model.parameters() if not hasattr(p, "to_local")]
-    state = bytes_of([*plain, *run.replica.sharded.values()]), bytes_of(list(run.model.buffers()))
+    parts = nn.ModuleList(run.replica.parts)
+    plain = [p for p in parts.parameters() if not hasattr(p, "to_local")]
+    state = bytes_of([*plain, *run.replica.sharded.values()]), bytes_of(list(parts.buffers()))
     kept = [v for o in run.exchange.optimizers for s in o.state.values() for v in s.values() if isinstance(v, Tensor)]
     mine = torch.tensor([*state, bytes_of(kept), peak], dtype=torch.float64)
     rows = [row.tolist() for row in run.setting.comms.world.all_gather(mine, "bytes of a step")]
