@@ -384,3 +384,6 @@ class Exchange(Protocol):
 
     def load(self, saved: SavedState) -> None:
         """Become what ``saved`` says; what is missing of ``workers`` comes from the merged model."""
+
+    def facts(self) -> Mapping[str, Any]:
+        """What ``summary.json`` tells of the exchange, on rank 0. Not collective."""

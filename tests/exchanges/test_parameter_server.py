@@ -45,7 +45,7 @@ def told(strategy: str, steps: int = 30, **options: Any) -> dict[str, Any]:
         "after": run.evaluate(run.feed.source).loss,
         "losses": losses,
         "updates": run.updates,
-        "facts": run.exchange.facts(),  # type: ignore[attr-defined]
+        "facts": run.exchange.facts(),
     }
 
 
@@ -110,7 +110,7 @@ def with_backup(strategy: str) -> dict[str, Any]:
             if tutti.rank() == 2:
                 time.sleep(0.05)
             losses.append(run.step(batch))
-    return {"losses": losses, "digest": run.weights_sha256(), "facts": run.exchange.facts()}  # type: ignore[attr-defined]
+    return {"losses": losses, "digest": run.weights_sha256(), "facts": run.exchange.facts()}
 
 
 def test_backup_workers_hide_one_that_is_slow() -> None:

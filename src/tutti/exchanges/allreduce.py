@@ -142,6 +142,10 @@ class AllReduce:
         if self._optimizer:
             load_optimizer(self._optimizer, self._named, saved, "optim", specs=self._replica.specs)
 
+    def facts(self) -> dict[str, object]:
+        """None."""
+        return {}
+
     def _unite(self, replica: Replica, named: Named) -> None:
         """See to it that all ranks hold the same, and begin with data rank 0's. Collective."""
         comm = self._setting.comms.replica

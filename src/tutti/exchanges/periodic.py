@@ -161,6 +161,10 @@ class Periodic:
                 load_optimizer(self._of[worker], self._trained, saved, group, prefix)
         self._buffers.load(saved)
 
+    def facts(self) -> dict[str, object]:
+        """None."""
+        return {}
+
     def _put(self, worker: int) -> None:
         """Let the model hold this worker's parameters."""
         for (_, parameter), copy in zip(self._trained, self._copies[worker], strict=True):

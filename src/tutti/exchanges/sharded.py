@@ -192,6 +192,10 @@ class Sharded:
         if self._optimizer:
             load_optimizer_rows(self._optimizer, self._trained, saved)
 
+    def facts(self) -> dict[str, object]:
+        """None."""
+        return {}
+
     def _gradients(self) -> list[Tensor]:
         return [rows.parameter.grad for rows in self._trained if rows.parameter.grad is not None]
 

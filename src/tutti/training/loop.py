@@ -216,7 +216,7 @@ def train(
         "train": means.summary(),
         "eval": None if evaluated is None else evaluated.values,
         **_chosen(run, saver),
-        **getattr(run.exchange, "facts", dict)(),
+        **run.exchange.facts(),
         **speed.overall(),
         "weights_sha256": run.weights_sha256(),
         "diagnoses": run.checks.diagnoses.found,

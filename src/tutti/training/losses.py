@@ -29,7 +29,7 @@ class Losses:
         if len(lost) == len(self.found):
             return
         known, contract = {line["rank"] for line in self.found}, self._run.feed.contract
-        [first, *_] = self._run.exchange.facts()["servers"]  # type: ignore[attr-defined]
+        [first, *_] = self._run.exchange.facts()["servers"]
         for rank in sorted(lost.keys() - known):
             workers = list(contract.mine(rank))
             steps = max(first["steps"][worker] for worker in workers)
