@@ -143,6 +143,9 @@ def test_joined_ranks_share_the_first_ones_directory(install: Install, monkeypat
         return 0
 
     install(remember)
+    watched: list[int] = []
+    # A real one would end this process, once its limit for a start without progress is over.
+    monkeypatch.setattr("tutti.world.watchdog.start", lambda rank, limits: watched.append(rank))
     for name, value in {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     for rank in "01":
@@ -150,3 +153,4 @@ def test_joined_ranks_share_the_first_ones_directory(install: Install, monkeypat
         monkeypatch.setenv("LOCAL_RANK", rank)
         assert main(["train", "digits", "--out", "here"]) == 0
     assert seen == [("2", "here"), ("2", None)]
+    assert watched == [0, 1]
