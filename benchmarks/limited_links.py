@@ -22,6 +22,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from figure import begin, keep
+
 from tutti.errors import ExitCode
 
 STRATEGIES = {
@@ -96,25 +98,18 @@ def table(rows: Mapping[str, Mapping[str, float]], sizes: Sequence[int]) -> str:
 
 def draw(rows: Mapping[str, Mapping[str, float]], sizes: Sequence[int], caption: str, path: Path) -> None:
     """Samples a second against the number of hosts."""
-    import matplotlib as mpl
-
-    mpl.use("svg")
-    from matplotlib import pyplot
-
-    mpl.rcParams["svg.hashsalt"] = "tutti"
-    figure, panel = pyplot.subplots(figsize=(7, 4.5))
+    figure, panel = begin().subplots(figsize=(7, 4.5))
     for colour, (name, row) in zip(_COLOURS, rows.items(), strict=True):
         panel.plot(sizes, [row[str(hosts)] for hosts in sizes], color=colour, marker="o", label=name)
     panel.set_xlabel("hosts")
     panel.set_xticks(sizes)
     panel.set_ylabel("samples/s of all")
     panel.set_yscale("log")
+    panel.yaxis.set_major_formatter("{x:g}")
+    panel.yaxis.set_minor_formatter("{x:g}")
     panel.grid(alpha=0.3, which="both")
     panel.legend(fontsize=8)
-    figure.text(0.01, 0.01, caption, fontsize=6, color="#555555")
-    figure.tight_layout(rect=(0, 0.03, 1, 1))
-    figure.savefig(path, metadata={"Date": None})
-    pyplot.close(figure)
+    keep(figure, caption, path)
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from figure import begin, keep
+
 from tutti import strategies
 
 DEVICES, BATCH = 4, 64
@@ -111,13 +113,7 @@ def table(rows: Mapping[str, Mapping[str, Any]], clusters: Sequence[Cluster]) ->
 
 def draw(rows: Mapping[str, Mapping[str, Any]], clusters: Sequence[Cluster], caption: str, path: Path) -> None:
     """Held-out accuracy against time, a panel a cluster."""
-    import matplotlib as mpl
-
-    mpl.use("svg")
-    from matplotlib import pyplot
-
-    mpl.rcParams["svg.hashsalt"] = "tutti"
-    figure, panels = pyplot.subplots(1, len(clusters), figsize=(11, 4.5), sharey=True)
+    figure, panels = begin().subplots(1, len(clusters), figsize=(11, 4.5), sharey=True)
     for panel, cluster in zip(panels, clusters, strict=True):
         for colour, (name, row) in zip(_COLOURS, rows.items(), strict=False):
             panel.plot(
@@ -128,10 +124,7 @@ def draw(rows: Mapping[str, Mapping[str, Any]], clusters: Sequence[Cluster], cap
         panel.grid(alpha=0.3)
     panels[0].set_ylabel("held-out accuracy")
     panels[-1].legend(fontsize=7)
-    figure.text(0.01, 0.01, caption, fontsize=6, color="#555555")
-    figure.tight_layout(rect=(0, 0.03, 1, 1))
-    figure.savefig(path, metadata={"Date": None})
-    pyplot.close(figure)
+    keep(figure, caption, path)
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:

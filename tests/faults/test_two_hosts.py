@@ -157,19 +157,24 @@ def torchrun(host: int, task: list[str]) -> list[str]:
     return [sys.executable, "-m", "torch.distributed.run", *words[1:], "-m", "tutti", "train", *task]
 
 
+def interrupt(hosts: Hosts, both: list[subprocess.Popen[str]], out: str, step: int) -> None:
+    """After ``step`` pull the cable out for two seconds; both processes end well afterwards, and not before."""
+    until(lambda: steps(hosts.folder, out) >= step or any(process.poll() is not None for process in both))
+    hosts.cable("down")
+    time.sleep(2)
+    assert steps(hosts.folder, out) < 150
+    hosts.cable("up")
+    for result in map(ended, both):
+        assert result.code == 0, result.err
+
+
 @pytest.mark.row(11)
 @pytest.mark.parametrize("strategy", ["mirrored", "parameter_server:servers=2"])
 def test_a_slow_link_that_fails_for_two_seconds_changes_no_bit(strategy: str, hosts: Hosts) -> None:
     task = [write_task(hosts.folder, SLOW), *OPTIONS, "--reproducible", "--steps", "150", "--strategy", strategy]
     hosts.throttle("10mbit")
     both = [hosts.start(host, torchrun(host, [*task, "--out", "two"])) for host in (0, 1)]
-    until(lambda: steps(hosts.folder, "two") >= 1 or any(process.poll() is not None for process in both))
-    hosts.cable("down")
-    time.sleep(2)
-    assert steps(hosts.folder, "two") < 150
-    hosts.cable("up")
-    for result in map(ended, both):
-        assert result.code == 0, result.err
+    interrupt(hosts, both, "two", 1)
     write_task(hosts.folder)
     alone = tutti(hosts.folder, "train", *task, "--out", "one", "--devices", "1")
     assert alone.code == 0, alone.err
@@ -182,13 +187,7 @@ def test_a_slow_link_that_fails_for_two_seconds_changes_no_bit(strategy: str, ho
 def test_workers_go_on_after_a_link_to_their_servers_was_down_for_two_seconds(mode: str, hosts: Hosts) -> None:
     task = [write_task(hosts.folder, SLOW), *OPTIONS, "--steps", "150", "--strategy", f"parameter_server:mode={mode}"]
     both = [hosts.start(host, torchrun(host, [*task, "--out", "out"])) for host in (0, 1)]
-    until(lambda: steps(hosts.folder, "out") >= 10 or any(process.poll() is not None for process in both))
-    hosts.cable("down")
-    time.sleep(2)
-    assert steps(hosts.folder, "out") < 150
-    hosts.cable("up")
-    for result in map(ended, both):
-        assert result.code == 0, result.err
+    interrupt(hosts, both, "out", 10)
     [server] = summary(hosts.folder, "out")["servers"]  # type: ignore[misc]
     assert (server["updates"], server["steps"]) == (4 * 150, [150] * 4), "each push has counted, and once"
 
