@@ -23,6 +23,8 @@ from tutti.world import heartbeat
 from tutti.world.heartbeat import Phase
 
 _AGAIN, _SOON = 1.0, 0.05
+# Bytes a second of a link on which a question is not asked again while it is still on its way.
+_SLOW = 1e7
 _WAIT_MS, _LOOK = 20, 0.2
 _PATIENT = 3
 _EVENTS = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
@@ -91,7 +93,7 @@ class Client:
         self._sockets = [self._connect(address) for address in addresses]
         self._monitors = [socket.get_monitor_socket(_EVENTS) for socket in self._sockets]
         self._seq = [0] * self._count
-        self._open: dict[int, tuple[list[bytes | memoryview], float]] = {}
+        self._open: dict[int, tuple[list[bytes | memoryview], float, float]] = {}
         self._replies: dict[int, Reply] = {}
         self.bytes = 0
         self.close = weakref.finalize(self, _close, os.getpid(), self._context, self._sockets, self._monitors)
@@ -133,7 +135,7 @@ class Client:
                 *(0 if seen is None else seen[server], len(extras), len(payload), size),
             )
             frames: list[bytes | memoryview] = [header.pack(), raw, *payload]
-            self._post(server, frames)
+            self._post(server, frames, _AGAIN + size / _SLOW)
 
     def wait(self, text: str, ranks: tuple[int, ...], patient: bool = False) -> list[Reply]:
         """The answers to all that was asked, in the servers' order.
@@ -203,20 +205,23 @@ class Client:
 
     def _ask_again(self) -> None:
         now = time.monotonic()
-        for server, (frames, asked) in list(self._open.items()):
-            if now - asked > _AGAIN:
+        for server, (frames, due, patience) in list(self._open.items()):
+            if now > due:
                 # Tensors in frames of this process's own memory have not changed: nobody writes before the answer.
-                self._post(server, frames)
+                self._post(server, frames, patience)
 
-    def _post(self, server: int, frames: list[bytes | memoryview]) -> None:
-        """Send, or try again soon where there is nobody to send to."""
-        now = time.monotonic()
+    def _post(self, server: int, frames: list[bytes | memoryview], patience: float) -> None:
+        """Send, or try again soon where there is nobody to send to.
+
+        ``patience``: seconds until it is asked again; twice as long each time, for a link that is full gets no emptier.
+        """
+        due, after = time.monotonic() + patience, 2 * patience
         try:
             small = sum(map(len, frames)) < wire.SMALL
             self._sockets[server].send_multipart(frames, zmq.NOBLOCK, copy=small)
         except zmq.Again:
-            now -= _AGAIN - _SOON
-        self._open[server] = (frames, now)
+            due, after = time.monotonic() + _SOON, patience
+        self._open[server] = (frames, due, after)
 
     def _check_keys(self) -> None:
         for server, monitor in enumerate(self._monitors):
