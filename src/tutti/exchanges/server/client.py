@@ -95,6 +95,7 @@ class Client:
         self._seq = [0] * self._count
         self._open: dict[int, tuple[list[bytes | memoryview], float, float]] = {}
         self._replies: dict[int, Reply] = {}
+        self._sent = ""
         self.bytes = 0
         self.close = weakref.finalize(self, _close, os.getpid(), self._context, self._sockets, self._monitors)
 
@@ -149,6 +150,8 @@ class Client:
             PeerError: no answer came in time, or a server has ended for good.
             AuthenticationError: a server does not let this rank in.
         """
+        if len(ranks) > 1:
+            self._told(text)
         if not self._done(0):
             if len(ranks) > 1:
                 self._stall.poll(lambda limit: self._done(limit.total_seconds()), Call(text, ranks))
@@ -156,6 +159,13 @@ class Client:
                 self._wait_alone(text, self._timeout * (_PATIENT if patient else 1))
         replies, self._replies = self._replies, {}
         return [replies[server] for server in sorted(replies)]
+
+    def _told(self, text: str) -> None:
+        """Who has its answer goes on while that of others is on its way: their call does not miss this rank."""
+        if self._sent in self._stall.sent:
+            self._stall.sent.remove(self._sent)
+        self._sent = text
+        self._stall.sent.append(text)
 
     def _wait_alone(self, text: str, seconds: float) -> None:
         """Wait for servers and no rank: it is none of the calls in which ranks could have missed each other."""
