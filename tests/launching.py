@@ -1,11 +1,9 @@
-"""Launching real jobs from tests, each from a fresh Python: pytest's own process has threads and must not fork."""
+"""Launching real jobs from tests, not from pytest's own process: it has threads and must not fork."""
 
 from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
+
+from tests.forkserver import Process
 
 SOURCE = Path(__file__).parents[1] / "src"
 SAFETY_NET = 200
@@ -49,7 +49,7 @@ class Result:
 class Running:
     """A launch under way, in ``folder``."""
 
-    launcher: subprocess.Popen[str]
+    launcher: Process
     folder: Path
     seen: list[psutil.Process] = field(default_factory=list)
 
@@ -90,15 +90,7 @@ def launching(
     temporary.mkdir(exist_ok=True)
     outer = {name: value for name, value in os.environ.items() if name not in ("OMP_NUM_THREADS", "TUTTI_LOG_RANKS")}
     environment = outer | {"PYTHONPATH": str(SOURCE), "TMPDIR": str(temporary)} | (environ or {})
-    launcher = subprocess.Popen(
-        [sys.executable, str(script)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment,
-        cwd=folder,
-        start_new_session=True,
-    )
+    launcher = Process([str(script)], folder, environment)
     running = Running(launcher, folder)
     try:
         yield running

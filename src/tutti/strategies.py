@@ -43,6 +43,7 @@ class Strategy:
         averages: all ranks see the same parameters after an update, so that their average can be kept.
         worker_gradients: each worker's own gradient can be seen before the sum.
         outlives: ranks go on where one is killed; none needs another for a step.
+        in_step: every rank makes as many steps as the run has.
         most_devices: largest number of devices; None for no limit.
         needs: module, package and extra that it does not work without.
     """
@@ -59,6 +60,7 @@ class Strategy:
     averages: bool = True
     worker_gradients: bool = True
     outlives: bool = False
+    in_step: bool = True
     most_devices: int | None = None
     needs: tuple[str, str, str] | None = None
 

@@ -170,13 +170,15 @@ class Agreed:
 class Update:
     """What the update did: how many writes of the parameters it counts for, or which gradients stopped it.
 
-    ``together``: the parameters here are now the whole run's, and not one worker's own.
+    ``together``: the parameters here are now the whole run's, and not one worker's own. ``clock``: steps that all
+    workers have made together, where the run counts those and not each rank its own.
     """
 
     updates: int
     skipped: bool = False
     nonfinite: tuple[str, ...] = ()
     together: bool = True
+    clock: int | None = None
 
 
 @dataclass(frozen=True)
@@ -241,6 +243,7 @@ class Setting:
         compile: mode and options of ``torch.compile``, or ``none``.
         spread: measure each worker's own gradient before the sum: ``Agreed.spread``.
         draws: whether the model may draw random numbers in training.
+        in_step: whether every rank makes as many steps as the run has.
         trial: calls the loss function on a model with a real micro-batch, or no more samples of it than the second
             argument says; None where there is none at hand.
     """
@@ -256,6 +259,7 @@ class Setting:
     compile: str = "none"
     spread: bool = False
     draws: bool = True
+    in_step: bool = True
     trial: Callable[..., Any] | None = None
 
 

@@ -57,8 +57,7 @@ def test_a_while_is_over(disk: Path, capsys: pytest.CaptureFixture[str]) -> None
 def test_every_signal_frees_the_disk(disk: Path, tmp_path: Path, number: signal.Signals) -> None:
     before = os.statvfs(disk).f_bfree
     with starting(tmp_path, "chaos", "fill", str(disk)) as running:
-        assert running.launcher.stdout is not None
-        assert "filled" in running.launcher.stdout.readline()
+        assert "filled" in running.launcher.line()
         assert os.statvfs(disk).f_bfree == 0
         running.launcher.send_signal(number)
         code = running.finish().code

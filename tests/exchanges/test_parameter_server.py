@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,61 @@ def test_staleness_is_within_the_bound(bound: int) -> None:
     answers = worlds.run(4, told, strategy=f"parameter_server:mode=bounded,staleness={bound}")
     [server] = answers[0]["facts"]["servers"]
     assert max(map(int, server["staleness"])) <= 3 * (2 * bound + 2)
+
+
+def counted(total: int, every: int) -> dict[str, Any]:
+    """A loop that ends when all workers together have made so many steps, and evaluates in between; rank 1 is slow."""
+    run = prepare("parameter_server:mode=async,steps=all,servers=2", workers=5)
+    values, epoch = [], 0
+    while run.clock < total:
+        for batch in run.epoch(epoch):
+            before = run.clock
+            if tutti.rank() == 1:
+                time.sleep(0.04)
+            run.step(batch)
+            if run.clock // every > before // every:
+                values.append((run.clock, run.samples, run.position()["epoch"], run.evaluate(run.feed.source).loss))
+            if run.clock >= total:
+                break
+        epoch += 1
+    return {
+        "values": values,
+        "taken": run.taken,
+        "digest": run.weights_sha256(),
+        "mine": list(run.feed.workers),
+        "steps": [server["steps"] for server in run.exchange.facts().get("servers", ())],
+    }
+
+
+@pytest.mark.parametrize("devices", [1, 3, 4])
+def test_where_the_steps_of_all_count_a_slow_worker_makes_fewer_and_all_meet(devices: int) -> None:
+    answers = worlds.run(devices, counted, total=40, every=10)
+    assert len({answer["digest"] for answer in answers}) == 1
+    # 72 samples in batches of 24: three steps an epoch.
+    want = [(10, 240, 3), (20, 480, 6), (30, 720, 10), (40, 960, 13)]
+    for answer in answers:
+        assert [value[:3] for value in answer["values"]] == want
+        assert answer["values"] == answers[0]["values"]
+    for steps in answers[0]["steps"]:
+        assert 5 * 40 <= sum(steps) <= 5 * 40 + 4
+        assert all(steps[worker] == answer["taken"] for answer in answers for worker in answer["mine"])
+    taken = [answer["taken"] for answer in answers]
+    assert taken == [40] if devices == 1 else taken[1] < min(taken[0], *taken[2:]) < max(taken) > 40
+
+
+def stream() -> Iterator[tuple[torch.Tensor, int]]:
+    yield from ((torch.zeros(4), 0) for _ in range(8))
+
+
+def streamed() -> None:
+    tutti.prepare(model(), "sgd:lr=0.1", stream, loss, batch_size=4, strategy="parameter_server:mode=async,steps=all")
+
+
+def test_where_the_steps_of_all_count_ranks_cannot_be_in_step() -> None:
+    with pytest.raises(worlds.RankError, match="steps=all does not go with a stream"):
+        worlds.run(1, streamed)
+    with pytest.raises(UsageError, match="loop"):
+        strategies.check("parameter_server:mode=async,steps=all", 2, own_loop=True)
 
 
 def test_one_device_plays_equally_fast_workers_to_the_bit() -> None:
@@ -273,6 +329,7 @@ def test_servers_end_with_the_run() -> None:
         ("parameter_server:mode=bounded,staleness=1,push=2", "push does nothing with mode=bounded"),
         ("parameter_server:mode=async,backup=1", "backup does nothing with mode=async"),
         ("parameter_server:servers=0", "servers is 0"),
+        ("parameter_server:mode=bounded,staleness=1,steps=all", "steps does nothing with mode=bounded"),
         ("parameter_server:lease=0,mode=bounded,staleness=1", "lease is 0"),
     ],
 )

@@ -97,6 +97,18 @@ def test_all_hear_of_a_stop_before_the_step_that_it_is_after() -> None:
     assert core.stop_at == 3
 
 
+def test_where_the_steps_of_all_count_all_stop_after_the_next_one_of_these() -> None:
+    core = Core(3, together=True)
+    for worker, clock in [(0, 4), (0, 5), (0, 6), (1, 4), (0, 7)]:
+        core.push(worker, clock, 0, None)
+    # Seventeen in all: 8, 5 and 4, where the third has begun like the first.
+    assert core.steps == [8, 5, 4] and core.clock == 5
+    core.ask_to_stop()
+    assert core.stop_at == 6
+    core.push(2, 4, 0, None)
+    assert (core.clock, core.stop_at) == (6, 6)
+
+
 def test_state_goes_on_where_it_was() -> None:
     core = Core(2, bound=1)
     core.push(0, 7, 0, lambda _: None)

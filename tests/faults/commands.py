@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -12,6 +10,7 @@ from pathlib import Path
 
 import psutil
 
+from tests.forkserver import Process
 from tests.launching import SAFETY_NET, SOURCE, Result, Running
 
 _TASK = """
@@ -60,16 +59,8 @@ def starting(
     temporary = folder / "temporary"
     temporary.mkdir(exist_ok=True)
     outer = {name: value for name, value in os.environ.items() if name not in _CLEARED}
-    process = subprocess.Popen(
-        [sys.executable, *program, *words],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=folder,
-        env=outer | {"PYTHONPATH": str(SOURCE), "TMPDIR": str(temporary), "COLUMNS": "100"} | environ,
-        start_new_session=True,
-    )
+    own = {"PYTHONPATH": str(SOURCE), "TMPDIR": str(temporary), "COLUMNS": "100"}
+    process = Process([*program, *words], folder, outer | own | environ)
     running = Running(process, folder)
     try:
         yield running

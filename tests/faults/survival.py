@@ -121,7 +121,7 @@ class Member:
 
     def devices(self, seed: int) -> int:
         """Three or four, in turn over seeds and members."""
-        return 1 if self.name == "single" else 3 + (seed + MEMBERS.index(self)) % 2
+        return {"single": 1, "hybrid": 4}.get(self.name, 3 + (seed + MEMBERS.index(self)) % 2)
 
     def words(self, devices: int, *more: str) -> tuple[str, ...]:
         exact = ("--reproducible",) if self.anywhere else ("--threads", "1")
@@ -138,6 +138,12 @@ MEMBERS = (
     Member("local_sgd", "local_sgd:period=4", anywhere=True),
     Member("central_storage", "central_storage"),
     Member("diloco", "diloco:period=4", anywhere=True),
+    Member("sharded", "sharded"),
+    Member("zero1", "sharded:stage=1"),
+    Member("pipeline", "pipeline"),
+    Member("tensor", "tensor"),
+    Member("hybrid", "hybrid:stages=2"),
+    Member("parameter_server", "parameter_server:servers=2"),
 )
 
 

@@ -50,7 +50,7 @@ def model():
 
 def step(self, batch, real=Run.step):
     global STEP
-    STEP = self.clock
+    STEP = self.taken
     return real(self, batch)
 
 Run.step = step
@@ -137,6 +137,41 @@ def test_others_go_on_without_a_killed_worker(
     resumed = tutti(tmp_path, *again)
     assert resumed.code == 0, resumed.err
     assert summary(tmp_path)["steps"] == STEPS + EVERY
+
+
+@pytest.mark.row(1)
+@pytest.mark.parametrize("devices", [3, 4])
+def test_others_make_the_steps_of_a_killed_worker(devices: int, seed: int, tmp_path: Path) -> None:
+    draw = random.Random(f"all {devices} {seed}")
+    rank, step = draw.randrange(1, devices), draw.randrange(EVERY)
+    result = played(tmp_path, {"rank": rank, "in": "step", "step": step}, *words("async,steps=all", devices))
+    assert result.code == 0, result.err
+    assert f"warning: rank {rank} was killed by SIGKILL" in result.err and "make its steps as well" in result.err
+    found = summary(tmp_path)
+    steps, [lost] = found["servers"][0]["steps"], found["lost_ranks"]
+    assert found["steps"] == STEPS and 5 * STEPS <= sum(steps) < 5 * STEPS + 5
+    assert all(steps[worker] < STEPS for worker in lost["workers"])
+    evaluated = lines(tmp_path, "eval")
+    assert [line["step"] for line in evaluated] == list(range(EVERY, STEPS + 1, EVERY))
+    assert {line["index"] for line in evaluated} == {41.0}, "each sample counts once"
+
+
+@pytest.mark.row(4)
+@pytest.mark.parametrize("devices", [3, 4])
+def test_a_run_that_counts_the_steps_of_all_stops_and_goes_on(devices: int, seed: int, tmp_path: Path) -> None:
+    write_task(tmp_path, TASK)
+    command = words("async,steps=all", devices, "--slow", "rank=1,ms=50", "--out", "out")
+    with starting(tmp_path, *command) as running:
+        until(lambda: len(lines(tmp_path, "train")) > 12 + seed or running.launcher.poll() is not None)
+        running.launcher.send_signal(signal.SIGTERM)
+        result = running.finish()
+    assert result.code == 75, result.err
+    saved = max(int(path.name.removeprefix("step-")) for path in (tmp_path / "out" / "checkpoints").glob("step-*"))
+    assert 0 < saved < STEPS and f"step {saved}" in result.err
+    result = tutti(tmp_path, *command, "--resume", "out")
+    assert result.code == 0, result.err
+    assert summary(tmp_path)["steps"] == STEPS
+    assert [line["step"] for line in lines(tmp_path, "eval")] == list(range(EVERY, STEPS + 1, EVERY))
 
 
 @pytest.mark.row(1)

@@ -93,6 +93,15 @@ class Epochs:
             total, steps = total + phase.contract.consumed(here), steps - here
         return total
 
+    def place(self, steps: int) -> tuple[int, int]:
+        """Whole epochs in ``steps`` steps of the run, and the steps after them. Raises as ``consumed``."""
+        for phase in self.phases:
+            each, epochs = phase.contract.steps_per_epoch, phase.end - phase.start
+            if steps < epochs * each:
+                return phase.start + steps // each, steps % each
+            steps -= int(epochs * each)
+        raise AssertionError("the last phase never ends")
+
     def describe(self) -> Mapping[str, str]:
         """All derived numbers of the first epoch, and how later ones differ, for people; epochs counted from 1."""
         return dict(self._lines())

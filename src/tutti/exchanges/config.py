@@ -142,6 +142,8 @@ class ParameterServerConfig:
         backup: how many of the slowest workers are not waited for in a step, of ``sync`` alone.
         fetch, push: steps between two readings of the parameters, and between two pushes of the gradients added up
             meanwhile, of ``async`` alone.
+        steps: which ones the run's length counts, of ``async`` alone: those that ``each`` worker makes, or those of
+            ``all`` together, so that a fast worker makes more of them and a slow one fewer.
         over_staleness: divide the learning rate of each update by how many others came since its reading.
         snapshot: updates between two snapshots, from which a server that was killed goes on; 0 for none. Not of
             ``sync``.
@@ -156,6 +158,7 @@ class ParameterServerConfig:
     backup: int = 0
     fetch: int = 1
     push: int = 1
+    steps: Literal["each", "all"] = "each"
     over_staleness: bool = False
     snapshot: int | None = None
     lease: float | None = None
@@ -180,7 +183,7 @@ class ParameterServerConfig:
         for modes, given in (
             (("bounded",), {"staleness": self.staleness is not None, "lease": self.lease is not None}),
             (("sync",), {"backup": self.backup > 0}),
-            (("async",), {"fetch": self.fetch > 1, "push": self.push > 1}),
+            (("async",), {"fetch": self.fetch > 1, "push": self.push > 1, "steps": self.steps != "each"}),
             (("async", "bounded"), {"over_staleness": self.over_staleness, "snapshot": self.snapshot is not None}),
         ):
             wrong = [name for name, there in given.items() if there]
@@ -198,6 +201,7 @@ class ParameterServerConfig:
             "one_model": False,
             "averages": False,
             "outlives": True,
+            **dict.fromkeys(("in_step", "own_loop"), self.steps == "each"),
         }
 
 

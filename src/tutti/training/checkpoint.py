@@ -280,7 +280,8 @@ class Checkpoints:
         saved = Saved(manifest)
         self._run.exchange.load(saved)
         self._restore_average(saved, facts)
-        self._run.clock, self._run.updates = clock, updates
+        self._run.clock = self._run.taken = clock
+        self._run.updates = updates
         self._run.seek(position)
         return facts
 

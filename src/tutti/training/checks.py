@@ -58,7 +58,7 @@ class Checks:
 
     Attributes:
         diagnoses: what was found.
-        looking: whether ``look`` wants to see the next step.
+        looking: whether ``look`` wants to see the next step: where ranks do not keep step, only the first.
         ended: to be called after the next global batch of an own loop.
     """
 
@@ -100,7 +100,8 @@ class Checks:
             # At powers of two: few messages, whether shares are large or small.
             if several and self._steps & (self._steps - 1) == 0 and self._same_data(given):
                 self._first = {}
-        self.looking = several and (self._steps < 2 or (bool(self._first) and self._steps < _STEPS))
+        more = self._steps < 2 or (bool(self._first) and self._steps < _STEPS)
+        self.looking = several and self._run.setting.in_step and more
 
     def _collect(self, work: Work) -> None:
         for worker, cells in work:

@@ -193,11 +193,12 @@ def train(
             run.step(batch)
             heartbeat.training.enter(Phase.REPORT)
             _look(windows, speed)
-            skipped += _report(run, number, speed, means, listener)
+            epoch = number if run.taken == run.clock else run.feed.epochs.place(max(run.clock - 1, 0))[0]
+            skipped += _report(run, epoch, speed, means, listener)
             # Before the save, which keeps the values of its very step.
             fresh = None
             if to_evaluate() and held_out is not None:
-                evaluated = fresh = _evaluate(run, held_out, number, speed, listener)
+                evaluated = fresh = _evaluate(run, held_out, epoch, speed, listener)
             _save(run, to_save() and plan.save is not None, means, fresh, saver, speed)
             if ended(plan.total, run):
                 break

@@ -35,7 +35,7 @@ class Losses:
             steps = max(first["steps"][worker] for worker in workers)
             share = sum(len(contract.worker(contract.batch, worker)) for worker in workers)
             self.found.append({"rank": rank, "workers": workers, "steps": steps, "cause": lost[rank]})
-            self.tell(
-                f"rank {rank} {lost[rank]} after step {steps}: the others go on without it, and its share of every "
-                f"further batch, {share} of {contract.batch} samples, is not trained on"
-            )
+            missed = f"its share of every further batch, {share} of {contract.batch} samples, is not trained on"
+            if self._run.updated is not None and self._run.updated.clock is not None:
+                missed = "make its steps as well"
+            self.tell(f"rank {rank} {lost[rank]} after step {steps}: the others go on without it, and {missed}")

@@ -136,7 +136,7 @@ def prepare(
     asked |= {"compiled": compiled != "none", "cuda": world.device.type == "cuda"}
     choice = strategies.check(strategy, identity.size, workers=workers, **asked)
     grid = Grid(**choice.shape(identity.size), rank=identity.rank)
-    data = _data(dataset, data_workers, reproducible, identical_batches)
+    data = _data(dataset, choice, data_workers, reproducible, identical_batches)
     _check_trainable(model, optimizer)
     contract = _contract(choice, grid.data_ranks, _count(data), batch_size, workers, micro_batch, identical_batches)
     epochs = growing(contract, batch_growth, model, batch_norm, lr_scale, gradient_noise)
@@ -160,7 +160,7 @@ def prepare(
     model = _normalised(model, batch_norm, setting)
     dtype = _precise(model, precision, channels_last)
     place, loss = placer(world.device, dtype, channels_last), _cast(loss_fn, world.device.type, precision)
-    setting = replace(setting, trial=_trial(data, contract, place, loss))
+    setting = replace(setting, in_step=choice.row.in_step, trial=_trial(data, contract, place, loss))
     layout, exchange = choice.counted(epochs.steps).make(_as_one(setting, together))
     replica = slowed(layout.build(model), slow, world, contract.workers)
     sink = exchange.attach(replica, factory(optimizer, lr_scale, batch_size))
@@ -186,11 +186,17 @@ def _losses(run: Run, choice: Choice, data: Source | Stream) -> Losses | None:
     return Losses(run) if alone and run.setting.grid.rank == 0 else None
 
 
-def _data(dataset: Any, data_workers: int, reproducible: bool, identical: bool) -> Source | Stream:
+def _data(dataset: Any, choice: Choice, data_workers: int, reproducible: bool, identical: bool) -> Source | Stream:
     """What the data set is read as. Raises UsageError for what does not go with it."""
     data = adapt_training(dataset)
     if data_workers < 0:
         raise UsageError(f"data_workers is {data_workers}", remedy="give 0 or more")
+    if isinstance(data, Stream) and not choice.row.in_step:
+        raise UsageError(
+            "steps=all does not go with a stream",
+            why="ranks read a stream in step, and here each makes as many steps as it can",
+            remedy="leave it out, or take a data set with __len__ and __getitem__",
+        )
     if identical and isinstance(data, Stream):
         raise UsageError(
             "identical_batches needs a data set with __len__ and __getitem__", remedy="leave one of them out"

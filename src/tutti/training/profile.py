@@ -33,7 +33,7 @@ def profiled(run: Run, folder: Path) -> Iterator[None]:
     Leaves ``folder/rank{N}.json``, a trace for ui.perfetto.dev or chrome://tracing, and on rank 0 ``operations.txt``.
     Raises DiskError where they cannot be written.
     """
-    comm, clock = run.setting.comms.world, run.clock
+    comm, taken = run.setting.comms.world, run.taken
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (comm.device.type == "cuda")
     # Its library announces every start and stop on standard error.
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
@@ -44,7 +44,7 @@ def profiled(run: Run, folder: Path) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         profiler.export_chrome_trace(str(folder / f"rank{comm.global_rank}.json"))
         if comm.global_rank == 0:
-            (folder / TABLE).write_text(_table(profiler, run.clock - clock, comm.device.type), encoding="utf-8")
+            (folder / TABLE).write_text(_table(profiler, run.taken - taken, comm.device.type), encoding="utf-8")
     except OSError as error:
         raise DiskError("cannot write the profile", where=str(folder), why=error.strerror) from error
 
@@ -131,14 +131,14 @@ class Window:
         steps: int,
     ) -> None:
         self._run, self._watch, self._folder, self._table = run, watch, folder, table
-        self._begin, self._end = run.clock + first - 1, run.clock + first - 1 + steps
+        self._begin, self._end = run.taken + first - 1, run.taken + first - 1 + steps
         self._open = ExitStack()
 
     def look(self) -> None:
         """Begin or end, where it is time to: call it before the first step and after each."""
-        if self._run.clock == self._begin:
+        if self._run.taken == self._begin:
             self._open.enter_context(self._watch(self._run, self._folder))
-        elif self._run.clock == self._end:
+        elif self._run.taken == self._end:
             self._open.close()
 
     def close(self) -> None:

@@ -166,7 +166,7 @@ class Run(Steps):
 
     def position(self) -> dict[str, Any]:
         """Where in the data the run is, as a JSON value for ``seek``."""
-        return {**self.at._asdict(), "samples": self.samples, "state": self.feed.reader.state()}
+        return {**self.place._asdict(), "samples": self.samples, "state": self.feed.reader.state()}
 
     def seek(self, position: Mapping[str, Any]) -> None:
         """Go on where ``position`` was: ``epoch(at.epoch)`` gives the batch that comes next."""

@@ -50,9 +50,10 @@ class Steps:
         model: the module to call in an own loop.
         agreed: what all ranks agreed on in the last step: loss, metrics, gradient norm.
         updated: what the last update did.
-        clock: steps taken.
+        clock: steps taken; by all workers together, where those are counted.
+        taken: steps that this rank has taken, which are as many where each rank's are counted.
         samples: samples consumed.
-        at: where in the data the run is.
+        at: where in the data this rank is.
         within: the epoch whose loop has not ended yet, even if all its batches are behind it.
         updates: updates made.
         average: of the weights, None where none is kept.
@@ -83,7 +84,7 @@ class Steps:
         self._sink, self._loss, self._max_nonfinite = sink, loss, max_nonfinite
         self.loss_scale = loss_scale
         self.model: nn.Module = replica.parts[0]
-        self.clock = self.updates = self.samples = 0
+        self.clock = self.taken = self.updates = self.samples = 0
         self.at = Position()
         self.within: int | None = None
         self.lr_factor: Callable[[int], float] | None = None
@@ -119,6 +120,11 @@ class Steps:
     def progress(self) -> int:
         """Steps as the schedule and the run's length count them: those taken, or ⌊τ⌋ of AdaScale."""
         return self.clock if self.adascale is None else int(self.adascale.tau)
+
+    @property
+    def place(self) -> Position:
+        """Where in the data the run is, as its steps count."""
+        return self.at if self.taken == self.clock else Position(*self.feed.epochs.place(self.clock))
 
     def ask_to_stop(self) -> None:
         """Ask all ranks to stop after the next step; ``agreed.stop`` says so on every one. Safe in a signal handler."""
@@ -355,7 +361,7 @@ class Steps:
         samples = self.feed.contract.batch if self._drawn is None else self._drawn.samples
         factor = self.lr_factor(self.progress) * self._rate if self.lr_factor is not None else None
         scale = self.loss_scale.value if self.loss_scale is not None else 1.0
-        self._tick_now = Tick(self.clock, samples, factor, self._stop, scale)
+        self._tick_now = Tick(self.taken, samples, factor, self._stop, scale)
         return self._tick_now
 
     def _enter(self, phase: int) -> None:
@@ -364,11 +370,13 @@ class Steps:
 
     def _record(self, agreed: Agreed, updated: Update) -> float:
         self.agreed, self.updated, self._warm = agreed, updated, True
-        self.clock += 1
+        self.taken += 1
+        self.clock = self.taken if updated.clock is None else max(self.clock, updated.clock)
         if self._drawn is None:
             self.samples += round(agreed.count)
         else:
-            self.samples += self._drawn.samples
+            own = self.samples + self._drawn.samples
+            self.samples = own if updated.clock is None else self.feed.epochs.consumed(self.clock)
             self.at = self._drawn.after
         self.updates += updated.updates
         if self.losses is not None:

@@ -62,7 +62,7 @@ def traced(run: Run, folder: Path) -> Iterator[None]:
     clocks are set to each other by the moment in which all have come to the block's beginning. Raises DiskError where
     rank 0 cannot write.
     """
-    comm, clock, recorder = run.setting.comms.world, run.clock, _Recorder()
+    comm, clock, recorder = run.setting.comms.world, run.taken, _Recorder()
 
     def wait(inner: Callable[..., Any], inspector: StallInspector, done: Any, call: Call) -> Any:
         with recorder.during(WAITING, call.text, call.ranks):
@@ -76,7 +76,7 @@ def traced(run: Run, folder: Path) -> Iterator[None]:
         yield
     rows = _gathered(comm, recorder.segments, start)
     if comm.rank == 0:
-        _write(folder, timeline.resolve(rows), f"steps {clock + 1} to {run.clock} on {comm.size} devices")
+        _write(folder, timeline.resolve(rows), f"steps {clock + 1} to {run.taken} on {comm.size} devices")
 
 
 def _gathered(comm: Communicator, own: list[Segment], start: float) -> list[list[Segment]]:

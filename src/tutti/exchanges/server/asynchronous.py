@@ -47,7 +47,7 @@ class Asynchronous:
         self._culprits: list[str] = []
         self._stale: list[float] = []
         self._stop_at: float | None = None
-        self._updates = self._version = 0
+        self._updates = self._version = self._clock = 0
 
     def attach(self, replica: Replica, make_optimizer: OptimizerFactory) -> GradSink:
         setting = self._setting
@@ -75,7 +75,8 @@ class Asynchronous:
     def _desk(self, shelf: Shelf) -> AtOnce:
         """In a server's process."""
         lease = (self._config.lease or context.current().timeout) if self._config.mode == "bounded" else math.inf
-        core = Core(self._setting.workers, self._config.staleness, lease, gone=self._gone)
+        together = self._config.steps == "all"
+        core = Core(self._setting.workers, self._config.staleness, lease, gone=self._gone, together=together)
         return AtOnce(shelf, core, len(shelf.keys), self._config.over_staleness)
 
     def _gone(self) -> Collection[int]:
@@ -157,9 +158,14 @@ class Asynchronous:
         return accrued
 
     def _take(self, worker: int, replies: list[Reply], read: bool = True) -> None:
-        """What the servers said, and the parameters where they came with it."""
-        stops = [reply.extras[2] for reply in replies if reply.extras[2] != NONE]
+        """What the servers said, and the parameters where they came with it.
+
+        Where all workers' steps are counted together, the first server's count is the one that all go by.
+        """
+        counting = replies[:1] if self._config.steps == "all" else replies
+        stops = [reply.extras[2] for reply in counting if reply.extras[2] != NONE]
         self._stop_at = max(stops, default=self._stop_at)
+        self._clock = max(self._clock, int(replies[0].extras[4]))
         self._allowed[worker] = all(reply.extras[3] for reply in replies)
         self._version = replies[0].header.seen
         if read:
@@ -176,7 +182,8 @@ class Asynchronous:
         if self._stale:
             named["staleness"] = sum(self._stale) / len(self._stale)
         norm = sum(self._norms) / len(self._norms) if self._norms else 0.0
-        stop = self._stop_at is not None and tick.clock + 1 >= self._stop_at
+        clock = self._clock if self._config.steps == "all" else tick.clock + 1
+        stop = self._stop_at is not None and clock >= self._stop_at
         self._norms, self._stale = [], []
         return Agreed(self._loss, count, named, norm, finite=not self._culprits, stop=stop)
 
@@ -184,7 +191,8 @@ class Asynchronous:
         """The servers have made theirs; those of all workers since the last step are counted."""
         made, self._updates = self._version - self._updates, self._version
         culprits, self._culprits = tuple(dict.fromkeys(self._culprits)), []
-        return Update(max(made, 0), skipped=not agreed.finite, nonfinite=culprits, together=False)
+        clock = self._clock if self._config.steps == "all" else None
+        return Update(max(made, 0), not agreed.finite, culprits, together=False, clock=clock)
 
     def merged(self) -> dict[str, Tensor]:
         self._read()
@@ -227,7 +235,7 @@ class Asynchronous:
                 copy.copy_(read(saved, "model", name, self._replica, copy.shape))
             self._seen[worker], self._allowed[worker] = list(versions), True
         self._updates = self._version = versions[0]
-        self._stop_at = None
+        self._stop_at, self._clock = None, 0
 
     def facts(self) -> dict[str, object]:
         """What the servers tell of themselves at the end of a run."""

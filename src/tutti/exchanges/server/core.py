@@ -32,11 +32,12 @@ class Core:
         lease: seconds without a word after which a worker counts as gone.
         now: the time.
         gone: workers that will never say a word again; asked for where somebody has to wait.
+        together: the run's steps are those of all workers together, and not what each makes.
 
     Attributes:
         version: updates made.
         staleness: how often which staleness was seen.
-        stop_at: the step after which all are to stop, once one has asked for it.
+        stop_at: the step after which all are to stop, once one has asked for it; of each, or of all together.
         lost: updates that were acknowledged and are not here any more, as far as workers knew of them.
         stale: pushes that came back from the dead with parameters older than the bound allows, and were left out.
     """
@@ -48,7 +49,9 @@ class Core:
         lease: float = math.inf,
         now: Callable[[], float] = time.monotonic,
         gone: Callable[[], Collection[int]] = tuple,
+        together: bool = False,
     ) -> None:
+        self._together = together
         self._bound, self._lease, self._now = bound, lease, now
         self._look, self._gone = gone, frozenset[int]()
         self._clocks: list[int | None] = [None] * workers
@@ -116,11 +119,23 @@ class Core:
     def ask_to_stop(self) -> None:
         """A worker asks all to stop: after the first step that none of them can have begun without hearing of it."""
         if self.stop_at is None:
-            self.stop_at = max((clock or 0) for clock in self._clocks) + 1
+            self.stop_at = (self.clock if self._together else max(self.steps)) + 1
 
     def forget_workers(self) -> None:
         """All go on from where the first to speak is: another state was loaded."""
         self._clocks, self.stop_at = [None] * len(self._clocks), None
+
+    @property
+    def clock(self) -> int:
+        """Steps that all workers have made together: as many as each would have made, were they equally fast.
+
+        >>> core = Core(3)
+        >>> [core.push(worker, clock, 0, None).taken for worker, clock in ((0, 0), (0, 1), (1, 0), (0, 2))]
+        [False, False, False, False]
+        >>> core.steps, core.clock
+        ([3, 1, 0], 1)
+        """
+        return sum(self.steps) // len(self._clocks)
 
     @property
     def steps(self) -> list[int]:

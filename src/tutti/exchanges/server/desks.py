@@ -209,10 +209,11 @@ class AtOnce:
         return sums and all(map(math.isfinite, extras))
 
     def _answer(self, allowed: bool, staleness: int = 0) -> Answer:
-        """With the parameters: [staleness, lost, step to stop after, whether the worker may go on]."""
+        """With the parameters: [staleness, lost, step to stop after, whether the worker may go on, steps of all]."""
         stop = self._core.stop_at
-        extras = [float(staleness), float(self._core.lost), NONE if stop is None else float(stop), float(allowed)]
-        return Answer(extras=extras, values=True, seen=self.version)
+        core = self._core
+        extras = [staleness, core.lost, NONE if stop is None else stop, allowed, core.clock]
+        return Answer(extras=[float(number) for number in extras], values=True, seen=self.version)
 
     def forget(self) -> None:
         self._core.forget_workers()

@@ -1,0 +1,129 @@
+"""Fresh processes for tests without importing torch each time: one process has imported it, and forks at each request.
+
+What is started is a process as any other: its own session, environment, folder and standard streams, real signals. Only
+its imports were made before. Tests of hosts, of other launchers and of imports start a new Python each time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+_SERVER = Path(__file__).with_name("forkserver_main.py")
+_CLEARED = ("OMP_NUM_THREADS", "TUTTI_LOG_RANKS")
+
+
+class _Server:
+    """The process that forks, of this process; it ends when this one does."""
+
+    def __init__(self) -> None:
+        self.owner = os.getpid()
+        self.control, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        environ = {name: value for name, value in os.environ.items() if name not in _CLEARED}
+        source = Path(__file__).parents[1] / "src"
+        subprocess.Popen(
+            [sys.executable, str(_SERVER), str(there.fileno())],
+            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=[there.fileno()],
+            env=environ | {"PYTHONPATH": str(source)}, start_new_session=True,
+        )  # fmt: skip
+        there.close()
+
+
+_server: _Server | None = None
+
+
+class Process:
+    """``python words…`` in ``folder``, in a session of its own.
+
+    Args:
+        words: ``-m module …`` or ``script …``.
+        folder: where it runs.
+        environ: all of its environment.
+
+    Attributes:
+        pid: of the process, whose parent is the server.
+        returncode: None until ``poll`` or ``wait`` has seen its end.
+    """
+
+    def __init__(self, words: Sequence[str], folder: Path, environ: Mapping[str, str]) -> None:
+        global _server
+        if _server is None or _server.owner != os.getpid():
+            _server = _Server()
+        pipes = [os.pipe() for _ in range(3)]
+        request = json.dumps({"words": list(words), "folder": str(folder), "environ": dict(environ)}).encode()
+        socket.send_fds(_server.control, [request], [write for _, write in pipes])
+        self._out, self._err, self._status = (read for read, _ in pipes)
+        self._said, self._open = {self._out: b"", self._err: b""}, [self._out, self._err]
+        for _, write in pipes:
+            os.close(write)
+        self.pid = int(self._line())
+        self.returncode: int | None = None
+
+    def _line(self) -> bytes:
+        """The next line of the status pipe."""
+        line = b""
+        while not line.endswith(b"\n"):
+            byte = os.read(self._status, 1)
+            if not byte:
+                raise EOFError(f"the process that forks for tests has ended; see {_SERVER.name}")
+            line += byte
+        return line
+
+    def poll(self) -> int | None:
+        """Its exit code once it has ended, minus the signal's number where one ended it."""
+        if self.returncode is None and select.select([self._status], [], [], 0)[0]:
+            self.returncode = int(self._line())
+            os.close(self._status)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for its end. Raises subprocess.TimeoutExpired."""
+        if self.returncode is None and not select.select([self._status], [], [], timeout)[0]:
+            raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0)
+        code = self.poll()
+        assert code is not None
+        return code
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        """All that it and its descendants wrote, once none of them holds a stream. Raises subprocess.TimeoutExpired."""
+        while self._open:
+            ready = select.select(self._open, [], [], timeout)[0]
+            if not ready:
+                raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0)
+            for stream in ready:
+                part = os.read(stream, 1 << 16)
+                self._said[stream] += part
+                if not part:
+                    self._open.remove(stream)
+                    os.close(stream)
+        self.wait(timeout)
+        return self._said[self._out].decode(), self._said[self._err].decode()
+
+    def line(self) -> str:
+        """What it has written to its standard output up to the end of the first line."""
+        while b"\n" not in self._said[self._out]:
+            part = os.read(self._out, 1 << 16)
+            if not part:
+                break
+            self._said[self._out] += part
+        return self._said[self._out].decode().partition("\n")[0]
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal, unless it has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """End it at once."""
+        self.send_signal(signal.SIGKILL)
+
+    def terminate(self) -> None:
+        """Ask it to end."""
+        self.send_signal(signal.SIGTERM)

@@ -1,0 +1,82 @@
+"""The process that forks for tests; see ``forkserver.py``. A child leaves the loop and runs as any Python would."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import os
+import random
+import runpy
+import select
+import socket
+import sys
+import tempfile
+from typing import Any
+
+_IMPORTED = ("torch._dynamo", "tutti.training.main", "tutti.cli.app")
+
+
+def serve(control: socket.socket) -> list[str]:
+    """Fork at each request, and tell how each child ended; in a child return what it is to run."""
+    ends: dict[int, tuple[int, int]] = {}
+    while True:
+        for ready in select.select([control, *ends], [], [])[0]:
+            if ready in ends:
+                pid, status = ends.pop(ready)
+                code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+                os.write(status, f"{code}\n".encode())
+                os.close(ready)
+                os.close(status)
+                continue
+            raw, streams, *_ = socket.recv_fds(control, 1 << 20, 3)
+            if not raw:
+                # Whoever asked has ended, and with it the wish to know.
+                os._exit(0)
+            pid = os.fork()
+            if pid == 0:
+                control.close()
+                for one, (_, other) in ends.items():
+                    os.close(one)
+                    os.close(other)
+                return become(json.loads(raw), streams)
+            *streams, status = streams
+            for stream in streams:
+                os.close(stream)
+            os.write(status, f"{pid}\n".encode())
+            ends[os.pidfd_open(pid)] = pid, status
+
+
+def become(request: dict[str, Any], streams: list[int]) -> list[str]:
+    """Take over session, streams, folder and environment."""
+    os.setsid()
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for number, stream in enumerate([nothing, *streams]):
+        if number < 3:
+            os.dup2(stream, number)
+        os.close(stream)
+    os.chdir(request["folder"])
+    os.environ.clear()
+    os.environ.update(request["environ"])
+    tempfile.tempdir = None
+    random.seed()
+    words: list[str] = request["words"]
+    return words
+
+
+def run(words: list[str]) -> None:
+    """As ``python words…``."""
+    if words[0] == "-m":
+        sys.argv, sys.path[0] = words[1:], os.getcwd()
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv, sys.path[0] = words, os.path.dirname(os.path.abspath(words[0]))
+        runpy.run_path(words[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    for name in _IMPORTED:
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()
+    run(serve(socket.socket(fileno=int(sys.argv[1]))))
