@@ -16,6 +16,7 @@ import argparse
 import json
 import os
 import resource
+import string
 import subprocess
 import sys
 import tempfile
@@ -53,7 +54,8 @@ def train(name: str, given: argparse.Namespace, limit: int | None) -> dict[str, 
         words = [sys.executable, "-m", "tutti", "train", "text", "--model", given.model, "--strategy", strategy]
         words += ["--devices", str(devices), "--workers", str(devices if name in BATCH else 1)]
         words += ["--batch-size", "8", "--steps", str(given.steps), "--threads", "1", "--optimizer", "adam:lr=0.0003"]
-        words += ["--eval-every", "none", "--checkpoint-every", "none", "--out", str(out)]
+        # A short text: all of what is held out is evaluated at the end.
+        words += ["--data", string.__file__, "--eval-every", "none", "--checkpoint-every", "none", "--out", str(out)]
         limited = None if limit is None else partial(resource.setrlimit, resource.RLIMIT_DATA, (limit, limit))
         process = subprocess.Popen(
             words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, preexec_fn=limited
@@ -102,7 +104,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line. Exits with 2 on a usage error."""
     parser = argparse.ArgumentParser(description="A GPT that trains only when it is split.")
     add = parser.add_argument
-    add("--model", default="gpt:layers=12,width=512,heads=8,block=64", help="default: 38 million parameters")
+    add("--model", default="gpt:layers=8,width=1024,heads=16,block=32", help="default: 101 million parameters")
     add("--steps", type=int, default=4)
     add("--quick", action="store_true", help="a smaller model")
     add("--save", action="store_true", help="write benchmarks/results/DATE-too-big.json")

@@ -37,6 +37,7 @@ STRATEGIES = {
     "server, bounded s = 2": "parameter_server:mode=bounded,staleness=2",
     "server, bounded s = 8": "parameter_server:mode=bounded,staleness=8",
     "server, asynchronous": "parameter_server:mode=async",
+    "server, asynchronous, steps=all": "parameter_server:mode=async,steps=all",
 }
 _COLOURS = (
     "#000000",
@@ -49,6 +50,7 @@ _COLOURS = (
     "#999999",
     "#F0E442",
     "#7F3C8D",
+    "#11A579",
 )
 
 
