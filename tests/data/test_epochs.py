@@ -46,6 +46,8 @@ def test_steps_and_samples_are_those_of_the_epochs_one_by_one(growth: Growth | N
     taken = [samples for epoch in sizes(found) for samples in epoch]
     for steps in range(len(taken) + 1):
         assert found.consumed(steps) == sum(taken[:steps])
+    places = [(epoch, batch) for epoch, batches in enumerate(sizes(found)) for batch in range(len(batches))]
+    assert [found.place(steps) for steps in range(len(taken))] == places
     for whole in range(SPENT + 1):
         assert found.steps(Duration(whole, "ep")) == sum(map(len, sizes(found)[:whole]))
     for samples in range(sum(taken) + 1):
