@@ -102,14 +102,17 @@ def samples_per_second(steps: Sequence[Mapping[str, Any]], strategy: str) -> flo
 
 
 def table(rows: Mapping[str, Mapping[str, Any]], clusters: Sequence[Cluster]) -> str:
-    """Markdown: samples a second on both clusters, their ratio, the accuracies."""
-    lines = ["| strategy | even, samples/s | uneven, samples/s | ratio | accuracy, even | accuracy, uneven |"]
-    lines += ["|---|---:|---:|---:|---:|---:|"]
+    """Markdown: samples a second on both clusters, their ratio; when the last evaluation came, and the accuracies."""
+    heads = ["samples/s", "s to the end", "accuracy"]
+    names = [f"{cluster.name}, {head}" for head in heads for cluster in clusters]
+    names.insert(2, "ratio")
+    lines = [f"| strategy | {' | '.join(names)} |", "|---" + "|---:" * len(names) + "|"]
     for name, row in rows.items():
-        even, uneven = (row[cluster.name] for cluster in clusters)
-        speeds = even["samples_per_second"], uneven["samples_per_second"]
-        cells = [f"{speeds[0]:,.0f}", f"{speeds[1]:,.0f}", f"{speeds[1] / speeds[0]:.2f}"]
-        lines.append(f"| {' | '.join([name, *cells, *(f'{x:.1%}' for x in (even['accuracy'], uneven['accuracy']))])} |")
+        found = [row[cluster.name] for cluster in clusters]
+        even, uneven = (one["samples_per_second"] for one in found)
+        cells = [f"{even:,.0f}", f"{uneven:,.0f}", f"{uneven / even:.2f}"]
+        cells += [f"{one['curve'][-1][0]:.1f}" for one in found] + [f"{one['accuracy']:.1%}" for one in found]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
