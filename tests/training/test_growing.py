@@ -93,7 +93,7 @@ def phases_and_plain_runs(own: bool) -> list[Any]:
             mine.data.copy_(theirs.data)
             if theirs in optimizer.state:
                 other.state[mine]["momentum_buffer"] = optimizer.state[theirs]["momentum_buffer"].clone()
-        plain.clock = grown.clock
+        plain.clock = plain.taken = grown.clock
         pair = []
         for run, made in ((grown, optimizer), (plain, other)):
             rates = one_epoch(run, made, epoch, own)
