@@ -193,8 +193,10 @@ def test_a_stopped_worker_comes_back(
     command = words(mode, 4, "--out", "out", steps=400, every="none")
     with starting(tmp_path, *command, FAULT=json.dumps(fault), SIGNAL="stop") as running:
         until(lambda: (tmp_path / "victim").exists() and (tmp_path / "victim").read_text())
-        time.sleep(2)
-        lead = len(lines(tmp_path, "train")) - fault["step"]  # type: ignore[operator]
+        lead, end = 0, time.monotonic() + (60 if mode == "async" else 2)
+        while lead < 10 and time.monotonic() < end:
+            time.sleep(0.05)
+            lead = len(lines(tmp_path, "train")) - fault["step"]  # type: ignore[operator]
         os.kill(int((tmp_path / "victim").read_text()), signal.SIGCONT)
         result = running.finish()
     assert result.code == 0, result.err
