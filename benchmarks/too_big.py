@@ -6,8 +6,8 @@
 
 First every way trains without a limit, and the largest private memory of any of its processes (``VmData``) is noted.
 Then all get the same limit (``RLIMIT_DATA``, which counts just that), half-way between the largest split way and
-one device: one device must fail, and the split ways must train. What a process frees is given back at once, which is
-slower: what counts here is what a way needs. Linux alone. Exit codes: 0, 2 usage, 9 where it did not come out so.
+one device: one device must fail, and the split ways must train. Linux alone. Exit codes: 0, 2 usage, 9 where it did not
+come out so.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ WAYS = {
 SPLIT = tuple(WAYS)[2:]
 # Those that share the batch out as well.
 BATCH = ("data parallel", "sharded")
-_POLL = 0.02
-# Large blocks are mapped, and unmapped when they are freed.
-_ENVIRON = os.environ | {"MALLOC_MMAP_THRESHOLD_": "1000000"}
+_POLL = 0.05
+# Gathered layers leave holes in the heap: here large blocks are given back when they are freed (docs/sharded.md).
+_GIVEN_BACK = {"sharded": {"MALLOC_MMAP_THRESHOLD_": "1000000"}}
 
 
 def train(name: str, given: argparse.Namespace, limit: int | None) -> dict[str, Any]:
@@ -59,8 +59,9 @@ def train(name: str, given: argparse.Namespace, limit: int | None) -> dict[str, 
         # A short text: all of what is held out is evaluated at the end.
         words += ["--data", string.__file__, "--eval-every", "none", "--checkpoint-every", "none", "--out", str(out)]
         limited = None if limit is None else partial(resource.setrlimit, resource.RLIMIT_DATA, (limit, limit))
+        environ = os.environ | _GIVEN_BACK.get(name, {})
         process = subprocess.Popen(
-            words, env=_ENVIRON, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, preexec_fn=limited
+            words, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, preexec_fn=limited
         )
         most = 0
         while process.poll() is None:
