@@ -52,7 +52,7 @@ class Heard(Listeners):
 
 
 def windows(total: int | None, clock: int, again: bool) -> tuple[list[Window], list[str]]:
-    run: Any = SimpleNamespace(clock=clock)
+    run: Any = SimpleNamespace(clock=clock, taken=clock)
     heard = Heard()
     return _windows(TrainConfig(profile="3:4", trace="1:2"), run, total, "out", again, heard), heard.texts
 
