@@ -71,6 +71,8 @@ def _length(config: TrainConfig, run: Run) -> str:
     counted = f" in batches of {config.regime_batch}" if config.regime_batch else ""
     if run.adascale is not None:
         counted = " of one worker alone"
+    if not run.setting.in_step:
+        counted = " of all workers together, of which a slow one makes fewer"
     return f"{config.length()}{counted}"
 
 
