@@ -21,8 +21,8 @@ from tutti.spec import Duration
 from tutti.state.fingerprint import weights_sha256
 from tutti.state.write import step_name
 from tutti.training import keeping
+from tutti.training.own_loop import OwnLoop
 from tutti.training.profile import profiled
-from tutti.training.steps import Steps
 from tutti.training.stopping import Reason, stopping
 from tutti.training.trace import traced
 from tutti.types import LossFn, Totals
@@ -45,7 +45,7 @@ class Evaluation:
         return {"loss": self.loss, **self.metrics}
 
 
-class Run(Steps):
+class Run(OwnLoop):
     """One model in training on all ranks alike. How it takes steps, and what it knows of itself: see ``Steps``."""
 
     def stopping(self) -> AbstractContextManager[Reason]:

@@ -1,4 +1,4 @@
-"""How a run takes its steps: one way for every strategy, and one for loops that must stay as they are."""
+"""How a run takes its steps: one way for every strategy."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -29,11 +29,9 @@ from tutti.types import (
     Exchange,
     GradSink,
     LossFn,
-    OwnLoopReplica,
     Replica,
     Setting,
     Tick,
-    Totals,
     Update,
 )
 from tutti.world import heartbeat
@@ -95,10 +93,7 @@ class Steps:
         self._nonfinite, self._rate = 0, 1.0
         self._drawn: Part | None = None
         self._resumed: Position | None = None
-        self._cell: Cell | None = None
-        self._idle: list[int] = []
-        self._totals: Totals | None = None
-        self._complete = self._begun = self.stepped = False
+        self._begun = self.stepped = False
         self._stepping = self._stop = self._warm = False
         self.optimizer: Optimizer | None = None
         self.savers: dict[tuple[Path, int], Checkpoints] = {}
@@ -229,76 +224,6 @@ class Steps:
         more = [self.feed.stand_in(own[0].batch, tick.clock, worker, last=False) for _ in range(missing)]
         return [*work[:place], (worker, [*more, *own]), *work[place + 1 :]]
 
-    # --- loops that must stay as they are --------------------------------------------------------------------------
-
-    def cells(self, number: int, start: int | None = None) -> Iterator[Batch]:
-        """Every micro-batch of this rank's workers in epoch ``number``, for an own loop with ``backward``.
-
-        ``optimizer.step()`` and ``zero_grad()`` act only after the last one of each global batch. Begins as ``epoch``.
-        Where a last batch has no sample for this rank, the loop's body runs once on one that another rank has, so that
-        it misses no turn; there it counts for nothing.
-        """
-        if not hasattr(self.replica, "begin"):
-            raise UsageError("this strategy has no loop of your own", remedy="call run.step(batch) with run.epoch()")
-        if self._begun:
-            raise UsageError(
-                "the last loop over run.cells() was left in the middle of a global batch",
-                remedy="leave it only after an optimizer.step() with run.stepped",
-            )
-        replica = cast(OwnLoopReplica, self.replica)
-        for batch in self.epoch(number, start):
-            tick = self._tick()
-            self._begun = True
-            work = self._cells(batch, tick)
-            if self.replica.sharded:
-                work = self._even(work, tick)
-            busy = [(worker, cells) for worker, cells in work if cells]
-            # Shares differ by at most one sample, so that the workers without any are the last ones.
-            self._idle = [worker for worker, cells in work if not cells]
-            if not busy and self._drawn is not None:
-                worker = self._idle.pop(0)
-                busy = [(worker, [self._stand_in(worker, tick)])]
-            for worker, cells in busy:
-                self.exchange.enter(worker, tick)
-                for cell in cells:
-                    replica.begin(cell)
-                    self._cell, self._complete = cell, False
-                    self._last = worker == busy[-1][0] and cell.last
-                    self._enter(Phase.COMPUTE)
-                    yield cell.batch
-                    if self._cell is not None:
-                        raise UsageError("a batch was left without backward", remedy="call run.backward(loss) for each")
-            if self.checks.ended is not None:
-                self.checks.ended()
-            if self._complete:
-                raise UsageError(
-                    "a global batch was left without a step", remedy="call optimizer.step() after backward"
-                )
-
-    def backward(self, loss: Any) -> None:
-        """Backward of one micro-batch of ``cells``, weighted as its part of the global batch.
-
-        Args:
-            loss: mean over the batch's samples, ``(sum, count)``, or a 1-d tensor of one loss a sample in place of
-                either.
-        """
-        cell, self._cell = self._cell, None
-        if cell is None:
-            raise UsageError("run.backward needs a batch of run.cells()", remedy="loop over run.cells(epoch)")
-        self._totals = cast(OwnLoopReplica, self.replica).backward(loss, cell, self._totals, self._sink)
-        if cell.last:
-            self.exchange.leave(cell.worker, self._totals)
-            self._totals = None
-        if self._last:
-            self._leave_idle()
-        self._complete = self._last
-
-    def _leave_idle(self) -> None:
-        """The workers that have no sample in this batch take part with nothing, before the update."""
-        for worker in self._idle:
-            self.exchange.enter(worker, self._tick_now)
-            self.exchange.leave(worker, None)
-
     @property
     def within_batch(self) -> bool:
         """Whether a global batch has begun and has not been stepped on."""
@@ -308,22 +233,6 @@ class Steps:
     def stepping(self) -> bool:
         """Whether the optimizer's own step may run now: only inside an update."""
         return self._stepping
-
-    def gated_step(self) -> bool:
-        """What ``optimizer.step()`` does in an own loop; True where it was a step, False in the middle of a batch."""
-        if not self._begun:
-            raise UsageError("optimizer.step() without a batch of run.cells()", remedy="loop over run.cells(epoch)")
-        self.stepped = self._complete
-        if not self._complete:
-            return False
-        self._complete = self._begun = False
-        tick = self._tick_now
-        agreed = self.exchange.finish(tick)
-        with self._open_gate():
-            updated = self.exchange.update(agreed, tick)
-        self._record(agreed, updated)
-        heartbeat.training.enter(Phase.IDLE)
-        return True
 
     @contextmanager
     def _open_gate(self) -> Iterator[None]:
