@@ -107,8 +107,8 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line. Exits with 2 on a usage error."""
     parser = argparse.ArgumentParser(description="A GPT that trains only when it is split.")
     add = parser.add_argument
-    add("--model", default="gpt:layers=5,width=1024,heads=16,block=32", help="default: 63 million parameters")
-    add("--steps", type=int, default=3)
+    add("--model", default="gpt:layers=8,width=1024,heads=16,block=32", help="default: 101 million parameters")
+    add("--steps", type=int, default=2)
     add("--quick", action="store_true", help="a smaller model")
     add("--save", action="store_true", help="write benchmarks/results/DATE-too-big.json")
     given = parser.parse_args(argv)

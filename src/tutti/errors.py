@@ -69,6 +69,21 @@ class UsageError(TuttiError):
     exit_code = ExitCode.USAGE
 
 
+def no_memory(error: BaseException) -> UsageError | None:
+    """What to tell of an error that says that an allocation failed, PyTorch's or Python's; None for any other."""
+    said = str(error).splitlines()[0] if str(error) else type(error).__name__
+    if not (isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or "can't allocate" in said):
+        return None
+    step = getattr(error, "step", None)
+    return UsageError(
+        "there is not enough memory",
+        where=None if step is None else f"step {step}",
+        why=said,
+        remedy="add --dry-run to see what each device needs; --strategy sharded, tensor or pipeline, a smaller "
+        "--micro-batch and --activation-checkpointing blocks need less",
+    )
+
+
 class DataError(TuttiError):
     """Data that is missing, unreadable, out of range or empty."""
 

@@ -19,7 +19,7 @@ from tutti import strategies
 from tutti.cli.devices import count_gpus
 from tutti.cli.settings import FILES, HEADINGS, flag_table, resolve
 from tutti.data.contract import BatchContract
-from tutti.errors import DiskError, ExitCode, TuttiError, UsageError
+from tutti.errors import DiskError, ExitCode, TuttiError, UsageError, no_memory
 from tutti.nn.config import OfTheWorker, Sync, check_batch_norm, check_checkpointing, check_compile, check_compiler
 from tutti.optim.config import check_optimizer, check_schedule
 from tutti.optim.loss_scale import chosen as check_loss_scale
@@ -248,8 +248,13 @@ def train_here(task: str, config: TrainConfig, directory: Path | None) -> int:
     heartbeat.training.enter(Phase.START, 0)
     from tutti.training.main import main
 
-    with contextlib.redirect_stdout(sys.stderr):
-        return main(task, config, None if directory is None else str(directory))
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            return main(task, config, None if directory is None else str(directory))
+    except Exception as error:
+        if (told := no_memory(error)) is not None:
+            raise told from error
+        raise
 
 
 def _one_device(task: str, config: TrainConfig, directory: Path) -> None:
