@@ -8,8 +8,10 @@ An error says *what* happened, *where* (rank, step), *why*, and what to *do*. Ex
 from __future__ import annotations
 
 import difflib
+import traceback
 from collections.abc import Iterable
 from enum import IntEnum
+from pathlib import Path
 
 
 class ExitCode(IntEnum):
@@ -69,15 +71,22 @@ class UsageError(TuttiError):
     exit_code = ExitCode.USAGE
 
 
-def no_memory(error: BaseException) -> UsageError | None:
+class NotEnoughMemory(UsageError):
+    """An allocation failed: what was to be run does not fit. Starting it again would change nothing."""
+
+
+def no_memory(error: BaseException) -> NotEnoughMemory | None:
     """What to tell of an error that says that an allocation failed, PyTorch's or Python's; None for any other."""
     said = str(error).splitlines()[0] if str(error) else type(error).__name__
     if not (isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or "can't allocate" in said):
         return None
     step = getattr(error, "step", None)
-    return UsageError(
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if "site-packages" not in f.filename]
+    places = [f"step {step}"] if step is not None else []
+    places += [f"{Path(frames[-1].filename).name}:{frames[-1].lineno}"] if frames else []
+    return NotEnoughMemory(
         "there is not enough memory",
-        where=None if step is None else f"step {step}",
+        where=", ".join(places) or None,
         why=said,
         remedy="add --dry-run to see what each device needs; --strategy sharded, tensor or pipeline, a smaller "
         "--micro-batch and --activation-checkpointing blocks need less",

@@ -62,7 +62,7 @@ KINDS = [
     ("data", "raise OSError(5, 'Input/output error')", 3, "DataError: cannot read sample"),
     ("data", "raise ZeroDivisionError('in an item')", 1, "ZeroDivisionError: in an item"),
     ("loss", "raise OSError(28, 'No space left on device')", 8, "No space left on device"),
-    ("loss", "raise MemoryError('too large')", 1, "MemoryError: too large"),
+    ("loss", "raise MemoryError('too large')", 2, "there is not enough memory"),
     ("loss", "sys.exit(9)", 9, "exited with code 9"),
 ]
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from tutti.errors import DiskError, ExitCode, TuttiError
+from tutti.errors import DiskError, ExitCode, NotEnoughMemory, TuttiError
 from tutti.world import failure, heartbeat, watchdog
 from tutti.world.orphans import die_with_parent
 from tutti.world.watchdog import Limits
@@ -124,7 +124,8 @@ def _failed(job: Job, rank: int, exception: BaseException) -> int:
             _finish()
         return code
     found = failure.record(job.notes, rank, exception, _HIDDEN)
-    if not isinstance(exception, (TuttiError, KeyboardInterrupt, SystemExit)):
+    foreseen = isinstance(exception, (TuttiError, KeyboardInterrupt, SystemExit))
+    if not foreseen or isinstance(exception, NotEnoughMemory):
         with suppress(OSError), failure.log_path(job.logs, rank).open("a", encoding="utf-8") as log:
             _flush()
             log.write(found.traceback)
