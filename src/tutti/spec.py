@@ -10,10 +10,10 @@ import math
 import re
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, Literal, TypeVar, get_args, get_origin
+from typing import Any, Literal, Self, TypeVar, get_args, get_origin
 
 from tutti.errors import UsageError, did_you_mean
 
@@ -113,6 +113,22 @@ class Spec:
         dataclass itself refuses.
         """
         return build(config, self.options, f"{option} {self.name}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StrategyOptions:
+    """What the options of every layout and exchange can be asked; their dataclasses say what is otherwise with them."""
+
+    def promises(self) -> dict[str, Any]:
+        """What of its row of the table of strategies is otherwise with these options."""
+        return {}
+
+    def counted(self, steps: Callable[[Duration], int]) -> Self:
+        """The same with the lengths among them in steps."""
+        return self
+
+    def check(self, shape: Mapping[str, int], cuda: bool, compiled: bool) -> None:
+        """Raise UsageError where they do not go with the grid's extents, with GPUs or with ``--compile``."""
 
 
 def read_options(text: str, option: str, form: str) -> dict[str, str]:

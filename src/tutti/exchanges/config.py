@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any, Literal, Self
 
 from tutti.errors import UsageError
-from tutti.spec import Duration
+from tutti.spec import Duration, StrategyOptions
 
 
 @dataclass(frozen=True, kw_only=True)
-class AllReduceConfig:
+class AllReduceConfig(StrategyOptions):
     """Every device holds the whole state; gradients are summed over all.
 
     Attributes:
@@ -61,12 +61,11 @@ class SplitConfig(AllReduceConfig):
             raise ValueError(f"{option} does nothing with shards={self.shards}, whose gradients are summed by rows")
 
     def promises(self) -> dict[str, Any]:
-        """What of its row of the table of strategies is otherwise with these options."""
         return {"exchange": "sharded:Sharded", "worker_gradients": False} if self.shards > 1 else {}
 
 
 @dataclass(frozen=True, kw_only=True)
-class CentralConfig:
+class CentralConfig(StrategyOptions):
     """One copy of the parameters and of the optimizer's state a host; nothing to choose."""
 
     def check(self, shape: Mapping[str, int], cuda: bool, compiled: bool) -> None:
@@ -80,7 +79,7 @@ class CentralConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PeriodicConfig:
+class PeriodicConfig(StrategyOptions):
     """Every worker trains by itself; parameters are averaged now and then.
 
     Attributes:
@@ -131,7 +130,7 @@ class DiLoCoConfig(PeriodicConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ParameterServerConfig:
+class ParameterServerConfig(StrategyOptions):
     """Parameters and optimizer live on servers, processes of their own beside the workers.
 
     Attributes:
@@ -191,7 +190,6 @@ class ParameterServerConfig:
                 raise ValueError(f"{wrong[0]} does nothing with mode={self.mode}")
 
     def promises(self) -> dict[str, Any]:
-        """What of its row of the table of strategies is otherwise with these options."""
         if self.mode == "sync":
             return dict.fromkeys(("reproducible", "one_model", "averages"), False) if self.backup else {}
         return {
@@ -206,7 +204,7 @@ class ParameterServerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShardedConfig:
+class ShardedConfig(StrategyOptions):
     """Devices share out optimizer state (stage 1), gradients too (2), and parameters too (3).
 
     ZeRO: Rajbhandari et al. 2019, arXiv 1910.02054.

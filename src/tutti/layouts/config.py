@@ -7,15 +7,16 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from tutti.errors import UsageError
+from tutti.spec import StrategyOptions
 
 
 @dataclass(frozen=True, kw_only=True)
-class WholeConfig:
+class WholeConfig(StrategyOptions):
     """A replica lives whole on one device; nothing to choose."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayersConfig:
+class LayersConfig(StrategyOptions):
     """A replica is cut between layers; its devices work in turn.
 
     Attributes:
@@ -38,7 +39,7 @@ class LayersConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PipelineConfig:
+class PipelineConfig(StrategyOptions):
     """A replica is cut between layers, and micro-batches go through its devices one after the other.
 
     Attributes:
@@ -82,7 +83,7 @@ class PipelineConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TensorConfig:
+class TensorConfig(StrategyOptions):
     """A replica's layers are split over devices that compute each layer together.
 
     Attributes:
