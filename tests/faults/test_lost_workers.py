@@ -95,14 +95,13 @@ def lines(folder: Path, group: str) -> list[dict[str, Any]]:
 def played(folder: Path, fault: dict[str, object], *command: str, **environ: str) -> Result:
     """A run with a fault, of which nothing is left."""
     write_task(folder, TASK)
-    before = set(Path("/dev/shm").glob("tutti-*"))
     with starting(folder, *command, "--out", "out", FAULT=json.dumps(fault), **environ) as running:
         until(lambda: (folder / "victim").exists() or running.launcher.poll() is not None)
         family = running.workers()
         result = running.finish()
         assert alive(family) == []
     assert list((folder / "temporary").glob("tutti-*")) == []
-    assert set(Path("/dev/shm").glob("tutti-*")) <= before
+    assert [path for process in family for path in Path("/dev/shm").glob(f"tutti-{process.pid}-*")] == []
     return result
 
 
