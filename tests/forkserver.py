@@ -1,7 +1,7 @@
 """Fresh processes for tests without importing torch each time: one process has imported it, and forks at each request.
 
 What is started is a process as any other: its own session, environment, folder and standard streams, real signals. Only
-its imports were made before. Tests of hosts, of other launchers and of imports start a new Python each time.
+its imports were made before. Tests of other launchers and of imports start a new Python each time.
 """
 
 from __future__ import annotations
@@ -46,19 +46,22 @@ class Process:
         words: ``-m module …`` or ``script …``.
         folder: where it runs.
         environ: all of its environment.
+        network: the name of the network namespace it is in; None for this process's own.
 
     Attributes:
         pid: of the process, whose parent is the server.
         returncode: None until ``poll`` or ``wait`` has seen its end.
     """
 
-    def __init__(self, words: Sequence[str], folder: Path, environ: Mapping[str, str]) -> None:
+    def __init__(
+        self, words: Sequence[str], folder: Path, environ: Mapping[str, str], network: str | None = None
+    ) -> None:
         global _server
         if _server is None or _server.owner != os.getpid():
             _server = _Server()
         pipes = [os.pipe() for _ in range(3)]
-        request = json.dumps({"words": list(words), "folder": str(folder), "environ": dict(environ)}).encode()
-        socket.send_fds(_server.control, [request], [write for _, write in pipes])
+        request = {"words": list(words), "folder": str(folder), "environ": dict(environ), "network": network}
+        socket.send_fds(_server.control, [json.dumps(request).encode()], [write for _, write in pipes])
         self._out, self._err, self._status = (read for read, _ in pipes)
         self._said, self._open = {self._out: b"", self._err: b""}, [self._out, self._err]
         for _, write in pipes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import importlib
 import json
@@ -15,6 +16,7 @@ import tempfile
 from typing import Any
 
 _IMPORTED = ("torch._dynamo", "tutti.training.main", "tutti.cli.app")
+_CLONE_NEWNET = 0x40000000
 
 
 def serve(control: socket.socket) -> list[str]:
@@ -48,8 +50,11 @@ def serve(control: socket.socket) -> list[str]:
 
 
 def become(request: dict[str, Any], streams: list[int]) -> list[str]:
-    """Take over session, streams, folder and environment."""
+    """Take over session, network, streams, folder and environment."""
     os.setsid()
+    if request["network"] is not None:
+        with open(f"/run/netns/{request['network']}") as network:
+            assert ctypes.CDLL(None).setns(network.fileno(), _CLONE_NEWNET) == 0, "this needs root"
     nothing = os.open(os.devnull, os.O_RDONLY)
     for number, stream in enumerate([nothing, *streams]):
         if number < 3:

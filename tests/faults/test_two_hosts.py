@@ -14,13 +14,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from tests.faults.commands import complaint, tutti, write_task
+from tests.forkserver import Process
 from tests.launching import SAFETY_NET, SOURCE, Result, until
 
 pytestmark = pytest.mark.faults
@@ -40,6 +41,9 @@ OPTIONS = (
 )
 
 
+Started = subprocess.Popen[str] | Process
+
+
 def ip(*words: str) -> None:
     subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
 
@@ -50,7 +54,7 @@ class Hosts:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.names = [f"tutti-{os.getpid()}-{letter}" for letter in "ab"]
-        self._started: list[subprocess.Popen[str]] = []
+        self._started: list[Started] = []
 
     def build(self) -> None:
         first, second = self.names
@@ -89,7 +93,6 @@ class Hosts:
 
     def start(self, host: int, command: list[str], **environ: str) -> subprocess.Popen[str]:
         """Start ``command`` on host 0 or 1."""
-        outer = {name: value for name, value in os.environ.items() if not name.startswith(FOREIGN)}
         process = subprocess.Popen(
             ["ip", "netns", "exec", self.names[host], *command],
             stdin=subprocess.PIPE,
@@ -97,13 +100,13 @@ class Hosts:
             stderr=subprocess.PIPE,
             text=True,
             cwd=self.folder,
-            env=outer | {"PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"} | environ,
+            env=environment(**environ),
             start_new_session=True,
         )
         self._started.append(process)
         return process
 
-    def slurm(self, tasks: list[int], rank: int, *words: str, **environ: str) -> subprocess.Popen[str]:
+    def slurm(self, tasks: list[int], rank: int, *words: str, **environ: str) -> Process:
         """``tutti words…`` as ``srun`` starts it as ``rank`` of a step with so many tasks on each host."""
         host = int(rank >= tasks[0])
         step = {
@@ -118,10 +121,18 @@ class Hosts:
             "SLURM_STEP_NODELIST": f"{FIRST},{SECOND}",
         }
         told = {name: str(value) for name, value in step.items()}
-        return self.start(host, [sys.executable, "-m", "tutti", *words], **told | environ)
+        started = Process(["-m", "tutti", *words], self.folder, environment(**told | environ), self.names[host])
+        self._started.append(started)
+        return started
 
 
-def ended(process: subprocess.Popen[str]) -> Result:
+def environment(**more: str) -> dict[str, str]:
+    """This process's, without what it was told of a job of its own."""
+    outer = {name: value for name, value in os.environ.items() if not name.startswith(FOREIGN)}
+    return outer | {"PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"} | more
+
+
+def ended(process: Started) -> Result:
     out, err = process.communicate(timeout=SAFETY_NET)
     return Result(process.returncode, out, err)
 
@@ -157,24 +168,28 @@ def torchrun(host: int, task: list[str]) -> list[str]:
     return [sys.executable, "-m", "torch.distributed.run", *words[1:], "-m", "tutti", "train", *task]
 
 
-def interrupt(hosts: Hosts, both: list[subprocess.Popen[str]], out: str, step: int) -> None:
-    """After ``step`` pull the cable out for two seconds; both processes end well afterwards, and not before."""
-    until(lambda: steps(hosts.folder, out) >= step or any(process.poll() is not None for process in both))
+def interrupt(hosts: Hosts, started: Sequence[Started], out: str, step: int) -> None:
+    """After ``step`` pull the cable out for two seconds; all processes end well afterwards, and not before."""
+    until(lambda: steps(hosts.folder, out) >= step or any(process.poll() is not None for process in started))
     hosts.cable("down")
     time.sleep(2)
     assert steps(hosts.folder, out) < 150
     hosts.cable("up")
-    for result in map(ended, both):
+    for result in map(ended, started):
         assert result.code == 0, result.err
 
 
 @pytest.mark.row(11)
-@pytest.mark.parametrize("strategy", ["mirrored", "parameter_server:servers=2"])
-def test_a_slow_link_that_fails_for_two_seconds_changes_no_bit(strategy: str, hosts: Hosts) -> None:
+@pytest.mark.parametrize(("strategy", "launcher"), [("mirrored", "torchrun"), ("parameter_server:servers=2", "srun")])
+def test_a_slow_link_that_fails_for_two_seconds_changes_no_bit(strategy: str, launcher: str, hosts: Hosts) -> None:
     task = [write_task(hosts.folder, SLOW), *OPTIONS, "--reproducible", "--steps", "150", "--strategy", strategy]
     hosts.throttle("10mbit")
-    both = [hosts.start(host, torchrun(host, [*task, "--out", "two"])) for host in (0, 1)]
-    interrupt(hosts, both, "two", 1)
+    words = [*task, "--out", "two"]
+    if launcher == "torchrun":
+        started: list[Started] = [hosts.start(host, torchrun(host, words)) for host in (0, 1)]
+    else:
+        started = [hosts.slurm([2, 2], rank, "train", *words) for rank in range(4)]
+    interrupt(hosts, started, "two", 1)
     write_task(hosts.folder)
     alone = tutti(hosts.folder, "train", *task, "--out", "one", "--devices", "1")
     assert alone.code == 0, alone.err
@@ -186,8 +201,7 @@ def test_a_slow_link_that_fails_for_two_seconds_changes_no_bit(strategy: str, ho
 @pytest.mark.parametrize("mode", ["async", "bounded,staleness=2"])
 def test_workers_go_on_after_a_link_to_their_servers_was_down_for_two_seconds(mode: str, hosts: Hosts) -> None:
     task = [write_task(hosts.folder, SLOW), *OPTIONS, "--steps", "150", "--strategy", f"parameter_server:mode={mode}"]
-    both = [hosts.start(host, torchrun(host, [*task, "--out", "out"])) for host in (0, 1)]
-    interrupt(hosts, both, "out", 10)
+    interrupt(hosts, [hosts.slurm([2, 2], rank, "train", *task, "--out", "out") for rank in range(4)], "out", 10)
     [server] = summary(hosts.folder, "out")["servers"]  # type: ignore[misc]
     assert (server["updates"], server["steps"]) == (4 * 150, [150] * 4), "each push has counted, and once"
 
