@@ -130,3 +130,15 @@ class Process:
     def terminate(self) -> None:
         """Ask it to end."""
         self.send_signal(signal.SIGTERM)
+
+
+def run(
+    words: Sequence[str], folder: Path, environ: Mapping[str, str], timeout: float
+) -> subprocess.CompletedProcess[str]:
+    """As ``subprocess.run`` of ``python words…``; it is killed, and TimeoutExpired raised, where it takes longer."""
+    process = Process(words, folder, environ)
+    try:
+        out, err = process.communicate(timeout)
+    finally:
+        process.kill()
+    return subprocess.CompletedProcess(list(words), process.wait(), out, err)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.forkserver import run
 from tutti.cli import dry_run as command_line
 from tutti.cli.dry_run import _notes
 from tutti.measure.memory import Tracker, parse_bytes
@@ -19,14 +19,8 @@ BASE = {"batch_size": 32, "device": "cpu", "devices": "2"}
 
 
 def command(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "tutti", "train", "digits", "--device", "cpu", "--dry-run", *words],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        cwd=folder,
-        env={**os.environ, "COLUMNS": "100"},
-    )
+    command = ["-m", "tutti", "train", "digits", "--device", "cpu", "--dry-run", *words]
+    return run(command, folder, {**os.environ, "COLUMNS": "100"}, 240)
 
 
 def figures(out: str) -> dict[str, list[str]]:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
-import sys
 from pathlib import Path
+
+from tests.forkserver import run
 
 WORDS = ["train", "digits", "--devices", "1", "--workers", "2", "--steps", "2", "--device", "cpu", "--out", "first"]
 
 
 def tutti(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "tutti", *words], capture_output=True, text=True, timeout=300, cwd=cwd)
+    return run(["-m", "tutti", *words], cwd, os.environ, 300)
 
 
 def test_config_reruns_to_the_same_weights(tmp_path: Path) -> None:

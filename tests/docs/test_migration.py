@@ -6,14 +6,13 @@ import difflib
 import importlib.util
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import pytest
 
+from tests.forkserver import run
 from tutti.data.order import permutation
 
 ROOT = Path(__file__).parents[2]
@@ -21,8 +20,8 @@ SCRIPTS = ROOT / "examples" / "migration"
 SAFETY_NET = 200
 TRAINING, EPOCHS, TOLERANCE = 1536, 5, 1e-5
 LAUNCHERS = {
-    "tutti run": [sys.executable, "-m", "tutti", "run", "-np"],
-    "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"],
+    "tutti run": ["-m", "tutti", "run", "-np"],
+    "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"],
 }
 STOPPED = """
 import os, runpy, signal, sys
@@ -55,14 +54,8 @@ class Epoch(NamedTuple):
 def start(folder: Path, launcher: str, ranks: int, *words: str) -> tuple[int, list[Epoch], str]:
     """Exit code, epochs told, and what was said on stderr."""
     outside = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
-    done = subprocess.run(
-        [*LAUNCHERS[launcher], str(ranks), *words],
-        capture_output=True,
-        text=True,
-        env=outside | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), outside.get("PYTHONPATH", "")])},
-        cwd=folder,
-        timeout=SAFETY_NET,
-    )
+    environ = outside | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), outside.get("PYTHONPATH", "")])}
+    done = run([*LAUNCHERS[launcher], str(ranks), *words], folder, environ, SAFETY_NET)
     line = r"epoch (\d+): loss ([\d.]+), held out ([\d.]+), accuracy ([\d.]+) of (\d+)"
     found = [Epoch(int(n), *map(float, numbers), int(s)) for n, *numbers, s in re.findall(line, done.stdout)]
     return done.returncode, found, done.stderr

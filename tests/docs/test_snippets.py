@@ -6,10 +6,11 @@ import difflib
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.forkserver import run
 
 ROOT = Path(__file__).parents[2]
 PAGES = ("README.md", "docs/python.md", "docs/data.md", "docs/checkpoints.md", "docs/own-loop.md")
@@ -17,9 +18,9 @@ SAFETY_NET = 100
 CHANGED_LINES = 6
 
 STARTS = {
-    "alone": [sys.executable],
-    "tutti run": [sys.executable, "-m", "tutti", "run", "-np", "2"],
-    "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
+    "alone": [],
+    "tutti run": ["-m", "tutti", "run", "-np", "2"],
+    "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
 }
 FALLS = """
 import torch
@@ -62,14 +63,7 @@ CASES = [(name, start) for name, code in SNIPPETS.items() for start in STARTS if
 def start(launcher: str, script: Path) -> subprocess.CompletedProcess[str]:
     outside = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
     environment = outside | {"PYTHONPATH": str(ROOT / "src"), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [*STARTS[launcher], script.name],
-        capture_output=True,
-        text=True,
-        env=environment,
-        cwd=script.parent,
-        timeout=SAFETY_NET,
-    )
+    return run([*STARTS[launcher], script.name], script.parent, environment, SAFETY_NET)
 
 
 def test_there_is_something_to_run() -> None:
