@@ -9,6 +9,7 @@ import importlib.util
 import json
 import os
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -36,6 +37,8 @@ from tutti.world.launch import launch
 
 PRELOADED = ("tutti.training.main", "torch._dynamo")
 """What every rank imports before its first step, the second because every optimizer of torch does."""
+
+_MOMENT = 1.0
 
 Flags = flag_table()
 _HERE = HEADINGS[FILES]
@@ -235,6 +238,12 @@ def _start(task: str, config: TrainConfig, directory: Path | None, joined: bool)
                 progress=functools.partial(_saved_step, directory),
                 limits=config.limits(),
             )
+    except KeyboardInterrupt:
+        # A second Ctrl-C ends at once, also where the disk that the run was saved to does not answer.
+        writer = threading.Thread(target=_leave_code, args=(directory, ExitCode.INTERRUPTED), daemon=True)
+        writer.start()
+        writer.join(_MOMENT)
+        raise
     except BaseException as error:
         _leave_code(directory, exit_code(error))
         raise

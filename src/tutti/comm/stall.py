@@ -138,7 +138,10 @@ class StallInspector:
                     seen.look(notes)
                     self._check_deadlock(call, seen.renewed(), beat)
                 if time.monotonic() - start > self._timeout:
-                    raise self._late(call, seen.waiting())
+                    late = self._late(call, seen.waiting())
+                    # Who came a moment later is told the same, and not of this rank's connections that close.
+                    time.sleep(2 * _POLL.total_seconds())
+                    raise late
         except BaseException:
             self._note(call, _GAVE_UP)
             raise
