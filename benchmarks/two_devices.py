@@ -39,7 +39,7 @@ WAYS = {
 }
 
 
-def epoch(name: str, given: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def trained(name: str, given: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Train once; seconds a step of a whole batch, and each device's shares of time."""
     strategy, devices = WAYS[name]
     steps = 4 if given.quick else given.steps
@@ -52,7 +52,7 @@ def epoch(name: str, given: argparse.Namespace, folder: Path) -> dict[str, Any]:
         raise SystemExit(f"{name}: exit code {done.returncode}\n{done.stderr}")
     summary = json.loads((folder / "summary.json").read_text())
     return {
-        "seconds": given.batch / summary["samples_per_second"],
+        "seconds_a_step": given.batch / summary["samples_per_second"],
         "loss": summary["train"]["loss"],
         "shares": (folder / "trace" / "shares.txt").read_text().splitlines(),
     }
@@ -87,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for number in range(1 if given.quick else given.rounds):
         for name in draws.sample(list(WAYS), len(WAYS)):
             with tempfile.TemporaryDirectory() as folder:
-                told[name].append(epoch(name, given, Path(folder) / "run"))
+                told[name].append(trained(name, given, Path(folder) / "run"))
         print(f"round {number + 1} done", file=sys.stderr)
     print(table(told))
     if given.save:
@@ -105,8 +105,9 @@ def table(told: dict[str, list[dict[str, Any]]]) -> str:
     """Median seconds a step, speed-up over one device within a round with its range, and the loss."""
     lines = [f"{'':<28}{'s a step':>12}{'speed-up':>10}{'range':>16}{'train loss':>12}"]
     for name, runs in told.items():
-        ratios = [one["seconds"] / run["seconds"] for one, run in zip(told["one device"], runs, strict=True)]
-        seconds = statistics.median(run["seconds"] for run in runs)
+        times, alone = ([run["seconds_a_step"] for run in each] for each in (runs, told["one device"]))
+        ratios = [one / time for one, time in zip(alone, times, strict=True)]
+        seconds = statistics.median(times)
         spread = f"{min(ratios):.2f} - {max(ratios):.2f}"
         lines.append(
             f"{name:<28}{seconds:>12.2f}{statistics.median(ratios):>10.2f}{spread:>16}{runs[0]['loss']:>12.4f}"

@@ -82,16 +82,12 @@ def _check_package(choice: Choice) -> None:
 
 def _check_adaptive(choice: Choice, workers: int) -> None:
     """Raise UsageError where a step's gain cannot be known from the gradients of all workers."""
-    if not choice.row.workers_together:
+    alone = "its workers make updates of their own, and the gain belongs to one of all workers"
+    summed = "the gain compares workers' gradients, which are never whole on one device"
+    if not (choice.row.workers_together and choice.row.worker_gradients):
         raise UsageError(
             f"--lr-scale adascale does not go with strategy '{choice.name}'",
-            why="its workers make updates of their own, and the gain belongs to one of all workers",
-            remedy="take --strategy mirrored, or another --lr-scale",
-        )
-    if not choice.row.worker_gradients:
-        raise UsageError(
-            f"--lr-scale adascale does not go with strategy '{choice.name}'",
-            why="the gain compares workers' gradients, which are never whole on one device",
+            why=summed if choice.row.workers_together else alone,
             remedy="take --strategy mirrored, or another --lr-scale",
         )
     if workers < 2:
