@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
 
 import tutti
 from tests import worlds
-from tests.launching import launching, until
 from tutti.comm.communicator import Communicators
 from tutti.comm.stall import Call, complete
 from tutti.errors import PeerError
@@ -73,32 +71,6 @@ def test_missing_ranks_are_named(pool: worlds.Pool) -> None:
     for rank in (0, 1):
         assert said[rank].startswith("PeerError gradient bucket 2 did not finish within 4 s; missing: rank 2 (")
         assert f"(rank {rank})" in said[rank]
-
-
-LEAVING = """
-def entry():
-    import torch, tutti
-    from tutti.comm.communicator import Communicators
-    from tutti.world import context
-    from tutti.world.grid import Grid
-    rank = RANK()
-    tutti.init("cpu", timeout=4)
-    comm = Communicators(context.current(), Grid(replica=3, rank=rank)).world
-    time.sleep([0, 0.7, 30][rank])
-    try:
-        comm.start_all_reduce(torch.ones(4), "gradient bucket 2").wait()
-    except Exception as error:
-        (HERE / f"said-{rank}").write_text(str(error))
-        os._exit(0)
-"""
-
-
-def test_who_leaves_first_does_not_hide_who_is_missing(tmp_path: Path) -> None:
-    """Its connections close with its process: those that came a moment later would be told of these."""
-    with launching(tmp_path, LEAVING) as running:
-        until(lambda: len(list(tmp_path.glob("said-*"))) == 2 or running.launcher.poll() is not None)
-    for rank in (0, 1):
-        assert "missing: rank 2 (" in (tmp_path / f"said-{rank}").read_text()
 
 
 def test_a_rank_that_gave_up_before_is_not_missing(pool: worlds.Pool) -> None:
