@@ -35,3 +35,10 @@ def test_what_does_not_fit_is_refused_with_what_needs_less(devices: int, tmp_pat
 @pytest.mark.parametrize(("error", "there"), [(MemoryError(), True), (RuntimeError("shapes"), False)])
 def test_other_errors_are_left_alone(error: Exception, there: bool) -> None:
     assert (no_memory(error) is not None) == there
+
+
+@pytest.mark.parametrize("text", ["can't start new thread", "Resource temporarily unavailable"])
+def test_a_thread_that_cannot_be_started_names_the_limits(text: str) -> None:
+    told = no_memory(RuntimeError(text))
+    assert told is not None and "ulimit -u" in str(told)
+    assert no_memory(OSError(text)) is None

@@ -100,7 +100,7 @@ REFUSALS = [
     (f"{PIPELINE}:micro_batches=4 --batch-norm sync", 2, "does not go with micro-batches of 16 samples"),
     (f"{PIPELINE}:cuts=fc1+fc2", 2, "cuts=fc1+fc2 makes 3 stages, not 2. Name 1."),
     ("train text --devices 2 --strategy tensor:sequence=true --compile", 2, "sequence=true does not go with --compile"),
-    ("train text --devices 4 --strategy hybrid:shards=2,tensor=2,stage=3", 2, "FSDP2 shares out tensors that are"),
+    ("train text --devices 4 --strategy hybrid:shards=2,stages=2,stage=3", 2, "Take stage=1, which shares out"),
     ("train text --devices 6 --strategy hybrid:shards=2,tensor=2 --workers 2", 2, "Take a multiple of 4 devices"),
     ("train digits --device cpu --devices 2 --strategy sharded:offload=true", 2, "offload=true does nothing here"),
     ("train digits --devices 1 --strategy sharded:param_dtype=bf16", 2, "Take more shards, or leave it out and take"),

@@ -207,6 +207,19 @@ def test_used_directory(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
 
 
+def test_a_directory_of_a_run_that_never_began_is_taken_again(tmp_path: Path) -> None:
+    config = TrainConfig(out=str(tmp_path))
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "summary.json").write_text("{}")
+    with pytest.raises(UsageError, match="not empty"):
+        make_run_directory(config, "digits")
+    (tmp_path / "logs" / "failure-rank2.json").write_text("{}")
+    assert make_run_directory(config, "digits") == tmp_path
+    (tmp_path / "config.toml").write_text("")
+    with pytest.raises(UsageError, match="not empty"):
+        make_run_directory(config, "digits")
+
+
 def test_directory_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(records.os, "access", lambda path, mode: False)
     with pytest.raises(DiskError, match="no permission"):

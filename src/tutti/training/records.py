@@ -38,7 +38,8 @@ def make_run_directory(config: TrainConfig, task: str) -> Path:
     """Create this run's directory: ``config.out``, or ``RUNS/TASK-YYYYmmdd-HHMMSS`` (UTC), numbered where taken.
 
     A directory that is used again loses its old summary, metrics and checkpoints: none may be taken for this run's.
-    Raises UsageError where ``out`` holds something and ``overwrite`` is off, DiskError where it cannot be written.
+    Raises UsageError where ``out`` holds something, other than what a run that never began has left, and ``overwrite``
+    is off, DiskError where it cannot be written.
     """
     if config.out is None:
         return _fresh(Path(config.runs), f"{_short(task)}-{datetime.now(UTC):%Y%m%d-%H%M%S}")
@@ -47,7 +48,7 @@ def make_run_directory(config: TrainConfig, task: str) -> Path:
         raise UsageError("the run directory is a file", where=str(path), remedy="choose another folder with --out")
     with _writing(path):
         path.mkdir(parents=True, exist_ok=True)
-        if any(path.iterdir()) and not config.overwrite:
+        if any(path.iterdir()) and not config.overwrite and not _never_began(path):
             raise UsageError(
                 "the run directory is not empty", where=str(path), remedy="choose another --out, or add --overwrite"
             )
@@ -58,6 +59,12 @@ def make_run_directory(config: TrainConfig, task: str) -> Path:
         if (path / "checkpoints").is_dir():
             shutil.rmtree(path / "checkpoints")
     return path
+
+
+def _never_began(path: Path) -> bool:
+    """Whether all that is here is what a run left that failed before it could train."""
+    names = {entry.name for entry in path.iterdir()}
+    return names <= {"logs", "summary.json"} and any(path.glob("logs/failure-rank*.json"))
 
 
 def find_run(config: TrainConfig, task: str) -> Path:

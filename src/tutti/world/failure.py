@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from tutti.errors import ExitCode, TuttiError
+from tutti.errors import ExitCode, TuttiError, UsageError
 
 _TAIL = 20
 _WORKER = Path(__file__).with_name("child.py")
@@ -184,7 +184,12 @@ def root_cause(failures: Iterable[Failure]) -> Failure:
 
 
 def describe(failure: Failure, log: Path) -> str:
-    """What the user reads: which rank, what happened, its last lines, where the log is, what to do."""
+    """What the user reads: which rank, what happened, its last lines, where the log is, what to do.
+
+    What is wrong before training is so on every rank: then it is said as it would be without ranks.
+    """
+    if failure.kind == UsageError.__name__ and failure.step is None:
+        return f"tutti: {failure.message}"
     if failure.kind == "SystemExit":
         what = f"exited with code {failure.exit_code}"
         what += f": {failure.message}" if not failure.message.isdecimal() else ""
