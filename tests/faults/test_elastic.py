@@ -15,7 +15,8 @@ import torch
 
 import tutti
 from tests import worlds
-from tests.contract.table import largest_difference, loss, model, samples
+from tests.contract.models import loss, model, samples
+from tests.contract.table import largest_difference
 from tutti.data.order import permutation
 from tutti.training.checkpoint import Checkpoints
 from tutti.world import context

@@ -10,7 +10,7 @@ import pytest
 
 import tutti
 from tests import worlds
-from tests.contract.table import loss, model, samples
+from tests.contract.models import loss, model, samples
 from tests.disks import fill, small_disk
 from tutti.errors import DiskError
 from tutti.state.folder import newest

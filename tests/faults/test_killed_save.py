@@ -13,7 +13,7 @@ import torch
 
 import tutti
 from tests import worlds
-from tests.contract.table import loss, model, samples
+from tests.contract.models import loss, model, samples
 from tests.faults.saving import arm
 from tutti.state.fingerprint import weights_sha256
 from tutti.state.folder import newest

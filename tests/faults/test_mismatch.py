@@ -14,7 +14,7 @@ from torch import nn
 
 import tutti
 from tests import worlds
-from tests.contract.table import loss, model, samples
+from tests.contract.models import loss, model, samples
 from tests.faults.commands import complaint
 from tests.faults.commands import tutti as command
 from tutti.errors import TuttiError

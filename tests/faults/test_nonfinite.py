@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 import tutti
 from tests import worlds
-from tests.contract.table import largest_difference, loss, model, samples
+from tests.contract.models import loss, model, samples
+from tests.contract.table import largest_difference
 from tests.faults.commands import complaint, write_task
 from tests.faults.commands import tutti as command
 

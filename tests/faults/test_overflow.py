@@ -13,7 +13,7 @@ import torch
 
 import tutti
 from tests import worlds
-from tests.contract.table import loss, model, samples
+from tests.contract.models import loss, model, samples
 from tests.faults.commands import tutti as command
 from tests.faults.commands import write_task
 from tests.faults.test_nonfinite import FLAGS, POISON, STEPS, WORKERS, parameters_of, poison

@@ -28,7 +28,7 @@ def ended(pid: int) -> bool:
 _TRAIN = """
 import os, signal, sys, time
 import torch, tutti
-from tests.contract.table import loss, model, samples
+from tests.contract.models import loss, model, samples
 tutti.init("cpu", timeout=20)
 mode, kill = sys.argv[1], int(sys.argv[2])
 run = tutti.prepare(model(), "sgd:lr=0.02", samples(), loss, strategy=mode, workers=3, batch_size=24, precision="fp64")

@@ -10,7 +10,8 @@ import torch
 
 import tutti
 from tests import worlds
-from tests.contract.table import largest_difference, loss, model, samples
+from tests.contract.models import loss, model, samples
+from tests.contract.table import largest_difference
 
 pytestmark = [pytest.mark.faults, pytest.mark.row(20)]
 
