@@ -1,9 +1,9 @@
 """Saving a run while it goes on, and becoming what was saved, on any number of devices and under any strategy.
 
-A save takes a private copy of what this rank holds and returns; files are written by a thread. Ranks report through the
-job's store, so that no collective runs beside those of training. The whole state is the model, the optimizer, what is
-each worker's own, the loss scale, the steps taken and the position in the data. Order and random draws follow from
-these and the seed.
+A save takes a private copy of what this rank holds and returns; files are written by a thread. Where a copy has no room
+it returns when they are. Ranks report through the job's store, so that no collective runs beside those of training. The
+whole state is the model, the optimizer, what is each worker's own, the loss scale, the steps taken and the position in
+the data. Order and random draws follow from these and the seed.
 """
 
 from __future__ import annotations
@@ -24,16 +24,14 @@ from tutti.state.folder import newest, prune, ranked, scan
 from tutti.state.manifest import REMEDY, FileRecord, Manifest
 from tutti.state.read import load_manifest
 from tutti.state.write import Slice, abandon, begin, commit, step_name, write_part
+from tutti.training import snapshot
 from tutti.training.best import Best
 from tutti.training.saved import Saved, catalogue, check_model, load_adascale, take
-from tutti.types import Piece, ShardSpec
 from tutti.world import heartbeat
 from tutti.world.context import World
 from tutti.world.heartbeat import Phase
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from tutti.training.run import Run
 
 _POLL = 0.005
@@ -73,6 +71,7 @@ class Checkpoints:
         self.best = best
         self._facts["tied"] = {other: name for name, spec in catalogue(run).items() for other in spec.tied}
         self._thread: threading.Thread | None = None
+        self._written, self._held = threading.Event(), False
         self._outcome = ""
         self._failures = 0
         self._verified: set[Path] = set()
@@ -93,7 +92,7 @@ class Checkpoints:
             self._opened = True
 
     def save(self, extra: Mapping[str, Any], evaluated: Mapping[str, float] | None = None) -> None:
-        """Copy this rank's state and write it in the background; waits for the save before. Collective.
+        """Write this rank's state, in the background where a copy has room; waits for the save before. Collective.
 
         Args:
             extra: facts to keep besides the run's own.
@@ -111,10 +110,8 @@ class Checkpoints:
         average = self._run.average
         with heartbeat.training.during(Phase.SAVE):
             state = {**self._run.exchange.state(), **({} if average is None else average.state())}
-            groups = {
-                group: [part for name, value in tensors.items() for part in _copied(name, value)]
-                for group, tensors in state.items()
-            }
+            apart = snapshot.has_room(state, self._world.identity.local_size)
+            groups = snapshot.slices(state, copy=apart)
         self.saved_step = step = self._run.clock
         facts = {
             **self._facts,
@@ -135,7 +132,19 @@ class Checkpoints:
         key = f"{self._key}/{self._count}"
         self._verified.discard(self.folder / step_name(step))
         self._thread = threading.Thread(target=self._write, args=(key, step, groups, facts), daemon=True)
+        self._written.clear()
         self._thread.start()
+        if not apart:
+            self._hold()
+
+    def _hold(self) -> None:
+        """Return when this rank's part is written, for there is no copy of it."""
+        if not self._held:
+            self.warn("training waits while it is saved: there is no memory for a copy of a device's state")
+        self._held = True
+        # The thread that saves is watched by itself.
+        with heartbeat.training.during(Phase.IDLE):
+            self._written.wait()
 
     def wait(self) -> None:
         """Return when nothing is being written. Raises as ``save``."""
@@ -187,12 +196,14 @@ class Checkpoints:
                 self._outcome = refused
                 return
             store.set(f"{key}/{identity.rank}", json.dumps(self._write_parts(Path(temporary), groups)))
+            self._written.set()
             if identity.rank == 0:
                 store.set(f"{key}/done", self._finish(Path(temporary), key, step, facts))
             self._outcome = self._await(f"{key}/done")
         except Exception as error:
             self._outcome = str(error) or type(error).__name__
         finally:
+            self._written.set()
             heartbeat.saving.enter(Phase.IDLE)
 
     def _write_parts(self, temporary: Path, groups: Mapping[str, list[Slice]]) -> dict[str, Any]:
@@ -320,16 +331,6 @@ class Checkpoints:
 def differs(saved: Mapping[str, Any], own: Mapping[str, Any], name: str) -> bool:
     """Whether the checkpoint's fact is another than this run's."""
     return name in own and name in saved and saved[name] != own[name]
-
-
-def _copied(name: str, value: Tensor | Piece) -> list[Slice]:
-    """What a rank holds of one tensor, in memory that training does not touch."""
-    if not isinstance(value, Piece):
-        return [Slice.whole(name, value.detach().to("cpu", copy=True))]
-    tensor = value.tensor.detach().to("cpu", copy=True)
-    regions = ShardSpec(value.shape, value.offset, (), value.blocks, value.rows).regions(tensor.shape)
-    blocks = tensor.split([shape[0] for _, shape in regions]) if len(regions) > 1 else (tensor,)
-    return [Slice(name, block, value.shape, offset) for block, (offset, _) in zip(blocks, regions, strict=True)]
 
 
 def share_folder(comm: Communicator, folder: Path) -> None:
