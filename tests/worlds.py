@@ -112,6 +112,8 @@ class Pool:
 _pools: dict[int, Pool] = {}
 # Every process group that a run has made keeps a thread that wakes up a hundred times a second.
 _MOST_RUNS = 30
+# So many ranks share no machine with others, not even idle ones.
+_LARGE = 6
 _calls = 0
 _last_call: dict[int, int] = {}
 
@@ -121,7 +123,8 @@ def run(size: int, function: Callable[..., Any], **arguments: Any) -> list[Any]:
     global _calls
     _calls += 1
     for other, pool in _pools.items():
-        if pool.runs >= _MOST_RUNS or _calls - _last_call[other] > _MOST_RUNS:
+        beside = 1 not in (size, other) and size != other and max(size, other) >= _LARGE
+        if beside or pool.runs >= _MOST_RUNS or _calls - _last_call[other] > _MOST_RUNS:
             pool.close()
     if size not in _pools or _pools[size].closed:
         _pools[size] = Pool(size)

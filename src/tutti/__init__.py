@@ -28,12 +28,14 @@ _HOME = {
     "prepare": "tutti.training.prepare",
     "Run": "tutti.training.run",
     "DiagnosisWarning": "tutti.training.diagnoses",
+    "spilling": "tutti.nn.spill",
     "Task": "tutti.tasks.task",
 }
 
 __all__ = [*_HOME]
 
 if TYPE_CHECKING:
+    from tutti.nn.spill import spilling as spilling
     from tutti.tasks.task import Task as Task
     from tutti.training.diagnoses import DiagnosisWarning as DiagnosisWarning
     from tutti.training.prepare import prepare as prepare

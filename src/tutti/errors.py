@@ -75,9 +75,20 @@ class NotEnoughMemory(UsageError):
     """An allocation failed: what was to be run does not fit. Starting it again would change nothing."""
 
 
+# What PyTorch's messages say where the system has no thread for them.
+_NO_THREAD = "Resource temporarily unavailable"
+
+
 def no_memory(error: BaseException) -> NotEnoughMemory | None:
     """What to tell of an error that says that an allocation failed, PyTorch's or Python's; None for any other."""
     said = str(error).splitlines()[0] if str(error) else type(error).__name__
+    if isinstance(error, RuntimeError) and ("can't start new thread" in said or said == _NO_THREAD):
+        return NotEnoughMemory(
+            "a thread could not be started",
+            why=said,
+            remedy="raise the limits on memory (ulimit -d, -v) or on processes (ulimit -u); "
+            "ulimit -s 1024 makes the stack of every thread smaller",
+        )
     if not (isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or "can't allocate" in said):
         return None
     step = getattr(error, "step", None)
@@ -149,6 +160,9 @@ class Interrupted(TuttiError):
     exit_code = ExitCode.INTERRUPTED
 
 
+_LISTED = 20  # choices that a remedy names
+
+
 def did_you_mean(word: str, choices: Iterable[str]) -> str:
     """A remedy that names the nearest choice, or all of them where none is near.
 
@@ -156,8 +170,10 @@ def did_you_mean(word: str, choices: Iterable[str]) -> str:
     "did you mean 'mirrored'? Choices: mirrored, single"
     >>> did_you_mean("zzz", ["sgd", "adam"])
     'choices: adam, sgd'
+    >>> did_you_mean("zzz", map(str, range(100)))[-23:]
+    '25, 26, … (100 of them)'
     """
     known = sorted(choices)
     near = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
-    listed = ", ".join(known)
+    listed = ", ".join(known[:_LISTED]) + f", … ({len(known)} of them)" * (len(known) > _LISTED)
     return f"did you mean '{near[0]}'? Choices: {listed}" if near else f"choices: {listed}"

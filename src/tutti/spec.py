@@ -13,7 +13,8 @@ import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, Literal, Self, TypeVar, get_args, get_origin
+from functools import cache
+from typing import Any, Literal, Self, TypeVar, cast, get_args, get_origin
 
 from tutti.errors import UsageError, did_you_mean
 
@@ -127,6 +128,10 @@ class StrategyOptions:
         """The same with the lengths among them in steps."""
         return self
 
+    def takes_rows(self, shape: Mapping[str, int]) -> bool:
+        """Whether of a layout's parameters an exchange leaves rows alone, on a grid of these extents."""
+        return False
+
     def check(self, shape: Mapping[str, int], cuda: bool, compiled: bool) -> None:
         """Raise UsageError where they do not go with the grid's extents, with GPUs or with ``--compile``."""
 
@@ -145,9 +150,15 @@ def read_options(text: str, option: str, form: str) -> dict[str, str]:
     return options
 
 
+@cache
+def _hints(config: type) -> dict[str, Any]:
+    """Types of a dataclass's fields."""
+    return typing.get_type_hints(config)
+
+
 def build(config: type[T], options: Mapping[str, Any], where: str) -> T:
     """An instance of dataclass ``config``; text values are converted to the fields' types. Raises UsageError."""
-    hints = typing.get_type_hints(config)
+    hints = _hints(cast(Any, config))
     fields = {field.name for field in dataclasses.fields(config)}  # type: ignore[arg-type]
     values = {}
     for key, value in options.items():

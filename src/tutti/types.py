@@ -246,6 +246,7 @@ class Setting:
         in_step: whether every rank makes as many steps as the run has.
         trial: calls the loss function on a model with a real micro-batch, or no more samples of it than the second
             argument says; None where there is none at hand.
+        rows: the exchange leaves rows of the parameters alone, and moves them to the device itself.
     """
 
     grid: Grid
@@ -261,6 +262,7 @@ class Setting:
     draws: bool = True
     in_step: bool = True
     trial: Callable[..., Any] | None = None
+    rows: bool = False
 
 
 class GradSink(Protocol):

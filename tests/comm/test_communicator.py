@@ -10,7 +10,7 @@ import torch
 import tutti
 from tests import worlds
 from tutti.comm.communicator import Communicator, Communicators
-from tutti.comm.gather import gather_named
+from tutti.comm.gather import GatheredParts
 from tutti.errors import MismatchError
 from tutti.types import ShardSpec
 from tutti.world import context
@@ -90,7 +90,7 @@ def named() -> dict[str, Any]:
     specs = {name: ShardSpec(tuple(t.shape), (0,) * t.dim()) for name, t in local.items()}
     local |= {"lent": torch.ones(1), "split": torch.full((2, 3), float(rank))}
     specs |= {"lent": ShardSpec((1,), (0,), ("other",)), "split": ShardSpec((6, 3), (rank, 0), blocks=2)}
-    whole = gather_named(local, specs, () if rank == 1 else ("lent",), line())
+    whole = GatheredParts(local, specs, () if rank == 1 else ("lent",), line()).all()
     return {name: (str(t.dtype), list(t.shape), t.tolist()) for name, t in whole.items()}
 
 

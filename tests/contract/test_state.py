@@ -12,7 +12,8 @@ from torch.utils.data import IterableDataset
 
 import tutti
 from tests import worlds
-from tests.contract.table import OPTIMIZERS, STEPS, largest_difference, loss, model, samples
+from tests.contract.models import loss, model, samples
+from tests.contract.table import OPTIMIZERS, STEPS, largest_difference, named
 from tutti.data import Sharded
 from tutti.errors import CheckpointError
 from tutti.training.checkpoint import Checkpoints
@@ -70,6 +71,7 @@ DATA: dict[str, Any] = {
 def prepare(strategy: str, optimizer: str, workers: int, data: Any = "numbered", **changes: Any) -> tutti.Run:
     arguments = {"batch_size": 25, "reproducible": data != "sharded", "precision": "fp64", "seed": 0}
     arguments |= {"ema": "0.8:warmup", **changes}
+    optimizer = named(optimizer, "odd")
     return tutti.prepare(model(), optimizer, DATA[data](), loss, strategy=strategy, workers=workers, **arguments)
 
 
@@ -143,6 +145,7 @@ def check_matrix(optimizer: str, folders: Path, pairs: Mapping[tuple[str, int], 
 
 
 SHARDED = [("sharded:units=Linear", 3), ("sharded:stage=1", 2), ("sharded:stage=2,shards=2", 4)]
+SHARDED += [("hybrid:shards=2,stage=3,tensor=2,least=1", 4)]
 SHARDED += [("hybrid:shards=2,tensor=2,least=1", 4), ("hybrid:shards=2,stages=2", 4)]
 ALONE = ["local_sgd:period=4", "local_sgd:period=2,post=3", "diloco:period=2", "diloco:period=2,post=1"]
 

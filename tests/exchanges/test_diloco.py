@@ -11,7 +11,8 @@ import torch
 
 import tutti
 from tests import worlds
-from tests.contract.table import OPTIMIZERS, largest_difference, loss, model, samples, train
+from tests.contract.models import loss, model, samples
+from tests.contract.table import OPTIMIZERS, largest_difference, train
 from tutti.comm.communicator import Communicator
 from tutti.errors import UsageError
 from tutti.exchanges.diloco import outer_step

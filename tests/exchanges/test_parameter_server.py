@@ -14,7 +14,8 @@ import torch
 
 import tutti
 from tests import worlds
-from tests.contract.table import OPTIMIZERS, largest_difference, loss, model, samples
+from tests.contract.models import loss, model, samples
+from tests.contract.table import OPTIMIZERS, largest_difference
 from tests.contract.test_state import saver
 from tutti import strategies
 from tutti.errors import UsageError

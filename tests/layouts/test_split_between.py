@@ -14,6 +14,7 @@ from tests.contract.table import OPTIMIZERS, largest_difference
 from tests.layouts.shapes import BLOCK, SHAPES, WIDTH, build, data
 from tests.layouts.splitting import SEQUENCE, SPLIT, TOLERANCE, check, prepare, train
 from tutti.layouts import messages
+from tutti.nn.swap import parameters
 
 TEXTS = [shape for shape in SHAPES if "no dropout" not in shape and shape not in ("convolutions", "unet")]
 
@@ -125,6 +126,7 @@ def test_other_losses_have_whole_scores() -> None:
             assert largest_difference(got, want) <= TOLERANCE
 
 
+FULLY = "hybrid:shards=2,stage=3,tensor=2,least=1"
 SHARDS = [
     ("gpt, dropout", "hybrid:shards=2,tensor=2,least=1", 4, "lamb"),
     ("gpt", "hybrid:shards=2,tensor=2,least=1", 4, "muon"),
@@ -134,14 +136,29 @@ SHARDS = [
     ("gpt, dropout", "hybrid:shards=2,stages=2,schedule=zero_bubble", 4, "adamw"),
     ("gpt", "hybrid:shards=2,stages=2,tensor=2,least=1,schedule=interleaved", 8, "lamb"),
     ("unet", "hybrid:shards=3", 3, "sgd momentum"),
+    ("gpt, dropout", FULLY, 4, "lamb"),
+    ("gpt", "hybrid:shards=2,stage=2,tensor=3,least=1,sequence=true", 6, "muon"),
+    ("nano", "hybrid:shards=3,stage=3,tensor=2,least=1,sequence=true,units=Linear", 6, "lars"),
+    ("nano", "hybrid:replicas=2,shards=2,stage=3,tensor=2,least=1", 8, "sgd momentum"),
+    ("translating", FULLY, 4, "sgd momentum"),
+    ("convolutions", FULLY, 4, "novograd"),
 ]
 
 
 @pytest.mark.parametrize(("shape", "strategy", "devices", "optimizer"), SHARDS)
 def test_rows_of_split_layers(shape: str, strategy: str, devices: int, optimizer: str) -> None:
-    """The optimizer's state of slices and stages shared out over replicas."""
-    text = OPTIMIZERS[optimizer].replace("adam=9.*", "adam=*embed*+*head*")
+    """What slices and stages keep shared out over replicas."""
+    text = OPTIMIZERS[optimizer].format(last="*embed*+*head*")
     check(shape, strategy, devices, workers=4, clip=0.1, optimizer=text)
+
+
+@pytest.mark.parametrize(
+    "options", [{"activation_checkpointing": "blocks"}, {"compile": "default:backend=eager"}], ids=str
+)
+def test_rows_of_slices_with_other_forwards(options: dict[str, Any]) -> None:
+    """Weights are gathered once more, or for what has been compiled."""
+    sequence = "" if "compile" in options else ",sequence=true"
+    check("gpt", FULLY + sequence, 4, workers=2, clip=0.1, optimizer=OPTIMIZERS["sgd momentum"], **options)
 
 
 def remembered(strategy: str) -> int:
@@ -158,6 +175,25 @@ def test_every_rank_has_its_part_of_the_optimizer() -> None:
     assert sum(parts) == sum(slices)
 
 
+def kept(strategy: str) -> int:
+    """Parameters and optimizer state that are here between steps, in numbers."""
+    run = prepare("gpt", strategy, "adamw:lr=0.01", workers=2, ema=None)
+    train(run, 1)
+    rows = run.replica.sharded
+    whole = [p for name, p in parameters(run.replica.parts) if name not in rows]
+    state = [t for o in run.exchange.optimizers for s in o.state.values() for t in s.values() if t.dim()]
+    here = [p.to_local() for part in run.replica.parts for p in part.parameters() if hasattr(p, "to_local")]
+    assert sum(p.numel() for p in here) == sum(p.numel() for p in rows.values())
+    return sum(t.numel() for t in [*whole, *rows.values(), *state])
+
+
+def test_every_rank_has_its_part_of_everything() -> None:
+    [whole] = worlds.run(1, kept, strategy="single")
+    parts = worlds.run(4, kept, strategy=FULLY)
+    assert max(parts) <= 0.3 * whole
+    assert sum(parts) == sum(worlds.run(2, kept, strategy="tensor:least=1"))
+
+
 def overflowing(strategy: str) -> Any:
     scale = "dynamic:init=1073741824,max=1073741824,backoff_factor=9.5367431640625e-07,growth_interval=2"
     run = prepare("gpt", strategy, "sgd:lr=0.1", precision="fp16", loss_scale=scale, ema=None, workers=2)
@@ -168,7 +204,7 @@ def overflowing(strategy: str) -> Any:
     return {name: tensor.numpy().copy() for name, tensor in run.state().items()}, skipped
 
 
-@pytest.mark.parametrize("strategy", ["hybrid:shards=2,tensor=2,least=1", "hybrid:shards=2,stages=2"])
+@pytest.mark.parametrize("strategy", ["hybrid:shards=2,tensor=2,least=1", "hybrid:shards=2,stages=2", FULLY])
 def test_an_overflow_of_one_part_is_all_parts(strategy: str) -> None:
     [(want, told)] = worlds.run(1, overflowing, strategy="single")
     for got, skipped in worlds.run(4, overflowing, strategy=strategy):

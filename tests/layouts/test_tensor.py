@@ -34,7 +34,7 @@ ADAPTED = {"novograd, every tensor": "novograd:lr=0.01,adapt_1d=true,decay_1d=tr
 @pytest.mark.parametrize("optimizer", [*OPTIMIZERS, *ADAPTED])
 def test_every_optimizer(optimizer: str) -> None:
     """Norms of layers are those of whole ones, and what ranks hold alike counts once in them."""
-    text = {**OPTIMIZERS, **ADAPTED}[optimizer].replace("adam=9.*", "adam=*embed*+*head*")
+    text = {**OPTIMIZERS, **ADAPTED}[optimizer].format(last="*embed*+*head*")
     check("gpt", SPLIT, 3, optimizer=text, clip=0.5, steps=3)
 
 
@@ -100,10 +100,10 @@ def differently(strategy: str) -> Any:
     return run.weights_sha256()
 
 
-def own_loop(strategy: str) -> Any:
+def own_loop(strategy: str, workers: int) -> Any:
     model = build("gpt, dropout")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    run = tutti.prepare(model, optimizer, data("gpt"), strategy=strategy, batch_size=8, workers=1, micro_batch=3)
+    run = tutti.prepare(model, optimizer, data("gpt"), strategy=strategy, batch_size=8, workers=workers, micro_batch=3)
     function = loss("gpt")
     for batch in run.cells(0):
         total, count, _ = function(run.model, batch)
@@ -113,15 +113,21 @@ def own_loop(strategy: str) -> Any:
     return {name: tensor.numpy().copy() for name, tensor in run.state().items()}
 
 
-def test_own_loops_and_optimizers() -> None:
-    [want] = worlds.run(1, own_loop, strategy="single")
-    for got in worlds.run(3, own_loop, strategy=SPLIT):
+@pytest.mark.parametrize(
+    ("strategy", "devices"),
+    [(SPLIT, 3), ("hybrid:tensor=2,least=1", 2), ("hybrid:shards=2,stage=3,tensor=2,least=1", 4)],
+)
+def test_own_loops_and_optimizers(strategy: str, devices: int) -> None:
+    workers = 2 if "shards" in strategy else 1
+    [want] = worlds.run(1, own_loop, strategy="single", workers=workers)
+    for got in worlds.run(devices, own_loop, strategy=strategy, workers=workers):
         assert largest_difference(got, want) <= TOLERANCE
 
 
 # One state.
 
 PLACES = [("single", 1), (SPLIT, 3), ("mirrored", 2), (SPLIT, 2), ("hybrid:tensor=2,replicas=2,least=1", 4)]
+PLACES += [("hybrid:shards=2,stage=3,tensor=2,least=1", 4)]
 PLACES += [("hybrid:shards=2,tensor=2,least=1", 4), ("hybrid:shards=2,stages=2", 4), (SEQUENCE, 2)]
 
 
@@ -141,7 +147,7 @@ def resume(strategy: str, folder: str, shape: str, optimizer: str) -> Any:
 
 @pytest.mark.parametrize("optimizer", ["adamw", "novograd", "muon"])
 def test_a_checkpoint_goes_on_anywhere(optimizer: str, tmp_path: Path) -> None:
-    arguments = {"shape": "gpt", "optimizer": OPTIMIZERS[optimizer].replace("adam=9.*", "adam=*embed*+*head*")}
+    arguments = {"shape": "gpt", "optimizer": OPTIMIZERS[optimizer].format(last="*embed*+*head*")}
     [(want, *_)] = worlds.run(1, trained, strategy="single", workers=2, **arguments)
     for number, (strategy, devices) in enumerate(PLACES):
         folder = str(tmp_path / str(number))

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from tests import worlds
-from tests.contract import table
+from tests.contract import models
 from tutti import native as loading
 from tutti.optim import LAMB, native
 
@@ -143,9 +143,9 @@ def trained(lame: int | None, optimizer: str) -> tuple[set[object], str]:
         native._all = dict  # type: ignore[assignment]
     try:
         made = LAMB if optimizer == "instance" else "lamb:lr=0.01"
-        net = table.model()
+        net = models.model()
         chosen = made if isinstance(made, str) else made(net.parameters(), lr=0.01)
-        run = tutti.prepare(net, chosen, table.samples(), table.loss, workers=3, batch_size=25)
+        run = tutti.prepare(net, chosen, models.samples(), models.loss, workers=3, batch_size=25)
         for batch in run.epoch(0):
             run.step(batch)
         groups = [group for optimizer in run.exchange.optimizers for group in optimizer.param_groups]

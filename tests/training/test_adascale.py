@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import tutti
 from tests import worlds
-from tests.contract import table
+from tests.contract import models
 from tests.contract.table import largest_difference
 from tutti.data.order import permutation
 from tutti.errors import UsageError
@@ -128,7 +128,7 @@ def test_the_gain_is_that_of_the_workers_own_gradients(loss: Any, clip: float | 
 def prepare(strategy: str, **options: Any) -> tutti.Run:
     """The contract's model: batch norm, dropout, a frozen layer; batches of 25, 25, 20 for four workers."""
     run = tutti.prepare(
-        *(table.model(), "sgd:lr=0.05,momentum=0.9", table.samples(), table.loss),
+        *(models.model(), "sgd:lr=0.05,momentum=0.9", models.samples(), models.loss),
         **{"strategy": strategy, "workers": 4, "batch_size": 25, "lr_scale": "adascale", "reproducible": True}
         | options,
     )

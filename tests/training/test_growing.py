@@ -16,7 +16,8 @@ from torch.utils.data import IterableDataset
 
 import tutti
 from tests import worlds
-from tests.contract.table import largest_difference, loss, model, samples, train
+from tests.contract.models import loss, model, samples
+from tests.contract.table import largest_difference, train
 from tutti.data import Sharded
 from tutti.errors import TuttiError
 from tutti.laws.growth import Growth

@@ -9,7 +9,7 @@ import pytest
 
 import tutti
 from tests import worlds
-from tests.contract.table import loss, model, samples
+from tests.contract.models import loss, model, samples
 from tutti.errors import UsageError
 from tutti.training import slow as module
 from tutti.training.config import TrainConfig

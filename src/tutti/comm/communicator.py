@@ -302,19 +302,19 @@ class Communicators:
 
     def __init__(self, world: World, grid: Grid) -> None:
         self._world, self._grid = world, grid
-        self._axes: dict[str, Communicator] = {}
+        self._axes: dict[tuple[str, ...], Communicator] = {}
         self.world = everybody(world)
         self.replica = self._line("replica", "replica", "shard")
         self.model = self._line("model", "stage", "tensor")
 
-    def axis(self, name: str) -> Communicator:
-        """The ranks that differ from this one on one axis of the grid alone: replica, shard, stage or tensor.
+    def axis(self, *names: str) -> Communicator:
+        """The ranks that differ from this one on these axes of the grid alone: replica, shard, stage or tensor.
 
         Collective when first asked for.
         """
-        if name not in self._axes:
-            self._axes[name] = self._line(f"{name} axis", name)
-        return self._axes[name]
+        if names not in self._axes:
+            self._axes[names] = self._line(f"{' × '.join(names)} axis", *names)
+        return self._axes[names]
 
     def outlive(self) -> bool:
         """Go on without ranks that are killed from now on, not rank 0; whether the launcher lets them go. Collective.

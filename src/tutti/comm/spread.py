@@ -19,7 +19,7 @@ def spread(comm: Communicator, tensors: Sequence[Tensor], name: str) -> None:
         return
     for dtype, same in groupby(tensors, key=lambda t: t.dtype):
         for message in _messages(list(same)):
-            flat = torch.cat([t.reshape(-1) for t in message])
+            flat = torch.cat([t.reshape(-1) for t in message]).to(comm.device)
             comm.broadcast(flat, 0, f"{name}, {dtype}")
             for tensor, part in zip(message, flat.split([t.numel() for t in message]), strict=True):
                 tensor.copy_(part.view_as(tensor))

@@ -57,11 +57,12 @@ class Average:
         found: dict[str, Tensor | Piece] = {}
         if self._rows:
             copies = self._setting.comms.axis("replica")
-            cut = {name: named.pop(name) for name in self._rows}
+            rows = {name: named.pop(name) for name in self._rows}
+            cut = {name: value for name, value in rows.items() if name not in self._replica.borrowed}
             for name, value in mine_of(cut, copies.rank, copies.size).items():
                 spec = self._replica.specs[name]
                 if value.numel():
-                    found[name] = Piece(value, spec.shape, spec.offset)
+                    found[name] = Piece(value, spec.shape, spec.offset, spec.blocks, spec.rows)
         return {"ema": {**written(named, self._replica, self._setting.comms.replica), **found}}
 
     def load(self, saved: SavedState, updates: int) -> None:

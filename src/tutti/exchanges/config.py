@@ -36,29 +36,79 @@ class AllReduceConfig(StrategyOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SplitConfig(AllReduceConfig):
-    """Replicas that live on several devices each; some of them may share out the optimizer's state.
+class RowsConfig(StrategyOptions):
+    """What devices share out, by rows. ZeRO: Rajbhandari et al. 2019, arXiv 1910.02054.
 
     Attributes:
-        shards: replicas that share the state of the optimizer of one copy; there are as many times more replicas.
-        stage: what is shared out; see ``ShardedConfig``.
+        stage: 1: optimizer state; 2: gradients too; 3: parameters too.
+        offload: keep rows and optimizer state in the host's memory, of CUDA devices.
+        units: what is gathered as one: ``auto``, or names and classes of modules, ``Block+head``.
+        param_dtype: number format in which parameters are gathered and computed with; default: as they are.
+    """
+
+    stage: int = 1
+    offload: bool = False
+    units: tuple[str, ...] = ("auto",)
+    param_dtype: Literal["bf16", "fp16"] | None = None
+
+    def __post_init__(self) -> None:
+        if self.stage not in (1, 2, 3):
+            raise ValueError(f"stage is {self.stage}, must be 1, 2 or 3")
+        if self.stage == 1:
+            given = {"offload": self.offload, "units": self.units != ("auto",), "param_dtype": self.param_dtype}
+            for option in filter(given.get, given):
+                raise ValueError(f"{option} is for stages 2 and 3: in stage 1 every device holds all parameters")
+
+    def takes_rows(self, shape: Mapping[str, int]) -> bool:
+        return self.stage > 1 and shape["shard"] > 1
+
+    def check(self, shape: Mapping[str, int], cuda: bool, compiled: bool) -> None:
+        """Raise UsageError for options that would do nothing."""
+        if self.offload and not cuda:
+            raise UsageError(
+                "offload=true does nothing here",
+                why="it moves rows from the memory of a GPU to the host's, and this run computes on CPUs",
+                remedy="leave it out",
+            )
+        if shape["shard"] == 1 and (self.offload or self.param_dtype is not None):
+            raise UsageError(
+                f"{'offload' if self.offload else 'param_dtype'} does nothing where one device has a whole copy",
+                why="it is about parameters that are gathered from others",
+                remedy="take more shards, or leave it out"
+                + (f" and take --precision {self.param_dtype}" if self.param_dtype else ""),
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitConfig(RowsConfig, AllReduceConfig):
+    """Replicas that live on several devices each; some of them may share out what they all hold.
+
+    Attributes:
+        shards: replicas that share one copy; there are as many times more replicas.
     """
 
     shards: int = 1
-    stage: int = 1
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        AllReduceConfig.__post_init__(self)
+        RowsConfig.__post_init__(self)
         if self.shards < 1:
             raise ValueError(f"shards is {self.shards}, must be at least 1")
-        if self.stage != 1:
-            raise ValueError(
-                f"stage is {self.stage}, and must be 1 here: in the others FSDP2 shares out tensors that are whole, "
-                "and here a layer is split or a model cut before; take stage=1, or --strategy sharded"
-            )
+        if self.shards == 1 and self.stage != 1:
+            raise ValueError(f"stage={self.stage} shares out nothing without shards=2 or more")
         given = {"algorithm": self.algorithm != "auto", "wire": self.wire != "fp32", "bucket_mb": self.bucket_mb}
         for option in filter(given.get, given) if self.shards > 1 else ():
             raise ValueError(f"{option} does nothing with shards={self.shards}, whose gradients are summed by rows")
+
+    def check(self, shape: Mapping[str, int], cuda: bool, compiled: bool) -> None:
+        """Raise UsageError for those too, and where a model that is cut into stages would be gathered."""
+        super().check(shape, cuda, compiled)
+        if self.takes_rows(shape) and shape["stage"] > 1:
+            raise UsageError(
+                f"stage={self.stage} does not go with stages={shape['stage']}",
+                why="every micro-batch of a pipeline would gather the parameters once more",
+                remedy="take stage=1, which shares out the optimizer's state of each stage of the pipeline",
+            )
 
     def promises(self) -> dict[str, Any]:
         return {"exchange": "sharded:Sharded", "worker_gradients": False} if self.shards > 1 else {}
@@ -204,47 +254,17 @@ class ParameterServerConfig(StrategyOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShardedConfig(StrategyOptions):
+class ShardedConfig(RowsConfig):
     """Devices share out optimizer state (stage 1), gradients too (2), and parameters too (3).
 
-    ZeRO: Rajbhandari et al. 2019, arXiv 1910.02054.
-
     Attributes:
-        stage: what is shared out.
         shards: devices that share one copy; default: all. Groups of them hold the same (HSDP).
-        offload: keep rows and optimizer state in the host's memory, of CUDA devices.
-        units: what is gathered as one: ``auto``, or names and classes of modules, ``Block+head``.
-        param_dtype: number format in which parameters are gathered and computed with; default: as they are.
     """
 
     stage: int = 3
     shards: int | None = None
-    offload: bool = False
-    units: tuple[str, ...] = ("auto",)
-    param_dtype: Literal["bf16", "fp16"] | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.shards is not None and self.shards < 1:
             raise ValueError(f"shards is {self.shards}, must be at least 1")
-        if self.stage not in (1, 2, 3):
-            raise ValueError(f"stage is {self.stage}, must be 1, 2 or 3")
-        if self.stage == 1:
-            given = {"offload": self.offload, "units": self.units != ("auto",), "param_dtype": self.param_dtype}
-            for option in filter(given.get, given):
-                raise ValueError(f"{option} is for stages 2 and 3: in stage 1 every device holds all parameters")
-
-    def check(self, shape: Mapping[str, int], cuda: bool, compiled: bool) -> None:
-        """Raise UsageError for options that would do nothing."""
-        if self.offload and not cuda:
-            raise UsageError(
-                "offload=true does nothing here",
-                why="it moves rows from the memory of a GPU to the host's, and this run computes on CPUs",
-                remedy="leave it out",
-            )
-        if shape["shard"] == 1 and (self.offload or self.param_dtype is not None):
-            raise UsageError(
-                f"{'offload' if self.offload else 'param_dtype'} does nothing where one device has a whole copy",
-                why="it is about parameters that are gathered from others",
-                remedy="take more shards, or leave it out"
-                + (f" and take --precision {self.param_dtype}" if self.param_dtype else ""),
-            )

@@ -9,7 +9,7 @@ because the ranks must send as much. On CPUs its messages go through our communi
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, cast
 
@@ -20,8 +20,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from tutti.comm.communicator import Communicator
 from tutti.errors import UsageError
-from tutti.exchanges.config import ShardedConfig
+from tutti.exchanges.config import RowsConfig
 from tutti.exchanges.rows import Rows, rows_of
+from tutti.nn.parallel import Divided
+from tutti.nn.shares import seen_as_shares
 from tutti.nn.swap import parameters, swapped
 from tutti.nn.wrapping import units
 from tutti.types import ShardSpec
@@ -34,7 +36,7 @@ class FullySharded:
 
     Args:
         model: becomes FSDP2's; its parameters become the rows.
-        specs: whole shapes and tied names.
+        specs: what its tensors are slices of, and tied names.
         whole: parameters that stay as they are on every rank.
         config: stage, units, offload and number format.
         comm: the ranks that share one copy, more than one.
@@ -45,20 +47,21 @@ class FullySharded:
         model: nn.Module,
         specs: Mapping[str, ShardSpec],
         whole: set[nn.Parameter],
-        config: ShardedConfig,
+        config: RowsConfig,
         comm: Communicator,
     ) -> None:
         if any(isinstance(module, FSDPModule) for module in model.modules()):
             raise UsageError("the model is sharded already", remedy="build it anew for another run")
         self._model = model
         named = [(name, p) for name, p in parameters([model]) if p not in whole]
+        shapes = [p.shape for _, p in named]
         self._beginning = _Beginning(comm)
         self._units = _shard(model, whole, config, comm, self._beginning)
         own = dict(parameters([model]))
         self._gathered = [own[name] for name, _ in named]
         self.rows = [
-            rows_of(name, _become(p, rows), specs[name], specs[name].shape, comm)
-            for (name, p), rows in zip(named, self._gathered, strict=True)
+            rows_of(name, _become(p, rows), specs[name], shape, comm)
+            for (name, p), rows, shape in zip(named, self._gathered, shapes, strict=True)
         ]
         self._trained = {each.name: i for i, each in enumerate(filter(_trains, self.rows))}
         self._used = [False] * len(self._trained)
@@ -124,7 +127,7 @@ class FullySharded:
 
 
 def _shard(
-    model: nn.Module, whole: set[nn.Parameter], config: ShardedConfig, comm: Communicator, beginning: _Beginning
+    model: nn.Module, whole: set[nn.Parameter], config: RowsConfig, comm: Communicator, beginning: _Beginning
 ) -> list[FSDPModule]:
     """Apply FSDP2 to the units and to what is left; the root is the last."""
     if comm.group is None:
@@ -134,6 +137,7 @@ def _shard(
     offload: OffloadPolicy = CPUOffloadPolicy() if config.offload else OffloadPolicy()
     mesh, made = DeviceMesh.from_group(comm.group, device), list[FSDPModule]()
     names = {module: name for name, module in model.named_modules()}
+    divided = any(isinstance(module, Divided) for module in model.modules())
     for unit in [*units(model, config.units), model]:
         root = unit is model
         policy = MixedPrecisionPolicy(
@@ -143,14 +147,15 @@ def _shard(
         )
         # What is left over is needed by the backward that begins as its forward ends.
         reshard = config.stage == 3 and not root
-        fully_shard(
-            unit,
-            mesh=mesh,
-            reshard_after_forward=reshard,
-            mp_policy=policy,
-            offload_policy=offload,
-            ignored_params=whole,
-        )
+        with seen_as_shares(unit) if divided else nullcontext():
+            fully_shard(
+                unit,
+                mesh=mesh,
+                reshard_after_forward=reshard,
+                mp_policy=policy,
+                offload_policy=offload,
+                ignored_params=whole,
+            )
         if not isinstance(unit, FSDPModule):
             raise TypeError(f"fully_shard left {type(unit).__name__} as it was")
         unit.set_gradient_divide_factor(1.0)

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from tutti.exchanges.across import across_model
 from tutti.exchanges.allreduce import culprits, step
 from tutti.exchanges.buckets import Sums, Tail
-from tutti.exchanges.config import ShardedConfig
+from tutti.exchanges.config import RowsConfig
 from tutti.exchanges.counting import Counting, clipped, share_of_batch
 from tutti.exchanges.reducers import layout_key, refuse, scale_all, squares_of
 from tutti.exchanges.rows import Engine, RowNorms, Sliced, WholeRows, load_optimizer_rows, optimizer_pieces
@@ -39,6 +39,7 @@ from tutti.types import (
     Replica,
     SavedState,
     Setting,
+    ShardSpec,
     Tick,
     Totals,
     Update,
@@ -50,7 +51,7 @@ class Sharded:
 
     gradient_over: Literal["step", "worker"] = "step"
 
-    def __init__(self, config: ShardedConfig, setting: Setting) -> None:
+    def __init__(self, config: RowsConfig, setting: Setting) -> None:
         self._config, self._setting = config, setting
         self._shards, self._copies = setting.comms.axis("shard"), setting.comms.axis("replica")
         self._counting = Counting()
@@ -66,6 +67,7 @@ class Sharded:
             parameter.data = parameter.data.contiguous()
         trainable = [(name, p) for name, p in named if p.requires_grad]
         self._tail = Tail(len(trainable), layout_key(trainable))
+        slices = replica.specs
         self._engines = self._share_out(replica, named)
         self._rows = [rows for engine in self._engines for rows in engine.rows]
         self._trained = [rows for rows in self._rows if rows.parameter.requires_grad]
@@ -76,19 +78,19 @@ class Sharded:
         self._named = [(name, leaves.get(name, p)) for name, p in named]
         self._optimizer = made = make_optimizer(self._named)
         if made is not None:
-            self._complete(made)
+            self._complete(made, slices)
         self.optimizers: Sequence[Optimizer] = (self._optimizer,) if self._optimizer else ()
         return self
 
-    def _complete(self, optimizer: Any) -> None:
-        """Give it what it asks for of tensors of which rows, or slices, are here."""
+    def _complete(self, optimizer: Any, slices: Mapping[str, ShardSpec]) -> None:
+        """Give it what it asks for of tensors of which rows, or slices, or rows of slices, are here."""
         norms, wholes = None, None
         if hasattr(optimizer, "norms") and self._shards.size > 1:
             optimizer.norms = norms = RowNorms(self._shards)
         if hasattr(optimizer, "wholes") and self._shards.size > 1:
             optimizer.wholes = wholes = WholeRows(self._shards, self._rows)
         if self._setting.grid.tensor > 1:
-            found = {r.parameter: Split.of(self._replica.specs[r.name], r.local) for r in self._rows}
+            found = {r.parameter: Split.of(slices[r.name], r.local) for r in self._rows}
             split: dict[Tensor, Split] = {p: part for p, part in found.items() if part is not None}
             complete(optimizer, split, self._setting.comms.axis("tensor"), norms, wholes)
 
@@ -111,6 +113,9 @@ class Sharded:
             # Batch norm takes narrow activations, but not with narrow weights.
             norms = [module for module in model.modules() if hasattr(module, "running_mean")]
             whole |= {p for module in norms for p in module.parameters()}
+        for parameter in whole:
+            # Its rows' device, which FSDP2 moves the others to; and out of a file, if it was built in one.
+            parameter.data = parameter.data.to(self._shards.device, copy=True)
         engine = FullySharded(model, replica.specs, whole, self._config, self._shards)
         replica.sharded = {rows.name: rows.parameter.data for rows in engine.rows}
         replica.specs = {**replica.specs, **{rows.name: rows.spec for rows in engine.rows}}

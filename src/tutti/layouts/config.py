@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from tutti.errors import UsageError
 from tutti.spec import StrategyOptions
@@ -136,6 +136,9 @@ class HybridConfig(TensorConfig, PipelineConfig):
         PipelineConfig.__post_init__(self)
         if self.replicas is not None and self.replicas < 1:
             raise ValueError(f"replicas is {self.replicas}, must be at least 1")
+
+    def promises(self) -> dict[str, Any]:
+        return {"own_loop": self.stages == 1}
 
     def check(self, shape: Mapping[str, int], cuda: bool, compiled: bool) -> None:
         """As of ``TensorConfig`` and ``PipelineConfig``."""

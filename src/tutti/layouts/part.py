@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from tutti.nn.draws import Draws, keyed
 from tutti.nn.forwards import restore, transform
+from tutti.nn.spill import settle
 from tutti.nn.swap import Slot, buffers, mode, other_names, parameters, swapped
 from tutti.nn.sync import SyncBatchNorm, peers_of
 from tutti.types import Cell, GradSink, Setting, ShardSpec
@@ -35,7 +36,10 @@ class Part:
         """``others``: further parts; ``plain``: the whole model, where the parts are not all of it."""
         device = setting.comms.world.device
         restore(module)
-        self.parts: Sequence[nn.Module] = tuple(part.to(device) for part in (module, *others))
+        self.parts: Sequence[nn.Module] = (module, *others)
+        for part in self.parts:
+            _move(part, device, parameters=not setting.rows)
+        settle(self.parts, trained=not setting.rows)
         tied = other_names(self.parts if plain is None else [plain])
         state = {name: p.data for name, p in parameters(self.parts)}
         state |= {slot.name: slot.get() for slot in buffers(self.parts)}
@@ -88,3 +92,12 @@ class Part:
         """Within the block the modules hold ``values``, do not train and record nothing."""
         with torch.no_grad(), mode(self.parts, training=False), self.holding(values):
             yield
+
+
+def _move(part: nn.Module, device: torch.device, parameters: bool) -> None:
+    """Its buffers, and ``parameters``, to the device."""
+    if parameters:
+        part.to(device)
+        return
+    for slot in buffers([part], persistent=False):
+        slot.put(slot.get().to(device))

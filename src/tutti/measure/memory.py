@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -67,6 +68,20 @@ def room(processes: int) -> int:
     """Bytes of each of so many processes: its share of the host's memory, or of its control group's."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return min(total, cgroup.read().memory_bytes or total) // processes
+
+
+def free(processes: int) -> int:
+    """Bytes that each of so many processes may still take of the host's memory, its control group's and its own."""
+    import psutil  # type: ignore[import-untyped]
+
+    own = psutil.Process().memory_info()
+    allowed = [psutil.virtual_memory().available // processes]
+    if (group := cgroup.read().memory_bytes) is not None:
+        # What a group uses has caches in it that are given back; what a process has is certain.
+        allowed.append(group // processes - own.rss)
+    if (most := resource.getrlimit(resource.RLIMIT_DATA)[0]) != resource.RLIM_INFINITY:
+        allowed.append(most - getattr(own, "data", own.rss))
+    return max(int(min(allowed)), 0)
 
 
 def parse_bytes(text: str, option: str) -> int:

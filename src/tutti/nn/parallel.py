@@ -94,5 +94,6 @@ class Dropped(Divided):
 def divide(module: nn.Module, kind: type[Divided], slice_: Slice) -> None:
     """Make ``module`` the ``kind`` of layer. Its parameters are cut by the caller."""
     plain = type(module)
-    module.__class__ = type(f"{kind.__name__}{plain.__name__}", (kind, plain), {"__module__": plain.__module__})
+    body = {"__module__": plain.__module__, "_whole": plain}
+    module.__class__ = type(f"{kind.__name__}{plain.__name__}", (kind, plain), body)
     module.tutti_slice = slice_  # type: ignore[assignment]

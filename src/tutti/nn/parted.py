@@ -128,6 +128,13 @@ def _same(func: Any, value: Any, *rest: Any) -> Any:
     return func(value.part, *rest) if isinstance(value, Parted) else NotImplemented
 
 
+def _hooked(func: Any, value: Any, hook: Any) -> Any:
+    """FSDP2 asks when a gradient comes, and leaves it as it is; another hook would be given a share."""
+    if isinstance(value, Parted) and str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp"):
+        return value.part.register_hook(hook)
+    return NotImplemented
+
+
 def _size(func: Any, value: Parted, dim: int | None = None) -> Any:
     shape = torch.Size(_shape(value))
     return shape if dim is None else shape[dim]
@@ -354,7 +361,7 @@ def _all(names: Sequence[str], spaces: Sequence[Any] = (Tensor, torch, functiona
 _HANDLERS: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys(_all([*_EACH, *(f"{name}_" for name in _EACH if not name.endswith("_"))]), _each),
     **dict.fromkeys([getattr(Tensor, name).__get__ for name in _ATTRIBUTES], _same),
-    **dict.fromkeys(_all(["dim", "is_floating_point", "is_complex", "element_size", "get_device"]), _same),
+    **dict.fromkeys(_all(["dim", "is_floating_point", "is_complex", "element_size", "get_device", "_is_view"]), _same),
     **dict.fromkeys(_all(["float", "double", "half", "bfloat16", "to", "contiguous", "clone"], [Tensor]), _converted),
     **dict.fromkeys(_all(["numel", "nelement"]), _count),
     **dict.fromkeys(_all(["detach"]), _detached),
@@ -368,6 +375,7 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     Tensor.shape.__get__: _size,  # type: ignore[attr-defined]
     Tensor.size: _size,
     Tensor.__len__: _length,
+    Tensor.register_hook: _hooked,
     Tensor.data.__get__: _detached,  # type: ignore[attr-defined]
     Tensor.__getitem__: _item,
     functional.linear: _linear,

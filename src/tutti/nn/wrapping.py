@@ -35,37 +35,41 @@ def units(model: nn.Module, choice: Sequence[str] = ("auto",)) -> list[nn.Module
 
 def _named(model: nn.Module, choice: Collection[str]) -> list[nn.Module]:
     modules = {name: module for name, module in model.named_modules() if name}
-    classes = {getattr(type(m), "_plain", type(m)).__name__ for m in modules.values()}
+    classes = {_kind(module).__name__ for module in modules.values()}
     for entry in choice:
         if entry not in modules and entry not in classes:
             raise UsageError(
                 f"the model has no module or class '{entry}' to gather as one",
-                where="--strategy sharded, units",
+                where="units",
                 remedy=did_you_mean(entry, sorted({*modules, *classes})),
             )
-    found = [
-        module
-        for name, module in modules.items()
-        if name in choice or getattr(type(module), "_plain", type(module)).__name__ in choice
-    ]
+    found = [module for name, module in modules.items() if name in choice or _kind(module).__name__ in choice]
     for module in found:
         if isinstance(module, _HOLDERS):
             raise UsageError(
                 f"a {type(module).__name__} is never called, so that nothing tells when its parameters are needed",
-                where="--strategy sharded, units",
+                where="units",
                 remedy="name the modules in it",
             )
     return found
 
 
+def _kind(module: nn.Module) -> type:
+    """The class that it was given, of which other layouts may have made one of their own."""
+    kind = type(module)
+    while under := kind.__dict__.get("_plain") or kind.__dict__.get("_whole"):
+        kind = under
+    return kind
+
+
 def _stacked(module: nn.Module) -> list[nn.Module]:
     """Members of stacks of blocks; of a stack of nothing but stacks, those of the inner ones."""
     blocks = [child for child in module.children() if _composite(child)]
-    kinds = [type(block) for block in blocks]
+    kinds = [_kind(block) for block in blocks]
     found: list[nn.Module] = []
     for child in module.children():
         inner: list[nn.Module] = []
-        repeated = _holds(module) and child in blocks and kinds.count(type(child)) > 1
+        repeated = _holds(module) and child in blocks and kinds.count(_kind(child)) > 1
         if _holds(child) or not repeated:
             inner = _stacked(child)
         found += inner or ([child] if repeated and not isinstance(child, _HOLDERS) else [])

@@ -70,6 +70,11 @@ class Choice:
         option = next(iter(chosen))
         return f"take a multiple of {fixed} devices, or {option}={_divisor(devices, fixed)}"
 
+    def parts(self, devices: int) -> bool:
+        """Whether every device keeps a part of the model alone."""
+        shape = self.shape(devices)
+        return shape["stage"] * shape["tensor"] > 1 or self.exchange.takes_rows(shape)
+
     def counted(self, steps: Callable[[Duration], int]) -> Choice:
         """The same with the lengths among its options in steps."""
         return dataclasses.replace(self, exchange=self.exchange.counted(steps))
@@ -97,7 +102,7 @@ def parse(text: str) -> Choice:
         for config, names in fields.items()
     )
     # A mode of the same strategy may promise less than the others.
-    return Choice(spec.name, dataclasses.replace(row, **exchange.promises()), layout, exchange)
+    return Choice(spec.name, dataclasses.replace(row, **layout.promises(), **exchange.promises()), layout, exchange)
 
 
 def micro_batch(choice: Choice, given: int | None, batch: int, workers: int) -> int | None:

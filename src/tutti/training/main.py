@@ -14,10 +14,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from tutti import strategies
 from tutti.data.adapt import adapt
 from tutti.data.epochs import Epochs
 from tutti.data.source import Source
 from tutti.errors import Preempted, UsageError
+from tutti.measure.memory import free
+from tutti.nn.spill import spilling
 from tutti.optim.config import check_schedule
 from tutti.optim.scaling import Adaptive, check_rule
 from tutti.optim.schedules import Schedule
@@ -56,7 +59,7 @@ def main(task: str, config: TrainConfig, directory: str | None) -> int:
     world = context.init(config.device, config.timeout)
     threads = prepare_process(config, world)
     chosen = table.load(task, data=config.data, model=config.model, augment=config.augment)
-    model = chosen.model()
+    model = built(chosen, config, world)
     size = sum(p.numel() for p in model.parameters())
     run = prepared(chosen, model, config, world)
     epochs = run.feed.epochs
@@ -238,6 +241,17 @@ def _saver(
     saver = Checkpoints(run, Path(place) / FOLDER, world, kept, config.keep, warn, best=config.best())
     saver.open()
     return saver
+
+
+def built(task: Task, config: TrainConfig, world: World) -> nn.Module:
+    """The task's model; in files, as far as it is large, where every device keeps a part of it alone.
+
+    A quarter of what is free is left to it (a guess): there must be room for the part, too, and for what training adds.
+    """
+    if not strategies.parse(config.strategy).parts(world.identity.size):
+        return task.model()
+    with spilling(above=free(world.identity.local_size) // 4):
+        return task.model()
 
 
 @said_elsewhere()

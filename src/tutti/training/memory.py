@@ -30,7 +30,7 @@ from tutti.strategies import Choice
 from tutti.tasks import table
 from tutti.tasks.task import Task
 from tutti.training.config import TrainConfig
-from tutti.training.main import prepare_process, prepared
+from tutti.training.main import built, prepare_process, prepared
 from tutti.world import context
 
 MEASURED = "memory.json"
@@ -134,7 +134,7 @@ def _messages(found: Facts, split: Split, ranks: int) -> float:
     # Stage 2 keeps rows beside the whole; in stage 3 one unit is computed with while the next one is gathered. The
     # gradient of one is whole, and once more in the message that it leaves in.
     gathered = found.whole / split.shards if split.zero == 2 else found.rest + 2 * found.unit
-    return gathered + 2 * max(found.unit, found.rest)
+    return (gathered + 2 * max(found.unit, found.rest)) / split.tensor
 
 
 def summing(trained: float, shards: int, ranks: int) -> float:
@@ -212,7 +212,7 @@ def measure(name: str, config: TrainConfig, directory: Path) -> None:
     prepare_process(config, world)
     task = table.load(name, data=config.data, model=config.model, augment=config.augment)
     with Tracker() as tracker:
-        run = prepared(task, task.model(), config, world)
+        run = prepared(task, built(task, config, world), config, world)
         batches = (batch for epoch in range(2) for batch in run.epoch(epoch))
         run.step(next(batches))
         tracker.peak = 0

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from fnmatch import fnmatchcase
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from tutti.comm.communicator import Communicator
-from tutti.errors import UsageError
+from tutti.errors import UsageError, did_you_mean
 from tutti.optim import native
 from tutti.optim.config import LayerWise as LayerWiseOptions
 from tutti.optim.config import check_optimizer
@@ -56,11 +57,23 @@ def describe(optimizer: Optimizer | str, lr_scale: str) -> list[str]:
     return lines
 
 
-def belongs(optimizer: Optimizer, model: nn.Module) -> None:
-    """Raise UsageError where the optimizer has parameters that are not the model's."""
-    known = {id(p) for p in model.parameters()}
-    if any(id(p) not in known for group in optimizer.param_groups for p in group["params"]):
-        raise UsageError(
-            "the optimizer has parameters that the model does not have",
-            remedy="make it of model.parameters(), and everything that is trained a part of the model",
-        )
+def check_fits(optimizer: Optimizer | str, model: nn.Module) -> None:
+    """Raise UsageError where the optimizer has parameters, or names some, that are not the model's."""
+    if isinstance(optimizer, Optimizer):
+        known = {id(p) for p in model.parameters()}
+        if any(id(p) not in known for group in optimizer.param_groups for p in group["params"]):
+            raise UsageError(
+                "the optimizer has parameters that the model does not have",
+                remedy="make it of model.parameters(), and everything that is trained a part of the model",
+            )
+        return
+    options, names = check_optimizer(optimizer), [name for name, _ in model.named_parameters()]
+    for option in ("adam", "exclude"):
+        usual = getattr(type(options), option, ())
+        for pattern in getattr(options, option, ()):
+            if pattern not in (*usual, "none") and not any(fnmatchcase(name, pattern) for name in names):
+                raise UsageError(
+                    f"the model has no parameter '{pattern}'",
+                    where=f"--optimizer {optimizer}, {option}",
+                    remedy=did_you_mean(pattern, names),
+                )

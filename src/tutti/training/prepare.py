@@ -30,6 +30,7 @@ from tutti.nn import ghost, norms, sync
 from tutti.nn.config import Ghost as GhostConfig
 from tutti.nn.config import Sync as SyncConfig
 from tutti.nn.config import check_batch_norm
+from tutti.nn.spill import as_built
 from tutti.optim.adascale import AdaScale
 from tutti.optim.loss_scale import LossScale, chosen
 from tutti.optim.noise import by_worker, check_noise
@@ -39,7 +40,7 @@ from tutti.training.gate import gate
 from tutti.training.growing import growing
 from tutti.training.initial import begin_with
 from tutti.training.losses import Losses
-from tutti.training.optimizers import belongs, describe, factory, same_kernels
+from tutti.training.optimizers import check_fits, describe, factory, same_kernels
 from tutti.training.run import Run
 from tutti.training.slow import Slow, slowed
 from tutti.types import LossFn, Setting
@@ -156,9 +157,9 @@ def prepare(
     setting = Setting(
         *(grid, comms, contract.workers, contract.mine(grid.data_rank), reproducible, clip),
         *(averaging, activation_checkpointing, compiled, adaptive),
+        rows=choice.exchange.takes_rows(choice.shape(identity.size)),
     )
-    model = _normalised(model, batch_norm, setting)
-    dtype = _precise(model, precision, channels_last)
+    model, dtype = _remade(model, batch_norm, setting, precision, channels_last)
     place, loss = placer(world.device, dtype, channels_last), _cast(loss_fn, world.device.type, precision)
     setting = replace(setting, in_step=choice.row.in_step, trial=_trial(data, contract, place, loss))
     layout, exchange = choice.counted(epochs.steps).make(_as_one(setting, together))
@@ -213,8 +214,7 @@ def _data(dataset: Any, choice: Choice, data_workers: int, reproducible: bool, i
 def _check_trainable(model: nn.Module, optimizer: Optimizer | str) -> None:
     if not any(p.requires_grad for p in model.parameters()):
         raise UsageError("no parameter of the model can be trained", remedy="leave some with requires_grad")
-    if isinstance(optimizer, Optimizer):
-        belongs(optimizer, model)
+    check_fits(optimizer, model)
 
 
 def _contract(
@@ -252,6 +252,15 @@ def _cast(loss_fn: LossFn | None, device: str, precision: str | None) -> LossFn 
             return loss_fn(model, batch)
 
     return cast
+
+
+def _remade(
+    model: nn.Module, batch_norm: str, setting: Setting, precision: str | None, channels_last: bool
+) -> tuple[nn.Module, torch.dtype]:
+    """The model with the batch norms and in the precision asked for; the dtype that floating inputs need."""
+    with as_built(model):
+        model = _normalised(model, batch_norm, setting)
+        return model, _precise(model, precision, channels_last)
 
 
 def _normalised(model: nn.Module, batch_norm: str, setting: Setting) -> nn.Module:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tutti.comm.gather import GatheredRows, gather_named
+from tutti.comm.gather import Gathered, GatheredParts, GatheredRows
 from tutti.data.adapt import adapt
 from tutti.data.feed import evaluation, evaluation_blocks
 from tutti.data.reader import Position
@@ -139,20 +139,26 @@ class Run(OwnLoop):
         ``averaged``: the average of the weights, with the model's own buffers. Raises as ``evaluate``.
         """
         self.together("reading the whole state" + " with the average" * averaged)
-        replica, merged = self.replica, self._merged(averaged)
-        if replica.sharded:
-            return dict(GatheredRows(merged, replica.sharded, replica.specs, self.setting.comms.axis("shard")))
-        return gather_named(merged, replica.specs, replica.borrowed, self.setting.comms.model)
+        return self._gathered(averaged).all()
 
     def weights_sha256(self, averaged: bool = False) -> str:
         """Hash of ``state``; equal hashes mean bit-identical models. Collective."""
-        replica = self.replica
-        if not replica.sharded:
-            return weights_sha256(self.state(averaged))
-        # What is shared out may fit into no device: one tensor at a time.
         self.together("reading the whole state" + " with the average" * averaged)
-        rows = self._merged(averaged), replica.sharded, replica.specs
-        return weights_sha256(GatheredRows(*rows, self.setting.comms.axis("shard")))
+        # What is shared out may fit into no device: one tensor at a time.
+        return weights_sha256(self._gathered(averaged))
+
+    def _gathered(self, averaged: bool) -> Gathered:
+        """The plain model's tensors. Collective."""
+        replica, comms, merged = self.replica, self.setting.comms, self._merged(averaged)
+        if replica.sharded and comms.model.size == 1:
+            return GatheredRows(merged, replica.sharded, replica.specs, comms.axis("shard"))
+        if not replica.sharded:
+            return GatheredParts(merged, replica.specs, replica.borrowed, comms.model)
+        # Rows of slices; what is not cut into rows is the same on all shards.
+        borrowed = set(replica.borrowed)
+        if self.setting.grid.at("shard"):
+            borrowed |= merged.keys() - replica.sharded.keys()
+        return GatheredParts(merged, replica.specs, borrowed, comms.axis("shard", "stage", "tensor"))
 
     def _merged(self, averaged: bool, as_trained: bool = False) -> dict[str, Tensor]:
         """What lives here as one model; ``as_trained``: the average in the data types of the weights."""
