@@ -44,16 +44,16 @@ WARM_UP = 5
 BATCHES = 8
 
 
-def join_group(rank: int, folder: str) -> None:
-    """Makes this process one of two on the loopback interface, with one thread. Collective."""
+def join_group(rank: int, folder: str, size: int = WORKERS) -> None:
+    """Makes this process one of ``size`` on the loopback interface, with one thread. Collective."""
     torch.set_num_threads(1)
     # Accelerate sets a number of threads of its own where OMP_NUM_THREADS is not set.
     os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(WORKERS), LOCAL_WORLD_SIZE=str(WORKERS),
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size),
         MASTER_ADDR="127.0.0.1", OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo", ACCELERATE_USE_CPU="1",
     )  # fmt: skip
     dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORKERS, timeout=timedelta(seconds=120)
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size, timeout=timedelta(seconds=120)
     )
 
 
