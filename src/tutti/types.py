@@ -239,7 +239,7 @@ class Setting:
         reproducible: bit-identical on any number of data ranks.
         clip: largest gradient norm, None for no clipping.
         averaging: of the weights over the updates, None for none.
-        activation_checkpointing: ``none``, ``blocks``, or names and classes of modules.
+        activation_checkpointing: ``none``, ``blocks`` or ``selective`` with options, or names and classes of modules.
         compile: mode and options of ``torch.compile``, or ``none``.
         spread: measure each worker's own gradient before the sum: ``Agreed.spread``.
         draws: whether the model may draw random numbers in training.

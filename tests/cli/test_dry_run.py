@@ -69,10 +69,14 @@ def test_recomputation_and_smaller_batches_take_less() -> None:
     text = {**BASE, "model": "gpt:layers=4,width=64"}
     data = {"data": __file__}
     whole = facts("text", TrainConfig(**text, **data)).activations
-    again = facts("text", TrainConfig(**text, **data, activation_checkpointing="blocks")).activations
+    again, chosen = (
+        facts("text", TrainConfig(**text, **data, activation_checkpointing=kind)).activations
+        for kind in ("blocks", "selective")
+    )
     half = facts("text", TrainConfig(**{**text, "batch_size": 16}, **data)).activations
-    assert whole is not None and again is not None and half is not None
+    assert whole is not None and again is not None and chosen is not None and half is not None
     assert again < 0.7 * whole and 0.4 * whole < half < 0.7 * whole
+    assert again < chosen < 0.9 * whole
 
 
 @pytest.mark.parametrize(

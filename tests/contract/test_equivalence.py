@@ -145,6 +145,7 @@ def test_a_power_of_two_as_loss_scale_changes_no_bit(strategy: str) -> None:
 
 
 AGAIN, COMPILED = {"activation_checkpointing": "blocks"}, {"compile": "default:backend=eager"}
+SELECTIVE = {"activation_checkpointing": "selective"}
 FORWARDS: list[tuple[str, dict[str, Any], tuple[float, ...]]] = [
     # strategy, what is done, what is promised against one device without it: by default, and in reproducible mode
     *((strategy, AGAIN, (TOLERANCE, 0)) for strategy in ("mirrored", "model_parallel", "local_sgd")),
@@ -155,6 +156,8 @@ FORWARDS: list[tuple[str, dict[str, Any], tuple[float, ...]]] = [
     ("model_parallel", AGAIN | COMPILED, (TOLERANCE,)),
     *((f"pipeline {schedule}", AGAIN, (TOLERANCE, 0)) for schedule in ("interleaved", "zero_bubble")),
     ("pipeline 1f1b", AGAIN | COMPILED, (TOLERANCE,)),
+    *((strategy, SELECTIVE, (TOLERANCE, 0)) for strategy in ("mirrored", "pipeline zero_bubble")),
+    ("sharded", SELECTIVE, (TOLERANCE,)),
 ]
 
 

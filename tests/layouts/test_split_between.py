@@ -71,6 +71,7 @@ def test_positions_split_in_bfloat16() -> None:
 
 def test_positions_split_and_activations_computed_again() -> None:
     check("gpt, dropout", SEQUENCE, 2, activation_checkpointing="blocks")
+    check("gpt, dropout", SEQUENCE, 2, activation_checkpointing="selective")
     check("inline", SEQUENCE, 2, activation_checkpointing="blocks", optimizer=OPTIMIZERS["sgd momentum"])
 
 
@@ -153,7 +154,9 @@ def test_rows_of_split_layers(shape: str, strategy: str, devices: int, optimizer
 
 
 @pytest.mark.parametrize(
-    "options", [{"activation_checkpointing": "blocks"}, {"compile": "default:backend=eager"}], ids=str
+    "options",
+    [*({"activation_checkpointing": kind} for kind in ("blocks", "selective")), {"compile": "default:backend=eager"}],
+    ids=str,
 )
 def test_rows_of_slices_with_other_forwards(options: dict[str, Any]) -> None:
     """Weights are gathered once more, or for what has been compiled."""

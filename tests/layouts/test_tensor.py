@@ -66,6 +66,7 @@ def test_stages_of_split_layers(shape: str, strategy: str, devices: int, optimiz
 def test_activations_computed_again() -> None:
     check("gpt, dropout", SPLIT, 2, activation_checkpointing="blocks")
     check("nano", SPLIT, 2, activation_checkpointing="blocks")
+    check("gpt, dropout", SPLIT, 2, activation_checkpointing="selective")
 
 
 def test_compiled() -> None:

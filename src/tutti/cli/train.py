@@ -191,7 +191,7 @@ def refuse(task: str, config: TrainConfig) -> None:
         strategies.check_sync(choice, devices, config.reproducible, by_worker(adaptive, noise))
         contract.check_whole()
     check_loss_scale(config.loss_scale, config.precision)
-    check_checkpointing(config.activation_checkpointing)
+    check_checkpointing(config.activation_checkpointing, compiled=compiling is not None)
     if compiling and not cuda:
         check_compiler(compiling[1])
     if config.tensorboard and importlib.util.find_spec("tensorboard") is None:

@@ -42,10 +42,16 @@ def map_tensors(batch: Batch, function: Callable[[Any], Any], leaf: type = Tenso
 
 
 def placer(device: torch.device, dtype: torch.dtype, channels_last: bool) -> Callable[[Batch], Batch]:
-    """A function that moves a batch to ``device``, its floating tensors to ``dtype``, its images to channels-last."""
+    """A function that moves a batch to ``device``, its floating tensors to ``dtype``, its images to channels-last.
+
+    To a GPU it copies from pinned memory, and does not wait until that is done.
+    """
 
     def place(tensor: Tensor) -> Tensor:
         wanted = dtype if tensor.is_floating_point() else tensor.dtype
+        if device.type == "cuda" and tensor.device.type == "cpu":
+            # Converted here: what is converted on the way is copied once more, and not from pinned memory.
+            tensor = tensor.to(wanted).pin_memory()
         moved = tensor.to(device, wanted, non_blocking=True)
         return _channels_last(moved) if channels_last and moved.dim() == 4 else moved
 

@@ -13,6 +13,7 @@ from tutti.data.epochs import Epochs
 from tutti.data.loader import IN_PROCESS, Prefetch
 from tutti.data.reader import Part, Reader
 from tutti.data.source import Source
+from tutti.data.transfer import Transfer
 from tutti.laws.keys import mix
 from tutti.laws.shares import chunks, share
 from tutti.types import Batch, Cell
@@ -32,6 +33,7 @@ class Feed:
         place: moves a batch to the device, in the right precision and memory layout.
         prefetch: who fetches held-out samples.
         together: this rank's workers compute as one: the first of them has all of their samples in one cell.
+        transfer: moves batches ahead of their steps; None where they are moved as they come.
     """
 
     def __init__(
@@ -43,10 +45,11 @@ class Feed:
         place: Callable[[Batch], Batch],
         prefetch: Prefetch = IN_PROCESS,
         together: bool = False,
+        transfer: Transfer | None = None,
     ) -> None:
         self.reader, self.epochs, self._rank, self.seed, self.place = reader, epochs, rank, seed, place
         self.together = together
-        self.prefetch = prefetch
+        self.prefetch, self._transfer = prefetch, transfer
         self.contract = epochs.first
         self.workers = self.contract.mine(rank)
         self._plans: dict[tuple[int, int, str], Plan] = {}
@@ -65,9 +68,12 @@ class Feed:
 
     def read(self, epoch: int, start: int = 0) -> Iterator[Part]:
         """This rank's part of every global batch of ``epoch`` from ``start`` on, in worker order, on the device."""
-        for part in self.reader.read(epoch, start):
-            stand_in = None if part.stand_in is None else self.place(part.stand_in)
-            yield replace(part, batch=self.place(part.batch), stand_in=stand_in)
+        parts = self.reader.read(epoch, start)
+        return map(self._placed, parts) if self._transfer is None else self._transfer.parts(parts)
+
+    def _placed(self, part: Part) -> Part:
+        stand_in = None if part.stand_in is None else self.place(part.stand_in)
+        return replace(part, batch=self.place(part.batch), stand_in=stand_in)
 
     def cells(
         self, batch: Batch, clock: int, samples: int, over: str, scale: float = 1.0, noise: float = 0.0

@@ -14,10 +14,7 @@ from typing import Any
 from tutti.errors import UsageError, did_you_mean
 from tutti.spec import Spec
 
-CHECKPOINTING = ("none", "blocks")
-"""What ``--activation-checkpointing`` may be as text."""
-
-_COMPILE = "--compile"
+_COMPILE, _CHECKPOINTING = "--compile", "--activation-checkpointing"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,10 +106,55 @@ def check_compiler(options: Compile) -> None:
         )
 
 
-def check_checkpointing(choice: str | Sequence[Any]) -> None:
-    """Raise UsageError where ``--activation-checkpointing`` is text that means nothing."""
-    if isinstance(choice, str) and choice not in CHECKPOINTING:
+@dataclass(frozen=True, kw_only=True)
+class Nothing:
+    """Every activation is kept."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Blocks:
+    """Blocks of the model are computed again in backward (Chen et al. 2016, arXiv 1604.06174).
+
+    Attributes:
+        every: of so many neighbours the first alone.
+    """
+
+    every: int = 1
+
+    def __post_init__(self) -> None:
+        if self.every < 1:
+            raise ValueError(f"every is {self.every} and should be at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Selective(Blocks):
+    """The same, without what is expensive in them: products with weights, convolutions and fused attention are kept.
+
+    Korthikanti et al. 2022, arXiv 2205.05198, section 5.
+    """
+
+
+CHECKPOINTING: Mapping[str, type[Any]] = {"none": Nothing, "blocks": Blocks, "selective": Selective}
+
+
+def check_checkpointing(choice: str | Sequence[Any], compiled: bool = False) -> Blocks | None:
+    """The options of ``--activation-checkpointing``; None for none and for modules that are named.
+
+    Raises UsageError, naming the nearest name or key, or where it does not go with ``--compile``.
+    """
+    if not isinstance(choice, str):
+        return None
+    spec = Spec.parse(choice, _CHECKPOINTING)
+    if spec.name not in CHECKPOINTING:
         raise UsageError(
             f"unknown activation checkpointing '{choice}'",
-            remedy=f"{did_you_mean(choice, CHECKPOINTING)}; in Python also a list of modules' names or classes",
+            remedy=f"{did_you_mean(spec.name, CHECKPOINTING)}; in Python also a list of modules' names or classes",
         )
+    options = spec.build(CHECKPOINTING[spec.name], _CHECKPOINTING)
+    if compiled and isinstance(options, Selective):
+        raise UsageError(
+            f"{_CHECKPOINTING} selective does not go with {_COMPILE}",
+            why="code that is compiled is one whole, whose products cannot be kept apart",
+            remedy=f"take {_CHECKPOINTING} blocks, blocks:every=2, or leave out {_COMPILE}",
+        )
+    return options if isinstance(options, Blocks) else None

@@ -8,13 +8,13 @@ lie outside of both.
 from __future__ import annotations
 
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from tutti.nn.config import Compile, check_compile, check_compiler
+from tutti.nn.config import Compile, check_checkpointing, check_compile, check_compiler
 from tutti.nn.draws import Draws
 from tutti.nn.draws import draws as draws_by_itself
 from tutti.nn.parallel import Divided
@@ -36,6 +36,7 @@ def transform(part: nn.Module, draws: Draws, setting: Setting) -> None:
     units = find(part, setting.activation_checkpointing)
     compiler = None
     if chosen := check_compile(setting.compile, setting.reproducible):
+        check_checkpointing(setting.activation_checkpointing, compiled=True)
         if setting.comms.world.device.type == "cpu":
             check_compiler(chosen[1])
         compiler = _Compiler(*chosen)
@@ -97,14 +98,15 @@ class _Transformation:
             own = forward or type(module).forward
             # Blocks that are built alike keep one class, so that they keep one compiled forward.
             if own not in self._recomputed:
-                self._recomputed[own] = recomputed(own, lambda module: [module], self._draws)
+                self._recomputed[own] = self._again(own, lambda module: [module])
             forward = self._recomputed[own]
         if forward is not None:
             self._become(module, "forward", forward)
 
     def _forward(self, module: nn.Module, root: bool) -> Forward | None:
         if module in self._units.runs:
-            return _chain([self._run(module, run) for run in self._units.runs[module]])
+            runs = enumerate(self._units.runs[module])
+            return _chain([self._run(module, run, again=not i % self._units.every) for i, run in runs])
         if self._compiler is not None and not _stays_out(module):
             inner = [m for m in module.modules() if m is not module and self._is_fence(m)]
             if not inner:
@@ -119,10 +121,13 @@ class _Transformation:
             self.of(child)
         return None
 
-    def _run(self, sequence: nn.Module, names: tuple[str, ...]) -> Forward:
-        """Some children of a sequence, computed again as one."""
+    def _again(self, forward: Forward, members: Callable[[nn.Module], Sequence[nn.Module]]) -> Forward:
+        return recomputed(forward, members, self._draws, self._units.selective)
+
+    def _run(self, sequence: nn.Module, names: tuple[str, ...], again: bool) -> Forward:
+        """Some children of a sequence, computed again as one or not."""
         whole = _chain(self._pieces(sequence, names))
-        return recomputed(whole, lambda module: [getattr(module, name) for name in names], self._draws)
+        return self._again(whole, lambda module: [getattr(module, name) for name in names]) if again else whole
 
     def _pieces(self, sequence: nn.Module, names: Sequence[str]) -> list[Forward]:
         """Children of a sequence: neighbours that can be are compiled together, others come by themselves."""

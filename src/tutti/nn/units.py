@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from tutti.errors import UsageError, did_you_mean
-from tutti.nn.config import check_checkpointing
+from tutti.nn.config import Selective, check_checkpointing
 
 Choice = str | Sequence[str | type[nn.Module]]
-"""``none``, ``blocks``, or names and classes of modules."""
+"""``none``, ``blocks`` or ``selective`` with options, or names and classes of modules."""
 
 _LONG = 8
 """Layers from which a sequence of nothing but layers is cut into runs; a shorter one is one block."""
@@ -25,10 +25,14 @@ class Units:
     Attributes:
         whole: modules.
         runs: for each sequence of layers the runs of consecutive children that belong together, by name.
+        every: of so many neighbouring runs the first alone is computed again.
+        selective: what is expensive in them is kept.
     """
 
     whole: list[nn.Module] = field(default_factory=list)
     runs: dict[nn.Module, list[tuple[str, ...]]] = field(default_factory=dict)
+    every: int = 1
+    selective: bool = False
 
     def __len__(self) -> int:
         return len(self.whole) + len(self.runs)
@@ -36,13 +40,13 @@ class Units:
 
 def check(model: nn.Module, choice: Choice) -> None:
     """Raise UsageError where ``choice`` names what the whole model does not have, or finds nothing in it."""
-    check_checkpointing(choice)
+    options = check_checkpointing(choice)
     if not isinstance(choice, str):
         names = dict(model.named_modules())
         for entry in choice:
             if isinstance(entry, str) and entry not in names:
                 raise UsageError(f"the model has no module '{entry}'", remedy=did_you_mean(entry, filter(None, names)))
-    if choice != "none" and not find(model, choice):
+    if (options or not isinstance(choice, str)) and not find(model, choice):
         raise UsageError(
             "activation checkpointing finds nothing in this model to compute again",
             why="it holds neither blocks nor a sequence of layers, nor a module of a class that was named",
@@ -57,10 +61,12 @@ def find(part: nn.Module, choice: Choice) -> Units:
         names = {entry for entry in choice if isinstance(entry, str)}
         classes = tuple(entry for entry in choice if not isinstance(entry, str))
         units.whole = [m for name, m in part.named_modules() if name in names or isinstance(m, classes)]
-    elif choice != "none":
+    elif options := check_checkpointing(choice):
+        units.every, units.selective = options.every, isinstance(options, Selective)
         _split(part, _size(part) / 2, units)
         if not units and is_sequence(part) and len(list(part.children())) > 1:
             units.runs[part] = _runs(part)
+        units.whole = units.whole[:: options.every]
     return units
 
 

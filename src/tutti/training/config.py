@@ -44,7 +44,7 @@ class TrainConfig:
         loss_scale: a number, or ``dynamic:init=65536``; default: dynamic for fp16.
         channels_last: memory layout of images; default: on for image tasks.
         compile: mode of torch.compile, such as default.
-        activation_checkpointing: blocks: compute activations again in backward.
+        activation_checkpointing: blocks: compute activations again in backward; selective: only what is cheap in them.
         clip: largest norm of the whole gradient.
         gradient_noise: noise of a smaller batch: ``multiplicative:base_batch=512``.
         ema: decay of an average of the weights, which is what is evaluated: 0.999 or 0.999:warmup.

@@ -109,5 +109,5 @@ def identity(task: str, config: TrainConfig, run: Run, world: World, size: int, 
 
 def _forward(config: TrainConfig) -> str:
     """What is done to the model's forward."""
-    again = f", checkpointing of {config.activation_checkpointing}" * (config.activation_checkpointing != "none")
+    again = f", checkpointing {config.activation_checkpointing}" * (config.activation_checkpointing != "none")
     return f", compiled ({config.compile})" * (config.compile != "none") + again

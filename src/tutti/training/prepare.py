@@ -23,6 +23,7 @@ from tutti.data.loader import Prefetch
 from tutti.data.reading import make_reader
 from tutti.data.source import Source
 from tutti.data.stream import Stream
+from tutti.data.transfer import make_transfer
 from tutti.errors import UsageError
 from tutti.laws.averaging import Averaging
 from tutti.laws.growth import Growth
@@ -116,7 +117,7 @@ def prepare(
             directory or a ``.safetensors`` file, on every rank.
         reproducible: bit-identical weights on any number of devices; sets one CPU thread.
         activation_checkpointing: ``blocks``, or names and classes of modules, whose activations are computed again
-            in backward.
+            in backward; ``selective``: but for expensive ones; ``blocks:every=2``: of every other block.
         compile: mode of ``torch.compile``; True for ``default``.
         seed: of the order of samples and all random draws.
         max_nonfinite: steps in a row that may be skipped.
@@ -167,8 +168,7 @@ def prepare(
     sink = exchange.attach(replica, factory(optimizer, lr_scale, batch_size))
     same_kernels(comms.world, optimizer, exchange.optimizers)
     prefetch = Prefetch(data_workers, identity.rank, world.timeout)
-    reader = make_reader(data, epochs, grid.data_rank, seed, comms, prefetch)
-    feed = Feed(reader, epochs, grid.data_rank, seed, place, prefetch, together)
+    feed = _feed(data, epochs, grid.data_rank, seed, comms, place, prefetch, together)
     average = strategies.average(replica, exchange, setting)
     run = Run(replica, exchange, sink, feed, loss, setting, max_nonfinite, average, scale)
     run.noise, run.adascale = noise, AdaScale(batch_size, contract.workers) if adaptive else None
@@ -178,6 +178,16 @@ def prepare(
         begin_with(run, init_from)
     run.losses = _losses(run, choice, data)
     return run
+
+
+def _feed(
+    data: Source | Stream, epochs: Epochs, rank: int, seed: int, comms: Communicators,
+    place: Callable[[Any], Any], prefetch: Prefetch, together: bool,
+) -> Feed:  # fmt: skip
+    """What gives this data rank its part of every global batch, on the device."""
+    reader = make_reader(data, epochs, rank, seed, comms, prefetch)
+    transfer = make_transfer(comms.world.device, place, data)
+    return Feed(reader, epochs, rank, seed, place, prefetch, together, transfer)
 
 
 def _losses(run: Run, choice: Choice, data: Source | Stream) -> Losses | None:
