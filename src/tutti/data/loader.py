@@ -37,6 +37,7 @@ from tutti.data.source import AugmentKey, Source
 from tutti.errors import DataError, LoaderError
 from tutti.types import Batch
 from tutti.world.child import SIGNALS
+from tutti.world.forking import fork
 from tutti.world.orphans import die_with_parent
 
 Task: TypeAlias = tuple[NDArray[np.int64], AugmentKey | None]
@@ -207,7 +208,7 @@ def _start(source: Source, name: str) -> _Process:
             stream.flush()
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
-        pid = os.fork()
+        pid = fork()
         if pid == 0:
             _serve(source, name, there, parent, blocked)
     finally:

@@ -25,6 +25,7 @@ from tutti.errors import ExitCode, UsageError
 from tutti.world import dumps, failure, heartbeat
 from tutti.world.dumps import Dumps
 from tutti.world.failure import Failure
+from tutti.world.forking import fork
 from tutti.world.heartbeat import Phase, Seen
 from tutti.world.orphans import await_end, die_with_parent
 
@@ -197,7 +198,7 @@ def start(rank: int, limits: Limits, *, launched: bool = False) -> None:
     _tools, parent = Dumps(), os.getpid()
     # The kernel's bond is to the thread that forks, which must not end before the process does.
     bound = threading.current_thread() is threading.main_thread()
-    pid = os.fork()
+    pid = fork()
     if not pid:
         _run(rank, limits, _tools, parent, bound, launched)
     _guard = pid, parent

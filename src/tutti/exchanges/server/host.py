@@ -20,6 +20,7 @@ import weakref
 from collections.abc import Callable, Collection, Sequence
 from typing import NoReturn
 
+from tutti.world.forking import fork
 from tutti.world.orphans import die_with_parent
 
 _POLL_MS = 50
@@ -40,7 +41,7 @@ class Host:
         self._told, tell = os.pipe()
         os.set_blocking(self._told, False)
         parent = os.getpid()
-        pid = os.fork()
+        pid = fork()
         if pid == 0:
             _guard(parent, serve, hear, tell, keep, restart)
         os.close(hear)
