@@ -85,4 +85,5 @@ for epoch in range(start, arguments.epochs):
         torch.save({**state, "scheduler": scheduler.state_dict(), "epoch": epoch + 1}, arguments.checkpoint)
     dist.barrier()
 
+del model  # it holds the group; if it is freed at exit, after it, Gloo hangs now and then (pytorch/pytorch#75097)
 dist.destroy_process_group()

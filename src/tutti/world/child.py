@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ from tutti.world.watchdog import Limits
 
 # Outermost frames in these files are ours or Python's, and say nothing about a user's error.
 _HIDDEN = frozenset({__file__, str(Path(__file__).with_name("launch.py")), "<frozen runpy>"})
+
+_LET_GO = 0.05
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 """What the launcher forwards to its workers. Blocked while workers start, so that none is lost or misread."""
@@ -137,6 +140,15 @@ def _leave(code: int) -> NoReturn:
     _flush()
     watchdog.stop()
     os._exit(code)
+
+
+def let_go() -> None:
+    """Sleep, so that Gloo's threads get Python's lock, which they need to free the tensors of their last messages.
+
+    They do so after they have said that they are done. A program that ends before is aborted, and one that frees a
+    group meanwhile waits, with the lock, for these threads (pytorch/pytorch#75097).
+    """
+    time.sleep(_LET_GO)
 
 
 def _flush() -> None:

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from tutti.errors import PeerError, UsageError
-from tutti.world import failure, heartbeat, interface, watchdog
+from tutti.world import child, failure, heartbeat, interface, watchdog
 from tutti.world import identity as identities
 from tutti.world.allocator import keep_freed_memory
 from tutti.world.heartbeat import Phase
@@ -45,8 +45,6 @@ class World:
     timeout: float
     owned: bool
 
-
-_LET_GO = 0.05
 
 _world: World | None = None
 
@@ -148,9 +146,7 @@ def shutdown() -> None:
     if leaving is not None and leaving.owned and dist.is_initialized():
         with contextlib.suppress(RuntimeError):
             dist.destroy_process_group()
-        # Gloo's threads let go of their last tensors after they have said that they are done, and need Python's lock
-        # for it. A program that ends before they got it is aborted; asleep, this thread leaves the lock to them.
-        time.sleep(_LET_GO)
+        child.let_go()
 
 
 def is_initialized() -> bool:

@@ -135,9 +135,12 @@ def run_script(script: str, argv: list[str], module: bool = False) -> None:
     if not sys.flags.safe_path:
         sys.path[0] = os.getcwd() if module else str(Path(script).resolve().parent)
     if module:
-        runpy.run_module(script, run_name="__main__", alter_sys=True)
+        kept = runpy.run_module(script, run_name="__main__", alter_sys=True)
     else:
-        runpy.run_path(script, run_name="__main__")
+        kept = runpy.run_path(script, run_name="__main__")
+    # What the script has made is freed now; a DDP model frees its group with it.
+    child.let_go()
+    del kept
 
 
 def _directories(logs: Path) -> Path:
