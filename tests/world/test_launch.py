@@ -154,6 +154,52 @@ def test_a_script_ends_as_a_program_does(tmp_path: Path) -> None:
     assert (result.code, result.out, result.err) == (0, "thread\nexit handler\n", "")
 
 
+@pytest.mark.parametrize("leave", ["", "sys.exit()\n"])
+@pytest.mark.parametrize("module", [False, True])
+def test_what_a_script_has_made_ends_with_it(tmp_path: Path, module: bool, leave: str) -> None:
+    """Files that it left open are written; functions know its names to the last."""
+    (tmp_path / "script.py").write_text(
+        "import atexit, sys\n"
+        "file = open('left', 'w')\n"
+        "file.write('open')\n"
+        "def last():\n"
+        "    file.write(', to the last')\n"
+        "atexit.register(last)\n" + leave
+    )
+    arguments = ("script" if module else "script.py", [], module)
+    result = launched(tmp_path, "", entry="run_script", args=arguments, processes=1)
+    assert (result.code, result.out, result.err) == (0, "", "")
+    assert (tmp_path / "left").read_text() == "open, to the last"
+
+
+def test_threads_come_before_the_end_of_what_a_script_has_made(tmp_path: Path) -> None:
+    """As those of Gloo, which a DDP model that is freed would wait for with Python's lock."""
+    (tmp_path / "script.py").write_text(
+        "import sys, threading\n"
+        "from helper import Model\n"
+        "model = Model(threading.Event())\n"
+        "sys.setswitchinterval(100)\n"
+        "threading.Thread(target=model.wait).start()\n"
+    )
+    (tmp_path / "helper.py").write_text(
+        "import time\n"
+        "class Model:\n"
+        "    def __init__(self, done):\n"
+        "        self.done = done\n"
+        "        self.wait = Waiting(done).wait\n"
+        "    def __del__(self):\n"
+        "        print(self.done.is_set())\n"
+        "class Waiting:\n"
+        "    def __init__(self, done):\n"
+        "        self.done = done\n"
+        "    def wait(self):\n"
+        "        time.sleep(0.001)\n"
+        "        self.done.set()\n"
+    )
+    result = launched(tmp_path, "", entry="run_script", args=("script.py", []), processes=1)
+    assert (result.code, result.out, result.err) == (0, "True\n", "")
+
+
 def test_a_restart_has_a_store_of_its_own(tmp_path: Path) -> None:
     result = launched(
         tmp_path,

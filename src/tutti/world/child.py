@@ -25,6 +25,7 @@ from tutti.world.watchdog import Limits
 _HIDDEN = frozenset({__file__, str(Path(__file__).with_name("launch.py")), "<frozen runpy>"})
 
 _LET_GO = 0.05
+_last: list[Callable[[], object]] = []
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 """What the launcher forwards to its workers. Blocked while workers start, so that none is lost or misread."""
@@ -56,6 +57,11 @@ class Job:
     def notes(self) -> tuple[Path, Path]:
         """Where failures are recorded: with the logs, or on what is mostly another disk where theirs is full."""
         return self.logs, self.store
+
+
+def at_last(function: Callable[[], object]) -> None:
+    """Have a worker that ends well call ``function`` when all exit handlers have run."""
+    _last.append(function)
 
 
 def main(job: Job) -> NoReturn:
@@ -117,12 +123,16 @@ def _finish() -> None:
         if process.daemon:
             process.terminate()
         process.join()
+    for function in _last:
+        function()
 
 
 def _failed(job: Job, rank: int, exception: BaseException) -> int:
     """Record the exception and return the exit code."""
     code = failure.exit_code(exception)
     if code == ExitCode.DONE:
+        # It holds the script's frames, and with them all that ends with the script.
+        exception.__traceback__ = None
         with suppress(Exception):
             _finish()
         return code

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import importlib
 import importlib.util
 import os
@@ -134,13 +135,27 @@ def run_script(script: str, argv: list[str], module: bool = False) -> None:
     sys.argv = [script, *argv]
     if not sys.flags.safe_path:
         sys.path[0] = os.getcwd() if module else str(Path(script).resolve().parent)
-    if module:
-        kept = runpy.run_module(script, run_name="__main__", alter_sys=True)
-    else:
-        kept = runpy.run_path(script, run_name="__main__")
-    # What the script has made is freed now; a DDP model frees its group with it.
-    child.let_go()
+    gc.freeze()
+    child.at_last(_end_names)
+    try:
+        if module:
+            kept = runpy.run_module(script, run_name="__main__", alter_sys=True)
+        else:
+            kept = runpy.run_path(script, run_name="__main__")
+    finally:
+        # Much of what the script has made is freed now; a DDP model frees its group with it.
+        child.let_go()
     del kept
+
+
+def _end_names() -> None:
+    """Free what a script has made as Python does at its end, name by name: so files that it left open are written."""
+    own = vars(sys.modules["__main__"])
+    for names in gc.get_objects():
+        if type(names) is dict and names.get("__name__") == "__main__" and names is not own:
+            for name in names.keys() - {"__builtins__"}:
+                names[name] = None
+    gc.collect()
 
 
 def _directories(logs: Path) -> Path:
