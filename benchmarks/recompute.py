@@ -1,6 +1,6 @@
 """What activation checkpointing costs and saves: a step's time and its activations, each way beside keeping everything.
 
-    python benchmarks/recompute.py            # about five minutes
+    python benchmarks/recompute.py            # about a minute
     python benchmarks/recompute.py --save     # also to benchmarks/results/DATE-recompute.json
 
 Two models, one process, one thread: a GPT (float32, attention without dropout) and a U-Net with batch norm. ``by hand``

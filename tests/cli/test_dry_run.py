@@ -114,6 +114,18 @@ def test_a_cut_that_does_not_fit_is_moved(monkeypatch: pytest.MonkeyPatch, capsy
     assert own.total > 100_000 and other is None, "one layer alone takes more"
 
 
+def test_what_this_host_has_no_room_for_is_not_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It fits into the devices that were told of, which need not be here."""
+    monkeypatch.setattr("tutti.measure.memory.free", lambda processes: 2**29 // processes)
+    monkeypatch.setattr(command_line, "launch", lambda *_, **__: pytest.fail("a process was started"))
+    assert command_line.dry_run("digits", TrainConfig(**BASE), "16GB", ()) == 0
+    *table, said = capsys.readouterr().out.splitlines()
+    assert table[-1].startswith("total")
+    assert said == "not measured: this host has 256 MiB free for each of 2 processes, too little for that"
+
+
 def test_what_is_taken_for_granted_is_said() -> None:
     told = {s: _notes(TrainConfig(**BASE, strategy=s), known=True) for s in ("pipeline", "tensor", "central_storage")}
     assert told["pipeline"] == []

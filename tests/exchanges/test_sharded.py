@@ -274,3 +274,26 @@ def refused(options: str) -> str:
 )
 def test_what_cannot_be_is_refused(options: str, words: str) -> None:
     assert all(words in said for said in worlds.run(2, refused, options=options))
+
+
+def heap(strategy: str, free: int) -> bool:
+    """Whether freed memory is given back at once, with so much memory."""
+    from tutti.training import prepare
+
+    asked: list[bool] = []
+    given, has = prepare.free_at_once, prepare.free
+    prepare.free_at_once, prepare.free = lambda: not asked.append(True), lambda processes: free  # type: ignore[func-returns-value]
+    try:
+        data = (torch.ones(8, 16), torch.ones(8, 16))
+        model = nn.Linear(16, 16, bias=False)
+        tutti.prepare(model, "adam", data, lambda model, batch: model(batch[0]).sum(), strategy=strategy, batch_size=4)
+    finally:
+        prepare.free_at_once, prepare.free = given, has
+    return bool(asked)
+
+
+def test_where_memory_is_short_gathered_layers_are_given_back() -> None:
+    """A kibibyte of parameters in 15 or in 17."""
+    ways = [("sharded", 15 << 10), ("sharded", 17 << 10), ("sharded:stage=1", 15 << 10), ("mirrored", 15 << 10)]
+    found = [worlds.run(2, heap, strategy=strategy, free=free) for strategy, free in ways]
+    assert found == [[True] * 2, [False] * 2, [False] * 2, [False] * 2]

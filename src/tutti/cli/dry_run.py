@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from tutti.training.memory import Facts
 
 _PATIENCE = 120.0
+# What a process takes besides its tensors, and what the C library's heap holds for each byte that is in use.
+_RUNTIME, _HEAP = 0.4 * 2**30, 1.3
 _REST = ("gradients", "messages", "average", "activations")
 
 
@@ -53,6 +55,10 @@ def dry_run(task: str, config: TrainConfig, memory: str | None, preload: Sequenc
     if own.total > room:
         print(_table(rows, {}))
         raise _too_large(config, other, room, own.total)
+    if (said := _short(config, own.total)) is not None:
+        print(_table(rows, {}))
+        print(said)
+        return ExitCode.DONE
     with tempfile.TemporaryDirectory(prefix="tutti-dry-run-") as folder:
         code = launch(
             _step,
@@ -162,6 +168,18 @@ def _room(config: TrainConfig, memory: str | None) -> int:
         if gpus:
             return min(int(gpu["memory_bytes"]) for gpu in gpus)
     return room(int(config.devices))
+
+
+def _short(config: TrainConfig, each: float) -> str | None:
+    """Why no step is measured: this host has less memory than its processes might take. None where it has enough."""
+    from tutti.measure.memory import free
+
+    if config.device != "cpu" and count_gpus(os.environ):
+        return None
+    here = free(int(config.devices))
+    if _HEAP * each + _RUNTIME <= here:
+        return None
+    return f"not measured: this host has {size(here)} free for each of {config.devices} processes, too little for that"
 
 
 def _step(task: str, config: TrainConfig, folder: Path) -> None:

@@ -27,6 +27,7 @@ from tutti.data.transfer import make_transfer
 from tutti.errors import UsageError
 from tutti.laws.averaging import Averaging
 from tutti.laws.growth import Growth
+from tutti.measure.memory import bytes_of, free
 from tutti.nn import ghost, norms, sync
 from tutti.nn.config import Ghost as GhostConfig
 from tutti.nn.config import Sync as SyncConfig
@@ -46,6 +47,7 @@ from tutti.training.run import Run
 from tutti.training.slow import Slow, slowed
 from tutti.types import LossFn, Setting
 from tutti.world import context
+from tutti.world.allocator import free_at_once
 from tutti.world.grid import Grid
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.float32, "fp16": torch.float32, "fp64": torch.float64}
@@ -268,9 +270,19 @@ def _remade(
     model: nn.Module, batch_norm: str, setting: Setting, precision: str | None, channels_last: bool
 ) -> tuple[nn.Module, torch.dtype]:
     """The model with the batch norms and in the precision asked for; the dtype that floating inputs need."""
+    if setting.rows and setting.comms.world.device.type == "cpu" and _is_large(model):
+        free_at_once()
     with as_built(model):
         model = _normalised(model, batch_norm, setting)
         return model, _precise(model, precision, channels_last)
+
+
+def _is_large(model: nn.Module) -> bool:
+    """Whether memory kept between gathered layers, some three times what is in use, might be more than there is.
+
+    With Adam a sixteenth of what is free becomes a quarter, which three times leave little of (a guess).
+    """
+    return bytes_of([*model.parameters(), *model.buffers()]) > free(context.local_size()) // 16
 
 
 def _normalised(model: nn.Module, batch_norm: str, setting: Setting) -> nn.Module:
