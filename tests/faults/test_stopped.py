@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -30,7 +31,7 @@ def test_a_stopped_rank_is_named_and_the_run_restarts(
     with starting(tmp_path, *words, FAULT=json.dumps(fault)) as running:
         result = running.finish()
     assert result.code == 0, result.err
-    assert f"tutti: rank {rank} made no progress for {LIMIT} s" in result.err, result.err
+    assert re.search(rf"tutti: rank {rank} made no progress for \d+ s", result.err), result.err
     assert ", stopped by a signal" in result.err and "starting again, " in result.err
     record_property(
         f"recovery with a limit of {LIMIT} s, s", when(tmp_path, "began-0") - when(tmp_path, f"frozen-{rank}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,7 @@ def loss(model, batch):
     return nn.functional.cross_entropy(model(inputs), labels)
 """
 DATA = """
+import re
 import threading
 READ = 0
 
@@ -84,7 +86,8 @@ def test_a_stuck_rank_is_named_with_step_phase_and_line(place: str, tmp_path: Pa
     result = tutti(tmp_path, "train", own, *words, *FLAGS, *limit)
     assert result.code == 5, result.err
     first, *rest = complaint(result)
-    assert first.startswith(f"tutti: rank {rank} made no progress for {limit[1]} s "), result.err
+    waited = re.match(rf"tutti: rank {rank} made no progress for (\d+) s ", first)
+    assert waited is not None and int(waited[1]) >= int(limit[1]), result.err
     assert where.format(step=step) in first, first
     assert any('own.py", line' in line for line in rest) and "Traceback" not in result.err
     assert result.err.count("tutti: rank") == 1, "what followed from it is told, too"
@@ -159,7 +162,8 @@ for epoch in range(10):
 def test_a_stuck_rank_of_a_torchrun_job(verb: str, tmp_path: Path) -> None:
     result = torchrun(tmp_path, verb)
     assert result.code != 0
-    assert "tutti: rank 1 made no progress for 6 s in step 6 (phase compute), in loss (" in result.err, result.err
+    words = r"tutti: rank 1 made no progress for \d+ s in step 6 \(phase compute\), in loss \("
+    assert re.search(words, result.err), result.err
     assert ", line " in result.err and "in loss" in result.err
     logs = tmp_path / "out" / "logs"
     if verb == "train":
