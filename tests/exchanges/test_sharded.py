@@ -281,14 +281,12 @@ def heap(strategy: str, free: int) -> bool:
     from tutti.training import prepare
 
     asked: list[bool] = []
-    given, has = prepare.free_at_once, prepare.free
-    prepare.free_at_once, prepare.free = lambda: not asked.append(True), lambda processes: free  # type: ignore[func-returns-value]
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prepare, "free_at_once", lambda: asked.append(True))
+        patch.setattr(prepare, "free", lambda processes: free)
         data = (torch.ones(8, 16), torch.ones(8, 16))
         model = nn.Linear(16, 16, bias=False)
         tutti.prepare(model, "adam", data, lambda model, batch: model(batch[0]).sum(), strategy=strategy, batch_size=4)
-    finally:
-        prepare.free_at_once, prepare.free = given, has
     return bool(asked)
 
 

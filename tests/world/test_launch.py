@@ -172,6 +172,22 @@ def test_what_a_script_has_made_ends_with_it(tmp_path: Path, module: bool, leave
     assert (tmp_path / "left").read_text() == "open, to the last"
 
 
+def test_threads_that_nobody_waits_for_say_nothing_at_the_end(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(
+        "import threading, time\n"
+        "class Slow:\n"
+        "    def __del__(self, sleep=time.sleep):\n"
+        "        sleep(0.2)\n"
+        "slow = Slow()\n"
+        "def look():\n"
+        "    while True:\n"
+        "        time.sleep(0.001)\n"
+        "threading.Thread(target=look, daemon=True).start()\n"
+    )
+    result = launched(tmp_path, "", entry="run_script", args=("script.py", []), processes=1)
+    assert (result.code, result.out, result.err) == (0, "", "")
+
+
 def test_threads_come_before_the_end_of_what_a_script_has_made(tmp_path: Path) -> None:
     """As those of Gloo, which a DDP model that is freed would wait for with Python's lock."""
     (tmp_path / "script.py").write_text(

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from tutti.training.memory import Facts
 
 _PATIENCE = 120.0
-# What a process takes besides its tensors, and what the C library's heap holds for each byte that is in use.
+# Guesses: what a process takes besides its tensors, and what the C library's heap holds for each byte that is in use.
 _RUNTIME, _HEAP = 0.4 * 2**30, 1.3
 _REST = ("gradients", "messages", "average", "activations")
 

@@ -69,7 +69,7 @@ class Feed:
     def read(self, epoch: int, start: int = 0) -> Iterator[Part]:
         """This rank's part of every global batch of ``epoch`` from ``start`` on, in worker order, on the device."""
         parts = self.reader.read(epoch, start)
-        return map(self._placed, parts) if self._transfer is None else self._transfer.parts(parts)
+        return map(self._placed, parts) if self._transfer is None else self._transfer.parts(parts, self._placed)
 
     def _placed(self, part: Part) -> Part:
         stand_in = None if part.stand_in is None else self.place(part.stand_in)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -26,22 +25,24 @@ class Transfer:
 
     Args:
         device: the GPU.
-        place: moves a batch to it; from pinned memory it does not wait until that is done.
     """
 
-    def __init__(self, device: torch.device, place: Callable[..., object]) -> None:
-        self._device, self._place = device, place
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._stream = torch.cuda.Stream(device)
 
-    def parts(self, parts: Iterator[Part]) -> Iterator[Part]:
-        """The same parts on the GPU, for its current stream; each is asked for before the one in front is given."""
-        return map(self._arrived, one_ahead(map(self._start, parts)))
+    def parts(self, parts: Iterator[Part], placed: Callable[[Part], Part]) -> Iterator[Part]:
+        """The same parts on the GPU, for its current stream; each is asked for before the one in front is given.
 
-    def _start(self, part: Part) -> _Moving:
+        Args:
+            parts: as they are read.
+            placed: copies a part to the GPU; from pinned memory it does not wait until that is done.
+        """
+        return map(self._arrived, one_ahead(self._moving(part, placed) for part in parts))
+
+    def _moving(self, part: Part, placed: Callable[[Part], Part]) -> _Moving:
         with torch.cuda.stream(self._stream):
-            stand_in = None if part.stand_in is None else self._place(part.stand_in)
-            placed = replace(part, batch=self._place(part.batch), stand_in=stand_in)
-            return _Moving(placed, self._stream.record_event())
+            return _Moving(placed(part), self._stream.record_event())
 
     def _arrived(self, moving: _Moving) -> Part:
         current = torch.cuda.current_stream(self._device)
@@ -57,9 +58,9 @@ class Transfer:
         return moving.part
 
 
-def make_transfer(device: torch.device, place: Callable[..., object], data: object) -> Transfer | None:
+def make_transfer(device: torch.device, data: object) -> Transfer | None:
     """What moves batches of ``data`` ahead; None on the CPU, and for streams: what they have read is their position."""
-    return Transfer(device, place) if device.type == "cuda" and not isinstance(data, Stream) else None
+    return Transfer(device) if device.type == "cuda" and not isinstance(data, Stream) else None
 
 
 def one_ahead(items: Iterator[T]) -> Iterator[T]:

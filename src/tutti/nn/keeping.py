@@ -63,7 +63,7 @@ class _First(TorchDispatchMode):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         # What was written into since is not what the function gave: its memory is free, and it is computed again.
-        self._kept[:] = [entry if entry is not None and entry.is_untouched() else None for entry in self._kept]
+        self._kept[:] = [entry if entry and entry.is_untouched() else None for entry in self._kept]
 
 
 class _Second(TorchDispatchMode):

@@ -188,8 +188,7 @@ def _feed(
 ) -> Feed:  # fmt: skip
     """What gives this data rank its part of every global batch, on the device."""
     reader = make_reader(data, epochs, rank, seed, comms, prefetch)
-    transfer = make_transfer(comms.world.device, place, data)
-    return Feed(reader, epochs, rank, seed, place, prefetch, together, transfer)
+    return Feed(reader, epochs, rank, seed, place, prefetch, together, make_transfer(comms.world.device, data))
 
 
 def _losses(run: Run, choice: Choice, data: Source | Stream) -> Losses | None:

@@ -150,6 +150,8 @@ def run_script(script: str, argv: list[str], module: bool = False) -> None:
 
 def _end_names() -> None:
     """Free what a script has made as Python does at its end, name by name: so files that it left open are written."""
+    # Threads that nobody waits for find these names gone; at Python's end they do not run any more.
+    threading.excepthook = lambda _: None
     own = vars(sys.modules["__main__"])
     for names in gc.get_objects():
         if type(names) is dict and names.get("__name__") == "__main__" and names is not own:
