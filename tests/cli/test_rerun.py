@@ -27,3 +27,18 @@ def test_config_reruns_to_the_same_weights(tmp_path: Path) -> None:
     assert summary["weights_sha256"][:12] in first.stdout
     steps = [json.loads(line)["step"] for line in (tmp_path / "first" / "metrics.jsonl").open()]
     assert steps == [1, 2, 2]
+
+
+def test_a_run_that_named_no_workers_goes_on_with_those_it_had(tmp_path: Path) -> None:
+    """As many as it had devices: on fewer, or as one pipeline, they are played by fewer data ranks."""
+    told = ["--steps", "2", "--eval-every", "none"]
+    first = tutti("train", "digits", "--devices", "2", *told, "--out", "out", cwd=tmp_path)
+    assert first.returncode == 0, first.stderr
+    for steps, words in ((3, ("--devices", "1")), (4, ("--devices", "3", "--strategy", "pipeline"))):
+        again = tutti("train", "--resume", "out", *words, "--steps", str(steps), cwd=tmp_path)
+        assert again.returncode == 0, again.stderr
+        summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+        assert (summary["steps"], summary["workers"]) == (steps, 2)
+    words = ("--devices", "3", "--strategy", "mirrored", "--steps", "5")
+    more = tutti("train", "--resume", "out", *words, cwd=tmp_path)
+    assert more.returncode == 2 and "2 workers cannot be spread over 3 data ranks" in more.stderr

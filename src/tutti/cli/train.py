@@ -129,7 +129,20 @@ def bare_options(words: list[str]) -> list[str]:
 
 def resolved(task: str | None, flags: Mapping[str, Any], config: Sequence[Path]) -> tuple[str, TrainConfig]:
     """The task and its configuration, from what ``train`` is given. Raises UsageError."""
-    return resolve(flags, (*_resumed_config(flags, task), *config), task)
+    name, found = resolve(flags, (*_resumed_config(flags, task), *config), task)
+    if found.resume not in (None, "auto") and found.workers is None:
+        # As many as there were, and not as there are devices now.
+        found = dataclasses.replace(found, workers=_saved_workers(Path(str(found.resume))))
+    return name, found
+
+
+def _saved_workers(directory: Path) -> int | None:
+    """The workers of a run's newest checkpoint; None where there is none, which is told later."""
+    from tutti.state.folder import scan
+
+    manifests = scan(directory / "checkpoints")
+    workers = manifests[0].facts.get("workers") if manifests else None
+    return workers if isinstance(workers, int) else None
 
 
 def _resumed_config(flags: Mapping[str, Any], task: str | None) -> tuple[Path, ...]:
