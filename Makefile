@@ -9,7 +9,7 @@ BENCH := $(VENV)/.bench
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help venv test contract faults peers reliability demo lint bench soak study clean
+.PHONY: help venv test contract scripts fuzz faults peers reliability demo lint bench soak study alike clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
@@ -28,14 +28,25 @@ $(BENCH): $(READY)
 	$(INSTALL) --editable '.[bench]'
 	touch $@
 
+# Three at once on two cores: a good part of the tests waits for processes, timeouts and the disk.
 test: $(READY)  ## every test and doctest
-	$(BIN)/pytest -q -n 2
+	$(BIN)/pytest -q -n 3 --dist worksteal
 
 # The whole table is about a day on two cores; each part of it has something of everything.
 PART ?= 1/1
 
 contract: $(READY)  ## the whole equivalence table, or PART=1/100 of it
 	CONTRACT_PART=$(PART) $(BIN)/pytest -q -n 2 -m contract tests/contract
+
+RECORD := .scripts-record.jsonl
+
+scripts: $(READY)  ## every training script under every strategy, then docs/what-works.md; or PART=1/10 of it, without the page
+	rm -f $(RECORD)
+	SCRIPTS_PART=$(PART) SCRIPTS_RECORD=$(RECORD) $(BIN)/pytest -q -n 2 -m scripts tests/scripts
+	$(if $(filter 1/1,$(PART)),$(BIN)/python -m tests.scripts.page $(RECORD))
+
+fuzz: $(READY)  ## 500 drawn training scripts against plain PyTorch; FUZZ_DRAWS=100 FUZZ_SEED=7 for others
+	$(BIN)/pytest -q -s -n 0 -m fuzz tests/fuzz
 
 faults: $(READY)  ## every fault ten times under every strategy, without retries
 	FAULT_RUNS=10 $(BIN)/pytest -q -n 2 --maxschedchunk 2 -m faults tests/faults --figures benchmarks/results/$$(date -u +%F)-faults.json
@@ -68,6 +79,16 @@ CORRECTED := --model course:batch_norm=true --augment --optimizer adam:lr=0.003
 study: $(READY)  ## docs/studies/large-batch.md again: two ladders on CIFAR-10 (DATA=folder)
 	$(BIN)/tutti compare $(STUDY) --ladder course --seeds 1 --out docs/studies/large-batch/course
 	$(BIN)/tutti compare $(STUDY) --ladder corrected --seeds 3 $(CORRECTED) --out docs/studies/large-batch/corrected
+
+# Each optimizer against itself at one worker, on 5,000 of the images: about an hour on a core.
+LIKE := docs/studies/large-batch/like-with-like
+ALIKE := cifar10 --data $(DATA)-5000 --workers 8 --batch-size 512 --epochs 6 --precision bf16 --model course:batch_norm=true --augment
+ALIKE += --eval-every none --devices 1 --threads 1 --runs docs/studies/large-batch
+
+alike: $(READY)  ## its like-with-like comparison, at a reduced size
+	$(BIN)/python benchmarks/cifar_subset.py $(DATA) $(DATA)-5000 --images 5000
+	$(BIN)/tutti compare $(ALIKE) --ladder $(LIKE)/tuning.toml --seeds 1 --out $(LIKE)/tuning
+	$(BIN)/tutti compare $(ALIKE) --ladder $(LIKE)/like-with-like.toml --seeds 3 --out $(LIKE)
 
 clean:  ## remove the environment and every cache
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis

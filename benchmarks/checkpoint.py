@@ -19,8 +19,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tutti.state.read import Reader, verify
-from tutti.state.write import Slice, begin, commit, write_part
+from tutti.checkpoint.read import TensorReader, verify
+from tutti.checkpoint.write import WritableSlice, begin, commit, write_part
 
 Tensors = dict[str, Tensor]
 
@@ -33,7 +33,7 @@ def sync(path: Path) -> None:
 
 def tutti(tensors: Tensors, folder: Path) -> None:
     temporary = begin(folder, 1, attempt=0)
-    records = write_part(temporary, "model", 0, (Slice.whole(name, tensor) for name, tensor in tensors.items()))
+    records = write_part(temporary, "model", 0, (WritableSlice.whole(name, tensor) for name, tensor in tensors.items()))
     commit(temporary, records, step=1, config_sha256="", facts={})
 
 
@@ -82,7 +82,7 @@ def reading(tensors: Tensors, parent: Path) -> tuple[float, float]:
     start = time.perf_counter()
     manifest = verify(folder / "step-00000001")
     middle = time.perf_counter()
-    for name, tensor in Reader(manifest).read("model"):
+    for name, tensor in TensorReader(manifest).read("model"):
         if not torch.equal(tensor, tensors[name]):
             raise RuntimeError(f"{name} did not come back")
     end = time.perf_counter()

@@ -54,11 +54,11 @@ def fully_shard(work: Workload, data: TensorDataset) -> Contestant:
     """PyTorch's FSDP2 by hand, in the units that tutti finds."""
     from torch.distributed.fsdp import fully_shard as shard
 
-    from tutti.nn.wrapping import units
+    from tutti.parallel.fsdp.fsdp_wrap_policy import wrapped_modules
 
     torch.manual_seed(0)
     model = work.build()
-    for unit in [*units(model), model]:
+    for unit in [*wrapped_modules(model), model]:
         shard(unit)
     optimizer = work.optimizer(model.parameters())
     if isinstance(optimizer, torch.optim.SGD):
@@ -106,7 +106,7 @@ def tutti_loop(work: Workload, data: TensorDataset) -> Contestant:
             yield given.pop()
 
     run.epoch = epoch  # type: ignore[method-assign]
-    cells = run.cells(0)
+    cells = run.microbatches(0)
 
     def step(batch: Batch) -> None:
         given.append(batch)

@@ -27,8 +27,8 @@ from paired import order, paired_ratio
 from torch import Tensor, nn
 
 from tutti.errors import ExitCode
+from tutti.launcher import malloc_tuning
 from tutti.nn import ghost
-from tutti.world import allocator
 
 SHAPES = ((512, 16, 32, 32), (512, 64, 32, 32), (512, 64, 16, 16), (512, 128, 8, 8))
 FORMATS = {"contiguous": torch.contiguous_format, "channels-last": torch.channels_last}
@@ -89,7 +89,7 @@ def main() -> int:
     parser.add_argument("--save", action="store_true")
     given = parser.parse_args()
     # As in every run: without it, the kernel's hand-out of fresh pages is what is measured.
-    allocator.keep_freed_memory()
+    malloc_tuning.keep_freed_memory()
     rows = []
     for threads in given.threads:
         torch.set_num_threads(threads)

@@ -24,6 +24,7 @@ from pathlib import Path
 
 from figure import begin, keep
 
+from tutti.distribution import pip_install
 from tutti.errors import ExitCode
 
 STRATEGIES = {
@@ -150,7 +151,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         draw(rows, sizes, caption, given.out / "links.svg")
     except ImportError:
-        print("no figure: pip install 'tutti[plot]'", file=sys.stderr)
+        print(f"no figure: {pip_install('plot')}", file=sys.stderr)
     print(text)
     return int(ExitCode.DONE)
 

@@ -33,7 +33,7 @@ from step_tax import hardware, listed
 from torch import nn
 
 from tutti.errors import ExitCode
-from tutti.optim import native
+from tutti.native import compiled_passes
 
 Make = Callable[[Any, list[nn.Parameter]], torch.optim.Optimizer]
 LIMIT = 1.5
@@ -248,7 +248,7 @@ def main(argv: Sequence[str] | None = None) -> ExitCode:
     names, unable = installed([name for name, made in CONTESTANTS.items() if made.family in given.optimizers])
     for name, why in unable.items():
         print(f"{name} is left out: {why}", file=sys.stderr)
-    compiled = native.load() is not None
+    compiled = compiled_passes.load_kernels() is not None
     if not compiled:
         print("there is no C++ compiler: tutti's own are not compiled", file=sys.stderr)
     now = datetime.now(UTC)

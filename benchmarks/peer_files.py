@@ -27,10 +27,10 @@ from soak import small_disk
 from torch import Tensor
 from torch.distributed import checkpoint as dcp
 
+from tutti.checkpoint.folder import newest_checkpoint
+from tutti.checkpoint.read import TensorReader
+from tutti.checkpoint.write import WritableSlice, begin, commit, write_part
 from tutti.errors import CheckpointError
-from tutti.state.folder import newest
-from tutti.state.read import Reader
-from tutti.state.write import Slice, begin, commit, write_part
 
 Tensors = dict[str, Tensor]
 # What a load may come to; the position is the exit code of the process that loads.
@@ -90,15 +90,15 @@ def _dcp_newest(folder: Path, like: Tensors) -> Tensors:
 
 def _tutti(tensors: Tensors, step: int, folder: Path) -> None:
     temporary = begin(folder, step, attempt=0)
-    records = write_part(temporary, "model", 0, (Slice.whole(name, tensor) for name, tensor in tensors.items()))
+    records = write_part(temporary, "model", 0, (WritableSlice.whole(name, tensor) for name, tensor in tensors.items()))
     commit(temporary, records, step=step, config_sha256="", facts={})
 
 
 def _tutti_load(folder: Path, like: Tensors) -> Tensors:
-    found, broken = newest(folder)
+    found, broken = newest_checkpoint(folder)
     if found is None:
         raise CheckpointError(f"nothing can be loaded: {broken}")
-    return dict(Reader(found).read("model"))
+    return dict(TensorReader(found).read("model"))
 
 
 FORMATS = {

@@ -28,14 +28,14 @@ from paired import order, paired_ratio
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from tutti.config.task_config import GptConfig, UnetConfig
 from tutti.errors import ExitCode
-from tutti.measure.memory import Tracker
-from tutti.nn import forwards
-from tutti.nn.units import find
-from tutti.tasks.config import Gpt, Unet
+from tutti.launcher import malloc_tuning
+from tutti.nn import ac_and_compile
+from tutti.nn.ac_policy import find_units
 from tutti.tasks.gpt import gpt
 from tutti.tasks.unet import unet
-from tutti.world import allocator
+from tutti.workload.tensor_memory import Tracker
 
 Loss = Callable[[nn.Module], Tensor]
 CHOICES = ("none", "blocks", "blocks:every=2", "selective", "selective:every=2")
@@ -55,7 +55,7 @@ def text() -> tuple[nn.Module, Loss]:
     def loss(model: nn.Module) -> Tensor:
         return nn.functional.cross_entropy(model(numbers[:, :-1]).flatten(0, 1), numbers[:, 1:].flatten())
 
-    return gpt(Gpt(layers=4, heads=4, width=256, block=256), 65), loss
+    return gpt(GptConfig(layers=4, heads=4, width=256, block=256), 65), loss
 
 
 def images() -> tuple[nn.Module, Loss]:
@@ -65,7 +65,7 @@ def images() -> tuple[nn.Module, Loss]:
     def loss(model: nn.Module) -> Tensor:
         return nn.functional.binary_cross_entropy_with_logits(model(inputs), classes)
 
-    return unet(Unet(depth=3, width=16, batch_norm=True)), loss
+    return unet(UnetConfig(depth=3, width=16, batch_norm=True)), loss
 
 
 MODELS = {"gpt": text, "unet": images}
@@ -75,7 +75,7 @@ def by_hand(model: nn.Module, choice: str) -> None:
     """Wrap the blocks that tutti would find, as a script without it does."""
     contexts = partial(create_selective_checkpoint_contexts, KEPT)
     options = {"context_fn": contexts} if choice == "selective" else {}
-    for block in find(model, "blocks").whole:
+    for block in find_units(model, "blocks").whole:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False, **options)  # type: ignore[method-assign]
 
 
@@ -85,7 +85,7 @@ def made(name: str, choice: str, hand: bool) -> tuple[nn.Module, Loss]:
     if hand:
         by_hand(model, choice)
     else:
-        forwards.recompute(model, choice)
+        ac_and_compile.recompute(model, choice)
     return model, loss
 
 
@@ -140,7 +140,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--save", action="store_true")
     given = parser.parse_args()
-    allocator.keep_freed_memory()
+    malloc_tuning.keep_freed_memory()
     torch.set_num_threads(1)
     found = {}
     for name in MODELS:

@@ -32,14 +32,14 @@ from torch import nn
 
 import tutti
 from tutti.comm.communicator import Communicators
-from tutti.exchanges.config import ParameterServerConfig
-from tutti.exchanges.server.core import Core
-from tutti.exchanges.server.desks import AtOnce
-from tutti.exchanges.server.link import Link
-from tutti.exchanges.server.wire import BACK, PUSH
-from tutti.types import Setting
-from tutti.world import context
-from tutti.world.grid import Grid
+from tutti.comm.grid import Grid
+from tutti.config.sync_config import ParameterServerConfig
+from tutti.launcher import context
+from tutti.parallel.parameter_server.request_handlers import AsyncHandler
+from tutti.parallel.parameter_server.server_session import ServerSession
+from tutti.parallel.parameter_server.server_wire import BACK, PUSH
+from tutti.parallel.parameter_server.staleness import StalenessTracker
+from tutti.types import RunContext
 
 SIZES = {"25 MB": 25 << 20, "4 KiB": 4 << 10}
 BLOCKS = {"25 MB": 4, "4 KiB": 200}
@@ -56,13 +56,13 @@ class Still(torch.optim.SGD):
 class Pair:
     """A worker's connection to a server of parameters of so many bytes."""
 
-    def __init__(self, size: int, transport: str, setting: Setting) -> None:
+    def __init__(self, size: int, transport: str, run_context: RunContext) -> None:
         named = [("weight", nn.Parameter(torch.zeros(size // 4)))]
         handle = Still([named[0][1]], lr=0.1)
         config = ParameterServerConfig(mode="async", snapshot=0, transport=transport)  # type: ignore[arg-type]
-        self.link = Link(
-            *(config, setting, named, lambda given: Still([p for _, p in given], lr=0.1), handle),
-            lambda shelf: AtOnce(shelf, Core(2), len(shelf.keys), over_staleness=False),
+        self.link = ServerSession(
+            *(config, run_context, named, lambda given: Still([p for _, p in given], lr=0.1), handle),
+            lambda shelf: AsyncHandler(shelf, StalenessTracker(2), len(shelf.keys), over_staleness=False),
             lambda settings: {PUSH: settings + 1 + 2},
         )
         self._numbers, self._clock = [*self.link.settings(None), 1.0, 1.0, 0.0], 0
@@ -91,10 +91,10 @@ class Gloo:
             dist.send(self._gradient, 0)
 
 
-def race(size: str, setting: Setting, rounds: int) -> dict[str, Any]:
+def race(size: str, run_context: RunContext, rounds: int) -> dict[str, Any]:
     """Times of every contestant in every round, and their ratios to Gloo's; on rank 0."""
     contestants: dict[str, Any] = {"gloo": Gloo(SIZES[size])}
-    contestants |= {name: Pair(SIZES[size], name, setting) for name in TRANSPORTS}
+    contestants |= {name: Pair(SIZES[size], name, run_context) for name in TRANSPORTS}
     times = {name: np.zeros((1, rounds)) for name in contestants}
     names, first = list(contestants), dist.get_rank() == 0
     for turn in range(-1, rounds):
@@ -120,8 +120,8 @@ def rank(rounds: int) -> None:
     torch.set_num_threads(1)
     tutti.init("cpu", timeout=60)
     grid = Grid(replica=2, rank=tutti.rank())
-    setting = Setting(grid, Communicators(context.current(), grid), 2, range(tutti.rank(), tutti.rank() + 1))
-    rows = [race(size, setting, rounds) for size in SIZES]
+    run_context = RunContext(grid, Communicators(context.current(), grid), 2, range(tutti.rank(), tutti.rank() + 1))
+    rows = [race(size, run_context, rounds) for size in SIZES]
     if tutti.rank() == 0:
         print(json.dumps(rows))
     tutti.shutdown()

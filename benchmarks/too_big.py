@@ -76,8 +76,8 @@ _KEPT = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 60)}
 _TEXT = string.__file__
 _MAKE = """
 import sys
-from tutti.tasks import table
-task = table.load("text", data=sys.argv[2], model=sys.argv[1], augment=None)
+from tutti.tasks import task_registry
+task = task_registry.load_task("text", data=sys.argv[2], model=sys.argv[1], augment=None)
 data = lambda: 1024 * int(open("/proc/self/status").read().partition("VmData:")[2].split()[0])
 before = data()
 model = task.model()

@@ -23,7 +23,8 @@ from typing import Any
 
 from figure import begin, keep
 
-from tutti import strategies
+from tutti import parallel
+from tutti.distribution import pip_install
 
 DEVICES, BATCH = 4, 64
 STRATEGIES = {
@@ -70,7 +71,7 @@ class Cluster:
 
 def available() -> dict[str, str]:
     """Those strategies that this version has."""
-    return {name: text for name, text in STRATEGIES.items() if text.partition(":")[0] in strategies.TABLE}
+    return {name: text for name, text in STRATEGIES.items() if text.partition(":")[0] in parallel.TABLE}
 
 
 def train(folder: Path, strategy: str, cluster: Cluster, epochs: int, every: int, seed: int) -> dict[str, Any]:
@@ -181,7 +182,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         draw(rows, clusters, caption, given.out / "uneven.svg")
     except ImportError:
-        print("no figure: pip install 'tutti[plot]'", file=sys.stderr)
+        print(f"no figure: {pip_install('plot')}", file=sys.stderr)
     print(text)
     return 0
 

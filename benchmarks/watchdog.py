@@ -19,10 +19,10 @@ from collections.abc import Callable
 from contextlib import redirect_stderr
 from pathlib import Path
 
-from tutti.world import failure, heartbeat, watchdog
-from tutti.world.heartbeat import Phase
-from tutti.world.launch import launch
-from tutti.world.watchdog import Limits
+from tutti.launcher import failure, heartbeat, watchdog
+from tutti.launcher.heartbeat import Phase
+from tutti.launcher.launch import launch
+from tutti.launcher.watchdog import WatchdogLimits
 
 LIMIT = 2.0
 RANKS = 3
@@ -56,8 +56,8 @@ def cost(note: str) -> None:
 
     torch.ones(1)
     start = time.perf_counter()
-    watchdog.stop()
-    watchdog.start(0, Limits())
+    watchdog.stop_watchdog()
+    watchdog.start_watchdog(0, WatchdogLimits())
     forked = time.perf_counter() - start
     time.sleep(3)
     guards = [int(child) for child in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
@@ -92,7 +92,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=10)
     runs = parser.parse_args().runs
     with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as nothing, redirect_stderr(nothing):
-        logs, note, limits = Path(folder), f"{folder}/note", Limits(step=LIMIT)
+        logs, note, limits = Path(folder), f"{folder}/note", WatchdogLimits(step=LIMIT)
         launch(cost, (note,), processes=1, logs=logs)
         beat, step, forked, megabytes = map(float, Path(note).read_text().split())
         print(f"a beat {beat:.0f} ns, the beats of a step {step:.2f} µs")
@@ -101,7 +101,7 @@ def main() -> None:
             delays = []
             for _ in range(runs):
                 launch(stuck, (note, stopped), processes=RANKS, logs=logs, limits=limits)
-                found = failure.read(logs, 1)
+                found = failure.read_failure(logs, 1)
                 delays.append((found.time - float(Path(note).read_text())) / LIMIT if found else float("inf"))
             print(
                 f"{name}: noticed after {statistics.median(delays):.2f} × limit (most {max(delays):.2f}), {runs} runs"

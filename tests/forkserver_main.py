@@ -15,7 +15,7 @@ import sys
 import tempfile
 from typing import Any
 
-_IMPORTED = ("torch._dynamo", "tutti.training.main", "tutti.cli.app")
+_IMPORTED = ("torch._dynamo", "tutti.train.main", "tutti.cli.app")
 _CLONE_NEWNET = 0x40000000
 
 

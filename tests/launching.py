@@ -21,7 +21,7 @@ SAFETY_NET = 200
 _MAIN = """
 import os, signal, sys, time
 from pathlib import Path
-from tutti.world.launch import launch, run_script
+from tutti.launcher.launch import launch, run_script
 
 HERE = Path({here!r})
 RANK = lambda: int(os.environ["RANK"])

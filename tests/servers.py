@@ -14,18 +14,18 @@ import torch
 import zmq
 from torch import nn
 
-from tutti.exchanges.server import flats, hyper, keys
-from tutti.exchanges.server.client import Address, Client, Identity
-from tutti.exchanges.server.core import Core
-from tutti.exchanges.server.desks import AtOnce, Desk
-from tutti.exchanges.server.host import Host
-from tutti.exchanges.server.keys import Keys
-from tutti.exchanges.server.link import listen
-from tutti.exchanges.server.server import Job, serve
-from tutti.exchanges.server.shelf import Shelf
-from tutti.exchanges.server.slices import Plan, plan
-from tutti.exchanges.server.snapshot import Snapshots
-from tutti.exchanges.server.wire import BACK, PUSH, READ, Header, Terms
+from tutti.parallel.parameter_server import curve_keys, flat_views, hyperparameters
+from tutti.parallel.parameter_server.client import Address, Client, ClientIdentity
+from tutti.parallel.parameter_server.curve_keys import Keys
+from tutti.parallel.parameter_server.parameter_shard import ParameterShard
+from tutti.parallel.parameter_server.request_handlers import AsyncHandler, RequestHandler
+from tutti.parallel.parameter_server.server import ServerJob, serve
+from tutti.parallel.parameter_server.server_partition import ServerPlan, plan_servers
+from tutti.parallel.parameter_server.server_session import listen
+from tutti.parallel.parameter_server.server_snapshot import Snapshots
+from tutti.parallel.parameter_server.server_supervisor import ServerSupervisor
+from tutti.parallel.parameter_server.server_wire import BACK, PUSH, READ, MessageHeader, Terms
+from tutti.parallel.parameter_server.staleness import StalenessTracker
 
 RUN, LAYOUT = 5, 6
 
@@ -42,22 +42,22 @@ class Waiting:
 class Served:
     """A server that takes 1 from every element of its parameters at each push of ones: a push is all or nothing."""
 
-    host: Host
+    host: ServerSupervisor
     address: Address
     clients: list[Keys]
     terms: Terms
-    plan: Plan
+    plan: ServerPlan
     parameters: list[nn.Parameter]
     settings: list[float]
 
     def client(self, rank: int, keys: Keys | None = None, timeout: float = 20.0, look: bool = True) -> Client:
         """One that pushes ones. ``given`` and ``pushed`` are its memory."""
         pushed, given = (torch.zeros(self.plan.size, dtype=torch.uint8) for _ in range(2))
-        for view in flats.over(self.plan, self.parameters, pushed):
+        for view in flat_views.over(self.plan, self.parameters, pushed):
             view.fill_(1)
-        who = Identity(RUN, LAYOUT, rank, keys or self.clients[rank])
+        who = ClientIdentity(RUN, LAYOUT, rank, keys or self.clients[rank])
         made = Client(who, [self.address], self.plan, pushed, given, False, Waiting(), timeout)  # type: ignore[arg-type]
-        made.given = flats.over(self.plan, self.parameters, given)  # type: ignore[attr-defined]
+        made.given = flat_views.over(self.plan, self.parameters, given)  # type: ignore[attr-defined]
         return made
 
     @property
@@ -80,7 +80,7 @@ class Served:
     def frames(self, rank: int, seq: int, clock: int, **changes: Any) -> list[bytes]:
         """A push as it goes over the wire."""
         sizes = self.terms.frames
-        header = Header(PUSH, 0, RUN, LAYOUT, rank, self.terms.workers[rank][0], seq, clock, 0)
+        header = MessageHeader(PUSH, 0, RUN, LAYOUT, rank, self.terms.workers[rank][0], seq, clock, 0)
         header = header._replace(extras=len(self.numbers), tensors=len(sizes), size=sum(sizes))._replace(**changes)
         ones = torch.ones(sum(sizes) // 8, dtype=torch.float64).numpy().tobytes()
         return [header.pack(), torch.tensor(self.numbers, dtype=torch.float64).numpy().tobytes(), ones]
@@ -88,7 +88,7 @@ class Served:
     def raw(self, rank: int) -> zmq.Socket[bytes]:
         """A socket with the key of ``rank`` that sends whatever it is told."""
         socket = zmq.Context.instance().socket(zmq.DEALER)
-        keys.unlock(socket, self.clients[rank], self.address.key)
+        curve_keys.unlock(socket, self.clients[rank], self.address.key)
         socket.linger, socket.rcvtimeo = 0, 10_000
         socket.connect(self.address.endpoint)
         return socket
@@ -112,8 +112,8 @@ def served(
     parameters = [nn.Parameter(torch.zeros(elements, dtype=torch.float64)), nn.Parameter(torch.zeros(2, 3).double())]
     named = [(f"p{i}", p) for i, p in enumerate(parameters)]
     handle = torch.optim.SGD(parameters, lr=1.0)
-    chosen = hyper.keys(handle)
-    shared_out = plan(flats.sizes(parameters), 1, whole=False)
+    chosen = hyperparameters.keys(handle)
+    shared_out = plan_servers(flat_views.sizes(parameters), 1, whole=False)
     extras = {PUSH: len(chosen) + len(parameters) + 2}
     sizes = tuple(len(frame) for frame in shared_out.frames(0))
     workers = tuple(range(rank, rank + 1) for rank in range(clients))
@@ -121,17 +121,19 @@ def served(
     endpoint, listener = listen("127.0.0.1")
     initial = torch.zeros(shared_out.size, dtype=torch.uint8)
 
-    def make() -> tuple[Shelf, Desk]:
+    def make() -> tuple[ParameterShard, RequestHandler]:
         torch.set_num_threads(1)
-        shelf = Shelf(shared_out, 0, named, initial, lambda n: torch.optim.SGD([p for _, p in n], 1.0), handle, chosen)
-        return shelf, AtOnce(shelf, Core(clients, bound, lease), len(chosen), over_staleness=False)
+        shelf = ParameterShard(
+            shared_out, 0, named, initial, lambda n: torch.optim.SGD([p for _, p in n], 1.0), handle, chosen
+        )
+        return shelf, AsyncHandler(shelf, StalenessTracker(clients, bound, lease), len(chosen), over_staleness=False)
 
-    own, pairs, kept = keys.make(), [keys.make() for _ in range(clients)], Snapshots()
-    job = Job(terms, own, [pair.public for pair in pairs], endpoint, listener.fileno(), [], make, kept, snapshot)
-    host = Host([lambda: serve(job)], [listener.fileno(), *kept.descriptors], restart=True)
+    own, pairs, kept = curve_keys.make_keys(), [curve_keys.make_keys() for _ in range(clients)], Snapshots()
+    job = ServerJob(terms, own, [pair.public for pair in pairs], endpoint, listener.fileno(), [], make, kept, snapshot)
+    host = ServerSupervisor([lambda: serve(job)], [listener.fileno(), *kept.descriptors], restart=True)
     listener.close()
     kept.close()
-    values = hyper.values(handle, chosen)
+    values = hyperparameters.values(handle, chosen)
     try:
         yield Served(host, Address(endpoint, own.public), pairs, terms, shared_out, parameters, values)
     finally:

@@ -22,8 +22,8 @@ _PRELOAD = [
     "numpy",
     "torch.distributed",
     "torch._dynamo",
-    "tutti.training.prepare",
-    "tutti.exchanges.allreduce",
+    "tutti.train.prepare",
+    "tutti.parallel.ddp.allreduce",
 ]
 _context = mp.get_context("forkserver")
 _context.set_forkserver_preload(_PRELOAD)
@@ -109,27 +109,40 @@ class Pool:
         shutil.rmtree(self._directory, ignore_errors=True)
 
 
-_pools: dict[int, Pool] = {}
+_pools: dict[tuple[int, float], Pool] = {}
 # Every process group that a run has made keeps a thread that wakes up a hundred times a second.
 _MOST_RUNS = 30
 # So many ranks share no machine with others, not even idle ones.
 _LARGE = 6
 _calls = 0
-_last_call: dict[int, int] = {}
+_last_call: dict[tuple[int, float], int] = {}
 
 
 def run(size: int, function: Callable[..., Any], **arguments: Any) -> list[Any]:
     """Call ``function(**arguments)`` on every rank of a world of ``size``, in a pool that is kept for a while."""
+    return run_within(30.0, size, function, **arguments)
+
+
+def run_within(seconds: float, size: int, function: Callable[..., Any], **arguments: Any) -> list[Any]:
+    """The same in a pool whose ranks wait ``seconds`` for one another, and not half a minute."""
     global _calls
     _calls += 1
+    key = size, seconds
     for other, pool in _pools.items():
-        beside = 1 not in (size, other) and size != other and max(size, other) >= _LARGE
+        beside = 1 not in (size, other[0]) and size != other[0] and max(size, other[0]) >= _LARGE
         if beside or pool.runs >= _MOST_RUNS or _calls - _last_call[other] > _MOST_RUNS:
             pool.close()
-    if size not in _pools or _pools[size].closed:
-        _pools[size] = Pool(size)
-    _last_call[size] = _calls
-    return _pools[size].run(function, **arguments)
+    if key not in _pools or _pools[key].closed:
+        _pools[key] = Pool(size, seconds)
+    _last_call[key] = _calls
+    return _pools[key].run(function, **arguments)
+
+
+def forget(size: int) -> None:
+    """Let the next call begin with new processes: those of this size may be in the middle of something."""
+    for (own, _), pool in _pools.items():
+        if own == size:
+            pool.close()
 
 
 def close_all() -> None:

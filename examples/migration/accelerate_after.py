@@ -50,17 +50,17 @@ def save():
 with run.stopping() as reason:
     for epoch in run.epochs(arguments.epochs):
         model.train()
-        for inputs, targets in run.cells(epoch):
+        for inputs, targets in run.microbatches(epoch):
             loss = nn.functional.cross_entropy(model(inputs), targets)
             run.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
             if run.stepped:
                 scheduler.step()
-                sums = [sums[0] + run.agreed.loss * run.agreed.count, sums[1] + run.agreed.count]
-                if run.agreed.stop or run.clock % SAVE_EVERY == 0:
+                sums = [sums[0] + run.stats.loss * run.stats.count, sums[1] + run.stats.count]
+                if run.stats.stop or run.clock % SAVE_EVERY == 0:
                     save()
-                if run.agreed.stop:
+                if run.stats.stop:
                     sys.exit(reason.exit_code)
 
         seen = run.evaluate(held_out, loss=score)

@@ -50,15 +50,15 @@ def save():
 with run.stopping() as reason:
     for epoch in run.epochs(arguments.epochs):
         model.train()
-        for inputs, targets in run.cells(epoch):
+        for inputs, targets in run.microbatches(epoch):
             loss = nn.functional.cross_entropy(model(inputs), targets)
             run.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
             if run.stepped:
                 scheduler.step()
-                sums = [sums[0] + run.agreed.loss * run.agreed.count, sums[1] + run.agreed.count]
-                if run.agreed.stop:
+                sums = [sums[0] + run.stats.loss * run.stats.count, sums[1] + run.stats.count]
+                if run.stats.stop:
                     save()
                     sys.exit(reason.exit_code)
 

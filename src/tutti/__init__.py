@@ -1,6 +1,6 @@
 """tutti: one PyTorch model, trained by many devices as if by one.
 
-Names load when they are first used, so that ``import tutti`` needs nothing but Python.
+Submodules are imported when a public name is first used, so that ``import tutti`` loads no torch.
 """
 
 from __future__ import annotations
@@ -8,7 +8,9 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0.dev0"
+from tutti import distribution
+
+__version__ = distribution.VERSION
 
 _HOME = {
     **dict.fromkeys(
@@ -23,32 +25,32 @@ _HOME = {
             "cross_rank",
             "cross_size",
         ),
-        "tutti.world.context",
+        "tutti.launcher.context",
     ),
-    "prepare": "tutti.training.prepare",
-    "Run": "tutti.training.run",
-    "DiagnosisWarning": "tutti.training.diagnoses",
-    "spilling": "tutti.nn.spill",
+    "prepare": "tutti.train.prepare",
+    "Run": "tutti.train.run",
+    "DiagnosisWarning": "tutti.metrics.diagnoses",
+    "spilling": "tutti.nn.init_on_disk",
     "Task": "tutti.tasks.task",
 }
 
 __all__ = [*_HOME]
 
 if TYPE_CHECKING:
-    from tutti.nn.spill import spilling as spilling
+    from tutti.launcher.context import cross_rank as cross_rank
+    from tutti.launcher.context import cross_size as cross_size
+    from tutti.launcher.context import init as init
+    from tutti.launcher.context import is_initialized as is_initialized
+    from tutti.launcher.context import local_rank as local_rank
+    from tutti.launcher.context import local_size as local_size
+    from tutti.launcher.context import rank as rank
+    from tutti.launcher.context import shutdown as shutdown
+    from tutti.launcher.context import size as size
+    from tutti.metrics.diagnoses import DiagnosisWarning as DiagnosisWarning
+    from tutti.nn.init_on_disk import spilling as spilling
     from tutti.tasks.task import Task as Task
-    from tutti.training.diagnoses import DiagnosisWarning as DiagnosisWarning
-    from tutti.training.prepare import prepare as prepare
-    from tutti.training.run import Run as Run
-    from tutti.world.context import cross_rank as cross_rank
-    from tutti.world.context import cross_size as cross_size
-    from tutti.world.context import init as init
-    from tutti.world.context import is_initialized as is_initialized
-    from tutti.world.context import local_rank as local_rank
-    from tutti.world.context import local_size as local_size
-    from tutti.world.context import rank as rank
-    from tutti.world.context import shutdown as shutdown
-    from tutti.world.context import size as size
+    from tutti.train.prepare import prepare as prepare
+    from tutti.train.run import Run as Run
 
 
 def __getattr__(name: str) -> Any:

@@ -1,6 +1,6 @@
-"""Every error that tutti raises on purpose, with the exit code that the command line returns for it.
+"""Exceptions that tutti raises on purpose, each with the exit code of the command line.
 
-An error says *what* happened, *where* (rank, step), *why*, and what to *do*. Exit codes are those of
+A message says *what* happened, *where* (rank, step), *why*, and what to *do*. Exit codes are those of
 ``docs/architecture.md``: 0 done, 1 unexpected, 2 usage or configuration, 3 data, 4 checkpoint, 5 peer or collective,
 6 non-finite, 7 authentication, 8 disk, 9 a stated threshold was not met, 75 preempted, 130/143 signals.
 """
@@ -33,7 +33,7 @@ class ExitCode(IntEnum):
 
 
 class TuttiError(Exception):
-    """Base of all errors raised on purpose.
+    """Base class of all exceptions that tutti raises on purpose.
 
     Args:
         what: what happened, in one sentence.
@@ -66,21 +66,24 @@ class TuttiError(Exception):
 
 
 class UsageError(TuttiError):
-    """A flag, file or combination that cannot be run. Raised before any process starts wherever possible."""
+    """A flag, file or combination that cannot run. Raised before any process starts wherever possible."""
 
     exit_code = ExitCode.USAGE
 
 
 class NotEnoughMemory(UsageError):
-    """An allocation failed: what was to be run does not fit. Starting it again would change nothing."""
+    """An allocation failed: the run does not fit into memory. A restart would fail again."""
 
 
-# What PyTorch's messages say where the system has no thread for them.
+# Text of PyTorch's error where the system refuses another thread (EAGAIN).
 _NO_THREAD = "Resource temporarily unavailable"
 
 
 def no_memory(error: BaseException) -> NotEnoughMemory | None:
-    """What to tell of an error that says that an allocation failed, PyTorch's or Python's; None for any other."""
+    """Return ``NotEnoughMemory`` for an exception that reports a failed allocation or thread start; None for others.
+
+    Recognises MemoryError, PyTorch's OutOfMemoryError and RuntimeErrors about allocations and threads.
+    """
     said = str(error).splitlines()[0] if str(error) else type(error).__name__
     if isinstance(error, RuntimeError) and ("can't start new thread" in said or said == _NO_THREAD):
         return NotEnoughMemory(
@@ -111,11 +114,11 @@ class DataError(TuttiError):
 
 
 class LoaderError(DataError):
-    """A process that fetches samples has died or hangs; unlike with other data errors, a new attempt may do better."""
+    """A loader process has died or hangs. Unlike with other data errors, a restart may succeed."""
 
 
 class CheckpointError(TuttiError):
-    """A checkpoint that is missing, incomplete, damaged or of another kind."""
+    """A checkpoint that is missing, incomplete or damaged, or does not fit the run."""
 
     exit_code = ExitCode.CHECKPOINT
 
@@ -127,7 +130,10 @@ class PeerError(TuttiError):
 
 
 class MismatchError(PeerError):
-    """Ranks disagree about what they are about to exchange; raised before any arithmetic, on every rank."""
+    """Ranks disagree about their next collective, their settings or their copies of a tensor; raised on every rank.
+
+    Ranks compare descriptions of collectives before any arithmetic.
+    """
 
 
 class NonFiniteError(TuttiError):
@@ -137,7 +143,7 @@ class NonFiniteError(TuttiError):
 
 
 class AuthenticationError(TuttiError):
-    """A parameter server does not let this process in."""
+    """A parameter server refused this process."""
 
     exit_code = ExitCode.AUTHENTICATION
 
@@ -149,13 +155,13 @@ class DiskError(TuttiError):
 
 
 class Preempted(TuttiError):
-    """The run was asked to end (SIGTERM, SIGUSR1), has saved its state and can be resumed."""
+    """The run ended on SIGTERM, SIGUSR1 or SIGUSR2, after a checkpoint where it has a run directory; it can resume."""
 
     exit_code = ExitCode.PREEMPTED
 
 
 class Interrupted(TuttiError):
-    """The run was interrupted (Ctrl-C), has saved its state and can be resumed."""
+    """The run ended on Ctrl-C, after a checkpoint where it has a run directory; it can resume."""
 
     exit_code = ExitCode.INTERRUPTED
 
@@ -164,7 +170,7 @@ _LISTED = 20  # choices that a remedy names
 
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:
-    """A remedy that names the nearest choice, or all of them where none is near.
+    """Return a remedy that names the nearest choice, if any is near, and at most 20 choices in sorted order.
 
     >>> did_you_mean("miror", ["single", "mirrored"])
     "did you mean 'mirrored'? Choices: mirrored, single"

@@ -1,6 +1,7 @@
-"""The nouns that rooms share. No torch at run time: ``tutti --help`` reads this file.
+"""Protocols and records that all rooms share. No torch at run time: ``tutti --help`` imports this module.
 
-Layouts, exchanges and optimizers never import each other; they meet in the protocols below.
+Model layouts, gradient synchronisation and optimizers never import each other; they meet in the protocols below.
+"Worker" is the logical worker: one of N replicas of the algorithm, of which a rank plays one or several.
 """
 
 from __future__ import annotations
@@ -10,37 +11,41 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
 
-from tutti.laws.averaging import Averaging
+from tutti.config.averaging import Averaging
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
     from tutti.comm.communicator import Communicators
-    from tutti.world.grid import Grid
+    from tutti.comm.grid import Grid
 
 Batch: TypeAlias = Any
-"""What a loss function is given: a tensor, or a tuple, list or dict of them, first dimension the samples."""
+"""A tensor, or a tuple, list or dict of tensors; the first dimension of each is the samples."""
 
 LossFn: TypeAlias = "Callable[[Any, Batch], Any]"
 """``loss_fn(model, batch)`` → a scalar (mean over samples), ``(sum, count)``, or ``(sum, count, metric_sums)``.
 
-A 1-d tensor of one loss a sample may stand in place of the mean or of the sum."""
+A 1-d tensor with one loss a sample may take the place of the mean or of the sum."""
 
 
 @dataclass(frozen=True)
-class Cell:
-    """One micro-batch of one worker: the unit of computation.
+class MicroBatch:
+    """Samples of one forward and backward pass of one worker.
 
     Attributes:
-        worker: logical replica, 0 … N-1.
+        worker: logical worker, 0 … N-1.
         micro: index of this micro-batch within the worker's share of the global batch.
         batch: the samples.
-        samples: how many they are; 0 for a stand-in, which an own loop computes on and which counts for nothing.
-        weight: loss scale / samples in the global batch; a sample's part in the gradient that backward makes.
-        key: 64-bit key of this cell's random draws, a function of (seed, step, worker, micro).
+        samples: number of samples; 0 for a dummy micro-batch, whose forward and backward keep collectives aligned and
+            whose gradient is ignored.
+        weight: factor on each sample's loss in backward: loss scale / samples in the global batch, or in the worker's
+            share where ``GradientSync.loss_normalisation`` is "worker". For a ``whole`` micro-batch the loss scale.
+        key: 64-bit key of this micro-batch's RNG streams, a function of (seed, step, worker, micro).
         last: whether this is the worker's last micro-batch in this step.
-        noise: standard deviation σ of the weights z ~ N(1, σ²) on its samples' losses.
+        noise: standard deviation σ of the weights z ~ N(1, σ²) on the samples' losses.
+        whole: whether the gradient is the mean over this micro-batch alone. Backward then starts from loss scale /
+            count, as in PyTorch, and the gradient is not divided by a count afterwards.
     """
 
     worker: int
@@ -51,31 +56,46 @@ class Cell:
     key: int
     last: bool
     noise: float = 0.0
+    whole: bool = False
+
+    @property
+    def share(self) -> float:
+        """Factor on this micro-batch's mean loss in backward."""
+        return self.weight if self.whole else self.samples * self.weight
 
 
 @dataclass
-class Totals:
-    """Sums over samples. ``lanes`` is a float tensor ``[loss_sum, count, *metric_sums]`` on the compute device.
+class LossSums:
+    """Loss sum, count and metric sums over samples. ``a + b`` adds two of them element by element.
 
-    ``names`` are those of the metric sums, in order. ``samples`` is the number of samples, which the count that a loss
-    function gives may differ from (tokens, pixels). Two totals of the same names add lane by lane.
+    Attributes:
+        sums: float tensor ``[loss_sum, count, *metric_sums]`` on the compute device.
+        names: names of the metric sums, in order.
+        samples: number of samples; the loss function's count may differ from it (tokens, pixels).
+        whole: whether the sums are of a single micro-batch with ``MicroBatch.whole``.
     """
 
-    lanes: Tensor
+    sums: Tensor
     names: tuple[str, ...] = ()
     samples: int = 0
+    whole: bool = False
 
-    def __add__(self, other: Totals) -> Totals:
-        return Totals(self.lanes + other.lanes, self.names or other.names, self.samples + other.samples)
+    def __add__(self, other: LossSums) -> LossSums:
+        return LossSums(self.sums + other.sums, self.names or other.names, self.samples + other.samples)
 
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """Where a local tensor sits in the global one: its global shape, this rank's slice, and its other names.
+    """Position of a local tensor in the global tensor.
 
-    ``blocks``: so many equal parts of the first dimension are split alike, as queries, keys and values in one matrix;
-    this rank has the same slice of each, one behind the other, and ``offset`` is that in the first. ``rows``: the local
-    tensor is not all of these slices, but has their rows from the first number on, of as many as the second says.
+    Attributes:
+        shape: global shape.
+        offset: offset of this rank's slice in the global tensor; with several ``blocks``, in the first block.
+        tied: other names of the same tensor (tied weights).
+        blocks: number of equal blocks along the first dimension that are split alike, such as queries, keys and values
+            packed into one matrix. The local tensor holds the same slice of each block, one after the other.
+        rows: ``(start, total)``: the local tensor holds only rows ``start : start + len(local)`` of the ``total`` rows
+            of this slice; None for all rows.
     """
 
     shape: tuple[int, ...]
@@ -85,7 +105,7 @@ class ShardSpec:
     rows: tuple[int, int] | None = None
 
     def regions(self, local: Sequence[int]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-        """Offset and shape in the global tensor of what a local tensor of shape ``local`` is made of, row by row.
+        """Return (offset, shape) in the global tensor of each contiguous block of rows of a tensor of shape ``local``.
 
         >>> ShardSpec((12, 5), (2, 0), blocks=3).regions((6, 5))
         [((2, 0), (2, 5)), ((6, 0), (2, 5)), ((10, 0), (2, 5))]
@@ -105,17 +125,14 @@ class ShardSpec:
         return found
 
     def cut(self, local: Sequence[int], begin: int) -> ShardSpec:
-        """Of rows from ``begin`` on of a local tensor of shape ``local`` that is as this says."""
+        """Return the spec of the rows from ``begin`` on of a local tensor of shape ``local`` that has this spec."""
         if self.blocks > 1:
             return replace(self, rows=(begin, local[0]))
         return replace(self, offset=(self.offset[0] + begin, *self.offset[1:]))
 
 
-class Piece(NamedTuple):
-    """A tensor's part that this rank holds, where it does not hold all of it, and where that sits.
-
-    ``shape``, ``offset``, ``blocks`` and ``rows`` as in ``ShardSpec``.
-    """
+class TensorSlice(NamedTuple):
+    """This rank's slice of a tensor; ``shape``, ``offset``, ``blocks`` and ``rows`` as in ``ShardSpec``."""
 
     tensor: Tensor
     shape: tuple[int, ...]
@@ -125,28 +142,35 @@ class Piece(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Tick:
-    """What is the same for all workers in one step.
+class StepContext:
+    """Facts of one step that all workers share.
 
     Attributes:
-        clock: steps taken before this one.
-        samples: samples in this step's global batch; of a batch of the caller's own, those of the batch contract.
+        global_step: steps taken before this one.
+        samples: samples in this step's global batch; for a batch that the caller made, those of the batch contract.
         lr_factor: factor on every parameter group's initial learning rate; None leaves the rate to the user.
-        stop: this rank asks all to stop after the step; not the same for all, and so agreed on with the totals.
-        loss_scale: what backward's gradients are too large by; the exchange divides by it before it looks at them.
+        stop: whether this rank asks all ranks to stop after the step; may differ between ranks, and so is reduced with
+            the loss sums.
+        loss_scale: factor on the loss in backward; gradients are divided by it before their norm is taken.
+        call: index of this gradient synchronisation within the step, from 0; a custom training loop may make several.
+        whole: whether the global batch is a single micro-batch, whose backward divides by the loss's count.
     """
 
-    clock: int
+    global_step: int
     samples: int
     lr_factor: float | None = None
     stop: bool = False
     loss_scale: float = 1.0
+    call: int = 0
+    whole: bool = False
 
 
-class Spread(NamedTuple):
-    """How large the workers' own gradients were, before clipping and without loss scale.
+class GradientVariance(NamedTuple):
+    """Mean square of the workers' own gradients, before clipping and without loss scale.
 
-    ``mean_of_squares`` is Σ pᵢ‖gᵢ‖², pᵢ a worker's part of all counts; ``workers``: how many had any.
+    Attributes:
+        mean_of_squares: Σ pᵢ‖gᵢ‖², where pᵢ is worker i's part of the global count.
+        workers: number of workers with at least one sample.
     """
 
     mean_of_squares: float
@@ -154,8 +178,19 @@ class Spread(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Agreed:
-    """What all ranks know alike once gradients are exchanged: sums over the global batch and the gradient's norm."""
+class StepStats:
+    """Results of one step, reduced over the global batch; with asynchronous servers over this rank's workers alone.
+
+    Attributes:
+        loss: mean over ``count``.
+        count: samples, tokens, pixels or other units that the loss function counts.
+        metrics: means over ``count`` by name.
+        grad_norm: norm of the complete gradient, before clipping and without loss scale; where workers make updates
+            of their own, the mean of their gradients' norms.
+        finite: whether no gradient has a NaN or infinity.
+        stop: whether a rank asked all ranks to stop after this step.
+        gradient_variance: mean square of the workers' own gradients; None where it is not measured.
+    """
 
     loss: float
     count: float
@@ -163,22 +198,27 @@ class Agreed:
     grad_norm: float
     finite: bool
     stop: bool = False
-    spread: Spread | None = None
+    gradient_variance: GradientVariance | None = None
 
 
 @dataclass(frozen=True)
-class Update:
-    """What the update did: how many writes of the parameters it counts for, or which gradients stopped it.
+class UpdateResult:
+    """Result of ``GradientSync.optimizer_step``.
 
-    ``together``: the parameters here are now the whole run's, and not one worker's own. ``clock``: steps that all
-    workers have made together, where the run counts those and not each rank its own.
+    Attributes:
+        updates: number of writes of the parameters that this step counts for.
+        skipped: whether the update, or that of one of the workers, was skipped because a gradient is not finite.
+        nonfinite: names of parameters whose gradient is not finite.
+        together: whether the parameters on this rank are now those of the whole run, and not one worker's own.
+        global_step: steps of all workers together, where the run counts these (asynchronous servers); None where each
+            rank's own steps count.
     """
 
     updates: int
     skipped: bool = False
     nonfinite: tuple[str, ...] = ()
     together: bool = True
-    clock: int | None = None
+    global_step: int | None = None
 
 
 @dataclass(frozen=True)
@@ -199,54 +239,64 @@ class StepRecord:
 
 
 OptimizerFactory: TypeAlias = "Callable[[Sequence[tuple[str, nn.Parameter]]], Optimizer | None]"
-"""Builds an optimizer over the named parameters that live here (None where none of them is trained); an exchange may
+"""Builds an optimizer over this rank's named parameters (None where none of them is trained). A ``GradientSync`` may
 call it several times."""
 
 
-class Norms(Protocol):
-    """Completes the norms of tensors of which this rank holds pieces. What an exchange gives a layer-wise optimizer."""
+class NormReducer(Protocol):
+    """Sums squared norms of tensor slices over ranks. A ``GradientSync`` installs it in a layer-wise optimizer."""
 
     def __call__(self, squares: Tensor) -> Tensor:
-        """Sums of squares of whole tensors from those of the pieces here, float64 on the CPU; one message for all.
+        """Return the squared norms of full tensors from those of this rank's slices. Collective: one all-reduce.
 
-        Every rank calls it with as many numbers in the same order. A tensor of which several ranks hold the same copy,
-        such as weights tied over two stages, is counted once: its number is passed on, not added up.
+        Every rank passes as many numbers in the same order. A tensor of which several ranks hold a copy, such as
+        weights tied over two stages, counts once.
+
+        Args:
+            squares: sums of squares of this rank's slices, float64 on the CPU.
         """
 
 
-class Wholes(Protocol):
-    """Makes whole tensors of the slices that ranks hold. What an exchange gives an optimizer that needs matrices whole.
+class FullTensorGatherer(Protocol):
+    """Gathers full tensors from slices. A ``GradientSync`` installs it in an optimizer that needs full matrices (Muon).
 
-    Every rank calls ``gather`` for the same parameters in the same order. One that is not split is passed on.
+    Every rank calls ``gather`` for the same parameters in the same order.
     """
 
     def gather(self, parameter: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Whole ones, from this rank's slices of tensors that lie as ``parameter`` does. Collective."""
+        """Return the full tensors of which ``tensors`` are this rank's slices; as given where nothing is split.
+
+        Collective: an all-gather or all-reduce of full tensors.
+
+        Args:
+            parameter: the parameter as which ``tensors`` are split.
+            tensors: this rank's slices, each of the parameter's local shape.
+        """
 
     def mine(self, parameter: Tensor, whole: Tensor) -> Tensor:
-        """This rank's slice of a tensor that is as ``parameter`` is when whole."""
+        """Return this rank's slice of ``whole``, a tensor of the full shape of ``parameter``. Not collective."""
 
 
 @dataclass(frozen=True)
-class Setting:
-    """What a layout and an exchange are told about the run.
+class RunContext:
+    """Facts of the run that a ``ModelLayout`` and a ``GradientSync`` need.
 
     Attributes:
-        grid: all ranks by axis, and which one this is.
-        comms: communicators along the grid's axes.
-        workers: logical replicas N.
+        grid: the device mesh and this rank's coordinates in it.
+        comms: communicators along the axes of the mesh.
+        workers: number of logical workers N.
         mine: the contiguous workers that this data rank plays.
-        reproducible: bit-identical on any number of data ranks.
+        reproducible: whether weights are bit-identical on any number of data ranks.
         clip: largest gradient norm, None for no clipping.
-        averaging: of the weights over the updates, None for none.
+        averaging: average of the weights over the updates, None for none.
         activation_checkpointing: ``none``, ``blocks`` or ``selective`` with options, or names and classes of modules.
         compile: mode and options of ``torch.compile``, or ``none``.
-        spread: measure each worker's own gradient before the sum: ``Agreed.spread``.
+        gradient_variance: whether to measure each worker's gradient before the sum: ``StepStats.gradient_variance``.
         draws: whether the model may draw random numbers in training.
         in_step: whether every rank makes as many steps as the run has.
-        trial: calls the loss function on a model with a real micro-batch, or no more samples of it than the second
-            argument says; None where there is none at hand.
-        rows: the exchange leaves rows of the parameters alone, and moves them to the device itself.
+        trial: ``trial(model, most=None)`` calls the loss function on a model with the data set's first micro-batch, or
+            with at most ``most`` samples of it; None without a loss function or for a stream.
+        rows: whether the ``GradientSync`` shards parameters (FSDP2); it then moves them to the device itself.
     """
 
     grid: Grid
@@ -258,138 +308,280 @@ class Setting:
     averaging: Averaging | None = None
     activation_checkpointing: str | Sequence[str | type[nn.Module]] = "none"
     compile: str = "none"
-    spread: bool = False
+    gradient_variance: bool = False
     draws: bool = True
     in_step: bool = True
     trial: Callable[..., Any] | None = None
     rows: bool = False
 
 
-class GradSink(Protocol):
+class GradientReadyHook(Protocol):
     """Receives a replica's gradients as backward produces them."""
 
-    def arm(self, part: Totals | None) -> None:
-        """Called between forward and backward of a worker's last cell, with its totals where this rank knows them."""
+    def prepare_for_backward(self, part: LossSums | None) -> None:
+        """Announce the backward of a worker's last micro-batch; called before it.
 
-    def ready(self, parameter: Tensor) -> None:
-        """``parameter.grad`` now holds the sum over the cells run so far. Usable as an autograd hook."""
+        Args:
+            part: the worker's loss sums; None where this rank does not know them.
+        """
+
+    def gradient_ready(self, parameter: Tensor) -> None:
+        """Take note that ``parameter.grad`` holds the sum over the worker's micro-batches so far.
+
+        The signature is that of a hook of ``register_post_accumulate_grad_hook``.
+        """
 
 
-class Replica(Protocol):
-    """One model as laid out over stages and tensor ranks: the parts that live on this rank, and how to run them.
+class ReplicaRunner(Protocol):
+    """This rank's part of a replica that may span stages and tensor ranks; runs its forward and backward.
 
-    ``specs`` has every parameter and persistent buffer here by its name in the plain model. ``borrowed`` names those
-    that another rank of this replica holds just the same, and that are its to count in norms and to save; where it has
-    one under another name, that is among the ``tied`` names here. ``said`` is for the run's header. ``sharded`` has the
-    parameters of which an exchange leaves only rows here, as plain tensors: a forward gathers them, so that all ranks
-    must run as many. ``holding`` is how other values are put in for a while.
+    Attributes:
+        parts: modules on this rank.
+        specs: every parameter and persistent buffer on this rank, by its name in the plain model.
+        not_owned: names of tensors on this rank of which another rank of this replica owns the copy that is counted in
+            norms and saved. If the owner has it under another name, that name is among ``tied`` in ``specs``.
+        summary: lines for the run's header.
+        sharded: parameters of which this rank keeps only rows (FSDP), as plain tensors. A forward all-gathers them, so
+            that all ranks must run equally many.
+        swap_values: context manager within which the model holds other values, given by name.
+        unify_flags: copies the ``requires_grad`` that the script has set on one of the objects that stand for a
+            parameter to the others (FSDP).
     """
 
     parts: Sequence[nn.Module]
     specs: Mapping[str, ShardSpec]
-    borrowed: Collection[str]
-    said: Mapping[str, str]
+    not_owned: Collection[str]
+    summary: Mapping[str, str]
     sharded: Mapping[str, Tensor]
-    holding: Callable[[Mapping[str, Tensor]], AbstractContextManager[None]]
+    swap_values: Callable[[Mapping[str, Tensor]], AbstractContextManager[None]]
+    unify_flags: Callable[[], None]
 
-    def connect(self, sink: GradSink) -> None:
-        """Report every gradient of ``run`` to ``sink`` from now on."""
+    def connect(self, sink: GradientReadyHook) -> None:
+        """Call ``sink.gradient_ready`` for every gradient that autograd accumulates from now on."""
 
     def replaced(self, by: Mapping[nn.Parameter, nn.Parameter]) -> None:
-        """The parts now compute with other objects in place of some parameters."""
+        """Take note that the parts now compute with ``by[parameter]`` in place of ``parameter``."""
 
-    def run(self, cells: Sequence[Cell], loss: LossFn, sink: GradSink | None) -> Totals:
-        """Forward, and with a sink backward, of one worker's cells in order; totals are known on every rank."""
+    def run(self, micro_batches: Sequence[MicroBatch], loss: LossFn, sink: GradientReadyHook | None) -> LossSums:
+        """Run one worker's micro-batches in order, forward and, with a sink, backward.
+
+        Args:
+            micro_batches: of one worker.
+            loss: the loss function.
+            sink: gradient-ready hook; None for forward alone.
+
+        Returns:
+            The loss sums over the micro-batches, on every rank of the replica.
+        """
 
     def evaluating(self, values: Mapping[str, Tensor]) -> AbstractContextManager[None]:
-        """Within the block the model here holds ``values``, does not train and records nothing."""
+        """Within the block the parts hold ``values``, are in eval mode and autograd is off."""
 
 
-class OwnLoopReplica(Replica, Protocol):
-    """A replica whose forward the caller may run: it is one module."""
+class CustomLoopRunner(ReplicaRunner, Protocol):
+    """A replica whose forward a custom training loop may call: it is a single module."""
 
-    def begin(self, cell: Cell) -> None:
-        """Enter a cell's random stream."""
+    def begin(self, micro_batch: MicroBatch) -> None:
+        """Enter the RNG streams of a micro-batch."""
 
-    def backward(self, result: Any, cell: Cell, before: Totals | None, sink: GradSink) -> Totals:
-        """Backward of one cell from what its loss function gave; the worker's totals so far, zero of a stand-in."""
+    def backward(
+        self,
+        result: Any,
+        micro_batch: MicroBatch,
+        before: LossSums | None,
+        sink: GradientReadyHook,
+        retain_graph: bool = False,
+    ) -> LossSums:
+        """Run the backward of one micro-batch.
+
+        Args:
+            result: the loss function's result.
+            micro_batch: the micro-batch of the last ``begin``.
+            before: the worker's loss sums of its earlier micro-batches; None at its first.
+            sink: gradient-ready hook.
+            retain_graph: as in PyTorch.
+
+        Returns:
+            The worker's loss sums including this micro-batch; a dummy micro-batch adds zero.
+        """
 
 
-class Layout(Protocol):
+class ModelLayout(Protocol):
     """Answers *where does one replica live?*"""
 
-    def build(self, plain: nn.Module) -> Replica:
-        """Place ``plain`` on this rank's share of the grid."""
+    def build(self, plain: nn.Module) -> ReplicaRunner:
+        """Return this rank's part of the replica, built from the plain model."""
 
 
 class SavedState(Protocol):
-    """A checkpoint as exchanges read it."""
+    """Read access to the tensors of a checkpoint, for ``GradientSync.load``."""
 
     def names(self, group: str) -> Collection[str]:
-        """Names of the tensors in ``model``, ``ema``, ``optim`` or ``workers``; none where the group is not there."""
+        """Return the tensors' names in a group (``model``, ``ema``, ``optim``, ``workers``); none if it is missing."""
 
     def get(self, group: str, name: str) -> Tensor:
-        """One whole tensor on the CPU."""
+        """Return one full tensor, on the CPU."""
 
     def shape(self, group: str, name: str) -> tuple[int, ...]:
-        """Of one whole tensor."""
+        """Return the global shape of one tensor."""
 
     def part(self, group: str, name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
-        """The region of ``shape`` at ``offset`` of one tensor, on the CPU."""
+        """Return the region of ``shape`` at ``offset`` of one tensor, on the CPU."""
 
 
 class Average(Protocol):
-    """An average of the weights over the updates of a run."""
+    """Average of the weights over the updates of a run; ``updates`` is their number."""
 
     updates: int
 
     def update(self) -> None:
-        """Take in the parameters as they are after an update."""
+        """Add the parameters after an update to the average."""
+
+    def adopt(self, names: Collection[str]) -> None:
+        """Average the parameters of these names, too, which the script has thawed. Raises UsageError if it cannot."""
 
     def within(self, merged: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The merged model with the average for its trained parameters, and its own buffers."""
+        """Return ``merged`` with the average in place of its trained parameters; buffers stay."""
 
-    def state(self) -> Mapping[str, Mapping[str, Tensor | Piece]]:
-        """What this rank writes of it into a checkpoint, as ``Exchange.state``."""
+    def state(self) -> Mapping[str, Mapping[str, Tensor | TensorSlice]]:
+        """Return this rank's tensors of the average for a checkpoint, by group, as ``GradientSync.state``."""
 
     def load(self, saved: SavedState, updates: int) -> None:
-        """Become the average in ``saved``, of so many updates; where it has none, begin anew at its weights."""
+        """Restore the average of ``updates`` updates from ``saved``, or start at its weights if it has no average."""
 
 
-class Exchange(Protocol):
+class GradientSync(Protocol):
     """Answers *how do replicas agree?* and owns the update."""
 
-    gradient_over: Literal["step", "worker"]
-    """What one gradient is the mean over: the global batch, or the worker's own share of it."""
+    loss_normalisation: Literal["step", "worker"]
+    """Samples over which a gradient is the mean: "step" the global batch, "worker" the worker's share of it."""
 
     optimizers: Sequence[Optimizer]
 
-    def attach(self, replica: Replica, make_optimizer: OptimizerFactory) -> GradSink:
-        """Take the replica over: verify that ranks hold the same, broadcast data rank 0's state. Collective."""
+    def attach(self, replica: ReplicaRunner, make_optimizer: OptimizerFactory) -> GradientReadyHook:
+        """Take over the replica and build the optimizer.
 
-    def enter(self, worker: int, tick: Tick) -> None:
-        """Swap ``worker``'s own state in (buffers; parameters where workers differ)."""
+        Collective: verifies that all ranks hold the same model, and broadcasts data rank 0's state.
 
-    def leave(self, worker: int, part: Totals | None) -> None:
-        """Take over its gradients and totals (None: it had no samples), or do its inner update."""
+        Returns:
+            The gradient-ready hook to run the replica with.
+        """
 
-    def finish(self, tick: Tick) -> Agreed:
-        """Complete the exchange of this step's gradients and totals. Collective."""
+    def begin_worker(self, worker: int, step_context: StepContext) -> None:
+        """Load the state of ``worker``: its buffers, and its parameters where workers differ."""
 
-    def update(self, agreed: Agreed, tick: Tick) -> Update:
+    def end_worker(self, worker: int, part: LossSums | None) -> None:
+        """Take over the gradients and loss sums of ``worker`` (None: it had no samples), or make its inner update."""
+
+    def reduce_gradients(self, step_context: StepContext) -> StepStats:
+        """Complete the reduction of this step's gradients and loss sums. Collective but with asynchronous servers."""
+
+    def optimizer_step(self, stats: StepStats, step_context: StepContext) -> UpdateResult:
         """Write the parameters, or skip where the gradient is not finite."""
 
+    def clear(self) -> None:
+        """Forget this step's gradients."""
+
     def merged(self) -> dict[str, Tensor]:
-        """Parameters and buffers here as *one* model: workers merged in worker order. Collective."""
+        """Return this rank's parameters and buffers as *one* model, merged over workers in worker order. Collective."""
 
-    def state(self) -> Mapping[str, Mapping[str, Tensor | Piece]]:
-        """What this rank writes into a checkpoint, by group; all ranks' parts together are the whole. Collective.
+    def replicated(self) -> Mapping[str, Tensor] | None:
+        """Return the tensors of which every rank with the same slice holds a bit-identical copy; None for no copies.
 
-        ``model`` and ``optim`` say nothing of the strategy; ``workers`` holds what is each worker's own.
+        Names in ``ReplicaRunner.specs`` are slices according to their spec; tensors of other names are full.
+        """
+
+    def state(self) -> Mapping[str, Mapping[str, Tensor | TensorSlice]]:
+        """Return this rank's tensors for a checkpoint, by group; all ranks' together are the full state. Collective.
+
+        Groups ``model`` and ``optim`` do not depend on the strategy; ``workers`` holds each worker's own state.
         """
 
     def load(self, saved: SavedState) -> None:
-        """Become what ``saved`` says; what is missing of ``workers`` comes from the merged model."""
+        """Restore from ``saved``; state missing from the group ``workers`` is taken from the merged model."""
 
     def facts(self) -> Mapping[str, Any]:
-        """What ``summary.json`` tells of the exchange, on rank 0. Not collective."""
+        """Return this strategy's entries of ``summary.json``, on rank 0. Not collective."""
+
+    def adopt(self, optimizer: Optimizer) -> None:
+        """Take over parameters that the script has added to ``optimizer``."""
+
+    def reattach(self, names: Sequence[str], late: bool = False) -> None:
+        """Train these parameters from now on. Collective.
+
+        Args:
+            names: parameters whose ``requires_grad`` the script has set to True since the last look.
+            late: whether a forward of this step has been computed already.
+
+        Raises:
+            UsageError: the strategy cannot train them.
+        """
+
+
+GradientPlace: TypeAlias = Literal["rank", "slices", "rows", "shards", "servers"]
+"""Location of a complete gradient: ``rank`` on every rank, ``slices`` of tensor parallelism, ``rows`` of ZeRO stage 1,
+``shards`` of FSDP2, or parameter ``servers``."""
+
+
+class CustomLoopSync(GradientSync, Protocol):
+    """A ``GradientSync`` that custom training loops can use. "Script" is the user's code.
+
+    Attributes:
+        gradient_at: location of the complete gradient after ``reduce_gradients``.
+        by_worker: whether gradients are summed worker by worker and not rank by rank.
+        accumulated: whether the last ``settle`` added gradients of earlier reductions.
+    """
+
+    gradient_at: GradientPlace
+    by_worker: bool
+    accumulated: bool
+
+    def begin_custom_loop(self) -> None:
+        """Make complete gradients visible in ``.grad`` from now on. Collective, before the first step."""
+
+    def named(self) -> Sequence[tuple[str, nn.Parameter]]:
+        """Return the trainable parameters by name, as the script's model has them."""
+
+    def seen(self) -> Sequence[nn.Parameter]:
+        """Return the parameters of ``named``."""
+
+    def seen_of(self, optimizer: Optimizer) -> list[nn.Parameter]:
+        """Return the parameters of ``seen`` that ``optimizer``, one of the script's, updates."""
+
+    def take(self) -> dict[nn.Parameter, Tensor]:
+        """Remove and return complete gradients that the script has not cleared, by the optimizer's parameters.
+
+        ``.grad`` is None afterwards.
+        """
+
+    def settle(self, held: Mapping[nn.Parameter, Tensor]) -> None:
+        """Add ``held`` to the gradients just reduced, and show the sum in ``.grad``, or make reading it raise."""
+
+    def values(self) -> list[Tensor]:
+        """Return this rank's tensors of the trained parameters."""
+
+    def take_use(self) -> list[bool]:
+        """Return and reset which parameters backward has reached, where backward itself reduces gradients (FSDP2)."""
+
+    def add_use(self, used: Sequence[bool]) -> None:
+        """Mark these parameters as reached in the coming reduction."""
+
+    def take_edits(self) -> None:
+        """Make the update use the gradients as the script sees them in ``.grad`` now."""
+
+    def cleared(self, optimizer: Optimizer) -> None:
+        """Clear the gradients that the script sees, after ``optimizer.zero_grad()`` has cleared the optimizer's."""
+
+    def norm(self, members: Sequence[nn.Parameter], step_context: StepContext) -> float:
+        """Return the norm of the complete gradients of these parameters. Collective where gradients are split."""
+
+    def acting(self, index: int | None, members: Sequence[nn.Parameter]) -> AbstractContextManager[None]:
+        """Within the block ``optimizer_step`` steps one of several optimizers alone.
+
+        Args:
+            index: its index; None for all optimizers.
+            members: its parameters.
+        """
+
+    def steps_whole(self, optimizer: Optimizer) -> bool:
+        """Return whether the script's ``optimizer`` itself updates its full parameters on this rank."""

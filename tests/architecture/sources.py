@@ -42,7 +42,7 @@ def room(module: str) -> str:
 
 
 def imports(path: Path, known: frozenset[str]) -> Iterator[Import]:
-    """Every import at any depth, and every text such as ``"tutti.layouts.whole:Whole"`` in a lazy table."""
+    """Every import at any depth, and every text such as ``"tutti.parallel.ddp.whole_layout:Whole"`` in a lazy table."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     typing_only = {
         id(inner)

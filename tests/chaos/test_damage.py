@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.state.checkpoints import save
+from tests.checkpoint.checkpoints import save
 from tutti.chaos.damage import files, flip, flip_any
+from tutti.checkpoint import read
+from tutti.checkpoint.manifest import Manifest
 from tutti.cli.app import main
-from tutti.state import read
-from tutti.state.manifest import Manifest
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from itertools import islice
 
 import pytest
 
-from tutti.chaos.faults import KILLED, LAUNCHER, SOAK, Fault, draw, duty, soak
+from tutti.chaos.faults import KILLED, LAUNCHER, SOAK, Fault, draw_faults, draw_soak, duty
 from tutti.errors import UsageError
 
 KILL = Fault("kill")
@@ -15,16 +15,18 @@ KILL = Fault("kill")
 
 def test_the_seed_decides_everything() -> None:
     def one(seed: int) -> tuple[Fault, ...]:
-        return soak(list(SOAK), count=20, ranks=3, total=1000, seed=seed)
+        return draw_soak(list(SOAK), count=20, ranks=3, total=1000, seed=seed)
 
     assert one(5) == one(5) != one(6)
-    again = [draw(KILL, step="random", rank="random", times=9, ranks=4, total=100, seed=seed) for seed in (1, 1, 2)]
+    again = [
+        draw_faults(KILL, step="random", rank="random", times=9, ranks=4, total=100, seed=seed) for seed in (1, 1, 2)
+    ]
     assert again[0] == again[1] != again[2]
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_a_soak_has_every_kind_at_steps_of_the_run(seed: int) -> None:
-    faults = soak(list(SOAK), count=100, ranks=3, total=500, seed=seed)
+    faults = draw_soak(list(SOAK), count=100, ranks=3, total=500, seed=seed)
     steps = [fault.step for fault in faults]
     assert steps == sorted(set(steps)) and steps[0] >= 1 and steps[-1] <= 400
     kinds = Counter((fault.kind, fault.rank == LAUNCHER) for fault in faults)
@@ -33,7 +35,7 @@ def test_a_soak_has_every_kind_at_steps_of_the_run(seed: int) -> None:
 
 
 def test_given_steps_are_multiples() -> None:
-    faults = draw(KILL, step=20, rank=1, times=3, ranks=2, total=None, seed=0)
+    faults = draw_faults(KILL, step=20, rank=1, times=3, ranks=2, total=None, seed=0)
     assert [(fault.step, fault.rank) for fault in faults] == [(20, 1), (40, 1), (60, 1)]
 
 
@@ -49,7 +51,7 @@ def test_given_steps_are_multiples() -> None:
 def test_what_cannot_be_is_refused(words: dict[str, object], message: str) -> None:
     usual = {"step": 1, "rank": 0, "times": 1, "ranks": 3, "total": None, "seed": 0}
     with pytest.raises(UsageError, match=message):
-        draw(KILL, **{**usual, **words})  # type: ignore[arg-type]
+        draw_faults(KILL, **{**usual, **words})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("factor", [1.5, 5.0, 40.0])

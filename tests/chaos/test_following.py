@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from tutti.chaos.following import Follower, Resume, checkpoints, unfinished
-from tutti.training.config import TrainConfig
-from tutti.training.listener import Pace
-from tutti.training.records import RunDirectory
+from tutti.config.train_config import TrainConfig
+from tutti.metrics.listener import Pace
+from tutti.metrics.records import RunDirectory
 from tutti.types import StepRecord
 
 

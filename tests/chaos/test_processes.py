@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from tests.launching import until
-from tutti.chaos.processes import Held, crew, frozen, send
+from tutti.chaos.processes import StoppedProcess, crew, frozen, send
 
 _RUN = """
 import os, sys, time
@@ -108,7 +108,7 @@ def test_frozen_processes_stand_still(tmp_path: Path) -> None:
 def test_what_is_held_is_let_go(tmp_path: Path, factor: float | None) -> None:
     with running(tmp_path, _COUNT) as process:
         until(lambda: said(tmp_path))
-        held = Held(process, factor)
+        held = StoppedProcess(process, factor)
         until(lambda: process.status() == psutil.STATUS_STOPPED)
         if factor:
             before = len(said(tmp_path))

@@ -42,3 +42,22 @@ def test_a_run_that_named_no_workers_goes_on_with_those_it_had(tmp_path: Path) -
     words = ("--devices", "3", "--strategy", "mirrored", "--steps", "5")
     more = tutti("train", "--resume", "out", *words, cwd=tmp_path)
     assert more.returncode == 2 and "2 workers cannot be spread over 3 data ranks" in more.stderr
+    assert "Take --workers 3 or more, or --devices 2 or fewer." in more.stderr
+    for devices, workers, step in (("2", "2", 5), ("3", "3", 6), ("1", "1", 7)):
+        words = ("--devices", devices, "--workers", workers, "--strategy", "mirrored", "--steps", str(step))
+        again = tutti("train", "--resume", "out", *words, cwd=tmp_path)
+        assert again.returncode == 0, again.stderr
+        assert json.loads((tmp_path / "out" / "summary.json").read_text())["workers"] == int(workers)
+        told = [line for line in map(json.loads, (tmp_path / "out" / "metrics.jsonl").open()) if "text" in line]
+        assert sum("draws are those of" in line["text"] for line in told) == max(step - 5, 0)
+
+
+def test_the_newest_run_goes_on_with_the_workers_it_had(tmp_path: Path) -> None:
+    """``--resume`` alone, on other devices, as often as one likes."""
+    words = ("train", "digits", "--device", "cpu", "--epochs", "0.1", "--eval-every", "none")
+    assert tutti(*words, "--devices", "2", "--checkpoint-every", "1st", cwd=tmp_path).returncode == 0
+    for _ in range(2):
+        again = tutti(*words, "--devices", "1", "--checkpoint-every", "1st", "--resume", cwd=tmp_path)
+        assert again.returncode == 0, again.stderr
+    [folder] = (tmp_path / "runs").iterdir()
+    assert json.loads((folder / "summary.json").read_text())["workers"] == 2

@@ -9,12 +9,12 @@ import torch
 
 import tutti
 from tests import worlds
+from tutti.checkpoint.gather import GatheredParts
 from tutti.comm.communicator import Communicator, Communicators
-from tutti.comm.gather import GatheredParts
+from tutti.comm.grid import Grid
 from tutti.errors import MismatchError
+from tutti.launcher import context
 from tutti.types import ShardSpec
-from tutti.world import context
-from tutti.world.grid import Grid
 
 
 def line() -> Communicator:
@@ -34,7 +34,7 @@ def every_collective() -> list[Any]:
         copy = torch.tensor([rank, 7])
         comm.broadcast(copy, source, "copy")
         spread = torch.tensor([float(rank)])
-        comm.spread(spread, source, "spread")
+        comm.broadcast_tensors(spread, source, "spread")
         value = {"name": f"λ{rank}", "list": [rank, None, 1.5]} if rank == source else "ignored"
         told.append([copy.tolist(), spread.tolist(), comm.broadcast_json(value, source, "json")])
     told.append([t.tolist() for t in comm.all_gather(torch.tensor([rank, rank * rank]), "gather")])
@@ -62,7 +62,7 @@ def rows_and_neighbours() -> list[Any]:
     receive = torch.zeros(sum(parts), 1)
     comm.exchange_slices(send, receive, parts, parts[rank], "rows")
     grid = Grid(stage=size, rank=rank)
-    stages = Communicators(context.current(), grid).linked("stage", {"down": 1, "up": -1})
+    stages = Communicators(context.current(), grid).p2p_channels("stage", {"down": 1, "up": -1})
     # All send both ways before any receives, the last rank and the first among them.
     sent = [stages.start_send(torch.tensor([rank, n]), (rank + 1) % size, "down") for n in range(9)]
     sent += [stages.start_send(torch.tensor([-rank, n]), (rank - 1) % size, "up") for n in range(9)]

@@ -10,22 +10,22 @@ import torch
 import tutti
 from tests import worlds
 from tutti.comm.communicator import Communicators
-from tutti.comm.differentiable import Ranks
-from tutti.laws.shares import share
-from tutti.world import context
-from tutti.world.grid import Grid
+from tutti.comm.differentiable import TensorRanks
+from tutti.comm.grid import Grid
+from tutti.comm.partition import even_share
+from tutti.launcher import context
 
 
-def ranks() -> Ranks:
+def ranks() -> TensorRanks:
     world = context.current()
     grid = Grid(tensor=world.identity.size, rank=world.identity.rank)
-    return Ranks(Communicators(world, grid).axis("tensor"))
+    return TensorRanks(Communicators(world, grid).axis("tensor"))
 
 
 def computed(length: int, dim: int) -> Any:
     """Shares of 0, 1, 2 … gathered; the sum of all ranks' numbers; the gradient of a whole that each uses otherwise."""
     line, rank = ranks(), tutti.rank()
-    mine = share(length, line.size, rank)
+    mine = even_share(length, line.size, rank)
     part = torch.arange(float(length))[mine.start : mine.stop].expand(2, -1).clone()
     part = (part if dim else part.t().contiguous()).requires_grad_()
     whole = line.gather(part, dim, length, "a layer")
@@ -49,5 +49,62 @@ def test_values_and_gradients(size: int, dim: int) -> None:
     everyone = size * (size + 1) / 2
     for rank, (whole, gradient, total, own, shared) in enumerate(worlds.run(size, computed, length=7, dim=dim)):
         assert whole == list(range(7))
-        assert gradient == [i + 1.0 for i in share(7, size, rank)], "of this rank's share, and not summed"
+        assert gradient == [i + 1.0 for i in even_share(7, size, rank)], "of this rank's share, and not summed"
         assert (total, own, shared) == (everyone, 3, 2 * everyone)
+
+
+def penalised(whole: torch.Tensor, inputs: torch.Tensor, weights: list[torch.Tensor]) -> list[Any]:
+    """Gradients of a gradient's square with respect to inputs and weights, and its value."""
+    # Only whole numbers, the same on all ranks, are summed.
+    value = (whole.sin() * torch.arange(1.0, whole.numel() + 1, dtype=torch.float64).view_as(whole)).sum()
+    [slope] = torch.autograd.grad(value, [inputs], create_graph=True)
+    penalty = slope.square().sum() + value
+    found = torch.autograd.grad(penalty, [inputs, *weights])
+    return [penalty.detach().numpy(), *(each.numpy() for each in found)]
+
+
+def drawn(*shape: int) -> torch.Tensor:
+    draw = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(*shape, generator=draw, dtype=torch.float64)
+
+
+def twice(kind: str, split: bool) -> list[Any]:
+    """Five inputs of four features, seven hidden ones, split over the ranks or not; gradients of weights are shares."""
+    line = ranks() if split else None
+    x = drawn(5, 4).requires_grad_()
+    first, last, scale = drawn(4, 7), drawn(7, 3), drawn(4).requires_grad_()
+    mine = even_share(7, line.size, line.rank) if line else range(7)
+    first = first[:, mine.start : mine.stop].clone().requires_grad_()
+    last = last[mine.start : mine.stop].clone().requires_grad_()
+    if line is None:
+        hidden = ((x * scale if kind == "sequence" else x) @ first).tanh()
+        if kind == "take":
+            hidden = (x @ drawn(4, 7)).tanh() * first[0]
+        whole = hidden if kind == "gather" else hidden @ last
+        weights = {"gather": [first], "take": [first, last], "sequence": [first, last, scale]}
+        return penalised(whole, x, weights.get(kind, [first, last]))
+    if kind == "reduce":
+        whole = line.reduce((line.copy(x, "a") @ first).tanh() @ last, "b")
+        return penalised(whole, x, [first, last])
+    if kind == "gather":
+        return penalised(line.gather((line.copy(x, "a") @ first).tanh(), 1, 7, "a"), x, [first])
+    if kind == "take":
+        part = line.take((x @ drawn(4, 7)).tanh(), 1, 7, "a") * first[0]
+        return penalised(line.reduce(part @ last, "b"), x, [first, last])
+    # Between layers each rank has some of the five inputs, and a gradient of the scale from these alone.
+    [same] = line.copies([scale], "norm")
+    wide = line.widen(line.take(x, 0, 5, "a") * same, 0, 5, "a")
+    rows = line.scatter((wide @ first).tanh() @ last, 0, 5, "b")
+    return penalised(line.gather(rows, 0, 5, "c"), x, [first, last, scale])
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("kind", ["reduce", "gather", "take", "sequence"])
+def test_gradients_of_gradients(size: int, kind: str) -> None:
+    want = twice(kind, split=False)
+    for rank, found in enumerate(worlds.run(size, twice, kind=kind, split=True)):
+        mine = even_share(7, size, rank)
+        parts = [*want[:2], want[2][:, mine.start : mine.stop]]
+        parts += [want[3][mine.start : mine.stop]] if len(want) > 3 else []
+        for have, expected in zip(found, [*parts, *want[4:]], strict=True):
+            assert abs(have - expected).max() <= 1e-10 * max(1.0, abs(expected).max())

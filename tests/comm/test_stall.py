@@ -11,10 +11,10 @@ import torch
 import tutti
 from tests import worlds
 from tutti.comm.communicator import Communicators
-from tutti.comm.stall import Call, complete
+from tutti.comm.grid import Grid
+from tutti.comm.stall import Call, is_complete
 from tutti.errors import PeerError
-from tutti.world import context
-from tutti.world.grid import Grid
+from tutti.launcher import context
 
 
 @pytest.fixture
@@ -83,6 +83,6 @@ def test_what_has_been_sent_will_come() -> None:
     """Two stages wait for each other's messages: a deadlock, unless one of them is on its way."""
     up, down = Call("gradients 1 from rank 1 to rank 0", (0, 1)), Call("activations 2 from rank 0 to rank 1", (0, 1))
     waiting = {0: up, 1: down}
-    assert not any(complete(call, waiting) for call in waiting.values())
+    assert not any(is_complete(call, waiting) for call in waiting.values())
     waiting[0] = Call(up.text, up.ranks, sent=(down.text,))
-    assert [complete(call, waiting) for call in waiting.values()] == [False, True]
+    assert [is_complete(call, waiting) for call in waiting.values()] == [False, True]

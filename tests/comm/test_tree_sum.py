@@ -9,10 +9,10 @@ from torch import Tensor
 import tutti
 from tests import worlds
 from tutti.comm.communicator import Communicators
-from tutti.comm.tree import TreeSum
-from tutti.laws.shares import share
-from tutti.world import context
-from tutti.world.grid import Grid
+from tutti.comm.grid import Grid
+from tutti.comm.partition import even_share
+from tutti.comm.tree_sum import TreeSum
+from tutti.launcher import context
 
 WORKERS = (8, 9, 11, 16, 33)
 LENGTHS = (1, 7, 64)
@@ -40,7 +40,7 @@ def sums(dtype: torch.dtype) -> list[bytes]:
         for length in LENGTHS:
             total = TreeSum(comm, workers, length)
             for _ in range(2):  # it is ready for the next step
-                for worker in share(workers, comm.size, comm.rank):
+                for worker in even_share(workers, comm.size, comm.rank):
                     total.add(worker, vector(worker, length, dtype))
                 found.append(total.total().numpy().tobytes())
     return found

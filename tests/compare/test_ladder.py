@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from tutti.compare import ladder, runs
+from tutti.config.train_config import TrainConfig
 from tutti.errors import UsageError
-from tutti.training.config import TrainConfig
 
 VARIABLES = {"workers": 8, "batch_size": 4096, "epochs": 12.0}
 OWN = """
@@ -37,7 +37,7 @@ regime_batch = "{worker_batch}"
 
 def read(folder: Path, text: str, **options: object) -> ladder.Ladder:
     (folder / "own.toml").write_text(text)
-    return ladder.load(str(folder / "own.toml"), VARIABLES, options)
+    return ladder.load_ladder(str(folder / "own.toml"), VARIABLES, options)
 
 
 def test_a_rung_is_its_parent_and_one_change(tmp_path: Path) -> None:
@@ -54,8 +54,8 @@ def test_a_rung_is_its_parent_and_one_change(tmp_path: Path) -> None:
 def test_the_shipped_ladders_differ_in_one_thing_a_rung() -> None:
     """Or say that they do not: the course's own scripts change several at once."""
     for name in ladder.shipped():
-        found = ladder.load(name, VARIABLES, {})
-        assert len(found.rungs) <= (7 if name == "course" else 6) and found.summary
+        found = ladder.load_ladder(name, VARIABLES, {})
+        assert len(found.rungs) <= 8 and found.summary
         for rung in found.rungs[2 if name == "course" else 1 :]:
             alone = set(rung.changes) <= {"workers", "batch_size"} or len(rung.changes) == 1
             assert alone != ("together" in rung.cause), (name, rung.name)
@@ -63,14 +63,14 @@ def test_the_shipped_ladders_differ_in_one_thing_a_rung() -> None:
 
 def test_the_shipped_ladders_share_runs(tmp_path: Path) -> None:
     found = {
-        name: runs.trials(ladder.load(name, VARIABLES, {}), "cifar10", 2, tmp_path)
+        name: runs.trials(ladder.load_ladder(name, VARIABLES, {}), "cifar10", 2, tmp_path)
         for name in ("corrected", "updates", "batch-norm")
     }
     shared = [
         {t.directory for t in trials if t.rung in ("one worker", "N workers, naive")} for trials in found.values()
     ]
     assert len(shared[0]) == 4 and shared[0] == shared[1] == shared[2]
-    assert len({t.directory for trials in found.values() for t in trials}) == 2 * (6 + 1 + 2)
+    assert len({t.directory for trials in found.values() for t in trials}) == 2 * (8 + 1 + 3)
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_what_is_wrong_is_named(old: str, new: str, said: str, tmp_path: Path) -
     with pytest.raises(UsageError, match="one rung"):
         read(tmp_path, '[[rung]]\nname = "alone"\n')
     with pytest.raises(UsageError, match="Did you mean 'corrected'"):
-        ladder.load("correct", VARIABLES, {})
+        ladder.load_ladder("correct", VARIABLES, {})
 
 
 def test_ladders_that_share_a_rung_share_its_run(tmp_path: Path) -> None:

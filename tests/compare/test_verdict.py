@@ -7,18 +7,21 @@ from pathlib import Path
 import pytest
 
 from tests.compare.test_ladder import OWN, read
-from tutti.compare import table, verdict
+from tutti.compare import convergence_table, verdict
 from tutti.compare.ladder import Ladder
-from tutti.compare.verdict import Outcome, Row
+from tutti.compare.verdict import RungResult, RunOutcome
+from tutti.config.metric_direction import Metric
+
+LOSS = Metric("loss", higher=False)
 
 
-def outcome(seed: int, held_out: float) -> Outcome:
-    return Outcome(seed, held_out, 0.9, 144, 600_000, 60.0, 10_000.0, ((1.0, 0.3), (12.0, held_out)))
+def outcome(seed: int, held_out: float) -> RunOutcome:
+    return RunOutcome(seed, held_out, 0.9, 144, 600_000, 60.0, 10_000.0, ((1.0, 0.3), (12.0, held_out)))
 
 
-def rows(ladder: Ladder, values: dict[str, list[float]]) -> dict[str, Row]:
+def rows(ladder: Ladder, values: dict[str, list[float]]) -> dict[str, RungResult]:
     return {
-        name: Row(name, ladder.rung(name).cause, ladder.rung(name).parent, tuple(map(outcome, range(9), found)))
+        name: RungResult(name, ladder.rung(name).cause, ladder.rung(name).parent, tuple(map(outcome, range(9), found)))
         for name, found in values.items()
     }
 
@@ -37,7 +40,7 @@ def test_causes_with_their_share_and_noise_without(ladder: Ladder) -> None:
     assert said[1] == "D brings 15.0 points, 75% of the drop ('d' over 'b')."
     assert said[2] == "No difference beyond the seeds: the rate."
     assert said[3] == "The best recipe, 'd' (66.0%), does not reach 'a' (71.0%)."
-    assert not verdict.held(ladder, found)
+    assert not verdict.recipe_holds(ladder, found)
 
 
 def test_no_drop_no_shares(ladder: Ladder) -> None:
@@ -50,14 +53,52 @@ def test_no_drop_no_shares(ladder: Ladder) -> None:
 def test_one_seed_has_no_error_bar_and_nothing_is_too_little(ladder: Ladder) -> None:
     assert "one seed" in verdict.verdict(ladder, rows(ladder, {"a": [0.7], "b": [0.5]}))[0]
     assert verdict.verdict(ladder, rows(ladder, {"a": [0.7]})) == ["Not enough runs have finished for a verdict."]
-    assert verdict.held(ladder, rows(ladder, {"a": [0.7], "b": [0.5], "d": [0.7]}))
+    assert verdict.recipe_holds(ladder, rows(ladder, {"a": [0.7], "b": [0.5], "d": [0.7]}))
 
 
 def test_the_table_has_every_rung(ladder: Ladder) -> None:
     found = rows(ladder, {"a": [0.70, 0.72], "b": [0.5]})
-    lines = table.plain(ladder, found).splitlines()
+    lines = convergence_table.plain_table(ladder, found).splitlines()
     assert [line.split()[0] for line in lines] == ["rung", "a", "b", "c", "d"]
     assert "± 1.0%" in lines[1] and "one seed" in lines[2] and "–" in lines[3]
-    text = table.markdown(ladder, found, ["So it is."], "tutti compare digits")
+    text = convergence_table.markdown(ladder, found, ["So it is."], "tutti compare digits")
     assert "`lr_scale = linear:base_batch=512`" in text and "- So it is." in text
-    assert len(table.as_csv(ladder, found).splitlines()) == 4
+    assert len(convergence_table.as_csv(ladder, found).splitlines()) == 4
+
+
+def test_golden_verdict_of_a_loss(ladder: Ladder) -> None:
+    """``linear`` and ``text`` are judged by their loss: the lowest is the best, and what lowers it brings something."""
+    found = rows(ladder, {"a": [0.30, 0.32], "b": [0.50, 0.52], "c": [0.60, 0.62], "d": [0.34, 0.36]})
+    assert verdict.verdict(ladder, found, LOSS) == [
+        "'b' against 'a': held-out loss 0.3100 → 0.5100, +0.2000 (lower is better); seeds alone differ by 0.0200.",
+        "D brings 0.1600, 80% of the drop ('d' over 'b').",
+        "The rate costs 0.1000, -50% of the drop ('c' over 'b').",
+        "The best recipe, 'd' (0.3500), does not reach 'a' (0.3100).",
+    ]
+    assert not verdict.recipe_holds(ladder, found, LOSS)
+    assert verdict.as_json(ladder, found, LOSS)["better"] == "lower"
+    better = rows(ladder, {"a": [0.30, 0.32], "b": [0.50, 0.52], "d": [0.28, 0.30]})
+    assert verdict.verdict(ladder, better, LOSS)[-1] == "The best recipe, 'd' (0.2900), reaches 'a' (0.3100)."
+    assert verdict.recipe_holds(ladder, better, LOSS)
+
+
+def test_a_loss_that_falls_is_no_drop(ladder: Ladder) -> None:
+    said = verdict.verdict(ladder, rows(ladder, {"a": [0.50, 0.52], "b": [0.30, 0.32]}), LOSS)
+    assert said[1] == "That is no drop beyond what the seeds alone make."
+
+
+def test_a_loss_is_never_written_in_per_cent(ladder: Ladder) -> None:
+    found = rows(ladder, {"a": [0.70, 0.72], "b": [1.5, 1.7]})
+    lines = convergence_table.plain_table(ladder, found, LOSS).splitlines()
+    assert "0.7100" in lines[1] and "± 0.0100" in lines[1] and "1.6000" in lines[2]
+    assert "%" not in "".join(lines)
+
+
+def test_a_run_that_ends_without_a_number_is_not_ranked(ladder: Ladder) -> None:
+    for metric in (LOSS, verdict.ACCURACY):
+        found = rows(ladder, {"a": [0.5, 0.5], "b": [0.6, 0.6], "d": [0.1, float("nan")], "c": [0.55, 0.55]})
+        said = verdict.verdict(ladder, found, metric)
+        assert said[0] == "'d' ended without a number in 1 of 2 runs, and is not compared."
+        assert "'d'" not in "".join(said[1:])
+        assert verdict.as_json(ladder, found, metric)["rungs"][3]["runs"][1]["held_out"] is None
+        assert "–" in convergence_table.plain_table(ladder, found, metric).splitlines()[-1]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tutti.tasks.config import Cnn, Gpt, Unet
+from tutti.config.task_config import CnnConfig, GptConfig, UnetConfig
 from tutti.tasks.gpt import gpt
 from tutti.tasks.losses import classification
 from tutti.tasks.models import cnn
@@ -28,16 +28,12 @@ class Model:
         samples: so many inputs and targets.
         loss: as ``tutti.prepare`` takes it.
         names: modules and parameters that strategies and optimizers are told, by what they are there for.
-        norms: it has batch norms.
-        sections: into how many it can be cut.
     """
 
     build: Callable[[], nn.Module]
     samples: Callable[[int], Batch]
     loss: Callable[[Any, Batch], Any]
     names: Mapping[str, str] = field(default_factory=dict)
-    norms: bool = True
-    sections: int = 10
 
 
 class Noisy(nn.Module):
@@ -82,13 +78,13 @@ def loss(model: Any, batch: Any) -> Any:
 def digits() -> nn.Module:
     """The digits' CNN, with batch norm and dropout."""
     torch.manual_seed(0)
-    return cnn(Cnn(batch_norm=True, dropout=0.2), 10).double()
+    return cnn(CnnConfig(batch_norm=True, dropout=0.2), 10).double()
 
 
 def tied() -> nn.Module:
     """A GPT whose last layer is its embedding, with dropout."""
     torch.manual_seed(0)
-    model = gpt(Gpt(layers=4, heads=4, width=16, block=6, dropout=0.1), 11).double()
+    model = gpt(GptConfig(layers=4, heads=4, width=16, block=6, dropout=0.1), 11).double()
     model.head.weight = model.embed.character.weight
     return model
 
@@ -111,7 +107,7 @@ def skipping() -> nn.Module:
     """A U-Net with batch norm, which is cut across its skip connections."""
     torch.manual_seed(0)
     return unet(
-        Unet(depth=2, width=2, batch_norm=True),
+        UnetConfig(depth=2, width=2, batch_norm=True),
     ).double()
 
 
@@ -143,7 +139,6 @@ MODELS = {
     "gpt": Model(
         *(tied, text, of_text),
         {"units": "Block", "some": "Linear", "few": "Block+LayerNorm", "last": "embed.*"},
-        norms=False,
     ),
     "unet": Model(
         *(skipping, masks, of_masks),

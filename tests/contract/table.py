@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import random
+import tomllib
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from itertools import combinations, product
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from numpy.typing import NDArray
+from torch import nn
 
 import tutti
 from tests.contract.models import MODELS
-from tutti import strategies
-from tutti.errors import UsageError
-from tutti.layouts.config import LayersConfig, PipelineConfig
 
 STEPS = 5
 DEVICES = (1, 2, 3, 4, 8)
@@ -63,6 +65,13 @@ OPTIMIZERS = {
     "lamb": "lamb:lr=0.01,max_grad_norm=0.5",
     "novograd": "novograd:lr=0.01,weight_decay=0.01,decay_1d=true",
     "muon": "muon:lr=0.02,adam_lr=0.01,weight_decay=0.1,adam={last}",
+    # instances that PyTorch makes: see MADE
+    "torch muon": "torch.Muon",
+    "torch adafactor": "torch.Adafactor",
+}
+MADE: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "torch.Muon": lambda model: torch.optim.Muon([p for p in model.parameters() if p.dim() == 2], lr=0.02),
+    "torch.Adafactor": lambda model: torch.optim.Adafactor(model.parameters(), lr=0.02, weight_decay=0.1),
 }
 # micro-batch, clipping, channels-last, batch norm
 VARIANTS = ((None, None, False, "worker"), (2, 0.5, True, "worker"), (None, None, True, "ghost:size=2"))
@@ -89,12 +98,39 @@ class Case:
         head = f"{self.model} {self.strategy} {self.optimizer} N={self.workers} P={self.devices}"
         return f"{head}{extra}{last}{norm}".replace(" ", "-")
 
-    def possible(self) -> bool:
-        """Whether it runs; other cases are refused before any process starts."""
-        trained = MODELS[self.model]
-        specification = named(STRATEGIES[self.strategy][0], self.model)
-        sections = _sections(specification, self.devices, self.workers)
-        return (trained.norms or self.batch_norm == "worker") and sections is not None and sections <= trained.sections
+    def listed(self) -> list[Refusal]:
+        """The entries of ``refused.toml`` that say that this case is refused; none where it runs."""
+        return [refusal for refusal in REFUSED if refusal.covers(self)]
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """One entry of ``refused.toml``, whose columns are explained there."""
+
+    when: str
+    says: str
+    why: str
+    strategies: tuple[str, ...] = tuple(STRATEGIES)
+    models: tuple[str, ...] = tuple(MODELS)
+
+    def covers(self, case: Case) -> bool:
+        """Whether it says that ``case`` is refused."""
+        if case.strategy not in self.strategies or case.model not in self.models:
+            return False
+        values = {"workers": case.workers, "devices": case.devices, "batch_norm": case.batch_norm}
+        values["optimizer"] = case.optimizer
+        return bool(eval(self.when, {"__builtins__": {}}, values))
+
+
+def refusals(text: str) -> list[Refusal]:
+    """The entries of a file such as ``refused.toml``."""
+    return [
+        Refusal(**{key: tuple(value) if isinstance(value, list) else value for key, value in entry.items()})
+        for entry in tomllib.loads(text)["refused"]
+    ]
+
+
+REFUSED = refusals(Path(__file__).with_name("refused.toml").read_text(encoding="utf-8"))
 
 
 def named(specification: str, model: str) -> str:
@@ -102,23 +138,23 @@ def named(specification: str, model: str) -> str:
     return specification.format(**MODELS[model].names)
 
 
+def optimizer_of(specification: str, model: str, built: nn.Module) -> torch.optim.Optimizer | str:
+    """One of ``OPTIMIZERS`` as ``tutti.prepare`` takes it, for ``built``, which is one of the models."""
+    make = MADE.get(specification)
+    return named(specification, model) if make is None else make(built)
+
+
 @cache
-def _sections(specification: str, devices: int, workers: int) -> int | None:
-    """Into how many a model would be cut; None where so many devices and workers cannot run it."""
-    try:
-        choice = strategies.check(specification, devices, workers=workers)
-    except UsageError:
-        return None
-    stages, layout = choice.shape(devices)["stage"], choice.layout
-    return stages * (layout.chunks if stages > 1 and isinstance(layout, LayersConfig | PipelineConfig) else 1)
+def every() -> list[Case]:
+    """Model × strategy × optimizer × workers × devices × variant, whether it runs or not."""
+    table = product(MODELS, STRATEGIES, OPTIMIZERS, (1, 3, 4, 8), DEVICES, VARIANTS)
+    return [Case(s, o, n, p, *rest, model=m) for m, s, o, n, p, rest in table]
 
 
 @cache
 def whole() -> list[Case]:
-    """Model × strategy × optimizer × workers × devices, with micro-batches and clipping on and off."""
-    table = product(MODELS, STRATEGIES, OPTIMIZERS, (1, 3, 4, 8), DEVICES, VARIANTS)
-    cases = [Case(s, o, n, p, *rest, model=m) for m, s, o, n, p, rest in table]
-    return [case for case in cases if case.possible()]
+    """Every case but those that ``refused.toml`` lists."""
+    return [case for case in every() if not case.listed()]
 
 
 def pairwise() -> list[Case]:
@@ -170,9 +206,10 @@ def train(
     The average of the weights is in the state too, and evaluated beside them.
     """
     chosen = MODELS[trained]
+    built = chosen.build()
     run = tutti.prepare(
-        chosen.build(),
-        named(optimizer, trained),
+        built,
+        optimizer_of(optimizer, trained, built),
         chosen.samples(70),
         chosen.loss,
         strategy=named(strategy, trained),

@@ -13,11 +13,11 @@ from torch.utils.data import IterableDataset
 import tutti
 from tests import worlds
 from tests.contract.models import loss, model, samples
-from tests.contract.table import OPTIMIZERS, STEPS, largest_difference, named
+from tests.contract.table import OPTIMIZERS, STEPS, largest_difference, optimizer_of
+from tutti.checkpoint.manager import Checkpoints
 from tutti.data import Sharded
 from tutti.errors import CheckpointError
-from tutti.training.checkpoint import Checkpoints
-from tutti.world import context
+from tutti.launcher import context
 
 SAVED_AT = 2
 # (strategy, devices): the matrix is every pair of them
@@ -68,15 +68,16 @@ DATA: dict[str, Any] = {
 }
 
 
-def prepare(strategy: str, optimizer: str, workers: int, data: Any = "numbered", **changes: Any) -> tutti.Run:
+def prepare(strategy: str, optimizer: str, workers: int | None, data: Any = "numbered", **changes: Any) -> tutti.Run:
     arguments = {"batch_size": 25, "reproducible": data != "sharded", "precision": "fp64", "seed": 0}
     arguments |= {"ema": "0.8:warmup", **changes}
-    optimizer = named(optimizer, "odd")
-    return tutti.prepare(model(), optimizer, DATA[data](), loss, strategy=strategy, workers=workers, **arguments)
+    built = model()
+    made = optimizer_of(optimizer, "odd", built)
+    return tutti.prepare(built, made, DATA[data](), loss, strategy=strategy, workers=workers, **arguments)
 
 
 def saver(run: tutti.Run, folder: str, warnings: list[str]) -> Checkpoints:
-    facts = {"workers": run.setting.workers, "seed": 0, "config_sha256": "0" * 64}
+    facts = {"workers": run.context.workers, "seed": 0, "config_sha256": "0" * 64}
     return Checkpoints(run, Path(folder), context.current(), facts, keep=2, warn=warnings.append)
 
 
@@ -99,7 +100,7 @@ def save(strategy: str, optimizer: str, workers: int, folder: str, **changes: An
     assert warnings == []
 
 
-def resume(strategy: str, optimizer: str, workers: int, folder: str, **changes: Any) -> Any:
+def resume(strategy: str, optimizer: str, workers: int | None, folder: str, **changes: Any) -> Any:
     run = prepare(strategy, optimizer, workers, **changes)
     try:
         facts = saver(run, folder, []).restore()
@@ -128,7 +129,7 @@ def test_matrix_of_all_pairs_continues_bit_for_bit(optimizer: str, tmp_path: Pat
     check_matrix(optimizer, tmp_path, {place: PLACES for place in PLACES})
 
 
-@pytest.mark.parametrize("optimizer", ["lars", "larc", "lamb", "novograd", "muon"])
+@pytest.mark.parametrize("optimizer", ["lars", "larc", "lamb", "novograd", "muon", "torch adafactor"])
 def test_matrix_of_neighbours_continues_bit_for_bit(optimizer: str, tmp_path: Path) -> None:
     check_matrix(optimizer, tmp_path, {place: [PLACES[i - 1]] for i, place in enumerate(PLACES)})
 
@@ -150,7 +151,7 @@ SHARDED += [("hybrid:shards=2,tensor=2,least=1", 4), ("hybrid:shards=2,stages=2"
 ALONE = ["local_sgd:period=4", "local_sgd:period=2,post=3", "diloco:period=2", "diloco:period=2,post=1"]
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "novograd", "muon"])
+@pytest.mark.parametrize("optimizer", ["adamw", "novograd", "muon", "torch muon", "torch adafactor"])
 def test_rows_are_saved_and_continued_by_any(optimizer: str, tmp_path: Path) -> None:
     """By every other way to cut them, by devices that have all of it, and the other way round."""
     arguments = {"optimizer": OPTIMIZERS[optimizer], "workers": 4, "reproducible": False}
@@ -218,8 +219,8 @@ def test_a_loss_scale_continues_on_any_devices(tmp_path: Path) -> None:
 
 def test_a_checkpoint_of_another_run_is_refused_on_every_rank(tmp_path: Path) -> None:
     worlds.run(1, save, strategy="single", optimizer="sgd:lr=0.1", workers=4, folder=str(tmp_path))
-    for said in worlds.run(3, resume, strategy="mirrored", optimizer="sgd:lr=0.1", workers=3, folder=str(tmp_path)):
-        assert "made with workers 4, not 3" in said
+    for said in worlds.run(3, resume, strategy="mirrored", optimizer="sgd:lr=0.1", workers=None, folder=str(tmp_path)):
+        assert "made with workers 4, not 3" in said and "--workers 4 goes on as before" in said
 
 
 def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:

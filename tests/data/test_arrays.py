@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tutti.data.arrays import ArraySource, CropFlip
-from tutti.data.hashing import hash64
+from tutti.data.keyed_random import hash64
 from tutti.data.source import AugmentKey, Source
 from tutti.errors import DataError
 

@@ -33,9 +33,9 @@ def test_workers_do_not_see_how_many_ranks_there_are() -> None:
 
 def test_micro_batches() -> None:
     contract = BatchContract(100, 50, 1, micro=8)
-    assert [len(c) for c in contract.cells(50)] == [8, 7, 7, 7, 7, 7, 7]
-    assert contract.cells(0) == [] and contract.cells(8) == [range(8)]
-    assert BatchContract(100, 50, 1).cells(50) == [range(50)]
+    assert [len(c) for c in contract.micro_batches(50)] == [8, 7, 7, 7, 7, 7, 7]
+    assert contract.micro_batches(0) == [] and contract.micro_batches(8) == [range(8)]
+    assert BatchContract(100, 50, 1).micro_batches(50) == [range(50)]
 
 
 def test_consumed_counts_the_smaller_last_batch() -> None:

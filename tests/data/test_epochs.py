@@ -7,22 +7,22 @@ from itertools import product
 import pytest
 import torch
 
+from tutti.config.growth import BatchGrowth
+from tutti.config.spec import Duration
 from tutti.data.adapt import TensorSource
 from tutti.data.contract import BatchContract
 from tutti.data.epochs import Epochs
 from tutti.data.feed import Feed
 from tutti.data.order import permutation
-from tutti.data.reader import ByNumber
+from tutti.data.reader import MapReader
 from tutti.errors import UsageError
-from tutti.laws.growth import Growth
-from tutti.spec import Duration
 
 DATASET, SPENT = 101, 7
-GROWN = Growth.parse("milestones=2ep+3ep+5ep,factor=2.5,largest=30")
+GROWN = BatchGrowth.parse("milestones=2ep+3ep+5ep,factor=2.5,largest=30")
 BATCHES = [8, 8, 20, 30, 30, 30, 30]
 
 
-def epochs(ranks: int = 1, growth: Growth | None = GROWN) -> Epochs:
+def epochs(ranks: int = 1, growth: BatchGrowth | None = GROWN) -> Epochs:
     return Epochs(BatchContract(DATASET, 8, 4, ranks), growth)
 
 
@@ -41,7 +41,7 @@ def test_every_epoch_has_its_batch_and_its_rate() -> None:
 
 
 @pytest.mark.parametrize("growth", [None, GROWN])
-def test_steps_and_samples_are_those_of_the_epochs_one_by_one(growth: Growth | None) -> None:
+def test_steps_and_samples_are_those_of_the_epochs_one_by_one(growth: BatchGrowth | None) -> None:
     found = epochs(growth=growth)
     taken = [samples for epoch in sizes(found) for samples in epoch]
     for steps in range(len(taken) + 1):
@@ -78,7 +78,7 @@ def test_every_sample_once_an_epoch_in_the_same_batches_on_any_ranks_from_any_ba
     for ranks in (1, 2, 3, 4):
         found = epochs(ranks)
         feeds = [
-            Feed(ByNumber(TensorSource(torch.arange(DATASET)), found, rank, 3), found, rank, 3, lambda batch: batch)
+            Feed(MapReader(TensorSource(torch.arange(DATASET)), found, rank, 3), found, rank, 3, lambda batch: batch)
             for rank in range(ranks)
         ]
         for epoch, batch in enumerate(BATCHES):
@@ -105,4 +105,4 @@ def test_what_cannot_grow_is_refused_at_once() -> None:
     with pytest.raises(UsageError, match="cannot grow with a stream whose length is not known"):
         Epochs(BatchContract(None, 8, 4), GROWN)
     with pytest.raises(UsageError, match="a batch of 8 cannot grow: the largest is 7, a tenth of the 70 samples"):
-        Epochs(BatchContract(70, 8, 4), Growth(milestones=("1ep",), factor=2))
+        Epochs(BatchContract(70, 8, 4), BatchGrowth(milestones=("1ep",), factor=2))

@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 import torch
 
+from tutti.comm.random_keys import mix
 from tutti.data.adapt import TensorSource
-from tutti.data.batches import cut, length, map_tensors, placer
+from tutti.data.batches import length, map_tensors, placer, slice_batch
 from tutti.data.contract import BatchContract
 from tutti.data.epochs import Epochs
 from tutti.data.feed import Feed, evaluation, evaluation_blocks
 from tutti.data.order import permutation
-from tutti.data.reader import ByNumber
+from tutti.data.reader import MapReader
 from tutti.errors import DataError, UsageError
-from tutti.laws.keys import mix
 
 CPU = torch.device("cpu")
 
@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 def feed(contract: BatchContract, rank: int, seed: int = 3) -> Feed:
     source = TensorSource(torch.arange(contract.known))
     epochs = Epochs(contract)
-    return Feed(ByNumber(source, epochs, rank, seed), epochs, rank, seed, lambda batch: batch)
+    return Feed(MapReader(source, epochs, rank, seed), epochs, rank, seed, lambda batch: batch)
 
 
 def test_ranks_together_read_the_global_order() -> None:
@@ -41,20 +41,21 @@ def test_ranks_together_read_the_global_order() -> None:
 
 
 def test_cells_are_the_same_for_any_ranks() -> None:
-    """Worker, micro-batch, samples, weight and key of every cell of every step; the last batch leaves workers out."""
+    """Worker, micro-batch, samples, weight and key of every micro-batch of every step; the last batch leaves workers
+    out."""
     found = []
     for ranks in (1, 2, 3, 4):
         contract = BatchContract(18, 16, 4, ranks, micro=3)
-        cells = {}
+        micro_batches = {}
         for rank in range(ranks):
             own = feed(contract, rank)
             for step, part in enumerate(own.read(0)):
-                for worker, work in own.cells(part.batch, step, part.samples, "step"):
+                for worker, work in own.micro_batches(part.batch, step, part.samples, "step"):
                     assert [c.last for c in work] == [False] * (len(work) - 1) + [True] * bool(work)
                     for c in work:
                         assert c.worker == worker and c.samples == len(c.batch)
-                        cells[step, worker, c.micro] = (c.batch.tolist(), c.weight, c.key)
-        found.append(cells)
+                        micro_batches[step, worker, c.micro] = (c.batch.tolist(), c.weight, c.key)
+        found.append(micro_batches)
     assert found[1:] == found[:1] * 3
     assert sorted(i for samples, _, _ in found[0].values() for i in samples) == list(range(18))
     assert {w for (step, *_), (_, w, _) in found[0].items() if step == 0} == {1 / 16}
@@ -65,19 +66,22 @@ def test_cells_are_the_same_for_any_ranks() -> None:
 def test_a_gradient_over_the_worker_is_the_mean_over_its_share() -> None:
     contract = BatchContract(10, 10, 4, micro=2)
     own = feed(contract, 0)
-    work = own.cells(next(own.read(0)).batch, 0, 10, "worker")
-    assert [[(c.samples, c.weight) for c in cells] for _, cells in work] == [
+    work = own.micro_batches(next(own.read(0)).batch, 0, 10, "worker")
+    assert [[(c.samples, c.weight) for c in micro_batches] for _, micro_batches in work] == [
         [(2, 1 / 3), (1, 1 / 3)],
         [(2, 1 / 3), (1, 1 / 3)],
-        [(2, 1 / 2)],
-        [(2, 1 / 2)],
-    ]
+        [(2, 1.0)],
+        [(2, 1.0)],
+    ], "a share in one piece keeps its mean as the loss function made it"
 
 
 def test_a_batch_of_the_callers_own_making_is_shared_out() -> None:
     own = feed(BatchContract(100, 16, 4, 2), 1)
-    work = own.cells(torch.arange(5), 0, 10, "step")
-    assert [(w, [c.batch.tolist() for c in cells]) for w, cells in work] == [(2, [[0, 1, 2]]), (3, [[3, 4]])]
+    work = own.micro_batches(torch.arange(5), 0, 10, "step")
+    assert [(w, [c.batch.tolist() for c in micro_batches]) for w, micro_batches in work] == [
+        (2, [[0, 1, 2]]),
+        (3, [[3, 4]]),
+    ]
 
 
 @pytest.mark.parametrize("samples", [1, 2, 3, 5, 16, 17, 33, 100, 513, 1000])
@@ -88,9 +92,9 @@ def test_evaluation_takes_every_sample_once_in_blocks_that_do_not_depend_on_rank
         for ranks in (1, 2, 3, 4, 7):
             blocks: dict[int, Any] = {}
             for rank in range(ranks):
-                for number, cell in evaluation(source, ranks, rank, largest, lambda batch: batch):
-                    assert number not in blocks and cell.samples == len(cell.batch) <= largest
-                    blocks[number] = cell.batch.tolist()
+                for number, micro_batch in evaluation(source, ranks, rank, largest, lambda batch: batch):
+                    assert number not in blocks and micro_batch.samples == len(micro_batch.batch) <= largest
+                    blocks[number] = micro_batch.batch.tolist()
             assert [i for number in sorted(blocks) for i in blocks[number]] == list(range(samples))
             assert len(blocks) == len(evaluation_blocks(samples, largest))
             assert want in (None, blocks)
@@ -110,7 +114,7 @@ BATCHES = [
 @pytest.mark.parametrize("batch", BATCHES, ids=lambda b: type(b).__name__)
 def test_batches_of_every_structure(batch: Any) -> None:
     assert length(batch) == 3
-    shorter = cut(batch, 1, 3)
+    shorter = slice_batch(batch, 1, 3)
     assert type(shorter) is type(batch) and length(shorter) == 2
     places = []
     map_tensors(batch, lambda t: places.append(t.data_ptr()))
@@ -142,14 +146,14 @@ def test_identical_batches_give_every_worker_worker_0s_share() -> None:
     """On any number of ranks, also where the last batch leaves nothing for the last workers."""
     plain = {}
     for step, part in enumerate((own := feed(BatchContract(18, 8, 4), 0)).read(0)):
-        plain[step] = own.cells(part.batch, step, part.samples, "step")[0][1]
+        plain[step] = own.micro_batches(part.batch, step, part.samples, "step")[0][1]
     for ranks in (1, 2, 3, 4):
         contract = BatchContract(18, 8, 4, ranks, identical=True)
         for rank in range(ranks):
             own = feed(contract, rank)
             for step, part in enumerate(own.read(0)):
-                work = own.cells(part.batch, step, part.samples, "step")
+                work = own.micro_batches(part.batch, step, part.samples, "step")
                 assert [worker for worker, _ in work] == list(contract.mine(rank))
-                for _, cells in work:
-                    assert [c.batch.tolist() for c in cells] == [c.batch.tolist() for c in plain[step]]
+                for _, micro_batches in work:
+                    assert [c.batch.tolist() for c in micro_batches] == [c.batch.tolist() for c in plain[step]]
     assert "the same 2 samples" in BatchContract(18, 8, 4, identical=True).describe()["identical batches"]

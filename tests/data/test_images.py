@@ -65,7 +65,7 @@ def folder(root: Path, held_out: str = "test") -> Path:
 
 
 def load(root: Path, classes: Sequence[str] = ("a", "b")) -> list[tuple[np.ndarray, np.ndarray]]:
-    return [images.read(split, SIZE) for split in images.find(str(root), classes=classes)]
+    return [images.read_images(split, SIZE) for split in images.find_images(str(root), classes=classes)]
 
 
 def test_hub_layout(tmp_path: Path) -> None:
@@ -85,7 +85,7 @@ def test_class_names_of_the_readme(tmp_path: Path) -> None:
         "---\ndataset_info:\n  features:\n  - name: label\n    dtype:\n      class_label:\n        names:\n"
         "          '0': ant\n          '1': bee\n          '2': cow\n  splits:\n  - name: train\n---\n'3': no\n"
     )
-    assert images.find(str(root), classes=())[0].classes == ("ant", "bee", "cow")
+    assert images.find_images(str(root), classes=())[0].classes == ("ant", "bee", "cow")
 
 
 @pytest.mark.parametrize("held_out", ["test", "val"])
@@ -93,10 +93,10 @@ def test_image_folder(tmp_path: Path, held_out: str) -> None:
     root = folder(tmp_path / "d", held_out)
     (root / "train/cat/.hidden.png").write_bytes(b"")
     (root / "train/cat/notes.txt").write_text("not an image")
-    splits = images.find(str(root), classes=())
+    splits = images.find_images(str(root), classes=())
     assert splits[0].classes == ("cat", "dog")
-    pixels, labels = images.read(splits[0], SIZE)
-    assert labels.tolist() == [0, 0, 0, 1, 1, 1] and images.read(splits[1], SIZE)[1].tolist() == [0, 1]
+    pixels, labels = images.read_images(splits[0], SIZE)
+    assert labels.tolist() == [0, 0, 0, 1, 1, 1] and images.read_images(splits[1], SIZE)[1].tolist() == [0, 1]
     assert (pixels[4] == np.asarray(Image.open(root / "train/dog/b.png")).transpose(2, 0, 1)).all()
 
 
@@ -155,8 +155,8 @@ def test_missing_and_empty_folders(tmp_path: Path) -> None:
     refused(tmp_path / "e", "no images found")
     for name in ("nowhere", "file", "e"):
         with pytest.raises(DataError):
-            images.check(str(tmp_path / name))
-    images.check(str(hub(tmp_path / "h")))
+            images.check_images(str(tmp_path / name))
+    images.check_images(str(hub(tmp_path / "h")))
 
 
 def test_broken_image_file_is_named(tmp_path: Path) -> None:
@@ -247,13 +247,13 @@ def test_pickles_are_never_run(tmp_path: Path, own_cache: Path) -> None:
 
 def count_decodes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     calls: list[int] = []
-    decode = images.decode
+    decode = images.decode_images
 
     def counting(rows: Any, size: int) -> Any:
         calls.append(size)
         return decode(rows, size)
 
-    monkeypatch.setattr(images, "decode", counting)
+    monkeypatch.setattr(images, "decode_images", counting)
     return calls
 
 
@@ -312,13 +312,13 @@ WORKER = """
 import sys, zlib
 from pathlib import Path
 from tutti.data import images
-decode = images.decode
+decode = images.decode_images
 def counting(rows, size):
     print("decoded")
     return decode(rows, size)
-images.decode = counting
-for split in images.find(sys.argv[1], classes="ab"):
-    pixels, labels = images.read(split, 8)
+images.decode_images = counting
+for split in images.find_images(sys.argv[1], classes="ab"):
+    pixels, labels = images.read_images(split, 8)
     print(zlib.crc32(pixels.tobytes()), len(labels))
 """
 
@@ -344,7 +344,7 @@ def test_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not REAL.is_dir(), reason="the real CIFAR-10 is not here")
 def test_real_cifar10() -> None:
-    splits = images.find(str(REAL), classes=())
+    splits = images.find_images(str(REAL), classes=())
     assert splits[0].classes[:2] == ("airplane", "automobile") and len(splits[0].classes) == 10
-    pixels, labels = images.read(splits[1], 32)
+    pixels, labels = images.read_images(splits[1], 32)
     assert pixels.shape == (10_000, 3, 32, 32) and np.bincount(labels).tolist() == [1000] * 10

@@ -22,7 +22,7 @@ from tutti.data.batches import map_tensors
 from tutti.data.contract import BatchContract
 from tutti.data.epochs import Epochs
 from tutti.data.loader import Loader, Prefetch, Task
-from tutti.data.reader import ByNumber
+from tutti.data.reader import MapReader
 from tutti.data.source import AugmentKey
 
 Pair = namedtuple("Pair", ["a", "b"])
@@ -93,7 +93,7 @@ def test_processes_take_turns() -> None:
 
 def epochs(workers: int) -> list[Any]:
     """Several epochs of a reader: one left early, one half read beside another, one from its middle."""
-    reader = ByNumber(adapt(Everything()), Epochs(BatchContract(23, 5, 4, 2)), 1, 3, Prefetch(workers))
+    reader = MapReader(adapt(Everything()), Epochs(BatchContract(23, 5, 4, 2)), 1, 3, Prefetch(workers))
     got = [plain(part.batch) for part in islice(reader.read(0, 0), 2)]
     first, second = reader.read(1, 0), reader.read(2, 0)
     for _ in range(3):

@@ -17,7 +17,7 @@ from tutti.data.adapt import ItemSource, TensorSource, adapt, adapt_training
 from tutti.data.contract import BatchContract
 from tutti.data.epochs import Epochs
 from tutti.data.loader import Prefetch
-from tutti.data.reader import Part, Position, Reader
+from tutti.data.reader import BatchReader, Position, RankBatch
 from tutti.data.reading import make_reader
 from tutti.data.stream import Stream
 from tutti.errors import CheckpointError, DataError, UsageError
@@ -81,18 +81,20 @@ class Stateful(Numbers):
         self.start = state["next"]
 
 
-def reader(data: Any, batch: int = 8, *, comms: Any = None, ranks: int = 1, rank: int = 0, seed: int = 3) -> Reader:
+def reader(
+    data: Any, batch: int = 8, *, comms: Any = None, ranks: int = 1, rank: int = 0, seed: int = 3
+) -> BatchReader:
     source = adapt_training(data)
     assert isinstance(source, Stream)
     epochs = Epochs(BatchContract(source.samples, batch, 4, ranks))
     return make_reader(source, epochs, rank, seed, comms or Alone(), Prefetch())
 
 
-def numbers(parts: Iterator[Part]) -> list[list[int]]:
+def numbers(parts: Iterator[RankBatch]) -> list[list[int]]:
     return [part.batch[0].tolist() for part in parts]
 
 
-def everything(parts: Iterator[Part]) -> list[Any]:
+def everything(parts: Iterator[RankBatch]) -> list[Any]:
     return [(*(field.tolist() for field in part.batch), part.samples, part.after) for part in parts]
 
 
@@ -117,9 +119,9 @@ def test_ranks_keep_their_own_samples_and_those_without_any_have_a_stand_in() ->
         own = [list(reader(Numbers(17), ranks=ranks, rank=rank).read(0, 0)) for rank in range(ranks)]
         for step, parts in enumerate(zip(*own, strict=True)):
             assert [n for part in parts for n in part.batch[0].tolist()] == list(range(17)[8 * step : 8 * step + 8])
-            assert [part.stand_in is None for part in parts] == [len(part.batch[0]) > 0 for part in parts]
+            assert [part.dummy is None for part in parts] == [len(part.batch[0]) > 0 for part in parts]
             assert {part.batch[1].shape[1:] for part in parts} == {(3,)}, "also where there is no sample"
-        assert own[-1][-1].stand_in[0].tolist() == [16]
+        assert own[-1][-1].dummy[0].tolist() == [16]
 
 
 def test_draws_belong_to_seed_epoch_and_sample() -> None:

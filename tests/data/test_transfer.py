@@ -16,7 +16,7 @@ from tutti.data.batches import placer
 from tutti.data.contract import BatchContract
 from tutti.data.epochs import Epochs
 from tutti.data.feed import Feed
-from tutti.data.reader import ByNumber, Part, Position
+from tutti.data.reader import MapReader, Position, RankBatch
 from tutti.data.transfer import Transfer, one_ahead
 
 
@@ -51,14 +51,14 @@ class Streams:
         self.notes.append(("copy", int(batch[0])))
         return batch + 0
 
-    def placed(self, part: Part) -> Part:
-        return replace(part, batch=self.place(part.batch), stand_in=part.stand_in)
+    def placed(self, part: RankBatch) -> RankBatch:
+        return replace(part, batch=self.place(part.batch), dummy=part.dummy)
 
 
 def test_each_batch_is_copied_before_the_one_in_front_of_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     streams = Streams(monkeypatch)
     parts = [
-        Part(torch.full((2,), i), 2, Position(0, i + 1), torch.full((1,), 9) if i == 2 else None) for i in range(3)
+        RankBatch(torch.full((2,), i), 2, Position(0, i + 1), torch.full((1,), 9) if i == 2 else None) for i in range(3)
     ]
     for part in Transfer(torch.device("cuda")).parts(iter(parts), streams.placed):
         streams.notes.append(("given", int(part.batch[0]), part.after.batch))
@@ -72,7 +72,7 @@ def test_each_batch_is_copied_before_the_one_in_front_of_it_is_given(monkeypatch
 def test_a_feed_gives_the_same_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     streams = Streams(monkeypatch)
     source, epochs = TensorSource(torch.arange(23)), Epochs(BatchContract(23, 6, 3, 2))
-    reader = ByNumber(source, epochs, 1, 3)
+    reader = MapReader(source, epochs, 1, 3)
     plain = Feed(reader, epochs, 1, 3, lambda batch: batch)
     ahead = Feed(reader, epochs, 1, 3, streams.place, transfer=Transfer(torch.device("cuda")))
     for start in (0, 2):

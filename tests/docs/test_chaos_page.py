@@ -7,7 +7,7 @@ import shlex
 from pathlib import Path
 
 from tests.faults.commands import tutti
-from tutti.cli.app import build
+from tutti.cli.app import build_app
 
 ROOT = Path(__file__).parents[2]
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", (ROOT / "docs" / "chaos.md").read_text(encoding="utf-8"), re.M | re.S)
@@ -21,7 +21,7 @@ def commands(*languages: str) -> list[list[str]]:
 def test_examples_are_understood() -> None:
     verbs = []
     for words in commands("", "bash"):
-        command, bound, _ = build().parse_args(words, print_error=False, exit_on_error=False)
+        command, bound, _ = build_app().parse_args(words, print_error=False, exit_on_error=False)
         verbs.append(command.__name__)
         # What follows -- is the command's, dashes and all.
         assert list(bound.args)[-1:] == words[-1:] or "--" not in words

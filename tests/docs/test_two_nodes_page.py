@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tutti.cli.app import build
+from tutti.cli.app import build_app
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples" / "slurm" / "train.sbatch"
@@ -39,7 +39,7 @@ def test_a_job_that_was_asked_to_leave_queues_again_and_no_other(code: int, tmp_
     assert scontrol == (["requeue", "4711"] if code == 75 else [])
     # scontrol's own failure must not hide the run's code.
     assert returned == code
-    command, bound, _ = build().parse_args(srun[2:], print_error=False, exit_on_error=False)
+    command, bound, _ = build_app().parse_args(srun[2:], print_error=False, exit_on_error=False)
     assert command.__name__ == "train" and bound.args
 
 

@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 
-from tests.state.checkpoints import same, save
+from tests.checkpoint.checkpoints import same, save
+from tutti.checkpoint.folder import newest_checkpoint, prune
 from tutti.errors import TuttiError
-from tutti.state.folder import newest, prune
 
 POINTS = ("open", "write", "fsync", "replace", "mkdir", "unlink", "rmdir", "close")
 """Every call by which a save changes the disk, and those between them."""
@@ -88,7 +88,7 @@ def play(folder: Path, before: int | None, afterwards: bool) -> dict[str, Any]:
         if not killed(folder, report["points"] + 1, afterwards):
             return report
         report["points"] += 1
-        found, broken = newest(folder)
+        found, broken = newest_checkpoint(folder)
         usable = before is None if found is None else same(found)
         if not usable or broken:
             report["unusable"].append([report["points"], broken])

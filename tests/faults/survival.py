@@ -19,7 +19,7 @@ from tests.faults.commands import starting, write_task
 STEPS, EVERY, WORKERS = 60, 10, 5
 TASK = """
 import json, threading
-from tutti.training.run import Run
+from tutti.train.run import Run
 
 FAULT = json.loads(os.environ.get("FAULT", "{}"))
 FIRST = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"

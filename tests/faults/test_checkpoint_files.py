@@ -19,13 +19,13 @@ from typing import Any
 import pytest
 import torch
 
+from tests.checkpoint.checkpoints import Canary, forge, own, same, save
 from tests.disks import fill, small_disk
 from tests.launching import SAFETY_NET
-from tests.state.checkpoints import Canary, forge, own, same, save
+from tutti.checkpoint.folder import newest_checkpoint
+from tutti.checkpoint.read import TensorReader, load_manifest, verify
+from tutti.checkpoint.write import WritableSlice, begin, write_part
 from tutti.errors import CheckpointError, DiskError
-from tutti.state.folder import newest
-from tutti.state.read import Reader, load_manifest, verify
-from tutti.state.write import Slice, begin, write_part
 
 pytestmark = [pytest.mark.faults, pytest.mark.row(15)]
 ROOT = Path(__file__).parents[2]
@@ -51,7 +51,7 @@ def refused(folder: Path, name: str) -> str:
         verify(folder / "step-00000020")
     message = str(caught.value)
     assert caught.value.exit_code == 4 and f"step-00000020/{name}" in message and "older checkpoint" in message
-    found, broken = newest(folder)
+    found, broken = newest_checkpoint(folder)
     assert found is not None and found.step == 10 and same(found) and broken == [message]
     return message
 
@@ -196,7 +196,7 @@ def test_a_header_of_eight_exbibytes(folder: Path, record_property: Record) -> N
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     assert "header is not the one" in refused(folder, PART)
     with pytest.raises(CheckpointError, match="header"):
-        list(Reader(load_manifest(path)).read("model"))
+        list(TensorReader(load_manifest(path)).read("model"))
     growth = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
     record_property("growth of memory, MiB", growth)
     assert growth < 32
@@ -274,7 +274,7 @@ def test_links_are_not_followed(folder: Path, tmp_path: Path, name: str) -> None
     assert "link" in refused(folder, name) or name == "model"
     if name != "manifest.json":
         with pytest.raises(CheckpointError, match="step-00000020/model"):
-            list(Reader(load_manifest(folder / "step-00000020")).read("model"))
+            list(TensorReader(load_manifest(folder / "step-00000020")).read("model"))
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir], ids=["pipe", "directory"])
@@ -291,7 +291,7 @@ def test_a_link_to_a_checkpoint_is_not_a_checkpoint(folder: Path, tmp_path: Path
     (folder / "step-00000020").rename(tmp_path / "elsewhere")
     (folder / "step-00000020").symlink_to(tmp_path / "elsewhere")
     (folder / "latest").symlink_to(tmp_path / "elsewhere")
-    found, broken = newest(folder)
+    found, broken = newest_checkpoint(folder)
     assert found is not None and (found.step, broken) == (10, [])
 
 
@@ -300,7 +300,7 @@ def test_a_file_cut_short_after_it_was_verified(folder: Path) -> None:
     manifest = verify(folder / "step-00000020")
     os.truncate(manifest.path / PART, 100)
     with pytest.raises(CheckpointError, match="it has 100 bytes and not"):
-        list(Reader(manifest).read("model"))
+        list(TensorReader(manifest).read("model"))
 
 
 @pytest.mark.row(12)
@@ -338,7 +338,7 @@ def test_a_full_disk_at_every_page_of_a_save(disk: Path) -> None:
         finally:
             filler.unlink()
         assert [path.name for path in folder.iterdir()] == ["step-00000010"]
-        found, broken = newest(folder)
+        found, broken = newest_checkpoint(folder)
         assert found is not None and same(found) and broken == []
         assert os.statvfs(disk).f_bavail == free
     assert failed >= 5 and same(verify(folder / "step-00000020"))
@@ -348,5 +348,5 @@ def test_a_full_disk_at_every_page_of_a_save(disk: Path) -> None:
 def test_a_rank_whose_disk_is_full_frees_what_it_wrote(disk: Path) -> None:
     temporary = begin(disk / "checkpoints", 10, attempt=0)
     with pytest.raises(DiskError, match="No space left"):
-        write_part(temporary, "model", 0, [Slice.whole("w", torch.zeros(2**18))])
+        write_part(temporary, "model", 0, [WritableSlice.whole("w", torch.zeros(2**18))])
     assert list((temporary / "model").iterdir()) == []

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from tests.checkpoint.checkpoints import Canary
 from tests.faults.commands import complaint, tutti
 from tests.launching import SOURCE
-from tests.state.checkpoints import Canary
 
 pytestmark = [pytest.mark.faults, pytest.mark.row(27)]
 

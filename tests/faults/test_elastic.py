@@ -17,9 +17,9 @@ import tutti
 from tests import worlds
 from tests.contract.models import loss, model, samples
 from tests.contract.table import largest_difference
+from tutti.checkpoint.manager import Checkpoints
 from tutti.data.order import permutation
-from tutti.training.checkpoint import Checkpoints
-from tutti.world import context
+from tutti.launcher import context
 
 pytestmark = pytest.mark.faults
 Record = Callable[[str, object], None]
@@ -60,7 +60,7 @@ def leg(strategy: str, folder: str, until: int, optimizer: str, **settings: Any)
     checkpoints.save({})
     checkpoints.wait()
     state = {name: tensor.numpy().copy() for name, tensor in run.state().items()}
-    return {"part": run.setting.grid.data_rank, "ids": ids, "losses": losses, "state": state, "warnings": warnings}
+    return {"part": run.context.grid.data_rank, "ids": ids, "losses": losses, "state": state, "warnings": warnings}
 
 
 def chain(folder: Path, places: Sequence[Place], stops: Sequence[int], **settings: Any) -> Any:

@@ -12,12 +12,12 @@ import tutti
 from tests import worlds
 from tests.contract.models import loss, model, samples
 from tests.disks import fill, small_disk
+from tutti.checkpoint.folder import newest_checkpoint
+from tutti.checkpoint.manager import Checkpoints
+from tutti.checkpoint.read import verify
 from tutti.errors import DiskError
-from tutti.state.folder import newest
-from tutti.state.read import verify
-from tutti.training.checkpoint import Checkpoints
-from tutti.world import context
-from tutti.world.failure import read, record
+from tutti.launcher import context
+from tutti.launcher.failure import read_failure, record_failure
 
 pytestmark = [pytest.mark.faults, pytest.mark.row(12)]
 PLACES = [("single", 1), ("mirrored", 3), ("model_parallel", 3), ("local_sgd:period=2", 3), ("central_storage", 3)]
@@ -81,17 +81,17 @@ def test_all_ranks_agree_and_the_old_checkpoint_stays(strategy: str, ranks: int,
     assert all("No space left on device" in warning for warning in warnings)
     assert ends[:2] == ["", ""] and ends[2].startswith("3 saves in a row have failed")
     assert [path.name for path in (disk / "checkpoints").iterdir()] == names, "something half-written stays"
-    found, broken = newest(disk / "checkpoints")
+    found, broken = newest_checkpoint(disk / "checkpoints")
     assert found is not None and found.step == 4 and not broken and verify(found.path)
 
 
 def test_why_a_rank_failed_is_told_even_if_its_logs_disk_is_full(disk: Path, tmp_path: Path) -> None:
     filler, failed = fill(disk, spare=0), DiskError("the disk is full")
-    record((disk, tmp_path), 2, failed)
+    record_failure((disk, tmp_path), 2, failed)
     assert list(disk.iterdir()) == [filler], "an empty record stays"
-    found = read((disk, tmp_path), 2)
+    found = read_failure((disk, tmp_path), 2)
     assert found is not None and (found.message, found.exit_code) == ("the disk is full.", 8)
     filler.unlink()
-    record((disk, tmp_path), 2, DiskError("another"))
-    found = read((disk, tmp_path), 2)
+    record_failure((disk, tmp_path), 2, DiskError("another"))
+    found = read_failure((disk, tmp_path), 2)
     assert found is not None and found.message == "another."

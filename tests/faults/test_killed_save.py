@@ -15,11 +15,11 @@ import tutti
 from tests import worlds
 from tests.contract.models import loss, model, samples
 from tests.faults.saving import arm
-from tutti.state.fingerprint import weights_sha256
-from tutti.state.folder import newest
-from tutti.state.read import Reader
-from tutti.training.checkpoint import Checkpoints
-from tutti.world import context
+from tutti.checkpoint.fingerprint import weights_sha256
+from tutti.checkpoint.folder import newest_checkpoint
+from tutti.checkpoint.manager import Checkpoints
+from tutti.checkpoint.read import TensorReader
+from tutti.launcher import context
 
 pytestmark = [pytest.mark.faults, pytest.mark.row(2)]
 STRATEGIES = ["mirrored", "model_parallel", "mirrored:algorithm=native", "local_sgd:period=2", "central_storage"]
@@ -35,7 +35,7 @@ def prepared(strategy: str, folder: str) -> tuple[tutti.Run, Checkpoints]:
 def save_twice(strategy: str, folder: str, rank: int = -1, point: int = 0, afterwards: bool = False) -> Any:
     """Save steps 1 and 2; ``rank`` ends everybody at its ``point``-th call of the second save. Hashes; its calls."""
     run, checkpoints = prepared(strategy, folder)
-    comm, mine = run.setting.comms.world, os.getpid()
+    comm, mine = run.context.comms.world, os.getpid()
     others = [int(pid) for pid in comm.all_gather(torch.tensor([mine]), "processes") if int(pid) != mine]
     batches, hashes = run.epoch(0), []
     for deadly in (None, point if rank == comm.rank else 0):
@@ -74,9 +74,9 @@ def test_killed_within_the_save_of_real_ranks(
         with pytest.raises(worlds.RankError) as raised:
             pool.run(save_twice, strategy=strategy, folder=str(folder), **fault)
         assert all(failure and failure.kind == "Died" for failure in raised.value.failures), raised.value
-        manifest, broken = newest(folder)
+        manifest, broken = newest_checkpoint(folder)
         assert manifest is not None and broken == [], fault
-        assert weights_sha256(dict(Reader(manifest).read("model"))) == hashes[manifest.step - 1]
+        assert weights_sha256(dict(TensorReader(manifest).read("model"))) == hashes[manifest.step - 1]
         found.append(manifest.step)
         [left] = worlds.run(1, save_again, strategy=strategy.replace("model_parallel", "single"), folder=str(folder))
         assert left == [f"step-{manifest.step + 1:08d}"]

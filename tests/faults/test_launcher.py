@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from tests.launching import alive, launched, launching, to_terminal_group, until
-from tutti.world.failure import Failure, from_death, root_cause
+from tutti.launcher.failure import Failure, from_death, root_cause
 
 pytestmark = [pytest.mark.faults, pytest.mark.row(28)]
 
@@ -157,7 +157,7 @@ def test_kill_9_of_the_launcher_leaves_no_process(
     body = """
         import subprocess
         from multiprocessing import Process
-        from tutti.world.child import die_with_parent
+        from tutti.launcher.child import die_with_parent
         def loader():
             die_with_parent(0)
             (HERE / f"ready-loader-{RANK()}").touch()
@@ -179,7 +179,8 @@ def test_kill_9_of_the_launcher_leaves_no_process(
 
 
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129), (signal.SIGUSR1, 138)]
+    ("number", "code"),
+    [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129), (signal.SIGUSR1, 138), (signal.SIGUSR2, 140)],
 )
 def test_a_signal_to_the_launcher_ends_everything(tmp_path: Path, number: signal.Signals, code: int) -> None:
     body = """

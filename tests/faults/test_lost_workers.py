@@ -25,7 +25,7 @@ MODES = ["async", f"bounded,staleness={BOUND},lease=100000"]
 TASK = """
 import json
 from functools import partial
-from tutti.training.run import Run
+from tutti.train.run import Run
 
 FAULT = json.loads(os.environ.get("FAULT", "{}"))
 FIRST = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
@@ -63,6 +63,11 @@ def loss(model, batch):
             file.write(str(os.getpid()))
         FAULT.clear()
         os.kill(os.getpid(), signal.SIGKILL if SIGNAL == "kill" else signal.SIGSTOP)
+    if FIRST and FAULT.get("in") == kind == "step" and STEP > FAULT["step"]:
+        # The others must not be done before the victim has come to its fault.
+        limit = time.monotonic() + 60
+        while not os.path.exists(os.path.join(HERE, "victim")) and time.monotonic() < limit:
+            time.sleep(0.01)
     time.sleep(0.01 * model.training)
     total = nn.functional.cross_entropy(model(inputs / 10), labels, reduction="sum")
     return total, len(labels), {"index": inputs[:, 0].sum()}

@@ -18,7 +18,7 @@ from tests.contract.models import loss, model, samples
 from tests.faults.commands import complaint
 from tests.faults.commands import tutti as command
 from tutti.errors import TuttiError
-from tutti.world import context
+from tutti.launcher import context
 
 pytestmark = [pytest.mark.faults, pytest.mark.row(21)]
 
@@ -140,7 +140,7 @@ def test_different_strategies_at_prepare(first: str, second: str) -> None:
 def own_collective(case: str, culprit: int) -> Any:
     """One collective in which ``culprit`` differs; what this rank is told, and what its tensor holds afterwards."""
     run = tutti.prepare(model(), "sgd:lr=0.1", samples(), loss, workers=4)
-    comm, other = run.setting.comms.world, context.rank() == culprit
+    comm, other = run.context.comms.world, context.rank() == culprit
     tensor = torch.full((3,), float(context.rank()))
     if other and case == "shape":
         tensor = torch.zeros(4)

@@ -32,7 +32,7 @@ def poison(plain: nn.Module, name: str, run: list[Any], worker: int, steps: list
 
     def spoil(gradient: Tensor) -> Tensor:
         nonlocal calls
-        mine = run[0].setting.mine
+        mine = run[0].context.mine
         step, nth = divmod(calls, len(mine))
         calls += 1
         if step not in steps or mine[nth] != worker:

@@ -17,12 +17,12 @@ import pytest
 import torch
 import zmq
 
-from tests.exchanges.test_server_wire import fuzz
+from tests.parallel.parameter_server.test_server_wire import fuzz
 from tests.servers import RUN, served
 from tutti.errors import AuthenticationError
-from tutti.exchanges.server import keys, wire
-from tutti.exchanges.server.client import Client
-from tutti.exchanges.server.wire import FACTS, PULL, WAIT
+from tutti.parallel.parameter_server import curve_keys, server_wire
+from tutti.parallel.parameter_server.client import Client
+from tutti.parallel.parameter_server.server_wire import FACTS, PULL, WAIT
 
 pytestmark = [pytest.mark.faults]
 
@@ -144,7 +144,7 @@ def test_repeated_and_reordered_pushes_count_once(seed: int, record_property: Ca
                 applied.add(index)
                 highest = index
         answered = 0
-        while wire.unpack(line.recv_multipart()[0]).seq < clocks:  # type: ignore[union-attr]
+        while server_wire.unpack(line.recv_multipart()[0]).seq < clocks:  # type: ignore[union-attr]
             answered += 1
         honest = at.client(1)
         version, value = at.read(honest, 1)
@@ -153,7 +153,7 @@ def test_repeated_and_reordered_pushes_count_once(seed: int, record_property: Ca
         assert (wrong, value) == (0, -version)
         # The same clock under a new number is the same push.
         line.send_multipart(at.frames(0, seq=clocks + 5, clock=clocks - 1))
-        while wire.unpack(line.recv_multipart()[0]).seq < clocks + 5:  # type: ignore[union-attr]
+        while server_wire.unpack(line.recv_multipart()[0]).seq < clocks + 5:  # type: ignore[union-attr]
             pass
         assert at.read(honest, 1)[0] == version
         line.close()
@@ -168,13 +168,13 @@ def test_strangers_reach_nothing(record_property: Callable[[str, object], None])
         honest = at.client(0)
         at.push(honest, 0, 0)
         with pytest.raises(AuthenticationError) as refused:
-            at.push(at.client(1, keys=keys.make()), 1, 0)
+            at.push(at.client(1, keys=curve_keys.make_keys()), 1, 0)
         assert refused.value.exit_code == 7
-        stranger = keys.make()
+        stranger = curve_keys.make_keys()
         for own, server in [(at.clients[1], stranger.public), (stranger, stranger.public)]:
             line = zmq.Context.instance().socket(zmq.DEALER)
             line.linger, line.rcvtimeo = 0, 500
-            keys.unlock(line, own, server)
+            curve_keys.unlock(line, own, server)
             line.connect(at.address.endpoint)
             line.send_multipart(at.frames(1, 1, 0))
             with pytest.raises(zmq.Again):
@@ -240,7 +240,7 @@ def test_a_holder_of_a_key_that_sends_nonsense_stops_nobody(
         nan = at.frames(1, 10**6, 0)
         nan[2] = b"\xff" * len(nan[2])
         line.send_multipart(nan)
-        assert wire.unpack(line.recv_multipart()[0]).flags == wire.REFUSED  # type: ignore[union-attr]
+        assert server_wire.unpack(line.recv_multipart()[0]).flags == server_wire.REFUSED  # type: ignore[union-attr]
         assert at.read(honest) == (11, -11.0)
         found = facts(honest)
         grown = (psutil.Process(at.pid()).memory_info().rss - memory) / 2**20

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.checkpoint.checkpoints import Canary, forge, own
 from tests.faults.commands import complaint, tutti, write_task
 from tests.faults.survival import printed
 from tests.launching import Result
-from tests.state.checkpoints import Canary, forge, own
 
 pytestmark = pytest.mark.faults
 Record = Callable[[str, object], None]
@@ -213,7 +213,6 @@ def model():
 OTHERS: list[tuple[tuple[str, ...], str, tuple[str, ...]]] = [
     ((), WIDER, ("of another model", "0.weight [6, 4], not [7, 4]", "missing: 5.")),
     (("--optimizer", "sgd:lr=0.1"), "", ("optimizer adam, which keeps exp_avg, exp_avg_sq, step, not sgd",)),
-    (("--workers", "4"), "", ("workers 5, not 4",)),
     (("--batch-size", "15"), "", ("global_batch_size 14, not 15",)),
     (("--seed", "3"), "", ("seed 0, not 3",)),
 ]

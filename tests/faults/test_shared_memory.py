@@ -19,12 +19,12 @@ from tests import worlds
 from tests.contract.table import train
 from tests.faults.commands import write_task
 from tests.launching import SAFETY_NET, SOURCE
-from tutti.comm import segment as segments
+from tutti.comm import shared_memory as segments
 from tutti.comm.communicator import Communicators
-from tutti.comm.segment import attach
+from tutti.comm.grid import Grid
+from tutti.comm.shared_memory import attach
 from tutti.errors import UsageError
-from tutti.world import context
-from tutti.world.grid import Grid
+from tutti.launcher import context
 
 pytestmark = [
     pytest.mark.faults,
@@ -44,9 +44,9 @@ def meet_and_read(room: int) -> tuple[list[int], list[Path]]:
     segment = attach(comm, room)
     assert segment is not None
     segment.slot(comm.rank).fill_(comm.rank + 1)
-    segment.meet("first")
+    segment.barrier("first")
     seen = [int(segment.slot(r).max()) for r in range(comm.size)]
-    segment.meet("second")
+    segment.barrier("second")
     return seen, list(Path("/dev/shm").glob(f"tutti-{os.getpid()}-*"))
 
 
@@ -59,11 +59,11 @@ def one_dies(victim: int) -> str:
     comm = comms().world
     segment = attach(comm, 4096)
     assert segment is not None
-    segment.meet("everybody is here")
+    segment.barrier("everybody is here")
     if comm.rank == victim:
         os.kill(os.getpid(), signal.SIGKILL)
     try:
-        segment.meet("the next step")
+        segment.barrier("the next step")
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "no error"

@@ -29,7 +29,7 @@ from tests.launching import Running, until
 
 pytestmark = [pytest.mark.faults, pytest.mark.row(4)]
 MOMENTS = ("step", "save", "again")
-SIGNALS = {signal.SIGTERM: 75, signal.SIGUSR1: 75, signal.SIGINT: 130}
+SIGNALS = {signal.SIGTERM: 75, signal.SIGUSR1: 75, signal.SIGINT: 130, signal.SIGUSR2: 75}
 
 
 @pytest.mark.parametrize("member", MEMBERS, ids=str)
@@ -38,7 +38,7 @@ def test_asked_to_stop(
 ) -> None:
     devices, turn = member.devices(seed), seed + MEMBERS.index(member)
     draw, when = random.Random(f"stop {member} {seed}"), MOMENTS[turn % 3]
-    number, code = list(SIGNALS.items())[turn // 3 % 3]
+    number, code = list(SIGNALS.items())[turn // 3 % len(SIGNALS)]
     # Rank 0 has two micro-batches in every batch: between them it is in the middle of an accumulation.
     call = draw.randrange(2)
     fault = {"kind": "stop", "when": when, "call": call, "rank": 0 if call else draw.randrange(devices)}
@@ -70,6 +70,25 @@ def test_asked_to_stop(
     record_property("max|Δloss|", largest_difference(ended, want))
     record_property("weights that differ", int(ended.digest != want.digest))
     assert ended == want
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])
+@pytest.mark.parametrize("devices", [1, 3])
+def test_a_scheduler_s_signals_save_and_leave_with_75(number: signal.Signals, devices: int, tmp_path: Path) -> None:
+    """Slurm's ``--signal=USR1``, and SIGUSR2, which submitit sends."""
+    own = write_task(tmp_path)
+    words = ("train", own, "--devices", str(devices), "--workers", "3", "--batch-size", "6", "--steps", "100000")
+    with starting(tmp_path, *words, "--eval-every", "none", "--out", "run") as running:
+        until(lambda: metrics_of(tmp_path) or running.launcher.poll() is not None)
+        running.launcher.send_signal(number)
+        result = running.finish()
+    assert result.code == 75 and "--resume" in result.err, result.err
+    assert list(tmp_path.glob("run/checkpoints/step-*/manifest.json"))
+
+
+def metrics_of(folder: Path) -> bool:
+    path = folder / "run" / "metrics.jsonl"
+    return path.is_file() and b"train" in path.read_bytes()
 
 
 def wait(running: Running, name: str, ranks: int) -> None:

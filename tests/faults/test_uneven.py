@@ -32,7 +32,7 @@ class Items:
 
 
 def train(
-    strategy: str, count: int, batch_size: int, items: bool, own_loop: bool, reproducible: bool, workers: int = 4
+    strategy: str, count: int, batch_size: int, items: bool, custom_loop: bool, reproducible: bool, workers: int = 4
 ) -> Any:
     """Three epochs; state, losses, and how many samples an evaluation of one sample counted."""
     plain = model()
@@ -49,13 +49,13 @@ def train(
     )
     losses = []
     for epoch in range(3):
-        if own_loop:
-            for batch in run.cells(epoch):
+        if custom_loop:
+            for batch in run.microbatches(epoch):
                 total, number, _ = loss(run.model, batch)
                 run.backward((total, number))
                 optimizer.step()
                 optimizer.zero_grad()
-            losses.append(run.agreed.loss if run.agreed else None)
+            losses.append(run.stats.loss if run.stats else None)
         else:
             losses += [run.step(batch) for batch in run.epoch(epoch)]
     one = Items(1) if items else samples(1)
@@ -75,7 +75,7 @@ CASES = [
 
 @pytest.mark.parametrize("ranks", [3, 4])
 @pytest.mark.parametrize(
-    ("strategy", "reproducible", "own_loop"),
+    ("strategy", "reproducible", "custom_loop"),
     [
         ("mirrored", False, False),
         ("mirrored", False, True),
@@ -89,15 +89,15 @@ CASES = [
     ],
 )
 def test_equals_one_device(
-    strategy: str, reproducible: bool, own_loop: bool, ranks: int, record_property: Callable[[str, object], None]
+    strategy: str, reproducible: bool, custom_loop: bool, ranks: int, record_property: Callable[[str, object], None]
 ) -> None:
     for count, batch_size in CASES:
         for items in (False, True):
             settings = {"count": count, "batch_size": batch_size, "items": items, "reproducible": reproducible}
             single = strategy if "local" in strategy else "single"
-            [(want, losses, steps)] = worlds.run(1, train, strategy=single, own_loop=own_loop, **settings)
+            [(want, losses, steps)] = worlds.run(1, train, strategy=single, custom_loop=custom_loop, **settings)
             assert steps == 3 * -(-count // batch_size)
-            for state, own, clock in worlds.run(ranks, train, strategy=strategy, own_loop=own_loop, **settings):
+            for state, own, clock in worlds.run(ranks, train, strategy=strategy, custom_loop=custom_loop, **settings):
                 assert clock == steps
                 assert own == pytest.approx(losses, rel=1e-9)
                 difference = largest_difference(state, want)
@@ -109,7 +109,7 @@ def test_equals_one_device(
 def test_an_empty_set_is_refused_on_every_rank(ranks: int) -> None:
     with pytest.raises(worlds.RankError) as raised:
         worlds.run(
-            ranks, train, strategy="mirrored", count=0, batch_size=4, items=True, own_loop=False, reproducible=False
+            ranks, train, strategy="mirrored", count=0, batch_size=4, items=True, custom_loop=False, reproducible=False
         )
     assert [f and (f.kind, f.exit_code) for f in raised.value.failures] == [("DataError", 3)] * ranks
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -10,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tutti import native
 from tutti.errors import UsageError
+from tutti.native import native_library
 from tutti.nn import ghost
 
 SHAPES = {
@@ -29,7 +30,7 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     """Both ways to compute; the compiled one is there wherever a compiler is."""
     if request.param == "PyTorch's own":
         monkeypatch.setattr(ghost, "_kernels", lambda dtype: ())
-    elif native.library(Path(ghost.__file__).with_name("ghost.cpp")) is None:
+    elif native_library.library(Path(native_library.__file__).with_name("ghost.cpp")) is None:
         pytest.skip("there is no C++ compiler")
     return str(request.param)
 
@@ -120,6 +121,46 @@ def test_narrow_numbers(name: str, dtype: torch.dtype, bound: float, kernels: st
     torch.testing.assert_close(leaf.grad.double(), wide.grad, rtol=bound, atol=bound)
 
 
+LONG = {
+    "many points": ((3, 2, 4500), torch.contiguous_format),
+    "many samples": ((700, 3, 5), torch.contiguous_format),
+    "stretches": ((40, 130, 9, 7), torch.channels_last),
+}
+
+
+@pytest.mark.skipif(
+    native_library.library(Path(native_library.__file__).with_name("ghost.cpp")) is None,
+    reason="there is no C++ compiler",
+)
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("name", [*SHAPES, *LONG])
+def test_bits_do_not_depend_on_a_compiler(
+    name: str, dtype: torch.dtype, affine: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "SHAPES", {**SHAPES, **LONG})
+    x, dy = inputs(name, dtype)
+    dy[dy < 2] = 0
+    for size in (1 if x[0, 0].numel() > 1 else 2, 5, max(len(x) // 2, 2)):
+        found = []
+        for compiled in (True, False):
+            with monkeypatch.context() as patch:
+                if not compiled:
+                    patch.setattr(ghost, "_kernels", lambda dtype: ())
+                _, ours = norms(x, size, affine=affine)
+                ours = ours.to(torch.float32 if dtype == torch.bfloat16 else dtype)
+                leaf = x.clone(memory_format=torch.preserve_format).requires_grad_()
+                y = ours(leaf)
+                y.backward(dy)
+                found.append([y.detach(), leaf.grad, *(p.grad for p in ours.parameters()), *ours.buffers()])
+        assert [torch.equal(a.view(-1), b.view(-1)) for a, b in zip(*map(flat, found), strict=True)].count(False) == 0
+
+
+def flat(tensors: list[Tensor | None]) -> list[Tensor]:
+    """As integers, so that zeros have signs."""
+    return [t.contiguous().view(-1).view(torch.uint8) for t in tensors if t is not None]
+
+
 def test_large_mean_small_variance(kernels: str) -> None:
     x = torch.randn(64, 3, 8, 8) * 1e-2 + 100
     plain, ours = norms(x.double(), 16)
@@ -129,8 +170,6 @@ def test_large_mean_small_variance(kernels: str) -> None:
 
 
 def test_bits_do_not_depend_on_threads() -> None:
-    if not ghost._kernels(torch.float32):
-        pytest.skip("PyTorch's own sums depend on the number of threads")
     x, dy = inputs("channels last", torch.float32)
     before, found = torch.get_num_threads(), []
     try:
@@ -150,14 +189,14 @@ def test_a_model_is_converted_in_place_and_keeps_its_state() -> None:
     shared = nn.BatchNorm2d(3)
     model = nn.Sequential(nn.Conv2d(1, 3, 3), shared, nn.Sequential(nn.ReLU(), shared, nn.BatchNorm2d(3)))
     names, parameters = list(model.state_dict()), [id(p) for p in model.parameters()]
-    assert ghost.convert(model, 8) is model
+    assert ghost.convert_ghost_batch_norm(model, 8) is model
     assert list(model.state_dict()) == names and [id(p) for p in model.parameters()] == parameters
     assert model[1] is model[2][1] and isinstance(model[2][2], ghost.GhostBatchNorm) and "ghost=8" in repr(model)
-    assert isinstance(ghost.convert(nn.BatchNorm1d(2), 4), ghost.GhostBatchNorm)
+    assert isinstance(ghost.convert_ghost_batch_norm(nn.BatchNorm1d(2), 4), ghost.GhostBatchNorm)
     with pytest.raises(UsageError, match="no batch norm"):
-        ghost.convert(nn.Linear(2, 2), 8)
+        ghost.convert_ghost_batch_norm(nn.Linear(2, 2), 8)
     with pytest.raises(UsageError, match="ghost of 0"):
-        ghost.convert(nn.BatchNorm1d(2), 0)
+        ghost.convert_ghost_batch_norm(nn.BatchNorm1d(2), 0)
 
 
 @pytest.mark.parametrize("momentum", [0.1, None])
@@ -171,3 +210,22 @@ def test_it_is_one_graph_for_the_compiler(momentum: float | None) -> None:
     for _ in range(2):
         torch.testing.assert_close(compiled(x), ours(x))
     torch.testing.assert_close(other.state_dict(), ours.state_dict())
+
+
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("eps", [1e-5, 0.3])
+def test_gradients_of_gradients(affine: bool, eps: float, kernels: str) -> None:
+    draw = torch.Generator().manual_seed(3)
+    x, target = (torch.randn(10, 3, 4, generator=draw, dtype=torch.float64) for _ in range(2))
+    plain = nn.BatchNorm1d(3, eps=eps, affine=affine).double()
+    norm = ghost.GhostBatchNorm(copy.deepcopy(plain), 4)
+
+    def penalised(split: bool) -> list[Tensor]:
+        leaf, parameters = x.clone().requires_grad_(), list((plain if split else norm).parameters())
+        value = torch.cat([plain(part) for part in leaf.split([4, 4, 2])]) if split else norm(leaf)
+        slopes = torch.autograd.grad(((value - target) ** 2).sum(), [leaf, *parameters], create_graph=True)
+        penalty = torch.stack([(slope**2).sum() for slope in slopes]).sum()
+        return [penalty.detach(), *torch.autograd.grad(penalty, [leaf, *parameters])]
+
+    for have, want in zip(penalised(split=False), penalised(split=True), strict=True):
+        assert float((have - want).abs().max()) <= 1e-10 * max(1.0, float(want.abs().max()))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from tutti.nn.swap import buffers, mode, other_names, parameters, swapped
+from tutti.nn.swap import buffers, other_names, parameters, swapped, training_mode
 
 
 def model() -> nn.Module:
@@ -45,9 +45,9 @@ def test_modes_come_back_as_they_were() -> None:
     block = nn.Sequential(nn.Dropout(), nn.Sequential(nn.Dropout(), nn.Identity()))
     block[1].eval()
     before = [m.training for m in block.modules()]
-    with mode([block], training=False):
+    with training_mode([block], training=False):
         assert not any(m.training for m in block.modules())
-    with mode([block], training=True):
+    with training_mode([block], training=True):
         assert all(m.training for m in block.modules())
     assert [m.training for m in block.modules()] == before == [True, True, False, False, False]
 

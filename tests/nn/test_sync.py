@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from tests import worlds
 from tutti.comm.communicator import Communicators
+from tutti.comm.grid import Grid
 from tutti.errors import UsageError
+from tutti.launcher import context
 from tutti.nn import norms, sync
-from tutti.world import context
-from tutti.world.grid import Grid
 
 SHAPES: dict[str, tuple[tuple[int, ...], Any]] = {
     "2-d": ((11, 5), torch.contiguous_format),
@@ -35,7 +35,9 @@ DTYPES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 0.06}
 def converted(model: nn.Module, workers: int = 8) -> nn.Module:
     world = context.current()
     grid = Grid(world.identity.size, rank=world.identity.rank)
-    return sync.convert(model, Communicators(world, grid).apart("batch norm"), workers, grid.data_ranks)
+    return sync.convert_sync_batch_norm(
+        model, Communicators(world, grid).new_group("batch norm"), workers, grid.data_ranks
+    )
 
 
 def made(shape: tuple[int, ...], options: dict[str, Any]) -> nn.Module:
@@ -171,7 +173,7 @@ def models() -> list[bool]:
     told += [twin[1].peers is net[1].peers, twin[1].weight is not net[1].weight]
     told += [torch.equal(net.eval()(x), plain.eval()(x)), "over 2 devices" in repr(net)]
     net[1].running_mean = torch.ones(3)
-    norms.restore(net)
+    norms.restore_norms(net)
     told += [[type(m) for m in net.modules()] == kinds, list(net.state_dict()) == names, net[1] is net[2][1]]
     told += [bool((net[1].running_mean == 1).all()), not net[1].training]
     return told
@@ -196,6 +198,21 @@ class _Alone:
 )
 def test_what_would_depend_on_the_devices_is_refused(model: nn.Module, workers: int, words: str) -> None:
     with pytest.raises(UsageError, match=words):
-        sync.convert(model, _Alone(), workers, 1)  # type: ignore[arg-type]
+        sync.convert_sync_batch_norm(model, _Alone(), workers, 1)  # type: ignore[arg-type]
     if workers > 1:
-        sync.convert(model, _Alone(), 1, 1)  # type: ignore[arg-type]
+        sync.convert_sync_batch_norm(model, _Alone(), 1, 1)  # type: ignore[arg-type]
+
+
+def twice() -> str:
+    norm = converted(nn.BatchNorm1d(3).double())
+    x = torch.randn(4, 3, dtype=torch.float64).requires_grad_()
+    try:
+        torch.autograd.grad((norm(x) ** 3).sum(), [x], create_graph=True)
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_gradients_of_gradients_are_refused(size: int) -> None:
+    assert all("does not go with gradients of gradients" in said for said in worlds.run(size, twice))

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from tutti.config.optimizer_config import check_optimizer
 from tutti.errors import UsageError
 from tutti.optim import LAMB, LARC, LARS, Muon, NovoGrad
-from tutti.optim.config import check_optimizer
 from tutti.optim.factory import from_config, from_instance
 
 OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -159,8 +159,6 @@ def test_a_part_keeps_its_groups_and_settings() -> None:
 def test_optimizers_of_other_kinds_can_be_split(kind: Any) -> None:
     net = model()
     whole = kind([p for p in net.parameters() if p.requires_grad], lr=0.125, weight_decay=0.25)
-    if whole.state:
-        pytest.skip("it has state before its first step, which cannot be split")
     [group] = from_instance(whole)(list(net.named_parameters())[2:]).param_groups
     assert {k: v for k, v in group.items() if k != "params"} == {
         k: v for k, v in whole.param_groups[0].items() if k != "params"
@@ -174,3 +172,30 @@ def test_one_that_has_stepped_is_kept_but_not_split() -> None:
     assert from_instance(optimizer)(list(net.named_parameters())) is optimizer
     with pytest.raises(UsageError, match="already stepped"):
         from_instance(optimizer)(list(net.named_parameters())[2:])
+
+
+class Needing(torch.optim.SGD):
+    """Wants more than its groups say; ``kept`` says under which name it keeps that."""
+
+    def __init__(self, params: Any, power: float, kept: str = "power", lr: float = 0.1) -> None:
+        setattr(self, kept, power)
+        super().__init__(params, lr)
+
+
+def test_a_copy_is_the_same_algorithm_or_refused() -> None:
+    """Options that are attributes are handed on; where a copy would have others, or none can be made, that is said."""
+    net = model()
+    trained = [p for p in net.parameters() if p.requires_grad]
+    whole = Needing(trained, 0.5)
+    part = from_instance(whole)(list(net.named_parameters())[2:])
+    assert isinstance(part, Needing) and part.power == 0.5  # type: ignore[attr-defined]
+    with pytest.raises(UsageError, match=r"Needing cannot be made anew.*power"):
+        from_instance(Needing(trained, 0.5, kept="_exponent"))(list(net.named_parameters())[2:])
+
+    class Moded(torch.optim.SGD):
+        def __init__(self, params: Any, how: str = "plain") -> None:
+            self._mode = how
+            super().__init__(params, 0.1)
+
+    with pytest.raises(UsageError, match="_mode is 'other', and 'plain' in a new one"):
+        from_instance(Moded(trained, "other"))(list(net.named_parameters())[2:])

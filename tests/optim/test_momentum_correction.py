@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from tests.optim.problems import gradients, parameters
+from tutti.checkpoint.state_shards import load_optimizer, optimizer_tensors
 from tutti.errors import UsageError
-from tutti.exchanges.saved import load_optimizer, optimizer_tensors
-from tutti.optim import LARS, native
+from tutti.native import compiled_passes
+from tutti.optim import LARS
 
-compiled = pytest.mark.skipif(native.load() is None, reason="there is no C++ compiler")
+compiled = pytest.mark.skipif(compiled_passes.load_kernels() is None, reason="there is no C++ compiler")
 FUSED = [pytest.param(None, id="compiled", marks=compiled), pytest.param(False, id="foreach")]
 RATES = [0.1, 0.2, 0.2, 3.0, 0.05, 1.0]
 OPTIONS = {"weight_decay": 0.01, "trust": 0.1}

@@ -1,6 +1,6 @@
 """100 random steps in float64 equal optax's. Its results are kept here; where optax is installed it runs again.
 
-``python -m tests.optim.test_optax`` (with ``pip install 'tutti[parity]'``) writes them anew.
+``python -m tests.optim.test_optax`` (with ``pip install 'tutti-train[parity]'``) writes them anew.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def test_equals_what_optax_gave(name: str) -> None:
 
 @pytest.mark.parametrize("name", ROWS)
 def test_optax_still_gives_it(name: str) -> None:
-    pytest.importorskip("optax", reason="pip install 'tutti[parity]' to run optax itself")
+    pytest.importorskip("optax", reason="pip install 'tutti-train[parity]' to run optax itself")
     want = json.loads(KEPT.read_text(encoding="utf-8"))["weights"][name]
     for now, other in zip(theirs(name), want, strict=True):
         assert now == pytest.approx(other, rel=1e-9, abs=1e-12)

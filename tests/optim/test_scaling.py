@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from tutti.config.optimizer_config import check_optimizer
 from tutti.errors import UsageError
-from tutti.optim.config import check_optimizer
 from tutti.optim.scaling import check_rule, scaled
 
 

@@ -6,10 +6,10 @@ import math
 
 import pytest
 
+from tutti.config.optimizer_config import check_schedule
+from tutti.config.spec import Duration
 from tutti.errors import UsageError
-from tutti.optim.config import check_schedule
-from tutti.optim.schedules import make
-from tutti.spec import Duration
+from tutti.optim.schedules import make_schedule
 
 
 def of_a_stream(duration: Duration) -> int:
@@ -19,7 +19,7 @@ def of_a_stream(duration: Duration) -> int:
 def rates(
     text: str, steps: list[int], total: int = 100, dataset: int = 120, batch: int = 10, scaled: float = 1.0
 ) -> list[float]:
-    factor = make(check_schedule(text), total, lambda duration: duration.steps(dataset, batch), scaled)
+    factor = make_schedule(check_schedule(text), total, lambda duration: duration.steps(dataset, batch), scaled)
     return [factor(step) for step in steps]
 
 
@@ -70,12 +70,12 @@ def test_any_step_without_those_before_it() -> None:
 @pytest.mark.parametrize("text", ["cosine", "linear:final=0.1"])
 def test_what_falls_over_the_whole_run_needs_its_length(text: str) -> None:
     with pytest.raises(UsageError, match="falls over the whole run, whose length is not known"):
-        make(check_schedule(text), None, of_a_stream)
-    assert make(check_schedule(text), 10, of_a_stream)(0) == 1.0
+        make_schedule(check_schedule(text), None, of_a_stream)
+    assert make_schedule(check_schedule(text), 10, of_a_stream)(0) == 1.0
 
 
 def test_what_does_not_works_on_a_stream() -> None:
-    factor = make(check_schedule("step:milestones=5st+80sa,gamma=0.5,warmup=16sa"), None, of_a_stream)
+    factor = make_schedule(check_schedule("step:milestones=5st+80sa,gamma=0.5,warmup=16sa"), None, of_a_stream)
     assert [factor(step) for step in range(12)] == [0.5, 1.0, 1.0, 1.0, 1.0, *[0.5] * 5, 0.25, 0.25]
     with pytest.raises(UsageError, match="2ep of a stream of unknown length"):
-        make(check_schedule("constant:warmup=2ep"), None, of_a_stream)
+        make_schedule(check_schedule("constant:warmup=2ep"), None, of_a_stream)

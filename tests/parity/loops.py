@@ -1,4 +1,4 @@
-"""The same training written four ways: a plain loop, hand-written DDP, ``run.step`` and a gated own loop."""
+"""The same training written four ways: a plain loop, hand-written DDP, ``run.step`` and a gated custom loop."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, StepLR
 
 import tutti
+from tutti.comm.partition import even_share
 from tutti.data.adapt import adapt
 from tutti.data.order import permutation
-from tutti.laws.shares import share
 
 EPOCHS, BATCH, SAMPLES = 2, 13, 32
 """Batches of 13, 13 and 6 samples, which neither 2 nor 3 ranks share evenly."""
@@ -278,7 +278,7 @@ def by_hand(case: Case, ddp: bool) -> Result:
         samples = len(next(iter(batch.values())) if isinstance(batch, dict) else batch[0])
         optimizer.zero_grad()
         with casting(case):
-            total, count = case.loss(wrapped, rows(batch, share(samples, ranks, rank)))
+            total, count = case.loss(wrapped, rows(batch, even_share(samples, ranks, rank)))
         both = torch.stack([total.detach().double(), count.double()])
         if ddp:
             dist.all_reduce(both)
@@ -294,7 +294,7 @@ def by_hand(case: Case, ddp: bool) -> Result:
     return numbers(model), losses, rates(optimizer)
 
 
-def prepared(case: Case, workers: int, own_loop: bool) -> tuple[nn.Module, Optimizer, LRScheduler | None, tutti.Run]:
+def prepared(case: Case, workers: int, custom_loop: bool) -> tuple[nn.Module, Optimizer, LRScheduler | None, tutti.Run]:
     model = new_model(case)
     optimizer = case.optimizer(model)
     scheduler = case.scheduler(optimizer) if case.scheduler and case.before else None
@@ -302,11 +302,11 @@ def prepared(case: Case, workers: int, own_loop: bool) -> tuple[nn.Module, Optim
         model,
         optimizer,
         case.data(),
-        None if own_loop else lambda model, batch: given(case, *case.loss(model, batch)),
+        None if custom_loop else lambda model, batch: given(case, *case.loss(model, batch)),
         workers=workers,
         batch_size=BATCH,
         micro_batch=case.micro,
-        precision=None if own_loop and case.precision in ("bf16", "fp16") else case.precision,
+        precision=None if custom_loop and case.precision in ("bf16", "fp16") else case.precision,
         loss_scale=case.loss_scale.text() if case.loss_scale else None,
         channels_last=case.channels_last,
         clip=case.clip,
@@ -322,7 +322,7 @@ def given(case: Case, total: Tensor, count: Tensor) -> Any:
 
 def by_step(case: Case, workers: int) -> Result:
     """One loop for every strategy."""
-    model, optimizer, scheduler, run = prepared(case, workers, own_loop=False)
+    model, optimizer, scheduler, run = prepared(case, workers, custom_loop=False)
     losses = []
     for epoch in range(EPOCHS):
         for batch in run.epoch(epoch):
@@ -334,21 +334,21 @@ def by_step(case: Case, workers: int) -> Result:
 
 def by_cells(case: Case, workers: int) -> Result:
     """A loop that stays as it is."""
-    model, optimizer, scheduler, run = prepared(case, workers, own_loop=True)
+    model, optimizer, scheduler, run = prepared(case, workers, custom_loop=True)
     losses: list[float] = []
     for epoch in range(EPOCHS):
-        for batch in run.cells(epoch):
+        for batch in run.microbatches(epoch):
             optimizer.zero_grad()
             with casting(case):
                 total, count = case.loss(model, batch)
             run.backward(given(case, total, count))
             optimizer.step()
             if run.clock > len(losses):
-                losses.append(run.agreed.loss)  # type: ignore[union-attr]
+                losses.append(run.stats.loss)  # type: ignore[union-attr]
                 if scheduler:
                     scheduler.step()
         # A rank without a sample in the last batch never saw it.
-        losses += [run.agreed.loss] * (run.clock - len(losses))  # type: ignore[union-attr]
+        losses += [run.stats.loss] * (run.clock - len(losses))  # type: ignore[union-attr]
     return numbers(model), losses, rates(optimizer)
 
 

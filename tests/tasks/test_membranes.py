@@ -15,11 +15,11 @@ from torch.nn import functional
 
 import tutti
 from tests import worlds
-from tutti.data.masks import MaskSource, find, read, turn
+from tutti.config.task_config import UnetConfig
+from tutti.data.masks import MaskSource, find_masks, read_masks, turn
 from tutti.data.source import AugmentKey
 from tutti.errors import DataError, UsageError
-from tutti.tasks import table
-from tutti.tasks.config import Unet
+from tutti.tasks import task_registry
 from tutti.tasks.membranes import mask_pixels
 from tutti.tasks.unet import unet
 
@@ -48,12 +48,12 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def refused(data: Path, what: str, where: Path | None = None) -> None:
     with pytest.raises(DataError, match=what) as caught:
-        table.load("membranes", data=str(data), model=SMALL)
+        task_registry.load_task("membranes", data=str(data), model=SMALL)
     assert str(where or data) in str(caught.value)
 
 
 def test_last_five_are_held_out(data: Path) -> None:
-    task = table.load("membranes", data=str(data), model=SMALL)
+    task = task_registry.load_task("membranes", data=str(data), model=SMALL)
     assert (len(task.train), len(task.eval)) == (3, 5) and task.images
     assert task.describe == "3 + 5 grey images 12×8 with masks"
     batch = task.eval.fetch(np.array([4, 0]), None)
@@ -68,7 +68,7 @@ def test_last_five_are_held_out(data: Path) -> None:
 
 
 def test_folder_test_is_held_out_when_present(data: Path) -> None:
-    task = table.load("membranes", data=str(folder(data, 2, part="test")), model=SMALL)
+    task = task_registry.load_task("membranes", data=str(folder(data, 2, part="test")), model=SMALL)
     assert (len(task.train), len(task.eval)) == (8, 2)
 
 
@@ -77,7 +77,7 @@ def test_masks_of_ones_or_of_one_level_are_binary(data: Path) -> None:
     save(masks / "00.png", np.eye(8, 12, dtype=np.uint8))
     save(masks / "01.png", np.zeros((8, 12), dtype=np.uint8))
     Image.new("1", (12, 8), 1).save(masks / "02.png")
-    pairs = read(find(str(data))[0])
+    pairs = read_masks(find_masks(str(data))[0])
     assert (pairs[0, 1] == np.eye(8, 12)).all() and not pairs[1, 1].any() and (pairs[2, 1] == 1).all()
 
 
@@ -124,25 +124,26 @@ def test_images_that_are_refused(data: Path) -> None:
     image.write_bytes(kept[0][:60])
     refused(data, "broken", image)
     image.write_bytes(kept[0])
-    table.load("membranes", data=str(data), model=SMALL)
+    task_registry.load_task("membranes", data=str(data), model=SMALL)
 
 
 def test_sizes_that_do_not_fit_are_refused(data: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"12×8 pixels cannot be halved 3 times.*multiples of 8.*smaller depth"):
-        table.load("membranes", data=str(data), model="unet:depth=3,width=2")
+        task_registry.load_task("membranes", data=str(data), model="unet:depth=3,width=2")
     refused(folder(data, 2, (8, 8), "test"), "held-out images are 8×8 and those for training 12×8")
 
 
 def test_options_are_refused_without_torch(data: Path, tmp_path: Path) -> None:
     for model, what in (("unet:depth=0", "depth is 0"), ("unet:width=0", "width is 0"), ("unett", "mean 'unet'")):
         with pytest.raises(UsageError, match=what):
-            table.check("membranes", model=model, data=str(data))
+            task_registry.check_task("membranes", model=model, data=str(data))
     with pytest.raises(DataError, match=r"needs data.*--data FOLDER \(train/image"):
-        table.check("membranes")
+        task_registry.check_task("membranes")
     code = (
-        "import sys\nfrom tutti.errors import DataError\nfrom tutti.tasks import table\n"
-        "table.check('membranes', data=sys.argv[1], augment=True)\n"
-        "try:\n    table.check('membranes', data=sys.argv[2])\nexcept DataError as error:\n    code = error.exit_code\n"
+        "import sys\nfrom tutti.errors import DataError\nfrom tutti.tasks import task_registry\n"
+        "task_registry.check_task('membranes', data=sys.argv[1], augment=True)\n"
+        "try:\n    task_registry.check_task('membranes', data=sys.argv[2])\nexcept DataError as error:\n"
+        "    code = error.exit_code\n"
         "sys.exit(f'{code:d}' + ' torch' * ('torch' in sys.modules) + ' PIL' * ('PIL' in sys.modules))"
     )
     done = subprocess.run(
@@ -182,7 +183,7 @@ def test_the_eight_symmetries() -> None:
 @pytest.mark.parametrize("norm", [False, True])
 def test_every_parameter_of_the_unet_has_a_gradient(norm: bool) -> None:
     torch.manual_seed(0)
-    model = unet(Unet(depth=2, width=4, batch_norm=norm)).double()
+    model = unet(UnetConfig(depth=2, width=4, batch_norm=norm)).double()
     image = torch.randn(3, 1, 16, 24, dtype=torch.float64)
     scores = model(image)
     assert scores.shape == image.shape
@@ -199,7 +200,7 @@ def test_every_parameter_of_the_unet_has_a_gradient(norm: bool) -> None:
 def test_a_pixel_is_seen_near_and_far() -> None:
     """Through the shortcut at full size, and through the lowest scale beyond the reach of the upper ones."""
     torch.manual_seed(0)
-    model = unet(Unet(depth=3, width=4)).double()
+    model = unet(UnetConfig(depth=3, width=4)).double()
     image = torch.randn(1, 1, 64, 64, dtype=torch.float64, requires_grad=True)
     model(image)[0, 0, 32, 32].backward()
     assert image.grad is not None
@@ -234,7 +235,7 @@ def test_loss_is_the_mean_over_pixels() -> None:
 def train(data: str, strategy: str) -> tuple[list[float], str]:
     """Losses and hash after a few epochs with three workers."""
     torch.manual_seed(0)
-    task = table.load("membranes", data=data, model=f"{SMALL},batch_norm=true", augment=True)
+    task = task_registry.load_task("membranes", data=data, model=f"{SMALL},batch_norm=true", augment=True)
     run = tutti.prepare(
         *(task.model(), "adam:lr=0.03", task.train, task.loss),
         strategy=strategy,

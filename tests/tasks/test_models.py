@@ -10,17 +10,17 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
+from tutti.config.task_config import CnnConfig, CourseConfig, LineConfig, MlpConfig, Resnet18Config
 from tutti.tasks import losses, models
-from tutti.tasks.config import Cnn, Course, Line, Mlp, Resnet18
 
 MODELS: dict[str, tuple[Callable[[], nn.Sequential], tuple[int, ...]]] = {
-    "line": (lambda: models.line(Line()), (1,)),
-    "cnn": (lambda: models.cnn(Cnn(), 10), (1, 8, 8)),
-    "cnn with norm and dropout": (lambda: models.cnn(Cnn(batch_norm=True, dropout=0.3), 10), (1, 8, 8)),
-    "mlp": (lambda: models.mlp(Mlp(hidden=16, dropout=0.2), 10), (1, 8, 8)),
-    "course": (lambda: models.course(Course(), 10), (3, 32, 32)),
-    "course with norm": (lambda: models.course(Course(batch_norm=True), 10), (3, 32, 32)),
-    "resnet18": (lambda: models.resnet18(Resnet18(), 10), (3, 32, 32)),
+    "line": (lambda: models.line_model(LineConfig()), (1,)),
+    "cnn": (lambda: models.cnn(CnnConfig(), 10), (1, 8, 8)),
+    "cnn with norm and dropout": (lambda: models.cnn(CnnConfig(batch_norm=True, dropout=0.3), 10), (1, 8, 8)),
+    "mlp": (lambda: models.mlp(MlpConfig(hidden=16, dropout=0.2), 10), (1, 8, 8)),
+    "course": (lambda: models.course(CourseConfig(), 10), (3, 32, 32)),
+    "course with norm": (lambda: models.course(CourseConfig(batch_norm=True), 10), (3, 32, 32)),
+    "resnet18": (lambda: models.resnet18(Resnet18Config(), 10), (3, 32, 32)),
 }
 
 
@@ -54,7 +54,7 @@ def test_number_of_parameters(name: str, parameters: int) -> None:
 
 
 def test_work_of_the_course_network() -> None:
-    model = models.course(Course(), 10)
+    model = models.course(CourseConfig(), 10)
     with FlopCounterMode(display=False) as counter:
         model(torch.zeros(1, 3, 32, 32)).sum().backward()
     assert 65e6 < counter.get_total_flops() < 85e6

@@ -13,10 +13,10 @@ from torch.nn import functional
 
 import tutti
 from tests import worlds
-from tutti.data.text import WindowSource, embedded, encode, read
+from tutti.config.task_config import GptConfig
+from tutti.data.text_source import WindowSource, embedded, encode_characters, read_text
 from tutti.errors import DataError, UsageError
-from tutti.tasks import table
-from tutti.tasks.config import Gpt
+from tutti.tasks import task_registry
 from tutti.tasks.gpt import gpt
 from tutti.tasks.text import next_character
 
@@ -32,13 +32,13 @@ def poem(tmp_path: Path) -> str:
 
 def refused(what: str, data: Path, model: str = SMALL) -> None:
     with pytest.raises(DataError, match=what) as caught:
-        table.load("text", data=str(data), model=model)
+        task_registry.load_task("text", data=str(data), model=model)
     assert str(data) in str(caught.value)
 
 
 def test_windows_are_the_text(poem: str) -> None:
     text = Path(poem).read_bytes().decode()
-    task = table.load("text", data=poem, model=SMALL)
+    task = task_registry.load_task("text", data=poem, model=SMALL)
     vocabulary, split = sorted(set(text)), len(text) * 9 // 10
     for source, part in ((task.train, text[:split]), (task.eval, text[split:])):
         assert len(source) == (len(part) - 1) // 5
@@ -53,7 +53,7 @@ def test_windows_are_the_text(poem: str) -> None:
 
 
 def test_inputs_and_targets_share_the_text() -> None:
-    codes = encode("to be or not to be" * 10, "").codes
+    codes = encode_characters("to be or not to be" * 10, "").codes
     source = WindowSource(codes, 4, "")
     assert np.shares_memory(source._inputs, codes) and np.shares_memory(source._targets, codes)
 
@@ -74,8 +74,8 @@ def test_embedded_text_is_the_standard_library() -> None:
     import argparse
 
     assert Path(argparse.__file__).read_text(encoding="utf-8") in text
-    assert read(None).vocabulary == "".join(sorted(set(text)))
-    assert len(table.load("text").train) > 10_000
+    assert read_text(None).vocabulary == "".join(sorted(set(text)))
+    assert len(task_registry.load_task("text").train) > 10_000
 
 
 def test_files_that_are_refused(tmp_path: Path) -> None:
@@ -94,7 +94,7 @@ def test_number_of_different_characters(tmp_path: Path) -> None:
     file = tmp_path / "a.txt"
     most = "".join(map(chr, range(0x10000, 0x20000)))
     file.write_text(most, encoding="utf-8")
-    assert (read(str(file)).codes == np.arange(65536)).all()
+    assert (read_text(str(file)).codes == np.arange(65536)).all()
     file.write_text(most + "a", encoding="utf-8")
     refused("65,537 different characters", file)
 
@@ -108,12 +108,14 @@ def test_options_are_refused_without_torch(tmp_path: Path) -> None:
         ("gtp", "Did you mean 'gpt'"),
     ):
         with pytest.raises(UsageError, match=what):
-            table.check("text", model=model)
+            task_registry.check_task("text", model=model)
     with pytest.raises(UsageError, match="no use for --augment"):
-        table.check("text", augment=True)
+        task_registry.check_task("text", augment=True)
     code = (
-        "import sys\nfrom tutti.errors import DataError\nfrom tutti.tasks import table\ntable.check('text')\n"
-        "try:\n    table.check('text', data=sys.argv[1])\nexcept DataError as error:\n    code = error.exit_code\n"
+        "import sys\nfrom tutti.errors import DataError\n"
+        "from tutti.tasks import task_registry\ntask_registry.check_task('text')\n"
+        "try:\n    task_registry.check_task('text', data=sys.argv[1])\nexcept DataError as error:\n"
+        "    code = error.exit_code\n"
         "sys.exit(f'{code:d}' + ' torch' * ('torch' in sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code, f"{tmp_path}/x"], capture_output=True, text=True, timeout=300)
@@ -122,7 +124,7 @@ def test_options_are_refused_without_torch(tmp_path: Path) -> None:
 
 def test_scores_depend_on_no_later_character() -> None:
     torch.manual_seed(0)
-    model = gpt(Gpt(layers=2, heads=2, width=8, block=6), 11)
+    model = gpt(GptConfig(layers=2, heads=2, width=8, block=6), 11)
     a = torch.randint(11, (3, 6))
     b = torch.cat([a[:, :4], (a[:, 4:] + 1) % 11], dim=1)
     before, after = model(a), model(b)
@@ -135,7 +137,7 @@ def test_scores_depend_on_no_later_character() -> None:
 
 def test_every_parameter_has_a_gradient_and_any_cut_works() -> None:
     torch.manual_seed(0)
-    model = gpt(Gpt(layers=2, heads=2, width=8, block=6, dropout=0.1), 11).double()
+    model = gpt(GptConfig(layers=2, heads=2, width=8, block=6, dropout=0.1), 11).double()
     batch = torch.randint(11, (8, 6)), torch.randint(11, (8, 6))
     next_character(model, batch)[0].sum().backward()
     largest = {name: float(p.grad.abs().max()) for name, p in model.named_parameters() if p.grad is not None}
@@ -153,7 +155,7 @@ def test_every_parameter_has_a_gradient_and_any_cut_works() -> None:
 
 def test_loss_is_the_mean_over_characters() -> None:
     torch.manual_seed(0)
-    model = gpt(Gpt(layers=1, heads=1, width=8, block=6), 11).double()
+    model = gpt(GptConfig(layers=1, heads=1, width=8, block=6), 11).double()
     inputs, targets = torch.randint(11, (4, 6)), torch.randint(11, (4, 6))
     total, count, metrics = next_character(model, (inputs, targets))
     scores = model(inputs)
@@ -166,7 +168,7 @@ def test_loss_is_the_mean_over_characters() -> None:
 def train(data: str, strategy: str) -> tuple[list[float], str]:
     """Losses and hash after an epoch with three workers."""
     torch.manual_seed(0)
-    task = table.load("text", data=data, model=f"{SMALL},dropout=0.1")
+    task = task_registry.load_task("text", data=data, model=f"{SMALL},dropout=0.1")
     run = tutti.prepare(
         *(task.model(), "adam:lr=0.01", task.train, task.loss),
         strategy=strategy,
@@ -175,7 +177,7 @@ def train(data: str, strategy: str) -> tuple[list[float], str]:
         reproducible=True,
     )
     losses = [run.step(batch) for _ in range(5) for batch in run.epoch(0)]
-    assert run.agreed is not None and 0 < run.agreed.metrics["accuracy"] < 1
+    assert run.stats is not None and 0 < run.stats.metrics["accuracy"] < 1
     return [losses[0], losses[-1], run.evaluate(task.eval).loss], run.weights_sha256()
 
 

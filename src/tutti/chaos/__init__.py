@@ -1,1 +1,1 @@
-"""Faults made on purpose, from outside, in runs that know nothing of it; and whether those survive as promised."""
+"""Inject faults into runs from outside, without their cooperation, and check that the runs survive as promised."""

@@ -1,4 +1,4 @@
-"""A disk that is full for a while."""
+"""Fill a disk for a while."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from pathlib import Path
 from tutti.errors import DiskError, UsageError
 
 MOST = 2**30
-"""Bytes that are taken without being asked twice."""
+"""Largest number of bytes to allocate without ``--yes``."""
 
 
 class Ballast:
-    """Takes the free space of the file system of ``folder``, but for ``leave`` bytes, until ``release``.
+    """Allocate the free space of the file system of ``folder``, except ``leave`` bytes, until ``release``.
 
-    The file has no name, so that the system frees it even when this process is killed.
+    The file has no name, so that the system frees its space even when this process is killed.
 
     Args:
         folder: any directory on the file system.
         leave: bytes to leave free.
-        most: largest number of bytes to take.
+        most: largest number of bytes to allocate.
 
     Raises:
         UsageError: there is more free space than ``most``.
@@ -28,7 +28,7 @@ class Ballast:
     """
 
     def __init__(self, folder: Path, leave: int, most: int = MOST) -> None:
-        size = max(0, free(folder) - leave)
+        size = max(0, free_disk(folder) - leave)
         if size > most:
             raise UsageError(
                 f"the file system of {folder} has {size / 2**20:,.0f} MiB to fill",
@@ -42,13 +42,16 @@ class Ballast:
             raise DiskError("the disk cannot be filled", where=str(folder), why=error.strerror) from error
 
     def _take(self, size: int, folder: Path, leave: int) -> int:
-        """Allocate, and again what is still free: a file system's own bookkeeping takes a part, others free some."""
+        """Allocate ``size`` bytes, then the space still free, and return the sum.
+
+        It repeats because the file system's metadata takes space and other programs free some.
+        """
         taken = 0
         for _ in range(64):
             try:
                 os.posix_fallocate(self._file.fileno(), taken, size)
                 taken += size
-                size = free(folder) - leave
+                size = free_disk(folder) - leave
             except OSError:
                 size //= 2
             if size <= 0:
@@ -56,11 +59,11 @@ class Ballast:
         return taken
 
     def release(self) -> None:
-        """Give the space back."""
+        """Free the space."""
         self._file.close()
 
 
-def free(folder: Path) -> int:
-    """Bytes that this user can still write on the file system of ``folder``."""
+def free_disk(folder: Path) -> int:
+    """Return how many bytes this user can still write on the file system of ``folder``."""
     found = os.statvfs(folder)
     return (found.f_bfree if os.geteuid() == 0 else found.f_bavail) * found.f_frsize

@@ -1,4 +1,4 @@
-"""A ``tutti train`` command line as processes: started as it is, continued, and repeated without interruption."""
+"""Start a ``tutti train`` command line as a process, resume it, and repeat it without faults."""
 
 from __future__ import annotations
 
@@ -16,22 +16,23 @@ from typing import IO, Any
 import psutil  # type: ignore[import-untyped]
 
 from tutti.chaos.processes import crew
+from tutti.config.train_config import TrainConfig
+from tutti.config.variables import without_settings
 from tutti.errors import TuttiError
-from tutti.training.config import TrainConfig
-from tutti.training.records import config_toml, read_summary
+from tutti.metrics.records import config_toml, read_summary
 
 GRACE = 30.0
 
 
 @dataclass(frozen=True)
 class Command:
-    """What is started.
+    """A ``tutti train`` command line and its resolved configuration.
 
     Attributes:
-        words: ``train …`` as the user has written it.
-        task: what it trains.
-        config: what its words, files and environment come to.
-        directory: its run directory; told to it through ``TUTTI_OUT`` where its words name none.
+        words: the command line, ``train …``, as the user wrote it.
+        task: name of the task.
+        config: configuration resolved from flags, files and environment.
+        directory: run directory; passed to the process in ``TUTTI_OUT``.
     """
 
     words: tuple[str, ...]
@@ -41,26 +42,26 @@ class Command:
 
     @property
     def devices(self) -> int:
-        """Processes of the run."""
+        """Number of processes of the run."""
         return int(self.config.devices)
 
     def every(self) -> int | None:
-        """Steps between checkpoints, where that is known without the data."""
+        """Return the steps between checkpoints; None if they are not given in steps and depend on the data."""
         every = self.config.every("checkpoint_every")
         return int(every.value) if every is not None and every.unit == "st" else None
 
     def total(self) -> int | None:
-        """Steps of the whole run, where that is known without the data."""
+        """Return the steps of the whole run; None if its length is not given in steps and depends on the data."""
         length = self.config.length()
         return int(length.value) if length.unit == "st" else None
 
 
 class Started:
-    """A run that this process has started, and starts again with ``resume``. Use in a ``with`` block.
+    """A run that this process starts, and starts again with ``resume``. Use in a ``with`` block.
 
     Args:
-        command: what to run.
-        output: where all that it prints goes.
+        command: the command line to run.
+        output: file for the run's standard output and standard error.
     """
 
     def __init__(self, command: Command, output: IO[str]) -> None:
@@ -70,21 +71,21 @@ class Started:
         self.launcher: psutil.Process | None = psutil.Process(self._process.pid)
 
     def code(self) -> int | None:
-        """Its exit code (negative: the signal that ended it); None while it runs."""
+        """Return the exit code (negative: the signal that ended the process); None while it runs."""
         return self._process.poll()
 
     def resume(self, devices: int | None = None) -> None:
-        """Go on, on as many ``devices`` as before or on others, as ``tutti train --resume DIR`` does."""
+        """Resume the run as ``tutti train --resume DIR`` does, on ``devices`` devices (None: as many as before)."""
         self.devices = devices or self.devices
         words = ("train", "--resume", str(self.directory), "--devices", str(self.devices))
-        self._process = _popen(words, self._output, _without_settings())
+        self._process = _popen(words, self._output, without_settings(os.environ))
         self.launcher = psutil.Process(self._process.pid)
 
     def __enter__(self) -> Started:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """End it if it still runs: in order if it can be, and its ranks with it."""
+        """Send SIGTERM to a run that has not ended; SIGKILL if it is still running after ``GRACE`` seconds."""
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
             try:
@@ -95,7 +96,7 @@ class Started:
 
 
 class Running:
-    """A run that somebody else has started, in ``directory``; it is left to itself afterwards."""
+    """A run in ``directory`` that another process started; it keeps running afterwards."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -105,7 +106,7 @@ class Running:
         self._members = [found.launcher, *found.ranks.values()] if found.launcher else list(found.ranks.values())
 
     def code(self) -> int | None:
-        """The exit code that it left in its summary (``KILLED`` where it could not); None while it runs."""
+        """Return the exit code in the run's summary (-SIGKILL if the summary has none); None while it runs."""
         main = self._members[0]
         if main.is_running() and main.status() != psutil.STATUS_ZOMBIE:
             return None
@@ -116,13 +117,19 @@ class Running:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Leave it as it is."""
+        """Leave the run as it is."""
 
 
 def reference(command: Command, directory: Path, output: IO[str]) -> None:
-    """Make the same run without any fault in ``directory``; without checkpoints, which change nothing.
+    """Run ``command`` in ``directory`` without faults, and without checkpoints, which do not change its weights.
 
-    Raises TuttiError where even that fails.
+    Args:
+        command: the command line to repeat.
+        directory: run directory of the repetition.
+        output: file for its standard output and standard error.
+
+    Raises:
+        TuttiError: the run fails without faults.
     """
     plain = dataclasses.replace(
         command.config, out=None, resume=None, overwrite=False, checkpoint_every="none", max_restarts=0
@@ -130,7 +137,9 @@ def reference(command: Command, directory: Path, output: IO[str]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "config.toml"
         file.write_text(config_toml(plain, command.task), encoding="utf-8")
-        process = _popen(("train", "--config", str(file), "--out", str(directory)), output, _without_settings())
+        process = _popen(
+            ("train", "--config", str(file), "--out", str(directory)), output, without_settings(os.environ)
+        )
         try:
             code = process.wait()
         finally:
@@ -142,8 +151,3 @@ def reference(command: Command, directory: Path, output: IO[str]) -> None:
 def _popen(words: Sequence[str], output: IO[str], environ: Mapping[str, str]) -> subprocess.Popen[Any]:
     command = [sys.executable, "-m", "tutti", *words]
     return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environ)
-
-
-def _without_settings() -> dict[str, str]:
-    """The environment without ``TUTTI_*``: those settings are in the configuration file, with others that must win."""
-    return {name: value for name, value in os.environ.items() if not name.startswith("TUTTI_")}

@@ -1,4 +1,4 @@
-"""Damaging copies of a checkpoint as disks and hands do, and asking the loader what it makes of it."""
+"""Damage copies of a checkpoint and check that the loader refuses each of them."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Damage:
     """One way of damaging a checkpoint.
 
     Attributes:
-        name: what was done.
-        tried: how often.
-        detected: how often the loader refused what came of it.
-        missed: where it did not.
+        name: kind of damage, for the table.
+        tried: number of damaged copies.
+        detected: number of damaged copies that the loader refused.
+        missed: places whose damage the loader did not detect.
     """
 
     name: str
@@ -31,8 +31,8 @@ class Damage:
     missed: list[str] = field(default_factory=list)
 
     def judge(self, damaged: Path, where: str) -> None:
-        """Have the loader verify the checkpoint at ``damaged``, and count its answer."""
-        from tutti.state.read import verify
+        """Verify the checkpoint at ``damaged`` and count whether the loader refuses it; ``where`` names the damage."""
+        from tutti.checkpoint.read import verify
 
         self.tried += 1
         try:
@@ -43,26 +43,29 @@ class Damage:
             self.missed.append(where)
 
 
-def corrupt(path: Path, *, flips: int = 1000, truncate: int = 16, drop: bool = True, seed: int = 0) -> list[Damage]:
-    """Damage copies of a checkpoint, one thing at a time, and verify each as a run that resumes does.
+def corrupt_copies(
+    path: Path, *, flips: int = 1000, truncate: int = 16, drop: bool = True, seed: int = 0
+) -> list[Damage]:
+    """Damage copies of a checkpoint, one place at a time, and verify each copy as a resuming run does.
 
     Args:
-        path: the checkpoint, or a run directory, of which the newest is taken; never written to.
-        flips: single bits to flip, anywhere in any of its files.
-        truncate: places at which to cut each file off.
-        drop: whether to leave each file out too.
-        seed: which bits.
+        path: a checkpoint, or a run directory, whose newest checkpoint is taken; never written to.
+        flips: number of single bits to flip, drawn over all bits of all files.
+        truncate: number of lengths to truncate each file to.
+        drop: whether to remove each file in turn, too.
+        seed: seed of the bits that are flipped.
 
     Returns:
-        Bits, lengths, absences, and files exchanged with those of another step, where the run has one.
+        One `Damage` a kind that was tried: flipped bits, truncated files, missing files, and files replaced by the
+        same file of another step, if the run has another checkpoint.
 
     Raises:
         CheckpointError: there is no checkpoint, or it is damaged already.
         DiskError: there is no room for two copies.
     """
-    from tutti.state.read import verify
+    from tutti.checkpoint.read import verify
 
-    chosen = find(path)
+    chosen = find_checkpoint(path)
     verify(chosen)
     with _copies(chosen) as (copy, other):
         damages = [_flip(copy, flips, random.Random(seed)), _truncate(copy, truncate)]
@@ -72,8 +75,8 @@ def corrupt(path: Path, *, flips: int = 1000, truncate: int = 16, drop: bool = T
     return [damage for damage in damages if damage.tried]
 
 
-def find(path: Path) -> Path:
-    """The checkpoint at ``path``, or the newest of the run directory there. Raises CheckpointError."""
+def find_checkpoint(path: Path) -> Path:
+    """Return the checkpoint at ``path``, or the newest one of the run directory there. Raises CheckpointError."""
     for pattern in ("manifest.json", "step-????????/manifest.json", "checkpoints/step-????????/manifest.json"):
         if found := sorted(path.glob(pattern)):
             return found[-1].parent
@@ -83,12 +86,12 @@ def find(path: Path) -> Path:
 
 
 def files(path: Path) -> list[Path]:
-    """Every file of a checkpoint."""
+    """Return every file of a checkpoint, sorted."""
     return sorted(file for file in path.rglob("*") if file.is_file())
 
 
 def flip(file: Path, bit: int) -> None:
-    """Turn one bit of a file over, in place."""
+    """Flip one bit of a file in place."""
     with file.open("r+b", buffering=0) as stream:
         stream.seek(bit // 8)
         byte = stream.read(1)[0]
@@ -97,7 +100,7 @@ def flip(file: Path, bit: int) -> None:
 
 
 def flip_any(path: Path, dice: random.Random) -> str:
-    """Turn one bit of a checkpoint over, every bit as likely as any other; which one."""
+    """Flip one bit of a checkpoint, drawn uniformly over all its bits, and return a description of it."""
     found = files(path)
     file = dice.choices(found, [file.stat().st_size for file in found])[0]
     bit = dice.randrange(file.stat().st_size * 8)
@@ -107,7 +110,7 @@ def flip_any(path: Path, dice: random.Random) -> str:
 
 @contextmanager
 def _copies(path: Path) -> Iterator[tuple[Path, Path | None]]:
-    """Copies of a checkpoint and of one of another step beside it, None where there is none; removed at the end."""
+    """Copy a checkpoint and one of another step of the same run (None if there is none); remove both at the end."""
     others = [step.parent for step in path.parent.glob("step-????????/manifest.json") if step.parent != path]
     try:
         with tempfile.TemporaryDirectory(prefix="tutti-chaos-") as folder:
@@ -135,7 +138,7 @@ def _truncate(copy: Path, places: int) -> Damage:
     for file in files(copy):
         whole = file.read_bytes()
         for place in range(places):
-            # From the end: all but one byte must not be enough.
+            # Start at the end: a file that lacks only its last byte must be refused.
             length = len(whole) - 1 - (len(whole) - 1) * place // places
             os.truncate(file, length)
             damage.judge(copy, f"{file.relative_to(copy)} cut off at byte {length}")
@@ -153,14 +156,14 @@ def _drop(copy: Path) -> Damage:
 
 
 def _exchange(copy: Path, other: Path) -> Damage:
-    """Files that say the same in both steps are no damage, and left out."""
+    """Replace each file by that of another step; files with equal bytes in both steps are skipped."""
     damage, aside = Damage("a file of another step"), copy.with_name("aside")
     for file in files(copy):
         twin = other / file.relative_to(copy)
         if not twin.is_file() or twin.read_bytes() == file.read_bytes():
             continue
         file.rename(aside)
-        # The sealed manifest of another step is whole in itself: it is what it says of the files that cannot be true.
+        # The manifest of another step is itself intact; only the hashes it lists do not match the files.
         shutil.copyfile(twin, file)
         damage.judge(copy, f"{file.relative_to(copy)} of {other.name}")
         aside.replace(file)

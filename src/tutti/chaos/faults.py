@@ -1,4 +1,4 @@
-"""What goes wrong, and when: drawn from a seed before anything is started. Nothing here acts."""
+"""Plan faults: draw kinds, steps and ranks from a seed before the run starts. Injects nothing."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from typing import Literal
 from tutti.errors import ExitCode, UsageError
 
 Kind = Literal["kill", "stop", "slow", "terminate", "corrupt", "fill"]
-"""kill: SIGKILL. stop: SIGSTOP, then SIGCONT. slow: both in turn. terminate: SIGTERM to the launcher. corrupt: one
-bit of the newest checkpoint, then SIGKILL. fill: the disk of the run directory."""
+"""kill: SIGKILL. stop: SIGSTOP, then SIGCONT. slow: SIGSTOP and SIGCONT in turn. terminate: SIGTERM to the launcher.
+corrupt: flip one bit of the newest checkpoint, then SIGKILL. fill: fill the disk of the run directory."""
 
 LAUNCHER = -1
-"""In place of a rank: the process that started the ranks."""
+"""Stands in place of a rank for the process that started the ranks."""
 
 KILLED = -9
-"""How a process ended, as ``subprocess`` says it, that got SIGKILL."""
+"""``subprocess`` return code of a process that SIGKILL ended."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault.
+    """One planned fault.
 
     Attributes:
-        kind: what is done.
-        step: it is done once the run has made this step; 0: as soon as there is a checkpoint.
-        rank: to whose process, or ``LAUNCHER``.
-        seconds: how long stop, slow and fill last; None: to the end of the run.
+        kind: kind of fault.
+        step: inject the fault once the run has made this step; 0: as soon as there is a checkpoint.
+        rank: rank whose process is the target, or ``LAUNCHER``.
+        seconds: duration of stop, slow and fill; None: to the end of the run.
         factor: how many times slower a slowed process runs.
     """
 
@@ -44,11 +44,11 @@ class Fault:
         return f"{self.kind} {'the launcher' if self.rank == LAUNCHER else f'rank {self.rank}'}"
 
     def ends(self) -> frozenset[int]:
-        """Exit codes other than 0 with which a run may end that meets this fault, to be resumed."""
+        """Return the exit codes other than 0 with which this fault may end a run that can then be resumed."""
         if self.kind in ("slow", "terminate", "fill"):
             orderly = {"slow": (), "terminate": (ExitCode.PREEMPTED,), "fill": (ExitCode.DISK,)}
             return frozenset(map(int, orderly[self.kind]))
-        # A run in one process has no launcher that could turn its death into a code.
+        # A run in one process has no launcher that could turn SIGKILL into an exit code.
         return frozenset({KILLED} if self.rank == LAUNCHER else {ExitCode.PEER, KILLED})
 
 
@@ -61,10 +61,10 @@ SOAK: dict[str, Fault] = {
     "corrupt": Fault("corrupt", rank=0),
     "fill": Fault("fill", seconds=0.0),
 }
-"""What a soak draws from, by name; ranks and steps are drawn too."""
+"""Faults that a soak draws from, by name; it draws ranks and steps, too."""
 
 
-def draw(
+def draw_faults(
     fault: Fault,
     *,
     step: int | Literal["random"],
@@ -74,19 +74,20 @@ def draw(
     total: int | None,
     seed: int,
 ) -> tuple[Fault, ...]:
-    """``fault`` several times in one run: at multiples of ``step`` or at random ones, in order.
+    """Return ``fault`` ``times`` times in one run, at multiples of ``step`` or at random steps, in order.
 
     Args:
-        fault: kind, length and factor.
-        step: of the first; ``random``: anywhere in the run.
-        rank: whose process; ``random``: drawn each time.
-        times: how often.
-        ranks: processes of the run.
-        total: steps of the whole run, where known.
-        seed: what is drawn follows from it alone.
+        fault: kind, duration and factor.
+        step: step of the first fault and distance between faults; ``random``: anywhere in the run.
+        rank: target rank; ``random``: drawn for each fault.
+        times: number of faults.
+        ranks: number of processes of the run.
+        total: steps of the whole run; None if unknown.
+        seed: seed of steps and ranks.
 
     Raises:
-        UsageError: no such rank, random steps of a run of unknown length, or more faults than steps.
+        UsageError: there is no such rank, several faults are to meet the first checkpoint, random steps of a run of
+            unknown length, or too many faults for the run's steps.
     """
     if rank != "random" and not LAUNCHER <= rank < ranks:
         raise UsageError(f"there is no rank {rank}", remedy=f"the run has ranks 0 to {ranks - 1}")
@@ -97,13 +98,21 @@ def draw(
     return tuple(replace(fault, step=at, rank=dice.randrange(ranks) if rank == "random" else rank) for at in steps)
 
 
-def soak(kinds: Sequence[str], *, count: int, ranks: int, total: int | None, seed: int) -> tuple[Fault, ...]:
-    """``count`` faults at random steps of a run, every kind as often as any other, to within one.
+def draw_soak(kinds: Sequence[str], *, count: int, ranks: int, total: int | None, seed: int) -> tuple[Fault, ...]:
+    """Return ``count`` faults at random steps of a run; counts of the kinds differ by at most one.
 
-    >>> [f"{fault} at {fault.step}" for fault in soak(["kill", "terminate"], count=3, ranks=2, total=100, seed=0)]
+    >>> [f"{fault} at {fault.step}" for fault in draw_soak(["kill", "terminate"], count=3, ranks=2, total=100, seed=0)]
     ['kill rank 1 at 3', 'kill rank 1 at 17', 'terminate at 33']
 
-    Raises UsageError for more faults than steps.
+    Args:
+        kinds: names in ``SOAK``.
+        count: number of faults.
+        ranks: number of processes of the run.
+        total: steps of the whole run; None if unknown.
+        seed: seed of kinds, steps and ranks.
+
+    Raises:
+        UsageError: too many faults for the run's steps, or a run of unknown length.
     """
     dice = random.Random(seed)
     names = [kinds[n % len(kinds)] for n in range(count)]
@@ -125,13 +134,13 @@ def _random_steps(count: int, total: int | None, dice: random.Random) -> list[in
         raise UsageError("random steps cannot be drawn", why=why, remedy=remedy)
     if count >= total:
         raise UsageError(f"{count} faults do not fit into {total} steps", remedy="give fewer, or a longer run")
-    # Somebody who watches from outside may be late: the last steps are left for what the last fault brings.
+    # An observer from outside may be late: the last steps are reserved for the effects of the last fault.
     last = max(count, total - max(total // 20, min(100, total // 2)))
     return sorted(dice.sample(range(1, last + 1), count))
 
 
 def duty(factor: float, period: float = 0.1) -> Iterator[tuple[bool, float]]:
-    """For ever: whether a process runs, and for how many seconds, so that it is ``factor`` times slower.
+    """Yield (running, seconds) for ever, such that a process that follows it is ``factor`` times slower.
 
     >>> from itertools import islice
     >>> list(islice(duty(4.0, 1.0), 3))

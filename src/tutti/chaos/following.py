@@ -1,4 +1,4 @@
-"""What a run has done so far, read from the lines that it leaves in its directory."""
+"""Follow the progress of a run by reading its ``metrics.jsonl``, and list its checkpoints."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Resume:
-    """The run went on from ``step``; the ``lost`` steps after it had been made, and are made again."""
+    """The run resumed from ``step`` and repeats the ``lost`` steps after it."""
 
     step: int
     lost: int
 
 
 class Follower:
-    """Follows ``metrics.jsonl`` of the run directory ``directory``, over restarts, which replace the file.
+    """Follow ``metrics.jsonl`` of the run directory ``directory``, over restarts, which replace the file.
 
     Attributes:
-        step: the last step made, in the attempt that goes on now.
-        made: steps seen since the last resume; 0 while that is still starting.
-        resumes: every resume there was.
-        warnings: what the run has warned of.
+        step: the last step of the current attempt.
+        made: steps since the last resume; 0 while the attempt is starting.
+        resumes: every resume so far.
+        warnings: texts of the run's warnings.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -39,16 +39,16 @@ class Follower:
 
     @property
     def mark(self) -> tuple[int, int]:
-        """Another one after every step."""
+        """A value that changes with every step and every resume."""
         return len(self.resumes), self.step
 
     @property
     def lost(self) -> int:
-        """Steps that were made and then lost, over all resumes."""
+        """Steps lost over all resumes."""
         return sum(resume.lost for resume in self.resumes)
 
     def poll(self) -> None:
-        """Read what is new. Only whole lines count: a full disk may take half of one and give it back."""
+        """Read new lines. Incomplete lines are skipped: on a full disk half a line may be written and taken back."""
         try:
             with self._path.open("rb") as file:
                 found = os.fstat(file.fileno())
@@ -75,10 +75,10 @@ class Follower:
 
 
 def checkpoints(directory: Path) -> list[Path]:
-    """Complete checkpoints of a run directory by what their names say, newest first; not verified."""
+    """Return the checkpoints of a run directory that have a manifest, newest first; their bytes are not verified."""
     return sorted((path.parent for path in directory.glob("checkpoints/step-????????/manifest.json")), reverse=True)
 
 
 def unfinished(directory: Path) -> list[Path]:
-    """What saves that did not succeed have left in a run directory."""
+    """Return the temporary folders that failed saves left in a run directory."""
     return sorted(directory.glob("checkpoints/*.tmp-*"))

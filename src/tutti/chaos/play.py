@@ -1,4 +1,4 @@
-"""Playing faults on a run, one after the other, and seeing what becomes of it."""
+"""Inject faults into a run, one after the other, and observe their outcomes."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ import psutil  # type: ignore[import-untyped]
 from tutti.chaos.ballast import MOST, Ballast
 from tutti.chaos.command import Running, Started
 from tutti.chaos.damage import files, flip_any
+from tutti.chaos.fault_outcome import FaultOutcome
 from tutti.chaos.faults import LAUNCHER, Fault
 from tutti.chaos.following import Follower, checkpoints, unfinished
-from tutti.chaos.outcome import Outcome
-from tutti.chaos.processes import Crew, Held, alive, crew, frozen, send
+from tutti.chaos.processes import Crew, StoppedProcess, alive, crew, frozen, send
 from tutti.errors import ExitCode, UsageError
 
 POLL = 0.01
 LEFT_BEHIND = 10.0
-"""Seconds after the end of a run after which a process of it that still lives counts as left behind."""
+"""Seconds after the end of a run after which a rank that is still alive counts as left behind."""
 
 _RESTARTS = ("kill", "corrupt", "terminate")
 
 
 @dataclass(frozen=True)
 class Rules:
-    """How faults are played.
+    """Options of injecting faults.
 
     Attributes:
-        every: steps between checkpoints, where that is known.
-        devices: numbers of devices, one of which a run is resumed on; none: as before.
-        disk: directory on the disk to fill; None: the run directory's.
-        leave: bytes that filling leaves free; None: half of what a checkpoint needs.
+        every: steps between checkpoints; None if unknown.
+        devices: numbers of devices from which each resume draws one; empty: as many devices as before.
+        disk: directory on the disk to fill; None: the run directory.
+        leave: bytes that filling leaves free; None: half the size of a checkpoint.
         most_filled: largest number of bytes to fill.
-        seed: of the little that is drawn on the way.
+        seed: seed of flipped bits and of numbers of devices.
     """
 
     every: int | None = None
@@ -48,12 +48,15 @@ class Rules:
     seed: int = 0
 
     def most_lost(self, fault: Fault, since_full: int | None = None) -> int | None:
-        """Steps that a fault may cost: a checkpoint is still being written while training goes on up to the next.
+        """Return the largest number of steps that a fault may lose; None if nothing is promised.
+
+        A killed run loses up to two intervals, because a checkpoint may still be being written while training goes on
+        up to the next; a corrupted checkpoint costs one interval more.
 
         Args:
-            fault: which.
-            since_full: checkpoints that are there and were finished after the disk was full; None: it never was.
-                Saves that failed then leave a gap, and nothing is promised of a fault that falls back over it.
+            fault: the fault.
+            since_full: number of checkpoints finished since the disk was last full; None: it never was. Saves that
+                failed on the full disk leave a gap, and nothing is promised of a fault that falls back over it.
         """
         if fault.kind in ("slow", "terminate"):
             return 0
@@ -65,12 +68,16 @@ class Rules:
 
 
 class Play:
-    """Faults played on one run.
+    """Inject faults into one run.
+
+    Args:
+        run: the run.
+        rules: options of injecting faults.
 
     Attributes:
-        follower: what the run has done.
-        outcomes: one a fault that was played; fewer than faults where the run was over before.
-        exit_code: with which the run ended; None while it goes on.
+        follower: progress of the run.
+        outcomes: one outcome a fault that was injected; fewer than planned if the run ended early.
+        exit_code: exit code of the run; None while it goes on.
     """
 
     def __init__(self, run: Started | Running, rules: Rules) -> None:
@@ -78,22 +85,22 @@ class Play:
         self._dice = random.Random(rules.seed)
         self._fault: Fault | None = None
         self._crew = Crew()
-        self._hold: Held | Ballast | None = None
+        self._hold: StoppedProcess | Ballast | None = None
         self._resumes = 0
         self._newest: Path | None = None
-        # The newest checkpoint when the disk was last full.
+        # The newest checkpoint at the time when the disk was last full.
         self._full: Path | None = None
         self._spoilt: set[tuple[Path, int]] = set()
         self.follower = Follower(run.directory)
-        self.outcomes: list[Outcome] = []
+        self.outcomes: list[FaultOutcome] = []
         self.exit_code: int | None = None
 
-    def play(self, faults: Sequence[Fault], tell: Callable[[int, Outcome], None] | None = None) -> None:
-        """All of ``faults`` in order, then to the end of the run; one that is not ours is left when they are over.
+    def play(self, faults: Sequence[Fault], tell: Callable[[int, FaultOutcome], None] | None = None) -> None:
+        """Inject all ``faults`` in order, then wait for the end of a `Started` run; a `Running` one is left running.
 
         Args:
-            faults: by step.
-            tell: told of each when it is over, with its number.
+            faults: faults sorted by step.
+            tell: called after each fault with its number, from 1, and its outcome.
         """
         try:
             for fault in faults:
@@ -108,22 +115,22 @@ class Play:
             self._account()
 
     def _reach(self, step: int) -> bool:
-        """Whether the run comes to ``step`` (0: to a checkpoint) before it ends."""
+        """Wait for ``step`` (0: for a checkpoint); return False if the run ends first."""
         while self._going():
             if self.follower.made and self.follower.step >= step and (step or checkpoints(self._run.directory)):
                 return True
         return False
 
     def _going(self) -> bool:
-        """Wait a moment and look; whether the run goes on, be it because it was resumed."""
+        """Wait ``POLL`` seconds and read the run's progress; return whether the run goes on, or was resumed."""
         time.sleep(POLL)
-        # In this order: what a run leaves at its end is seen before the end.
+        # The exit code first: lines that the run wrote before its end are then read before the end is handled.
         self.exit_code = self._run.code()
         self.follower.poll()
         return self.exit_code is None or (self.exit_code != ExitCode.DONE and self._resumed(self.exit_code))
 
     def _resumed(self, code: int) -> bool:
-        """Whether a run that has ended with ``code`` may do so because of the last fault, and was continued."""
+        """Resume a run that ended with ``code``, if the last fault permits that code; return whether it was resumed."""
         self._let_go()
         outcome = self.outcomes[-1] if self.outcomes else None
         if self._fault is None or outcome is None:
@@ -144,14 +151,14 @@ class Play:
         return True
 
     def _left_behind(self) -> list[str]:
-        """Processes of the run that outlive it."""
+        """Wait up to ``LEFT_BEHIND`` seconds; return one sentence for each rank that outlives the run."""
         end = time.monotonic() + LEFT_BEHIND
         while self._crew.living() and time.monotonic() < end:
             time.sleep(POLL)
         return [f"rank {rank} outlives the run" for rank in self._crew.living()]
 
     def _strike(self, fault: Fault) -> bool:
-        """Play one fault until it is over and training goes on, or the run has ended; False where it has before."""
+        """Inject one fault and wait until training goes on or the run ends; return False if the run ended before it."""
         if not self._assemble():
             return False
         self._account()
@@ -160,7 +167,7 @@ class Play:
         self._resumes = len(self.follower.resumes)
         since_full = None if self._full is None else sum(path > self._full for path in found)
         most = self._rules.most_lost(fault, since_full)
-        outcome = Outcome(str(fault), fault.kind, self.follower.step, most_lost=most)
+        outcome = FaultOutcome(str(fault), fault.kind, self.follower.step, most_lost=most)
         self.outcomes.append(outcome)
         victim = self._victim(fault)
         others = [process for process in self._crew.ranks.values() if process != victim] or [victim]
@@ -175,14 +182,14 @@ class Play:
             if not going or (self._hold is None and scene.settled()):
                 break
         if self.exit_code == ExitCode.DONE and len(self.follower.resumes) == self._resumes and fault.kind != "fill":
-            # Its processes have ended because it was over.
+            # The processes ended because the run was complete.
             outcome.noticed_seconds = None
             outcome.notes.append("the run was over before it could notice")
         self._account()
         return True
 
     def _assemble(self) -> bool:
-        """Find all processes of the run; whether it goes on that long."""
+        """Find all processes of the run; return False if the run ends first."""
         while len(self._crew.living()) < self._run.devices or not self._crew.ranks:
             self._crew = crew(self._run.directory, self._run.launcher)
             if not self._going():
@@ -190,31 +197,31 @@ class Play:
         return True
 
     def _victim(self, fault: Fault) -> psutil.Process:
-        """Whose process a fault concerns. Raises UsageError where that was started by another launcher than ours."""
+        """Return the process that is the target of a fault. Raises UsageError if the target is an unknown launcher."""
         if fault.rank != LAUNCHER:
             return self._crew.ranks[fault.rank % len(self._crew.ranks)]
         if self._crew.launcher is None:
             raise UsageError("the launcher of this run is not known", remedy="name a rank instead")
         return self._crew.launcher
 
-    def _act(self, fault: Fault, victim: psutil.Process, outcome: Outcome) -> None:
+    def _act(self, fault: Fault, victim: psutil.Process, outcome: FaultOutcome) -> None:
         if fault.kind == "fill":
             self._hold = Ballast(self._rules.disk or self._run.directory, self._leave(), self._rules.most_filled)
             outcome.notes.append(f"{self._hold.size} bytes filled")
         elif fault.kind in ("stop", "slow"):
-            self._hold = Held(victim, fault.factor if fault.kind == "slow" else None)
+            self._hold = StoppedProcess(victim, fault.factor if fault.kind == "slow" else None)
         elif fault.kind == "terminate":
             send(victim, signal.SIGTERM)
         elif fault.kind == "kill":
             send(victim, signal.SIGKILL)
         else:
-            # Nobody may write a newer checkpoint between the damage and the death.
+            # The ranks are stopped so that none writes a newer checkpoint between the damage and SIGKILL.
             with frozen(self._crew.ranks.values()):
                 outcome.notes.append(self._spoil())
                 send(victim, signal.SIGKILL)
 
     def _spoil(self) -> str:
-        """Damage the newest checkpoint, if there is an older one that is whole; what was done."""
+        """Flip a bit of the newest checkpoint if an older undamaged one exists; return a note for the report."""
         found = checkpoints(self._run.directory)
         whole = [path for path in found if (path, path.stat().st_ino) not in self._spoilt]
         if len(whole) < 2 or whole[0] != found[0]:
@@ -223,7 +230,7 @@ class Play:
         return f"{flip_any(found[0], self._dice)} flipped"
 
     def _leave(self) -> int:
-        """Bytes to leave free: too few for another checkpoint, and enough for the run to say so."""
+        """Return the bytes to leave free: too few for another checkpoint, enough for the run's warning about it."""
         if self._rules.leave is not None or self._newest is None:
             return self._rules.leave or 0
         return sum(file.stat().st_blocks * 512 for file in files(self._newest)) // 2
@@ -236,7 +243,7 @@ class Play:
             self._hold = None
 
     def _account(self) -> None:
-        """Count what the last fault has cost so far."""
+        """Update lost steps and restarts of the last fault."""
         if self.outcomes:
             outcome, resumes = self.outcomes[-1], self.follower.resumes[self._resumes :]
             outcome.lost_steps = sum(resume.lost for resume in resumes)
@@ -244,7 +251,12 @@ class Play:
 
 
 class _Scene:
-    """One fault while it is played: what is seen of it, and whether it is over.
+    """Observe the run during one fault: the time until it notices, its stand-still, and whether the fault is over.
+
+    Args:
+        fault: the fault.
+        others: ranks other than the target; their end shows that the run noticed.
+        follower: progress of the run.
 
     Attributes:
         quiet_from: the follower's mark after which a new step shows that training goes on.
@@ -256,7 +268,8 @@ class _Scene:
         self._begun = self._last = time.monotonic()
         self.quiet_from = self._mark = follower.mark
 
-    def look(self, outcome: Outcome) -> None:
+    def look(self, outcome: FaultOutcome) -> None:
+        """Update the outcome's stand-still, and the time until the run noticed."""
         now = time.monotonic()
         if self._follower.made and self._follower.mark != self._mark:
             outcome.stood_still_seconds = max(outcome.stood_still_seconds, now - self._last)
@@ -265,12 +278,12 @@ class _Scene:
             outcome.noticed_seconds = now - self._begun
 
     def over(self) -> bool:
-        """Whether what is held may be let go. A disk stays full at least until the run has felt it."""
+        """Return whether to release the stopped process or the disk; a disk stays full until the run has noticed it."""
         late = self._fault.seconds is not None and time.monotonic() - self._begun >= self._fault.seconds
         return late and (self._said() or self._ended()) if self._fault.kind == "fill" else late or self._ended()
 
     def settled(self) -> bool:
-        """Whether training goes on, in a new attempt where the fault has ended the old one."""
+        """Return whether training goes on; if the fault ended the attempt, in a new one."""
         if not self._follower.made or self._follower.mark == self.quiet_from:
             return False
         anew = self._fault.kind in _RESTARTS or self._ended()

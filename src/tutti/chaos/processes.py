@@ -1,7 +1,7 @@
-"""Which process is which rank of a run, and doing things to it.
+"""Find the processes of a run by rank, and stop, slow or signal them.
 
-A rank is the process that has its log open for writing, so that nothing can be out of date: no file of process ids is
-believed, and no number that another program may have got since.
+A rank is the process that has the rank's log open for writing. This cannot be out of date, as a file of process ids
+could be: the system reuses ids.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _RUNS_NOT = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP, psutil.STATUS_ZO
 
 
 def alive(process: psutil.Process) -> bool:
-    """Whether a process runs or is stopped; one that only waits to be reaped does not."""
+    """Return whether a process runs or is stopped; a zombie does neither."""
     with suppress(psutil.NoSuchProcess):
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     return False
@@ -35,7 +35,8 @@ class Crew:
     """The processes of a run at one moment.
 
     Attributes:
-        launcher: who started the ranks; the run itself where it is one process; None where another launcher did.
+        launcher: the parent process of the ranks; the run itself if it is one process; None under
+            another launcher.
         ranks: rank → process.
     """
 
@@ -43,14 +44,15 @@ class Crew:
     ranks: dict[int, psutil.Process] = field(default_factory=dict)
 
     def living(self) -> list[int]:
-        """Ranks whose processes have not ended."""
+        """Return the ranks whose processes have not ended."""
         return [rank for rank, process in self.ranks.items() if alive(process)]
 
 
 def crew(directory: Path, launcher: psutil.Process | None = None) -> Crew:
-    """The processes of the run in ``directory``: among ``launcher`` and its descendants, or of the whole machine.
+    """Return the processes of the run in ``directory``.
 
-    Processes of other users are seen by root only.
+    The search covers ``launcher`` and its descendants, or, without it, all processes of the machine; only root sees
+    those of other users.
     """
     with suppress(psutil.NoSuchProcess):
         near = [launcher, *launcher.children(recursive=True)] if launcher else psutil.process_iter()
@@ -74,14 +76,14 @@ def _crew(directory: Path, candidates: Iterable[psutil.Process]) -> Crew:
 
 
 def _written(process: psutil.Process) -> list[Path]:
-    """Files that a process has open for writing; none where it has gone or is another user's."""
+    """Return the files that a process has open for writing; none if it has ended or belongs to another user."""
     with suppress(psutil.Error, OSError):
         return [Path(file.path) for file in process.open_files() if getattr(file, "mode", "w") != "r"]
     return []
 
 
 def _first(processes: list[psutil.Process]) -> psutil.Process:
-    """The rank itself: what it has started may have inherited its files."""
+    """Return the rank among ``processes``: its child processes may have inherited its open files."""
     numbers = {process.pid for process in processes}
     return next((process for process in processes if _parent(process) not in numbers), processes[0])
 
@@ -93,14 +95,14 @@ def _parent(process: psutil.Process) -> int:
 
 
 def send(process: psutil.Process, number: signal.Signals) -> None:
-    """A signal to a process; nothing where it has gone."""
+    """Send a signal to a process; do nothing if it has ended."""
     with suppress(psutil.NoSuchProcess):
         process.send_signal(number)
 
 
 @contextmanager
 def frozen(processes: Iterable[psutil.Process]) -> Iterator[None]:
-    """Within the block none of ``processes`` runs."""
+    """Stop all ``processes`` within the block (SIGSTOP), and continue them after it (SIGCONT)."""
     held = list(processes)
     try:
         for process in held:
@@ -119,8 +121,13 @@ def _runs(process: psutil.Process) -> bool:
     return False
 
 
-class Held:
-    """A process that is stopped until ``release``; with a ``factor``, only for its part of every tenth of a second."""
+class StoppedProcess:
+    """Stop a process until ``release``, or slow it.
+
+    Args:
+        process: the process.
+        factor: stop the process only for 1 - 1/factor of every tenth of a second; None: all the time.
+    """
 
     def __init__(self, process: psutil.Process, factor: float | None = None) -> None:
         self._process, self._over = process, threading.Event()
@@ -136,7 +143,7 @@ class Held:
                 return
 
     def release(self) -> None:
-        """Let it run on. Harmless where it has gone."""
+        """Continue the process (SIGCONT); do nothing if it has ended."""
         self._over.set()
         if self._thread:
             self._thread.join()

@@ -1,4 +1,4 @@
-"""One run that meets faults, from its start to its end, and beside it the same run without any."""
+"""Inject faults into a run from its start to its end, and compare it with the same run without faults."""
 
 from __future__ import annotations
 
@@ -8,33 +8,36 @@ from pathlib import Path
 from typing import IO, Any
 
 from tutti.chaos.command import Command, Running, Started, reference
+from tutti.chaos.fault_outcome import FaultOutcome, Report
 from tutti.chaos.faults import Fault
 from tutti.chaos.following import unfinished
-from tutti.chaos.outcome import Outcome, Report
 from tutti.chaos.play import Play, Rules
 from tutti.errors import UsageError
-from tutti.training.records import read_summary
+from tutti.metrics.records import read_summary
 
 Plan = Callable[[int, int | None], Sequence[Fault]]
-"""The faults of a run with so many processes, and so many steps where that is known."""
+"""``plan(processes, steps)`` returns the faults of a run; steps is None if it is unknown."""
 
 
-Tell = Callable[[int, Outcome], None]
-"""Told of each fault that is over, with its number from 1."""
+Tell = Callable[[int, FaultOutcome], None]
+"""Called after each fault with its number, from 1, and its outcome."""
 
 
 def survive(
     command: Command, plan: Plan, rules: Rules, output: IO[str], known: Path | None, tell: Tell | None = None
 ) -> Report:
-    """Start a run, play faults on it, resume it where they end it, and compare what comes out.
+    """Start a run, inject faults into it, resume it each time a fault ends it, and compare its weights.
 
     Args:
         command: the run.
-        plan: its faults.
-        rules: how they are played.
-        output: where what the run prints goes.
-        tell: told of each fault.
-        known: the run directory of the same run without faults, to compare with; None: do not compare.
+        plan: returns its faults.
+        rules: options of injecting them.
+        output: file for the run's standard output and standard error.
+        tell: called after each fault.
+        known: run directory of the same run without faults, to compare weights with; None: do not compare.
+
+    Raises:
+        UsageError: ``known`` is no finished run, or ``plan`` refuses the run.
     """
     summary = _finished(known) if known else {}
     faults = plan(command.devices, summary.get("steps") or command.total())
@@ -59,9 +62,15 @@ def survive(
 
 
 def disturb(directory: Path, plan: Plan, rules: Rules) -> Report:
-    """Play faults on a run that goes on already, and see it go on, or end as it may.
+    """Inject faults into a run that another process started, and report whether it goes on or ends as permitted.
 
-    Raises UsageError where no process writes to ``directory``.
+    Args:
+        directory: run directory.
+        plan: returns the faults; the number of steps is unknown.
+        rules: options of injecting them.
+
+    Raises:
+        UsageError: no process writes to ``directory``.
     """
     begun = time.monotonic()
     run = Running(directory)
@@ -83,7 +92,12 @@ def disturb(directory: Path, plan: Plan, rules: Rules) -> Report:
 
 
 def uninterrupted(command: Command, output: IO[str]) -> Path:
-    """Make the same run without faults beside it, in ``RUN-reference``; where it is."""
+    """Run ``command`` without faults in the sibling directory ``RUN-reference``, and return that directory.
+
+    Raises:
+        UsageError: the directory exists already.
+        TuttiError: the run fails.
+    """
     directory = command.directory.with_name(f"{command.directory.name}-reference")
     if directory.exists():
         remedy = f"compare with it by --reference {directory}, or remove it"
@@ -93,7 +107,7 @@ def uninterrupted(command: Command, output: IO[str]) -> Path:
 
 
 def _finished(directory: Path) -> dict[str, Any]:
-    """The summary of a run that came to its end. Raises UsageError."""
+    """Return the summary of a finished run. Raises UsageError if the run is not finished."""
     summary = read_summary(directory)
     if summary.get("exit_code") != 0 or "weights_sha256" not in summary:
         raise UsageError("the reference is no finished run", where=str(directory), remedy="give a run directory")

@@ -1,4 +1,4 @@
-"""``tutti``: the verbs, and how every outcome becomes one message and one exit code. Loads no torch."""
+"""``tutti``: run a command and turn its outcome into one message and one exit code. Loads no torch."""
 
 from __future__ import annotations
 
@@ -12,24 +12,26 @@ from collections.abc import Sequence
 
 from cyclopts import App, CycloptsError
 
-from tutti.cli import chaos
-from tutti.cli.compare import compare
-from tutti.cli.doctor import doctor
-from tutti.cli.export import export
-from tutti.cli.pages import OneScreen
-from tutti.cli.run import end_options, run
-from tutti.cli.train import bare_options, train
+from tutti.cli import chaos_command
+from tutti.cli.compare_command import compare
+from tutti.cli.doctor_command import doctor
+from tutti.cli.export_command import export
+from tutti.cli.help_pages import OneScreen
+from tutti.cli.run_command import end_options, run
+from tutti.cli.train_command import bare_options, train
+from tutti.config.variables import check_variables
+from tutti.distribution import VERSION
 from tutti.errors import ExitCode, TuttiError
+from tutti.launcher.encoding import replace_unencodable
 
 
 def version() -> str:
-    """Versions of tutti and of the torch that it would load."""
-    names = {name: _installed(name) for name in ("tutti", "torch")}
-    return "\n".join(f"{name} {number}" for name, number in names.items())
+    """Return the versions of tutti and of the installed torch."""
+    return f"tutti {VERSION}\ntorch {_installed('torch')}"
 
 
-def build() -> App:
-    """The application: one entry a verb."""
+def build_app() -> App:
+    """Build the application with one entry a command."""
     app = App(
         name="tutti",
         help="One PyTorch model, trained by many devices as if by one.\n\n"
@@ -44,18 +46,20 @@ def build() -> App:
     app.command(compare, usage="Usage: tutti compare TASK [OPTIONS]")
     app.command(export, usage="Usage: tutti export RUN [OPTIONS]")
     app.command(doctor, usage="Usage: tutti doctor [--json]")
-    app.command(chaos.verb())
+    app.command(chaos_command.verb())
     return app
 
 
 def main(tokens: Sequence[str] | None = None) -> int:
-    """Run one command line and return its exit code; what went wrong is said on stderr, in one message.
+    """Run one command line and return its exit code; an error is printed to stderr as one message.
 
-    Only an error that nobody foresaw shows its traceback. A rank of a job that failed ends here.
+    Only an unexpected exception shows its traceback. On failure a rank of a job of several processes ends its process
+    here, because ordinary interpreter exit would wait for peers.
     """
+    replace_unencodable(sys.stdout, sys.stderr)
     code = _run(tokens)
-    # A job that was joined has loaded it; nothing else needs it.
-    context = sys.modules.get("tutti.world.context")
+    # The module is loaded only in a process that joined a job.
+    context = sys.modules.get("tutti.launcher.context")
     if code and context is not None:
         context.leave(code)
     return code
@@ -64,7 +68,11 @@ def main(tokens: Sequence[str] | None = None) -> int:
 def _run(tokens: Sequence[str] | None) -> int:
     try:
         words = bare_options(end_options(list(sys.argv[1:] if tokens is None else tokens)))
-        command, bound, _ = build().parse_args(words, print_error=False, exit_on_error=False)
+        app = build_app()
+        command, bound, _ = app.parse_args(words, print_error=False, exit_on_error=False)
+        # Help, --version and doctor must work in spite of a mistyped variable.
+        if command not in (doctor, app.help_print, app.version_print):
+            check_variables(os.environ)
         code = int(command(*bound.args, **bound.kwargs) or ExitCode.DONE)
         sys.stdout.flush()
         return code
@@ -77,7 +85,7 @@ def _run(tokens: Sequence[str] | None) -> int:
         return _refuse("interrupted", ExitCode.INTERRUPTED)
     except Exception as error:
         if isinstance(error, BrokenPipeError) and _unread():
-            # As other programs in a pipe whose end has seen enough; what is left to be written goes nowhere.
+            # The reader closed the pipe: end as SIGPIPE does, and discard the rest of the output.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 128 + signal.SIGPIPE
         traceback.print_exc()
@@ -85,7 +93,7 @@ def _run(tokens: Sequence[str] | None) -> int:
 
 
 def _unread() -> bool:
-    """Whether standard output is a pipe that nobody reads from any more."""
+    """Return whether standard output is a pipe whose reader has closed it."""
     poll = select.poll()
     poll.register(sys.stdout.fileno(), 0)
     return any(event & select.POLLERR for _, event in poll.poll(0))

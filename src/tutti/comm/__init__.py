@@ -1,1 +1,1 @@
-"""What moves between ranks. The only room that calls collectives."""
+"""Communicators, process groups and collectives between ranks. The only room that calls collectives."""

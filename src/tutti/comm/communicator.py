@@ -1,9 +1,9 @@
-"""Collectives among the ranks of one line of the grid.
+"""Collectives among the ranks along axes of the device mesh.
 
-Every collective of the *control* kind first compares a header (sequence number, operation, shape, dtype, name) over the
-ranks; where headers differ nothing is sent, and every rank raises MismatchError showing both calls. The gradient path
-skips that: its buckets are compared once at the start, carry a digest in every step, and travel in a process group of
-their own, so that they never meet another collective.
+Every *control* collective first all-gathers a header (sequence number, operation, shape, dtype, name); where headers
+differ nothing is sent, and every rank raises MismatchError showing both calls. The gradient path skips the header: its
+buckets are compared once at the start, carry a digest in every step, and travel in a process group of their own, so
+that they never mix with another collective.
 """
 
 from __future__ import annotations
@@ -17,27 +17,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tutti.comm.groups import groups
-from tutti.comm.meetings import Meetings
+from tutti.comm.file_all_gather import FileAllGather
+from tutti.comm.grid import Grid
+from tutti.comm.process_groups import process_groups
+from tutti.comm.random_keys import mix, name_key
 from tutti.comm.stall import Call, StallInspector
 from tutti.errors import MismatchError
-from tutti.laws.keys import mix, name_key
-from tutti.world import lost
-from tutti.world.context import World
-from tutti.world.grid import Grid
+from tutti.launcher import lost_rank_notes
+from tutti.launcher.context import World
+from tutti.torch_compat import all_gather_single, reduce_scatter_single
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Work
 
 _TEXT = 1024
 
-# The names since PyTorch 2.13, and those before.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
 
 class Pending:
-    """A collective under way. ``wait`` returns when its result is there."""
+    """Handle of an asynchronous collective or transfer."""
 
     def __init__(self, work: Work | None, call: Call | None, stall: StallInspector | None) -> None:
         self._work, self._call, self._stall = work, call, stall
@@ -48,7 +45,7 @@ class Pending:
         return self._work is None or self._work.is_completed()
 
     def wait(self) -> None:
-        """Block until done. Raises PeerError or MismatchError as ``StallInspector.wait``."""
+        """Block until the collective is complete. Raises PeerError or MismatchError as ``StallInspector.wait``."""
         if self._work is not None and self._stall is not None and self._call is not None:
             self._stall.wait(self._work, self._call)
             if self._call.text in self._stall.sent:
@@ -59,19 +56,26 @@ _DONE = Pending(None, None, None)
 
 
 class Communicator:
-    """The ranks of one line of the grid, in order.
+    """Collectives among an ordered set of ranks, such as one axis of the device mesh.
 
-    A communicator of one rank does nothing, quickly.
+    A communicator of one rank returns at once from every call.
 
     Args:
-        name: shown in messages.
-        ranks: their global numbers, in increasing order; this rank is one of them.
-        world: this process's place.
+        name: shown in error messages.
+        ranks: global ranks of the members, in increasing order; this rank is one of them.
+        world: rank, device, store and timeout of this process.
         group: control process group; None for one rank.
         fast: process group of the gradient path; None for one rank.
 
     Attributes:
-        meetings: what carries control calls once ranks may be lost on the way; None where all end together.
+        name, ranks: as given.
+        size: number of members.
+        rank: index of this rank in ``ranks``; ``source`` and ``to`` in the methods are such indices, too.
+        global_rank: this rank's number in the job.
+        device: device of this rank's tensors.
+        stall: waits for this process's collectives with a timeout.
+        meetings: all-gather that carries the control collectives once the run tolerates lost ranks; None where all
+            ranks end with the first.
     """
 
     def __init__(
@@ -86,35 +90,41 @@ class Communicator:
         self.rank = ranks.index(world.identity.rank)
         self.device = world.device
         self._group, self._fast, self.global_rank = group, fast, world.identity.rank
-        self.stall = StallInspector(world.store, world.identity.rank, world.identity.size, world.timeout)
-        self.meetings: Meetings | None = None
+        self.stall = StallInspector(world.store, world.identity.rank, world.identity.size, world.timeout, world.sent)
+        self.meetings: FileAllGather | None = None
         self._sequence = 0
         self._transfers: dict[tuple[str, int, int], int] = {}
 
     @property
-    def there(self) -> Sequence[int]:
-        """Those of its ranks, by place, that took part in the last control call: all, where none may be lost."""
+    def alive_ranks(self) -> Sequence[int]:
+        """Indices of the ranks that took part in the last control collective; all unless the run tolerates losses."""
         return range(self.size) if self.meetings is None else self.meetings.there
 
-    def lost(self) -> Mapping[int, str]:
-        """Ranks that are lost, and how each ended."""
+    def lost_ranks(self) -> Mapping[int, str]:
+        """Return the lost ranks, each with how its process ended; empty unless the run tolerates losses."""
         return {} if self.meetings is None else self.meetings.notes.lost()
 
     # --- the gradient path: verified once, no header ---------------------------------------------------------------
 
     def start_all_reduce(self, flat: Tensor, text: str) -> Pending:
-        """Begin an in-place sum of ``flat`` over the ranks; its shape must have been agreed before."""
+        """Start an in-place all-reduce (sum) of ``flat``, whose shape and dtype must be equal on all ranks.
+
+        ``text`` names the call in error messages, here and in the methods below.
+        """
         if self.size == 1:
             return _DONE
         work = dist.all_reduce(flat, group=self._fast, async_op=True)
         return Pending(work, Call(text, self.ranks), self.stall)
 
     def exchange_slices(self, send: Tensor, receive: Tensor, parts: Sequence[int], mine: int, text: str) -> None:
-        """All-to-all of rows: ``mine`` equal rows go to each rank, ``parts[s]`` rows come from rank ``s``.
+        """All-to-all of rows: send ``mine`` rows to each rank, receive ``parts[s]`` rows from rank ``s``.
 
         Args:
             send: (size · mine, row), rows for rank 0 first.
-            receive: (sum(parts), row).
+            receive: (sum(parts), row), overwritten; rows from rank 0 first.
+            parts: rows that each rank sends.
+            mine: rows that this rank sends to each rank.
+            text: names the call in error messages.
         """
         if self.size == 1:
             receive.copy_(send)
@@ -122,8 +132,27 @@ class Communicator:
         work = dist.all_to_all_single(receive, send, list(parts), [mine] * self.size, group=self._fast, async_op=True)
         self.stall.wait(work, Call(text, self.ranks))
 
+    def exchange_parts(self, send: Tensor, sizes: Sequence[int], come: Sequence[int], text: str) -> Tensor:
+        """All-to-all of uneven parts: send ``sizes[r]`` elements to rank r, receive ``come[r]`` elements from it.
+
+        Args:
+            send: (sum(sizes),), the part for rank 0 first.
+            sizes: elements for each rank.
+            come: elements from each rank.
+            text: names the call in error messages.
+
+        Returns:
+            (sum(come),), rank 0's part first.
+        """
+        if self.size == 1:
+            return send
+        received = send.new_empty(sum(come))
+        work = dist.all_to_all_single(received, send, list(come), list(sizes), group=self._fast, async_op=True)
+        self._wait(work, text)
+        return received
+
     def gather_slices(self, mine: Tensor, text: str) -> Tensor:
-        """All-gather of equal slices: (n,) here → (size · n,) everywhere, in rank order."""
+        """All-gather equal slices: (n,) on each rank → (size · n,) on all, in rank order."""
         if self.size == 1:
             return mine
         whole = mine.new_empty(self.size * mine.numel())
@@ -132,64 +161,73 @@ class Communicator:
         return whole
 
     def gather_into(self, whole: Tensor, mine: Tensor, text: str) -> None:
-        """All-gather of equal slices into ``whole`` (size · n,), of which ``mine`` (n,) may be this rank's part."""
+        """All-gather equal slices ``mine`` (n,) into ``whole`` (size · n,); ``mine`` may be this rank's slice of it.
+
+        A communicator of one rank leaves ``whole`` as it is.
+        """
         if self.size > 1:
-            self._wait(_all_gather(whole, mine, group=self._fast, async_op=True), text)
+            self._wait(all_gather_single(whole, mine, group=self._fast, async_op=True), text)
 
     def scatter_sum(self, mine: Tensor, whole: Tensor, text: str) -> None:
-        """Reduce-scatter: the sum over the ranks of each one's ``whole`` (size · n,); rank r keeps slice r (n,)."""
+        """Reduce-scatter: sum ``whole`` (size · n,) over the ranks and write slice r (n,) into ``mine`` of rank r."""
         if self.size == 1:
             mine.copy_(whole)
             return
         if whole.is_cuda:
-            self._wait(_reduce_scatter(mine, whole, group=self._fast, async_op=True), text)
+            self._wait(reduce_scatter_single(mine, whole, group=self._fast, async_op=True), text)
             return
-        # Gloo's own is an all-reduce, and cannot be waited for with a limit.
+        # Gloo's reduce-scatter is an all-reduce, and its work cannot be waited for with a timeout.
         parts = torch.empty_like(whole)
         self._wait(dist.all_to_all_single(parts, whole, group=self._fast, async_op=True), text)
         torch.sum(parts.view(self.size, -1), dim=0, out=mine)
 
     @property
     def group(self) -> ProcessGroup | None:
-        """Process group of the gradient path, for engines of PyTorch's that send by themselves; None for one rank."""
+        """Process group of the gradient path, for PyTorch engines that call collectives; None for one rank."""
         return self._fast
 
     def start_send(self, tensor: Tensor, to: int, kind: str) -> Pending:
-        """Begin to send to rank ``to``, which knows shape and dtype; ``tensor`` must live until ``wait`` of the result.
+        """Start to send ``tensor`` to rank ``to``, which must know its shape and dtype.
 
-        Messages of one kind from one rank to another arrive in the order in which they were sent, those of different
-        kinds or in different directions do not wait for each other. ``Communicators.linked`` makes their channels.
+        Messages of one kind from one rank to another arrive in the order of sending; messages of different kinds or
+        directions are independent. ``Communicators.p2p_channels`` makes the channels beforehand.
+
+        Args:
+            tensor: must live, unchanged, until ``wait`` of the returned handle.
+            to: index of the receiving rank.
+            kind: channel of the message.
         """
         return self._transfer(tensor, self.rank, to, kind, sending=True)
 
     def start_receive(self, tensor: Tensor, source: int, kind: str) -> Pending:
-        """Begin to receive into ``tensor`` the next message of this kind from rank ``source``."""
+        """Start to receive the next message of this kind from rank ``source`` into ``tensor``."""
         return self._transfer(tensor, source, self.rank, kind)
 
     def receive(self, tensor: Tensor, source: int, kind: str) -> None:
-        """Receive into ``tensor`` the next message of this kind from rank ``source``."""
+        """Receive the next message of this kind from rank ``source`` into ``tensor``."""
         self.start_receive(tensor, source, kind).wait()
 
-    def spread(self, tensor: Tensor, source: int, text: str) -> None:
-        """In-place copy of a tensor whose shape was agreed before, from rank ``source`` of this communicator."""
+    def broadcast_tensors(self, tensor: Tensor, source: int, text: str) -> None:
+        """Broadcast ``tensor`` in place from rank ``source``; its shape and dtype must be equal on all ranks."""
         if self.size > 1:
             self._wait(dist.broadcast(tensor, self.ranks[source], group=self._fast, async_op=True), text)
 
     def _transfer(self, tensor: Tensor, source: int, to: int, kind: str, sending: bool = False) -> Pending:
-        # Gloo closes a connection whose receive was waited for with a limit; a broadcast can be waited for in slices.
+        # A broadcast in a group of two: Gloo closes the connection if a receive is waited for with a timeout, whereas
+        # the wait for a broadcast may be split into short ones.
         sender, receiver = self.ranks[source], self.ranks[to]
         pair = min(sender, receiver), max(sender, receiver)
         number = self._transfers[kind, source, to] = self._transfers.get((kind, source, to), 0) + 1
-        work = dist.broadcast(tensor, sender, group=groups(pair, _channel(kind, sender))[1], async_op=True)
+        work = dist.broadcast(tensor, sender, group=process_groups(pair, _channel(kind, sender))[1], async_op=True)
         call = Call(f"{kind} {number} from rank {sender} to rank {receiver}", pair)
         if sending:
             self.stall.sent.append(call.text)
         return Pending(work, call, self.stall)
 
-    # --- control: every call is compared first ---------------------------------------------------------------------
+    # --- control: every call compares headers first ----------------------------------------------------------------
 
     def all_reduce(self, tensor: Tensor, name: str) -> None:
-        """In-place sum over the ranks. Raises MismatchError where shape, dtype, name or operation differ."""
+        """All-reduce (sum) ``tensor`` in place. Raises MismatchError where shape, dtype, name or operation differ."""
         if self.size > 1:
             self._compare(f"all_reduce '{name}' of {_shape(tensor)}")
             if self.meetings is not None:
@@ -198,7 +236,7 @@ class Communicator:
             self._wait(dist.all_reduce(tensor, group=self._carrier(tensor), async_op=True), f"all_reduce '{name}'")
 
     def broadcast(self, tensor: Tensor, source: int, name: str) -> None:
-        """In-place copy from rank ``source`` of this communicator. Raises MismatchError as ``all_reduce``."""
+        """Broadcast ``tensor`` in place from rank ``source``. Raises MismatchError as ``all_reduce``."""
         if self.size > 1:
             self._compare(f"broadcast '{name}' of {_shape(tensor)} from {source}")
             if self.meetings is not None:
@@ -208,14 +246,26 @@ class Communicator:
             self._wait(work, f"broadcast '{name}'")
 
     def all_gather(self, tensor: Tensor, name: str) -> list[Tensor]:
-        """The tensor of every rank that is ``there``; all of one shape and dtype. Raises MismatchError as others."""
+        """Return the tensors of all ``alive_ranks``, in rank order, of equal shape and dtype.
+
+        Raises MismatchError as ``all_reduce``.
+        """
         if self.size == 1:
             return [tensor]
         self._compare(f"all_gather '{name}' of {_shape(tensor)}")
         return self._gather(tensor, f"all_gather '{name}'")
 
     def broadcast_json(self, value: Any, source: int, name: str) -> Any:
-        """A JSON value from rank ``source``; other ranks' ``value`` is ignored. Two broadcasts, no pickle."""
+        """Broadcast a JSON value from rank ``source`` in two messages (length, text), without pickle.
+
+        Args:
+            value: on ``source``, the value to send; ignored on other ranks.
+            source: index of the sending rank.
+            name: shown in error messages.
+
+        Returns:
+            The value of ``source``.
+        """
         if self.size == 1:
             return value
         raw = json.dumps(value).encode() if self.rank == source else b""
@@ -228,10 +278,15 @@ class Communicator:
         return json.loads(bytes(payload.numpy()))
 
     def agree(self, lines: Sequence[str], name: str, remedy: str) -> None:
-        """Compare text line by line over the ranks, by hash; where it differs, show the first difference.
+        """Raise MismatchError unless ``lines`` are equal on all ranks; all-gathers digests of the text.
+
+        Args:
+            lines: the text to compare.
+            name: subject of the text, for the error message.
+            remedy: how to make the ranks agree, for the error message.
 
         Raises:
-            MismatchError: on every rank, naming two ranks and both their lines.
+            MismatchError: on every rank, naming two ranks and the first line in which they differ.
         """
         if self.size == 1:
             return
@@ -244,32 +299,32 @@ class Communicator:
         padded[: len(lines)] = torch.tensor([name_key(line) for line in lines])
         table = self._gather(padded, f"comparing {name}")
         differ = int((table[0] != table[other]).nonzero()[0])
-        said = self.texts(lines[differ] if differ < len(lines) else "(nothing)", f"comparing {name}")
+        said = self.all_gather_strings(lines[differ] if differ < len(lines) else "(nothing)", f"comparing {name}")
         raise MismatchError(
             f"ranks disagree about {name}: rank {self.ranks[0]} has {said[0]}, "
-            f"rank {self.ranks[self.there[other]]} has {said[other]}",
+            f"rank {self.ranks[self.alive_ranks[other]]} has {said[other]}",
             where=f"rank {self.global_rank}, entry {differ}",
             remedy=remedy,
         )
 
     def _compare(self, text: str) -> None:
-        """Compare this call's header over the ranks before anything of it is sent."""
+        """All-gather this call's header and raise MismatchError on every rank if two ranks differ."""
         self._sequence += 1
         header = torch.tensor([self._sequence, _signed(mix(name_key(text), len(text)))])
         headers = torch.stack(self._gather(header, text))
         if bool((headers == headers[0]).all()):
             return
-        said = self.texts(f"call {self._sequence}: {text}", "comparing calls")
+        said = self.all_gather_strings(f"call {self._sequence}: {text}", "comparing calls")
         other = int((headers != headers[0]).any(dim=1).nonzero()[0])
         raise MismatchError(
             f"ranks are in different collectives: rank {self.ranks[0]} in {said[0]}, "
-            f"rank {self.ranks[self.there[other]]} in {said[other]}",
+            f"rank {self.ranks[self.alive_ranks[other]]} in {said[other]}",
             where=f"rank {self.global_rank}",
             remedy="nothing was sent; make all ranks call the same collectives with the same shapes, in the same order",
         )
 
-    def texts(self, text: str, name: str) -> list[str]:
-        """The text of every rank that is ``there``, each cut to 1 KiB. ``name`` is shown where one does not come."""
+    def all_gather_strings(self, text: str, name: str) -> list[str]:
+        """All-gather the texts of all ``alive_ranks``, each cut to 1 KiB; ``name`` is shown in error messages."""
         if self.size == 1:
             return [text]
         raw = text.encode()[:_TEXT]
@@ -286,7 +341,7 @@ class Communicator:
         return parts
 
     def _carrier(self, tensor: Tensor) -> ProcessGroup | None:
-        """Headers and CPU tensors go by the control group; CUDA tensors need NCCL, which only the other one has."""
+        """Return the control group (Gloo) for CPU tensors, the fast group for CUDA tensors, which need NCCL."""
         return self._fast if tensor.is_cuda else self._group
 
     def _wait(self, work: Work | None, text: str) -> None:
@@ -295,9 +350,12 @@ class Communicator:
 
 
 class Communicators:
-    """The communicators along a grid's axes, made when first asked for (by all ranks alike) and kept.
+    """The communicators along the axes of the device mesh, cached. Collective: the constructor makes process groups.
 
-    ``world`` has all ranks, ``replica`` those that hold the same part of the model, ``model`` those of one replica.
+    Attributes:
+        world: all ranks.
+        replica: the ranks that hold the same part of the model (axes replica and shard).
+        model: the ranks of one replica (axes stage and tensor).
     """
 
     def __init__(self, world: World, grid: Grid) -> None:
@@ -308,82 +366,100 @@ class Communicators:
         self.model = self._line("model", "stage", "tensor")
 
     def axis(self, *names: str) -> Communicator:
-        """The ranks that differ from this one on these axes of the grid alone: replica, shard, stage or tensor.
+        """Return the communicator along mesh axes: the ranks that differ from this one on ``names`` alone.
 
-        Collective when first asked for.
+        Axes are replica, shard, stage and tensor. The first call for an axis is collective.
         """
         if names not in self._axes:
             self._axes[names] = self._line(f"{' × '.join(names)} axis", *names)
         return self._axes[names]
 
-    def outlive(self) -> bool:
-        """Go on without ranks that are killed from now on, not rank 0; whether the launcher lets them go. Collective.
+    def tolerate_loss(self) -> bool:
+        """Let the run continue when ranks other than 0 are killed from now on. Collective.
 
-        For exchanges in which nobody needs another rank for a step; every rank holds the whole model.
+        ``world`` and ``replica`` then make control collectives over files. For gradient synchronisation whose steps
+        need no other rank; every rank holds the whole model.
+
+        Returns:
+            Whether losses are tolerated: not with one data rank, nor under a launcher that ends all ranks with the
+            first.
         """
-        notes = lost.notes()
+        notes = lost_rank_notes.lost_rank_notes()
         if notes is None or self.replica.size < 2:
             return False
-        self.world.meetings = self.replica.meetings = meetings = Meetings(notes, self._world)
-        # Once all are here, nobody is in a collective any more that a lost one could break.
+        self.world.meetings = self.replica.meetings = meetings = FileAllGather(notes, self._world)
+        # A barrier: after it no rank is still in a collective that a lost rank would break.
         meetings.gather(b"", "the start of all ranks")
         if self._world.identity.rank:
-            notes.offer(self._world.identity.rank)
+            notes.mark_expendable(self._world.identity.rank)
         return True
 
-    def linked(self, name: str, kinds: Mapping[str, int]) -> Communicator:
-        """``axis(name)`` with channels between neighbours, the last rank and the first among them, for ``start_send``.
+    def p2p_channels(self, name: str, kinds: Mapping[str, int]) -> Communicator:
+        """Return ``axis(name)`` after making its point-to-point channels for ``start_send``. Collective.
 
-        ``kinds`` says which way messages of a kind go: 1 to the next rank, -1 to the one before. Collective.
+        Channels connect neighbours, and the last rank with the first.
+
+        Args:
+            name: mesh axis.
+            kinds: direction of each kind of message: 1 to the next rank, -1 to the previous one.
         """
         for line in self._lines(name):
             for (here, rank), (kind, way) in product(enumerate(line), kinds.items()):
                 other = line[(here + way) % len(line)]
                 if other != rank:
-                    groups((min(rank, other), max(rank, other)), _channel(kind, rank))
+                    process_groups((min(rank, other), max(rank, other)), _channel(kind, rank))
         return self.axis(name)
 
-    def among(self, name: str, places: Sequence[int], purpose: str) -> Communicator | None:
-        """The ranks at ``places`` of ``axis(name)``, with a group of their own; None elsewhere. Collective."""
+    def subgroup(self, name: str, places: Sequence[int], purpose: str) -> Communicator | None:
+        """Return a communicator over some ranks of ``axis(name)``, with its own process group. Collective.
+
+        Args:
+            name: mesh axis.
+            places: indices of the members on the axis, in increasing order.
+            purpose: key of the process group, shown in error messages.
+
+        Returns:
+            The communicator; None on a rank that is no member.
+        """
         here = self._grid.along(name)
         for line in self._lines(name):
-            made = groups(tuple(line[place] for place in places), purpose)
+            made = process_groups(tuple(line[place] for place in places), purpose)
             if line == here:
                 mine = made
         ranks = tuple(here[place] for place in places)
         return Communicator(purpose, ranks, self._world, *mine) if self._grid.rank in ranks else None
 
-    def apart(self, purpose: str) -> Communicator:
-        """``replica`` with a process group of its own, for messages that may be under way while gradients are.
+    def new_group(self, purpose: str) -> Communicator:
+        """Return a copy of ``replica`` with its own process group, for messages that overlap with gradient reduction.
 
         Collective.
         """
         return self._line(f"replica, {purpose}", "replica", "shard", purpose=purpose)
 
     def _line(self, name: str, *axes: str, purpose: str = "") -> Communicator:
-        """This rank's line along ``axes``. Collective: every rank makes the groups of all lines, in one order."""
-        made = {line: groups(line, purpose) for line in self._lines(*axes)}
+        """Return the communicator along ``axes``. Collective: all ranks make the groups of all lines, in one order."""
+        made = {line: process_groups(line, purpose) for line in self._lines(*axes)}
         mine = self._grid.along(*axes)
         return Communicator(name, mine, self._world, *made[mine])
 
     def _lines(self, *axes: str) -> list[tuple[int, ...]]:
-        """Every rank's line along ``axes``, each once, in the same order on all ranks."""
+        """Return all lines of ranks along ``axes``, each once, in the same order on all ranks."""
         return sorted({Grid(*self._grid.shape, rank).along(*axes) for rank in range(self._grid.size)})
 
 
 def everybody(world: World) -> Communicator:
-    """All ranks of the job, whatever grid each believes in. Collective."""
+    """Return the communicator of all ranks of the job, which needs no agreement on the device mesh. Collective."""
     ranks = tuple(range(world.identity.size))
-    return Communicator("world", ranks, world, *groups(ranks))
+    return Communicator("world", ranks, world, *process_groups(ranks))
 
 
 def _channel(kind: str, sender: int) -> str:
-    """The purpose of the group that carries messages of one kind one way."""
+    """Return the purpose key of the process group for messages of one kind in one direction."""
     return f"{kind} from rank {sender}"
 
 
 def _digests(lines: Sequence[str]) -> Tensor:
-    """Two independent 64-bit digests of ``lines``."""
+    """Return two independent 64-bit digests of ``lines``, (2,) int64."""
     keys = [name_key(line) for line in lines]
     return torch.tensor([_signed(mix(1, len(lines), *keys)), _signed(mix(2, *reversed(keys)))])
 

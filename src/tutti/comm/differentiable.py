@@ -1,9 +1,9 @@
-"""Collectives that autograd goes through, among ranks that compute one replica together on the same samples.
+"""Differentiable collectives among the tensor ranks of one replica, which compute on the same samples.
 
 Shoeybi et al. 2019, arXiv 1909.08053, §3: ``copy`` is their f, ``reduce`` their g. Korthikanti et al. 2022, arXiv
 2205.05198, §4.2: ``widen`` is their g, ``scatter`` their ḡ. Every rank must call them in the same order, with tensors
-whose shapes follow from its rank. What comes in whole is the same on all ranks, and so is the gradient of what comes
-out whole, but for ``copy`` and ``widen``.
+whose shapes follow from its rank. A whole input tensor is equal on all ranks, and so is the gradient of a whole output,
+except for ``copy`` and ``widen``, whose backward sums different gradients.
 """
 
 from __future__ import annotations
@@ -15,84 +15,107 @@ import torch
 from torch import Tensor
 
 from tutti.comm.communicator import Communicator
-from tutti.laws.shares import share
+from tutti.comm.partition import even_share
+from tutti.errors import UsageError
+from tutti.torch_compat import tensor_version
 
 
-class Ranks:
-    """The tensor ranks of one replica.
+class TensorRanks:
+    """Differentiable collectives over one tensor axis.
+
+    ``dim`` is the split dimension, ``length`` its whole size (the first ranks have one more where it is uneven), and
+    ``name`` the layer, for error messages.
 
     Attributes:
-        rank, size: this one, and how many.
+        rank, size: index of this tensor rank, number of tensor ranks.
     """
 
     def __init__(self, comm: Communicator) -> None:
         self._comm, self.rank, self.size = comm, comm.rank, comm.size
         self._copied: tuple[Tensor, int, Tensor] | None = None
 
-    def __deepcopy__(self, memo: Any) -> Ranks:
+    def __deepcopy__(self, memo: Any) -> TensorRanks:
         return self
 
     def copy(self, whole: Tensor, name: str) -> Tensor:
-        """The same; backward sums the ranks' gradients: one all-reduce, also for neighbours that copy one tensor."""
+        """Return ``whole`` unchanged; backward all-reduces its gradient.
+
+        Consecutive calls with one tensor share the result and its one all-reduce.
+
+        Raises:
+            UsageError: within ``torch.func`` transforms.
+        """
         if not torch.is_grad_enabled():
             return whole
-        if self._copied is None or self._copied[0] is not whole or self._copied[1] != whole._version:
-            self._copied = whole, whole._version, _Copy.apply(whole, self, name)  # type: ignore[no-untyped-call]
+        if self._copied is None or self._copied[0] is not whole or self._copied[1] != tensor_version(whole):
+            try:
+                copied: Tensor = _Copy.apply(whole, self, name)  # type: ignore[no-untyped-call]
+            except RuntimeError as error:
+                if "functorch" not in str(error):
+                    raise
+                raise UsageError(
+                    f"torch.func.grad and vmap do not go with the split layer {name}",
+                    why="its messages to the other ranks are not among what they transform",
+                    remedy="take --strategy mirrored",
+                ) from error
+            self._copied = whole, tensor_version(whole), copied
         return self._copied[2]
 
     def reduce(self, part: Tensor, name: str) -> Tensor:
-        """The sum of all ranks' tensors (one all-reduce); backward passes the gradient on."""
+        """All-reduce (sum) ``part``; backward passes the gradient on."""
         self._copied = None
-        result: Tensor = _Reduce.apply(part, self, name)  # type: ignore[no-untyped-call]
+        result: Tensor = _Reduce.apply(part, self, f"output of {name}")  # type: ignore[no-untyped-call]
         return result
 
     def gather(self, part: Tensor, dim: int, length: int, name: str) -> Tensor:
-        """All ranks' shares of ``length`` along ``dim``, in rank order (one all-gather); backward takes this rank's."""
+        """All-gather the ranks' slices along ``dim``, in rank order; backward takes this rank's slice."""
         self._copied = None
-        result: Tensor = _Gather.apply(part, self, dim, length, name)  # type: ignore[no-untyped-call]
+        result: Tensor = _Gather.apply(part, self, dim, length, f"output of {name}")  # type: ignore[no-untyped-call]
         return result
 
     def take(self, whole: Tensor, dim: int, length: int, name: str) -> Tensor:
-        """This rank's share along ``dim`` of what all have alike; backward gathers (one all-gather)."""
+        """Return this rank's slice along ``dim`` of a tensor that all ranks hold; backward all-gathers."""
         result: Tensor = _Take.apply(whole, self, dim, length, name)  # type: ignore[no-untyped-call]
         return result
 
     def scatter(self, part: Tensor, dim: int, length: int, name: str) -> Tensor:
-        """This rank's share along ``dim`` of the sum of all ranks' tensors (one reduce-scatter); backward gathers."""
+        """Reduce-scatter: return this rank's slice along ``dim`` of the sum over the ranks; backward all-gathers."""
         self._copied = None
-        result: Tensor = _Scatter.apply(part, self, dim, length, name)  # type: ignore[no-untyped-call]
+        result: Tensor = _Scatter.apply(part, self, dim, length, f"output of {name}")  # type: ignore[no-untyped-call]
         return result
 
     def widen(self, part: Tensor, dim: int, length: int, name: str) -> Tensor:
-        """As ``gather``, for each rank to use in its own way; backward sums and takes this rank's share of that.
+        """All-gather as ``gather``, where ranks use the result differently; backward reduce-scatters its gradient.
 
-        One all-gather forward and one reduce-scatter backward, also for neighbours that widen one tensor.
+        Consecutive calls with one tensor share the all-gather and the reduce-scatter.
         """
-        if self._copied is None or self._copied[0] is not part or self._copied[1] != part._version:
-            self._copied = part, part._version, _Widen.apply(part, self, dim, length, name)  # type: ignore[no-untyped-call]
+        if self._copied is None or self._copied[0] is not part or self._copied[1] != tensor_version(part):
+            wide = _Widen.apply(part, self, dim, length, f"input of {name}")  # type: ignore[no-untyped-call]
+            self._copied = part, tensor_version(part), wide
         return self._copied[2]
 
     def copies(self, tensors: Sequence[Tensor], name: str) -> Sequence[Tensor]:
-        """The same; backward sums the ranks' gradients: one all-reduce of all together."""
+        """Return ``tensors`` unchanged; backward all-reduces their gradients in one message."""
         if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in tensors):
             return tensors
         result: Sequence[Tensor] = _Copies.apply(self, name, *tensors)  # type: ignore[no-untyped-call]
         return result
 
     def join(self, tensor: Tensor, name: str) -> Tensor:
-        """All ranks' tensors of one shape, along a new first dimension (one all-gather); backward takes this rank's."""
+        """All-gather tensors of one shape along a new first dimension; backward takes this rank's slice."""
         return self.gather(tensor.unsqueeze(0), 0, self.size, name)
 
     def sum(self, tensor: Tensor, name: str) -> Tensor:
-        """The sum of all ranks' tensors, a new one."""
+        """All-reduce (sum) into a new contiguous tensor, without autograd."""
         total = tensor.clone(memory_format=torch.contiguous_format)
         self._comm.start_all_reduce(total, name).wait()
         return total
 
     def all(self, part: Tensor, dim: int, length: int, name: str) -> Tensor:
-        """What ``gather`` gives; uneven shares travel in messages of the largest one's size."""
-        lengths = [len(share(length, self.size, rank)) for rank in range(self.size)]
-        # By the stride, because one channel alone is contiguous in both ways; dropout draws in the order of memory.
+        """All-gather as ``gather``, without autograd; uneven slices are padded to the largest."""
+        lengths = [len(even_share(length, self.size, rank)) for rank in range(self.size)]
+        # Channels-last is told by the stride: with one channel a tensor is contiguous in both formats. The format is
+        # kept because dropout draws its mask in memory order.
         last = part.dim() == 4 and part.stride(1) == 1
         if lengths[self.rank] < lengths[0]:
             shape = list(part.shape)
@@ -103,9 +126,9 @@ class Ranks:
         return whole.contiguous(memory_format=torch.channels_last) if last else whole
 
     def sum_share(self, tensor: Tensor, dim: int, length: int, name: str) -> Tensor:
-        """This rank's share along ``dim`` of the sum; uneven shares travel in messages of the largest one's size."""
+        """Reduce-scatter as ``scatter``, without autograd; uneven slices are padded to the largest."""
         first = tensor.movedim(dim, 0)
-        shares = [share(length, self.size, rank) for rank in range(self.size)]
+        shares = [even_share(length, self.size, rank) for rank in range(self.size)]
         if length % self.size == 0:
             send = first.reshape(self.size, -1).contiguous()
         else:
@@ -119,88 +142,100 @@ class Ranks:
         return rows.movedim(0, dim).contiguous()
 
 
+# Each backward is the forward of another of these functions, so that second derivatives are right, too.
+
+
 class _Copy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, whole: Tensor, ranks: Ranks, name: str) -> Tensor:
-        ctx.ranks, ctx.name = ranks, name
-        # view_as would give a dimension of one another stride, and a convolution's output another layout.
+    def forward(ctx: Any, whole: Tensor, ranks: TensorRanks, name: str) -> Tensor:
+        ctx.given = ranks, f"gradient of the input of {name}"
+        # view_as would change the stride of a dimension of size 1, and with it the memory format of a convolution's
+        # output.
         same: Tensor = torch.ops.aten.alias(whole)
         return same
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        return ctx.ranks.sum(gradients[0], f"gradient of the input of {ctx.name}"), None, None
+        return _Reduce.apply(gradients[0], *ctx.given), None, None  # type: ignore[no-untyped-call]
 
 
 class _Reduce(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, part: Tensor, ranks: Ranks, name: str) -> Tensor:
-        return ranks.sum(part, f"output of {name}")
+    def forward(ctx: Any, part: Tensor, ranks: TensorRanks, name: str) -> Tensor:
+        ctx.given = ranks, name
+        return ranks.sum(part, name)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        return gradients[0], None, None
+        return _differentiated(_Copy, gradients[0], *ctx.given), None, None
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, part: Tensor, ranks: Ranks, dim: int, length: int, name: str) -> Tensor:
-        ctx.mine, ctx.dim = share(length, ranks.size, ranks.rank), dim
-        return ranks.all(part, dim, length, f"output of {name}")
+    def forward(ctx: Any, part: Tensor, ranks: TensorRanks, dim: int, length: int, name: str) -> Tensor:
+        ctx.given = ranks, dim, length, name
+        ctx.mine, ctx.dim = even_share(length, ranks.size, ranks.rank), dim
+        return ranks.all(part, dim, length, name)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
+        if torch.is_grad_enabled():
+            return _Take.apply(gradients[0], *ctx.given), None, None, None, None  # type: ignore[no-untyped-call]
         return gradients[0].narrow(ctx.dim, ctx.mine.start, len(ctx.mine)), None, None, None, None
 
 
 class _Take(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, whole: Tensor, ranks: Ranks, dim: int, length: int, name: str) -> Tensor:
+    def forward(ctx: Any, whole: Tensor, ranks: TensorRanks, dim: int, length: int, name: str) -> Tensor:
         ctx.given = ranks, dim, length, f"gradient of the input of {name}"
-        mine = share(length, ranks.size, ranks.rank)
-        # In the order of memory of the whole, for dropout draws in it.
+        mine = even_share(length, ranks.size, ranks.rank)
+        # Keep the memory order of the whole tensor: dropout draws its mask in memory order.
         order = sorted(range(whole.dim()), key=lambda d: -whole.stride()[d])
         part = whole.narrow(dim, mine.start, len(mine)).permute(order).clone(memory_format=torch.contiguous_format)
         return part.permute([order.index(d) for d in range(whole.dim())])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        ranks, *given = ctx.given
-        return ranks.all(gradients[0], *given), None, None, None, None
+        return _Gather.apply(gradients[0], *ctx.given), None, None, None, None  # type: ignore[no-untyped-call]
 
 
 class _Scatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, part: Tensor, ranks: Ranks, dim: int, length: int, name: str) -> Tensor:
-        ctx.given = ranks, dim, length, f"gradient of the output of {name}"
-        return ranks.sum_share(part, dim, length, f"output of {name}")
+    def forward(ctx: Any, part: Tensor, ranks: TensorRanks, dim: int, length: int, name: str) -> Tensor:
+        ctx.given = ranks, dim, length, f"gradient of the {name}"
+        return ranks.sum_share(part, dim, length, name)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        ranks, *given = ctx.given
-        return ranks.all(gradients[0], *given), None, None, None, None
+        return _Widen.apply(gradients[0], *ctx.given), None, None, None, None  # type: ignore[no-untyped-call]
 
 
 class _Widen(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, part: Tensor, ranks: Ranks, dim: int, length: int, name: str) -> Tensor:
-        ctx.given = ranks, dim, length, f"gradient of the input of {name}"
-        return ranks.all(part, dim, length, f"input of {name}")
+    def forward(ctx: Any, part: Tensor, ranks: TensorRanks, dim: int, length: int, name: str) -> Tensor:
+        ctx.given = ranks, dim, length, f"gradient of the {name}"
+        return ranks.all(part, dim, length, name)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        ranks, *given = ctx.given
-        return ranks.sum_share(gradients[0], *given), None, None, None, None
+        return _Scatter.apply(gradients[0], *ctx.given), None, None, None, None  # type: ignore[no-untyped-call]
 
 
 class _Copies(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, ranks: Ranks, name: str, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.ranks, ctx.name = ranks, name
+    def forward(ctx: Any, ranks: TensorRanks, name: str, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.given = ranks, f"gradients of parameters of {name}"
         return tuple(tensor.view_as(tensor) for tensor in tensors)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        total = ctx.ranks.sum(torch.cat([g.reshape(-1) for g in gradients]), f"gradients of parameters of {ctx.name}")
+        flat = torch.cat([g.reshape(-1) for g in gradients])
+        total = _Reduce.apply(flat, *ctx.given)  # type: ignore[no-untyped-call]
         parts = total.split([gradient.numel() for gradient in gradients])
         return None, None, *(part.view_as(g).to(g.dtype) for part, g in zip(parts, gradients, strict=True))
+
+
+def _differentiated(function: Any, tensor: Tensor, *given: Any) -> Tensor:
+    """Apply ``function`` where a gradient of the gradient may be asked for (grad mode); else return ``tensor``."""
+    result: Tensor = function.apply(tensor, *given) if torch.is_grad_enabled() else tensor
+    return result

@@ -1,9 +1,9 @@
-"""Waiting that never hangs silently: who waits for whom, in which call, and since when.
+"""Stall inspector: wait for collectives with a timeout, and name the ranks that are missing or deadlocked.
 
-A rank that waits longer than a moment leaves a note with its call in the shared store, renews it while it waits, and
-reads the notes of the others. If *every* rank waits and two of one group wait in different calls, none of them can ever
-go on: that is said at once, with all calls. Otherwise, when the time is up, those are named that all wait for: ranks
-without a note that is still renewed. A step that does not stall pays nothing.
+A rank that waits longer than 2 s writes a note with its call to the shared store, renews it while it waits, and reads
+the notes of all ranks. If *every* rank waits and no call has all of its ranks, none can ever complete: MismatchError is
+raised at once, with all calls. Otherwise, at the timeout, PeerError names the ranks that are waited for and wait for
+none themselves. A collective that completes within 2 s does not access the store.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, ClassVar, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch.distributed as dist
 
 from tutti.errors import MismatchError, PeerError
-from tutti.world import heartbeat
-from tutti.world.heartbeat import Phase
+from tutti.launcher import heartbeat
+from tutti.launcher.heartbeat import Phase
 
 if TYPE_CHECKING:
     from torch.distributed import Work
@@ -30,17 +30,21 @@ T = TypeVar("T")
 
 _PATIENCE = timedelta(seconds=2)
 _POLL = timedelta(seconds=0.5)
-# A note not renewed for this long was left by a process that has been stopped.
+# A note that was not renewed for this many seconds belongs to a stopped process.
 _STALE = 6 * _POLL.total_seconds()
-# The beat of a rank that has given up: its note stays, so that those whose time is up later do not miss it, too.
+# The beat of a rank that has given up. Its note stays, so that ranks that time out later do not report it as missing.
 _GAVE_UP = -1
 
 
 @dataclass(frozen=True)
 class Call:
-    """One collective as its callers see it: what it is, and the global ranks that take part.
+    """A collective or transfer, as named in notes and errors.
 
-    ``sent``: in another rank's note, what that one has begun to send besides and not waited for.
+    Attributes:
+        text: operation and name.
+        ranks: global ranks that take part.
+        sent: in a note read from the store: the texts of transfers that its rank has started to send and not waited
+            for.
     """
 
     text: str
@@ -49,14 +53,14 @@ class Call:
 
 
 class _Notes:
-    """What this process has seen of the others' notes since it began to wait."""
+    """The notes that this process has read since it began to wait."""
 
     def __init__(self) -> None:
-        # For each rank its call, the first and the latest beat of its note, and when the latest came.
+        # By rank: call, first and latest beat of its note, and the time at which the latest was first read.
         self._seen: dict[int, tuple[Call, int, int, float]] = {}
 
     def look(self, notes: Mapping[int, tuple[Call, int]]) -> None:
-        """Take the notes as they are now."""
+        """Record the notes as just read: rank → (call, beat)."""
         now, before = time.monotonic(), self._seen
         self._seen = {}
         for rank, (call, beat) in notes.items():
@@ -67,36 +71,34 @@ class _Notes:
                 self._seen[rank] = call, old[1], beat, now if beat != old[2] else old[3]
 
     def waiting(self) -> dict[int, Call]:
-        """Ranks that wait, and in which call."""
+        """Return the ranks that wait or have given up, with their calls."""
         now = time.monotonic()
         return {rank: call for rank, (call, _, beat, at) in self._seen.items() if beat == _GAVE_UP or now - at < _STALE}
 
     def renewed(self) -> dict[int, Call]:
-        """Those of them that were seen to renew their note, which a stopped process does not."""
+        """Return the ranks that have renewed their note since it was first read, which a stopped process does not."""
         return {rank: call for rank, (call, first, latest, _) in self._seen.items() if latest > first}
 
 
 class StallInspector:
-    """Waits for collectives of one process.
+    """Waits for the collectives of one process.
 
     Args:
-        store: shared by all ranks.
-        rank: this process.
-        size: all processes.
+        store: key-value store shared by all ranks.
+        rank: global rank of this process.
+        size: number of ranks in the job.
         timeout: seconds that a call may take.
-
-    Attributes:
-        sent: texts of calls that this process has begun, as a sender, without waiting for them.
+        sent: texts of transfers that this process has started to send and not waited for; one list for all inspectors
+            of a process.
     """
 
-    sent: ClassVar[list[str]] = []
-
-    def __init__(self, store: dist.Store, rank: int, size: int, timeout: float) -> None:
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: float, sent: list[str]) -> None:
         self._store, self._rank, self._size, self._timeout = store, rank, size, timeout
+        self.sent = sent
         self._asking: threading.Thread | None = None
 
     def wait(self, work: Work, call: Call) -> None:
-        """Return when ``work`` is done. Raises as ``poll``."""
+        """Block until ``work`` is complete. Raises as ``poll``."""
 
         def done(limit: timedelta) -> bool:
             try:
@@ -110,11 +112,15 @@ class StallInspector:
         self.poll(done, call)
 
     def poll(self, done: Callable[[timedelta], bool], call: Call) -> None:
-        """Return when ``done(limit)``, which itself waits up to ``limit``, says so.
+        """Block until ``done`` returns True.
+
+        Args:
+            done: called repeatedly with a time limit, within which it waits for completion; returns whether complete.
+            call: the collective, for notes and errors.
 
         Raises:
-            MismatchError: all ranks wait, in calls that do not fit together.
-            PeerError: a connection broke, or the time is up; the ranks that did not come are named.
+            MismatchError: all ranks wait, and no call has all of its ranks.
+            PeerError: a connection broke, or the timeout has passed; names the missing ranks.
         """
         before = heartbeat.training.enter(Phase.WAITING)
         try:
@@ -124,7 +130,7 @@ class StallInspector:
             heartbeat.training.enter(before)
 
     def _explain(self, done: Callable[[timedelta], bool], call: Call) -> None:
-        """Go on waiting, in everybody's view."""
+        """Continue to wait, with a note in the store; raise on a deadlock or at the timeout."""
         start, seen, beat = time.monotonic(), _Notes(), 0
         try:
             while True:
@@ -139,7 +145,8 @@ class StallInspector:
                     self._check_deadlock(call, seen.renewed(), beat)
                 if time.monotonic() - start > self._timeout:
                     late = self._late(call, seen.waiting())
-                    # Who came a moment later is told the same, and not of this rank's connections that close.
+                    # Ranks that began to wait a moment later shall reach their own timeout before this rank's
+                    # connections close.
                     time.sleep(2 * _POLL.total_seconds())
                     raise late
         except BaseException:
@@ -148,10 +155,10 @@ class StallInspector:
         self._ask(lambda: self._store.set(self._key(self._rank), ""))
 
     def _check_deadlock(self, call: Call, waiting: dict[int, Call], beat: int) -> None:
-        """Raise if all ranks wait, each still in the same call, and no call has all of its ranks."""
-        if len(waiting) < self._size or any(complete(each, waiting) for each in (call, *waiting.values())):
+        """Raise MismatchError if all ranks wait, each still in the same call, and no call has all of its ranks."""
+        if len(waiting) < self._size or any(is_complete(each, waiting) for each in (call, *waiting.values())):
             return
-        # Every rank must have read the notes before the first one leaves and its connections close.
+        # Every rank must have read the notes before the first rank raises and its connections close.
         for later in range(1, 5):
             self._note(call, beat + later)
             time.sleep(_POLL.total_seconds() / 2)
@@ -185,7 +192,7 @@ class StallInspector:
         )
 
     def _absent(self, call: Call, waiting: dict[int, Call]) -> list[int]:
-        """Ranks that wait for nobody: from this call's ranks on to whatever those that wait elsewhere wait for."""
+        """Return the ranks that do not wait, found by following this call's ranks to the ranks of their own calls."""
         absent, asked, ahead = [], {self._rank}, list(call.ranks)
         while ahead:
             rank = ahead.pop()
@@ -213,7 +220,7 @@ class StallInspector:
         self._ask(lambda: self._store.set(self._key(self._rank), json.dumps([call.text, call.ranks, beat, self.sent])))
 
     def _notes(self) -> dict[int, tuple[Call, int]] | None:
-        """Everybody's notes; None while the store does not answer."""
+        """Read the notes of all ranks; None while the store does not answer."""
 
         def read() -> dict[int, tuple[Call, int]]:
             notes = {}
@@ -228,9 +235,9 @@ class StallInspector:
         return self._ask(read)
 
     def _ask(self, question: Callable[[], T]) -> T | None:
-        """``question`` to the store; None where no answer came.
+        """Run ``question``, a call to the store, in a thread; return its result, or None without an answer in 2 s.
 
-        It is asked in a thread, because a client of the store cannot be told to give up when the network is gone.
+        A thread, because a call of the store's client cannot be cancelled when the network is down.
         """
         answers: list[T] = []
 
@@ -245,8 +252,8 @@ class StallInspector:
         return answers[0] if answers else None
 
 
-def complete(call: Call, waiting: Mapping[int, Call]) -> bool:
-    """Whether all ranks of a call are in it, or have sent their part of it."""
+def is_complete(call: Call, waiting: Mapping[int, Call]) -> bool:
+    """Return whether each rank of a call waits in it, or has started to send its part."""
     return all(waiting[rank] == call or call.text in waiting[rank].sent for rank in call.ranks)
 
 

@@ -1,1 +1,1 @@
-"""Why did the accuracy drop: a ladder of runs that differ in one thing each, its table and its verdict."""
+"""Explain a drop of accuracy by a ladder of runs that differ in one option each, its table and its verdict."""

@@ -1,4 +1,4 @@
-"""The curves of a ladder as one SVG: held-out accuracy by epoch, every seed shown. Needs the extra ``plot``."""
+"""Draw the learning curves of a ladder, one line a seed, as SVG. Needs the extra ``plot``."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from tutti.compare.ladder import Ladder
-from tutti.compare.verdict import Row, number
+from tutti.compare.verdict import RungResult, format_metric, is_fraction
+from tutti.config.metric_direction import Metric
 
-# Okabe and Ito's colours, told apart by people who do not see all of them; markers differ as well.
+# Okabe and Ito's palette, which colour-blind readers can distinguish; markers differ as well.
 _COLOURS = ("#000000", "#E69F00", "#56B4E9", "#009E73", "#0072B2", "#D55E00", "#CC79A7", "#999999")
 _MARKERS = "osD^vPX*"
 
@@ -19,18 +20,27 @@ _WIDTH = 170
 
 
 def available() -> bool:
-    """Whether figures can be drawn here."""
+    """Return whether matplotlib is installed."""
     return importlib.util.find_spec("matplotlib") is not None
 
 
-def draw(ladder: Ladder, rows: Mapping[str, Row], metric: str, caption: str, path: Path) -> None:
-    """Write the figure; the same data give the same bytes."""
+def draw_curves(ladder: Ladder, rows: Mapping[str, RungResult], metric: Metric, caption: str, path: Path) -> None:
+    """Write the held-out metric by epoch as SVG; equal data give equal bytes.
+
+    Args:
+        ladder: the ladder.
+        rows: results by rung; rungs without finished runs are left out.
+        metric: the metric that is drawn.
+        caption: text below the figure.
+        path: file to write.
+    """
     import matplotlib as mpl
 
     mpl.use("svg")
     from matplotlib import pyplot
 
     mpl.rcParams["svg.hashsalt"] = "tutti"
+    fraction = is_fraction(rows, metric)
     figure, axes = pyplot.subplots(figsize=(8, 5))
     for place, rung in enumerate(ladder.rungs):
         row = rows.get(rung.name)
@@ -41,11 +51,11 @@ def draw(ladder: Ladder, rows: Mapping[str, Row], metric: str, caption: str, pat
             axes.plot(*zip(*outcome.curve, strict=True), color=colour, alpha=0.3, linewidth=1)
         epochs = sorted(set.intersection(*(set(dict(outcome.curve)) for outcome in row.outcomes)))
         means = [sum(dict(o.curve)[epoch] for o in row.outcomes) / len(row.outcomes) for epoch in epochs]
-        label = f"{rung.name}: {number(row.mean)}"
+        label = f"{rung.name}: {format_metric(row.mean, fraction)}"
         axes.plot(epochs, means, color=colour, marker=marker, markersize=4, linewidth=2, label=label)
     axes.set_xlabel("epoch")
     axes.locator_params(axis="x", integer=True)
-    axes.set_ylabel(f"held-out {metric}")
+    axes.set_ylabel(f"held-out {metric.name} ({metric.direction} is better)")
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
     lines = textwrap.wrap(caption, _WIDTH, break_on_hyphens=False)

@@ -1,8 +1,9 @@
-"""A ladder: runs that differ from one another in one thing each, as data. No torch.
+"""Load a ladder: a series of training runs (rungs) that differ from one another in one option each. No torch.
 
 A ladder is a TOML file. ``[base]`` holds options of ``tutti train`` for every rung; each ``[[rung]]`` has a ``name``,
 the rung it comes ``from`` (default: the one before), the ``cause`` it isolates, and the options it changes. Numbers may
-be written as ``"{workers}"``, ``"{batch_size}"``, ``"{worker_batch}"`` (a worker's part of a batch) or ``"{epochs}"``.
+be written as ``"{workers}"``, ``"{batch_size}"``, ``"{worker_batch}"`` (a logical worker's share of a batch) or
+``"{epochs}"``.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tutti.config.train_config import TrainConfig
 from tutti.errors import UsageError, did_you_mean
-from tutti.training.config import TrainConfig
 
 _SHIPPED = Path(__file__).with_name("ladders")
 _OWN = ("name", "from", "cause")
@@ -25,12 +26,12 @@ _HINTS = typing.get_type_hints(TrainConfig)
 
 @dataclass(frozen=True)
 class Rung:
-    """One training run but for its seed.
+    """One training configuration, which is run with several seeds.
 
     Attributes:
-        name: what the table calls it.
-        parent: the rung that it differs from; None for the first.
-        cause: what the difference isolates.
+        name: name in the table.
+        parent: name of the rung that it changes; None for the first.
+        cause: the cause that the change isolates.
         changes: the options that differ from the parent's.
         config: all options.
     """
@@ -44,13 +45,13 @@ class Rung:
 
 @dataclass(frozen=True)
 class Ladder:
-    """Rungs in order, the first of which is what the others should reach.
+    """Rungs in order; the first is the baseline that the rest should reach.
 
     Attributes:
-        name: of the ladder.
-        summary: what it shows, in a sentence.
-        naive: the rung whose loss of accuracy the others explain.
-        rungs: all of them.
+        name: name of the ladder.
+        summary: purpose of the ladder, in a sentence.
+        naive: name of the rung whose drop of accuracy the rest explain.
+        rungs: all rungs.
     """
 
     name: str
@@ -59,25 +60,26 @@ class Ladder:
     rungs: tuple[Rung, ...]
 
     def rung(self, name: str) -> Rung:
-        """The rung of this name."""
+        """Return the rung of this name."""
         return next(rung for rung in self.rungs if rung.name == name)
 
 
 def shipped() -> list[str]:
-    """Names of the ladders that come with tutti."""
+    """Return the names of the ladders that come with tutti."""
     return sorted(path.stem for path in _SHIPPED.glob("*.toml"))
 
 
-def load(text: str, variables: Mapping[str, int | float], options: Mapping[str, Any]) -> Ladder:
-    """A shipped ladder by name, or one's own by path.
+def load_ladder(text: str, variables: Mapping[str, int | float], options: Mapping[str, Any]) -> Ladder:
+    """Load a shipped ladder by name, or a user's ladder by path.
 
     Args:
-        text: name or path of a TOML file.
-        variables: ``workers``, ``batch_size``, ``epochs``: what the placeholders stand for.
-        options: fields of TrainConfig for every rung, which win over the ladder's own base.
+        text: name of a shipped ladder, or path of a TOML file.
+        variables: values of the placeholders ``workers``, ``batch_size`` and ``epochs``.
+        options: fields of TrainConfig for every rung; they take precedence over ``[base]``.
 
     Raises:
-        UsageError: no such ladder, not TOML, an unknown key, a rung without a name, a change that changes nothing.
+        UsageError: there is no such ladder, the file is not TOML, a key is unknown, a rung has no name of its own,
+            changes nothing or comes from an unknown rung, or there are fewer than two rungs.
     """
     path = _SHIPPED / f"{text}.toml" if text in shipped() else Path(text)
     if not path.is_file():
@@ -125,7 +127,7 @@ def _rungs(rows: list[Any], base: Mapping[str, Any], values: Mapping[str, Any], 
 
 
 def _options(table: Mapping[str, Any], values: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Fields of TrainConfig, placeholders filled in. Raises UsageError for an unknown one."""
+    """Return fields of TrainConfig with placeholders filled in. Raises UsageError for an unknown option."""
     found = {}
     for written, value in table.items():
         key = written.replace("-", "_")

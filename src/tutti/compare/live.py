@@ -1,4 +1,4 @@
-"""A ladder while it runs: a table that is drawn over in a terminal, a line a run everywhere else."""
+"""Show the progress of a ladder: a live table in a terminal, one line a run elsewhere."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TextIO
 
-from tutti.compare import table
+from tutti.compare import convergence_table
 from tutti.compare.ladder import Ladder
 from tutti.compare.runs import Progress, Trial
-from tutti.compare.verdict import Row
+from tutti.compare.verdict import ACCURACY, RungResult
+from tutti.config.metric_direction import Metric
 
 if TYPE_CHECKING:
     from rich.live import Live
@@ -20,20 +21,20 @@ _QUIET_SECONDS = 30.0
 
 
 class Board:
-    """Shows which run is under way and what has finished.
+    """Show the current run and the results of finished runs.
 
     Args:
-        stream: where to.
-        ladder: what runs.
-        metric: the held-out figure.
-        total: runs in all.
+        stream: stream to write to.
+        ladder: the ladder.
+        total: number of runs.
     """
 
-    def __init__(self, stream: TextIO, ladder: Ladder, metric: str, total: int) -> None:
-        self._stream, self._ladder, self._metric, self._total = stream, ladder, metric, total
+    def __init__(self, stream: TextIO, ladder: Ladder, total: int) -> None:
+        self._stream, self._ladder, self._total = stream, ladder, total
+        self._metric: Metric | None = None
         dumb = os.environ.get("TERM", "") in ("dumb", "unknown", "") or bool(os.environ.get("NO_COLOR"))
         self._live: Live | None = None if dumb or not stream.isatty() else _live(stream)
-        self._rows: Mapping[str, Row] = {}
+        self._rows: Mapping[str, RungResult] = {}
         self._now = ""
         self._said = 0.0
 
@@ -46,8 +47,16 @@ class Board:
         if self._live is not None:
             self._live.stop()
 
-    def show(self, trial: Trial, number: int, rows: Mapping[str, Row]) -> None:
-        """The run that begins, and the rungs that have finished runs."""
+    def show(self, trial: Trial, number: int, rows: Mapping[str, RungResult], metric: Metric | None) -> None:
+        """Show that a run begins.
+
+        Args:
+            trial: the run.
+            number: its number, from 0.
+            rows: results of rungs with finished runs.
+            metric: the metric; None while its direction is unknown.
+        """
+        self._metric = metric
         self._rows, self._now = rows, f"run {number + 1} of {self._total}: {trial.rung}, seed {trial.seed}"
         self._said = time.monotonic()
         if self._live is None:
@@ -56,7 +65,7 @@ class Board:
             self._draw("")
 
     def progress(self, progress: Progress) -> None:
-        """Where the run is."""
+        """Show the progress of the current run; outside a terminal at most every 30 s."""
         text = _words(progress, self._metric)
         if self._live is not None:
             self._draw(text)
@@ -70,9 +79,9 @@ class Board:
         from rich.text import Text
 
         drawn = Table(box=None, header_style="bold")
-        for place, heading in enumerate(table.HEADINGS):
+        for place, heading in enumerate(convergence_table.HEADINGS):
             drawn.add_column(heading, justify="left" if place == 0 else "right", no_wrap=place > 0)
-        for line in table.cells(self._ladder, self._rows):
+        for line in convergence_table.cells(self._ladder, self._rows, self._metric or ACCURACY):
             drawn.add_row(*(Text(cell) for cell in line))
         if self._live is not None:
             self._live.update(Group(drawn, Text(f"{self._now}  {text}", style="cyan")), refresh=True)
@@ -85,11 +94,12 @@ def _live(stream: TextIO) -> Live:
     return Live(console=Console(file=stream, highlight=False), auto_refresh=False)
 
 
-def _words(progress: Progress, metric: str) -> str:
+def _words(progress: Progress, metric: Metric | None) -> str:
     step, evaluated = progress.step, progress.evaluated
     parts: list[Any] = []
     if step:
         parts.append(f"step {step['step']}, epoch {step['epoch']}, loss {step['loss']:.4f}" if step["loss"] else "")
-    if evaluated and evaluated.get(metric) is not None:
-        parts.append(f"held out {evaluated[metric]:.1%}")
+    if metric is not None and evaluated and evaluated.get(metric.name) is not None:
+        value = evaluated[metric.name]
+        parts.append(f"held out {value:.1%}" if metric.higher and 0 <= value <= 1 else f"held out {value:.4f}")
     return ", ".join(filter(None, parts))

@@ -1,9 +1,10 @@
-"""The runs of a ladder: each once, in a directory named by its configuration; finished ones are kept."""
+"""Train the runs of a ladder, each in a directory named by its configuration; finished runs are reused."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import signal
 import subprocess
@@ -17,13 +18,15 @@ from types import FrameType
 from typing import Any
 
 from tutti.compare.ladder import Ladder
-from tutti.compare.verdict import Outcome, Row
+from tutti.compare.verdict import RungResult, RunOutcome
+from tutti.config.metric_direction import Direction
+from tutti.config.train_config import TrainConfig
+from tutti.config.variables import without_settings
 from tutti.errors import ExitCode, Preempted, TuttiError, UsageError
-from tutti.training.config import TrainConfig
-from tutti.training.records import config_sha256, config_toml, read_summary
+from tutti.metrics.records import config_sha256, config_toml, read_summary
 
 POLL = 0.25
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
 @dataclass(frozen=True)
@@ -38,16 +41,23 @@ class Trial:
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a trial is: its newest training and evaluation lines, empty where there are none yet."""
+    """Newest training and evaluation records of a trial; empty if there are none yet."""
 
     step: dict[str, Any]
     evaluated: dict[str, Any]
 
 
 def trials(ladder: Ladder, task: str, seeds: int, pool: Path) -> list[Trial]:
-    """All runs of a ladder, first seeds first, so that an unfinished ladder has every rung once.
+    """Return all runs of a ladder, ordered by seed, so that an unfinished ladder has results of every rung.
 
-    A directory's name is the hash of what decides the run's result: ladders that share a rung share its run.
+    A directory is named by the hash of the options that decide the run's result: ladders with an equal rung share its
+    runs.
+
+    Args:
+        ladder: the ladder.
+        task: name of the task.
+        seeds: number of seeds a rung.
+        pool: folder of the run directories.
     """
     found = []
     for seed in range(seeds):
@@ -59,21 +69,21 @@ def trials(ladder: Ladder, task: str, seeds: int, pool: Path) -> list[Trial]:
 
 
 def finished(trial: Trial) -> bool:
-    """Whether the run is there, whole."""
+    """Return whether the trial's run directory holds a finished run."""
     return read_summary(trial.directory).get("exit_code") == ExitCode.DONE
 
 
-def run(trial: Trial, task: str, watch: Callable[[Progress], None]) -> None:
-    """Train one trial in a process of its own, from its last checkpoint where it was broken off.
+def run_trial(trial: Trial, task: str, watch: Callable[[Progress], None]) -> None:
+    """Train one trial in its own process; resume it from its last checkpoint if it was interrupted.
 
     Args:
-        trial: what to train.
-        task: name, or path and function of the user's own.
-        watch: called a few times a second.
+        trial: the trial.
+        task: name of a built-in task, or path and function of the user's task.
+        watch: called with the progress every ``POLL`` seconds.
 
     Raises:
-        Preempted: a signal asked to stop; the run has saved its state.
-        TuttiError: the run failed, with its exit code and the last lines of what it said.
+        Preempted: a signal asked to stop, and the run has ended; the same command resumes it.
+        TuttiError: the run failed; the error has its exit code and the last lines of its log.
     """
     log = trial.directory.with_suffix(".log")
     words = [sys.executable, "-m", "tutti", "train"]
@@ -87,11 +97,17 @@ def run(trial: Trial, task: str, watch: Callable[[Progress], None]) -> None:
         words += ["--config", str(given)]
     with log.open("w", encoding="utf-8") as output:
         process = subprocess.Popen(
-            words, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            words,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            # TUTTI_* options are already in the configuration, and must not override the change of a rung.
+            env=without_settings(os.environ),
         )
         with _passing_signals_on(process) as stopped:
             while process.poll() is None:
-                watch(progress(trial))
+                watch(trial_progress(trial))
                 time.sleep(POLL)
     if stopped:
         raise Preempted("the comparison was asked to stop", where=trial.rung, remedy="the same command goes on with it")
@@ -101,7 +117,7 @@ def run(trial: Trial, task: str, watch: Callable[[Progress], None]) -> None:
 
 @contextmanager
 def _passing_signals_on(process: subprocess.Popen[bytes]) -> Iterator[list[int]]:
-    """Signals go to the run, which saves and ends; the numbers of those that came."""
+    """Forward signals to the run, which saves and ends; yield the list of received signal numbers."""
     came: list[int] = []
 
     def forward(number: int, frame: FrameType | None) -> None:
@@ -131,8 +147,8 @@ def _failed(trial: Trial, code: int, log: Path) -> TuttiError:
     return error
 
 
-def progress(trial: Trial) -> Progress:
-    """The newest lines of a trial's metrics. Reads the file's last 8 KiB."""
+def trial_progress(trial: Trial) -> Progress:
+    """Return the newest records of a trial, from the last 8 KiB of its ``metrics.jsonl``."""
     step: dict[str, Any] = {}
     evaluated: dict[str, Any] = {}
     try:
@@ -153,8 +169,8 @@ def progress(trial: Trial) -> Progress:
     return Progress(step, evaluated)
 
 
-def outcome(trial: Trial, metric: str) -> Outcome:
-    """The figures of a finished trial. Raises UsageError where the task does not report ``metric``."""
+def outcome(trial: Trial, metric: str) -> RunOutcome:
+    """Return the results of a finished trial. Raises UsageError if the task does not report ``metric``."""
     summary = read_summary(trial.directory)
     held_out = summary.get("eval") or {}
     if metric not in held_out:
@@ -167,11 +183,11 @@ def outcome(trial: Trial, metric: str) -> Outcome:
     for line in (trial.directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
         record = json.loads(line)
         if record.get("group") == "eval":
-            curve.append((float(record["epoch"]), float(record[metric])))
-    return Outcome(
+            curve.append((float(record["epoch"]), _number(record[metric])))
+    return RunOutcome(
         seed=trial.seed,
-        held_out=float(held_out[metric]),
-        training=float((summary.get("train") or {}).get(metric, float("nan"))),
+        held_out=_number(held_out[metric]),
+        training=_number((summary.get("train") or {}).get(metric)),
         updates=int(summary["updates"]),
         samples=int(summary["samples"]),
         seconds=float(summary["seconds"]),
@@ -181,11 +197,31 @@ def outcome(trial: Trial, metric: str) -> Outcome:
     )
 
 
-def rows(ladder: Ladder, all_trials: list[Trial], metric: str) -> dict[str, Row]:
-    """The rungs that have finished runs, with them."""
+def directions(all_trials: list[Trial]) -> dict[str, Direction] | None:
+    """Return the task's declared directions of metrics, from a finished run's summary; None if no run has finished."""
+    found = next((trial for trial in all_trials if finished(trial)), None)
+    return None if found is None else read_summary(found.directory).get("directions", {})
+
+
+def _number(value: object) -> float:
+    """Return ``value`` as a float; NaN for null, which stands for non-finite values in JSON."""
+    return float(value) if isinstance(value, int | float) else math.nan
+
+
+def rows(ladder: Ladder, all_trials: list[Trial], metric: str) -> dict[str, RungResult]:
+    """Return the results of each rung that has finished runs, by name.
+
+    Args:
+        ladder: the ladder.
+        all_trials: its trials.
+        metric: name of the held-out metric.
+
+    Raises:
+        UsageError: the task does not report ``metric``.
+    """
     found = {}
     for rung in ladder.rungs:
         done = tuple(outcome(t, metric) for t in all_trials if t.rung == rung.name and finished(t))
         if done:
-            found[rung.name] = Row(rung.name, rung.cause, rung.parent, done)
+            found[rung.name] = RungResult(rung.name, rung.cause, rung.parent, done)
     return found

@@ -1,22 +1,30 @@
-"""What a finished ladder says: which one thing cost or brought how much, and whether the seeds allow to say it."""
+"""Judge a finished ladder: the gain or loss of each change, and whether it exceeds the spread over seeds.
+
+In every function ``rows`` are the results by rung name, of rungs with finished runs only.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tutti.compare.ladder import Ladder
+from tutti.compare.ladder import Ladder, Rung
+from tutti.compare.like_with_like import baselines, other_causes, recipes
+from tutti.config.metric_direction import Metric
+
+ACCURACY = Metric("accuracy", higher=True)
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """One finished run. Accuracies are fractions.
+class RunOutcome:
+    """One finished run.
 
     Attributes:
-        held_out: on samples that were not trained on.
-        training: over the last epoch.
-        curve: (epoch, held out) after each evaluation.
+        held_out: the metric on held-out samples; NaN if its last value is not finite.
+        training: the metric on training samples, over the last epoch.
+        curve: (epoch, held-out value) after each evaluation.
     """
 
     seed: int
@@ -29,40 +37,50 @@ class Outcome:
     curve: tuple[tuple[float, float], ...] = ()
     weights_sha256: str = ""
 
+    @property
+    def finite(self) -> bool:
+        """Whether the held-out value is finite."""
+        return math.isfinite(self.held_out)
+
 
 @dataclass(frozen=True)
-class Row:
-    """All seeds of one rung."""
+class RungResult:
+    """Results of one rung over its seeds."""
 
     name: str
     cause: str
     parent: str | None
-    outcomes: tuple[Outcome, ...] = field(default_factory=tuple)
+    outcomes: tuple[RunOutcome, ...] = field(default_factory=tuple)
 
     @property
     def mean(self) -> float:
-        """Mean held-out accuracy over the seeds."""
+        """Mean of the held-out metric over the seeds."""
         return sum(outcome.held_out for outcome in self.outcomes) / len(self.outcomes)
 
     @property
     def spread(self) -> float:
-        """Largest minus smallest held-out accuracy over the seeds; 0 for one seed, which says nothing."""
+        """Largest minus smallest held-out value over the seeds; 0 for one seed, which gives no estimate."""
         values = [outcome.held_out for outcome in self.outcomes]
         return max(values) - min(values)
 
+    @property
+    def finite(self) -> bool:
+        """Whether the held-out value of every seed is finite."""
+        return all(outcome.finite for outcome in self.outcomes)
+
     def average(self, name: str) -> float:
-        """Mean of one figure over the seeds."""
+        """Return the mean of a `RunOutcome` field over the seeds."""
         return sum(float(getattr(outcome, name)) for outcome in self.outcomes) / len(self.outcomes)
 
 
 @dataclass(frozen=True)
 class Effect:
-    """What one change brought over the rung that it was made to.
+    """Effect of one change: a rung compared with its parent.
 
     Attributes:
-        gain: difference of the means.
-        noise: by how much seeds alone differ: the larger spread of the two rungs.
-        share: of the naive rung's drop; None where there is no drop.
+        gain: by how much the mean is better than the parent's; negative if it is worse.
+        noise: difference that seeds alone make: the larger spread of the two rungs.
+        share: gain ÷ drop of the naive rung; None without a drop, and for controls, which do not explain it.
     """
 
     name: str
@@ -74,43 +92,50 @@ class Effect:
 
     @property
     def clear(self) -> bool:
-        """Whether the difference is larger than what the seeds alone make."""
+        """Whether the gain exceeds the noise of seeds."""
         return abs(self.gain) > self.noise
 
 
-def effects(ladder: Ladder, rows: Mapping[str, Row]) -> list[Effect]:
-    """Every rung against the one that it comes from, where both have finished runs."""
-    drop = _drop(ladder, rows)
+def effects(ladder: Ladder, rows: Mapping[str, RungResult], metric: Metric = ACCURACY) -> list[Effect]:
+    """Return the effect of every rung over its parent, if both have finished runs.
+
+    Args:
+        ladder: the ladder.
+        rows: results by rung name.
+        metric: the metric that is compared.
+    """
+    drop = _drop(ladder, rows, metric)
+    asked = {rung.name for rung in recipes(ladder)} - {ladder.naive}
     found = []
     for rung in ladder.rungs:
         row, parent = rows.get(rung.name), rows.get(rung.parent or "")
         if row is None or parent is None:
             continue
-        gain = row.mean - parent.mean
-        share = gain / drop if drop is not None and rung.name != ladder.naive else None
+        gain = metric.gain(parent.mean, row.mean)
+        share = gain / drop if drop is not None and rung.name in asked else None
         found.append(Effect(rung.name, rung.cause, parent.name, gain, max(row.spread, parent.spread), share))
     return found
 
 
-def verdict(ladder: Ladder, rows: Mapping[str, Row], unit: str = "accuracy") -> list[str]:
-    """Plain sentences: the drop, what explains it in the order of its share, what does not, the best recipe."""
+def verdict(ladder: Ladder, rows: Mapping[str, RungResult], metric: Metric = ACCURACY) -> list[str]:
+    """Return the verdict in sentences: the drop, its causes by share, changes without effect, and the best recipe.
+
+    A rung holds only against a like-with-like baseline (`like_with_like.baselines`), never across two causes.
+
+    Args:
+        ladder: the ladder.
+        rows: results by rung name; rungs with a non-finite held-out value are named and not compared.
+        metric: the metric that is compared.
+    """
     first, naive = ladder.rungs[0].name, ladder.naive
+    told, rows = _without_numbers(ladder, rows)
+    fraction = is_fraction(rows, metric)
     if first not in rows or naive not in rows:
-        return ["Not enough runs have finished for a verdict."]
-    reference, dropped = rows[first], rows[naive]
-    noise = max(reference.spread, dropped.spread)
-    lost, fraction = reference.mean - dropped.mean, 0 <= reference.mean <= 1
-    change = f"{number(reference.mean)} → {number(dropped.mean)}"
-    said = f"'{naive}' against '{first}': held-out {unit} {change}, {difference(-lost, fraction)}"
-    one = any(len(row.outcomes) < 2 for row in rows.values())
-    sentences = [
-        f"{said}; seeds alone differ by {difference(noise, fraction, sign=False)}."
-        if not one
-        else f"{said} (one seed: no error bar)."
-    ]
-    if lost <= noise:
-        sentences.append("That is no drop beyond what the seeds alone make.")
-    others = [e for e in effects(ladder, rows) if e.name != naive]
+        known = _holding(ladder, rows, metric, fraction) if first in rows else []
+        return [*told, *(known or ["Not enough runs have finished for a verdict."])]
+    sentences = [*told, *_drop_told(ladder, rows, metric, fraction)]
+    lost, noise = metric.gain(rows[naive].mean, rows[first].mean), max(rows[first].spread, rows[naive].spread)
+    others = [e for e in effects(ladder, rows, metric) if e.name != naive]
     for effect in sorted((e for e in others if e.clear), key=lambda e: -e.gain):
         share = f", {effect.share:.0%} of the drop" if effect.share is not None and lost > noise else ""
         verb = "brings" if effect.gain > 0 else "costs"
@@ -119,68 +144,160 @@ def verdict(ladder: Ladder, rows: Mapping[str, Row], unit: str = "accuracy") -> 
     unclear = [e.cause for e in others if not e.clear]
     if unclear:
         sentences.append(f"No difference beyond the seeds: {', '.join(unclear)}.")
-    best = max((row for row in rows.values() if row.name != first), key=lambda row: row.mean)
-    held = "reaches" if best.mean >= reference.mean else "does not reach"
-    sentences.append(
-        f"The best recipe, '{best.name}' ({number(best.mean)}), {held} '{first}' ({number(reference.mean)})."
+    return [*sentences, *_holding(ladder, rows, metric, fraction)]
+
+
+def recipe_holds(ladder: Ladder, rows: Mapping[str, RungResult], metric: Metric = ACCURACY) -> bool:
+    """Return whether some recipe reaches its like-with-like baseline, and the first rung as well."""
+    _, rows = _without_numbers(ladder, rows)
+    return any(_holds(ladder, rung, rows, metric) for rung in recipes(ladder))
+
+
+def baseline(
+    ladder: Ladder, rung: Rung, rows: Mapping[str, RungResult], metric: Metric = ACCURACY
+) -> RungResult | None:
+    """Return the best finished like-with-like baseline of ``rung``; None if there is none."""
+    found = [rows[other.name] for other in baselines(ladder, rung) if other.name in rows]
+    return max(found, key=lambda row: metric.gain(0.0, row.mean), default=None)
+
+
+def _holds(ladder: Ladder, rung: Rung, rows: Mapping[str, RungResult], metric: Metric) -> bool:
+    row, first, reference = rows.get(rung.name), rows.get(ladder.rungs[0].name), baseline(ladder, rung, rows, metric)
+    if row is None or first is None or reference is None:
+        return False
+    return min(metric.gain(first.mean, row.mean), metric.gain(reference.mean, row.mean)) >= 0
+
+
+def _drop_told(ladder: Ladder, rows: Mapping[str, RungResult], metric: Metric, fraction: bool) -> list[str]:
+    """Return sentences on the drop of the naive rung, and whether it exceeds the noise of seeds."""
+    reference, dropped = rows[ladder.rungs[0].name], rows[ladder.naive]
+    lost, noise = metric.gain(dropped.mean, reference.mean), max(reference.spread, dropped.spread)
+    change = f"{format_metric(reference.mean, fraction)} → {format_metric(dropped.mean, fraction)}"
+    moved = difference(dropped.mean - reference.mean, fraction)
+    said = f"'{dropped.name}' against '{reference.name}': held-out {metric.name} {change}, {moved}"
+    if not metric.higher:
+        said += " (lower is better)"
+    one = any(len(row.outcomes) < 2 for row in rows.values())
+    bar = f"; seeds alone differ by {difference(noise, fraction, sign=False)}."
+    told = [said + (" (one seed: no error bar)." if one else bar)]
+    if lost <= noise:
+        told.append("That is no drop beyond what the seeds alone make.")
+    return told
+
+
+def _holding(ladder: Ladder, rows: Mapping[str, RungResult], metric: Metric, fraction: bool) -> list[str]:
+    """Return sentences on the best recipe and, if it does not hold, on every recipe that does."""
+    finished = [rung for rung in recipes(ladder) if rung.name in rows]
+    if not finished:
+        return []
+    best = max(finished, key=lambda rung: metric.gain(0.0, rows[rung.name].mean))
+    told = [_reached(ladder, best, rows, metric, fraction)]
+    if _holds(ladder, best, rows, metric):
+        return told
+    for rung in finished:
+        reference = baseline(ladder, rung, rows, metric)
+        if rung != best and reference is not None and _holds(ladder, rung, rows, metric):
+            ours, theirs = (format_metric(row.mean, fraction) for row in (rows[rung.name], reference))
+            told.append(f"'{rung.name}' ({ours}) reaches '{reference.name}' ({theirs}), like with like.")
+    return told
+
+
+def _reached(ladder: Ladder, rung: Rung, rows: Mapping[str, RungResult], metric: Metric, fraction: bool) -> str:
+    first, row = ladder.rungs[0], rows[rung.name]
+
+    def against(other: RungResult) -> str:
+        word = "reaches" if metric.gain(other.mean, row.mean) >= 0 else "does not reach"
+        return f"{word} '{other.name}' ({format_metric(other.mean, fraction)})"
+
+    said = f"The best recipe, '{rung.name}' ({format_metric(row.mean, fraction)}), "
+    reference = baseline(ladder, rung, rows, metric)
+    if reference is not None and reference.name == first.name:
+        return f"{said}{against(reference)}."
+    causes = ", ".join(other_causes(rung.config, first.config)).replace("_", " ")
+    if reference is not None:
+        also = f"It {against(rows[first.name])}, from which it differs in {causes} as well."
+        return f"{said}{against(reference)}, its like at that scale. {also}"
+    side = "better than" if metric.gain(rows[first.name].mean, row.mean) >= 0 else "worse than"
+    missing = baselines(ladder, rung)
+    remedy = (
+        f"that needs '{missing[0].name}', which has not finished"
+        if missing
+        else f"that needs a rung like '{rung.name}' with workers = {first.config.workers} and "
+        f"batch_size = {first.config.batch_size}"
     )
-    return sentences
+    across = f"'{first.name}' ({format_metric(rows[first.name].mean, fraction)})"
+    return f"{said}is {side} {across}, but differs from it in {causes} as well. Whether it held is not known: {remedy}."
 
 
-def held(ladder: Ladder, rows: Mapping[str, Row]) -> bool:
-    """Whether any other rung reaches the first one's held-out accuracy."""
-    first = ladder.rungs[0].name
-    return first in rows and any(row.mean >= rows[first].mean for row in rows.values() if row.name != first)
+def _without_numbers(ladder: Ladder, rows: Mapping[str, RungResult]) -> tuple[list[str], dict[str, RungResult]]:
+    """Return a sentence for each rung with a non-finite held-out value, and the rows of the other rungs."""
+    told = [
+        f"'{rung.name}' ended without a number in {sum(not o.finite for o in rows[rung.name].outcomes)} of "
+        f"{len(rows[rung.name].outcomes)} runs, and is not compared."
+        for rung in ladder.rungs
+        if rung.name in rows and not rows[rung.name].finite
+    ]
+    return told, {name: row for name, row in rows.items() if row.finite}
 
 
-def as_json(ladder: Ladder, rows: Mapping[str, Row], unit: str) -> dict[str, Any]:
-    """Everything, for ``compare.json``."""
+def as_json(ladder: Ladder, rows: Mapping[str, RungResult], metric: Metric) -> dict[str, Any]:
+    """Return the content of ``compare.json``; non-finite values are null."""
+    _, finite = _without_numbers(ladder, rows)
     return {
         "ladder": ladder.name,
         "summary": ladder.summary,
-        "metric": unit,
+        "metric": metric.name,
+        "better": metric.direction,
         "rungs": [
             {
                 "name": rung.name,
                 "from": rung.parent,
                 "cause": rung.cause,
                 "changes": dict(rung.changes),
+                "baselines": [other.name for other in baselines(ladder, rung)],
                 "runs": [_plain(outcome) for outcome in rows[rung.name].outcomes] if rung.name in rows else [],
             }
             for rung in ladder.rungs
         ],
         "effects": [
             {"rung": e.name, "from": e.parent, "gain": e.gain, "noise": e.noise, "share": e.share, "clear": e.clear}
-            for e in effects(ladder, rows)
+            for e in effects(ladder, finite, metric)
         ],
-        "verdict": verdict(ladder, rows, unit),
-        "held": held(ladder, rows),
+        "verdict": verdict(ladder, rows, metric),
+        "held": recipe_holds(ladder, rows, metric),
     }
 
 
-def _drop(ladder: Ladder, rows: Mapping[str, Row]) -> float | None:
+def _drop(ladder: Ladder, rows: Mapping[str, RungResult], metric: Metric) -> float | None:
     first, naive = rows.get(ladder.rungs[0].name), rows.get(ladder.naive)
-    if first is None or naive is None or first.mean - naive.mean <= 0:
+    if first is None or naive is None or metric.gain(naive.mean, first.mean) <= 0:
         return None
-    return first.mean - naive.mean
+    return metric.gain(naive.mean, first.mean)
 
 
-def _plain(outcome: Outcome) -> dict[str, Any]:
-    names: Sequence[str] = tuple(outcome.__dataclass_fields__)
-    return {name: getattr(outcome, name) for name in names}
+def _plain(outcome: RunOutcome) -> dict[str, Any]:
+    values = {name: getattr(outcome, name) for name in outcome.__dataclass_fields__}
+    return {n: None if isinstance(v, float) and not math.isfinite(v) else v for n, v in values.items()}
 
 
-def number(value: float) -> str:
-    """An accuracy in per cent; what is no fraction as it is.
+def is_fraction(rows: Mapping[str, RungResult], metric: Metric) -> bool:
+    """Return whether all values are fractions, such as an accuracy, and shown in per cent; a loss never is."""
+    return metric.higher and all(0 <= o.held_out <= 1 for row in rows.values() for o in row.outcomes if o.finite)
 
-    >>> number(0.4567), number(27.5)
-    ('45.7%', '27.5000')
+
+def format_metric(value: float, fraction: bool = True) -> str:
+    """Format a fraction in per cent, other values with four decimals, and non-finite values as a dash.
+
+    >>> format_metric(0.4567), format_metric(27.5, fraction=False), format_metric(0.4567, fraction=False)
+    ('45.7%', '27.5000', '0.4567')
     """
-    return f"{value:.1%}" if 0 <= value <= 1 else f"{value:.4f}"
+    if not math.isfinite(value):
+        return "–"
+    return f"{value:.1%}" if fraction else f"{value:.4f}"
 
 
 def difference(value: float, fraction: bool = True, sign: bool = True) -> str:
-    """A difference of two accuracies in points of a hundred; of what is no fraction as it is.
+    """Format a difference of two fractions in percentage points, of other values with four decimals.
 
     >>> difference(-0.123), difference(0.05, sign=False), difference(1.5, fraction=False)
     ('-12.3 points', '5.0 points', '+1.5000')

@@ -1,4 +1,4 @@
-"""The order of samples, who gets which, and how they are read."""
+"""Sample order, the partition of global batches over logical workers and ranks, and data loading."""
 
 from tutti.data.source import AugmentKey, Sharded, Source
 

@@ -1,4 +1,4 @@
-"""Sources from what people already have."""
+"""Adapt tensors, PyTorch data sets and iterables to sources and streams."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from tutti.data.draws import own_generators, seed_generators
-from tutti.data.hashing import hash64
+from tutti.data.collation import collate
+from tutti.data.global_generators import own_generators, seed_generators
+from tutti.data.keyed_random import hash64
 from tutti.data.source import AugmentKey, Sharded, Source
 from tutti.data.stream import Stream
 from tutti.errors import DataError, UsageError
@@ -19,11 +20,11 @@ from tutti.types import Batch
 
 
 def adapt_training(data: Any) -> Source | Stream:
-    """``data`` to train on: whatever ``adapt`` takes, or an iterable, which is read as a stream.
+    """Return ``data`` as a source for training, as ``adapt``, or an iterable as a stream.
 
     Raises:
-        UsageError: it is neither; it can be read only once; it makes batches itself.
-        DataError: it is empty.
+        UsageError: ``data`` is neither, can be read only once (an iterator), or makes batches itself (a DataLoader).
+        DataError: ``data`` is empty.
     """
     if isinstance(data, Sharded):
         return _stream(data.dataset, sharded=True)
@@ -31,13 +32,13 @@ def adapt_training(data: Any) -> Source | Stream:
 
 
 def _has_numbers(data: Any) -> bool:
-    """Whether it is a map-style data set. PyTorch's iterable ones inherit a ``__getitem__`` that only raises."""
+    """Return whether ``data`` is a map-style data set. ``IterableDataset`` has a ``__getitem__`` that only raises."""
     there = hasattr(data, "__getitem__") and hasattr(data, "__len__")
     return there and not isinstance(data, IterableDataset | type)
 
 
 def _stream(data: Any, sharded: bool = False) -> Stream:
-    """``data`` as a stream. Raises as ``adapt_training``."""
+    """Wrap ``data`` in a stream. Raises as ``adapt_training``."""
     if isinstance(data, DataLoader):
         raise UsageError("a DataLoader makes batches of its own", remedy="give its data set, and the batch size")
     if hasattr(data, "__next__"):
@@ -53,11 +54,11 @@ def _stream(data: Any, sharded: bool = False) -> Stream:
 
 
 def adapt(data: Any) -> Source:
-    """``data`` as a source: a source itself, tensors (alone, a tuple or a ``TensorDataset``), or a map-style dataset.
+    """Return ``data`` as a source: from a source, a tensor, several, a ``TensorDataset`` or a map-style data set.
 
     Raises:
-        UsageError: it has no length or no items by number.
-        DataError: it is empty.
+        UsageError: ``data`` has no ``__len__`` or no ``__getitem__``.
+        DataError: ``data`` is empty.
     """
     if isinstance(data, Source):
         source: Source = data
@@ -88,7 +89,7 @@ def _empty(data: Any) -> DataError:
 
 
 class TensorSource:
-    """Tensors whose first dimension is the sample."""
+    """Fetch samples from tensors whose first dimension is the sample."""
 
     def __init__(self, tensors: Tensor | tuple[Tensor, ...]) -> None:
         self._tensors = tensors
@@ -101,7 +102,7 @@ class TensorSource:
         return self._length
 
     def fetch(self, indices: NDArray[np.int64], augment: AugmentKey | None) -> Batch:
-        """Rows by number. Nothing is random."""
+        """Return the rows ``indices``. Nothing is random."""
         rows = torch.from_numpy(indices)
         if isinstance(self._tensors, Tensor):
             return self._tensors.index_select(0, rows)
@@ -109,10 +110,10 @@ class TensorSource:
 
 
 class ItemSource:
-    """Any map-style dataset, one item at a time.
+    """Fetch samples from any map-style dataset, one item at a time.
 
     Random draws of an item (augmentation with Python's, NumPy's or PyTorch's global generators) are keyed by
-    (seed, epoch, sample): they do not depend on the rank, the worker or what was read before.
+    (seed, epoch, sample): they do not depend on the rank, the loader process or the items read before.
     """
 
     def __init__(self, items: Any) -> None:
@@ -122,11 +123,16 @@ class ItemSource:
         return len(self._items)
 
     def fetch(self, indices: NDArray[np.int64], augment: AugmentKey | None) -> Batch:
-        """Items by number, collated as PyTorch's DataLoader does. Raises DataError naming an item that fails."""
+        """Return the items ``indices``, collated as PyTorch's DataLoader does.
+
+        Raises:
+            DataError: an item cannot be read, or two items cannot be in one batch; the error names them.
+        """
         key = augment or AugmentKey(0, -1)
         keys = hash64(key.seed, key.epoch, indices)
         with own_generators():
-            return default_collate([self._item(int(i), int(k)) for i, k in zip(indices, keys, strict=True)])
+            items = [self._item(int(i), int(k)) for i, k in zip(indices, keys, strict=True)]
+            return collate(items, lambda place: f"sample {int(indices[place])}", type(self._items).__name__)
 
     def _item(self, index: int, key: int) -> Any:
         seed_generators(key)

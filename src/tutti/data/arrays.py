@@ -1,4 +1,4 @@
-"""Samples that already are arrays, in memory or mapped from a file, with normalisation and augmentation at fetch."""
+"""Fetch samples from arrays, in memory or mapped from a file, with normalisation and augmentation at fetch."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tutti.data.hashing import hash64
+from tutti.data.keyed_random import hash64
 from tutti.data.source import AugmentKey
 from tutti.errors import DataError
 
 Augmentation: TypeAlias = Callable[[NDArray[Any], NDArray[np.uint64]], NDArray[Any]]
-"""``augmentation(inputs, bits)``: a changed copy of a batch, one 64-bit random number for each sample."""
+"""``augmentation(inputs, bits)`` returns an augmented copy of a batch; ``bits``: 64 random bits for each sample."""
 
-# Sample order is drawn from (seed, epoch, …) too; a stream of its own keeps crops independent of positions.
+# Sample order is drawn from (seed, epoch, …) too; an RNG stream of its own keeps crops independent of the order.
 _STREAM = int.from_bytes(b"augment", "big")
 _BLOCK = 64
 
 
 @dataclass(frozen=True)
 class CropFlip:
-    """Shift by up to ``pad`` pixels with black borders and mirror every other image.
+    """Shift images by up to ``pad`` pixels with black borders, and mirror each with probability 1/2.
 
     The standard augmentation of CIFAR (He et al. 2015, arXiv:1512.03385, §4.2): pad by 4, crop back, flip.
     """
@@ -33,7 +33,7 @@ class CropFlip:
     pad: int = 4
 
     def __call__(self, images: NDArray[Any], bits: NDArray[np.uint64]) -> NDArray[Any]:
-        """Images (samples, channels, height, width) and bits (samples,) to images of the same shape."""
+        """Augment images (samples, channels, height, width) by bits (samples,); the shape stays the same."""
         samples, channels, height, width = images.shape
         pad, places = self.pad, np.uint64(2 * self.pad + 1)
         padded = np.zeros((samples, channels, height + 2 * pad, width + 2 * pad), dtype=images.dtype)
@@ -49,7 +49,7 @@ class CropFlip:
 
 
 class ArraySource:
-    """Pairs (inputs, targets) out of two arrays; a ``tutti.data.source.Source``.
+    """Fetch pairs (inputs, targets) from two arrays; a ``tutti.data.source.Source``.
 
     Args:
         inputs: (samples, …); uint8 images are (samples, channels, height, width).
@@ -75,7 +75,7 @@ class ArraySource:
             raise DataError(f"there are {len(inputs)} inputs and {len(targets)} targets", remedy="give one of each")
         if not len(inputs):
             raise DataError("there are no samples", remedy="give at least one")
-        # The view without np.memmap's subclass is the same pages without its bookkeeping on every fetch.
+        # np.asarray drops the subclass np.memmap, whose bookkeeping costs time on every fetch, and keeps its pages.
         self.inputs, self.targets, self.augment = np.asarray(inputs), np.asarray(targets), augment
         self._line: tuple[NDArray[np.float32], NDArray[np.float32]] | None = None
         if mean is not None and std is not None:
@@ -85,13 +85,13 @@ class ArraySource:
             self._line = (1 / (scale * spread)).astype(np.float32), (-centre / spread).astype(np.float32)
 
     def __len__(self) -> int:
-        """Samples in one epoch."""
+        """Return the number of samples in one epoch."""
         return len(self.inputs)
 
     def fetch(self, indices: NDArray[np.int64], augment: AugmentKey | None) -> tuple[Tensor, Tensor]:
-        """Inputs and targets of ``indices``, in that order, contiguous on the CPU.
+        """Return inputs and targets of ``indices``, in that order, contiguous on the CPU.
 
-        Augmentation depends on nothing but (augment.seed, augment.epoch, index).
+        Augmentation depends on (augment.seed, augment.epoch, index) alone.
         """
         picked = self.inputs[indices]
         if augment is not None and self.augment is not None:
@@ -101,9 +101,9 @@ class ArraySource:
 
 
 def _affine(raw: NDArray[Any], factor: NDArray[np.float32], shift: NDArray[np.float32]) -> NDArray[np.float32]:
-    """raw · factor + shift in float32.
+    """Return raw · factor + shift in float32.
 
-    NumPy in blocks that stay in the cache, and not torch: its threads would fight with those that train meanwhile.
+    Computes with NumPy, in blocks that stay in the cache: torch's threads would compete with those of training.
     """
     out = np.empty(raw.shape, dtype=np.float32)
     for start in range(0, len(raw), _BLOCK):

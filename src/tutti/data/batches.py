@@ -1,4 +1,4 @@
-"""What a batch is: a tensor, or a tuple, list or dict of them, first dimension the samples."""
+"""Operations on batches: tensors, or tuples, lists and dicts of tensors, with samples as the first dimension."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tutti.types import Batch
 
 
 def length(batch: Batch) -> int:
-    """Samples in a batch: the first dimension of its first tensor. Raises DataError where there is none."""
+    """Return the number of samples: the first dimension of the batch's first tensor. Raises DataError without one."""
     if isinstance(batch, tuple | list) and batch and isinstance(batch[0], Tensor) and batch[0].dim():
         return batch[0].shape[0]
     for tensor in _leaves(batch):
@@ -23,13 +23,22 @@ def length(batch: Batch) -> int:
     raise DataError("a batch has no tensor whose first dimension is the sample", remedy="return tensors, or collate")
 
 
-def cut(batch: Batch, low: int, high: int) -> Batch:
-    """Samples ``low`` … ``high`` of a batch, as views."""
+def slice_batch(batch: Batch, low: int, high: int) -> Batch:
+    """Return samples ``low`` to ``high``, exclusive, of a batch as views."""
     return map_tensors(batch, lambda tensor: tensor[low:high])
 
 
 def map_tensors(batch: Batch, function: Callable[[Any], Any], leaf: type = Tensor) -> Batch:
-    """A batch of the same structure (tensor, tuple, list or dict) with ``function`` of every tensor, or ``leaf``."""
+    """Apply ``function`` to every leaf of a batch, and return a batch of the same structure.
+
+    Args:
+        batch: a leaf, or tuples, lists and dicts of leaves.
+        function: of a leaf.
+        leaf: the leaves' type.
+
+    Raises:
+        UsageError: the batch holds an object of another type.
+    """
     if isinstance(batch, leaf):
         return function(batch)
     if isinstance(batch, Mapping):
@@ -42,15 +51,18 @@ def map_tensors(batch: Batch, function: Callable[[Any], Any], leaf: type = Tenso
 
 
 def placer(device: torch.device, dtype: torch.dtype, channels_last: bool) -> Callable[[Batch], Batch]:
-    """A function that moves a batch to ``device``, its floating tensors to ``dtype``, its images to channels-last.
+    """Return a function that moves a batch to a device; to a GPU asynchronously, from pinned memory.
 
-    To a GPU it copies from pinned memory, and does not wait until that is done.
+    Args:
+        device: the device.
+        dtype: of the batch's floating-point tensors; other tensors keep theirs.
+        channels_last: convert 4-d tensors to the channels-last memory format.
     """
 
     def place(tensor: Tensor) -> Tensor:
         wanted = dtype if tensor.is_floating_point() else tensor.dtype
         if device.type == "cuda" and tensor.device.type == "cpu":
-            # Converted here: what is converted on the way is copied once more, and not from pinned memory.
+            # Cast before pinning: a cast during the copy would copy once more, from memory that is not pinned.
             tensor = tensor.to(wanted).pin_memory()
         moved = tensor.to(device, wanted, non_blocking=True)
         return _channels_last(moved) if channels_last and moved.dim() == 4 else moved
@@ -59,7 +71,10 @@ def placer(device: torch.device, dtype: torch.dtype, channels_last: bool) -> Cal
 
 
 def _channels_last(images: Tensor) -> Tensor:
-    """Channels-last also by its strides where there is one channel, which either layout would be; draws follow it."""
+    """Convert images to channels-last, with its strides also for one channel; the order of random draws follows them.
+
+    With one channel either memory format fits, and ``contiguous`` would leave the strides as they are.
+    """
     placed = images.contiguous(memory_format=torch.channels_last)
     _, channels, height, width = images.shape
     return placed if channels > 1 else placed.as_strided(images.shape, (height * width, 1, width, 1))

@@ -1,7 +1,7 @@
-"""Arrays that are slow to make, kept as ``.npy`` files that all processes map and thereby share.
+"""Cache arrays that are slow to make in ``.npy`` files, which all processes map and thereby share.
 
-A file is named ``KEY-CRC32.npy``: the name proves the content, so that a truncated or damaged file is noticed and made
-again. Old files are never needed: the folder may be emptied at any time.
+A file is named ``KEY-CRC32.npy``: the checksum reveals a truncated or damaged file, which is then made again. The
+folder may be emptied at any time.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-# Longer than any decoding should take: a process that was stopped with the lock in its hand holds nobody up for ever.
+# Longer than any decoding should take, and the most that a process suspended with the lock delays another.
 _LOCK_SECONDS = 180.0
 
 
 def folder() -> Path:
-    """``$TUTTI_CACHE``, else ``$XDG_CACHE_HOME/tutti``, else ``~/.cache/tutti``."""
+    """Return ``$TUTTI_CACHE``, else ``$XDG_CACHE_HOME/tutti``, else ``~/.cache/tutti``."""
     if own := os.environ.get("TUTTI_CACHE"):
         return Path(own).expanduser()
     base = os.environ.get("XDG_CACHE_HOME")
@@ -31,10 +31,10 @@ def folder() -> Path:
 
 
 def cached(key: str, make: Callable[[], NDArray[Any]]) -> NDArray[Any]:
-    """The array of this key: mapped read-only if it is in the cache, otherwise made by ``make`` and put there.
+    """Return the array of ``key``: mapped read-only from the cache, or made by ``make`` and stored there.
 
-    Of several processes one makes it and the others wait. A cache that cannot be written is no error: the
-    array is then this process's own. What ``make`` raises passes through, and nothing is kept.
+    Of several processes one makes the array and the others wait. A cache that cannot be written is no error: the
+    array then stays in this process's memory. Exceptions of ``make`` propagate, and nothing is stored.
     """
     found = _load(key)
     if found is not None:
@@ -58,9 +58,9 @@ def cached(key: str, make: Callable[[], NDArray[Any]]) -> NDArray[Any]:
 
 
 def _load(key: str) -> NDArray[Any] | None:
-    """A mapped array whose bytes agree with its name; None where there is none or it is damaged."""
+    """Map the array of ``key`` whose checksum agrees with its file's name; None where it is missing or damaged."""
     for path in folder().glob(f"{key}-*.npy"):
-        # NumPy reads a damaged header as Python source, and fails in as many ways as that can.
+        # NumPy parses the header as Python source: a damaged one raises exceptions of many types.
         with contextlib.suppress(Exception):
             array: NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
             if path.name == _name(key, array):
@@ -69,7 +69,7 @@ def _load(key: str) -> NDArray[Any] | None:
 
 
 def _store(key: str, array: NDArray[Any]) -> None:
-    """Write under a temporary name and rename, under the lock. Raises OSError; leaves nothing half-written."""
+    """Write under a temporary name and rename, while holding the lock. Raises OSError; leaves no partial file."""
     target, temporary = folder() / _name(key, array), folder() / f"{key}.tmp"
     for damaged in folder().glob(f"{key}-*.npy"):
         damaged.unlink(missing_ok=True)
@@ -87,7 +87,7 @@ def _name(key: str, array: NDArray[Any]) -> str:
 
 @contextlib.contextmanager
 def _lock(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock that the kernel releases when this process ends. Raises OSError after three minutes."""
+    """Hold an exclusive file lock, which the kernel releases when this process ends; OSError after three minutes."""
     with path.open("w") as file:
         deadline = time.monotonic() + _LOCK_SECONDS
         while True:

@@ -1,4 +1,4 @@
-"""The batch contract: everything that follows from a global batch, a number of workers and a number of data ranks."""
+"""The batch contract: partition each global batch over logical workers, data ranks and micro-batches."""
 
 from __future__ import annotations
 
@@ -6,22 +6,26 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from tutti.comm.partition import chunks, even_share
 from tutti.errors import DataError, UsageError
-from tutti.laws.shares import chunks, share
 
 
 @dataclass(frozen=True)
 class BatchContract:
-    """Who gets which samples. Pure arithmetic.
+    """The partition of samples over steps, logical workers, data ranks and micro-batches. Pure arithmetic.
 
     Attributes:
-        dataset: samples in an epoch; None where only its end will tell.
+        dataset: samples in an epoch; None if unknown until the stream ends.
         batch: samples in a global batch B, over all workers.
-        workers: logical replicas N.
-        ranks: data ranks R that play them.
-        micro: largest micro-batch; None for a worker's whole share.
-        identical: every worker draws worker 0's share: what a loader does that is not sharded and has one seed on all
-            ranks. The batch is then in truth 1/N of what it is called.
+        workers: number N of logical workers.
+        ranks: number R of data ranks, each of which runs one or more workers.
+        micro: most samples in a micro-batch; None for a worker's whole share.
+        identical: every worker draws worker 0's share, as with a loader that is not sharded and has one seed on all
+            ranks. The batch then holds only 1/N of B different samples.
+
+    Raises:
+        DataError: ``dataset`` is 0.
+        UsageError: fewer samples in a global batch than workers, or fewer workers than data ranks.
     """
 
     dataset: int | None
@@ -47,7 +51,7 @@ class BatchContract:
 
     @property
     def known(self) -> int:
-        """Samples in an epoch. Raises UsageError where they are not known."""
+        """Samples in an epoch. Raises UsageError if the number is unknown."""
         if self.dataset is None:
             raise UsageError(
                 "the data set is a stream whose length is not known",
@@ -57,32 +61,32 @@ class BatchContract:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Global batches in an epoch; the last may be smaller, no sample is dropped. Raises as ``known``."""
+        """Global batches in an epoch; the last may be smaller, and no sample is dropped. Raises as ``known``."""
         return math.ceil(self.known / self.batch)
 
     def samples(self, step: int) -> int:
-        """Samples in global batch ``step`` of an epoch, from 0. Raises as ``known``."""
+        """Return the number of samples in global batch ``step``, from 0, of an epoch. Raises as ``known``."""
         return min(self.batch, self.known - step * self.batch)
 
     def mine(self, rank: int) -> range:
-        """The contiguous workers that data rank ``rank`` plays."""
-        return share(self.workers, self.ranks, rank)
+        """Return the contiguous workers that data rank ``rank`` runs."""
+        return even_share(self.workers, self.ranks, rank)
 
     def worker(self, samples: int, worker: int) -> range:
-        """Where a worker's share lies within a global batch of ``samples``."""
-        return share(samples, self.workers, 0 if self.identical else worker)
+        """Return a worker's share as a range within a global batch of ``samples``."""
+        return even_share(samples, self.workers, 0 if self.identical else worker)
 
     def part(self, samples: int, rank: int) -> range:
-        """Where a data rank's part lies within a global batch of ``samples``; the last rank's is the smallest."""
+        """Return a data rank's part as a range within a global batch of ``samples``; the last rank has the fewest."""
         workers = self.mine(rank)
         return range(self.worker(samples, workers[0]).start, self.worker(samples, workers[-1]).stop)
 
-    def cells(self, count: int) -> list[range]:
-        """A worker's ``count`` samples as micro-batches."""
+    def micro_batches(self, count: int) -> list[range]:
+        """Cut a worker's ``count`` samples into micro-batches: ranges within its share."""
         return chunks(count, self.micro)
 
     def check_whole(self) -> None:
-        """Raise UsageError where a device's part is not one batch of different samples, as ``sync`` needs it."""
+        """Raise UsageError unless a rank has one micro-batch of different samples, for synchronised batch norm."""
         if self.identical:
             raise UsageError("--batch-norm sync does not go with identical batches", remedy="leave out one of the two")
         most = len(self.part(self.batch, 0))
@@ -95,23 +99,26 @@ class BatchContract:
             )
 
     def consumed(self, steps: int) -> int:
-        """Samples consumed after ``steps`` steps. Raises as ``known``."""
+        """Return the number of samples consumed after ``steps`` steps. Raises as ``known``."""
         epochs, rest = divmod(steps, self.steps_per_epoch)
         return epochs * self.known + min(rest * self.batch, self.known)
 
-    def first_cell(self, samples: int) -> range:
-        """The first micro-batch of a global batch of ``samples``, which is never empty."""
-        return self.cells(len(self.worker(samples, 0)))[0]
+    def first_micro_batch(self, samples: int) -> range:
+        """Return the first micro-batch of a global batch of ``samples``, as a range; it is never empty."""
+        return self.micro_batches(len(self.worker(samples, 0)))[0]
 
     def describe(self) -> Mapping[str, str]:
-        """All derived numbers, for people."""
-        big, small = len(share(self.batch, self.workers, 0)), len(share(self.batch, self.workers, self.workers - 1))
+        """Return lines for the run's header with all derived numbers."""
+        big, small = (
+            len(even_share(self.batch, self.workers, 0)),
+            len(even_share(self.batch, self.workers, self.workers - 1)),
+        )
         most, least = len(self.mine(0)), len(self.mine(self.ranks - 1))
-        micro = len(self.cells(big)[0])
+        micro = len(self.micro_batches(big)[0])
         lines = {
             "global batch": f"{self.batch} samples",
             "workers": f"{self.workers}, each {_between(small, big)} samples a step",
-            "micro-batch": f"{micro} samples × {len(self.cells(big))} accumulated",
+            "micro-batch": f"{micro} samples × {len(self.micro_batches(big))} accumulated",
             "data ranks": f"{self.ranks}, each plays {_between(least, most)} worker{'s' * (most > 1)}",
             "epoch": "until the stream ends",
         }

@@ -1,4 +1,4 @@
-"""Encoded images into one array, several at a time. Pillow is imported on first use; no torch."""
+"""Decode images into one array with a thread pool. Pillow is imported on first use; no torch."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tutti.distribution import pip_install
 from tutti.errors import DataError
 
 SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".webp"})
@@ -24,31 +25,31 @@ _CHUNK = 512
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """One image as it is stored: its bytes or its file, its label, and where it is for messages."""
+    """One encoded image: its bytes or its file, its label, and its place for error messages."""
 
     data: bytes | Path
     label: int
     where: str
 
 
-def record(size: int) -> np.dtype[Any]:
-    """One sample: its label and its image (3, size, size), as in CIFAR's own binary files."""
+def record_dtype(size: int) -> np.dtype[Any]:
+    """Return the dtype of one sample: its label and its image (3, size, size), as in CIFAR's own binary files."""
     return np.dtype([("label", "<u2"), ("image", "u1", (3, size, size))])
 
 
-def decode(rows: Iterable[Encoded], size: int) -> NDArray[Any]:
-    """Decode in a thread pool, in order; dtype ``record(size)``.
+def decode_images(rows: Iterable[Encoded], size: int) -> NDArray[Any]:
+    """Decode images in a thread pool into an array of ``record_dtype(size)``, in order.
 
     Raises:
-        DataError: the first image, in order, that is broken or is not size × size; Pillow is not installed.
+        DataError: an image is broken or not size × size (the first such image, in order), or Pillow is not installed.
     """
     try:
         import PIL.Image  # noqa: F401
     except ImportError:
-        raise DataError("reading images needs Pillow", remedy="run pip install 'tutti[data]'") from None
+        raise DataError("reading images needs Pillow", remedy=f"run {pip_install('data')}") from None
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         chunks = list(pool.map(lambda chunk: _decode_chunk(chunk, size), _chunks(rows)))
-    return np.concatenate(chunks) if chunks else np.empty(0, dtype=record(size))
+    return np.concatenate(chunks) if chunks else np.empty(0, dtype=record_dtype(size))
 
 
 def _chunks(rows: Iterable[Encoded]) -> Iterator[list[Encoded]]:
@@ -58,7 +59,7 @@ def _chunks(rows: Iterable[Encoded]) -> Iterator[list[Encoded]]:
 
 
 def _decode_chunk(rows: Sequence[Encoded], size: int) -> NDArray[Any]:
-    out = np.empty(len(rows), dtype=record(size))
+    out = np.empty(len(rows), dtype=record_dtype(size))
     labels, images = out["label"], out["image"]
     for i, row in enumerate(rows):
         labels[i] = row.label
@@ -67,7 +68,7 @@ def _decode_chunk(rows: Sequence[Encoded], size: int) -> NDArray[Any]:
 
 
 def _pixels(row: Encoded, size: int) -> NDArray[np.uint8]:
-    """Red, green and blue of one image: (size, size, 3)."""
+    """Decode one image to RGB: (size, size, 3)."""
     from PIL import Image
 
     try:
@@ -84,7 +85,7 @@ def _pixels(row: Encoded, size: int) -> NDArray[np.uint8]:
             return np.asarray(image.convert("RGB"))
     except DataError:
         raise
-    except Exception as error:  # Pillow raises errors of many kinds for broken files
+    except Exception as error:  # Pillow raises many types for broken files
         raise DataError(
             "an image is broken", where=row.where, why=str(error) or type(error).__name__, remedy="replace or remove it"
         ) from error

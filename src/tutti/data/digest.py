@@ -1,4 +1,4 @@
-"""A sample's values in a few characters, to compare what ranks have read."""
+"""Digest a sample, to compare the samples that ranks have read."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from torch import Tensor
 
 
 def digest(sample: Any) -> str:
-    """64 bits over structure, types and values, as 16 hexadecimal digits.
+    """Return a 64-bit digest of a sample's structure, types and values, as 16 hexadecimal digits.
 
-    Of objects that are no tensors, arrays, numbers or text only the type counts.
+    Objects other than tensors, arrays, numbers, strings, bytes, None and containers of them count by their type alone.
 
     >>> digest({"x": 1, "y": [2.0, "three"]}) == digest({"x": 1, "y": [2.0, "three"]})
     True

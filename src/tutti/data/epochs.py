@@ -1,4 +1,4 @@
-"""The batch contract of every epoch: one for the whole run, or larger batches from some epoch on."""
+"""The batch contract of every epoch: one for the whole run, or larger global batches from given epochs on."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 
+from tutti.config.growth import BatchGrowth
+from tutti.config.spec import Duration
 from tutti.data.contract import BatchContract
 from tutti.errors import UsageError
-from tutti.laws.growth import Growth
-from tutti.spec import Duration
 
 
 @dataclass(frozen=True)
-class Phase:
-    """Epochs with one global batch.
+class EpochPhase:
+    """Consecutive epochs with one global batch size.
 
     Attributes:
-        start, end: from epoch ``start`` to before epoch ``end``, counted from 0; the last one never ends.
-        contract: of each of these epochs.
-        rate: factor on the learning rate, for what the batch could not take.
+        start, end: epochs ``start`` to ``end``, exclusive, counted from 0; the last phase's ``end`` is infinite.
+        contract: the batch contract of these epochs.
+        rate: factor on the learning rate: below 1 where growth would exceed the largest batch.
     """
 
     start: int
@@ -32,17 +32,18 @@ class Phase:
 
 @dataclass(frozen=True)
 class Epochs:
-    """Who gets which samples in which epoch. Pure arithmetic.
+    """The batch contracts of all epochs. Pure arithmetic.
 
     Attributes:
         first: the contract of the first epoch.
-        growth: how the batch grows; None where it does not.
+        growth: the batch growth schedule; None for one batch size.
 
-    Raises UsageError where the batch cannot grow, or the length of its epochs is not known.
+    Raises:
+        UsageError: the batch cannot grow, or grows with an unknown number of samples in an epoch.
     """
 
     first: BatchContract
-    growth: Growth | None = None
+    growth: BatchGrowth | None = None
 
     def __post_init__(self) -> None:
         if self.growth is not None and self.first.dataset is None:
@@ -55,27 +56,30 @@ class Epochs:
             self.growth.most(self.first.batch, self.first.dataset)
 
     @cached_property
-    def phases(self) -> tuple[Phase, ...]:
-        """In order; the milestones are where they meet."""
+    def phases(self) -> tuple[EpochPhase, ...]:
+        """Phases of constant batch size in order, divided by the growth's milestones."""
         if self.growth is None:
-            return (Phase(0, math.inf, self.first, 1.0),)
+            return (EpochPhase(0, math.inf, self.first, 1.0),)
         largest = self.growth.most(self.first.batch, self.first.known) or 0
         found = []
         for passed, (start, end) in enumerate(pairwise((0, *self.growth.epochs, math.inf))):
             batch, rate = self.growth.at(passed, self.first.batch, largest)
-            found.append(Phase(int(start), end, replace(self.first, batch=batch), rate))
+            found.append(EpochPhase(int(start), end, replace(self.first, batch=batch), rate))
         return tuple(found)
 
-    def phase(self, epoch: int) -> Phase:
-        """The phase that an epoch is in."""
+    def phase(self, epoch: int) -> EpochPhase:
+        """Return the phase of an epoch."""
         return next(phase for phase in self.phases if epoch < phase.end)
 
     def at(self, epoch: int) -> BatchContract:
-        """The contract of an epoch."""
+        """Return the batch contract of an epoch."""
         return self.phase(epoch).contract
 
     def steps(self, duration: Duration) -> int:
-        """Steps from the beginning of the run that consume ``duration``; as ``Duration.steps`` with one batch."""
+        """Return the steps from the start of the run that consume ``duration``.
+
+        Equals ``Duration.steps`` if the batch does not grow.
+        """
         dataset = self.first.dataset
         if duration.unit == "st":
             return duration.steps(dataset, self.first.batch)
@@ -86,7 +90,7 @@ class Epochs:
         return total
 
     def consumed(self, steps: int) -> int:
-        """Samples consumed after ``steps`` steps of the run. Raises UsageError for a stream of unknown length."""
+        """Return the samples consumed after ``steps`` steps of the run. Raises UsageError for unknown epoch lengths."""
         total = 0
         for phase in self.phases:
             here = int(min(steps, (phase.end - phase.start) * phase.contract.steps_per_epoch))
@@ -94,7 +98,7 @@ class Epochs:
         return total
 
     def place(self, steps: int) -> tuple[int, int]:
-        """Whole epochs in ``steps`` steps of the run, and the steps after them. Raises as ``consumed``."""
+        """Return the whole epochs in ``steps`` steps of the run, and the steps after them. Raises as ``consumed``."""
         for phase in self.phases:
             each, epochs = phase.contract.steps_per_epoch, phase.end - phase.start
             if steps < epochs * each:
@@ -103,7 +107,7 @@ class Epochs:
         raise AssertionError("the last phase never ends")
 
     def describe(self) -> Mapping[str, str]:
-        """All derived numbers of the first epoch, and how later ones differ, for people; epochs counted from 1."""
+        """Return lines for the run's header: the first epoch's contract and each later change; epochs count from 1."""
         return dict(self._lines())
 
     def _lines(self) -> Iterator[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""From the global order to what each worker computes on: the one way of a batch through the data room."""
+"""Read this rank's part of every global batch and cut it into the micro-batches of its logical workers."""
 
 from __future__ import annotations
 
@@ -8,37 +8,37 @@ from typing import Any
 
 import numpy as np
 
-from tutti.data.batches import cut, length
+from tutti.comm.partition import chunks, even_share
+from tutti.comm.random_keys import mix
+from tutti.data.batches import length, slice_batch
 from tutti.data.epochs import Epochs
 from tutti.data.loader import IN_PROCESS, Prefetch
-from tutti.data.reader import Part, Reader
+from tutti.data.reader import BatchReader, RankBatch
 from tutti.data.source import Source
 from tutti.data.transfer import Transfer
-from tutti.laws.keys import mix
-from tutti.laws.shares import chunks, share
-from tutti.types import Batch, Cell
+from tutti.types import Batch, MicroBatch
 
 Plan = list[tuple[int, list[tuple[range | None, float]]]]
-"""For each worker its micro-batches: where they lie in the rank's batch (None: they are all of it), and weights."""
+"""Each worker's micro-batches: range within the rank's batch (None: the whole batch), and weight of a sample."""
 
 
 class Feed:
-    """This data rank's part of every global batch.
+    """This data rank's part of every global batch, on the device.
 
     Args:
-        reader: reads it.
-        epochs: who gets which.
+        reader: reads the rank's samples.
+        epochs: the batch contract of every epoch.
         rank: this data rank.
-        seed: of all draws.
-        place: moves a batch to the device, in the right precision and memory layout.
-        prefetch: who fetches held-out samples.
-        together: this rank's workers compute as one: the first of them has all of their samples in one cell.
-        transfer: moves batches ahead of their steps; None where they are moved as they come.
+        seed: of all random draws.
+        place: moves a batch to the device, and casts it to the model's dtype and memory format.
+        prefetch: fetches held-out samples, in this process or in loader processes.
+        together: this rank's workers compute as one: the first of them has all their samples in one micro-batch.
+        transfer: copies batches to the device ahead of their steps; None to copy each as it is read.
     """
 
     def __init__(
         self,
-        reader: Reader,
+        reader: BatchReader,
         epochs: Epochs,
         rank: int,
         seed: int,
@@ -56,63 +56,76 @@ class Feed:
 
     @property
     def source(self) -> Any:
-        """What the samples are read from."""
+        """The reader's source or stream."""
         return self.reader.source
 
     def describe(self) -> dict[str, str]:
-        """The batch contract and how its samples are read, for people."""
+        """Return lines for the run's header: the batch contract and the reader's properties."""
         lines = {**self.epochs.describe(), **self.reader.describe()}
         if self.together:
             lines["micro-batch"] = "all samples of a device at once, normalised over the global batch"
         return lines
 
-    def read(self, epoch: int, start: int = 0) -> Iterator[Part]:
-        """This rank's part of every global batch of ``epoch`` from ``start`` on, in worker order, on the device."""
+    def read(self, epoch: int, start: int = 0) -> Iterator[RankBatch]:
+        """Yield this rank's part of each global batch of ``epoch`` on the device, in worker order, from ``start``."""
         parts = self.reader.read(epoch, start)
         return map(self._placed, parts) if self._transfer is None else self._transfer.parts(parts, self._placed)
 
-    def _placed(self, part: Part) -> Part:
-        stand_in = None if part.stand_in is None else self.place(part.stand_in)
-        return replace(part, batch=self.place(part.batch), stand_in=stand_in)
+    def _placed(self, part: RankBatch) -> RankBatch:
+        stand_in = None if part.dummy is None else self.place(part.dummy)
+        return replace(part, batch=self.place(part.batch), dummy=stand_in)
 
-    def cells(
+    def micro_batches(
         self, batch: Batch, clock: int, samples: int, over: str, scale: float = 1.0, noise: float = 0.0
-    ) -> list[tuple[int, list[Cell]]]:
-        """A rank's batch cut into its workers' micro-batches.
+    ) -> list[tuple[int, list[MicroBatch]]]:
+        """Cut this rank's batch into its workers' micro-batches.
 
         Args:
             batch: this rank's samples, in worker order.
-            clock: steps taken before this one, which draws are keyed by.
-            samples: samples of the global batch; where ``batch`` is of the caller's own size, any number that all ranks
-                give alike, since the exchange divides by what was really there.
+            clock: the global step: steps taken before this one; keys the random draws.
+            samples: samples in the global batch. If ``batch`` has a size of the caller's own, any number that is equal
+                on all ranks, since the gradient synchronisation divides by the true count.
             over: ``step`` if a gradient is the mean over the global batch, ``worker`` if over the worker's share.
             scale: the loss scale.
             noise: standard deviation of the random weights on samples' losses.
+
+        Returns:
+            (worker, its micro-batches) for each worker of this rank.
         """
         work = []
         for worker, pieces in self._plan(samples, length(batch), over):
-            cells = []
+            micro_batches = []
+            whole = len(pieces) == 1 and (over == "worker" or self.contract.workers == 1)
             for micro, (span, weight) in enumerate(pieces):
-                part = batch if span is None else cut(batch, span.start, span.stop)
+                part = batch if span is None else slice_batch(batch, span.start, span.stop)
                 count = length(batch) if span is None else len(span)
                 key = mix(self.seed, clock, worker, micro)
-                cells.append(Cell(worker, micro, part, count, weight * scale, key, micro == len(pieces) - 1, noise))
-            work.append((worker, cells))
+                factor = scale if whole else weight * scale
+                last = micro == len(pieces) - 1
+                micro_batches.append(MicroBatch(worker, micro, part, count, factor, key, last, noise, whole))
+            work.append((worker, micro_batches))
         return work
 
-    def stand_in(self, batch: Batch, clock: int, worker: int, last: bool = True) -> Cell:
-        """A cell that counts for nothing, for a rank that must not miss a turn of the others."""
-        return Cell(worker, 0, batch, 0, 0.0, mix(self.seed, clock, worker, 0), last)
+    def dummy_micro_batch(self, batch: Batch, clock: int, worker: int, last: bool = True) -> MicroBatch:
+        """Make a dummy micro-batch: 0 samples, weight 0; it keeps this rank's collectives aligned with other ranks'.
 
-    def most_cells(self, samples: int) -> int:
-        """Cells that the rank with most of them has in a global batch of ``samples``."""
+        Args:
+            batch: the samples to compute on.
+            clock: the global step, which keys the random draws.
+            worker: the logical worker.
+            last: whether it is the worker's last micro-batch in this step.
+        """
+        return MicroBatch(worker, 0, batch, 0, 0.0, mix(self.seed, clock, worker, 0), last)
+
+    def most_micro_batches(self, samples: int) -> int:
+        """Return the largest number of micro-batches of any rank in a global batch of ``samples``: that of rank 0."""
         if self.together:
             return 1
         contract = self.contract
-        return sum(len(contract.cells(len(contract.worker(samples, w)))) for w in contract.mine(0))
+        return sum(len(contract.micro_batches(len(contract.worker(samples, w)))) for w in contract.mine(0))
 
     def _plan(self, samples: int, have: int, over: str) -> Plan:
-        """Where each worker's micro-batches lie in this rank's batch; kept, because most steps are alike."""
+        """Return each worker's micro-batches as ranges of this rank's batch; cached, because most steps are alike."""
         plan = self._plans.get((samples, have, over))
         if plan is None:
             plan = self._plans[samples, have, over] = self._make_plan(samples, have, over)
@@ -124,14 +137,14 @@ class Feed:
         part = self.contract.part(samples, self._rank)
         first, spans = part.start, [self.contract.worker(samples, w) for w in self.workers]
         if have != len(part):
-            # A batch of another size: its samples are shared out over this rank's workers.
+            # A batch of another size than the contract's: divide its samples over this rank's workers.
             first = 0
-            spans = [share(have, len(self.workers), i) for i in range(len(self.workers))]
+            spans = [even_share(have, len(self.workers), i) for i in range(len(self.workers))]
         plan: Plan = []
         for worker, span in zip(self.workers, spans, strict=True):
             weight = 1.0 / (samples if over == "step" else max(len(span), 1))
             pieces: list[tuple[range | None, float]] = []
-            for piece in self.contract.cells(len(span)):
+            for piece in self.contract.micro_batches(len(span)):
                 low, high = span.start - first + piece.start, span.start - first + piece.stop
                 pieces.append((None if (low, high) == (0, have) else range(low, high), weight))
             plan.append((worker, pieces))
@@ -146,23 +159,36 @@ def evaluation(
     place: Callable[[Batch], Batch],
     prefetch: Prefetch = IN_PROCESS,
     even: bool = False,
-) -> Iterator[tuple[int, Cell]]:
-    """This data rank's held-out samples as numbered blocks: every sample once, without padding.
+) -> Iterator[tuple[int, MicroBatch]]:
+    """Yield this data rank's held-out samples as numbered blocks: every sample once, without padding.
 
-    The blocks do not depend on the number of ranks, so that their sums, added in order, do not either. ``even``: every
-    rank has as many, some of them stand-ins without samples, for forwards that all must run together.
+    The blocks do not depend on the number of ranks, so that their loss sums, added in order, do not either.
+
+    Args:
+        source: the held-out samples.
+        ranks: number of data ranks.
+        rank: this data rank.
+        largest: most samples in a block.
+        place: moves a batch to the device.
+        prefetch: fetches the samples.
+        even: give every rank equally many blocks, padded with dummy micro-batches, for forwards with collectives.
+
+    Yields:
+        The block's number and its micro-batch; a dummy micro-batch states 0 samples.
     """
     blocks = evaluation_blocks(len(source), largest)
-    mine = list(share(len(blocks), ranks, rank))
-    turns = [*mine, *[0] * ((len(share(len(blocks), ranks, 0)) - len(mine)) if even else 0)]
+    mine = list(even_share(len(blocks), ranks, rank))
+    turns = [*mine, *[0] * ((len(even_share(len(blocks), ranks, 0)) - len(mine)) if even else 0)]
     tasks = ((np.arange(blocks[number].start, blocks[number].stop), None) for number in turns)
     for turn, batch in enumerate(prefetch.batches(source, tasks)):
         samples = len(blocks[turns[turn]]) if turn < len(mine) else 0
-        yield turns[turn], Cell(0, 0, place(batch), samples, 1.0 / len(source), 0, True)
+        yield turns[turn], MicroBatch(0, 0, place(batch), samples, 1.0 / len(source), 0, True)
 
 
 def evaluation_blocks(samples: int, largest: int) -> list[range]:
-    """Held-out samples in blocks of at most ``largest``, and enough of them to share out; whatever the ranks.
+    """Return held-out samples in blocks of at most ``largest``, small enough to divide over ranks.
+
+    The blocks do not depend on the number of ranks.
 
     >>> len(evaluation_blocks(10_000, 512)), len(evaluation_blocks(20, 512))
     (32, 2)

@@ -1,7 +1,7 @@
-"""Labelled images of one size: from parquet files as the hub stores them, from folders of files, or from the hub.
+"""Read labelled images of one size from the Hugging Face hub, its parquet files, or folders of image files.
 
-Nothing outside the given folder is read, only files that are images by their extension are opened, and nothing is
-unpickled. pyarrow, Pillow and ``datasets`` are imported on first use; no torch.
+Only files inside the given folder and with an image's extension are opened, and nothing is unpickled. pyarrow, Pillow
+and ``datasets`` are imported on first use; no torch.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tutti.data.cache import cached
-from tutti.data.decoding import SUFFIXES, Encoded, decode
+from tutti.data.decoding import SUFFIXES, Encoded, decode_images
+from tutti.distribution import pip_install
 from tutti.errors import DataError
 
-# Where both exist, the validation set is the one to look at during training.
+# In order of preference: where both exist, the validation set is the one to evaluate on during training.
 _HELD_OUT = ("val", "validation", "test")
 _IMAGE_COLUMNS = ("img", "image")
 _CACHE_VERSION = 1
@@ -31,14 +32,14 @@ _LAYOUTS = "train-*.parquet and test-*.parquet (or in plain_text/ or data/), or 
 
 
 @dataclass(frozen=True)
-class Split:
-    """One set of images that is found but not yet read.
+class ImageSplit:
+    """A training or held-out set of images that is located but not yet read.
 
     Attributes:
         name: for messages.
         classes: names of the labels 0, 1, ….
-        files: what the images are read from; their names, sizes and times identify the content.
-        rows: reads the encoded images, in a fixed order.
+        files: files with the images; their names, sizes and modification times identify the content.
+        rows: yields the encoded images in a fixed order.
     """
 
     name: str
@@ -47,16 +48,20 @@ class Split:
     rows: Callable[[], Iterator[Encoded]]
 
 
-def find(data: str, *, classes: Sequence[str], hub: str | None = None) -> tuple[Split, Split]:
-    """The training and the held-out set of a folder, or of the hub's repository ``hub``; reads no image.
+def find_images(data: str, *, classes: Sequence[str], hub: str | None = None) -> tuple[ImageSplit, ImageSplit]:
+    """Locate the training and the held-out set of a folder or hub repository; reads no image from a folder.
 
     Args:
-        data: a folder in one of two layouts, or ``hub``.
-        classes: names of the labels where a hub layout has no README.md that gives them.
-        hub: the one repository name that ``data`` may be.
+        data: a folder (parquet files as on the hub, or class folders), or the name ``hub``.
+        classes: names of the labels, for parquet files without a README.md that gives them.
+        hub: the one repository name that ``data`` may be; None for folders only.
+
+    Returns:
+        The training set and the held-out set.
 
     Raises:
-        DataError: no such folder, neither layout, no images, or a link that leads out of the folder.
+        DataError: no such folder, neither layout, no images, a link that leads out of the folder, or a repository that
+            cannot be loaded.
     """
     if data == hub and not Path(data).exists():
         return _hub(data)
@@ -65,17 +70,17 @@ def find(data: str, *, classes: Sequence[str], hub: str | None = None) -> tuple[
         return _folders(root)
     names = _class_names(root) or tuple(classes)
     train, held_out = (
-        Split(name, names, files, functools.partial(_parquet_rows, files, len(names)))
+        ImageSplit(name, names, files, functools.partial(_parquet_rows, files, len(names)))
         for name, files in zip(("train", "held-out"), _parquet_pair(root), strict=True)
     )
     return train, held_out
 
 
-def check(data: str, *, hub: str | None = None) -> None:
-    """Whether ``find`` can be tried, in a millisecond: the folder has one of the layouts, or ``datasets`` is installed.
+def check_images(data: str, *, hub: str | None = None) -> None:
+    """Check, in a millisecond, that the folder has one of the layouts, or that ``datasets`` is installed.
 
     Raises:
-        DataError: it cannot.
+        DataError: no such folder, neither layout, or ``datasets`` is missing.
     """
     if data != hub or Path(data).exists():
         root = _root(data)
@@ -87,8 +92,8 @@ def check(data: str, *, hub: str | None = None) -> None:
         )
 
 
-def read(split: Split, size: int) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-    """Images (samples, 3, size, size) and labels (samples,); decoded once, then mapped from the cache.
+def read_images(split: ImageSplit, size: int) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+    """Return images (samples, 3, size, size) and labels (samples,); decoded once, then mapped from the cache.
 
     Raises:
         DataError: a broken image, another size, a label out of range, a file that cannot be read, or an empty set.
@@ -98,7 +103,7 @@ def read(split: Split, size: int) -> tuple[NDArray[np.uint8], NDArray[np.int64]]
     key = hashlib.sha256(identity.encode()).hexdigest()[:32]
 
     def make() -> NDArray[Any]:
-        records = decode(split.rows(), size)
+        records = decode_images(split.rows(), size)
         if not len(records):
             raise DataError(f"the {split.name} set is empty", where=str(split.files[0]), remedy="give some images")
         return records
@@ -118,7 +123,7 @@ def _root(data: str) -> Path:
 
 
 def _inside(path: Path, root: Path) -> Path:
-    """``path`` without links. Raises DataError where it leads out of ``root`` or nowhere."""
+    """Return ``path`` with links resolved. Raises DataError for a target outside ``root`` or a broken link."""
     try:
         target = path.resolve(strict=True)
     except (OSError, RuntimeError) as error:
@@ -131,7 +136,7 @@ def _inside(path: Path, root: Path) -> Path:
 # Folders of image files.
 
 
-def _folders(root: Path) -> tuple[Split, Split]:
+def _folders(root: Path) -> tuple[ImageSplit, ImageSplit]:
     train, held_out = _inside(root / "train", root), _inside(_held_out_folder(root), root)
     classes = tuple(path.name for path in _entries(train) if path.is_dir())
     return _folder_split(train, root, classes), _folder_split(held_out, root, classes)
@@ -144,7 +149,7 @@ def _held_out_folder(root: Path) -> Path:
     raise DataError("there are no held-out images", where=str(root), remedy="add the folder test/ or val/")
 
 
-def _folder_split(folder: Path, root: Path, classes: tuple[str, ...]) -> Split:
+def _folder_split(folder: Path, root: Path, classes: tuple[str, ...]) -> ImageSplit:
     found: list[tuple[Path, int]] = []
     for subfolder in _entries(folder):
         if not subfolder.is_dir():
@@ -158,7 +163,7 @@ def _folder_split(folder: Path, root: Path, classes: tuple[str, ...]) -> Split:
         found += [(_image_file(file, root), label) for file in files if file.suffix.lower() in SUFFIXES]
     if not found:
         raise DataError("there are no images", where=str(folder), remedy="the folder should hold CLASS/*.png")
-    return Split(
+    return ImageSplit(
         folder.name,
         classes,
         tuple(file for file, _ in found),
@@ -167,7 +172,7 @@ def _folder_split(folder: Path, root: Path, classes: tuple[str, ...]) -> Split:
 
 
 def _entries(folder: Path) -> list[Path]:
-    """What lies in a folder, sorted by name, hidden files left out. Raises DataError where it cannot be listed."""
+    """Return a folder's entries sorted by name, without hidden ones. Raises DataError where it cannot be listed."""
     try:
         return sorted(path for path in folder.iterdir() if not path.name.startswith("."))
     except OSError as error:
@@ -176,7 +181,7 @@ def _entries(folder: Path) -> list[Path]:
 
 def _image_file(file: Path, root: Path) -> Path:
     target = _inside(file, root) if file.is_symlink() else file
-    # A named pipe would be waited for, and a link inside the folder may rename any file to an image.
+    # Opening a named pipe would block, and a link within the folder may give any file an image's extension.
     if not target.is_file() or target.suffix.lower() not in SUFFIXES:
         raise DataError("this is no image file", where=str(file), remedy="remove it")
     return target
@@ -186,7 +191,7 @@ def _image_file(file: Path, root: Path) -> Path:
 
 
 def _class_names(root: Path) -> tuple[str, ...]:
-    """The class names that the front matter of README.md gives, in order of their labels; () where it gives none."""
+    """Return the class names in the front matter of README.md in order of their labels; () where there are none."""
     readme = root / "README.md"
     if not readme.is_file():
         return ()
@@ -218,7 +223,7 @@ def _parquet_rows(files: Sequence[Path], classes: int) -> Iterator[Encoded]:
         import pyarrow
         import pyarrow.parquet as parquet
     except ImportError:
-        raise DataError("reading parquet files needs pyarrow", remedy="run pip install 'tutti[data]'") from None
+        raise DataError("reading parquet files needs pyarrow", remedy=f"run {pip_install('data')}") from None
     for path in files:
         try:
             with parquet.ParquetFile(path) as file:
@@ -242,7 +247,14 @@ def _check_columns(names: Sequence[str], where: str) -> None:
 
 
 def _rows(batch: Any, classes: int, where: str, first: int) -> Iterator[Encoded]:
-    """The rows of an Arrow record batch whose first row has the number ``first``."""
+    """Yield the encoded images of an Arrow record batch; raise DataError for an invalid label or image.
+
+    Args:
+        batch: the record batch.
+        classes: number of classes.
+        where: the file or split, for errors.
+        first: number of the batch's first row.
+    """
     column = next(batch.column(name) for name in _IMAGE_COLUMNS if name in batch.schema.names)
     try:
         images = column.field("bytes").to_pylist()
@@ -262,13 +274,13 @@ def _rows(batch: Any, classes: int, where: str, first: int) -> Iterator[Encoded]
 # The hub.
 
 
-def _hub(name: str) -> tuple[Split, Split]:
-    check(name, hub=name)
+def _hub(name: str) -> tuple[ImageSplit, ImageSplit]:
+    check_images(name, hub=name)
     import datasets
 
     try:
         loaded = datasets.load_dataset(name)
-    except Exception as error:  # the library's errors are of many kinds: no network, no such name, no space
+    except Exception as error:  # datasets raises many types: no network, no such name, no space
         raise DataError(
             f"cannot load '{name}' from the hub",
             why=f"{type(error).__name__}: {error}",
@@ -280,7 +292,7 @@ def _hub(name: str) -> tuple[Split, Split]:
     return _hub_split(loaded["train"], name, "train"), _hub_split(loaded[held_out], name, held_out)
 
 
-def _hub_split(table: Any, name: str, split: str) -> Split:
+def _hub_split(table: Any, name: str, split: str) -> ImageSplit:
     import datasets
 
     where = f"{name}, {split}"
@@ -296,4 +308,4 @@ def _hub_split(table: Any, name: str, split: str) -> Split:
                 yield from _rows(batch, len(classes), where, first)
                 first += batch.num_rows
 
-    return Split(where, classes, tuple(Path(file["filename"]) for file in table.cache_files), rows)
+    return ImageSplit(where, classes, tuple(Path(file["filename"]) for file in table.cache_files), rows)

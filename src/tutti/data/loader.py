@@ -1,8 +1,8 @@
-"""Processes that fetch batches ahead, for sources whose samples are slow.
+"""Prefetch batches in loader processes, for sources whose samples are slow to read.
 
-They are forked from their rank and answer in order; what they are asked says everything that a batch depends on, so
-that nobody can tell from a batch who fetched it. A batch crosses in a block of shared memory that has no name and no
-place in ``/dev/shm``; its structure travels beside it, over a socket between parent and child that nobody else has.
+Loader processes are forked from their rank and answer in order. A task holds all that its batch depends on, so that a
+batch is the same from any process. A batch's tensors are passed in an anonymous block of shared memory, without a file
+in ``/dev/shm``; its structure and the block's descriptor travel over a private socket between parent and child.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from torch import Tensor
 from tutti.data.batches import map_tensors
 from tutti.data.source import AugmentKey, Source
 from tutti.errors import DataError, LoaderError
+from tutti.launcher.child import SIGNALS
+from tutti.launcher.forking import fork
+from tutti.launcher.orphans import die_with_parent
 from tutti.types import Batch
-from tutti.world.child import SIGNALS
-from tutti.world.forking import fork
-from tutti.world.orphans import die_with_parent
 
 Task: TypeAlias = tuple[NDArray[np.int64], AugmentKey | None]
 """The arguments of one ``Source.fetch``."""
@@ -49,10 +49,10 @@ _ALIGNED = 64
 
 @dataclass(frozen=True)
 class Prefetch:
-    """Who fetches: this process (no ``workers``), or processes that fetch ahead of it.
+    """Fetch batches in this process (no ``workers``), or ahead of time in loader processes.
 
     Attributes:
-        workers: loader processes of this rank.
+        workers: number of loader processes of this rank.
         rank: this rank, for messages.
         timeout: seconds that a batch may take.
     """
@@ -62,7 +62,7 @@ class Prefetch:
     timeout: float = 300.0
 
     def batches(self, source: Source, tasks: Iterable[Task]) -> Iterator[Batch]:
-        """The batches of ``tasks``, in order; loader processes end with the iteration."""
+        """Yield the batches of ``tasks`` in order; loader processes end with the iteration."""
         if not self.workers:
             yield from (source.fetch(*task) for task in tasks)
             return
@@ -73,7 +73,7 @@ class Prefetch:
             loader.close()
 
     def loader(self, source: Source) -> Loader:
-        """Loader processes that stay until they are closed."""
+        """Start loader processes that run until they are closed."""
         return Loader(source, self.workers, self.rank, self.timeout)
 
 
@@ -81,12 +81,12 @@ IN_PROCESS = Prefetch()
 
 
 class Loader:
-    """Some processes that fetch from one source.
+    """A pool of loader processes for one source.
 
     Args:
-        source: copied into each process as it is now.
-        workers: how many processes.
-        rank: of this process, for messages.
+        source: fetched from; forking copies its present state into each process.
+        workers: number of loader processes.
+        rank: this rank, for messages.
         timeout: seconds that a batch may take.
     """
 
@@ -99,15 +99,15 @@ class Loader:
         self._finish = weakref.finalize(self, _end, self._processes, os.getpid())
 
     def close(self) -> None:
-        """End the processes. Calling it twice changes nothing."""
+        """End the loader processes. A second call does nothing."""
         self._finish()
 
     def batches(self, tasks: Iterable[Task]) -> Iterator[Batch]:
-        """The batches of ``tasks``, in order; each process has up to two ahead.
+        """Yield the batches of ``tasks`` in order; each process fetches up to two ahead.
 
         Raises:
-            DataError: a process was killed, ended, or gave nothing for too long.
-            Exception: whatever ``fetch`` raised there, with its message.
+            LoaderError: a process was killed, ended, or gave no batch within the timeout.
+            Exception: the exception that ``fetch`` raised in the process, with its traceback as a note.
         """
         ahead: deque[int] = deque()
         rest = iter(tasks)
@@ -118,14 +118,14 @@ class Loader:
                 ahead.extend(map(self._ask, islice(rest, 1)))
                 yield batch
         finally:
-            # An epoch that is left early: its answers are thrown away when they come.
+            # After an epoch that is left early, outstanding answers are discarded when they arrive.
             self._wanted.difference_update(ahead)
             for number in ahead:
                 self._arrived.pop(number, None)
 
     def _ask(self, task: Task) -> int:
         number = next(self._numbers)
-        # Whether the process is still there is seen where its answer is needed: what it gave before is good.
+        # A dead process is reported when its answer is needed: batches that it sent before are valid.
         with suppress(OSError):
             self._processes[number % len(self._processes)].channel.send((number, task))
         self._wanted.add(number)
@@ -170,14 +170,14 @@ class Loader:
 
 
 class _Process:
-    """A forked process and the way to it."""
+    """A forked loader process and this end of its socket."""
 
     def __init__(self, pid: int, channel: Connection[Any, Any]) -> None:
         self.pid, self.channel = pid, channel
         self._end = ""
 
     def ended(self) -> str:
-        """How it ended; waits for that."""
+        """Wait for the process to end and return how it ended, for messages."""
         if not self._end:
             try:
                 code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
@@ -190,7 +190,7 @@ class _Process:
         return self._end
 
     def end(self) -> None:
-        """End it, unless it has: its number may be another's then."""
+        """Kill and reap the process, unless it has been reaped: the kernel may then have reused its process id."""
         self.channel.close()
         if not self._end:
             with suppress(ProcessLookupError):
@@ -199,10 +199,10 @@ class _Process:
 
 
 def _start(source: Source, name: str) -> _Process:
-    """Fork a process that fetches. Of this process's threads it has none, and it calls nothing that needs them."""
+    """Fork a loader process. It has none of this process's other threads, and calls nothing that needs them."""
     here, there = Pipe()
     parent = os.getpid()
-    # What is still in the buffers would be written twice.
+    # Output left in the buffers would be written twice, by parent and child.
     for stream in (sys.stdout, sys.stderr):
         with suppress(AttributeError):
             stream.flush()
@@ -213,30 +213,30 @@ def _start(source: Source, name: str) -> _Process:
             _serve(source, name, there, parent, blocked)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-    # From now on the child alone holds its end, so that its death is seen.
+    # Only the child may hold its end of the socket, so that its death closes the socket.
     there.close()
     return _Process(pid, here)
 
 
 def _end(processes: list[_Process], owner: int) -> None:
-    # A process that its owner has forked inherits this duty, and must not do it.
+    # A process forked from the owner inherits this finalizer, and must not run it.
     if os.getpid() == owner:
         for process in processes:
             process.end()
 
 
 def _serve(source: Source, name: str, channel: Connection[Any, Any], parent: int, blocked: Any) -> NoReturn:
-    """What the forked process does until its rank ends it."""
+    """Answer tasks in the forked process until its rank ends it or closes the socket."""
     code = 1
     try:
-        # What the rank had left for the collector may wait for threads that are not here.
+        # Collecting the rank's garbage here could wait for threads that were not forked.
         gc.freeze()
         die_with_parent(parent=parent)
-        # Signals are for the rank, which saves and then ends this process.
+        # Only the rank handles signals: it saves and then ends this process.
         for number in SIGNALS:
             signal.signal(number, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-        # The threads of the rank's arithmetic were not forked with it.
+        # The threads of the rank's intra-op pool were not forked.
         torch.set_num_threads(1)
         for stream in (sys.stdout, sys.stderr):
             with suppress(AttributeError):
@@ -268,7 +268,7 @@ def _answer(channel: Connection[Any, Any], number: int, source: Source, task: Ta
 
 
 def _portable(error: Exception, name: str) -> Exception:
-    """``error`` as it can be sent: with its traceback as a note, and by name where it cannot be copied."""
+    """Add the traceback to ``error`` as a note; return it, or a RuntimeError with its text if it cannot be pickled."""
     error.add_note(f"In {name}:\n{''.join(traceback.format_exception(error))}")
     try:
         pickle.loads(pickle.dumps(error))
@@ -278,7 +278,7 @@ def _portable(error: Exception, name: str) -> Exception:
 
 
 class _Place(NamedTuple):
-    """Where a tensor lies in a block of memory."""
+    """Offset, dtype, size and stride of a tensor in a block of memory."""
 
     offset: int
     dtype: torch.dtype
@@ -287,37 +287,37 @@ class _Place(NamedTuple):
 
     @property
     def length(self) -> int:
-        """Bytes that it takes; its numbers lie densely."""
+        """Bytes of the tensor, whose elements are dense."""
         return math.prod(self.size) * self.dtype.itemsize
 
     def tensor(self, memory: Tensor) -> Tensor:
-        """The tensor in ``memory``, as bytes."""
+        """Return the tensor as a view of ``memory``, a tensor of bytes."""
         flat = memory[self.offset : self.offset + self.length].view(self.dtype)
         return flat.as_strided(self.size, self.stride)
 
 
 @dataclass(frozen=True)
 class _Packed:
-    """A batch whose tensors are replaced by their places in a block of ``size`` bytes."""
+    """A batch with a ``_Place`` for each tensor, in a block of ``size`` bytes."""
 
     batch: Any
     size: int
 
     def unpack(self, descriptor: int) -> Batch:
-        """The batch as views of the block, which lives as long as they do."""
+        """Return the batch as views of the block, which they keep alive; closes ``descriptor``."""
         memory = _map(descriptor, self.size)
         os.close(descriptor)
         return map_tensors(self.batch, lambda place: place.tensor(memory), _Place)
 
 
 def _pack(batch: Batch) -> tuple[_Packed, int]:
-    """A batch in a new block of memory, and the block's descriptor. Raises DataError where there is no room."""
+    """Copy a batch into a new block of memory; return it with the block's descriptor. Raises DataError without room."""
     tensors: list[tuple[Tensor, _Place]] = []
     size = 0
 
     def place(tensor: Tensor) -> _Place:
         nonlocal size
-        # A kernel's rounding may depend on the layout, which is kept wherever the numbers lie densely.
+        # A kernel's rounding may depend on the strides, which are kept for dense tensors.
         stride = torch.empty_like(tensor, device="meta").stride()
         spot = _Place(size, tensor.dtype, tuple(tensor.shape), stride)
         tensors.append((tensor, spot))
@@ -328,7 +328,7 @@ def _pack(batch: Batch) -> tuple[_Packed, int]:
     packed = _Packed(structure, max(size, 1))
     descriptor = os.memfd_create("tutti-batch") if sys.platform == "linux" else _unnamed_file()
     try:
-        # Pages are taken as they are written, so that a host without memory ends this process and no other.
+        # Pages are allocated on write, so that running out of host memory kills this process and not the rank.
         os.ftruncate(descriptor, packed.size)
         memory = _map(descriptor, packed.size)
     except OSError as error:

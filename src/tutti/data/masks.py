@@ -1,7 +1,7 @@
-"""Grey images with binary masks, from folders of files: ``train/image/NN.png`` and ``train/label/NN.png``.
+"""Read grey images with binary masks from folders of files: ``train/image/NN.png`` and ``train/label/NN.png``.
 
-Nothing outside the given folder is read, and only files that are images by their extension are opened. Pillow is
-imported on first use, torch on the first fetch.
+Only files inside the given folder and with an image's extension are opened. Pillow is imported on first use, torch on
+the first fetch.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 
 from tutti.data.cache import cached
 from tutti.data.decoding import SUFFIXES
-from tutti.data.hashing import hash64
+from tutti.data.keyed_random import hash64
 from tutti.data.source import AugmentKey
+from tutti.distribution import pip_install
 from tutti.errors import DataError
 
 if TYPE_CHECKING:
@@ -47,22 +48,23 @@ class Pair:
 
 
 class MaskSource:
-    """Images and their masks by number; a ``tutti.data.Source``.
+    """Fetch images and their masks by number; a ``tutti.data.Source``.
 
     Args:
-        pairs: as ``read`` gives them.
-        augment: one of the eight symmetries of the square (four of other rectangles) for each sample and epoch.
+        pairs: the array from ``read_masks``.
+        augment: apply one of the eight symmetries of the square (four for other rectangles), drawn for each sample and
+            epoch.
     """
 
     def __init__(self, pairs: Pairs, *, augment: bool = False) -> None:
         self._pairs, self._augment = pairs, augment
 
     def __len__(self) -> int:
-        """Images."""
+        """Return the number of images."""
         return len(self._pairs)
 
     def fetch(self, indices: NDArray[np.int64], augment: AugmentKey | None) -> dict[str, Tensor]:
-        """``image``: float32 in [-2, 2], ``mask``: uint8, 0 or 1; both (samples, 1, height, width).
+        """Return ``image``: float32 in [-2, 2], and ``mask``: uint8, 0 or 1; both (samples, 1, height, width).
 
         Augmentation depends on nothing but (augment.seed, augment.epoch, index).
         """
@@ -76,7 +78,7 @@ class MaskSource:
 
 
 def turn(pairs: Pairs, bits: NDArray[np.uint64]) -> None:
-    """Mirror and turn each pair in place: image and mask alike, by three of its 64 random bits."""
+    """Flip and transpose each pair in place, image and mask alike, by three of its 64 random bits."""
     square = pairs.shape[2] == pairs.shape[3]
     draws = np.stack([bits >> np.uint64(place) & np.uint64(1) for place in (61, 62, 63)], axis=1).astype(bool)
     for pair, (upside_down, mirrored, transposed) in zip(pairs, draws, strict=True):
@@ -84,13 +86,13 @@ def turn(pairs: Pairs, bits: NDArray[np.uint64]) -> None:
         pair[...] = changed[:, :: -1 if upside_down else 1, :: -1 if mirrored else 1].copy()
 
 
-def check(data: str) -> None:
-    """Whether every image of the folder has a mask; opens no image. Raises DataError."""
-    find(data)
+def check_masks(data: str) -> None:
+    """Raise DataError unless every image of the folder has a mask; opens no image. See ``find_masks``."""
+    find_masks(data)
 
 
-def find(data: str) -> tuple[tuple[Pair, ...], tuple[Pair, ...]]:
-    """The training and the held-out pairs, sorted by name; opens no image.
+def find_masks(data: str) -> tuple[tuple[Pair, ...], tuple[Pair, ...]]:
+    """Return the training and the held-out pairs, sorted by name; opens no image.
 
     Without the folder ``test`` the last five of ``train`` are held out.
 
@@ -114,12 +116,12 @@ def find(data: str) -> tuple[tuple[Pair, ...], tuple[Pair, ...]]:
     return train[:-HELD_OUT], train[-HELD_OUT:]
 
 
-def read(pairs: tuple[Pair, ...]) -> Pairs:
-    """All images with their masks; decoded once, then mapped from the cache.
+def read_masks(pairs: tuple[Pair, ...]) -> Pairs:
+    """Read all images with their masks; decoded once, then mapped from the cache.
 
     Raises:
-        DataError: a broken image, one with more than 8 bits a pixel, another size than the first one's or its mask's,
-            or a mask with more than one level besides 0.
+        DataError: an image or mask is broken, has more than 8 bits a pixel or another size than the first image, or a
+            mask has more than one level besides 0.
     """
     files = [file for pair in pairs for file in (pair.image, pair.mask)]
     stamps = [(str(file), (status := file.stat()).st_size, status.st_mtime_ns) for file in files]
@@ -139,7 +141,7 @@ def _pairs(folder: Path, root: Path) -> tuple[Pair, ...]:
 
 
 def _files(folder: Path, root: Path) -> dict[str, Path]:
-    """Image files by name without extension. Raises DataError where there are none."""
+    """Return image files by name without extension. Raises DataError where there are none."""
     try:
         paths = sorted(folder.iterdir())
     except OSError as error:
@@ -148,7 +150,7 @@ def _files(folder: Path, root: Path) -> dict[str, Path]:
     for path in paths:
         if path.suffix.lower() not in SUFFIXES or path.name.startswith("."):
             continue
-        # A named pipe would be waited for, and a link may lead to any file of the machine.
+        # Opening a named pipe would block, and a link may lead to any file of the machine.
         target = path.resolve()
         if not target.is_file() or not target.is_relative_to(root):
             raise DataError("this is no image file of the folder", where=str(path), remedy="put a copy in its place")
@@ -164,7 +166,7 @@ def _decode(pairs: tuple[Pair, ...]) -> Pairs:
     try:
         import PIL.Image  # noqa: F401
     except ImportError:
-        raise DataError("reading images needs Pillow", remedy="run pip install 'tutti[data]'") from None
+        raise DataError("reading images needs Pillow", remedy=f"run {pip_install('data')}") from None
     first = _grey(pairs[0].image, None)
     out = np.empty((len(pairs), 2, *first.shape), dtype=np.uint8)
     for number, pair in enumerate(pairs):
@@ -173,7 +175,7 @@ def _decode(pairs: tuple[Pair, ...]) -> Pairs:
 
 
 def _binary(file: Path, shape: tuple[int, ...]) -> NDArray[np.uint8]:
-    """A mask as 0 and 1."""
+    """Read a mask as 0 and 1. Raises DataError where it has more than one level besides 0."""
     levels = _grey(file, shape)
     if (levels[levels > 0] != levels.max()).any():
         raise DataError(
@@ -185,7 +187,7 @@ def _binary(file: Path, shape: tuple[int, ...]) -> NDArray[np.uint8]:
 
 
 def _grey(file: Path, shape: tuple[int, ...] | None) -> NDArray[np.uint8]:
-    """Grey levels (height, width) of an image; with ``shape`` only of that one."""
+    """Read an image's grey levels (height, width). Raises DataError for another shape than ``shape``, if given."""
     from PIL import Image
 
     try:
@@ -195,7 +197,7 @@ def _grey(file: Path, shape: tuple[int, ...] | None) -> NDArray[np.uint8]:
             return np.asarray(image.convert("L"))
     except DataError:
         raise
-    except Exception as error:  # Pillow raises errors of many kinds for broken files
+    except Exception as error:  # Pillow raises many types for broken files
         raise DataError(
             "an image is broken", where=str(file), why=str(error) or type(error).__name__, remedy="replace or remove it"
         ) from error
@@ -210,5 +212,5 @@ def _check_form(image: Image, file: Path, shape: tuple[int, ...] | None) -> None
             remedy="crop all images and masks to one size",
         )
     if image.mode.startswith(_DEEP):
-        # Pillow would cut every level above 255 down to it.
+        # Pillow would clip every level above 255.
         raise DataError("this image has more than 8 bits a pixel", where=str(file), remedy="convert it to 8 bits")

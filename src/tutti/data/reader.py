@@ -1,4 +1,4 @@
-"""One way through an epoch, whatever the samples come from: this rank's part of each global batch, in order."""
+"""Read this rank's part of each global batch of an epoch, in order, from a source or a stream."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tutti.data.batches import cut
+from tutti.data.batches import slice_batch
 from tutti.data.contract import BatchContract
 from tutti.data.epochs import Epochs
 from tutti.data.loader import IN_PROCESS, Loader, Prefetch, Task
@@ -20,68 +20,75 @@ from tutti.types import Batch
 
 
 class Position(NamedTuple):
-    """Where in its data a run is: whole epochs behind it, and global batches of the epoch under way."""
+    """The data position of a run: whole epochs consumed, and global batches consumed of the current epoch."""
 
     epoch: int = 0
     batch: int = 0
 
 
 @dataclass(frozen=True)
-class Part:
+class RankBatch:
     """This rank's part of one global batch.
 
     Attributes:
         batch: this rank's samples, in worker order.
         samples: samples in the global batch.
-        after: the position once this batch is consumed.
-        stand_in: where this rank has no sample, some of others for the body of its own loop, which count for nothing.
+        after: the data position once this batch is consumed.
+        dummy: if this rank has no sample, samples for a dummy micro-batch of a custom training loop; else None.
     """
 
     batch: Batch
     samples: int
     after: Position
-    stand_in: Batch | None = None
+    dummy: Batch | None = None
 
 
-class Reader(Protocol):
-    """Samples as one data rank reads them."""
+class BatchReader(Protocol):
+    """Reads one data rank's samples (protocol)."""
 
     source: Any
 
-    def read(self, epoch: int, start: int) -> Iterator[Part]:
-        """Every global batch of ``epoch`` from number ``start`` on, to the end of the epoch."""
+    def read(self, epoch: int, start: int) -> Iterator[RankBatch]:
+        """Yield this rank's part of each global batch of ``epoch`` from batch ``start`` to the end of the epoch."""
 
     def state(self) -> Any:
-        """What must be kept, besides the position, to go on after the last part that was read; a JSON value."""
+        """Return, as a JSON value, the state that a resume needs besides the data position after the last batch."""
 
     def load(self, at: Position, state: Any) -> None:
-        """The next ``read`` goes on from ``at``, with what ``state`` gave there."""
+        """Load the value that ``state`` returned at data position ``at``, where the next ``read`` starts."""
 
     def describe(self) -> Mapping[str, str]:
-        """What people must know of how it reads."""
+        """Return lines for the run's header about order, resuming and loader processes."""
 
     def close(self) -> None:
-        """Let go of processes and files."""
+        """Release processes and files."""
 
 
-class Ranks(Protocol):
-    """What reading a stream needs of a communicator."""
+class StreamRanks(Protocol):
+    """The part of a communicator that reading a stream uses (protocol)."""
 
     @property
     def rank(self) -> int:
-        """This rank's place in it."""
+        """This process's rank within the communicator."""
 
     def agree(self, lines: Sequence[str], name: str, remedy: str) -> None:
-        """Raise MismatchError on every rank where the lines differ."""
+        """Compare ``lines`` over the ranks; raise MismatchError on every rank where they differ. Collective."""
 
     def all_gather(self, tensor: Tensor, name: str) -> list[Tensor]:
-        """Every rank's tensor, in rank order."""
+        """All-gather a tensor; return every rank's, in rank order."""
 
 
-class ByNumber:
-    """Reads a map-style source in the global order, which is a function of (seed, epoch).
+class MapReader:
+    """Read a map-style source in the global order, which is a function of (seed, epoch).
 
-    Nothing has to be kept for resuming: position and seed say everything.
+    Resuming needs no state besides data position and seed.
+
+    Args:
+        source: the samples.
+        epochs: the batch contract of every epoch.
+        rank: this data rank.
+        seed: of sample order and augmentation.
+        prefetch: fetches batches, in this process or in loader processes.
     """
 
     def __init__(self, source: Source, epochs: Epochs, rank: int, seed: int, prefetch: Prefetch = IN_PROCESS) -> None:
@@ -90,8 +97,8 @@ class ByNumber:
         self._loader: Loader | None = None
         self._order: tuple[int, NDArray[np.int64]] = (-1, np.empty(0, dtype=np.int64))
 
-    def read(self, epoch: int, start: int) -> Iterator[Part]:
-        """As ``Reader.read``."""
+    def read(self, epoch: int, start: int) -> Iterator[RankBatch]:
+        """See ``BatchReader.read``."""
         contract = self._epochs.at(epoch)
         steps = range(start, contract.steps_per_epoch)
         batches = self._fetch([self._task(contract, epoch, step) for step in steps])
@@ -100,17 +107,17 @@ class ByNumber:
             last = step == contract.steps_per_epoch - 1
             after = Position(epoch + 1, 0) if last else Position(epoch, step + 1)
             if contract.part(samples, self._rank):
-                yield Part(batch, samples, after)
+                yield RankBatch(batch, samples, after)
             else:
-                yield Part(cut(batch, 0, 0), samples, after, batch)
+                yield RankBatch(slice_batch(batch, 0, 0), samples, after, batch)
 
     def _task(self, contract: BatchContract, epoch: int, step: int) -> Task:
-        """The numbers of this rank's samples in one global batch."""
+        """Return the numbers of this rank's samples in one global batch, with the key of their augmentation."""
         order, start = self._permutation(epoch), step * contract.batch
         samples = contract.samples(step)
-        # Few sources can make a batch of nothing; an empty part of a batch of some has its structure. The first
-        # micro-batch is also computed where it counts, so that the model can take it.
-        part = contract.part(samples, self._rank) or contract.first_cell(samples)
+        # Few sources can make an empty batch, so a rank without samples fetches the global batch's first micro-batch
+        # and slices it to length 0. The model can compute on it, as another rank does.
+        part = contract.part(samples, self._rank) or contract.first_micro_batch(samples)
         return order[start + part.start : start + part.stop], AugmentKey(self._seed, epoch)
 
     def _fetch(self, tasks: Iterable[Task]) -> Iterator[Batch]:
@@ -126,14 +133,14 @@ class ByNumber:
         return self._order[1]
 
     def state(self) -> Any:
-        """Nothing."""
+        """Return None: position and seed suffice."""
         return None
 
     def load(self, at: Position, state: Any) -> None:
-        """Nothing: every position can be read at once."""
+        """Do nothing: ``read`` can start at any position."""
 
     def describe(self) -> Mapping[str, str]:
-        """The loader processes, where there are any."""
+        """Return a line about the loader processes, if there are any."""
         workers = self._prefetch.workers
         return {"data workers": f"{workers} a device, which fetch ahead"} if workers else {}
 

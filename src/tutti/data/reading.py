@@ -1,24 +1,33 @@
-"""Which reader fits which data."""
+"""Make the reader for a source or a stream."""
 
 from __future__ import annotations
 
 from tutti.data.epochs import Epochs
 from tutti.data.loader import Prefetch
-from tutti.data.reader import ByNumber, Reader
+from tutti.data.reader import BatchReader, MapReader
 from tutti.data.source import Source
-from tutti.data.stream import InStep, Lines, OwnStreams, Stream
+from tutti.data.stream import Lines, ReplicatedStream, ShardedStream, Stream
 from tutti.errors import UsageError
 
 
 def make_reader(
     data: Source | Stream, epochs: Epochs, rank: int, seed: int, comms: Lines, prefetch: Prefetch
-) -> Reader:
-    """The reader of data rank ``rank``.
+) -> BatchReader:
+    """Make the reader of one data rank.
 
-    Raises UsageError where loader processes are asked for and the samples cannot be fetched by number.
+    Args:
+        data: a source or a stream.
+        epochs: the batch contract of every epoch.
+        rank: the data rank.
+        seed: of all random draws.
+        comms: the communicators that a stream needs.
+        prefetch: loader processes for a source.
+
+    Raises:
+        UsageError: loader processes were requested for a stream.
     """
     if not isinstance(data, Stream):
-        return ByNumber(data, epochs, rank, seed, prefetch)
+        return MapReader(data, epochs, rank, seed, prefetch)
     if prefetch.workers:
         raise UsageError(
             f"{prefetch.workers} data workers cannot share one stream",
@@ -26,6 +35,6 @@ def make_reader(
             remedy="leave --data-workers out, or give the data set __len__ and __getitem__",
         )
     if data.sharded:
-        # Nobody knows how long a stream of its own is, so that its batch cannot grow.
-        return OwnStreams(data, epochs.first, rank, seed, comms)
-    return InStep(data, epochs, rank, seed, comms)
+        # The length of a sharded stream is unknown, so that its batch cannot grow.
+        return ShardedStream(data, epochs.first, rank, seed, comms)
+    return ReplicatedStream(data, epochs, rank, seed, comms)

@@ -1,4 +1,4 @@
-"""Where samples come from: by number, or as a stream in an order of its own."""
+"""Protocols of data sources: samples by number, or a stream that shards itself."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tutti.types import Batch
 
 @dataclass(frozen=True)
 class AugmentKey:
-    """What random augmentation is drawn from, together with the sample's index: never the rank or the position."""
+    """Key of random augmentation, together with the sample's index; never the rank or the data position."""
 
     seed: int
     epoch: int
@@ -21,23 +21,23 @@ class AugmentKey:
 
 @runtime_checkable
 class Source(Protocol):
-    """Samples by number, fetched many at a time."""
+    """Fetches samples by number, many at a time (protocol)."""
 
     def __len__(self) -> int:
-        """Samples in one epoch."""
+        """Return the number of samples in one epoch."""
 
     def fetch(self, indices: NDArray[np.int64], augment: AugmentKey | None) -> Batch:
-        """The samples of ``indices``, in that order, as one collated batch on the CPU.
+        """Return the samples of ``indices``, in that order, as one collated batch on the CPU.
 
-        ``augment`` is None in evaluation. Draws must depend on nothing but (augment.seed, augment.epoch, index).
+        ``augment`` is None in evaluation. Random draws must depend on (augment.seed, augment.epoch, index) alone.
         """
 
 
 @dataclass(frozen=True)
 class Sharded:
-    """Says that an iterable data set shards itself: every data rank reads a stream of its own.
+    """Marks an iterable data set that shards itself: every data rank reads a different stream.
 
-    Each sample still counts once, with its weight. What a global batch holds then depends on the number of devices,
+    Each sample still counts once, with its weight. The samples of a global batch then depend on the number of devices,
     and so does the result.
 
     Args:

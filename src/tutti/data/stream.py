@@ -1,4 +1,4 @@
-"""Samples that come in an order of their own: iterable data sets, read in step by all ranks."""
+"""Read iterable data sets (streams), which fix the order of their samples, in lockstep on all ranks."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn, Protocol
 
 import torch
-from torch.utils.data import default_collate
 
-from tutti.data.batches import cut
+from tutti.data.batches import slice_batch
+from tutti.data.collation import collate
 from tutti.data.contract import BatchContract
 from tutti.data.digest import digest
-from tutti.data.draws import own_generators, seed_generators
 from tutti.data.epochs import Epochs
-from tutti.data.hashing import hash64
-from tutti.data.reader import Part, Position, Ranks
+from tutti.data.global_generators import own_generators, seed_generators
+from tutti.data.keyed_random import hash64
+from tutti.data.reader import Position, RankBatch, StreamRanks
 from tutti.errors import CheckpointError, DataError
 from tutti.types import Batch
 
@@ -23,14 +23,14 @@ _SKIPPED_TOGETHER = 64
 
 
 class Stream:
-    """An iterable data set, begun anew for each epoch.
+    """An iterable data set, opened anew for each epoch.
 
     Args:
         data: an iterable, or a function without arguments that returns one.
-        sharded: each data rank's stream is its own.
+        sharded: the data set shards itself: each data rank reads another stream.
 
     Attributes:
-        samples: in an epoch; None where only the end of the stream will tell.
+        samples: samples in an epoch; None if unknown until the stream ends.
     """
 
     def __init__(self, data: Any, sharded: bool = False) -> None:
@@ -38,7 +38,7 @@ class Stream:
         self.samples = None if sharded else _length(data)
 
     def open(self, epoch: int) -> Any:
-        """The iterable, told of its epoch."""
+        """Return the iterable for ``epoch``, after ``set_epoch`` if it has that method."""
         ready = hasattr(self.data, "__iter__") and not isinstance(self.data, type)
         items: Any = self.data if ready else self.data()
         if hasattr(items, "set_epoch"):
@@ -54,10 +54,15 @@ def _length(data: Any) -> int | None:
 
 
 class Cursor:
-    """One epoch of a stream, somewhere in the middle.
+    """Read one epoch of a stream sequentially.
 
-    Random draws of the stream with Python's, NumPy's or PyTorch's global generators are keyed by (key, number of the
-    sample): the same on every rank, and after every resume.
+    Random draws of the stream with Python's, NumPy's or PyTorch's global generators are keyed by (key, epoch, number of
+    the sample): ranks with equal keys draw the same, also after a resume.
+
+    Args:
+        stream: the stream.
+        epoch: from 0.
+        key: of the random draws.
 
     Attributes:
         number: samples taken so far.
@@ -71,7 +76,7 @@ class Cursor:
         self.number = 0
 
     def take(self, count: int) -> list[Any]:
-        """The next samples; fewer where the stream ends. Raises DataError naming a sample that cannot be read."""
+        """Return the next ``count`` samples, fewer at the end. Raises DataError naming a sample that cannot be read."""
         taken = self._ahead[:count]
         del self._ahead[:count]
         with own_generators():
@@ -81,28 +86,31 @@ class Cursor:
         return taken
 
     def skip(self, count: int) -> list[Any]:
-        """Take samples without keeping them; the last one."""
+        """Read on until ``number`` is ``count``, discarding samples; return the last one in a list."""
         last: list[Any] = []
         while self.number < count and (taken := self.take(min(count - self.number, _SKIPPED_TOGETHER))):
             last = taken[-1:]
         return last
 
     def more(self) -> bool:
-        """Whether there is another sample; reads one ahead."""
+        """Return whether there is another sample; reads one ahead."""
         if not self._ahead:
             with own_generators():
                 self._ahead = self._next(self.number)
         return bool(self._ahead)
 
     def state(self) -> str | None:
-        """The data set's own state before the next sample as JSON, where it gives one that JSON can hold."""
+        """Return ``state_dict()`` of the data set as a JSON string.
+
+        None if it has no such method, its state is not JSON, or a sample has been read ahead.
+        """
         if self._ahead or not hasattr(self._items, "state_dict"):
             return None
         state = self._items.state_dict()
         return json.dumps(state) if _is_json(state) else None
 
     def restore(self, state: Any, number: int) -> bool:
-        """Let the data set go on from its ``state``, at sample ``number``; False where it cannot."""
+        """Load ``state`` into the data set, which then continues at sample ``number``; return False if it cannot."""
         if state is None or not hasattr(self._items, "load_state_dict"):
             return False
         self._items.load_state_dict(state)
@@ -110,7 +118,7 @@ class Cursor:
         return True
 
     def _next(self, number: int) -> list[Any]:
-        """Sample ``number``, or nothing at the end."""
+        """Return sample ``number`` in a list, which is empty at the end of the stream."""
         seed_generators(int(hash64(self._key, self._epoch, number)))
         try:
             if self._iterator is None:
@@ -127,7 +135,7 @@ class Cursor:
 
 
 def _is_json(value: Any) -> bool:
-    """Whether JSON gives ``value`` back as it is."""
+    """Return whether ``value`` survives a round trip through JSON unchanged."""
     if isinstance(value, dict):
         return all(type(key) is str and _is_json(item) for key, item in value.items())
     if isinstance(value, list):
@@ -139,23 +147,30 @@ class Lines(Protocol):
     """The communicators that reading a stream needs."""
 
     @property
-    def world(self) -> Ranks:
+    def world(self) -> StreamRanks:
         """All ranks."""
 
     @property
-    def replica(self) -> Ranks:
+    def replica(self) -> StreamRanks:
         """The data ranks."""
 
     @property
-    def model(self) -> Ranks:
+    def model(self) -> StreamRanks:
         """The ranks of one replica."""
 
 
-class InStep:
-    """Reads one global stream: every rank reads all of it and keeps its own samples.
+class ReplicatedStream:
+    """Read one global stream: every rank reads all samples and keeps its own.
 
-    Global batches are therefore the same for any number of ranks. That all ranks see the same samples is compared by
-    digest at the batches 0, 1, 2, 4, 8, … after each beginning; how many there were, at the end.
+    Global batches are therefore the same for any number of ranks. Digests of the samples are compared over all ranks at
+    the batches 0, 1, 2, 4, 8, … after the start of each ``read``; the number of samples is compared at the end.
+
+    Args:
+        source: the stream.
+        epochs: the batch contract of every epoch.
+        rank: this data rank.
+        seed: of all random draws.
+        comms: the communicators; ``world`` compares digests.
     """
 
     def __init__(self, source: Stream, epochs: Epochs, rank: int, seed: int, comms: Lines) -> None:
@@ -165,12 +180,12 @@ class InStep:
         self._kept: str | None = None
         self._loaded: tuple[Position, Any] = (Position(), None)
 
-    def read(self, epoch: int, start: int) -> Iterator[Part]:
-        """As ``Reader.read``. Collective.
+    def read(self, epoch: int, start: int) -> Iterator[RankBatch]:
+        """See ``BatchReader.read``. Collective: digests are compared over all ranks.
 
         Raises:
             MismatchError: the ranks read different samples.
-            DataError: the stream is empty, ended before ``start``, or has another length than it said.
+            DataError: the stream is empty, ends before ``start``, or does not have the length that it states.
         """
         batch = self._epochs.at(epoch).batch
         cursor = self._open(epoch, start, start * batch)
@@ -188,10 +203,10 @@ class InStep:
                 self._ranks.agree(
                     [f"epoch {epoch} with {cursor.number} samples"], "the length of the stream", _DIFFERENT
                 )
-            yield self._part(items, Position(epoch + 1, 0) if last else Position(epoch, step))
+            yield self._part(items, first, Position(epoch + 1, 0) if last else Position(epoch, step))
 
     def _open(self, epoch: int, start: int, number: int) -> Cursor:
-        """The stream at batch ``start``, which is sample ``number``."""
+        """Return a cursor at batch ``start``, whose first sample has ``number``: from saved state, or by skipping."""
         cursor = Cursor(self.source, epoch, self._seed)
         at, state = self._loaded
         if not (start and at == (epoch, start) and cursor.restore(state, number)):
@@ -201,7 +216,7 @@ class InStep:
         return cursor
 
     def _compare(self, epoch: int, batches: int, first: int, items: list[Any]) -> None:
-        # At powers of two: a stream that drifts apart is found early or late, at next to no cost.
+        # At powers of two: streams that diverge are found, early or late, at next to no cost.
         if batches & (batches - 1) == 0:
             lines = [f"sample {first + i} of epoch {epoch}, digest {digest(item)}" for i, item in enumerate(items)]
             self._ranks.agree(lines, "the samples of the stream", _DIFFERENT)
@@ -217,40 +232,50 @@ class InStep:
             remedy="correct its __len__, or leave it out and give --steps",
         )
 
-    def _part(self, items: list[Any], after: Position) -> Part:
+    def _part(self, items: list[Any], first: int, after: Position) -> RankBatch:
         mine = self._contract.part(len(items), self._rank)
-        others = None if mine else _collate(items[: len(self._contract.first_cell(len(items)))], items)
-        return Part(_collate(items[mine.start : mine.stop], items), len(items), after, others)
+        own, name = items[mine.start : mine.stop], self.source.name
+        others = (
+            None if mine else _collate(items[: len(self._contract.first_micro_batch(len(items)))], items, first, name)
+        )
+        return RankBatch(_collate(own, items, first + mine.start, name), len(items), after, others)
 
     def state(self) -> Any:
-        """The data set's own state, where it has one: then resuming does not read again what was consumed."""
+        """Return the data set's own state, or None; with it, a resume need not skip the consumed samples."""
         return None if self._kept is None else json.loads(self._kept)
 
     def load(self, at: Position, state: Any) -> None:
-        """As ``Reader.load``."""
+        """See ``BatchReader.load``."""
         self._loaded = at, state
 
     def describe(self) -> Mapping[str, str]:
-        """What is exact, and what is not done."""
+        """See ``BatchReader.describe``."""
         return {"order": "that of the stream, which every device reads whole; nothing is shuffled"}
 
     def close(self) -> None:
         """Nothing is open between epochs."""
 
 
-class OwnStreams:
-    """Reads a data set that shards itself: each data rank's stream is its own.
+class ShardedStream:
+    """Read a data set that shards itself: each data rank reads another stream.
 
-    Ranks whose stream has ended go on without samples until all have, so that every sample counts once. How many each
-    rank has is exchanged in every step.
+    A rank whose stream has ended goes on without samples until all streams have ended, so that every sample counts
+    once. Every step all-gathers the ranks' sample counts.
+
+    Args:
+        source: the stream.
+        contract: the batch contract of every epoch.
+        rank: this data rank.
+        seed: of all random draws; each data rank has its own RNG stream.
+        comms: the communicators; ``replica`` gathers counts, ``model`` compares digests.
     """
 
     def __init__(self, source: Stream, contract: BatchContract, rank: int, seed: int, comms: Lines) -> None:
         self.source, self._contract, self._rank, self._seed = source, contract, rank, seed
         self._replicas, self._stages = comms.replica, comms.model
 
-    def read(self, epoch: int, start: int) -> Iterator[Part]:
-        """As ``Reader.read``. Collective.
+    def read(self, epoch: int, start: int) -> Iterator[RankBatch]:
+        """See ``BatchReader.read``. Collective: an all-gather over the data ranks in every step.
 
         Raises:
             MismatchError: the ranks of one replica read different samples.
@@ -261,6 +286,7 @@ class OwnStreams:
         step, last = start, False
         some = cursor.skip(start * share)
         while not last:
+            first = cursor.number
             items = cursor.take(share)
             some = items[:1] or some
             counts = self._counts(len(items), cursor.more(), not some)
@@ -270,25 +296,26 @@ class OwnStreams:
                 _empty(self.source, epoch, 0, ranks=", ".join(void))
             held = [count for count, _, _ in counts]
             after = Position(epoch + 1, 0) if last else Position(epoch, step)
-            yield Part(_collate(items, some), sum(held), after, None if items else _collate(some, some))
+            others = None if items else _collate(some, some, first, self.source.name)
+            yield RankBatch(_collate(items, some, first, self.source.name), sum(held), after, others)
 
     def _counts(self, *own: int) -> list[list[int]]:
-        """What all data ranks say, in order."""
+        """All-gather ``own`` over the data ranks; return one list a rank, in rank order."""
         return [row.tolist() for row in self._replicas.all_gather(torch.tensor(own), "samples of the own streams")]
 
     def _compare(self, epoch: int, batches: int, counts: list[list[int]], items: list[Any]) -> None:
-        """The ranks of one replica must read the same."""
+        """Compare counts and digests over the ranks of one replica. Raises MismatchError where they differ."""
         lines = [f"{counts[self._rank][0]} samples"]
         if batches & (batches - 1) == 0:
             lines += [f"digest {digest(item)} in epoch {epoch}" for item in items]
         self._stages.agree(lines, "the samples of one replica", "give the stages of one replica the same stream")
 
     def state(self) -> Any:
-        """How many streams there are: there must be as many to go on."""
+        """Return the number of streams, which a resumed run must have too."""
         return {"streams": self._contract.ranks}
 
     def load(self, at: Position, state: Any) -> None:
-        """Raises CheckpointError where the number of data ranks is another."""
+        """Raise CheckpointError if the number of data ranks has changed."""
         saved = state["streams"] if isinstance(state, Mapping) else None
         if saved != self._contract.ranks:
             raise CheckpointError(
@@ -298,7 +325,7 @@ class OwnStreams:
             )
 
     def describe(self) -> Mapping[str, str]:
-        """What is lost."""
+        """Describe, for the run's header, how results and resuming depend on the number of devices."""
         return {
             "order": "each device reads a stream of its own: batches, and with them the result, depend on the devices",
             "resume": f"on {self._contract.ranks} data ranks only",
@@ -314,10 +341,21 @@ _DIFFERENT = (
 )
 
 
-def _collate(items: list[Any], some: list[Any]) -> Batch:
-    """Samples as a batch; of no sample, an empty one with the structure of ``some``."""
+def _collate(items: list[Any], some: list[Any], first: int, where: str) -> Batch:
+    """Collate ``items`` into a batch, without items into an empty batch with the structure of ``some``.
+
+    Args:
+        items: the samples.
+        some: samples of the same structure, at least one if ``items`` is empty.
+        first: number of the first sample in the epoch, for errors.
+        where: the data set's name, for errors.
+
+    Raises:
+        DataError: as ``collate``.
+    """
     with own_generators():
-        return default_collate(items) if items else cut(default_collate(some[:1]), 0, 0)
+        made = collate(items or some[:1], lambda place: f"sample {first + place} of the epoch", where)
+    return made if items else slice_batch(made, 0, 0)
 
 
 def _empty(source: Stream, epoch: int, found: int, wanted: int = 0, ranks: str = "") -> NoReturn:

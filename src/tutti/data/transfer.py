@@ -1,4 +1,4 @@
-"""Batches on their way to a GPU: one ahead of the step, on a stream of their own, from pinned memory."""
+"""Copy batches to a GPU one step ahead, on a separate CUDA stream, from pinned memory."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import torch
 from torch import Tensor
 
 from tutti.data.batches import map_tensors
-from tutti.data.reader import Part
+from tutti.data.reader import RankBatch
 from tutti.data.stream import Stream
 
 T = TypeVar("T")
 
 
 class _Moving(NamedTuple):
-    part: Part
+    part: RankBatch
     done: torch.cuda.Event
 
 
 class Transfer:
-    """Copies each batch while the step before it computes.
+    """Copy each batch to the GPU while the step before it computes.
 
     Args:
         device: the GPU.
@@ -31,40 +31,43 @@ class Transfer:
         self._device = device
         self._stream = torch.cuda.Stream(device)
 
-    def parts(self, parts: Iterator[Part], placed: Callable[[Part], Part]) -> Iterator[Part]:
-        """The same parts on the GPU, for its current stream; each is asked for before the one in front is given.
+    def parts(self, parts: Iterator[RankBatch], placed: Callable[[RankBatch], RankBatch]) -> Iterator[RankBatch]:
+        """Yield ``parts`` on the GPU, ready for its current stream; each copy starts before its predecessor is yielded.
 
         Args:
-            parts: as they are read.
-            placed: copies a part to the GPU; from pinned memory it does not wait until that is done.
+            parts: the rank's batches, as they are read.
+            placed: copies a part to the GPU, asynchronously from pinned memory.
         """
         return map(self._arrived, one_ahead(self._moving(part, placed) for part in parts))
 
-    def _moving(self, part: Part, placed: Callable[[Part], Part]) -> _Moving:
+    def _moving(self, part: RankBatch, placed: Callable[[RankBatch], RankBatch]) -> _Moving:
         with torch.cuda.stream(self._stream):
             return _Moving(placed(part), self._stream.record_event())
 
-    def _arrived(self, moving: _Moving) -> Part:
+    def _arrived(self, moving: _Moving) -> RankBatch:
         current = torch.cuda.current_stream(self._device)
         current.wait_event(moving.done)
 
         def keep(tensor: Tensor) -> None:
-            # Its memory is the copying stream's, which may not use it again before this one has.
+            # The copying stream allocated the tensor, and may not reuse its memory before this stream has used it.
             tensor.record_stream(current)
 
-        for batch in (moving.part.batch, moving.part.stand_in):
+        for batch in (moving.part.batch, moving.part.dummy):
             if batch is not None:
                 map_tensors(batch, keep)
         return moving.part
 
 
 def make_transfer(device: torch.device, data: object) -> Transfer | None:
-    """What moves batches of ``data`` ahead; None on the CPU, and for streams: what they have read is their position."""
+    """Return the transfer that copies batches of ``data`` ahead, or None to copy each as it is read.
+
+    None on the CPU, and for streams: reading ahead would move their data position ahead of the step.
+    """
     return Transfer(device) if device.type == "cuda" and not isinstance(data, Stream) else None
 
 
 def one_ahead(items: Iterator[T]) -> Iterator[T]:
-    """The same items, each asked for before the one in front of it is given; an error comes in its turn.
+    """Yield the same items, each fetched before its predecessor is yielded; an error is raised in its turn.
 
     >>> list(one_ahead(iter([1, 2, 3])))
     [1, 2, 3]

@@ -1,1 +1,1 @@
-"""Building blocks inside a model, and what is done to modules from outside."""
+"""Batch norms, activation checkpointing, compile, RNG streams and other transformations of a model's modules."""

@@ -2,7 +2,7 @@
 
 Hoffer, Hubara, Soudry 2017, arXiv 1705.08741, Alg. 1. A batch is cut into ghosts of ``size`` consecutive samples, each
 of which is normalised with its own mean and variance. Running statistics are the moving average over the ghosts in
-order, (1 - η)ⁿ μ_run + Σ (1 - η)ⁿ⁻ⁱ η μᵢ for n of them: what normalising one after the other would give (the published
+order, (1 - η)ⁿ μ_run + Σ (1 - η)ⁿ⁻ⁱ η μᵢ for n of them: the result of normalising one after the other (the published
 weights do not add up to one). Evaluation uses them, as plain batch norm does.
 """
 
@@ -17,21 +17,27 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
-from tutti import native
 from tutti.errors import UsageError
-from tutti.nn.norms import TakenOver, replace
+from tutti.native import native_library
+from tutti.native.ghost_sums import ghost_backward, ghost_forward
+from tutti.nn.norms import TakenOver, replace_norms
+from tutti.torch_compat import BatchNormBase
 
 _NAMES = {torch.float32: "float", torch.float64: "double", torch.bfloat16: "bfloat16"}
 _POINTER, _SIZE, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 
 
 def ghosts(samples: int, size: int, points: int) -> list[int]:
-    """Where each ghost begins, and where the last one ends.
+    """Return the first sample of each ghost, and the end of the last ghost.
 
-    The last ghost holds what is left, and is normalised with its own statistics like any other. Only where that would
-    be a single number a channel, which has no variance, does it join the one before.
+    The last ghost holds the remaining samples and is normalised with its own statistics. Only if that were a single
+    number a channel, which has no variance, do its samples join the ghost before.
+
+    Args:
+        samples: samples in the batch.
+        size: samples in a ghost.
+        points: numbers a channel of one sample.
 
     >>> ghosts(10, 4, 9), ghosts(9, 4, 1), ghosts(3, 4, 1)
     ([0, 4, 8, 10], [0, 4, 9], [0, 3])
@@ -43,21 +49,21 @@ def ghosts(samples: int, size: int, points: int) -> list[int]:
 
 
 class GhostBatchNorm(TakenOver):
-    """A batch norm whose statistics are those of ``size`` samples. Same parameters, buffers and names as the plain one.
+    """A batch norm with statistics over ``size`` samples. Same parameters, buffers and names as the plain one.
 
     Args:
-        plain: the batch norm that it takes over.
+        plain: the batch norm to replace.
         size: samples in a ghost.
     """
 
-    def __init__(self, plain: _BatchNorm, size: int) -> None:
+    def __init__(self, plain: BatchNormBase, size: int) -> None:
         if size < 1:
             raise UsageError(f"a ghost of {size} samples", remedy="give at least 1")
         super().__init__(plain)
         self.size = size
 
     def forward(self, input: Tensor) -> Tensor:
-        """(samples, channels, …) → the same shape."""
+        """Normalise ``input``, (samples, channels, …), and return the same shape."""
         self._check_input_dim(input)
         points = input[0, 0].numel() if len(input) else 0
         first = ghosts(len(input), self.size, points)
@@ -70,13 +76,13 @@ class GhostBatchNorm(TakenOver):
 
     @torch.no_grad()
     def _track(self, means: Tensor, scales: Tensor, first: Sequence[int], points: int) -> None:
-        """Move the running statistics by each ghost's, in order. ``means``, ``scales``: (ghosts, channels)."""
+        """Update the running statistics with each ghost's, in order. ``means``, ``scales``: (ghosts, channels)."""
         counts = torch.tensor([b - a for a, b in pairwise(first)], dtype=torch.float64) * points
         wide = means.double()
         variances = (scales.double() ** -2 - self.eps) * (counts / (counts - 1)).to(means.device)[:, None]
         number = len(counts)
         if self.momentum is None:
-            # The mean over all ghosts so far; without a look at the number, which would break a compiled graph.
+            # The mean over all ghosts so far; reading the counter on the host would break a compiled graph.
             seen = self.num_batches_tracked.double()  # type: ignore[union-attr]
             keep, share = seen / (seen + number), (1 / (seen + number)).expand(number)
         else:
@@ -92,27 +98,30 @@ class GhostBatchNorm(TakenOver):
         return f"{super().extra_repr()}, ghost={self.size}"  # type: ignore[no-untyped-call]
 
 
-def convert(model: nn.Module, size: int) -> nn.Module:
-    """Replace every batch norm of ``model`` by a ghost one of ``size`` samples. Returns and raises as ``replace``."""
-    return replace(model, lambda norm: GhostBatchNorm(norm, size))
+def convert_ghost_batch_norm(model: nn.Module, size: int) -> nn.Module:
+    """Replace every batch norm of ``model`` by a ``GhostBatchNorm`` of ``size`` samples.
+
+    Returns and raises as ``replace_norms``.
+    """
+    return replace_norms(model, lambda norm: GhostBatchNorm(norm, size))
 
 
 def normalise(
     input: Tensor, weight: Tensor | None, bias: Tensor | None, first: Sequence[int], eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Each ghost by its own statistics.
+    """Normalise each ghost by its own statistics.
 
     Args:
         input: (samples, channels, …).
         weight, bias: (channels,), or None.
-        first: where each ghost begins, and where the last ends.
+        first: the first sample of each ghost, and the end of the last.
         eps: added to the variance.
 
     Returns:
         The normalised input, and (ghosts, channels) means and 1/√(variance + eps).
     """
     last = _channels_last(input)
-    if last is None or torch.compiler.is_compiling() or not _kernels(input.dtype):
+    if last is None or torch.compiler.is_compiling():
         return _one_by_one(input, weight, bias, first, eps)
     result: tuple[Tensor, Tensor, Tensor] = _Ghosts.apply(input, weight, bias, tuple(first), eps, last)  # type: ignore[no-untyped-call]
     return result
@@ -121,7 +130,7 @@ def normalise(
 def _one_by_one(
     input: Tensor, weight: Tensor | None, bias: Tensor | None, first: Sequence[int], eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The same by PyTorch's own kernels, a ghost at a time."""
+    """Compute ``normalise`` by PyTorch's own kernels, a ghost at a time."""
     # split, not slices: the gradient of a slice is as large as the whole.
     pieces = input.split([high - low for low, high in pairwise(first)])
     parts = [torch.native_batch_norm(piece, weight, bias, None, None, True, 0.0, eps) for piece in pieces]
@@ -130,7 +139,7 @@ def _one_by_one(
 
 
 class _Ghosts(torch.autograd.Function):
-    """The compiled loops of ``ghost.cpp``."""
+    """Run the compiled loops of ``ghost.cpp``, or ``ghost_sums.py`` without a compiler: bitwise the same result."""
 
     @staticmethod
     def forward(
@@ -148,8 +157,10 @@ class _Ghosts(torch.autograd.Function):
         means = torch.empty(len(first) - 1, input.shape[1], dtype=wide)
         scales = torch.empty_like(means)
         shape = _shape(input, first, last)
-        forward, _ = _kernels(input.dtype)
-        forward(*map(_at, (input, result, scale, offset, means, scales)), eps, *shape)
+        if kernels := _kernels(input.dtype):
+            kernels[0](*map(_at, (input, result, scale, offset, means, scales)), eps, *shape)
+        else:
+            ghost_forward(_rows(input, last), _rows(result, last), scale, offset, means, scales, first, eps, last)
         ctx.save_for_backward(input, weight, means, scales)
         ctx.first, ctx.last = first, last
         ctx.mark_non_differentiable(means, scales)
@@ -159,16 +170,45 @@ class _Ghosts(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         input, weight, means, scales = ctx.saved_tensors
         above = gradients[0]
+        if torch.is_grad_enabled():
+            # Double backward: PyTorch's own operations are differentiable again.
+            return *_differentiable(input, weight, means, scales, above, ctx.first), None, None, None
         if above.stride() != input.stride() or above.dtype != input.dtype:
             above = torch.empty_like(input).copy_(above)
         below, by_weight, by_bias = torch.empty_like(input), torch.empty_like(means), torch.empty_like(means)
         scale = None if weight is None else weight.to(means.dtype).contiguous()
-        _, backward = _kernels(input.dtype)
         tensors = (input, above, below, scale, means, scales, by_weight, by_bias)
-        backward(*map(_at, tensors), *_shape(input, ctx.first, ctx.last))
+        if kernels := _kernels(input.dtype):
+            kernels[1](*map(_at, tensors), *_shape(input, ctx.first, ctx.last))
+        else:
+            x, dy, dx = (_rows(t, ctx.last) for t in (input, above, below))
+            ghost_backward(x, dy, dx, scale, means, scales, by_weight, by_bias, ctx.first, ctx.last)
         if weight is None:
             return below, None, None, None, None, None
         return below, by_weight.sum(0).to(weight.dtype), by_bias.sum(0).to(weight.dtype), None, None, None
+
+
+def _differentiable(
+    input: Tensor, weight: Tensor | None, means: Tensor, scales: Tensor, above: Tensor, first: Sequence[int]
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return gradients of input, weight and bias that autograd can differentiate again, a ghost at a time."""
+    sizes = [high - low for low, high in pairwise(first)]
+    columns: tuple[list[Tensor], ...] = ([], [], [])
+    for piece, slope, mean, scale in zip(input.split(sizes), above.split(sizes), means, scales, strict=True):
+        given = (slope, piece, weight, None, None, mean, scale, True, 0.0, [True, weight is not None, True])
+        for found, part in zip(columns, torch.ops.aten.native_batch_norm_backward(*given), strict=True):
+            found.append(part)
+    below, by_weight, by_bias = columns
+    if weight is None:
+        return torch.cat(below), None, None
+    return torch.cat(below), torch.stack(by_weight).sum(0), torch.stack(by_bias).sum(0)
+
+
+def _rows(tensor: Tensor, last: bool) -> Tensor:
+    """View (samples, channels, …) as (samples, points, channels) if ``last``, else as (samples, channels, points)."""
+    if tensor.dim() == 2:
+        return tensor.unsqueeze(1 if last else 2)
+    return tensor.movedim(1, -1).flatten(1, -2) if last else tensor.flatten(2)
 
 
 def _shape(input: Tensor, first: Sequence[int], last: bool) -> tuple[Any, ...]:
@@ -178,7 +218,11 @@ def _shape(input: Tensor, first: Sequence[int], last: bool) -> tuple[Any, ...]:
 
 
 def _channels_last(input: Tensor) -> bool | None:
-    """Whether channels lie innermost in memory; None where neither they nor the points do, or not on the CPU."""
+    """Return whether the channel dimension has stride 1 (channels-last).
+
+    None if the compiled loops do not take the tensor: not on the CPU, another dtype, empty, or neither contiguous nor
+    channels-last.
+    """
     if input.device.type != "cpu" or input.dtype not in _NAMES or not input.numel():
         return None
     if input.is_contiguous():
@@ -189,8 +233,8 @@ def _channels_last(input: Tensor) -> bool | None:
 
 @cache
 def _kernels(dtype: torch.dtype) -> tuple[Any, ...]:
-    """Forward and backward for ``dtype``; nothing where they cannot be compiled."""
-    library = native.library(Path(__file__).with_name("ghost.cpp"))
+    """Return the compiled forward and backward for ``dtype``; an empty tuple where they cannot be compiled."""
+    library = native_library.library(Path(native_library.__file__).with_name("ghost.cpp"))
     if library is None:
         return ()
     forward, backward = (library[f"ghost_{way}_{_NAMES[dtype]}"] for way in ("forward", "backward"))

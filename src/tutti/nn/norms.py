@@ -1,26 +1,26 @@
-"""Batch norms of a model replaced by other ones that keep its parameters, its buffers and every name."""
+"""Replace the batch norms of a model by another class that keeps parameters, buffers and names."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from tutti.errors import UsageError
+from tutti.torch_compat import BatchNormBase
 
 
-class TakenOver(_BatchNorm):
-    """A batch norm with the parameters, buffers and mode of another one, for inputs of any number of dimensions."""
+class TakenOver(BatchNormBase):
+    """Base of batch norms that take over parameters, buffers and mode of a plain one; for inputs of ≥ 2 dimensions."""
 
-    def __init__(self, plain: _BatchNorm) -> None:
+    def __init__(self, plain: BatchNormBase) -> None:
         super().__init__(plain.num_features, plain.eps, plain.momentum, plain.affine, plain.track_running_stats)
-        # In a tuple, so that it is no module of this one.
+        # In a tuple, so that it is not registered as a submodule.
         self._plain = (plain,)
         _hand_over(plain, self)
 
-    def given_back(self) -> _BatchNorm:
-        """The plain one, with what this one holds now."""
+    def given_back(self) -> BatchNormBase:
+        """Return the plain batch norm with the current parameters, buffers and mode."""
         _hand_over(self, self._plain[0])
         return self._plain[0]
 
@@ -29,30 +29,33 @@ class TakenOver(_BatchNorm):
             raise ValueError(f"expected an input of (samples, channels, …), got {input.dim()} dimensions")
 
 
-def _hand_over(source: _BatchNorm, to: _BatchNorm) -> None:
+def _hand_over(source: BatchNormBase, to: BatchNormBase) -> None:
     to.weight, to.bias = source.weight, source.bias
     for name in ("running_mean", "running_var", "num_batches_tracked"):
         setattr(to, name, getattr(source, name))
     to.train(source.training)
 
 
-def restore(model: nn.Module) -> nn.Module:
-    """Give a model that was prepared before its plain batch norms back. In place; returns as ``replace``."""
+def restore_norms(model: nn.Module) -> nn.Module:
+    """Undo ``replace_norms``: put the plain batch norms back, in place. Returns as ``replace_norms``."""
     if any(isinstance(module, TakenOver) for module in model.modules()):
-        return replace(model, lambda norm: norm.given_back() if isinstance(norm, TakenOver) else norm)
+        return replace_norms(model, lambda norm: norm.given_back() if isinstance(norm, TakenOver) else norm)
     return model
 
 
-def replace(model: nn.Module, other: Callable[[_BatchNorm], nn.Module]) -> nn.Module:
-    """Put ``other(norm)`` in the place of every batch norm of ``model``, in its order; one used twice stays one.
+def replace_norms(model: nn.Module, other: Callable[[BatchNormBase], nn.Module]) -> nn.Module:
+    """Replace every batch norm of ``model`` by ``other(norm)``, in place and in order; a shared one stays shared.
 
-    Works in place; returns the model, which is another one only if it is itself a batch norm. Raises UsageError where
-    there is none.
+    Returns:
+        ``model``, or its replacement where ``model`` is itself a batch norm.
+
+    Raises:
+        UsageError: the model has no batch norm.
     """
-    if isinstance(model, _BatchNorm):
+    if isinstance(model, BatchNormBase):
         return other(model)
     found = [(m, name, child) for m in model.modules() for name, child in m.named_children()]
-    norms = [(m, name, child) for m, name, child in found if isinstance(child, _BatchNorm)]
+    norms = [(m, name, child) for m, name, child in found if isinstance(child, BatchNormBase)]
     if not norms:
         raise UsageError("the model has no batch norm", remedy="leave out --batch-norm")
     made: dict[nn.Module, nn.Module] = {}

@@ -1,8 +1,8 @@
-"""Activation checkpointing: what a forward computed is not kept but computed again when backward needs it.
+"""Activation checkpointing: drop a forward's activations and recompute them when backward needs them.
 
-Chen et al. 2016, arXiv 1604.06174; done by ``torch.utils.checkpoint``. The second time must be the first one to the bit
-and leave no trace: random draws are those of the first time, and buffers (batch-norm statistics, power iterations)
-start from what they held then and are put back afterwards.
+Chen et al. 2016, arXiv 1604.06174; done by ``torch.utils.checkpoint``. Recomputation must equal the first forward to
+the bit and have no side effects: RNG streams are replayed, and buffers (batch-norm statistics, power iterations) start
+from their values before the first forward and are restored afterwards.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint
 
 from tutti.errors import UsageError
-from tutti.nn.draws import Draws
-from tutti.nn.keeping import keeping
-from tutti.nn.swap import Slot, buffers
+from tutti.nn.rng_streams import RngStreams
+from tutti.nn.selective_checkpoint import selective_checkpoint_contexts
+from tutti.nn.swap import BufferRef, buffers
+from tutti.torch_compat import NormBase, tensor_version
 
 Forward = Callable[..., Any]
 
 
 def recomputed(
-    forward: Forward, members: Callable[[nn.Module], Sequence[nn.Module]], draws: Draws, selective: bool = False
+    forward: Forward, members: Callable[[nn.Module], Sequence[nn.Module]], draws: RngStreams, selective: bool = False
 ) -> Forward:
-    """``forward(module, …)``, which keeps its inputs alone.
+    """Wrap ``forward(module, …)`` so that it saves only its inputs and is recomputed in backward.
 
     Args:
-        forward: of a module, or of some of its children.
-        members: the modules that it runs, of the module it is given.
-        draws: the random streams of the model.
-        selective: keep what is expensive, too: ``keeping``.
+        forward: forward of a module, or of some of its children.
+        members: returns the submodules that ``forward`` runs, for the buffers to restore.
+        draws: the RNG streams of the model.
+        selective: save results of expensive operators too: ``selective_checkpoint_contexts``.
     """
     constant: WeakKeyDictionary[nn.Module, set[int]] = WeakKeyDictionary()
 
@@ -44,16 +44,19 @@ def recomputed(
             return forward(module, *args, **kwargs)
         known = constant.setdefault(module, set())
         slots = buffers(members(module), persistent=False)
-        held = [(slot.get(), slot.get()._version) for slot in slots]
+        held = [(slot.get(), tensor_version(slot.get())) for slot in slots]
         before = [(slot, held[i][0].clone()) for i, slot in enumerate(slots) if i not in known]
-        first, second = keeping() if selective else (nullcontext(), nullcontext())
+        first, second = selective_checkpoint_contexts() if selective else (nullcontext(), nullcontext())
         again = _Again(before, draws, second)
         once = partial(forward, module, **kwargs)
-        result = checkpoint(once, *args, use_reentrant=False, context_fn=lambda: (first, again))
+        # No early stop: selective recomputation compares the number of operator calls at the forward's end.
+        result = checkpoint(
+            once, *args, use_reentrant=False, context_fn=lambda: (first, again), early_stop=not selective
+        )
         for i, (slot, (own, version)) in enumerate(zip(slots, held, strict=True)):
-            if slot.get() is not own or slot.get()._version != version:
+            if slot.get() is not own or tensor_version(slot.get()) != version:
                 _refuse(slot, known, i)
-            elif module.training and not isinstance(slot.owner, _NormBase):
+            elif module.training and not isinstance(slot.owner, NormBase):
                 known.add(i)
         return result
 
@@ -61,10 +64,10 @@ def recomputed(
 
 
 class _Again:
-    """Within it buffers and random streams are as when the forward began; afterwards what they were before."""
+    """Context of recomputation: buffers and RNG streams as at the start of the forward; restored on exit."""
 
     def __init__(
-        self, before: Sequence[tuple[Slot, Tensor]], draws: Draws, within: AbstractContextManager[Any]
+        self, before: Sequence[tuple[BufferRef, Tensor]], draws: RngStreams, within: AbstractContextManager[Any]
     ) -> None:
         self._before, self._draws, self._within = before, draws, within
         self._then = draws.moment._replace(replaying=True)
@@ -83,8 +86,8 @@ class _Again:
             slot.put(tensor)
 
 
-def _refuse(slot: Slot, constant: set[int], index: int) -> None:
-    """A buffer that was taken for constant, because no step had changed it, has not been kept and has changed."""
+def _refuse(slot: BufferRef, constant: set[int], index: int) -> None:
+    """Raise UsageError if a changed buffer had been taken for constant, so that its old value was not saved."""
     if index in constant:
         raise UsageError(
             f"the buffer {slot.name} changes in some steps only, so that its module cannot be computed again",

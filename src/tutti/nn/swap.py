@@ -1,4 +1,4 @@
-"""Named tensors of a module, and putting others in their place for a while, without a copy."""
+"""Named parameters and buffers of modules, and temporary replacement of their tensors without a copy."""
 
 from __future__ import annotations
 
@@ -8,29 +8,31 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from tutti.torch_compat import module_buffers, non_persistent_buffers
+
 
 @dataclass(frozen=True)
-class Slot:
-    """Where one buffer sits: its name in the whole model, the module that owns it, and the name there."""
+class BufferRef:
+    """Reference to one buffer: its name in the whole model, its module, and its key in that module."""
 
     name: str
     owner: nn.Module
     key: str
 
     def get(self) -> Tensor:
-        """The tensor that is there now."""
-        tensor = self.owner._buffers[self.key]
+        """Return the buffer's current tensor. Raises KeyError if it is None."""
+        tensor = module_buffers(self.owner)[self.key]
         if tensor is None:
             raise KeyError(self.name)
         return tensor
 
     def put(self, tensor: Tensor) -> None:
-        """Put ``tensor`` there; nothing is copied."""
-        self.owner._buffers[self.key] = tensor
+        """Replace the buffer by ``tensor``, without a copy."""
+        module_buffers(self.owner)[self.key] = tensor
 
 
 def parameters(parts: Sequence[nn.Module]) -> list[tuple[str, nn.Parameter]]:
-    """Named parameters of all parts, each shared one once, in the model's order."""
+    """Return named parameters of all parts, tied ones once, in the model's order."""
     found: dict[int, tuple[str, nn.Parameter]] = {}
     for part in parts:
         for name, parameter in part.named_parameters():
@@ -38,19 +40,19 @@ def parameters(parts: Sequence[nn.Module]) -> list[tuple[str, nn.Parameter]]:
     return list(found.values())
 
 
-def buffers(parts: Sequence[nn.Module], persistent: bool = True) -> list[Slot]:
-    """Slots of all persistent buffers, or of all buffers whatever, in the model's order."""
+def buffers(parts: Sequence[nn.Module], persistent: bool = True) -> list[BufferRef]:
+    """Return references to the persistent buffers, or with ``persistent=False`` to all, in the model's order."""
     slots = []
     for part in parts:
         for prefix, module in part.named_modules():
-            for key, tensor in module._buffers.items():
-                if tensor is not None and not (persistent and key in module._non_persistent_buffers_set):
-                    slots.append(Slot(f"{prefix}.{key}" if prefix else key, module, key))
+            for key, tensor in module_buffers(module).items():
+                if tensor is not None and not (persistent and key in non_persistent_buffers(module)):
+                    slots.append(BufferRef(f"{prefix}.{key}" if prefix else key, module, key))
     return slots
 
 
 def other_names(parts: Sequence[nn.Module]) -> dict[str, tuple[str, ...]]:
-    """Under which other names a plain model's state has a tied parameter, or a buffer of a module that it has twice.
+    """Return further ``state_dict`` names of tied parameters, and of buffers in modules that occur more than once.
 
     Keys are the names of ``parameters`` and ``buffers``.
     """
@@ -59,14 +61,14 @@ def other_names(parts: Sequence[nn.Module]) -> dict[str, tuple[str, ...]]:
         for name, parameter in part.named_parameters(remove_duplicate=False):
             names.setdefault(id(parameter), []).append(name)
         for prefix, module in part.named_modules(remove_duplicate=False):
-            for key, tensor in module._buffers.items():
-                if tensor is not None and key not in module._non_persistent_buffers_set:
+            for key, tensor in module_buffers(module).items():
+                if tensor is not None and key not in non_persistent_buffers(module):
                     names.setdefault((id(module), key), []).append(f"{prefix}.{key}" if prefix else key)
     return {first: tuple(others) for first, *others in names.values() if others}
 
 
-def describe(parts: Sequence[nn.Module]) -> list[str]:
-    """Name, dtype, shape and trainability of every parameter and buffer, a line each, in the model's order."""
+def describe_tensors(parts: Sequence[nn.Module]) -> list[str]:
+    """Return name, dtype, shape and trainability of every parameter and buffer, a line each, in the model's order."""
     lines = [f"parameter {_line(name, p)}{'' if p.requires_grad else ', frozen'}" for name, p in parameters(parts)]
     return lines + [f"buffer {_line(slot.name, slot.get())}" for slot in buffers(parts)]
 
@@ -77,9 +79,9 @@ def _line(name: str, tensor: Tensor) -> str:
 
 @contextmanager
 def swapped(parts: Sequence[nn.Module], values: Mapping[str, Tensor]) -> Iterator[None]:
-    """Within the block the parameters and buffers named in ``values`` hold those tensors; afterwards their own."""
+    """Within the block, parameters and buffers named in ``values`` hold the given tensors; restore them afterwards."""
     own: list[tuple[nn.Parameter, Tensor]] = []
-    held: list[tuple[Slot, Tensor]] = []
+    held: list[tuple[BufferRef, Tensor]] = []
     try:
         for name, parameter in parameters(parts):
             if name in values and values[name] is not parameter:
@@ -98,8 +100,8 @@ def swapped(parts: Sequence[nn.Module], values: Mapping[str, Tensor]) -> Iterato
 
 
 @contextmanager
-def mode(parts: Iterable[nn.Module], training: bool) -> Iterator[None]:
-    """Within the block all parts train, or do not; afterwards every submodule is as it was."""
+def training_mode(parts: Iterable[nn.Module], training: bool) -> Iterator[None]:
+    """Within the block, set all parts to training or evaluation mode; restore every submodule's mode afterwards."""
     before = [(module, module.training) for part in parts for module in part.modules()]
     try:
         for part in parts:

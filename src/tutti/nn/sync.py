@@ -1,9 +1,9 @@
-"""Batch normalisation over the whole global batch: its statistics are those of all samples of all devices.
+"""Synchronised batch normalisation: statistics over the samples of all data ranks.
 
 Each rank sends the count, mean and variance of its own values; from these every rank computes the same mean
 μ = Σ nᵣμᵣ / N and variance Σ nᵣ(varᵣ + (μᵣ − μ)²) / N, exactly, whatever the counts (Chan, Golub, LeVeque 1983). The
 running variance takes the unbiased one, with N − 1, as PyTorch's does. Backward sums Σdy and Σdy·x̂ over the ranks; the
-gradients of weight and bias stay this rank's part, which the exchange sums like every other gradient.
+gradients of weight and bias stay this rank's part, which gradient synchronisation sums like every other gradient.
 """
 
 from __future__ import annotations
@@ -12,41 +12,40 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
-from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from tutti.errors import MismatchError, UsageError
-from tutti.nn.draws import draws, refuse
-from tutti.nn.norms import TakenOver, replace
+from tutti.nn.norms import TakenOver, replace_norms
+from tutti.nn.rng_streams import module_draws, refuse_draws
+from tutti.torch_compat import BatchNormBase, NormBase
 
 
 class _Pending(Protocol):
     def wait(self) -> None: ...
 
 
-class Line(Protocol):
-    """What is needed of a communicator: its messages must never meet those of gradients."""
+class StatisticsCommunicator(Protocol):
+    """The communicator that batch norms use; its messages must never mix with those of gradients."""
 
     size: int
 
     def gather_slices(self, mine: Tensor, text: str) -> Tensor:
-        """(n,) of every rank, one after the other."""
+        """All-gather ``mine``, (n,), into one tensor in rank order. ``text`` names the collective."""
 
     def start_all_reduce(self, flat: Tensor, text: str) -> _Pending:
-        """Begin a sum over the ranks in place."""
+        """Start an in-place all-reduce (sum) of ``flat``. ``text`` names the collective."""
 
 
 class Peers:
-    """What all batch norms of one model here have in common.
+    """State that all synchronised batch norms of one model on this rank share.
 
     Args:
-        line: the ranks whose samples are normalised together.
+        line: communicator of the ranks whose samples are normalised together.
 
     Attributes:
-        counts: whether the samples under way count; those of a stand-in do not.
+        counts: whether the current samples enter the statistics; False during a dummy micro-batch.
     """
 
-    def __init__(self, line: Line) -> None:
+    def __init__(self, line: StatisticsCommunicator) -> None:
         self.line, self.counts = line, True
 
     def __deepcopy__(self, memo: Any) -> Peers:
@@ -56,24 +55,27 @@ class Peers:
 class SyncBatchNorm(TakenOver):
     """A batch norm over all ranks' samples. Same parameters, buffers and names as the plain one.
 
-    In training every rank must call it as often and in the same order: each forward gathers 2·channels + 2 numbers a
-    rank, each backward sums 2·channels. In evaluation it is the plain one.
+    In training every rank must call it equally often and in the same order. In evaluation it is the plain batch norm.
+
+    Collective: each forward all-gathers 2·channels + 2 numbers a rank, each backward all-reduces 2·channels.
 
     Args:
-        plain: the batch norm that it takes over.
-        peers: with whom.
-        number: its place in the model, which all ranks compare.
+        plain: the batch norm to replace.
+        peers: state shared with the model's other synchronised batch norms.
+        number: index of this batch norm in the model, which all ranks compare in each forward.
     """
 
-    def __init__(self, plain: _BatchNorm, peers: Peers, number: int) -> None:
+    def __init__(self, plain: BatchNormBase, peers: Peers, number: int) -> None:
         super().__init__(plain)
         self.peers, self.number = peers, number
 
     def forward(self, input: Tensor) -> Tensor:
-        """(samples, channels, …) → the same shape.
+        """Normalise ``input``, (samples, channels, …), and return the same shape.
 
-        Raises ValueError where all ranks together have one value a channel, MismatchError where they are in different
-        batch norms, and PeerError where one is gone.
+        Raises:
+            ValueError: all ranks together have fewer than two values a channel.
+            MismatchError: ranks call different batch norms at the same time.
+            PeerError: a rank is gone.
         """
         self._check_input_dim(input)
         if not self.training or self.peers.line.size == 1:
@@ -88,7 +90,7 @@ class SyncBatchNorm(TakenOver):
 
     @torch.no_grad()
     def _gather(self, input: Tensor) -> tuple[float, Tensor, Tensor]:
-        """Values a channel over all ranks, their mean and their variance, in float64."""
+        """Return the number of values a channel over all ranks, their mean and their variance, in float64."""
         channels = input.shape[1]
         mine = torch.zeros(2 + 2 * channels, dtype=torch.float64, device=input.device)
         mine[1] = self.number
@@ -96,7 +98,7 @@ class SyncBatchNorm(TakenOver):
             mine[0] = input.numel() // channels
             wide = torch.float64 if input.dtype == torch.float64 else torch.float32
             none = torch.zeros(channels, dtype=wide, device=input.device)
-            # Given running statistics that are wide it computes wide ones; with momentum 0 it leaves them alone.
+            # Wide running statistics make it compute in that dtype; momentum 0 leaves them unchanged.
             torch.cat(torch.batch_norm_update_stats(input, none, none, 0.0), out=mine[2:])
         table = self.peers.line.gather_slices(mine, f"statistics of batch norm {self.number}")
         table = table.view(-1, len(mine))
@@ -119,7 +121,7 @@ class SyncBatchNorm(TakenOver):
 
     @torch.no_grad()
     def _track(self, mean: Tensor, variance: Tensor) -> None:
-        """Move the running statistics, alike on all ranks."""
+        """Update the running statistics, identically on all ranks."""
         self.num_batches_tracked.add_(1)  # type: ignore[union-attr]
         rate = 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum  # type: ignore[arg-type]
         for running, value in ((self.running_mean, mean), (self.running_var, variance)):
@@ -130,10 +132,10 @@ class SyncBatchNorm(TakenOver):
 
 
 class _Normalise(torch.autograd.Function):
-    """x̂ = (x − μ) / √(var + ε), with statistics that every rank's input has a part in.
+    """x̂ = (x − μ) / √(var + ε), with statistics that depend on every rank's input.
 
-    The loss is the sum of what all ranks go backward from, so that dx = γ/√(var + ε) · (dy − Σdy/N − x̂ · Σdy·x̂/N) with
-    sums over all ranks (Ioffe, Szegedy 2015, arXiv 1502.03167, §3).
+    The loss is the sum of all ranks' losses, so that dx = γ/√(var + ε) · (dy − Σdy/N − x̂ · Σdy·x̂/N)
+    with sums over all ranks (Ioffe, Szegedy 2015, arXiv 1502.03167, §3).
     """
 
     @staticmethod
@@ -153,20 +155,26 @@ class _Normalise(torch.autograd.Function):
         return _affine(input, weight, bias, mean, variance, eps)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, above: Tensor) -> Any:
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        if torch.is_grad_enabled():
+            raise UsageError(
+                f"batch_norm='sync' does not go with gradients of gradients (batch norm {ctx.norm.number})",
+                why="its statistics are of all devices' samples, and so would be the second derivative",
+                remedy="compute the penalty without create_graph=True, or leave out batch_norm='sync'",
+            )
+        [above] = gradients
         input, weight, mean, variance = ctx.saved_tensors
         sums = torch.zeros(2, len(mean), dtype=mean.dtype, device=mean.device)
         below = torch.zeros_like(input)
         if ctx.counts:
-            # As if the statistics were constants: dx, Σdy·x̂ and Σdy in one pass.
+            # Statistics taken as constants: dx, Σdy·x̂ and Σdy in one pass.
             scale = None if weight is None else weight.to(mean.dtype)
             given = (above, input, scale, mean, variance, None, None, False, ctx.eps, [True, True, True])
             below, by_scale, by_bias = torch.ops.aten.native_batch_norm_backward(*given)
             torch.stack([by_scale, by_bias], out=sums)
         own = (None, None) if weight is None else sums.to(weight.dtype, copy=True).unbind()
         if ctx.needs_input_grad[0]:
-            line: Line = ctx.norm.peers.line
+            line: StatisticsCommunicator = ctx.norm.peers.line
             line.start_all_reduce(sums, f"sums of batch norm {ctx.norm.number} in backward").wait()
             if ctx.counts:
                 factor = (variance + ctx.eps).rsqrt_().div_(-ctx.count)
@@ -178,40 +186,43 @@ class _Normalise(torch.autograd.Function):
 def _affine(
     input: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, variance: Tensor, eps: float
 ) -> Tensor:
-    """x̂ · weight + bias in one pass."""
+    """Return x̂ · weight + bias, computed in one pass."""
     weight, bias = (None if t is None else t.to(mean.dtype) for t in (weight, bias))
     return torch.native_batch_norm(input, weight, bias, mean, variance, False, 0.0, eps)[0]
 
 
-def convert(model: nn.Module, line: Line, workers: int, ranks: int) -> nn.Module:
-    """Have every batch norm of ``model`` normalise over all samples of ``line``, parameters and names kept.
+def convert_sync_batch_norm(model: nn.Module, line: StatisticsCommunicator, workers: int, ranks: int) -> nn.Module:
+    """Replace every batch norm of ``model`` by a ``SyncBatchNorm``; parameters and names are kept.
 
     Args:
-        model: converted in place; returned, which is another one only if it is itself a batch norm.
-        line: the data ranks, for messages of batch norms alone.
-        workers: logical replicas.
-        ranks: data ranks that play them.
+        model: converted in place.
+        line: communicator of the data ranks, used by batch norms alone.
+        workers: number of logical workers.
+        ranks: number of data ranks that run them.
+
+    Returns:
+        ``model``, or its replacement where ``model`` is itself a batch norm.
 
     Raises:
-        UsageError: it has no batch norm; or something else in it would depend on the number of devices, because a
-            device's workers are computed as one.
+        UsageError: the model has no batch norm; or its result would depend on the number of devices (other running
+            statistics, or random draws), because a device computes all its workers as one batch.
     """
     for name, module in model.named_modules():
-        own = isinstance(module, _NormBase) and not isinstance(module, _BatchNorm) and module.track_running_stats
+        own = isinstance(module, NormBase) and not isinstance(module, BatchNormBase) and module.track_running_stats
         if own and workers > 1:
             raise UsageError(
                 f"batch_norm='sync' does not go with the running statistics of {name}",
                 why="they follow each worker's own samples",
                 remedy="make it with track_running_stats=False, or leave out batch_norm='sync'",
             )
-        if draws(module) and workers > ranks:
-            refuse(f"{name}, which draws random numbers")
+        if module_draws(module) and workers > ranks:
+            refuse_draws(f"{name}, which draws random numbers")
     peers, numbers = Peers(line), iter(range(len(list(model.modules()))))
-    return replace(model, lambda norm: SyncBatchNorm(norm, peers, next(numbers)))
+    return replace_norms(model, lambda norm: SyncBatchNorm(norm, peers, next(numbers)))
 
 
 def peers_of(part: nn.Module) -> Peers | None:
-    """What the batch norms of this part of a model share; None where it has none over several devices."""
+    """Return the ``Peers`` of the synchronised batch norms in ``part``; None without any, or with a single rank."""
     found = (m.peers for m in part.modules() if isinstance(m, SyncBatchNorm))
     peers = next(found, None)
     return None if peers is None or peers.line.size == 1 else peers

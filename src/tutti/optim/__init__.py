@@ -1,6 +1,6 @@
-"""Optimizers and what changes their rates over time.
+"""Optimizers, learning-rate rules and schedules, loss scale, gradient noise.
 
-Names load when they are first used: ``tutti.optim.config`` needs no torch.
+Public names are imported lazily: ``tutti.config.optimizer_config`` needs no torch.
 """
 
 from __future__ import annotations

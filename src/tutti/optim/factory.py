@@ -1,92 +1,221 @@
-"""Optimizers from options, and from an optimizer that the user made. Fused kernels where they exist."""
+"""Optimizer factories from options, or from the user's optimizer. Fused kernels where available."""
 
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tutti import optim
+from tutti.config import optimizer_config as options
 from tutti.errors import UsageError
-from tutti.optim import config as options
 from tutti.optim.layerwise import LayerWise
+from tutti.torch_compat import OPTIMIZER_ATTRIBUTES
 from tutti.types import OptimizerFactory
 
+_FOLLOWERS: weakref.WeakKeyDictionary[Optimizer, weakref.WeakSet[Optimizer]] = weakref.WeakKeyDictionary()
+"""Optimizers rebuilt in place of a script's optimizer, by that optimizer."""
 Named = Sequence[tuple[str, nn.Parameter]]
 
 
-def from_config(config: Any) -> OptimizerFactory:
-    """A factory of the optimizer that these options are of, over all trainable parameters."""
+def from_config(config: Any, sparse: bool = False) -> OptimizerFactory:
+    """Return a factory of the optimizer that ``config`` describes, over all trainable parameters.
+
+    ``sparse``: some parameters may get sparse gradients, which fused kernels do not take.
+    """
 
     def make(named: Named) -> Optimizer | None:
         trainable = [(name, p) for name, p in named if p.requires_grad]
-        return _make(config, trainable) if trainable else None
+        return _make(config, trainable, sparse) if trainable else None
 
     return make
 
 
-def _make(config: Any, named: Named) -> Optimizer:
+def _make(config: Any, named: Named, sparse: bool) -> Optimizer:
     arguments = asdict(config)
     for prefix in ("", "adam_"):
         if f"{prefix}beta1" in arguments:
             arguments[f"{prefix}betas"] = arguments.pop(f"{prefix}beta1"), arguments.pop(f"{prefix}beta2")
-    if isinstance(config, options.Muon):
+    if isinstance(config, options.MuonConfig):
         return optim.Muon(named, adam_names=arguments.pop("adam"), **arguments)
-    if isinstance(config, options.LayerWise):
-        kind = getattr(optim, type(config).__name__)
+    if isinstance(config, options.LayerWiseConfig):
+        kind = getattr(optim, type(config).__name__.removesuffix("Config"))
         made: Optimizer = kind(optim.split_groups(named, arguments.pop("exclude")), **arguments)
         return made
-    fused = all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for _, p in named)
+    fused = not sparse and all(_is_fusible(p) for _, p in named)
     plain: dict[type, Callable[..., Optimizer]] = {
-        options.SGD: torch.optim.SGD,
-        options.Adam: torch.optim.Adam,
-        options.AdamW: torch.optim.AdamW,
+        options.SGDConfig: torch.optim.SGD,
+        options.AdamConfig: torch.optim.Adam,
+        options.AdamWConfig: torch.optim.AdamW,
     }
     return plain[type(config)]([p for _, p in named], **arguments, fused=fused)
 
 
-def from_instance(optimizer: Optimizer) -> OptimizerFactory:
-    """A factory that gives the user's own optimizer back where it fits, and others like it where it does not.
+def _is_fusible(parameter: nn.Parameter) -> bool:
+    """Whether fused kernels take the parameter: a floating-point tensor on CPU or CUDA, without gaps in memory."""
+    elements = 1
+    for stride, size in sorted(zip(parameter.stride(), parameter.shape, strict=True)):
+        if size > 1 and stride != elements:
+            return False
+        elements *= size
+    return parameter.is_floating_point() and parameter.device.type in ("cpu", "cuda")
 
-    The first call over exactly the optimizer's parameters returns the optimizer itself. Another call (a stage that
-    holds only some of them; one optimizer a worker) builds one of the same class with the same groups and settings.
+
+def from_instance(optimizer: Optimizer) -> OptimizerFactory:
+    """Return a factory that yields the user's own optimizer if possible, else rebuilt copies of it.
+
+    The first call whose parameters include all of the optimizer's returns the optimizer itself. Any other call (a
+    stage that holds only some of them; one optimizer for each logical worker) builds an optimizer of the same class
+    with the same groups and settings; it returns None if none of the optimizer's parameters are given, and raises
+    UsageError if the optimizer has already stepped.
     """
-    groups = [(_settings(g), list(g["params"])) for g in optimizer.param_groups]
-    known = set(inspect.signature(type(optimizer)).parameters)
-    defaults = {k: v for k, v in optimizer.defaults.items() if k in known}
-    given = {id(p) for _, members in groups for p in members}
     handed_out = False
 
     def make(named: Named) -> Optimizer | None:
         nonlocal handed_out
+        groups = [(settings_of(g), list(g["params"])) for g in optimizer.param_groups]
+        given = {id(p) for _, members in groups for p in members}
         here = {id(p) for _, p in named}
         if not handed_out and given <= here:
             handed_out = True
             return optimizer
-        if optimizer.state:
-            raise UsageError(
-                "an optimizer that has already stepped cannot be rebuilt for this strategy",
-                remedy="call tutti.prepare before the first optimizer step",
-            )
         subset = [{**settings, "params": [p for p in members if id(p) in here]} for settings, members in groups]
         subset = [group for group in subset if group["params"]]
-        return _following(optimizer, type(optimizer)(subset, **defaults), here) if subset else None
+        if not subset:
+            return None
+        built = built_alike(optimizer, subset)
+        followers = _FOLLOWERS.setdefault(optimizer, weakref.WeakSet())
+        if _has_stepped(optimizer, built) or any(other.state for other in followers):
+            _refuse_stepped()
+        followers.add(built)
+        return _following(optimizer, built, here)
 
     return make
 
 
+def check_fresh(optimizer: Optimizer) -> None:
+    """Raise UsageError if the optimizer has stepped, so that a rebuilt one in another process would differ."""
+    groups = [{**settings_of(group), "params": list(group["params"])} for group in optimizer.param_groups]
+    if _has_stepped(optimizer, built_alike(optimizer, groups)):
+        _refuse_stepped()
+
+
+def _refuse_stepped() -> NoReturn:
+    raise UsageError(
+        "an optimizer that has already stepped cannot be rebuilt for this strategy",
+        remedy="call tutti.prepare before the first optimizer step, or take --strategy mirrored",
+    )
+
+
+def built_alike(
+    optimizer: Optimizer, groups: Sequence[dict[str, Any]], changes: Mapping[str, Any] | None = None
+) -> Optimizer:
+    """Build an optimizer of the same class and options over other parameter groups.
+
+    Options come from ``defaults``, and from attributes named like the constructor's arguments.
+
+    Args:
+        optimizer: the original, which is not changed.
+        groups: parameter groups with all their settings.
+        changes: options that differ from the original's.
+
+    Raises:
+        UsageError: the constructor raises, or a plain attribute of the original has another value in the copy,
+            which would then be another algorithm.
+    """
+    kind = kind_of(optimizer)
+    known = inspect.signature(kind).parameters
+    kept = {name: value for name, value in vars(optimizer).items() if is_plain(value) and name not in _BOOKKEEPING}
+    options = {k: v for k, v in {**kept, **optimizer.defaults}.items() if k in known} | dict(changes or {})
+    remedy = "let its constructor take the parameters first, and hand all options on to super().__init__(params, {…})"
+    try:
+        built = kind(groups, **options)
+    except UsageError:
+        raise
+    except Exception as error:
+        raise UsageError(
+            f"{kind.__name__} cannot be made anew for other parameters: {error}",
+            why="its constructor is called with parameter groups and the options in its defaults",
+            remedy=remedy,
+        ) from error
+    for name, value in kept.items() if not is_known(kind) else ():
+        if repr(vars(built).get(name)) != repr(value):
+            raise UsageError(
+                f"{kind.__name__} cannot be made anew for other parameters",
+                why=f"its attribute {name} is {value!r}, and {vars(built).get(name)!r} in a new one",
+                remedy=remedy,
+            )
+    return built
+
+
+_BOOKKEEPING = OPTIMIZER_ATTRIBUTES | {"grad_norm"}
+"""Attributes of every optimizer, or set by schedulers, scalers and tutti."""
+
+
+def kind_of(optimizer: Optimizer) -> type[Optimizer]:
+    """Return the optimizer's original class, even if an earlier ``tutti.prepare`` has replaced its ``step``."""
+    kind: type[Optimizer] = getattr(type(optimizer), "_ungated", type(optimizer))
+    return kind
+
+
+def is_plain(value: object) -> bool:
+    """Whether a value is None, a number, a string, a dtype, or a tuple of them: comparable between optimizers."""
+    if isinstance(value, tuple):
+        return all(map(is_plain, value))
+    return value is None or isinstance(value, bool | int | float | str | torch.dtype)
+
+
+def is_known(kind: type[Optimizer]) -> bool:
+    """Whether the class is PyTorch's or tutti's, with all options in the parameter groups."""
+    return kind.__module__.startswith(("torch.optim.", "tutti.optim."))
+
+
+def _has_stepped(original: Optimizer, built: Optimizer) -> bool:
+    """Whether the original's state of the copy's parameters differs from a fresh optimizer's."""
+    for group in built.param_groups:
+        for p in group["params"]:
+            before, fresh = original.state.get(p, {}), built.state.get(p, {})
+            if before.keys() != fresh.keys() or not all(_alike(before[key], fresh[key]) for key in before):
+                return True
+    return False
+
+
+def _alike(before: Any, fresh: Any) -> bool:
+    """Whether state may be a constructor's initial one; tensors, perhaps of a slice, compare by minimum and maximum."""
+    if isinstance(before, Tensor) and isinstance(fresh, Tensor):
+        return not fresh.numel() or (before.min(), before.max()) == (fresh.min(), fresh.max())
+    return repr(before) == repr(fresh)
+
+
 def _following(original: Optimizer, built: Optimizer, here: set[int]) -> Optimizer:
-    """``built``, which takes over what the user or a scheduler sets in ``original``'s groups before each step."""
+    """Make ``built`` copy the group settings of ``original`` before each step, as a user or scheduler may change them.
+
+    Groups that are added to ``original`` later are added to ``built`` too. Returns ``built``.
+
+    Args:
+        original: the user's optimizer.
+        built: its rebuilt copy.
+        here: ids of the parameters on this rank.
+    """
     pairs = [group for group in original.param_groups if any(id(p) in here for p in group["params"])]
+    seen = len(original.param_groups)
 
     def follow(*_: Any) -> None:
+        nonlocal seen
+        for group in original.param_groups[seen:]:
+            members = [p for p in group["params"] if id(p) in here]
+            if members:
+                built.add_param_group({**settings_of(group), "params": members})
+                pairs.append(group)
+        seen = len(original.param_groups)
         for own, theirs in zip(built.param_groups, pairs, strict=True):
-            own.update(_settings(theirs))
+            own.update(settings_of(theirs))
 
     if isinstance(original, LayerWise) and isinstance(built, LayerWise):
         built.norms = original.norms
@@ -94,6 +223,6 @@ def _following(original: Optimizer, built: Optimizer, here: set[int]) -> Optimiz
     return built
 
 
-def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    """What a group says of each of its parameters alike."""
+def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a parameter group's settings, without its parameters."""
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, Unpack
 
-from tutti.optim.layerwise import LayerWise, Part, Row, Shared
-from tutti.optim.passes import Adam, AdamStep
+from tutti.native.passes import AdamCoefficients, AdamStep
+from tutti.optim.layerwise import LayerWise, LayerWiseArguments, RowGroup, TensorUpdate
 
 
 class LAMB(LayerWise):
-    """You et al. 2020, arXiv 1904.00962, Algorithm 2.
+    """Layer-wise adaptive moments. You et al. 2020, arXiv 1904.00962, Algorithm 2.
 
     m ← β1·m + (1−β1)·g; v ← β2·v + (1−β2)·g²; m̂ = m/(1−β1ᵗ), v̂ = v/(1−β2ᵗ); u = m̂/(√v̂ + ε) + λw;
     w ← w − γ·ρ·u with ρ = φ(‖w‖)/‖u‖, φ(z) = min(max(z, φ_min), φ_max). ρ is 1 where a norm is 0, and for tensors that
@@ -30,8 +30,8 @@ class LAMB(LayerWise):
         phi_min, phi_max: bounds on ‖w‖ in ρ (cybertronai's ``clamp_value``).
         trust_clip: largest ρ; 1 is timm's LAMBC.
         decoupled_decay: True: u without λw, and w ← w − γ·λ·w beside it (timm).
-        max_grad_norm: the gradient is scaled down to this norm over all parameters (apex and timm: 1). Under tutti that
-            is the norm of the whole model's gradient.
+        max_grad_norm: clip the gradient to this norm over all parameters (apex and timm: 1). Under tutti that is the
+            norm of the whole model's gradient.
         shared: ``adapt``, ``adapt_1d``, ``decay_1d``, ``maximize``, ``fused``, ``norms``; see ``LayerWise``.
     """
 
@@ -49,7 +49,7 @@ class LAMB(LayerWise):
         trust_clip: float | None = None,
         decoupled_decay: bool = False,
         max_grad_norm: float | None = None,
-        **shared: Unpack[Shared],
+        **shared: Unpack[LayerWiseArguments],
     ) -> None:
         own = {
             "lr": lr,
@@ -66,7 +66,7 @@ class LAMB(LayerWise):
         }
         super().__init__(params, own, **shared)
 
-    def _update(self, parts: Sequence[Part]) -> None:
+    def _update(self, parts: Sequence[RowGroup]) -> None:
         norm = self._gradient_norm(parts)
         moments = [(part.states("exp_avg"), part.states("exp_avg_sq")) for part in parts]
         rules = [[_rule(row, norm) for row in part.rows] for part in parts]
@@ -79,8 +79,8 @@ class LAMB(LayerWise):
             steps = [_step(*of) for of in zip(part.rows, rule, squares, strict=True)]
             part.passes.adam_step(part.params, *own, steps)
 
-    def _gradient_norm(self, parts: Sequence[Part]) -> float:
-        """Norm of the whole gradient, 0 where nothing is clipped by it."""
+    def _gradient_norm(self, parts: Sequence[RowGroup]) -> float:
+        """Return the norm of the whole gradient; 0 if no group sets ``max_grad_norm``."""
         if all(group["max_grad_norm"] is None for group in self.param_groups):
             return 0.0
         if self.grad_norm is not None:
@@ -94,7 +94,7 @@ def _corrections(beta1: float, beta2: float, step: int) -> tuple[float, float]:
     return 1 / (1 - beta1**step), 1 / math.sqrt(1 - beta2**step)
 
 
-def _rule(row: Row, norm: float) -> Adam:
+def _rule(row: TensorUpdate, norm: float) -> AdamCoefficients:
     group, state = row.group, row.state
     state["step"] = step = int(state.get("step", 0)) + 1
     beta1, beta2 = group["betas"]
@@ -103,10 +103,10 @@ def _rule(row: Row, norm: float) -> Adam:
     gradient = row.sign * (most / norm if most is not None and norm > most else 1.0)
     take1 = 1 - beta1 if group["grad_averaging"] else 1.0
     decay = 0.0 if group["decoupled_decay"] else row.decay
-    return Adam(gradient, beta1, take1, beta2, 1 - beta2, scale1, scale2, group["eps"], decay)
+    return AdamCoefficients(gradient, beta1, take1, beta2, 1 - beta2, scale1, scale2, group["eps"], decay)
 
 
-def _step(row: Row, rule: Adam, squares: Sequence[float]) -> AdamStep:
+def _step(row: TensorUpdate, rule: AdamCoefficients, squares: Sequence[float]) -> AdamStep:
     group = row.group
     rate = float(group["lr"])
     shrink = rate * row.decay if group["decoupled_decay"] else 0.0
@@ -115,8 +115,8 @@ def _step(row: Row, rule: Adam, squares: Sequence[float]) -> AdamStep:
     )
 
 
-def _ratio(row: Row, weights: float, direction: float) -> float:
-    """ρ from ‖w‖ and ‖u‖."""
+def _ratio(row: TensorUpdate, weights: float, direction: float) -> float:
+    """Return ρ from ‖w‖ and ‖u‖."""
     group = row.group
     bounded = max(weights, group["phi_min"])
     if group["phi_max"] is not None:

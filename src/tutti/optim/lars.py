@@ -1,4 +1,4 @@
-"""LARS and LARC: momentum whose rate is set for each layer by the norms of its weights and its gradient."""
+"""LARS and LARC: momentum SGD with a layer-wise learning rate from the norms of weights and gradient."""
 
 from __future__ import annotations
 
@@ -7,30 +7,30 @@ from collections.abc import Sequence
 from typing import Any, Literal, Unpack
 
 from tutti.errors import UsageError
-from tutti.laws.learning_rate import momentum_correction
-from tutti.optim.layerwise import LayerWise, Part, Row, Shared
-from tutti.optim.passes import Decayed, Momentum
+from tutti.native.passes import Decayed, Momentum
+from tutti.optim.layerwise import LayerWise, LayerWiseArguments, RowGroup, TensorUpdate
+from tutti.optim.learning_rate import momentum_correction
 
 Denominator = Literal["sum_of_norms", "norm_of_sum"]
 
 
 class LARS(LayerWise):
-    """You, Gitman, Ginsburg 2017, arXiv 1708.03888, Algorithm 1, equation 6.
+    """Layer-wise adaptive rate scaling. You, Gitman, Ginsburg 2017, arXiv 1708.03888, Algorithm 1, equation 6.
 
     ρ = τ‖w‖ / (‖g‖ + λ‖w‖ + ε); v ← m·v + γ·ρ·(g + λw); w ← w − v. ρ is 1 where ‖w‖ or ‖g‖ is 0, and for tensors that
     are not adapted.
 
     Args:
         params: parameters, named parameters or groups.
-        lr: γ; that of tensors that are not adapted too.
+        lr: γ, also for tensors that are not adapted.
         momentum: m.
         weight_decay: λ.
         trust: τ.
         eps: ε.
         nesterov: w ← w − (m·v + γ·ρ·(g + λw)).
         denominator: ``norm_of_sum`` for ‖g + λw‖ + ε (optax).
-        momentum_correction: v ← m·(γ ÷ γ before)·v + γ·ρ·(g + λw), so that a velocity of another rate counts as one of
-            this (Goyal et al. 2017, arXiv 1706.02677, §3, remark 2). As long as γ is above 0 the steps are those of
+        momentum_correction: v ← m·(γ ÷ γ before)·v + γ·ρ·(g + λw), which rescales a velocity from another rate (Goyal
+            et al. 2017, arXiv 1706.02677, §3, remark 2). As long as γ is above 0 the steps are those of
             ``lr_in_momentum=False``.
         lr_in_momentum: False: v ← m·v + ρ·(g + λw); w ← w − γ·v (timm, apex); differs only where γ changes.
         cap: ρ ← min(ρ / γ, 1), which makes it LARC.
@@ -50,7 +50,7 @@ class LARS(LayerWise):
         lr_in_momentum: bool = True,
         momentum_correction: bool = False,
         cap: bool = False,
-        **shared: Unpack[Shared],
+        **shared: Unpack[LayerWiseArguments],
     ) -> None:
         if nesterov and momentum <= 0:
             raise UsageError("nesterov needs momentum above 0")
@@ -74,10 +74,10 @@ class LARS(LayerWise):
         }
         super().__init__(params, own, **shared)
 
-    def _kind(self, row: Row) -> bool:
+    def _kind(self, row: TensorUpdate) -> bool:
         return bool(row.group["momentum"])
 
-    def _update(self, parts: Sequence[Part]) -> None:
+    def _update(self, parts: Sequence[RowGroup]) -> None:
         squares = []
         for part in parts:
             options = [Decayed(row.sign, row.decay if _joined(row) else 0.0) for row in part.rows]
@@ -89,7 +89,7 @@ class LARS(LayerWise):
 
 
 class LARC(LARS):
-    """SGD with momentum whose rate is at most γ and at most the layer's own: LARS multiplies by γ, LARC caps at it.
+    """Momentum SGD with a layer's rate capped at γ: LARS multiplies by γ, LARC takes the minimum.
 
     ρ = τ‖w‖ / (‖g‖ + λ‖w‖ + ε); u = min(ρ / γ, 1)·(g + λw); v ← m·v + u; w ← w − γ·v. This is NVIDIA's LARC of apex
     around ``torch.optim.SGD``, and with λ = 0 the formula of its OpenSeq2Seq. Where ‖w‖ or ‖g‖ is 0 the rate is γ.
@@ -112,19 +112,19 @@ class LARC(LARS):
         eps: float = 1e-8,
         nesterov: bool = False,
         cap: bool = True,
-        **shared: Unpack[Shared],
+        **shared: Unpack[LayerWiseArguments],
     ) -> None:
         super().__init__(
             params, lr, momentum, weight_decay, trust, eps, nesterov, lr_in_momentum=False, cap=cap, **shared
         )
 
 
-def _joined(row: Row) -> bool:
+def _joined(row: TensorUpdate) -> bool:
     return bool(row.group["denominator"] == "norm_of_sum")
 
 
-def _ratio(row: Row, weights: float, gradient: float) -> float:
-    """ρ from ‖w‖ and ‖g‖ (or ‖g + λw‖)."""
+def _ratio(row: TensorUpdate, weights: float, gradient: float) -> float:
+    """Return ρ from ‖w‖ and ‖g‖ (or ‖g + λw‖); with ``cap``, min(ρ / γ, 1)."""
     group = row.group
     if not row.adapted or weights == 0 or gradient == 0:
         return 1.0
@@ -136,7 +136,7 @@ def _ratio(row: Row, weights: float, gradient: float) -> float:
     return ratio
 
 
-def _rule(row: Row, weights: float, gradient: float) -> Momentum:
+def _rule(row: TensorUpdate, weights: float, gradient: float) -> Momentum:
     group = row.group
     rate, momentum = float(group["lr"]), group["momentum"]
     inside, outside = (rate, 1.0) if group["lr_in_momentum"] else (1.0, rate)

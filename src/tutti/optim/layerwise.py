@@ -1,7 +1,7 @@
-"""What layer-wise optimizers share: which tensors take part and how, norms over ranks, and two ways to compute.
+"""Base of layer-wise optimizers: options of groups, norms over ranks, compiled or multi-tensor passes.
 
-A step is: norms of all layers → one number a layer → the update. Where a rank holds only a piece of a tensor the norms
-are completed by an injected reduction (``tutti.types.Norms``), one message for all layers.
+A step is: norms of all layers → one factor a layer → the update. If a rank holds only slices of tensors, an injected
+reduction (``tutti.types.NormReducer``) completes the norms, in one message for all layers.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tutti.errors import UsageError
-from tutti.optim import native
-from tutti.optim.passes import Foreach, Passes, dense_format
-from tutti.types import Norms
+from tutti.native import compiled_passes
+from tutti.native.passes import Foreach, Passes, dense_format
+from tutti.types import NormReducer
 
 _PLAIN = (Tensor, nn.Parameter)
 
@@ -26,8 +26,12 @@ Excluded = Collection[str] | Callable[[str, Tensor], bool]
 
 
 @dataclass(slots=True)
-class Row:
-    """One tensor in one step: the parameter, its gradient, its state and its group's options."""
+class TensorUpdate:
+    """One tensor in one step: the parameter, its gradient, its state and its group's options.
+
+    Attributes:
+        index: position among all tensors of the step.
+    """
 
     index: int
     param: Tensor
@@ -37,7 +41,7 @@ class Row:
 
     @property
     def adapted(self) -> bool:
-        """Whether the layer's norm acts on its step."""
+        """Whether the layer's norms scale its step."""
         group = self.group
         return bool(group["adapt"] and (group["adapt_1d"] or self.param.dim() > 1))
 
@@ -49,16 +53,16 @@ class Row:
 
     @property
     def sign(self) -> float:
-        """Factor on the gradient: -1 where the objective is maximized."""
+        """Factor on the gradient: -1 if the objective is maximized."""
         return -1.0 if self.group["maximize"] else 1.0
 
 
 @dataclass
-class Part:
-    """The rows that are computed in one way."""
+class RowGroup:
+    """Tensors ("rows") of one step that the same passes update."""
 
     passes: Passes
-    rows: list[Row] = field(default_factory=list)
+    rows: list[TensorUpdate] = field(default_factory=list)
 
     @property
     def params(self) -> list[Tensor]:
@@ -71,7 +75,7 @@ class Part:
         return [row.grad for row in self.rows]
 
     def states(self, name: str) -> list[Tensor]:
-        """One kind of state of all rows, zeros at first; in the parameter's layout."""
+        """Return the state ``name`` of all rows, initially zeros, in the parameters' memory format."""
         found = []
         for row in self.rows:
             state, param = row.state.get(name), row.param
@@ -83,7 +87,7 @@ class Part:
         return found
 
 
-class Shared(TypedDict, total=False):
+class LayerWiseArguments(TypedDict, total=False):
     """Arguments that every layer-wise optimizer takes; see ``LayerWise``."""
 
     adapt: bool
@@ -91,23 +95,29 @@ class Shared(TypedDict, total=False):
     decay_1d: bool
     maximize: bool
     fused: bool | None
-    norms: Norms | None
+    norms: NormReducer | None
 
 
 class LayerWise(Optimizer):
-    """Base of LARS, LARC, LAMB and NovoGrad. Options a group, beside the optimizer's own:
+    """Base of LARS, LARC, LAMB and NovoGrad. All options but ``norms`` can be set for each parameter group.
 
-    ``adapt``: whether layers' norms act on the steps (True); ``adapt_1d`` and ``decay_1d``: whether tensors of at most
-    one dimension, which are biases and the scales of norms, are adapted and decayed (both False); ``maximize``;
-    ``fused``: compiled loops, None for where they can be had, True for an error where they cannot.
+    Args:
+        params: parameters, named parameters or groups.
+        own: the subclass's own options.
+        adapt: whether layers' norms scale the steps.
+        adapt_1d, decay_1d: whether tensors of at most one dimension (biases, scales of norm layers) are adapted and
+            decayed.
+        maximize: maximize the objective.
+        fused: compiled loops: None uses them where available, True raises UsageError elsewhere, False never uses them.
+        norms: as the attribute.
 
     Attributes:
-        norms: completes sums of squares where this rank holds pieces of tensors; None: it holds them whole.
-        grad_norm: norm of the whole model's gradient for the next step, where the caller knows it; None: it is taken
-            over the optimizer's own parameters.
+        norms: reduces sums of squares over ranks if this rank holds slices of tensors; None: it holds whole tensors.
+        grad_norm: norm of the whole model's gradient for the next step, if the caller knows it; None: computed over
+            the optimizer's own parameters.
     """
 
-    norms: Norms | None = None
+    norms: NormReducer | None = None
     grad_norm: float | None = None
 
     def __init__(
@@ -120,42 +130,46 @@ class LayerWise(Optimizer):
         decay_1d: bool = False,
         maximize: bool = False,
         fused: bool | None = None,
-        norms: Norms | None = None,
+        norms: NormReducer | None = None,
     ) -> None:
         if norms is not None:
             self.norms = norms
         shared = {"adapt": adapt, "adapt_1d": adapt_1d, "decay_1d": decay_1d, "maximize": maximize, "fused": fused}
         super().__init__(params, own | shared)
-        # Here and not in the first step: loops are built, and refused where they were asked for and cannot be had.
+        # Build the compiled loops now, and raise now if ``fused=True`` cannot be met, not in the first step.
         for group in self.param_groups:
             for param in group["params"]:
                 passes_for(param, group["fused"])
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One update. With ``norms`` all ranks must have gradients of the same tensors; collective if ``norms`` is."""
+        """Update the parameters. With ``norms``, all ranks must have gradients of the same tensors.
+
+        Collective: the reduction ``norms``, if set.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         pairs = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
         rows = [
-            Row(i, self._here(p), self._here(_dense(p)), self.state[p], group) for i, (p, group) in enumerate(pairs)
+            TensorUpdate(i, self._here(p), self._here(_dense(p)), self.state[p], group)
+            for i, (p, group) in enumerate(pairs)
         ]
         if rows:
             self._update(parts_of(rows, self._kind))
         self.grad_norm = None
         return loss
 
-    def _update(self, parts: Sequence[Part]) -> None:
-        """Write the parameters and states of all rows."""
+    def _update(self, parts: Sequence[RowGroup]) -> None:
+        """Update the parameters and states of all rows."""
         raise NotImplementedError
 
-    def _kind(self, row: Row) -> Any:
-        """Rows of different kinds are in different parts."""
+    def _kind(self, row: TensorUpdate) -> Any:
+        """Return a key; only rows with equal keys share a ``RowGroup``."""
 
     def _here(self, tensor: Tensor) -> Tensor:
-        """The piece of a distributed tensor that is on this rank; any other tensor as it is."""
+        """Return a ``DTensor``'s local tensor; any other tensor as it is."""
         if type(tensor) in _PLAIN or not hasattr(tensor, "to_local"):
             return tensor
         if self.norms is None:
@@ -166,8 +180,10 @@ class LayerWise(Optimizer):
         piece: Tensor = tensor.to_local()
         return piece
 
-    def _whole(self, parts: Sequence[Part], squares: Sequence[Sequence[Sequence[float]]]) -> list[list[list[float]]]:
-        """Sums of squares of whole tensors from those of the pieces here, [part][row][column]. One message."""
+    def _whole(
+        self, parts: Sequence[RowGroup], squares: Sequence[Sequence[Sequence[float]]]
+    ) -> list[list[list[float]]]:
+        """Reduce sums of squares of this rank's slices to those of whole tensors, [part][row][column]. One message."""
         if self.norms is None:
             return [[list(row) for row in part] for part in squares]
         places = [[row.index for row in part.rows] for part in parts]
@@ -178,9 +194,12 @@ class LayerWise(Optimizer):
         return [whole[indices].tolist() for indices in places]
 
 
-def parts_of(rows: Sequence[Row], kind: Callable[[Row], Any]) -> list[Part]:
-    """Rows by kind and by the way they are computed, which a row's own tensor and group decide alone."""
-    parts: dict[Any, Part] = {}
+def parts_of(rows: Sequence[TensorUpdate], kind: Callable[[TensorUpdate], Any]) -> list[RowGroup]:
+    """Group rows by kind and by passes; the passes depend only on a row's own tensor and group.
+
+    Gradients are converted to the dtype and memory format of their parameters.
+    """
+    parts: dict[Any, RowGroup] = {}
     plain = Foreach()
     for row in rows:
         param, grad = row.param, row.grad
@@ -190,12 +209,12 @@ def parts_of(rows: Sequence[Row], kind: Callable[[Row], Any]) -> list[Part]:
             row.grad = grad.contiguous(memory_format=format_)
         if grad.dtype != param.dtype:
             row.grad = torch.empty_like(param).copy_(grad)
-        parts.setdefault((passes, kind(row)), Part(passes or plain)).rows.append(row)
+        parts.setdefault((passes, kind(row)), RowGroup(passes or plain)).rows.append(row)
     return list(parts.values())
 
 
 def _alike(state: Tensor, param: Tensor) -> bool:
-    """Whether a state can be walked beside its parameter; after loading it may be elsewhere or in another layout."""
+    """Whether a state has shape, strides, dtype and device of its parameter; after loading it may differ."""
     return (
         state.stride() == param.stride()
         and state.shape == param.shape
@@ -205,8 +224,11 @@ def _alike(state: Tensor, param: Tensor) -> bool:
 
 
 def passes_for(parameter: Tensor, fused: bool | None) -> Passes | None:
-    """Compiled loops for this parameter where they can be had and are not refused. Raises UsageError for ``True``."""
-    passes = None if fused is False else native.passes(parameter)
+    """Return the compiled passes for this parameter; None without them, or with ``fused=False``.
+
+    Raises UsageError with ``fused=True`` if there are none.
+    """
+    passes = None if fused is False else compiled_passes.passes(parameter)
     if fused and passes is None:
         raise UsageError(
             f"there are no compiled loops for a {parameter.dtype} tensor of shape {list(parameter.shape)}",
@@ -228,11 +250,11 @@ def _dense(parameter: Tensor) -> Tensor:
 
 
 def split_groups(named: Iterable[tuple[str, nn.Parameter]], exclude: Excluded) -> list[dict[str, Any]]:
-    """Two parameter groups for a layer-wise optimizer: adapted and decayed, and neither.
+    """Split parameters into two groups for a layer-wise optimizer: adapted and decayed, and excluded from both.
 
     Args:
         named: such as ``model.named_parameters()``.
-        exclude: patterns of names (``"*.embedding.*"``) or a predicate of name and parameter.
+        exclude: patterns of excluded names (``"*.embedding.*"``) or a predicate of name and parameter.
 
     >>> layers = torch.nn.ModuleDict({"embed": torch.nn.Embedding(3, 2), "out": torch.nn.Linear(2, 3, bias=False)})
     >>> [len(group["params"]) for group in split_groups(layers.named_parameters(), ["embed.*"])]

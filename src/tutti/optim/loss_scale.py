@@ -1,9 +1,8 @@
 """Loss scaling for float16. No torch.
 
 Gradients below 6e-8 are zero in float16. Backward therefore starts from the loss times a scale, and the gradient is
-divided by it again before anything looks at it (Micikevicius et al. 2018, arXiv 1710.03740, §3.2). A gradient that is
-not finite says that the scale is too large: that step is skipped and the scale falls. Rule and numbers are those of
-``torch.amp.GradScaler``.
+unscaled before any other use (Micikevicius et al. 2018, arXiv 1710.03740, §3.2). A non-finite gradient shows that the
+scale is too large: the step is skipped and the scale falls. Rule and numbers are those of ``torch.amp.GradScaler``.
 """
 
 from __future__ import annotations
@@ -12,23 +11,23 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from tutti.config.spec import Spec
 from tutti.errors import UsageError
-from tutti.spec import Spec
 
 _OPTION = "--loss-scale"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Dynamic:
-    """A scale that follows the gradients.
+    """Options of dynamic loss scaling.
 
     Attributes:
         init: the first scale.
-        growth_factor: on the scale after ``growth_interval`` steps in a row without an overflow.
-        backoff_factor: on the scale after a step with one.
+        growth_factor: factor on the scale after ``growth_interval`` steps in a row without an overflow.
+        backoff_factor: factor on the scale after a step with an overflow.
         growth_interval: steps.
-        min: the scale falls no lower; what is not finite there is not the scale's fault.
-        max: the scale rises no higher, so that sums of squares of scaled gradients stay finite in float32.
+        min: lower bound of the scale; a non-finite gradient at this scale has another cause.
+        max: upper bound of the scale, so that sums of squares of scaled gradients stay finite in float32.
     """
 
     init: float = 65536.0
@@ -50,11 +49,15 @@ class Dynamic:
 
 
 class LossScale:
-    """The scale of one run. Every rank has its own and updates it by what all agreed on, so that all are equal.
+    """The loss scale of one run. Every rank updates its own copy by the globally reduced finite flag: all are equal.
+
+    Args:
+        value: the first scale.
+        rule: options of dynamic scaling; None for a constant scale.
 
     Attributes:
-        value: of the coming step.
-        used: of the step before.
+        value: scale of the next step.
+        used: scale of the previous step.
         good_steps: steps without an overflow since the scale last changed.
     """
 
@@ -69,7 +72,7 @@ class LossScale:
         return self._rule is not None and self.value > self._rule.min
 
     def update(self, finite: bool) -> None:
-        """A step is over; ``finite`` says whether its gradient was."""
+        """Update the scale after a step; ``finite``: whether its gradient was finite."""
         self.used, rule = self.value, self._rule
         if rule is None:
             return
@@ -81,13 +84,13 @@ class LossScale:
             self.value, self.good_steps = min(self.value * rule.growth_factor, rule.max), 0
 
     def state(self) -> dict[str, float]:
-        """What a checkpoint keeps."""
+        """Return the state for a checkpoint."""
         return {"value": self.value, "good_steps": self.good_steps}
 
     def load(self, saved: Mapping[str, float]) -> None:
-        """Continue from ``state``; a scale that is stated stays as stated.
+        """Restore ``state``; a constant scale is not changed.
 
-        Raises ValueError, KeyError or TypeError where that is no scale.
+        Raises ValueError, KeyError or TypeError if ``saved`` is not a valid state.
         """
         value, good_steps = float(saved["value"]), int(saved["good_steps"])
         if not (0 < value < math.inf and good_steps >= 0):
@@ -97,7 +100,7 @@ class LossScale:
 
 
 def check_loss_scale(text: str) -> LossScale:
-    """What ``--loss-scale`` says: a number, or ``dynamic:key=value,…``. Raises UsageError.
+    """Parse ``--loss-scale``: a number, or ``dynamic:key=value,…``. Raises UsageError.
 
     >>> check_loss_scale("1024").value, check_loss_scale("dynamic:init=256").can_fall
     (1024.0, True)
@@ -114,13 +117,14 @@ def check_loss_scale(text: str) -> LossScale:
 
 
 def chosen(text: str | None, precision: str | None) -> LossScale | None:
-    """The scale of a run: as given, dynamic for fp16, else none.
+    """Return the loss scale of a run: as given, else dynamic for fp16, else None.
 
     Args:
-        text: ``--loss-scale``; None where it is not given.
-        precision: ``--precision``; None leaves it to the user's own autocast.
+        text: ``--loss-scale``; None if not given.
+        precision: ``--precision``; None: the user's own autocast decides.
 
-    Raises UsageError where a precision is named that needs none.
+    Raises:
+        UsageError: ``text`` is invalid, or given with a precision other than fp16.
     """
     if text is None:
         return check_loss_scale("dynamic") if precision == "fp16" else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, Literal
@@ -10,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from tutti.config import optimizer_config
 from tutti.errors import UsageError
-from tutti.optim import config
-from tutti.types import Wholes
+from tutti.types import FullTensorGatherer
 
 _MUON = ("lr", "weight_decay", "momentum", "nesterov", "eps", "ns_steps", "adjust_lr_fn")
 _ADAM = ("lr", "weight_decay", "betas", "eps")
@@ -21,23 +22,26 @@ _ADAM = ("lr", "weight_decay", "betas", "eps")
 class Muon(Optimizer):
     """Momentum whose matrices are orthogonalized (K. Jordan 2024, kellerjordan.github.io/posts/muon); AdamW elsewhere.
 
-    The steps are those of ``torch.optim.Muon`` and ``torch.optim.AdamW``. A convolution kernel (out, in, k, k) is the
-    matrix (out, in·k²). Orthogonalization is done in bfloat16 and needs the whole matrix: of one that is split over
-    ranks it is gathered in every step, with its gradient and its momentum.
+    The steps are those of ``torch.optim.Muon`` and ``torch.optim.AdamW``. A convolution kernel (out, in, k, k) counts
+    as the matrix (out, in·k²). Orthogonalization is done in bfloat16 and needs the whole matrix: a matrix that is
+    sharded over ranks is gathered in every step, with its gradient and its momentum.
 
     Args:
         params: named parameters (``model.named_parameters()``), parameters, or groups. Groups with ``adam`` True or
-            False are taken as they are; others are divided: AdamW has tensors of at most one dimension and names that
-            ``adam_names`` match (without names: tensors of at most one dimension).
+            False are taken as they are; other groups are split: AdamW gets tensors of at most one dimension and names
+            that match ``adam_names`` (without names: tensors of at most one dimension).
         lr, weight_decay, momentum, nesterov, ns_steps, adjust_lr_fn: of the matrices, as in ``torch.optim.Muon``.
-        adam_lr, adam_betas, adam_eps, adam_weight_decay: of the rest.
-        adam_names: patterns.
+        adam_lr, adam_betas, adam_eps, adam_weight_decay: of the tensors that AdamW updates.
+        adam_names: patterns of names (``fnmatch``).
 
     Attributes:
-        wholes: gathers matrices of which this rank holds slices; None: it holds them whole.
+        wholes: gathers matrices of which this rank holds slices; None: it holds whole matrices.
     """
 
-    wholes: Wholes | None = None
+    wholes: FullTensorGatherer | None = None
+    # PyTorch's optimizers compute the updates: built in the first step, with tensors and options set in each.
+    _adamw: torch.optim.AdamW | None = None
+    _matrices: torch.optim.Muon | None = None
 
     def __init__(
         self,
@@ -52,7 +56,7 @@ class Muon(Optimizer):
         adam_betas: tuple[float, float] = (0.9, 0.95),
         adam_eps: float = 1e-8,
         adam_weight_decay: float = 0.0,
-        adam_names: Sequence[str] = config.Muon.adam,
+        adam_names: Sequence[str] = optimizer_config.MuonConfig.adam,
     ) -> None:
         matrices = {
             "adam": False,
@@ -75,7 +79,10 @@ class Muon(Optimizer):
         super().__init__(_divided(params, adam_names), {})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As ``torch.optim.Optimizer``; the group must say whether it is ``adam``."""
+        """Add a group as ``torch.optim.Optimizer`` does; the group must have a boolean ``adam``.
+
+        Raises UsageError without ``adam``, or for ``adam=False`` with a tensor of fewer than two dimensions.
+        """
         if "adam" not in param_group:
             raise UsageError("a group of Muon must say what it is", remedy='give "adam": True or False')
         super().add_param_group(self._kinds[param_group["adam"]] | param_group)
@@ -86,7 +93,7 @@ class Muon(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One update of everything that has a gradient."""
+        """Update all parameters that have a gradient. Collective if ``wholes`` is set."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -100,10 +107,13 @@ class Muon(Optimizer):
         return loss
 
     def _adam(self, params: list[Tensor], group: dict[str, Any]) -> None:
+        if self._adamw is None:
+            self._adamw = torch.optim.AdamW(params)
         fused = all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in params)
-        inner = torch.optim.AdamW(params, **{key: group[key] for key in _ADAM}, fused=fused)
-        inner.state = self.state
-        inner.step()
+        [own] = self._adamw.param_groups
+        own.update({key: group[key] for key in _ADAM}, params=params, fused=fused)
+        self._adamw.state = self.state
+        self._adamw.step()
 
     def _muon(self, params: list[Tensor], group: dict[str, Any]) -> None:
         views, shapes, momenta = [], [], []
@@ -119,17 +129,20 @@ class Muon(Optimizer):
             views.append(view)
             shapes.append(whole[0].shape)
             momenta.append(momentum)
-        inner = torch.optim.Muon(views, **{key: group[key] for key in _MUON})
-        for view, momentum in zip(views, momenta, strict=True):
-            inner.state[view]["momentum_buffer"] = momentum
-        inner.step()
+        if self._matrices is None:
+            self._matrices = torch.optim.Muon(views)
+        [own] = self._matrices.param_groups
+        own.update({key: group[key] for key in _MUON}, params=views)
+        state = {view: {"momentum_buffer": momentum} for view, momentum in zip(views, momenta, strict=True)}
+        self._matrices.state = defaultdict(dict, state)
+        self._matrices.step()
         for view, shape, param in zip(views, shapes, params, strict=True):
-            # Where the memory is not in the order of the matrix (channels-last kernels) the view is a copy.
+            # If the memory order differs from the matrix's (channels-last kernels), the flattened view is a copy.
             self._put(param, param, view, shape)
-            self._put(param, self.state[param]["momentum_buffer"], inner.state[view]["momentum_buffer"], shape)
+            self._put(param, self.state[param]["momentum_buffer"], state[view]["momentum_buffer"], shape)
 
     def _put(self, param: Tensor, tensor: Tensor, matrix: Tensor, shape: torch.Size) -> None:
-        """Write a parameter or its momentum from the whole matrix, which is of ``shape``."""
+        """Write a parameter or its momentum from the whole matrix; ``shape``: shape of the whole parameter."""
         if tensor.data_ptr() != matrix.data_ptr():
             whole = matrix.view(shape)
             tensor.copy_(whole if self.wholes is None else self.wholes.mine(param, whole))
@@ -142,7 +155,7 @@ def _gradient(param: Tensor) -> Tensor:
 
 
 def _divided(params: Any, adam_names: Sequence[str]) -> list[dict[str, Any]]:
-    """Groups that say what they are."""
+    """Return groups that all have ``adam``, splitting groups without it."""
     given = list(params)
     groups = given if given and isinstance(given[0], dict) else [{"params": given}]
     found = []

@@ -1,4 +1,4 @@
-"""NovoGrad: gradients normalized by a running norm of their layer's, then momentum."""
+"""NovoGrad: gradients normalized by a running average of their layer's norm, then momentum."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import Any, Literal, Unpack
 
-from tutti.optim.layerwise import LayerWise, Part, Row, Shared
-from tutti.optim.passes import Momentum
+from tutti.native.passes import Momentum
+from tutti.optim.layerwise import LayerWise, LayerWiseArguments, RowGroup, TensorUpdate
 
 
 class NovoGrad(LayerWise):
@@ -42,7 +42,7 @@ class NovoGrad(LayerWise):
         normalize: Literal["gradient", "moment"] = "gradient",
         decay: Literal["moment", "step"] = "moment",
         init: Literal["first_norm", "zero"] = "first_norm",
-        **shared: Unpack[Shared],
+        **shared: Unpack[LayerWiseArguments],
     ) -> None:
         own = {
             "lr": lr,
@@ -57,14 +57,14 @@ class NovoGrad(LayerWise):
         }
         super().__init__(params, own, **shared)
 
-    def _update(self, parts: Sequence[Part]) -> None:
+    def _update(self, parts: Sequence[RowGroup]) -> None:
         squares = [[[square] for square in part.passes.squares(part.grads)] for part in parts]
         for part, found in zip(parts, self._whole(parts, squares), strict=True):
             rules = [_rule(row, square) for row, (square,) in zip(part.rows, found, strict=True)]
             part.passes.momentum(part.params, part.grads, part.states("exp_avg"), rules)
 
 
-def _rule(row: Row, square: float) -> Momentum:
+def _rule(row: TensorUpdate, square: float) -> Momentum:
     group, state = row.group, row.state
     rate, (beta1, beta2) = float(group["lr"]), group["betas"]
     state["step"] = step = int(state.get("step", 0)) + 1
@@ -92,7 +92,7 @@ def _rule(row: Row, square: float) -> Momentum:
     )
 
 
-def _normal(row: Row, second: float) -> float:
-    """1/(√v + ε); 1 where the gradient has always been 0."""
+def _normal(row: TensorUpdate, second: float) -> float:
+    """Return 1/(√v + ε); 1 if the tensor is not adapted, or v is 0."""
     below = math.sqrt(second) + row.group["eps"]
     return 1 / below if row.adapted and second > 0 else 1.0

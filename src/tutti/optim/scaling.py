@@ -1,4 +1,4 @@
-"""Learning-rate rules: what an optimizer's options become at another batch than they were tuned for. No torch."""
+"""Learning-rate rules: rescale an optimizer's options to another batch size than they were tuned for. No torch."""
 
 from __future__ import annotations
 
@@ -7,29 +7,29 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from tutti.config.optimizer_config import SGDConfig
+from tutti.config.spec import Spec
 from tutti.errors import UsageError
-from tutti.laws import learning_rate as laws
-from tutti.optim.config import SGD
-from tutti.spec import Spec
+from tutti.optim import learning_rate as laws
 
 C = TypeVar("C")
 
 
 @dataclass(frozen=True, kw_only=True)
 class NoRule:
-    """The learning rate as it is given."""
+    """No scaling: the learning rate as given."""
 
     def factor(self, batch: int) -> float:
-        """By how much the rate is multiplied at ``batch`` samples a step."""
+        """Return the factor on the learning rate at ``batch`` samples a step."""
         return 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Linear(NoRule):
-    """κ = batch ÷ base_batch times the rate (Goyal et al. 2017, arXiv 1706.02677).
+class LinearRule(NoRule):
+    """Linear scaling: κ = batch ÷ base_batch times the rate (Goyal et al. 2017, arXiv 1706.02677).
 
     Attributes:
-        base_batch: global batch that the rate was tuned for.
+        base_batch: global batch that the rate was tuned for, in samples.
     """
 
     base_batch: int = 0
@@ -39,45 +39,45 @@ class Linear(NoRule):
             raise ValueError("the rule needs base_batch=N, the global batch that the rate was tuned for")
 
     def factor(self, batch: int) -> float:
-        return laws.linear(batch / self.base_batch)
+        return laws.linear_scaling(batch / self.base_batch)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sqrt(Linear):
-    """√κ times the rate (Krizhevsky 2014, arXiv 1404.5997)."""
+class SqrtRule(LinearRule):
+    """Square-root scaling: √κ times the rate (Krizhevsky 2014, arXiv 1404.5997)."""
 
     def factor(self, batch: int) -> float:
-        return laws.sqrt(batch / self.base_batch)
+        return laws.sqrt_scaling(batch / self.base_batch)
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdamSqrt(Sqrt):
-    """√κ times the rate, 1 - β → κ(1 - β), ε/√κ (Malladi et al. 2022, arXiv 2205.10287); for Adam's moments."""
+class AdamSqrtRule(SqrtRule):
+    """Adam's square-root rule: √κ times the rate, 1 - β → κ(1 - β), ε/√κ (Malladi et al. 2022, arXiv 2205.10287)."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Adaptive(NoRule):
-    """The rate of one worker's batch, times each step's gain: ``tutti.optim.adascale``."""
+class AdaptiveRule(NoRule):
+    """AdaScale: the rate of one logical worker's batch, times each step's gain (``tutti.optim.adascale``)."""
 
 
 RULES: Mapping[str, type[Any]] = {
     "none": NoRule,
-    "linear": Linear,
-    "sqrt": Sqrt,
-    "adam_sqrt": AdamSqrt,
-    "adascale": Adaptive,
+    "linear": LinearRule,
+    "sqrt": SqrtRule,
+    "adam_sqrt": AdamSqrtRule,
+    "adascale": AdaptiveRule,
 }
 
 
 def check_rule(text: str) -> Any:
-    """The options of ``--lr-scale``. Raises UsageError, naming the nearest name or key."""
+    """Parse ``--lr-scale``. Raises UsageError, naming the nearest name or key."""
     spec = Spec.parse(text, "--lr-scale")
     return spec.build(spec.choose(RULES, "rule"), "--lr-scale")
 
 
 def check_growth(lr_scale: str, gradient_noise: str) -> None:
-    """Raise UsageError for what makes no sense with a batch that grows."""
-    if isinstance(check_rule(lr_scale), Adaptive):
+    """Raise UsageError for options that contradict a growing batch."""
+    if isinstance(check_rule(lr_scale), AdaptiveRule):
         raise UsageError(
             "a batch that grows does not go with --lr-scale adascale",
             why="adascale measures the rate for a batch that stays N times one worker's",
@@ -92,25 +92,36 @@ def check_growth(lr_scale: str, gradient_noise: str) -> None:
 
 
 def scaled(optimizer: C, rule: NoRule, batch: int) -> C:
-    """An optimizer's options at ``batch`` samples a step. Raises UsageError where the rule does not fit it."""
-    if isinstance(rule, Adaptive) and not isinstance(optimizer, SGD):
+    """Return an optimizer's options, rescaled by ``rule``.
+
+    Args:
+        optimizer: a dataclass of ``tutti.config.optimizer_config``.
+        rule: the learning-rate rule.
+        batch: global batch, in samples.
+
+    Raises:
+        UsageError: the rule does not fit the optimizer, or ``batch`` is too far from the rule's base batch.
+    """
+    name = type(optimizer).__name__.removesuffix("Config")
+    if isinstance(rule, AdaptiveRule) and not isinstance(optimizer, SGDConfig):
         raise UsageError(
-            f"--lr-scale adascale is a rule of SGD, and the optimizer is {type(optimizer).__name__}",
+            f"--lr-scale adascale is a rule of SGD, and the optimizer is {name}",
             why="its gain says what a step along the gradient is worth, which Adam and layer-wise steps are not",
             remedy="take --optimizer sgd, or another --lr-scale",
         )
     factor = rule.factor(batch)
-    # Muon has a rate for what AdamW takes, too.
-    changed = {name: getattr(optimizer, name) * factor for name in ("lr", "adam_lr") if hasattr(optimizer, name)}
-    if isinstance(rule, AdamSqrt):
+    # Muon has a second rate, for the parameters that AdamW updates.
+    changed = {key: getattr(optimizer, key) * factor for key in ("lr", "adam_lr") if hasattr(optimizer, key)}
+    if isinstance(rule, AdamSqrtRule):
         names = ("beta1", "beta2", "eps")
-        if not all(hasattr(optimizer, name) for name in names):
+        if not all(hasattr(optimizer, option) for option in names):
             raise UsageError(
-                f"--lr-scale adam_sqrt is a rule of Adam, and {type(optimizer).__name__} has no β1, β2 and ε",
-                remedy="take --lr-scale sqrt or linear, or --optimizer adam or adamw",
+                f"--lr-scale adam_sqrt is a rule of Adam, and {name} has no β1, β2 and ε",
+                remedy=f"take --lr-scale sqrt:base_batch={rule.base_batch} or linear:base_batch={rule.base_batch}, or "
+                "--optimizer adam or adamw",
             )
         try:
-            _, *values = laws.adam_sqrt(batch / rule.base_batch, *(getattr(optimizer, name) for name in names))
+            _, *values = laws.adam_sqrt_scaling(batch / rule.base_batch, *(getattr(optimizer, name) for name in names))
         except ValueError as error:
             raise UsageError(
                 f"--lr-scale adam_sqrt cannot go from a batch of {rule.base_batch} to one of {batch}",

@@ -1,7 +1,7 @@
 """Learning-rate schedules as pure functions of the step. No torch.
 
-Every factor multiplies the initial learning rate of each parameter group, and is a function of the number of steps
-taken alone: resuming needs no state.
+Every factor multiplies the initial learning rate of each parameter group, and depends only on the number of steps
+taken: resuming needs no state.
 """
 
 from __future__ import annotations
@@ -10,28 +10,31 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from tutti.config.optimizer_config import CosineSchedule, LinearSchedule, StepSchedule
+from tutti.config.spec import Duration
 from tutti.errors import UsageError
-from tutti.laws.learning_rate import gradual
-from tutti.optim.config import Cosine, Linear, Step
-from tutti.spec import Duration
+from tutti.optim.learning_rate import gradual
 
 Schedule = Callable[[int], float]
 
 
-def make(config: Any, total: int | None, steps: Callable[[Duration], int], scaled: float = 1.0) -> Schedule:
-    """The factor for step 0, 1, …, ``total`` - 1.
+def make_schedule(config: Any, total: int | None, steps: Callable[[Duration], int], scaled: float = 1.0) -> Schedule:
+    """Return the schedule: the factor for step 0, 1, …, ``total`` - 1.
 
     Args:
-        config: one of ``tutti.optim.config.SCHEDULES``.
-        total: steps in the run; None where only the end of a stream will tell.
-        steps: how many steps a duration from the beginning of the run is.
-        scaled: by how much a learning-rate rule has raised the initial rate; the warm-up starts where it was before.
+        config: one of ``tutti.config.optimizer_config.SCHEDULES``.
+        total: steps in the run; None if unknown before the end of a stream.
+        steps: converts a duration from the start of the run to steps.
+        scaled: factor of the learning-rate rule on the initial rate; if above 1, the warm-up starts at the unscaled
+            rate by default.
 
-    Raises UsageError for a schedule that needs what is not known.
+    Raises:
+        UsageError: the schedule needs ``total``, which is None.
     """
-    if total is None and isinstance(config, Cosine | Linear):
+    if total is None and isinstance(config, CosineSchedule | LinearSchedule):
+        name = type(config).__name__.removesuffix("Schedule").lower()
         raise UsageError(
-            f"the schedule {type(config).__name__.lower()} falls over the whole run, whose length is not known",
+            f"the schedule {name} falls over the whole run, whose length is not known",
             remedy="give --steps or --samples, or the data set __len__",
         )
     warmup = steps(Duration.parse(config.warmup))
@@ -42,40 +45,45 @@ def make(config: Any, total: int | None, steps: Callable[[Duration], int], scale
 
     def factor(step: int) -> float:
         if step < warmup:
-            # From nothing, the first step would be no step: it takes the first increment.
+            # From 0, the first step would change nothing: start with the first increment.
             return gradual(step, warmup, start) if start > 0 else gradual(step + 1, warmup, 0.0)
         progress = (step - warmup) / max((total or 0) - warmup, 1)
-        if isinstance(config, Cosine):
-            return cosine(progress, config.final)
-        if isinstance(config, Linear):
-            return linear(progress, config.final)
-        if isinstance(config, Step):
+        if isinstance(config, CosineSchedule):
+            return cosine_decay(progress, config.final)
+        if isinstance(config, LinearSchedule):
+            return linear_decay(progress, config.final)
+        if isinstance(config, StepSchedule):
             return stepped(step, milestones, config.gamma)
         return 1.0
 
     return factor
 
 
-def cosine(progress: float, final: float) -> float:
-    """final + (1 - final) · (1 + cos(π · progress)) / 2.
+def cosine_decay(progress: float, final: float) -> float:
+    """Return final + (1 - final) · (1 + cos(π · progress)) / 2.
 
-    >>> cosine(0.0, 0.0), cosine(1.0, 0.1)
+    >>> cosine_decay(0.0, 0.0), cosine_decay(1.0, 0.1)
     (1.0, 0.1)
     """
     return final + (1 - final) * (1 + math.cos(math.pi * min(progress, 1.0))) / 2
 
 
-def linear(progress: float, final: float) -> float:
-    """1 + (final - 1) · progress.
+def linear_decay(progress: float, final: float) -> float:
+    """Return 1 + (final - 1) · progress.
 
-    >>> linear(0.5, 0.0)
+    >>> linear_decay(0.5, 0.0)
     0.5
     """
     return 1 + (final - 1) * min(progress, 1.0)
 
 
 def stepped(step: int, milestones: tuple[int, ...], gamma: float) -> float:
-    """gamma to the number of milestones passed.
+    """Return gamma to the power of the number of milestones passed.
+
+    Args:
+        step: steps taken.
+        milestones: steps at which the rate drops.
+        gamma: factor at each milestone.
 
     >>> stepped(10, (5, 10, 20), 0.5)
     0.25

@@ -1,1 +1,1 @@
-"""What is trained: a model, a loss, data and metrics. A task never mentions ranks."""
+"""Built-in and user tasks: model, loss, data and metrics. A task never mentions ranks."""

@@ -1,39 +1,39 @@
-"""CIFAR-10 (Krizhevsky 2009), or any other classes of 32×32 colour images in the same layouts."""
+"""CIFAR-10 (Krizhevsky 2009), or any classes of 32×32 colour images in the same folder layouts."""
 
 from __future__ import annotations
 
 from functools import partial
 
+from tutti.config.task_config import CourseConfig, Resnet18Config
 from tutti.data import images
 from tutti.data.arrays import ArraySource, CropFlip
 from tutti.tasks import losses, models
-from tutti.tasks.config import Course, Resnet18
 from tutti.tasks.task import Task
 
 SIZE = 32
 HUB = "uoft-cs/cifar10"
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
-# Of the 50,000 training images, by channel.
+# Mean and standard deviation of the 50,000 training images, by channel.
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 
 
-def task(config: Course | Resnet18, data: str, augment: bool) -> Task:
-    """Images normalised by CIFAR-10's mean and standard deviation.
+def cifar10_task(config: CourseConfig | Resnet18Config, data: str, augment: bool) -> Task:
+    """Build the task; images are normalised by CIFAR-10's mean and standard deviation.
 
     Args:
-        config: the model.
+        config: options of the model.
         data: a folder in hub layout or of image files, or ``uoft-cs/cifar10``.
-        augment: crop with a border of 4 and mirror the training images.
+        augment: randomly crop (border of 4 pixels) and mirror the training images.
 
     Raises:
-        DataError: no such data, a broken image, another size, a label out of range, an empty set.
+        DataError: the data are missing or empty, an image is broken or not 32×32, or a label is out of range.
     """
-    splits = images.find(data, classes=CLASSES, hub=HUB)
+    splits = images.find_images(data, classes=CLASSES, hub=HUB)
     classes = splits[0].classes
-    (train, train_labels), (held_out, held_out_labels) = (images.read(split, SIZE) for split in splits)
+    (train, train_labels), (held_out, held_out_labels) = (images.read_images(split, SIZE) for split in splits)
     model = (
         partial(models.course, config, len(classes))
-        if isinstance(config, Course)
+        if isinstance(config, CourseConfig)
         else partial(models.resnet18, config, len(classes))
     )
     return Task(

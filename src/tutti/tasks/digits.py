@@ -1,4 +1,4 @@
-"""Handwritten digits that come with scikit-learn: 1,797 grey images 8×8 (Alpaydin & Kaynak 1998, UCI 80)."""
+"""Handwritten digits of scikit-learn: 1,797 grey images 8×8 (Alpaydin & Kaynak 1998, UCI 80)."""
 
 from __future__ import annotations
 
@@ -6,17 +6,18 @@ from functools import partial
 
 import numpy as np
 
+from tutti.config.task_config import CnnConfig, MlpConfig
 from tutti.data.arrays import ArraySource
+from tutti.distribution import pip_install
 from tutti.errors import DataError
 from tutti.tasks import losses, models
-from tutti.tasks.config import Cnn, Mlp
 from tutti.tasks.task import Task
 
 CLASSES = 10
 
 
-def task(config: Cnn | Mlp) -> Task:
-    """Every fifth image is held out; pixels are in [0, 1].
+def digits_task(config: CnnConfig | MlpConfig) -> Task:
+    """Build the task; every fifth image is held out, and pixels are in [0, 1].
 
     Raises:
         DataError: scikit-learn is not installed.
@@ -24,12 +25,14 @@ def task(config: Cnn | Mlp) -> Task:
     try:
         from sklearn.datasets import load_digits
     except ImportError:
-        raise DataError("the digits come with scikit-learn", remedy="run pip install 'tutti[demo]'") from None
+        raise DataError("the digits come with scikit-learn", remedy=f"run {pip_install('demo')}") from None
     images, labels = load_digits(return_X_y=True)
     inputs = (images / 16).astype(np.float32).reshape(-1, 1, 8, 8)
     targets = labels.astype(np.int64)
     held_out = np.arange(len(targets)) % 5 == 4
-    model = partial(models.cnn, config, CLASSES) if isinstance(config, Cnn) else partial(models.mlp, config, CLASSES)
+    model = (
+        partial(models.cnn, config, CLASSES) if isinstance(config, CnnConfig) else partial(models.mlp, config, CLASSES)
+    )
     return Task(
         name="digits",
         model=model,

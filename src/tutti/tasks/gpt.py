@@ -1,7 +1,8 @@
 """A small GPT: the decoder of Radford et al. 2019 (GPT-2), with normalisation before attention and feed-forward.
 
-An ``nn.Sequential`` whose children may be cut between any two. The linear layer that makes queries, keys and values has
-no bias: a key's would add the same to all scores of a query, so that its gradient would be zero by construction.
+The model is an ``nn.Sequential`` that can be partitioned into stages between any two children. The linear layer of
+queries, keys and values has no bias: a key's bias would add the same to all scores of a query, so that its gradient
+would be zero by construction.
 """
 
 from __future__ import annotations
@@ -13,15 +14,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tutti.tasks.config import Gpt
+from tutti.config.task_config import GptConfig
 
 _STD = 0.02
 
 
-def gpt(config: Gpt, vocabulary: int) -> nn.Sequential:
-    """Characters (samples, positions ≤ block) int64 → scores of the next (samples, positions, vocabulary).
+def gpt(config: GptConfig, vocabulary: int) -> nn.Sequential:
+    """Build a GPT: characters (samples, positions ≤ block) int64 → logits (samples, positions, vocabulary).
 
-    Weights are drawn with standard deviation 0.02, those at the end of a residual branch with 0.02/√(2·layers).
+    Weights are normal with standard deviation 0.02, and 0.02/√(2·layers) in the last layer of a residual branch.
     """
     layers: OrderedDict[str, nn.Module] = OrderedDict(embed=Embedding(config, vocabulary))
     layers.update((f"block{number}", Block(config)) for number in range(1, config.layers + 1))
@@ -37,9 +38,9 @@ def gpt(config: Gpt, vocabulary: int) -> nn.Sequential:
 
 
 class Embedding(nn.Module):
-    """What a character is, plus where it stands."""
+    """Token embedding plus learned position embedding, then dropout."""
 
-    def __init__(self, config: Gpt, vocabulary: int) -> None:
+    def __init__(self, config: GptConfig, vocabulary: int) -> None:
         super().__init__()
         self.character = nn.Embedding(vocabulary, config.width)
         self.position = nn.Embedding(config.block, config.width)
@@ -55,7 +56,7 @@ class Embedding(nn.Module):
 class Block(nn.Module):
     """x + attention(norm(x)), then x + feed-forward(norm(x)); (samples, positions, width) → the same."""
 
-    def __init__(self, config: Gpt) -> None:
+    def __init__(self, config: GptConfig) -> None:
         super().__init__()
         width = config.width
         self.norm1, self.attention, self.norm2 = nn.LayerNorm(width), Attention(config), nn.LayerNorm(width)
@@ -76,9 +77,9 @@ class Block(nn.Module):
 
 
 class Attention(nn.Module):
-    """Every position looks at itself and those before it (Vaswani et al. 2017, arXiv:1706.03762, §3.2)."""
+    """Causal multi-head self-attention (Vaswani et al. 2017, arXiv:1706.03762, §3.2)."""
 
-    def __init__(self, config: Gpt) -> None:
+    def __init__(self, config: GptConfig) -> None:
         super().__init__()
         self.heads, self.probability = config.heads, config.dropout
         self.queries_keys_values = nn.Linear(config.width, 3 * config.width, bias=False)

@@ -1,4 +1,4 @@
-"""The two-parameter line of a first lesson: gradient descent against stochastic, batch size against noise."""
+"""Linear regression with two parameters, for first experiments with batch size and gradient noise."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tutti.config.task_config import LineConfig
 from tutti.data.arrays import ArraySource
-from tutti.data.hashing import hash64, uniform
+from tutti.data.keyed_random import hash64, uniform
 from tutti.tasks import losses, models
-from tutti.tasks.config import Line
 from tutti.tasks.task import Task
 
 SLOPE, INTERCEPT, NOISE = 2.0, -1.0, 0.5
 TRAIN, HELD_OUT = 512, 128
 
 
-def task(config: Line) -> Task:
-    """y = 2x - 1 plus noise of standard deviation 0.5, x uniform in [-1, 1): the same points everywhere."""
+def linear_task(config: LineConfig) -> Task:
+    """Build the task: y = 2x - 1 plus noise of standard deviation 0.5, x uniform in [-1, 1); the points are fixed."""
     inputs, targets = points(TRAIN + HELD_OUT)
     return Task(
         name="linear",
-        model=partial(models.line, config),
+        model=partial(models.line_model, config),
         loss=losses.regression,
         train=ArraySource(inputs[:TRAIN], targets[:TRAIN]),
         eval=ArraySource(inputs[TRAIN:], targets[TRAIN:]),
@@ -32,10 +32,10 @@ def task(config: Line) -> Task:
 
 
 def points(count: int) -> tuple[NDArray[Any], NDArray[Any]]:
-    """x and y, float32 (count, 1).
+    """Return x and y, each float32 (count, 1).
 
-    The noise is a sum of twelve uniform numbers, less 6: normal enough, and the same to the bit on every machine,
-    which logarithms are not.
+    The noise is a sum of twelve uniform numbers, less 6: close to normal, and bit-identical on every machine, unlike
+    logarithms.
     """
     draws = uniform(hash64(np.arange(13)[:, None], np.arange(count)))
     x = 2 * draws[0] - 1

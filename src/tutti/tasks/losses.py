@@ -1,4 +1,4 @@
-"""Losses as training wants them: one a sample and a count, so that uneven shares weigh exactly."""
+"""Loss functions that return one loss a sample and a count, so that uneven shares of a batch are weighted exactly."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ def classification(model: nn.Module, batch: Any) -> tuple[Tensor, int, dict[str,
     """Cross-entropy of class scores.
 
     Args:
-        model: maps inputs to scores (samples, classes, …).
-        batch: inputs, and class numbers (samples, …) as int64.
+        model: maps inputs to logits (samples, classes, …).
+        batch: inputs, and class indices (samples, …) as int64.
 
     Returns:
-        -log p(target) summed over each sample's targets (samples,), number of targets, and the number of right answers
-        as ``accuracy``; nothing waits for the device.
+        -log p(target) summed over each sample's targets (samples,), number of targets, and the number of correct
+        predictions as ``accuracy``, without host synchronisation.
     """
     inputs, targets = batch
     scores = model(inputs)
@@ -38,5 +38,5 @@ def regression(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
 
 
 def per_sample(values: Tensor) -> Tensor:
-    """Each sample's sum: (samples, …) → (samples,)."""
+    """Sum the values of each sample: (samples, …) → (samples,)."""
     return values if values.dim() == 1 else values.flatten(1).sum(dim=1)

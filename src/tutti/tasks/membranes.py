@@ -1,4 +1,4 @@
-"""The membranes in electron-microscopy images (ISBI 2012), or any other binary masks of grey images."""
+"""Segmentation of membranes in electron-microscopy images (ISBI 2012), or of any grey images with binary masks."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tutti.data.masks import MaskSource, find, read
+from tutti.config.task_config import UnetConfig
+from tutti.data.masks import MaskSource, find_masks, read_masks
 from tutti.errors import DataError
-from tutti.tasks.config import Unet
 from tutti.tasks.losses import per_sample
 from tutti.tasks.task import Task
 from tutti.tasks.unet import unet
 
 
-def task(config: Unet, data: str, augment: bool) -> Task:
-    """Every pixel in or out of the mask; a batch is a dict of ``image`` and ``mask``.
+def membranes_task(config: UnetConfig, data: str, augment: bool) -> Task:
+    """Build the task of binary segmentation; a batch is a dict of ``image`` and ``mask``.
 
     Args:
-        config: the model.
-        data: a folder with ``train/image`` and ``train/label``, and the same in ``test/``; without that the last five
-            images of ``train/`` are held out.
-        augment: turn and mirror the training images together with their masks.
+        config: options of the model.
+        data: a folder with ``train/image`` and ``train/label``, and the same in ``test/``; without ``test/`` the last
+            five images of ``train/`` are held out.
+        augment: rotate and mirror the training images together with their masks.
 
     Raises:
-        DataError: no such data, a broken image, masks that are missing, of another size or not binary, or a size that
+        DataError: data are missing, an image is broken, masks are missing, of another size or not binary, or the size
             cannot be halved ``config.depth`` times.
     """
-    train, held_out = map(read, find(data))
+    train, held_out = map(read_masks, find_masks(data))
     height, width = train.shape[2:]
     multiple = 2**config.depth
     if held_out.shape[2:] != train.shape[2:]:
@@ -59,12 +59,13 @@ def mask_pixels(model: nn.Module, batch: Any) -> tuple[Tensor, int, dict[str, Te
     """Binary cross-entropy of the pixels.
 
     Args:
-        model: maps images to scores of the same shape.
+        model: maps images to logits of the same shape.
         batch: ``image`` (samples, 1, height, width), and ``mask`` of the same shape, 0 or 1.
 
     Returns:
-        -log p(mask) summed over each image (samples,), the number of pixels, and as metrics how many were right,
-        ``accuracy``, and each image's overlap 2·|A∩B| / (|A| + |B|) times its pixels, ``dice``; of two empty masks 1.
+        -log p(mask) summed over each image (samples,), the number of pixels, and as metrics the number of correct
+        pixels, ``accuracy``, and the sum over images of 2·|A∩B| / (|A| + |B|) times its pixels, ``dice``; the overlap
+        of two empty masks is 1.
     """
     scores, mask = model(batch["image"]), batch["mask"]
     values = functional.binary_cross_entropy_with_logits(scores, mask.to(scores.dtype), reduction="none")

@@ -1,7 +1,7 @@
-"""The models of the built-in tasks. Each is an ``nn.Sequential`` whose children may be cut between any two.
+"""Models of the built-in tasks: ``nn.Sequential``s that can be partitioned into stages between any two children.
 
-No parameter has a gradient that is zero by construction: a convolution has a bias only where no batch norm follows.
-No activation works in place: after a cut its input is a leaf, which autograd does not let be overwritten.
+No parameter has a gradient that is zero by construction: a convolution has a bias only if no batch norm follows.
+No activation works in place: at the start of a stage its input is a leaf, which autograd does not let be overwritten.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ from collections import OrderedDict
 
 from torch import Tensor, nn
 
-from tutti.tasks.config import Cnn, Course, Line, Mlp, Resnet18
+from tutti.config.task_config import CnnConfig, CourseConfig, LineConfig, MlpConfig, Resnet18Config
 
 
-def line(config: Line) -> nn.Sequential:
-    """(samples, 1) → (samples, 1)."""
+def line_model(config: LineConfig) -> nn.Sequential:
+    """Build a line y = w·x + b: (samples, 1) → (samples, 1)."""
     return nn.Sequential(OrderedDict(line=nn.Linear(1, 1)))
 
 
-def cnn(config: Cnn, classes: int) -> nn.Sequential:
-    """Grey 8×8 images (samples, 1, 8, 8) → scores (samples, classes)."""
+def cnn(config: CnnConfig, classes: int) -> nn.Sequential:
+    """Build a CNN: grey 8×8 images (samples, 1, 8, 8) → logits (samples, classes)."""
     layers: OrderedDict[str, nn.Module] = OrderedDict()
     for number, (inputs, outputs) in enumerate([(1, 16), (16, 32), (32, 32)], 1):
         layers[f"conv{number}"] = nn.Conv2d(inputs, outputs, 3, padding=1, bias=not config.batch_norm)
@@ -35,8 +35,8 @@ def cnn(config: Cnn, classes: int) -> nn.Sequential:
     return nn.Sequential(layers)
 
 
-def mlp(config: Mlp, classes: int) -> nn.Sequential:
-    """Grey 8×8 images (samples, 1, 8, 8) → scores (samples, classes)."""
+def mlp(config: MlpConfig, classes: int) -> nn.Sequential:
+    """Build an MLP: grey 8×8 images (samples, 1, 8, 8) → logits (samples, classes)."""
     layers: OrderedDict[str, nn.Module] = OrderedDict(
         flatten=nn.Flatten(), fc1=nn.Linear(64, config.hidden), relu=nn.ReLU()
     )
@@ -46,8 +46,8 @@ def mlp(config: Mlp, classes: int) -> nn.Sequential:
     return nn.Sequential(layers)
 
 
-def course(config: Course, classes: int) -> nn.Sequential:
-    """Colour images (samples, 3, height, width) → scores (samples, classes).
+def course(config: CourseConfig, classes: int) -> nn.Sequential:
+    """Build the course's residual network: colour images (samples, 3, height, width) → logits (samples, classes).
 
     Forward and backward take 74 MFLOP for a 32×32 image; Xavier initialisation (Glorot & Bengio
     2010), biases zero.
@@ -74,8 +74,8 @@ def course(config: Course, classes: int) -> nn.Sequential:
     return model
 
 
-def resnet18(config: Resnet18, classes: int) -> nn.Sequential:
-    """Colour images (samples, 3, 32, 32) → scores (samples, classes).
+def resnet18(config: Resnet18Config, classes: int) -> nn.Sequential:
+    """Build a ResNet-18: colour images (samples, 3, 32, 32) → logits (samples, classes).
 
     He et al. 2015, arXiv:1512.03385, with the stem that is usual for CIFAR; He initialisation.
     """
@@ -107,7 +107,13 @@ class Residual(nn.Module):
 
 
 def bottleneck(inputs: int, narrow: int, outputs: int, *, stride: int, norm: bool) -> nn.Sequential:
-    """1×1, 3×3 and 1×1 convolutions; the first has the stride, as in He et al. 2015, table 1."""
+    """Build 1×1, 3×3 and 1×1 convolutions, the first with the stride, as in He et al. 2015, table 1.
+
+    Args:
+        inputs, narrow, outputs: channels of the input, between the convolutions, and of the output.
+        stride: stride of the first convolution.
+        norm: whether batch norm follows each convolution.
+    """
     return nn.Sequential(
         _conv_norm(inputs, narrow, 1, stride=stride, norm=norm),
         nn.ReLU(),

@@ -1,11 +1,12 @@
-"""The noun of this room. A user's own function returns one of these."""
+"""`Task`: model, loss, data and metrics of a training task. A user's task function returns one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from tutti.config.metric_direction import Direction, check_directions
 from tutti.types import LossFn
 
 if TYPE_CHECKING:
@@ -14,17 +15,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What ``tutti train`` needs to know, and all it needs to know.
+    """Definition of a task for ``tutti train``.
 
     Attributes:
-        name: shown and recorded.
+        name: name in output and records.
         model: builds the plain model, without arguments; called once a process under the run's seed.
         loss: ``loss(model, batch)`` → mean over the batch's samples, or ``(sum, count)``, or
             ``(sum, count, {"accuracy": number_correct, …})`` with sums over the samples as metrics.
         train: training samples: a ``tutti.data.Source``, a ``TensorDataset`` or any map-style dataset.
-        eval: held-out samples, of the same kind; None for no evaluation.
+        eval: held-out samples, of the same types as ``train``; None for no evaluation.
         images: batches hold NCHW images, so that channels-last memory layout helps.
-        describe: words about the data for the header, such as ``"50,000 + 10,000 images 32×32"``.
+        directions: ``lower`` or ``higher``, whichever is better, for metrics whose name does not decide it:
+            ``{"distance": "lower"}``. ``--keep-best`` and ``tutti compare`` read it.
+        describe: description of the data for the header, such as ``"50,000 + 10,000 images 32×32"``.
     """
 
     name: str
@@ -33,4 +36,8 @@ class Task:
     train: Any
     eval: Any = None
     images: bool = False
+    directions: Mapping[str, Direction] = field(default_factory=dict)
     describe: str = ""
+
+    def __post_init__(self) -> None:
+        check_directions(self.directions)

@@ -1,4 +1,4 @@
-"""The next character of a text, from those before it in its window."""
+"""Language modelling by character: predict the next character of a text within a window."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tutti.data.text import WindowSource, read
-from tutti.tasks.config import Gpt
+from tutti.config.task_config import GptConfig
+from tutti.data.text_source import WindowSource, read_text
 from tutti.tasks.gpt import gpt
 from tutti.tasks.losses import per_sample
 from tutti.tasks.task import Task
 
 
-def task(config: Gpt, data: str | None) -> Task:
-    """A sample is one window of ``config.block`` characters; the last tenth of the text is held out.
+def text_task(config: GptConfig, data: str | None) -> Task:
+    """Build the task; a sample is a window of ``config.block`` characters, and the last tenth of the text is held out.
 
     The vocabulary is that of the whole text, so that no held-out character is unknown.
 
     Args:
-        config: the model.
+        config: options of the model.
         data: a UTF-8 text file; None for source files of Python's standard library.
 
     Raises:
-        DataError: no such file, no text, a text that is too short or has too many different characters.
+        DataError: the file is missing or not text, too short, or has too many different characters.
     """
-    text = read(data)
+    text = read_text(data)
     split = len(text.codes) * 9 // 10
     train, held_out = (WindowSource(part, config.block, text.name) for part in (text.codes[:split], text.codes[split:]))
     return Task(
@@ -45,12 +45,12 @@ def next_character(model: nn.Module, batch: Any) -> tuple[Tensor, int, dict[str,
     """Cross-entropy of the next character.
 
     Args:
-        model: maps characters (samples, block) to scores (samples, block, vocabulary).
-        batch: characters, and the one after each, both (samples, block) int64.
+        model: maps characters (samples, block) to logits (samples, block, vocabulary).
+        batch: characters, and the next character of each, both (samples, block) int64.
 
     Returns:
-        -log p(next) summed over each window (samples,), the number of characters, and how many were
-        right as ``accuracy``.
+        -log p(next) summed over each window (samples,), the number of characters, and the number of correct predictions
+        as ``accuracy``.
     """
     inputs, targets = batch
     scores = model(inputs)

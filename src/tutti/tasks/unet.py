@@ -1,7 +1,7 @@
-"""U-Net (Ronneberger, Fischer & Brox 2015, arXiv:1505.04597), padded so that scores are as large as the image.
+"""U-Net (Ronneberger, Fischer & Brox 2015, arXiv:1505.04597), padded so that logits are as large as the image.
 
-An ``nn.Sequential`` of three children, which may be cut between them: into the first scale, everything below it with
-the way back, and the last layer.
+The model is an ``nn.Sequential`` of three children, between which it can be partitioned into stages: the first scale,
+all lower scales with their upsampling path, and the last layer.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from collections import OrderedDict
 import torch
 from torch import Tensor, nn
 
-from tutti.tasks.config import Unet
+from tutti.config.task_config import UnetConfig
 
 
-def unet(config: Unet) -> nn.Sequential:
-    """Grey images (samples, 1, height, width) → scores of the foreground of the same shape.
+def unet(config: UnetConfig) -> nn.Sequential:
+    """Build a U-Net: grey images (samples, 1, height, width) → logits of the foreground of the same shape.
 
     Height and width are multiples of 2^depth. He initialisation (He et al. 2015, arXiv:1502.01852), biases zero.
     """
@@ -32,7 +32,8 @@ def unet(config: Unet) -> nn.Sequential:
     )
     for module in model.modules():
         if isinstance(module, nn.Conv2d | nn.ConvTranspose2d):
-            # PyTorch takes twice too many inputs of a transposed one, which makes up for the ReLU that it has not.
+            # PyTorch's fan_in of a transposed convolution is twice too large, which cancels ReLU's gain of 2: no ReLU
+            # follows it.
             nn.init.kaiming_normal_(module.weight, mode="fan_in", nonlinearity="relu")
             if module.bias is not None:
                 nn.init.zeros_(module.bias)
@@ -40,12 +41,12 @@ def unet(config: Unet) -> nn.Sequential:
 
 
 class Descent(nn.Module):
-    """Down by half, through what lies below, back up, and together with what came in.
+    """One scale: downsample by 2, apply the lower scales, upsample, and concatenate with the input (skip connection).
 
     Args:
-        width: channels in and out; there are twice as many below.
-        below: keeps its input's shape.
-        norm: batch norm after each convolution.
+        width: channels in and out; the lower scales have twice as many.
+        below: the lower scales; keeps its input's shape.
+        norm: whether batch norm follows each convolution.
     """
 
     def __init__(self, width: int, below: nn.Module, *, norm: bool) -> None:
@@ -62,7 +63,7 @@ class Descent(nn.Module):
 
 
 def _double(inputs: int, outputs: int, *, norm: bool) -> nn.Sequential:
-    """Two 3×3 convolutions, each with batch norm if ``norm`` and with ReLU."""
+    """Build two 3×3 convolutions, each followed by batch norm (if ``norm``) and ReLU."""
     layers: OrderedDict[str, nn.Module] = OrderedDict()
     for number, channels in enumerate((inputs, outputs), 1):
         layers[f"conv{number}"] = nn.Conv2d(channels, outputs, 3, padding=1, bias=not norm)

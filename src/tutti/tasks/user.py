@@ -1,4 +1,4 @@
-"""The user's own task: a function of a file or a module that returns a ``Task``. No torch of ours."""
+"""Load a user's task: a function in a file or module that returns a ``Task``. Imports no torch itself."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ _FORM = "write path/to/file.py:function or module:function"
 
 
 def is_own(text: str) -> bool:
-    """Whether ``text`` means a user's function and not a built-in name."""
+    """Return whether ``text`` names a user's function and not a built-in task."""
     return ":" in text or text.endswith(".py")
 
 
-def check(text: str) -> None:
-    """Whether the file or module is there, and the file names the function; runs none of it.
+def check_user_task(text: str) -> None:
+    """Check that the file or module exists and that the file defines the function; run no user code.
 
     Raises:
-        UsageError: it is not, or the file has a syntax error.
+        UsageError: the file, module or function does not exist, or the file has a syntax error.
     """
     place, name = _split(text)
     if place.endswith(".py"):
@@ -40,13 +40,17 @@ def check(text: str) -> None:
         raise UsageError(f"there is no module '{place}'", where=text, remedy=_FORM)
 
 
-def load(text: str, *, data: str | None, model: str | None, augment: bool) -> Task:
-    """Import the function and call it with those of the options that are given and that it takes.
+def load_user_task(text: str, *, data: str | None, model: str | None, augment: bool) -> Task:
+    """Import the function, call it with the given options, and return its task.
+
+    Args:
+        text: ``path/to/file.py:function`` or ``module:function``.
+        data, model, augment: options; passed if they are given, or if the function's signature requires them.
 
     Raises:
-        UsageError: the import raises, there is no such function, it takes no such option or needs others, it raises,
-            or it returns something else than a ``Task``.
-        DataError: the function raises an OSError, such as for a missing file. A TuttiError of its own passes through.
+        UsageError: the import raises, the function does not exist, does not take an option or needs further ones,
+            raises, or does not return a ``Task``.
+        DataError: the function raises an OSError, such as for a missing file. A TuttiError passes through.
     """
     place, name = _split(text)
     module = _import(place, text)
@@ -96,7 +100,7 @@ def _check_file(path: Path, name: str) -> None:
 
 
 def _bound(tree: ast.Module) -> Iterator[str]:
-    """Every name that the file might bind; ``*`` where it imports names that only running it would tell."""
+    """Yield every name that the file may bind; ``*`` for a star import."""
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             yield node.name
@@ -107,7 +111,10 @@ def _bound(tree: ast.Module) -> Iterator[str]:
 
 
 def _import(place: str, text: str) -> ModuleType:
-    """Import a file, or a module with the current folder on the path, as Python does for a script or ``-m``."""
+    """Import a file, or a module with the current directory on the path, as Python does for a script or ``-m``.
+
+    Raises UsageError if the import raises.
+    """
     folder = str(Path(place).resolve().parent) if place.endswith(".py") else str(Path.cwd())
     if folder not in sys.path:
         sys.path.insert(0, folder)
@@ -129,7 +136,10 @@ def _import(place: str, text: str) -> ModuleType:
 
 
 def _options(function: Callable[..., Any], given: Mapping[str, Any], text: str) -> dict[str, Any]:
-    """The given options that ``function`` takes. Raises UsageError for one that it does not take, or needs besides."""
+    """Return the arguments for ``function``: given options, and None or False for required ones that are not given.
+
+    Raises UsageError for an option that it does not take, or a further argument that it needs.
+    """
     signature = inspect.signature(function)
     options = {name: value for name, value in given.items() if value is not None}
     for name, parameter in signature.parameters.items():
@@ -155,6 +165,6 @@ def _cause(error: BaseException) -> str:
 
 
 def _line(error: BaseException) -> str | None:
-    """``file.py:12``, the innermost line that raised."""
+    """Return ``file.py:12``, the innermost line that raised; None without a traceback."""
     frames = traceback.extract_tb(error.__traceback__)
     return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else None

@@ -1,0 +1,145 @@
+"""Record the outcome of each fault and of the whole run."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any, Literal
+
+Verdict = Literal["equal bits", "different", "not compared"]
+
+
+@dataclass
+class FaultOutcome:
+    """Outcome of one fault.
+
+    Attributes:
+        fault: the fault in words, such as ``kill rank 1``.
+        kind: kind of the fault.
+        step: the last step on record when the fault was injected.
+        noticed_seconds: seconds until the run warned of the fault or had ended its other processes; None if it did
+            neither.
+        stood_still_seconds: longest time without a step, up to the first step after the fault was over.
+        restarts: number of times that the run's own launcher restarted its ranks.
+        resumed: whether the run ended and was resumed from outside.
+        lost_steps: steps that were repeated.
+        most_lost: largest permitted ``lost_steps``; None if nothing is promised, or the promise depends on the data.
+        exit_code: exit code of the run if the fault ended it.
+        notes: further remarks for the report.
+        broken: promises that the run broke.
+    """
+
+    fault: str
+    kind: str
+    step: int
+    noticed_seconds: float | None = None
+    stood_still_seconds: float = 0.0
+    restarts: int = 0
+    resumed: bool = False
+    lost_steps: int = 0
+    most_lost: int | None = None
+    exit_code: int | None = None
+    notes: list[str] = field(default_factory=list)
+    broken: list[str] = field(default_factory=list)
+
+    def problems(self) -> list[str]:
+        """Return every promise that the run broke, too many lost steps included."""
+        too_many = self.most_lost is not None and self.lost_steps > self.most_lost
+        return [*self.broken, *[f"{self.lost_steps} steps lost, more than {self.most_lost}"] * too_many]
+
+
+@dataclass(frozen=True)
+class Report:
+    """Outcome of a run with faults.
+
+    Attributes:
+        directory: run directory.
+        planned: number of faults planned.
+        outcomes: outcomes of the faults that were injected.
+        exit_code: exit code of the run; None while it goes on.
+        finished: whether the run had to end with exit code 0.
+        steps: steps of the run.
+        executed: steps executed, repeated steps included.
+        seconds: seconds from start to end, without the uninterrupted run.
+        weights_sha256: hash of the run's weights.
+        reference_sha256: hash of the uninterrupted run's weights; None: not compared.
+        left: files of unfinished saves that the run left behind.
+    """
+
+    directory: str
+    planned: int
+    outcomes: Sequence[FaultOutcome]
+    exit_code: int | None
+    finished: bool
+    steps: int
+    executed: int
+    seconds: float
+    weights_sha256: str | None = None
+    reference_sha256: str | None = None
+    left: Sequence[str] = ()
+
+    @property
+    def goodput(self) -> float:
+        """Steps of the run ÷ steps executed."""
+        return self.steps / self.executed if self.executed else 1.0
+
+    @property
+    def verdict(self) -> Verdict:
+        """Comparison of the weights' hash with that of the uninterrupted run."""
+        if self.reference_sha256 is None:
+            return "not compared"
+        return "equal bits" if self.weights_sha256 == self.reference_sha256 else "different"
+
+    def problems(self) -> list[str]:
+        """Return every promise that the run broke; an empty list means that it survived."""
+        found = [
+            f"{outcome.fault} at step {outcome.step}: {text}"
+            for outcome in self.outcomes
+            for text in outcome.problems()
+        ]
+        if len(self.outcomes) < self.planned:
+            found.append(f"the run was over after {len(self.outcomes)} of {self.planned} faults")
+        if self.finished and self.exit_code:
+            found.append(f"the run ended with exit code {self.exit_code}")
+        if self.verdict == "different":
+            found.append("the weights are not those of the uninterrupted run")
+        return [*found, *(f"{name} was left" for name in self.left)]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the report, its problems and its verdict as a JSON object."""
+        outcomes = [{**dataclasses.asdict(outcome), "survived": not outcome.problems()} for outcome in self.outcomes]
+        more = {"goodput": self.goodput, "verdict": self.verdict, "survived": not self.problems()}
+        return {**dataclasses.asdict(self), "outcomes": outcomes, **more, "problems": self.problems()}
+
+
+def summarize(outcomes: Sequence[FaultOutcome]) -> list[tuple[str, ...]]:
+    """Return one row a kind of fault.
+
+    Columns: kind, number of faults, median and longest stand-still, median and largest number of lost steps, restarts,
+    resumes, faults survived.
+    """
+    rows: list[tuple[str, ...]] = []
+    for kind in dict.fromkeys(_named(outcome) for outcome in outcomes):
+        members = [outcome for outcome in outcomes if _named(outcome) == kind]
+        still = [outcome.stood_still_seconds for outcome in members]
+        lost = [outcome.lost_steps for outcome in members]
+        rows.append(
+            (
+                kind,
+                str(len(members)),
+                f"{median(still):.2f} s",
+                f"{max(still):.2f} s",
+                f"{median(lost):g}",
+                str(max(lost)),
+                str(sum(outcome.restarts for outcome in members)),
+                str(sum(outcome.resumed for outcome in members)),
+                str(sum(not outcome.problems() for outcome in members)),
+            )
+        )
+    return rows
+
+
+def _named(outcome: FaultOutcome) -> str:
+    return "kill the launcher" if outcome.fault == "kill the launcher" else outcome.kind

@@ -1,0 +1,164 @@
+"""Read a checkpoint or plain weights for gradient synchronisation to load, and check that they fit the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from tutti.checkpoint.dtypes import tensor_from_bytes
+from tutti.checkpoint.manifest import REMEDY, Manifest
+from tutti.checkpoint.read import TensorReader
+from tutti.checkpoint.weights import Weights
+from tutti.errors import CheckpointError
+from tutti.types import ShardSpec
+
+if TYPE_CHECKING:
+    from tutti.train.run import Run
+
+_MOST_LISTED = 8
+
+
+class CheckpointReader:
+    """Read a checkpoint's tensors by group and name; implements ``tutti.types.SavedState``.
+
+    Args:
+        manifest: of a verified checkpoint.
+    """
+
+    def __init__(self, manifest: Manifest) -> None:
+        self._manifest, self._reader = manifest, TensorReader(manifest)
+
+    def names(self, group: str) -> Collection[str]:
+        return self._manifest.tensors.get(group, {}).keys()
+
+    def get(self, group: str, name: str) -> Tensor:
+        return next(iter(self._reader.read(group, [name])))[1]
+
+    def shape(self, group: str, name: str) -> tuple[int, ...]:
+        return self._manifest.tensors[group][name].shape
+
+    def part(self, group: str, name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
+        return self._reader.read_slice(group, name, offset, shape)
+
+
+class WeightsReader:
+    """Read weights and buffers as a ``tutti.types.SavedState`` whose only group is ``model``.
+
+    The optimizer and each worker's own state therefore start afresh.
+
+    Args:
+        weights: the tensors to read.
+        specs: of the tensors on this rank, for their tied names.
+    """
+
+    def __init__(self, weights: Weights, specs: Mapping[str, ShardSpec]) -> None:
+        self._weights, self._specs = weights, specs
+
+    def names(self, group: str) -> Collection[str]:
+        return self._weights.records.keys() if group == "model" else ()
+
+    def get(self, group: str, name: str) -> Tensor:
+        found = self._found(name)
+        return tensor_from_bytes(self._weights.numbers(found), self._weights.records[found].dtype)
+
+    def shape(self, group: str, name: str) -> tuple[int, ...]:
+        return tuple(self._weights.records[self._found(name)].shape)
+
+    def _found(self, name: str) -> str:
+        """Return the name under which the file has this tensor; a tied tensor may be stored under any of its names."""
+        tied = self._specs[name].tied if name in self._specs else ()
+        return next(n for n in (name, *tied) if n in self._weights.records)
+
+    def part(self, group: str, name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
+        region = tuple(slice(begin, begin + length) for begin, length in zip(offset, shape, strict=True))
+        return self.get(group, name)[region]
+
+
+def catalogue(run: Run) -> dict[str, ShardSpec]:
+    """Return shape and tied names of every tensor of the whole model, on every rank.
+
+    Collective: broadcasts from each rank of one replica to the others.
+    """
+    comm = run.context.comms.model
+    specs, borrowed = run.replica.specs, run.replica.not_owned
+    local = {name: [spec.shape, spec.tied] for name, spec in specs.items() if name not in borrowed}
+    whole = {}
+    for source in range(comm.size):
+        for name, (shape, tied) in comm.broadcast_json(local, source, "names of the model").items():
+            whole[name] = ShardSpec(tuple(shape), (0,) * len(shape), tuple(tied))
+    return whole
+
+
+def check_model(own: Mapping[str, ShardSpec], saved: Mapping[str, Sequence[int]], where: str) -> None:
+    """Raise CheckpointError, naming the tensors, unless ``saved`` has the names and shapes of the model ``own``.
+
+    Args:
+        own: every tensor of the model, from ``catalogue``.
+        saved: shapes by name.
+        where: the checkpoint's path, for the error.
+    """
+    wrong = [
+        text
+        for kind, names in _differences(own, saved)
+        if names
+        for text in [f"{kind}: {', '.join(names[:_MOST_LISTED])}{_more(len(names))}"]
+    ]
+    if wrong:
+        raise CheckpointError(
+            "the checkpoint is of another model",
+            where=where,
+            why="; ".join(wrong),
+            remedy="build the model that was saved",
+        )
+
+
+def _differences(own: Mapping[str, ShardSpec], saved: Mapping[str, Sequence[int]]) -> Iterator[tuple[str, list[str]]]:
+    known = {other: spec.shape for name, spec in own.items() for other in (name, *spec.tied)}
+    yield "missing", sorted(name for name, spec in own.items() if not {name, *spec.tied} & saved.keys())
+    yield "unexpected", sorted(saved.keys() - known.keys())
+    yield (
+        "of another shape",
+        [
+            f"{name} {list(saved[name])}, not {list(known[name])}"
+            for name in sorted(saved.keys() & known.keys())
+            if tuple(saved[name]) != known[name]
+        ],
+    )
+
+
+def _more(count: int) -> str:
+    return f" and {count - _MOST_LISTED} more" if count > _MOST_LISTED else ""
+
+
+def load_adascale(manifest: Manifest, run: Run) -> None:
+    """Restore AdaScale's τ. Raises CheckpointError where only one of run and checkpoint uses AdaScale."""
+    saved = manifest.facts.get("adascale")
+    if run.adascale is None and saved is None:
+        return
+    if run.adascale is None or saved is None:
+        raise CheckpointError(
+            f"the checkpoint was made with{'out' * (saved is None)} --lr-scale adascale",
+            where=str(manifest.path),
+            why="how far the run is on its schedule is counted in another way",
+            remedy="go on with the --lr-scale that it was made with, or begin anew with --init-from",
+        )
+    load_checked(manifest, run.adascale.load, saved, "AdaScale")
+
+
+def load_checked(manifest: Manifest, load: Callable[[Any], None], saved: Any, name: str) -> None:
+    """Call ``load(saved)``; raise CheckpointError with ``name`` in its text where ``saved`` is malformed.
+
+    Args:
+        manifest: of the checkpoint, for the error.
+        load: restores the value; raises KeyError, TypeError or ValueError where it is malformed.
+        saved: the value from the manifest's facts.
+        name: of the value, for the error.
+    """
+    try:
+        load(saved)
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"the checkpoint's {name} is none", where=str(manifest.path), why=repr(error), remedy=REMEDY
+        ) from error

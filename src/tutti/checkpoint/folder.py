@@ -1,0 +1,166 @@
+"""Find the newest or best undamaged checkpoint of a run, and delete checkpoints that are no longer needed.
+
+Checkpoints are found by reading manifests, never by following a ``latest`` link, which a crash can leave wrong.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from tutti.checkpoint.disk import discard
+from tutti.checkpoint.manifest import MANIFEST, Manifest
+from tutti.checkpoint.read import load_manifest, verify
+from tutti.errors import CheckpointError, DiskError
+
+_UNFINISHED = re.compile(r"step-\d+(\.old)?\.tmp-.+")
+_FINISHED = re.compile(r"step-\d+(\.old)?")
+
+
+Score = Callable[[Manifest], float | None]
+"""Maps a checkpoint's manifest to its score: higher is better, None for a checkpoint without a score."""
+
+
+def newest_checkpoint(folder: Path) -> tuple[Manifest | None, list[str]]:
+    """Return the newest checkpoint that verifies, None where there is none, and the error texts of damaged ones.
+
+    Reads every byte of the checkpoint that it returns. Call it on one rank, and ``load_manifest`` on the others.
+    """
+    return _trusted(*_scan(folder))
+
+
+def best_checkpoint(folder: Path, score: Score) -> tuple[Manifest | None, list[str]]:
+    """Return the checkpoint with the highest score that verifies, and errors as ``newest_checkpoint``.
+
+    The newest of equal scores comes first; checkpoints without a score are left out.
+    """
+    manifests, broken = _scan(folder)
+    return _trusted(ranked(manifests, score), broken)
+
+
+def scan(folder: Path) -> list[Manifest]:
+    """Return the manifests of all checkpoints whose manifest can be read, newest first; tensor files are not read."""
+    return _scan(folder)[0]
+
+
+def ranked(manifests: Iterable[Manifest], score: Score) -> list[Manifest]:
+    """Return the manifests that have a score, highest first; equal scores keep their order."""
+    scored = [(worth, manifest) for manifest in manifests if (worth := score(manifest)) is not None]
+    return [manifest for _, manifest in sorted(scored, key=lambda pair: -pair[0])]
+
+
+def last_step(folder: Path) -> int:
+    """Return the step of the newest complete checkpoint, 0 where there is none; tensor files are not read."""
+    manifests, _ = _scan(folder)
+    return manifests[0].step if manifests else 0
+
+
+def prune(
+    folder: Path,
+    *,
+    keep_last: int,
+    keep_best: int = 0,
+    score: Score | None = None,
+    verified: set[Path] | None = None,
+) -> list[str]:
+    """Delete checkpoints that are no longer needed and leftovers of unfinished saves. Rank 0 only, never during a save.
+
+    The checkpoints to keep are verified before any is deleted. A damaged checkpoint does not count as kept, and is
+    deleted only if it is older than all that are kept.
+
+    Args:
+        folder: the run's ``checkpoints``.
+        keep_last: number of newest checkpoints to keep, at least 1.
+        keep_best: number of checkpoints with the highest ``score`` to keep besides.
+        score: maps a manifest to its score.
+        verified: paths of checkpoints already verified, which are not read again; updated in place.
+
+    Returns:
+        The error texts of damaged checkpoints.
+
+    Raises:
+        ValueError: ``keep_last`` below 1, or ``keep_best`` without ``score``.
+        DiskError: a checkpoint or a leftover could not be deleted.
+    """
+    if keep_last < 1 or (keep_best and score is None):
+        raise ValueError("keep_last must be 1 or more, and keep_best needs a score")
+    manifests, broken = _scan(folder)
+    known = set() if verified is None else verified
+    keep = _first(keep_last, manifests, known, broken)
+    if score is not None:
+        keep |= _first(keep_best, ranked(manifests, score), known, broken)
+    try:
+        for manifest in reversed(manifests):
+            if manifest.path not in keep:
+                discard(manifest.path)
+                known.discard(manifest.path)
+        for path in _directories(folder):
+            if _UNFINISHED.fullmatch(path.name):
+                shutil.rmtree(path)
+    except OSError as error:
+        raise DiskError("old checkpoints could not be deleted", where=str(folder), why=str(error)) from error
+    return list(dict.fromkeys(broken))
+
+
+def _trusted(manifests: Iterable[Manifest], broken: list[str]) -> tuple[Manifest | None, list[str]]:
+    """Return the first checkpoint that verifies, and ``broken`` with the errors of those before it appended."""
+    for manifest in manifests:
+        if _verifies(manifest, broken):
+            return manifest, broken
+    return None, broken
+
+
+def _first(count: int, manifests: Iterable[Manifest], known: set[Path], broken: list[str]) -> set[Path]:
+    """Return the paths of the first ``count`` checkpoints of different steps that verify, and of damaged ones before.
+
+    Args:
+        count: number of undamaged checkpoints.
+        manifests: in order of preference.
+        known: paths already verified; updated in place.
+        broken: error texts; appended to.
+    """
+    found: set[Path] = set()
+    steps: set[int] = set()
+    for manifest in manifests:
+        if len(steps) == count:
+            break
+        if manifest.step in steps:
+            continue
+        found.add(manifest.path)
+        if manifest.path in known or _verifies(manifest, broken):
+            steps.add(manifest.step)
+            known.add(manifest.path)
+    return found
+
+
+def _verifies(manifest: Manifest, broken: list[str]) -> bool:
+    try:
+        verify(manifest.path)
+    except CheckpointError as error:
+        broken.append(str(error))
+        return False
+    return True
+
+
+def _scan(folder: Path) -> tuple[list[Manifest], list[str]]:
+    """Return the manifests that can be read, newest first, and the error texts of the others."""
+    found, broken = [], []
+    for path in _directories(folder):
+        if _UNFINISHED.fullmatch(path.name) or not (_FINISHED.fullmatch(path.name) or (path / MANIFEST).exists()):
+            continue
+        try:
+            found.append(load_manifest(path))
+        except CheckpointError as error:
+            broken.append(str(error))
+    # After a save that a crash interrupted, a step may have two checkpoints: the replaced one, ``.old``, comes second.
+    found.sort(key=lambda manifest: (manifest.step, not manifest.path.name.endswith(".old")), reverse=True)
+    return found, broken
+
+
+def _directories(folder: Path) -> list[Path]:
+    """Return the directories within ``folder`` without links; an empty list if it does not exist."""
+    if not folder.is_dir():
+        return []
+    return sorted(path for path in folder.iterdir() if path.is_dir() and not path.is_symlink())

@@ -1,0 +1,165 @@
+"""Gather named tensors that are sharded or partitioned over ranks into whole tensors."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tutti.comm.communicator import Communicator
+from tutti.comm.partition import block
+from tutti.types import ShardSpec
+
+
+class GatheredModel(Mapping[str, Tensor], ABC):
+    """Map each name of a model that is distributed over ranks to its whole tensor, gathered on access.
+
+    A tied tensor is found under each of its names. Collective: all ranks access the same names in the same order.
+
+    Args:
+        tied: the further names of each tensor, by its first name.
+    """
+
+    def __init__(self, tied: Mapping[str, Sequence[str]]) -> None:
+        self._tied = tied
+        self._owners = {other: name for name, others in tied.items() for other in (name, *others)}
+
+    @abstractmethod
+    def _whole(self, name: str) -> Tensor:
+        """Return the whole tensor whose first name is ``name``."""
+
+    def all(self) -> dict[str, Tensor]:
+        """Return all tensors by name; a tied tensor is gathered once. Collective."""
+        found: dict[str, Tensor] = {}
+        for name, others in self._tied.items():
+            found |= dict.fromkeys((name, *others), self._whole(name))
+        return found
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._whole(self._owners[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._owners)
+
+    def __len__(self) -> int:
+        return len(self._owners)
+
+
+class _Part(NamedTuple):
+    """The slice of a tensor that rank ``source`` holds: its dtype, its own shape, and its place in the tensor."""
+
+    source: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    spec: ShardSpec
+
+
+class GatheredParts(GatheredModel):
+    """Gather a model whose tensors, or slices of them, lie on the ranks of one replica.
+
+    Collective: one broadcast from each rank that holds a slice of the tensor. The constructor broadcasts names and
+    shapes from every rank.
+
+    Args:
+        local: this rank's tensors and slices, by name.
+        specs: where each lies in its global tensor.
+        borrowed: names that are left to another rank with the same tensor.
+        comm: the ranks of one replica.
+    """
+
+    def __init__(
+        self, local: Mapping[str, Tensor], specs: Mapping[str, ShardSpec], borrowed: Collection[str], comm: Communicator
+    ) -> None:
+        self._local, self._comm = local, comm
+        self._parts: dict[str, list[_Part]] = {}
+        own = [
+            [name, str(t.dtype).removeprefix("torch."), list(t.shape), *_place(specs[name])]
+            for name, t in local.items()
+            if name not in borrowed
+        ]
+        for source in range(comm.size):
+            for name, dtype, part, shape, offset, tied, blocks, rows in comm.broadcast_json(
+                own, source, "names of the state"
+            ):
+                spec = ShardSpec(tuple(shape), tuple(offset), tuple(tied), blocks, rows and tuple(rows))
+                self._parts.setdefault(name, []).append(_Part(source, getattr(torch, dtype), tuple(part), spec))
+        super().__init__({name: parts[0].spec.tied for name, parts in self._parts.items()})
+
+    def _whole(self, name: str) -> Tensor:
+        comm = self._comm
+        if comm.size == 1:
+            return self._local[name]
+        whole: Tensor | None = None
+        for source, dtype, shape, spec in self._parts[name]:
+            if 0 in shape and 0 not in spec.shape:
+                continue  # fewer rows than ranks
+            tensor = torch.empty(shape, dtype=dtype, device=comm.device)
+            if comm.rank == source:
+                tensor.copy_(self._local[name])
+            comm.broadcast(tensor, source, f"state '{name}'")
+            whole = tensor if shape == spec.shape else _put(whole, tensor, spec)
+        if whole is None:
+            raise KeyError(name)
+        return whole
+
+
+def _place(spec: ShardSpec) -> tuple[object, ...]:
+    return list(spec.shape), list(spec.offset), list(spec.tied), spec.blocks, spec.rows
+
+
+def _put(whole: Tensor | None, part: Tensor, spec: ShardSpec) -> Tensor:
+    """Copy ``part`` into the whole tensor, which is allocated if None, and return the whole tensor."""
+    if whole is None:
+        whole = part.new_empty(spec.shape)
+    regions = spec.regions(part.shape)
+    for piece, (offset, shape) in zip(part.split([shape[0] for _, shape in regions]), regions, strict=True):
+        region = tuple(slice(begin, begin + length) for begin, length in zip(offset, shape, strict=True))
+        whole[region] = piece
+    return whole
+
+
+def gather_rows(
+    rows: Mapping[str, Tensor], shapes: Mapping[str, Sequence[int]], comm: Communicator
+) -> dict[str, Tensor]:
+    """Return whole tensors from each rank's block of rows (``tutti.comm.partition.block``).
+
+    Collective: one all-gather a tensor.
+
+    Args:
+        rows: this rank's rows of each tensor, by name.
+        shapes: of the whole tensors.
+        comm: the ranks that hold the rows.
+    """
+    whole = {}
+    for name, mine in rows.items():
+        count, rest = shapes[name][0], tuple(shapes[name][1:])
+        padded = mine.new_zeros(len(block(count, comm.size, 0)), *rest)
+        padded[: len(mine)] = mine
+        whole[name] = torch.cat(comm.all_gather(padded, f"rows of '{name}'"))[:count]
+    return whole
+
+
+class GatheredRows(GatheredModel):
+    """Gather a model of which some tensors are sharded by rows. Collective: one all-gather for each sharded tensor.
+
+    Args:
+        local: this rank's whole tensors and row shards, by name.
+        cut: names of the sharded tensors.
+        specs: shapes and tied names of all tensors.
+        comm: the ranks that shard one copy.
+    """
+
+    def __init__(
+        self, local: Mapping[str, Tensor], cut: Collection[str], specs: Mapping[str, ShardSpec], comm: Communicator
+    ) -> None:
+        super().__init__({name: specs[name].tied for name in local})
+        self._local, self._cut, self._specs, self._comm = local, cut, specs, comm
+
+    def _whole(self, name: str) -> Tensor:
+        tensor = self._local[name]
+        if name not in self._cut:
+            return tensor
+        return gather_rows({name: tensor}, {name: self._specs[name].shape}, self._comm)[name]

@@ -1,0 +1,58 @@
+"""Encode the values that a script saves beside the model, such as a scheduler's state, as lossless strict JSON."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from tutti.errors import UsageError
+
+_TAG = "~"
+
+
+def encode_json(value: Any, name: str) -> Any:
+    """Encode numbers (NaN and infinities too), strings, booleans, None, and lists, tuples and dicts of them as JSON.
+
+    A dict's keys may be numbers, which plain JSON would turn into strings: a ``MultiStepLR`` would never step again.
+    Raises UsageError for any other type; ``name`` is the value's path in the error.
+
+    >>> encode_json({"milestones": {30: 1}, "betas": (0.9, 0.99)}, "extra")
+    {'milestones': {'~': 'dict', 'items': [[30, 1]]}, 'betas': {'~': 'tuple', 'items': [0.9, 0.99]}}
+    """
+    if value is None or type(value) in (bool, int, str):
+        return value
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else {_TAG: "float", "items": str(float(value))}
+    if type(value) is list:
+        return [encode_json(item, f"{name}[{number}]") for number, item in enumerate(value)]
+    if type(value) is tuple:
+        return {_TAG: "tuple", "items": encode_json(list(value), name)}
+    if isinstance(value, Mapping):
+        pairs = [
+            [encode_json(key, f"a key of {name}"), encode_json(item, f"{name}[{key!r}]")] for key, item in value.items()
+        ]
+        if all(type(key) is str for key in value) and _TAG not in value:
+            return dict(pairs)
+        return {_TAG: "dict", "items": pairs}
+    raise UsageError(
+        f"{name} is a {type(value).__name__}, which cannot be saved beside the model",
+        remedy="save numbers, texts, lists, tuples and dicts of them; what has tensors belongs into the model",
+    )
+
+
+def decode_json(value: Any) -> Any:
+    """Decode the result of ``encode_json``.
+
+    >>> decode_json(encode_json({"best": float("-inf"), "milestones": {30: 1}, "betas": (0.9, 0.99)}, "extra"))
+    {'best': -inf, 'milestones': {30: 1}, 'betas': (0.9, 0.99)}
+    """
+    if isinstance(value, list):
+        return [decode_json(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if _TAG not in value:
+        return {key: decode_json(item) for key, item in value.items()}
+    items = decode_json(value["items"])
+    kind = value[_TAG]
+    return float(items) if kind == "float" else tuple(items) if kind == "tuple" else {key: item for key, item in items}

@@ -1,0 +1,248 @@
+"""The manifest of a checkpoint: one JSON document with its own hash, checked whole before any tensor file is read.
+
+``manifest.json`` ends with the SHA-256 of the bytes before it, so that no bit can change unnoticed. A file is named by
+its group and rank, never by a path: a manifest cannot point outside its directory. Hashes detect damage, not attackers,
+who can compute them too; an attacker's bytes are still only ever read as numbers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from tutti.checkpoint.tensorfile import SliceRecord, file_layout
+from tutti.errors import CheckpointError
+
+T = TypeVar("T")
+
+MANIFEST = "manifest.json"
+GROUPS = ("model", "ema", "optim", "data", "rng", "workers", "wire")
+"""Groups of tensors, each a directory. ``workers`` and ``wire`` belong to a strategy and are optional, as is ``ema``;
+the other groups do not depend on the strategy."""
+
+MOST_METADATA = 64 * 2**20
+"""Largest manifest, bytes: parsed JSON takes many times its size in memory."""
+
+REMEDY = "resume from an older checkpoint, or restore this one from a copy"
+"""The way out that errors give for a damaged checkpoint."""
+
+_FORMAT = "tutti checkpoint"
+_VERSION = 1
+_LARGEST = 2**63
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """One file of a checkpoint, ``GROUP/rank{N}.safetensors``.
+
+    Attributes:
+        group: one of ``GROUPS``.
+        rank: the rank that wrote it.
+        size: bytes of the file.
+        sha256: hash of all of its bytes.
+        slices: the tensor slices in it, in the order of their bytes.
+    """
+
+    group: str
+    rank: int
+    size: int
+    sha256: str
+    slices: tuple[SliceRecord, ...]
+
+    @property
+    def name(self) -> str:
+        """The file's name within its group's directory."""
+        return f"rank{self.rank}.safetensors"
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the record as JSON for ``from_json``: ranks report it to rank 0 and the manifest stores it."""
+        slices = [[s.name, s.dtype, s.shape, s.offset, s.part] for s in self.slices]
+        return {"group": self.group, "rank": self.rank, "size": self.size, "sha256": self.sha256, "slices": slices}
+
+    @classmethod
+    def from_json(cls, value: object) -> FileRecord:
+        """Parse and check one record. Raises ValueError where a member is missing or invalid."""
+        group, rank = _member(value, "group", str), _number(_member(value, "rank", int))
+        if group not in GROUPS:
+            raise ValueError(f"there is no group {group!r}")
+        size, sha256 = _number(_member(value, "size", int)), _member(value, "sha256", str)
+        if not _SHA256.fullmatch(sha256):
+            raise ValueError(f"{sha256!r} is no SHA-256")
+        slices = tuple(_slice(entry) for entry in _member(value, "slices", list))
+        record = cls(group, rank, size, sha256, slices)
+        if (needed := file_layout(slices).size) != size:
+            raise ValueError(f"{group}/{record.name} is said to have {size} bytes, but its slices make {needed}")
+        return record
+
+
+@dataclass(frozen=True)
+class TensorRecord:
+    """One global tensor: its dtype (a key of ``DTYPES``), its shape, and for each slice its file and index there."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    slices: tuple[tuple[FileRecord, int], ...]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A parsed manifest, checked to be complete and free of contradictions.
+
+    Attributes:
+        path: the checkpoint's directory.
+        step: steps taken.
+        config_sha256: hash of the run's configuration.
+        facts: the run's further state as JSON, such as its data position and loss scale.
+        files: every tensor file.
+        tensors: group → name → record; derived from ``files``.
+
+    Raises:
+        ValueError: a file is listed twice, files disagree about a tensor's dtype or shape, or its slices leave a hole
+            or overlap.
+    """
+
+    path: Path
+    step: int
+    config_sha256: str
+    facts: Mapping[str, Any]
+    files: tuple[FileRecord, ...]
+    tensors: Mapping[str, Mapping[str, TensorRecord]] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if len({(file.group, file.rank) for file in self.files}) != len(self.files):
+            raise ValueError("a file is listed twice")
+        object.__setattr__(self, "tensors", _tensors(self.files))
+
+    def encode(self) -> bytes:
+        """Return the document's bytes, hash included. Raises CheckpointError where the facts are no JSON."""
+        document = {
+            "format": _FORMAT,
+            "version": _VERSION,
+            "step": self.step,
+            "config_sha256": self.config_sha256,
+            "facts": self.facts,
+            "files": [file.as_json() for file in self.files],
+        }
+        try:
+            body = json.dumps(document, allow_nan=False)[:-1].encode()
+        except (TypeError, ValueError) as error:
+            raise CheckpointError("the run's facts cannot be written as JSON", why=str(error)) from error
+        return body + _seal(body)
+
+    @classmethod
+    def decode(cls, data: bytes, path: Path) -> Manifest:
+        """Parse and check the document of the checkpoint at ``path``.
+
+        Raises:
+            CheckpointError: it is damaged, of another version, or contradicts itself.
+        """
+        where = str(path / MANIFEST)
+        length = len(_seal(b""))
+        if data[-length:] != _seal(data[:-length]):
+            why = "its content does not have the SHA-256 that its last line states"
+            raise CheckpointError("the manifest is damaged", where=where, why=why, remedy=REMEDY)
+        try:
+            return cls._from_json(json.loads(data), path)
+        except (ValueError, RecursionError) as error:
+            raise CheckpointError("the manifest cannot be used", where=where, why=str(error), remedy=REMEDY) from error
+
+    @classmethod
+    def _from_json(cls, document: object, path: Path) -> Manifest:
+        if _member(document, "format", str) != _FORMAT:
+            raise ValueError(f"it is no {_FORMAT}")
+        if (version := _member(document, "version", int)) != _VERSION:
+            raise ValueError(f"it has format version {version}, and this tutti reads version {_VERSION}")
+        return cls(
+            path=path,
+            step=_number(_member(document, "step", int)),
+            config_sha256=_member(document, "config_sha256", str),
+            facts=_member(document, "facts", dict),
+            files=tuple(FileRecord.from_json(entry) for entry in _member(document, "files", list)),
+        )
+
+
+def _seal(body: bytes) -> bytes:
+    """Return the document's last member: the SHA-256 of the bytes before it."""
+    return f', "sha256": "{hashlib.sha256(body).hexdigest()}"}}\n'.encode()
+
+
+def _member(value: object, key: str, kind: type[T]) -> T:
+    found = value.get(key) if isinstance(value, dict) else None
+    if type(found) is not kind:
+        raise ValueError(f"'{key}' is missing or no {kind.__name__}")
+    return found
+
+
+def _number(value: object) -> int:
+    if type(value) is not int or not 0 <= value < _LARGEST:
+        raise ValueError(f"{value!r} is no size")
+    return value
+
+
+def _numbers(value: object) -> tuple[int, ...]:
+    if not isinstance(value, list):
+        raise ValueError(f"{value!r} is no shape")
+    return tuple(map(_number, value))
+
+
+def _slice(entry: object) -> SliceRecord:
+    if not isinstance(entry, list) or len(entry) != 5 or not all(isinstance(text, str) for text in entry[:2]):
+        raise ValueError("a slice is not [name, dtype, shape, offset, part]")
+    name, dtype, *shapes = entry
+    return SliceRecord(name, dtype, *map(_numbers, shapes))
+
+
+def _tensors(files: Sequence[FileRecord]) -> dict[str, dict[str, TensorRecord]]:
+    """Return the tensors of all files by group and name. Raises ValueError where slices do not make whole tensors."""
+    found: dict[str, dict[str, list[tuple[FileRecord, int]]]] = {}
+    for file in files:
+        for index, item in enumerate(file.slices):
+            found.setdefault(file.group, {}).setdefault(item.name, []).append((file, index))
+    return {
+        group: {name: _tensor(f"{group} tensor {name!r}", slices) for name, slices in tensors.items()}
+        for group, tensors in found.items()
+    }
+
+
+def _tensor(what: str, slices: list[tuple[FileRecord, int]]) -> TensorRecord:
+    records = [file.slices[index] for file, index in slices]
+    kinds = {(record.dtype, record.shape) for record in records}
+    if len(kinds) > 1:
+        kind = " and ".join(f"{dtype}{list(shape)}" for dtype, shape in sorted(kinds))
+        raise ValueError(f"files disagree about {what}: {kind}")
+    if overlapping(records):
+        raise ValueError(f"slices of {what} overlap")
+    held, whole = sum(math.prod(record.part) for record in records), math.prod(records[0].shape)
+    if held != whole:
+        raise ValueError(f"slices of {what} hold {held} of its {whole} elements")
+    return TensorRecord(records[0].dtype, records[0].shape, tuple(slices))
+
+
+def overlapping(slices: Sequence[SliceRecord]) -> bool:
+    """Return whether two slices of one tensor share an element, or one of several slices is empty.
+
+    Sweeps along the dimension with the most different offsets, so that n slices along any one dimension cost n.
+    """
+    if len(slices) == 1:
+        return False
+    if not slices[0].shape or any(0 in item.part for item in slices):
+        return True
+    axis = max(range(len(slices[0].shape)), key=lambda d: len({item.offset[d] for item in slices}))
+    active: list[SliceRecord] = []
+    for item in sorted(slices, key=lambda item: item.offset[axis]):
+        active = [other for other in active if other.end[axis] > item.offset[axis]]
+        if any(_meet(item, other) for other in active):
+            return True
+        active.append(item)
+    return False
+
+
+def _meet(a: SliceRecord, b: SliceRecord) -> bool:
+    return all(begin < end for begin, end in zip(map(max, a.offset, b.offset), map(min, a.end, b.end), strict=True))

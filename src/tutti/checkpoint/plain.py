@@ -1,0 +1,127 @@
+"""Read plain weights from one safetensors file of any program; its header is checked whole before tensors are read.
+
+Format: github.com/huggingface/safetensors. Eight bytes of little-endian length, a JSON header, the tensors' bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tutti.checkpoint.manifest import MOST_METADATA
+from tutti.checkpoint.read import unsigned
+from tutti.checkpoint.tensorfile import SliceRecord
+from tutti.checkpoint.weights import weights_hash
+from tutti.errors import CheckpointError
+
+HASH = "weights_sha256"
+"""Metadata key of the weights' hash in files that tutti wrote."""
+
+_PICKLES = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
+
+
+class PlainFile:
+    """The tensors of a safetensors file, mapped into memory; implements ``tutti.checkpoint.weights.Weights``.
+
+    Attributes:
+        path: the file.
+        metadata: the header's ``__metadata__``.
+        records: every tensor's dtype and shape, by name.
+
+    Raises:
+        CheckpointError: the file cannot be read, is no safetensors file, or its header contradicts itself.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.metadata: Mapping[str, str] = {}
+        self.records: dict[str, SliceRecord] = {}
+        self._begins: dict[str, int] = {}
+        try:
+            # Without O_NONBLOCK, opening a named pipe would wait for a writer.
+            with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
+                status = os.fstat(file.fileno())
+                if not stat.S_ISREG(status.st_mode):
+                    raise self._broken("it is no regular file")
+                self._size = status.st_size
+                head = file.read(8)
+                length = int.from_bytes(head, "little")
+                if head.startswith(_PICKLES) or len(head) < 8 or length > min(self._size - 8, MOST_METADATA):
+                    raise self._no_tensors(head)
+                self._start = 8 + length
+                text = file.read(length)
+                self._bytes = mmap.mmap(file.fileno(), self._size, access=mmap.ACCESS_READ)
+        except OSError as error:
+            raise self._broken(error.strerror or str(error)) from error
+        try:
+            self._read(json.loads(text, object_pairs_hook=_once))
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise self._broken(f"its header cannot be used: {error}") from error
+
+    def numbers(self, name: str) -> NDArray[Any]:
+        """Return a copy of one tensor as unsigned integers of its elements' width."""
+        record = self.records[name]
+        count = record.nbytes // record.itemsize
+        numbers = np.frombuffer(self._bytes, unsigned(record.dtype), count, self._begins[name]) if count else ()
+        return np.array(numbers, unsigned(record.dtype)).reshape(record.shape)
+
+    def verify(self) -> None:
+        """Compare the weights with their hash, if the file states one. Raises CheckpointError where they differ."""
+        if HASH in self.metadata and weights_hash(self) != self.metadata[HASH]:
+            raise self._broken(f"its weights do not have the {HASH} that it states")
+
+    def _read(self, header: Any) -> None:
+        """Parse and check the header. Raises ValueError, TypeError or KeyError where it is malformed."""
+        metadata = header.pop("__metadata__", {}) if isinstance(header, dict) else None
+        if not isinstance(metadata, dict):
+            raise ValueError("it is no table of tensors")
+        self.metadata = metadata
+        spans = []
+        for name, entry in header.items():
+            record = SliceRecord.whole(name, entry["dtype"], [_size(number) for number in entry["shape"]])
+            begin, end = map(_size, entry["data_offsets"])
+            if end - begin != record.nbytes:
+                raise ValueError(f"{name!r} has {record.nbytes} bytes at {begin} to {end}")
+            self.records[name], self._begins[name] = record, self._start + begin
+            spans.append((begin, end))
+        last = 0
+        for begin, end in sorted(spans):
+            if begin != last:
+                raise ValueError(f"its tensors leave a hole or overlap at byte {min(begin, last)}")
+            last = end
+        if self._start + last != self._size:
+            raise ValueError(f"the file has {self._size} bytes and not {self._start + last}")
+
+    def _no_tensors(self, head: bytes) -> CheckpointError:
+        if head.startswith(_PICKLES):
+            return CheckpointError(
+                "the weights are a pickle, which is never loaded because it can run code",
+                where=str(self.path),
+                remedy="convert it: safetensors.torch.save_file(torch.load(file, weights_only=True), 'x.safetensors')",
+            )
+        return self._broken("it is no safetensors file")
+
+    def _broken(self, why: str) -> CheckpointError:
+        remedy = "give a .safetensors file, a checkpoint directory or a run directory"
+        return CheckpointError("the weights cannot be read", where=str(self.path), why=why, remedy=remedy)
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a name comes twice")
+    return found
+
+
+def _size(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{value!r} is no size")
+    return value

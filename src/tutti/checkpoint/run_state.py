@@ -1,0 +1,109 @@
+"""Save and restore the facts that ``Run.save`` keeps beside the tensors: epoch, optimizer settings, user values."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from tutti.checkpoint.json_codec import decode_json, encode_json
+from tutti.checkpoint.manager import Checkpoints
+from tutti.errors import CheckpointError, UsageError
+from tutti.launcher import context
+from tutti.optim.several import members_of
+
+if TYPE_CHECKING:
+    from tutti.train.run import Run
+
+
+def saver(run: Run, folder: Path, keep: int = 2) -> Checkpoints:
+    """Return the ``Checkpoints`` of ``folder``, created on the first call; a single failed save raises.
+
+    Collective when it is created.
+
+    Args:
+        run: the run to save.
+        folder: where its checkpoints lie.
+        keep: number of newest checkpoints to keep.
+    """
+    key = folder.absolute(), keep
+    if key not in run.savers:
+        run.savers[key] = Checkpoints(run, folder, context.current(), checkpoint_identity(run), keep, warnings.warn, 1)
+    return run.savers[key]
+
+
+def checkpoint_identity(run: Run) -> dict[str, Any]:
+    """Return the facts that ``restore`` compares with a checkpoint's, such as workers and seed, and their hash."""
+    contract = run.feed.contract
+    known: dict[str, Any] = {
+        "workers": contract.workers,
+        "global_batch_size": contract.batch,
+        "batch_growth": None if run.feed.epochs.growth is None else str(run.feed.epochs.growth),
+        "training_samples": contract.dataset,
+        "seed": run.feed.seed,
+    }
+    if run.optimizer is not None:
+        known["optimizer_class"] = "+".join(
+            getattr(type(each), "_ungated", type(each)).__name__ for each in members_of(run.optimizer)
+        )
+    return {**known, "config_sha256": hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()}
+
+
+def run_facts(run: Run, extra: Mapping[str, Any]) -> dict[str, Any]:
+    """Return, as JSON, the epoch whose loop the run is in, the settings of its parameter groups, and ``extra``.
+
+    Raises UsageError where ``extra`` holds a value that ``encode_json`` does not support.
+    """
+    return {
+        "within": run.within,
+        "settings": [] if run.optimizer is None else [_settings(group) for group in run.optimizer.param_groups],
+        "extra": encode_json(dict(extra), "extra"),
+    }
+
+
+def restore_run(run: Run, saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Restore the facts from ``run_facts`` and return ``extra``.
+
+    A checkpoint of ``tutti train`` has no such facts: the optimizer's settings then stay as they are.
+    Raises CheckpointError where the number of parameter groups differs.
+    """
+    run.within = saved.get("within")
+    if run.optimizer is not None and "settings" in saved:
+        _set(run.optimizer, decode_json(saved["settings"]))
+    extra: dict[str, Any] = decode_json(saved.get("extra", {}))
+    return extra
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a parameter group's settings that JSON can hold, such as the learning rate that a scheduler has set.
+
+    Other values are left out; the script sets them again.
+    """
+    kept = {}
+    for key, value in group.items():
+        if key != "params":
+            try:
+                kept[key] = encode_json(value.item() if isinstance(value, Tensor) else value, key)
+            except (UsageError, RuntimeError):
+                continue
+    return kept
+
+
+def _set(optimizer: Optimizer, settings: list[dict[str, Any]]) -> None:
+    if len(settings) != len(optimizer.param_groups):
+        raise CheckpointError(
+            f"the checkpoint's optimizer has {len(settings)} parameter groups, not {len(optimizer.param_groups)}",
+            remedy="make the optimizer as it was made when the run was saved",
+        )
+    for group, saved in zip(optimizer.param_groups, settings, strict=True):
+        for key, value in saved.items():
+            if isinstance(group.get(key), Tensor):
+                group[key].fill_(value)
+            else:
+                group[key] = value

@@ -1,0 +1,47 @@
+"""Snapshot the state for a save: a copy in host memory, or the live tensors where memory has no room for a copy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, TypeAlias
+
+from tutti.checkpoint.write import WritableSlice
+from tutti.types import ShardSpec, TensorSlice
+from tutti.workload.tensor_memory import free_memory
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+State: TypeAlias = "Mapping[str, Mapping[str, Tensor | TensorSlice]]"
+
+# A guess: training takes memory of its own until the next save.
+_SHARE_OF_FREE = 0.5
+
+
+def has_room(state: State, processes: int) -> bool:
+    """Return whether a copy of ``state`` fits into half of the free host memory of each of ``processes`` processes."""
+    tensors = [_tensor(value) for named in state.values() for value in named.values()]
+    return sum(tensor.nbytes for tensor in tensors) <= _SHARE_OF_FREE * free_memory(processes)
+
+
+def slices(state: State, copy: bool) -> dict[str, list[WritableSlice]]:
+    """Return the slices to write, by group; without ``copy`` they alias ``state``, which must not change meanwhile."""
+    return {
+        group: [part for name, value in named.items() for part in _slices(name, value, copy)]
+        for group, named in state.items()
+    }
+
+
+def _slices(name: str, value: Tensor | TensorSlice, copy: bool) -> list[WritableSlice]:
+    tensor = _tensor(value).detach()
+    if copy:
+        tensor = tensor.to("cpu", copy=True)
+    if not isinstance(value, TensorSlice):
+        return [WritableSlice.whole(name, tensor)]
+    regions = ShardSpec(value.shape, value.offset, (), value.blocks, value.rows).regions(tensor.shape)
+    blocks = tensor.split([shape[0] for _, shape in regions]) if len(regions) > 1 else (tensor,)
+    return [WritableSlice(name, block, value.shape, offset) for block, (offset, _) in zip(blocks, regions, strict=True)]
+
+
+def _tensor(value: Tensor | TensorSlice) -> Tensor:
+    return value.tensor if isinstance(value, TensorSlice) else value

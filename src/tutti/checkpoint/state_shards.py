@@ -1,0 +1,184 @@
+"""Choose the tensors and optimizer state that a rank writes, and read them back from any partition over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from tutti.comm.communicator import Communicator
+from tutti.torch_compat import sparse_indices
+from tutti.types import ReplicaRunner, SavedState, ShardSpec, TensorSlice
+
+Named = Sequence[tuple[str, nn.Parameter]]
+_ROWS = ".rows"
+
+
+def optimizer_tensors(optimizer: Optimizer, named: Named) -> dict[str, Tensor]:
+    """Return ``{parameter}/{key}`` → tensor for the optimizer's state of these parameters; numbers become 0-d tensors.
+
+    A sparse tensor, such as SGD's momentum of sparse gradients, becomes two: its values as a dense tensor, and under
+    ``{key}.rows`` a uint8 flag for each row, 1 for rows that its indices name.
+    """
+    tensors: dict[str, Tensor] = {}
+    for name, parameter in named:
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor) and value.is_sparse:
+                rows = torch.zeros(len(value), dtype=torch.uint8, device=value.device)
+                rows[sparse_indices(value)[0]] = 1
+                tensors |= {f"{name}/{key}": value.to_dense(), f"{name}/{key}{_ROWS}": rows}
+            elif value is not None:
+                tensors[f"{name}/{key}"] = number_tensor(value)
+    return tensors
+
+
+def load_optimizer(
+    optimizer: Optimizer,
+    named: Named,
+    saved: SavedState,
+    group: str,
+    prefix: str = "",
+    specs: Mapping[str, ShardSpec] | None = None,
+) -> None:
+    """Load the state that ``optimizer_tensors`` returned into the optimizer; a parameter without any keeps its own.
+
+    Args:
+        optimizer: its ``state`` is set for each parameter that has saved state.
+        named: names and parameters on this rank.
+        saved: the checkpoint.
+        group: the checkpoint's group, such as ``optim``.
+        prefix: of the tensors' names before ``{parameter}/{key}``.
+        specs: of the parameters, where some are slices or tied.
+    """
+    keys: dict[str, list[str]] = {}
+    for entry in saved.names(group):
+        if entry.startswith(prefix):
+            owner, _, key = entry.removeprefix(prefix).rpartition("/")
+            keys.setdefault(owner, []).append(key)
+    for name, parameter in named:
+        spec = ShardSpec(tuple(parameter.shape), ()) if specs is None else specs[name]
+        known = next((n for n in (name, *spec.tied) if n in keys), None)
+        if known is not None:
+            entries = {key: f"{prefix}{known}/{key}" for key in sorted(keys[known])}
+            state = {
+                key: _like(_part(saved, group, entry, spec, parameter.shape), parameter)
+                for key, entry in entries.items()
+            }
+            for key in [key for key in state if key.endswith(_ROWS)]:
+                rows, whole = state.pop(key).nonzero(), key.removesuffix(_ROWS)
+                values = state[whole][rows.squeeze(1)]
+                state[whole] = torch.sparse_coo_tensor(
+                    rows.T, values, state[whole].shape, is_coalesced=True, check_invariants=False
+                )
+            optimizer.state[parameter] = state
+
+
+def written(
+    tensors: Mapping[str, Tensor],
+    replica: ReplicaRunner,
+    comm: Communicator,
+    shapes: Mapping[str, tuple[int, ...]] | None = None,
+) -> dict[str, Tensor | TensorSlice]:
+    """Return the tensors that this rank writes, of tensors that all ranks of ``comm`` hold alike.
+
+    Tensors that another rank of this replica owns are left to it. A slice is returned as a ``TensorSlice`` with its
+    global shape and offset.
+
+    Args:
+        tensors: by parameter or buffer name, or by ``{parameter}/{key}`` for an optimizer's state.
+        replica: the replica whose tensors they are.
+        comm: the ranks that hold the same tensors and share the writing.
+        shapes: local shapes of the parameters, for an optimizer's state; a state of another shape is no slice.
+    """
+    found: dict[str, Tensor | TensorSlice] = {}
+    own = {name: _owner(name, replica) for name in tensors}
+    lent = {name for name, owner in own.items() if owner in replica.not_owned}
+    for name, tensor in mine_of({n: t for n, t in tensors.items() if n not in lent}, comm.rank, comm.size).items():
+        spec = replica.specs[own[name]]
+        local = tuple(tensor.shape) if shapes is None else shapes[own[name]]
+        if tensor.shape == local and tensor.dim() == len(spec.shape) and local != spec.shape:
+            found[name] = TensorSlice(tensor, spec.shape, spec.offset, spec.blocks, spec.rows)
+        elif not any(spec.offset):
+            # A scalar beside a sliced tensor, such as a step counter, is equal on all ranks: the first one writes it.
+            found[name] = tensor
+    return found
+
+
+def read_local(saved: SavedState, group: str, name: str, replica: ReplicaRunner, local: Sequence[int]) -> Tensor:
+    """Read this rank's slice of one of the replica's tensors, on the CPU.
+
+    Args:
+        saved: the checkpoint.
+        group: the checkpoint's group.
+        name: the tensor's name, a key of ``replica.specs``; the checkpoint may have a tied name instead.
+        replica: the replica on this rank.
+        local: shape of this rank's slice.
+    """
+    spec, names = replica.specs[name], saved.names(group)
+    found = next((n for n in (name, *spec.tied) if n in names), name)
+    return _part(saved, group, found, spec, local)
+
+
+def _part(saved: SavedState, group: str, name: str, spec: ShardSpec, local: Sequence[int]) -> Tensor:
+    if tuple(local) == spec.shape or saved.shape(group, name) != spec.shape:
+        return saved.get(group, name)
+    blocks = [saved.part(group, name, offset, shape) for offset, shape in spec.regions(local)]
+    return blocks[0] if len(blocks) == 1 else torch.cat(blocks)
+
+
+def cut_state(optimizer: Optimizer, slices: Mapping[Tensor, ShardSpec]) -> None:
+    """Replace the optimizer's state of whole parameters, such as its constructor made, by slices for this rank.
+
+    Args:
+        optimizer: its ``state`` is changed.
+        slices: place of each parameter's slice in the whole parameter.
+    """
+    for parameter, spec in slices.items():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if not isinstance(value, Tensor) or value.shape != spec.shape or parameter.shape == spec.shape:
+                continue
+            if not spec.shape:
+                # A 0-d parameter is one row, on the first rank. Its step counter is also 0-d, but is not sharded.
+                cut = value if key == "step" else value.view(1)[: parameter.numel()]
+            elif not parameter.numel():
+                cut = value.new_empty(parameter.shape)
+            else:
+                boxes = [zip(offset, shape, strict=True) for offset, shape in spec.regions(parameter.shape)]
+                regions = [tuple(slice(begin, begin + length) for begin, length in box) for box in boxes]
+                cut = torch.cat([value[region] for region in regions])
+            optimizer.state[parameter][key] = cut.clone()
+
+
+def _owner(name: str, replica: ReplicaRunner) -> str:
+    return name if name in replica.specs else name.rpartition("/")[0]
+
+
+def mine_of(tensors: Mapping[str, Tensor], rank: int, ranks: int) -> dict[str, Tensor]:
+    """Return this rank's part of tensors that all ``ranks`` hold alike: every ``ranks``-th by size, for balance.
+
+    Args:
+        tensors: all tensors, by name.
+        rank: this rank, from 0.
+        ranks: number of ranks.
+    """
+    ordered = sorted(tensors, key=lambda name: (-tensors[name].nbytes, name))
+    return {name: tensors[name] for name in ordered[rank::ranks]}
+
+
+def number_tensor(value: Any) -> Tensor:
+    """Return a number as a 0-d float64 tensor, a tensor unchanged."""
+    return value if isinstance(value, Tensor) else torch.tensor(float(value), dtype=torch.float64)
+
+
+def _like(tensor: Tensor, parameter: nn.Parameter) -> Tensor:
+    """Copy a state to the parameter's device and memory format; 0-d step counters stay on the CPU, as optimizers want.
+
+    A state whose shape differs from the parameter's only moves to its device.
+    """
+    if tensor.dim() == 0:
+        return tensor.clone()
+    placed = torch.empty_like(parameter, dtype=tensor.dtype)
+    return placed.copy_(tensor) if tensor.shape == parameter.shape else tensor.to(parameter.device)

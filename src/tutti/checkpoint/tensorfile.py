@@ -1,0 +1,144 @@
+"""Compute the layout and header of a safetensors file from the slices in it: one definition for writer and reader.
+
+Format: github.com/huggingface/safetensors. Eight bytes of little-endian length, a JSON header, the tensors' bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+DTYPES = {
+    "F64": ("float64", 8),
+    "F32": ("float32", 4),
+    "F16": ("float16", 2),
+    "BF16": ("bfloat16", 2),
+    "F8_E4M3": ("float8_e4m3fn", 1),
+    "F8_E5M2": ("float8_e5m2", 1),
+    "F8_E4M3FNUZ": ("float8_e4m3fnuz", 1),
+    "F8_E5M2FNUZ": ("float8_e5m2fnuz", 1),
+    "F8_E8M0": ("float8_e8m0fnu", 1),
+    "C64": ("complex64", 8),
+    "I64": ("int64", 8),
+    "I32": ("int32", 4),
+    "I16": ("int16", 2),
+    "I8": ("int8", 1),
+    "U64": ("uint64", 8),
+    "U32": ("uint32", 4),
+    "U16": ("uint16", 2),
+    "U8": ("uint8", 1),
+    "BOOL": ("bool", 1),
+}
+"""Every dtype of the format: its name there → its name in PyTorch and the bytes of one element. No torch."""
+
+MOST_DIMENSIONS = 64
+_MOST_BYTES = 2**63 - 1
+
+
+@dataclass(frozen=True)
+class SliceRecord:
+    """Name, dtype and place of a stored tensor slice, without its values.
+
+    Attributes:
+        name: the tensor's name, of any characters.
+        dtype: a key of ``DTYPES``.
+        shape: of the global tensor.
+        offset: index of the slice's first element in the global tensor, one number a dimension.
+        part: shape of the slice.
+
+    Raises:
+        ValueError: an unknown dtype, or a slice that does not lie within its tensor.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    part: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise ValueError(f"{self.name!r} has the unknown dtype {self.dtype!r}")
+        # A size of 0 counts as 1: strides are computed from the other dimensions all the same.
+        extent = math.prod(max(size, 1) for size in self.shape)
+        if len(self.shape) > MOST_DIMENSIONS or extent * self.itemsize > _MOST_BYTES:
+            raise ValueError(f"{self.name!r} has the impossible shape {list(self.shape)}")
+        within = len(self.shape) == len(self.offset) == len(self.part) and all(
+            min(begin, length) >= 0 and begin + length <= size
+            for size, begin, length in zip(self.shape, self.offset, self.part, strict=True)
+        )
+        if not within:
+            raise ValueError(
+                f"a slice of {self.name!r}, {list(self.part)} at {list(self.offset)}, "
+                f"does not lie within shape {list(self.shape)}"
+            )
+
+    @classmethod
+    def whole(cls, name: str, dtype: str, shape: Sequence[int]) -> SliceRecord:
+        """Make the record of a whole tensor. Raises ValueError as the constructor."""
+        return cls(name, dtype, tuple(shape), (0,) * len(shape), tuple(shape))
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element."""
+        return DTYPES[self.dtype][1]
+
+    @property
+    def end(self) -> tuple[int, ...]:
+        """Index after the slice's last element, one number a dimension."""
+        return tuple(map(sum, zip(self.offset, self.part, strict=True)))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the slice."""
+        return math.prod(self.part) * self.itemsize
+
+
+@dataclass(frozen=True)
+class FileLayout:
+    """Header and offsets of one file.
+
+    Attributes:
+        header: the file's first bytes: length field and JSON.
+        begins: byte at which each slice starts, counted from the file's start.
+        size: bytes of the file.
+    """
+
+    header: bytes
+    begins: tuple[int, ...]
+    size: int
+
+
+def file_layout(slices: Sequence[SliceRecord], metadata: Mapping[str, str] | None = None) -> FileLayout:
+    """Return the layout of a file of ``slices`` in this order; ``metadata`` joins the header's ``__metadata__``.
+
+    >>> layout = file_layout([SliceRecord("w", "F32", (2, 3), (0, 0), (2, 3))])
+    >>> layout.size - layout.begins[0]
+    24
+    """
+    ends = list(accumulate((item.nbytes for item in slices), initial=0))
+    entries: dict[str, object] = {"__metadata__": {"format": "pt", **(metadata or {})}}
+    for item, key, begin, end in zip(slices, _keys(slices), ends, ends[1:], strict=False):
+        entries[key] = {"dtype": item.dtype, "shape": item.part, "data_offsets": (begin, end)}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    header = len(text).to_bytes(8, "little") + text
+    return FileLayout(header, tuple(len(header) + begin for begin in ends[:-1]), len(header) + ends[-1])
+
+
+def _keys(slices: Sequence[SliceRecord]) -> Iterator[str]:
+    """Yield each slice's unique key in the header: the tensor's name, with the index range if it is not whole."""
+    taken = {"__metadata__"}
+    for item in slices:
+        # The header must be valid UTF-8, which a Python string with lone surrogates is not.
+        key = item.name.encode(errors="backslashreplace").decode()
+        if item.part != item.shape:
+            ranges = zip(item.offset, item.part, strict=True)
+            key += "[" + ",".join(f"{begin}:{begin + length}" for begin, length in ranges) + "]"
+        while key in taken:
+            key += "'"
+        taken.add(key)
+        yield key

@@ -1,0 +1,85 @@
+"""Read weights and buffers of a checkpoint or file by their names in the plain model's state dict. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from numpy.typing import NDArray
+
+from tutti.checkpoint.manifest import REMEDY, Manifest, TensorRecord
+from tutti.checkpoint.read import TensorReader
+from tutti.checkpoint.tensorfile import DTYPES, SliceRecord
+from tutti.checkpoint.weights_hash import WeightsHash
+from tutti.errors import CheckpointError
+
+
+class Weights(Protocol):
+    """Named tensors that are read one at a time.
+
+    Attributes:
+        records: every tensor's dtype and shape, by name.
+    """
+
+    @property
+    def records(self) -> Mapping[str, SliceRecord]: ...
+
+    def numbers(self, name: str) -> NDArray[Any]:
+        """Return one tensor as unsigned integers of its elements' width. Raises CheckpointError if it is unreadable."""
+
+
+class SavedWeights:
+    """The model of a checkpoint, with a tied tensor under each of its names.
+
+    Args:
+        manifest: of the verified checkpoint.
+        ema: read the EMA of the weights instead; buffers are the model's own.
+
+    Raises:
+        CheckpointError: the checkpoint has no EMA, or its tied names are invalid.
+    """
+
+    def __init__(self, manifest: Manifest, ema: bool = False) -> None:
+        self._reader = TensorReader(manifest)
+        self._from: dict[str, tuple[str, str]] = {name: ("model", name) for name in manifest.tensors.get("model", {})}
+        if ema:
+            averages = manifest.tensors.get("ema", {})
+            if not averages:
+                raise CheckpointError(
+                    "the checkpoint has no average of the weights",
+                    where=str(manifest.path),
+                    remedy="leave --ema out, or train with --ema",
+                )
+            self._from |= {name: ("ema", name) for name in averages}
+        tied = manifest.facts.get("tied", {})
+        if not isinstance(tied, dict) or not {*map(str, tied.values())} <= self._from.keys():
+            raise CheckpointError(
+                "the checkpoint's 'tied' names no tensors of it", where=str(manifest.path), remedy=REMEDY
+            )
+        for other, name in tied.items():
+            self._from[other] = self._from[str(name)]
+        found = {name: manifest.tensors[group][first] for name, (group, first) in self._from.items()}
+        self.records: Mapping[str, SliceRecord] = {name: _record(name, record) for name, record in found.items()}
+
+    def numbers(self, name: str) -> NDArray[Any]:
+        """Return one tensor; see ``Weights``."""
+        shape = self.records[name].shape
+        return self._reader.numbers(*self._from[name], (0,) * len(shape), shape)
+
+
+def weights_hash(weights: Weights) -> str:
+    """Return ``weights_sha256`` of all tensors; only one at a time is in memory."""
+    digest = WeightsHash()
+    for name in sorted(weights.records):
+        record = weights.records[name]
+        digest.add(name, DTYPES[record.dtype][0], record.shape, flat(weights.numbers(name)))
+    return digest.hexdigest()
+
+
+def flat(numbers: NDArray[Any]) -> memoryview:
+    """Return the bytes of a contiguous array."""
+    return numbers.reshape(-1).view("u1").data
+
+
+def _record(name: str, record: TensorRecord) -> SliceRecord:
+    return SliceRecord.whole(name, record.dtype, record.shape)

@@ -1,0 +1,30 @@
+"""Compute ``weights_sha256`` incrementally, tensor by tensor. No torch."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+
+class WeightsHash:
+    """SHA-256 over tensors in sorted order of names: name, dtype, shape, little-endian bytes."""
+
+    def __init__(self) -> None:
+        self._digest = hashlib.sha256()
+
+    def add(self, name: str, dtype: str, shape: Sequence[int], data: Any) -> None:
+        """Add the next tensor; the caller keeps the sorted order of names.
+
+        Args:
+            name: in the model's state dict.
+            dtype: PyTorch's name, such as ``float32``.
+            shape: of the whole tensor.
+            data: its bytes in C order, as a contiguous buffer.
+        """
+        self._digest.update(f"{name}\0{dtype}\0{list(shape)}\0".encode())
+        self._digest.update(data)
+
+    def hexdigest(self) -> str:
+        """Return the hash of the tensors added so far."""
+        return self._digest.hexdigest()

@@ -1,0 +1,67 @@
+"""Open the weights of a warm start: a run directory, a checkpoint directory or a safetensors file. No torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tutti.checkpoint.folder import newest_checkpoint, scan
+from tutti.checkpoint.manifest import MANIFEST
+from tutti.checkpoint.plain import PlainFile
+from tutti.checkpoint.read import load_manifest, verify
+from tutti.checkpoint.weights import SavedWeights, Weights
+from tutti.errors import CheckpointError, UsageError
+
+FOLDER = "checkpoints"
+"""Name of the folder of checkpoints in a run directory."""
+
+
+def check_source(path: Path) -> None:
+    """Check that ``path`` is a run directory, a checkpoint directory or a safetensors file; tensors are not read.
+
+    Raises:
+        UsageError: ``path`` does not exist, or is a directory of another kind.
+        CheckpointError: a run without a checkpoint, a checkpoint with an invalid manifest, or a file with an invalid
+            header.
+    """
+    if not path.exists():
+        raise UsageError("there are no weights to begin with", where=str(path), remedy=_REMEDY)
+    if not path.is_dir():
+        PlainFile(path)
+    elif (path / MANIFEST).exists():
+        load_manifest(path)
+    elif (path / FOLDER).is_dir():
+        if not scan(path / FOLDER):
+            raise _nothing(path, [])
+    else:
+        raise UsageError("there are no weights to begin with", where=str(path), remedy=_REMEDY)
+
+
+def verified(path: Path) -> Path:
+    """Return the checkpoint directory or file that ``path`` stands for, after verifying the hashes of its bytes.
+
+    A run directory stands for its newest checkpoint that verifies. Of a file without a stored hash, only the header is
+    checked. Raises as ``check_source``, and CheckpointError for damage.
+    """
+    check_source(path)
+    if not path.is_dir():
+        PlainFile(path).verify()
+        return path
+    if (path / MANIFEST).exists():
+        return verify(path).path
+    manifest, broken = newest_checkpoint(path / FOLDER)
+    if manifest is None:
+        raise _nothing(path, broken)
+    return manifest.path
+
+
+def open_weights(path: Path) -> Weights:
+    """Open the path that ``verified`` returned. Raises CheckpointError where this rank cannot read it."""
+    return SavedWeights(load_manifest(path)) if path.is_dir() else PlainFile(path)
+
+
+def _nothing(path: Path, broken: list[str]) -> CheckpointError:
+    why = "; ".join(broken[:3]) or "it has none"
+    return CheckpointError("the run has no checkpoint that can be used", where=str(path), why=why, remedy=_REMEDY)
+
+
+_REMEDY = "give a run directory, a checkpoint directory step-N, or a .safetensors file"

@@ -1,0 +1,146 @@
+"""``tutti doctor``: check hardware, software and collectives of this machine, and say how to fix problems."""
+
+from __future__ import annotations
+
+import os
+import sys
+import textwrap
+from collections.abc import Iterator
+from functools import partial
+from typing import Annotated, Any
+
+from cyclopts import Parameter
+
+from tutti import process_context
+from tutti.config.variables import PREFIX, check_variables
+from tutti.doctor import collective_probe, limits, machine, software
+from tutti.doctor.finding import Check, Finding, Mark, checked, conclude
+from tutti.errors import UsageError
+from tutti.launcher.encoding import json_text
+from tutti.workload import cgroup
+
+WIDTH = 100
+_NAME_WIDTH = 21
+_COLOURS: dict[Mark, str] = {"ok": "green", "note": "yellow", "problem": "bold red"}
+
+
+def doctor(*, as_json: Annotated[bool, Parameter(name="--json", negative="", show_default=False)] = False) -> int:
+    """Check hardware, software and collectives of this machine, with remedies.
+
+    Example: tutti doctor
+
+    Takes about ten seconds. Exit code 0: no problem; 5: a collective fails; others as in tutti train.
+
+    Parameters
+    ----------
+    as_json:
+        print one JSON object; keys end with their unit
+    """
+    findings = []
+    printed: set[str] = set()
+    for finding in run_checks():
+        findings.append(finding)
+        if not as_json:
+            print_finding(finding, printed)
+    code = conclude(findings)
+    problems = sum(finding.mark == "problem" for finding in findings)
+    if as_json:
+        print(json_text(report(findings), sys.stdout))
+    else:
+        print(f"{problems or 'no'} problem{'' if problems == 1 else 's'} found")
+    return code
+
+
+def run_checks() -> Iterator[Finding]:
+    """Yield the findings of all checks, each check's when it ends."""
+    allowed = cgroup.read_limits()
+    checks: list[tuple[str, Check]] = [
+        ("versions", software.software),
+        ("module", software.module),
+        ("extras", software.extras),
+        ("kernels", software.compiled_loops),
+        ("system", machine.system),
+        ("cores", partial(machine.cores, allowed)),
+        ("memory", partial(machine.memory, allowed)),
+        ("threads", partial(machine.threads, os.environ)),
+        ("shared_memory", limits.shared_memory),
+        ("open_files", limits.open_files),
+        ("processes", partial(limits.processes, allowed)),
+        ("network", partial(limits.network, os.environ)),
+        ("launcher", launcher),
+        ("variables", variables),
+        ("directory", limits.directory),
+        ("memory_bandwidth", machine.bandwidth),
+        ("start_2", partial(collective_probe.collectives, 2)),
+        ("start_4", partial(collective_probe.collectives, 4)),
+    ]
+    for name, check in checks:
+        yield from checked(name, check)
+
+
+def launcher() -> Iterator[Finding]:
+    """Find the launcher whose variables are in the environment."""
+    try:
+        found = process_context.read_identity(os.environ)
+    except UsageError as error:
+        remedy = "Start with tutti run, torchrun, srun or mpirun, or unset the variables."
+        yield Finding("launcher", "problem", str(error), {"source": None}, remedy)
+        return
+    values = {"source": found.source, "rank": found.rank, "size_processes": found.size}
+    text = "none: tutti starts its own workers"
+    if found.source != "single":
+        text = f"{found.source}: this is rank {found.rank} of {found.size}"
+    yield Finding("launcher", "ok", text, values)
+
+
+def variables() -> Iterator[Finding]:
+    """Check the ``TUTTI_*`` variables in the environment."""
+    names = sorted(name for name in os.environ if name.startswith(PREFIX))
+    try:
+        check_variables(os.environ)
+    except UsageError as error:
+        yield Finding("variables", "problem", str(error), {"names": names}, "Correct the variable, or unset it.")
+        return
+    yield Finding("variables", "ok", ", ".join(names) or f"none that begins with {PREFIX}", {"names": names})
+
+
+def report(findings: list[Finding]) -> dict[str, Any]:
+    """Return the report as a JSON object, with one entry a finding."""
+    entries = {
+        finding.name: {"mark": finding.mark, "text": finding.text, "remedy": finding.remedy or None, **finding.values}
+        for finding in findings
+    }
+    problems = sum(finding.mark == "problem" for finding in findings)
+    return {"exit_code": int(conclude(findings)), "problems_count": problems, "checks": entries}
+
+
+def lines(finding: Finding, printed: set[str]) -> list[str]:
+    """Format a finding in lines of at most 100 columns.
+
+    Args:
+        finding: the finding.
+        printed: remedies printed so far, which are not repeated; this remedy is added.
+    """
+    indent = " " * 9
+    head = f"{finding.mark:<9}{finding.name.replace('_', ' '):<{_NAME_WIDTH}}"
+    text = " ".join(finding.text.split())
+    found = textwrap.wrap(
+        text, WIDTH, initial_indent=head, subsequent_indent=" " * len(head), max_lines=2, placeholder=" …"
+    )
+    if finding.remedy and finding.remedy not in printed:
+        printed.add(finding.remedy)
+        found += textwrap.wrap(f"→ {finding.remedy}", WIDTH, initial_indent=indent, subsequent_indent=f"{indent}  ")
+    return found
+
+
+def print_finding(finding: Finding, printed: set[str]) -> None:
+    """Print a finding; in a terminal its mark is coloured."""
+    first, *rest = lines(finding, printed)
+    if not sys.stdout.isatty():
+        print("\n".join([first, *rest]), flush=True)
+        return
+    from rich.console import Console
+    from rich.text import Text
+
+    mark = Text(first[: len(finding.mark)], style=_COLOURS[finding.mark])
+    Console().print(Text.assemble(mark, "\n".join([first[len(finding.mark) :], *rest])), soft_wrap=True)

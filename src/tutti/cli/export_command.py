@@ -1,0 +1,153 @@
+"""``tutti export``: write a run's weights as one safetensors file for use without tutti. Loads no torch."""
+
+from __future__ import annotations
+
+import sys
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import Parameter
+
+from tutti.checkpoint.best import Best
+from tutti.checkpoint.export import export_weights as write
+from tutti.checkpoint.folder import best_checkpoint, newest_checkpoint, scan
+from tutti.checkpoint.manifest import MANIFEST, Manifest
+from tutti.checkpoint.read import verify
+from tutti.checkpoint.weights import SavedWeights
+from tutti.checkpoint.weights_source import FOLDER
+from tutti.config.metric_direction import RAW
+from tutti.errors import CheckpointError, ExitCode, UsageError
+from tutti.launcher.encoding import json_text
+
+
+def export(
+    run: Annotated[Path, Parameter(show=False)],
+    /,
+    *,
+    step: Annotated[str, Parameter(show_default=False)] = "newest",
+    output: Annotated[Path, Parameter(name=("-o", "--output"))] = Path("model.safetensors"),
+    ema: Annotated[bool, Parameter(negative="", show_default=False)] = False,
+    overwrite: Annotated[bool, Parameter(negative="", show_default=False)] = False,
+    as_json: Annotated[bool, Parameter(name="--json", negative="", show_default=False)] = False,
+) -> int:
+    """Write a run's weights as one file that plain PyTorch loads.
+
+    Example: tutti export runs/NAME --step best -o model.safetensors
+
+    RUN is a run directory or one of its checkpoints. Loads in PyTorch with
+    model.load_state_dict(safetensors.torch.load_file("model.safetensors"))
+
+    Parameters
+    ----------
+    step:
+        which checkpoint: its step, best, best:NAME or newest; default: newest
+    output:
+        the file to write
+    ema:
+        export the average of the weights, of a run with --ema
+    overwrite:
+        allow the file to exist
+    as_json:
+        print one JSON object instead of one line
+    """
+    manifest = _chosen(run, step)
+    weights = SavedWeights(manifest, ema)
+    said = {
+        "step": manifest.step,
+        "weights": "ema" if ema else "model",
+        "config_sha256": manifest.config_sha256,
+        "task": str(manifest.facts.get("task", "")),
+    }
+    metadata = {name: str(value) for name, value in said.items()}
+    digest, size = write(weights, output, metadata, overwrite)
+    found: dict[str, Any] = {
+        "path": str(output),
+        **said,
+        "checkpoint": str(manifest.path),
+        "tensors": len(weights.records),
+    }
+    found |= {"bytes": size, "weights_sha256": digest, "eval": manifest.facts.get("eval")}
+    print(json_text(found, sys.stdout) if as_json else export_line(found))
+    return ExitCode.DONE
+
+
+def export_line(found: dict[str, Any]) -> str:
+    """Return a summary of the exported file in one line.
+
+    >>> export_line({"path": "m.safetensors", "step": 1200, "weights": "ema", "tensors": 12, "bytes": 2_345_678,
+    ...       "weights_sha256": "3fa9", "eval": {"loss": 0.5, "raw_loss": 0.6}})
+    'm.safetensors: average of the weights at step 1200 · 12 tensors, 2.3 MB · held-out loss 0.5000 · weights 3fa9'
+    """
+    what = "average of the weights" if found["weights"] == "ema" else "weights"
+    held_out = ", ".join(f"{name} {value:.4f}" for name, value in _values(found).items())
+    parts = [
+        f"{what} at step {found['step']}",
+        f"{found['tensors']} tensors, {found['bytes'] / 1e6:.1f} MB",
+        *([f"held-out {held_out}"] if held_out else []),
+        f"weights {found['weights_sha256'][:12]}",
+    ]
+    return f"{found['path']}: {' · '.join(parts)}"
+
+
+def _values(found: Mapping[str, Any]) -> dict[str, float]:
+    """Return the held-out values of the exported weights: of their average, or of the trained weights."""
+    known = {name: value for name, value in (found["eval"] or {}).items() if isinstance(value, int | float)}
+    raw = {name.removeprefix(RAW): value for name, value in known.items() if name.startswith(RAW)}
+    if raw and found["weights"] != "ema":
+        return raw
+    return {name: value for name, value in known.items() if not name.startswith(RAW)}
+
+
+def _chosen(run: Path, step: str) -> Manifest:
+    """Return the manifest of the chosen checkpoint, with every byte verified. Raises UsageError and CheckpointError."""
+    if (run / MANIFEST).exists():
+        if step != "newest":
+            raise UsageError(
+                "--step chooses among a run's checkpoints", where=str(run), remedy="give the run directory"
+            )
+        return verify(run)
+    folder = run / FOLDER
+    if not folder.is_dir():
+        raise UsageError(
+            "there is no run to export", where=str(run), remedy="give a run directory, or a checkpoint directory step-N"
+        )
+    if step.isdecimal():
+        return _numbered(folder, int(step))
+    if step == "newest":
+        manifest, broken = newest_checkpoint(folder)
+    elif step.partition(":")[0] == "best":
+        manifest, broken = best_checkpoint(folder, _measure(run, step).score)
+    else:
+        raise UsageError(f"--step is '{step}'", remedy="give a step, best, best:NAME or newest")
+    for text in broken:
+        print(f"tutti: ignored: {text}", file=sys.stderr)
+    if manifest is None:
+        why = "none can be trusted" if broken else "none was saved" if step == "newest" else "none was evaluated so"
+        raise CheckpointError("there is no checkpoint to export", where=str(folder), why=why)
+    return manifest
+
+
+def _numbered(folder: Path, step: int) -> Manifest:
+    manifests = scan(folder)
+    found = next((manifest for manifest in manifests if manifest.step == step), None)
+    if found is None:
+        there = ", ".join(str(manifest.step) for manifest in reversed(manifests)) or "none"
+        raise UsageError(f"there is no checkpoint of step {step}", where=str(folder), remedy=f"there are: {there}")
+    return verify(found.path)
+
+
+def _measure(run: Path, step: str) -> Best:
+    """Return the metric of ``best``: from ``best:NAME``, or from the run's ``--keep-best``. Raises UsageError."""
+    name = step.partition(":")[2]
+    if not name:
+        try:
+            name = str(tomllib.loads((run / "config.toml").read_text(encoding="utf-8"))["keep_best"])
+        except (OSError, ValueError, KeyError):
+            raise UsageError(
+                "the run did not say what makes a checkpoint the best",
+                where=str(run),
+                remedy="give --step best:NAME, such as best:accuracy",
+            ) from None
+    return Best.parse(name, "--step best")

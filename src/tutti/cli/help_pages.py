@@ -1,0 +1,52 @@
+"""Format help pages compactly: no frames, one line an option; options with equal descriptions share a line."""
+
+from __future__ import annotations
+
+import textwrap
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from cyclopts.help import HelpEntry, HelpPanel
+    from rich.console import Console, ConsoleOptions
+
+COLUMN = 19
+
+
+class OneScreen:
+    """Formatter that cyclopts calls for the usage line, the description and each group of options."""
+
+    def __call__(self, console: Console, options: ConsoleOptions, panel: HelpPanel) -> None:
+        if not panel.entries:
+            return
+        _print(console, f"{panel.title}:", style="bold")
+        for _, group in groupby(panel.entries, key=lambda entry: _text(entry.description) or id(entry)):
+            _print(console, _lines(list(group), console.width))
+
+    def render_usage(self, console: Console, options: ConsoleOptions, usage: Any) -> None:
+        _print(console, _text(usage))
+
+    def render_description(self, console: Console, options: ConsoleOptions, description: Any) -> None:
+        _print(console, f"{_text(description)}\n")
+
+
+def _lines(entries: list[HelpEntry], width: int) -> str:
+    """Return the names of entries with a common description, and the description beside them."""
+    names = " ".join(" ".join((*entry.positive_names, *entry.positive_shorts)) for entry in entries)
+    words = _text(entries[0].description)
+    if entries[0].default:
+        words = f"{words} [{_text(entries[0].default)}]".strip()
+    indent = " " * COLUMN
+    first = f"  {names:<{COLUMN - 4}}  "
+    return textwrap.fill(words, width, initial_indent=first, subsequent_indent=indent, break_on_hyphens=False)
+
+
+def _text(value: Any) -> str:
+    """Return the plain text of a value from cyclopts: text, rich text, or its wrapper of rich text."""
+    if value is None:
+        return ""
+    return str(getattr(value, "plain", None) or getattr(value, "primary_renderable", value)).strip()
+
+
+def _print(console: Console, text: str, style: str | None = None) -> None:
+    console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,146 @@
+"""``tutti run``: start a user's script as one process a device. Loads no torch."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from tutti import process_context
+from tutti.errors import ExitCode, UsageError
+from tutti.launcher import hosts as hosts_
+from tutti.launcher import stdin_control, watchdog
+from tutti.launcher.devices import count_gpus
+from tutti.launcher.launch import check_script, launch, run_script
+from tutti.launcher.watchdog import WatchdogLimits
+
+WITH_VALUE = (
+    *("-H", "--hosts"),
+    *("-np", "--num-proc", "--devices", "--logs", "--timeout", "--max-restarts"),
+    *("--start-timeout", "--step-timeout"),
+)
+
+
+def end_options(words: list[str]) -> list[str]:
+    """Insert ``--`` before the script, so that words after it go to the script and not to ``tutti run``.
+
+    >>> end_options(["run", "-np", "4", "train.py", "--epochs", "3"])
+    ['run', '-np', '4', '--', 'train.py', '--epochs', '3']
+    """
+    if words[:1] != ["run"]:
+        return words
+    at = 1
+    while at < len(words) and words[at].startswith("-"):
+        if words[at] == "--":
+            return words
+        at += 2 if words[at].replace("_", "-") in WITH_VALUE else 1
+    return [*words[:at], "--", *words[at:]] if at < len(words) else words
+
+
+def run(
+    *command: Annotated[str, Parameter(show=False, allow_leading_hyphen=True)],
+    devices: Annotated[str, Parameter(name=("-np", "--num-proc", "--devices"))] = "auto",
+    hosts: Annotated[str | None, Parameter(name=("-H", "--hosts"))] = None,
+    module: Annotated[bool, Parameter(name="-m", negative="", show_default=False)] = False,
+    logs: Path = Path("runs/logs"),
+    timeout: float = 300,
+    start_timeout: Annotated[float | None, Parameter(env_var="TUTTI_START_TIMEOUT")] = None,
+    step_timeout: Annotated[float | None, Parameter(env_var="TUTTI_STEP_TIMEOUT")] = None,
+    max_restarts: int = 0,
+    show_all: Annotated[bool, Parameter(negative="", show_default=False)] = False,
+) -> int:
+    """Start your own script on many devices; in it, call tutti.init().
+
+    Example: tutti run -np 4 train.py --epochs 3
+
+    Parameters
+    ----------
+    devices:
+        processes to start; auto: one a GPU, or one
+    hosts:
+        HOST:PROCESSES,… to start on over ssh, in this directory of each
+    module:
+        SCRIPT is a module's name, as in python -m
+    logs:
+        folder for the output of each process
+    timeout:
+        seconds that processes may take to find each other
+    start_timeout:
+        seconds without progress that end a process, at the start and in a step;
+        0: never; default: 1800, timeout of tutti.init
+    step_timeout:
+        seconds without progress that end a process, at the start and in a step;
+        0: never; default: 1800, timeout of tutti.init
+    max_restarts:
+        times to start the script anew after a failure
+    show_all:
+        show every process's output, not the first one's only
+    """
+    if not command:
+        raise UsageError("no script is given", remedy="write tutti run -np 4 script.py")
+    if devices != "auto" and (not devices.isdecimal() or int(devices) < 1):
+        raise UsageError(f"-np is '{devices}'", remedy="give a whole number of at least 1, or auto")
+    if max_restarts < 0:
+        raise UsageError(f"--max-restarts is {max_restarts}", remedy="give a whole number of at least 0")
+    limits = WatchdogLimits.make(start_timeout, step_timeout, None)
+    script, *arguments = command
+    if script.startswith("-"):
+        raise UsageError(
+            f"unknown option {script}", remedy="see tutti run --help; what is the script's comes after its name"
+        )
+    check_script(script, module)
+    stdin_control.control_by_stdin(os.environ)
+    if process_context.joined(os.environ):
+        if max_restarts:
+            raise UsageError(
+                "--max-restarts needs tutti's own launcher", remedy="use the restarts of torchrun or the scheduler"
+            )
+        watchdog.start_watchdog(process_context.read_identity(os.environ).rank, limits)
+        run_script(script, arguments, module)
+        return ExitCode.DONE
+    if hosts is not None:
+        if max_restarts or show_all:
+            raise UsageError(
+                f"--{'max-restarts' if max_restarts else 'show-all'} does not go with -H",
+                remedy="leave out one of the two; with torchrun on every host --max-restarts works",
+            )
+        os.environ["TUTTI_TIMEOUT"] = f"{timeout:g}"
+        return _on(hosts, devices, [*_again(start_timeout, step_timeout, module), script, *arguments], logs)
+    processes = count_gpus(os.environ) or 1 if devices == "auto" else int(devices)
+    return launch(
+        run_script,
+        (script, arguments, module),
+        processes=processes,
+        logs=logs,
+        timeout=timeout,
+        show_all=show_all,
+        restarts=max_restarts,
+        # Every torch optimizer imports it, which takes two seconds.
+        preload=("torch._dynamo",),
+        limits=limits,
+    )
+
+
+def _again(start_timeout: float | None, step_timeout: float | None, module: bool) -> list[str]:
+    """Return the options that are passed on to every process."""
+    said = {"--start-timeout": start_timeout, "--step-timeout": step_timeout}
+    words = [f"{name}={value:g}" for name, value in said.items() if value is not None]
+    return [*words, *(["-m"] if module else []), "--"]
+
+
+def _on(text: str, devices: str, words: list[str], logs: Path) -> int:
+    """Run ``tutti run`` with ``words`` on every host.
+
+    Args:
+        text: value of ``-H``.
+        devices: value of ``--devices``.
+        words: options, script and arguments.
+        logs: folder for the output of each process.
+    """
+    found = hosts_.parse_hosts(text)
+    processes = None if devices == "auto" else int(devices)
+    started = hosts_.plan_processes(found, processes, *hosts_.meeting(found))
+    return hosts_.run_hosts(started, [sys.executable, "-m", "tutti", "run", *words], logs)

@@ -1,0 +1,361 @@
+"""``tutti train``: check the configuration, then start or join the run. Loads no torch before that."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import importlib.util
+import os
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import Parameter
+
+from tutti import parallel, process_context
+from tutti.checkpoint.weights_source import check_source
+from tutti.config.metric_direction import RAW
+from tutti.config.module_config import (
+    OfTheWorker,
+    Sync,
+    check_batch_norm,
+    check_checkpointing,
+    check_compile,
+    check_compiler,
+)
+from tutti.config.optimizer_config import check_optimizer, check_schedule
+from tutti.config.settings import FILES, HEADINGS, flag_table, resolve_config
+from tutti.config.train_config import TrainConfig
+from tutti.data.contract import BatchContract
+from tutti.distribution import pip_install
+from tutti.errors import DiskError, ExitCode, TuttiError, UsageError
+from tutti.launcher import stdin_control, watchdog
+from tutti.launcher.devices import count_gpus
+from tutti.launcher.encoding import json_text, toml_text
+from tutti.launcher.launch import launch
+from tutti.metrics.records import config_toml, find_run, make_run_directory, read_summary, record_exit
+from tutti.optim.gradient_noise import by_worker, check_noise
+from tutti.optim.loss_scale import chosen as check_loss_scale
+from tutti.optim.scaling import AdaptiveRule, check_rule, scaled
+from tutti.tasks import task_registry, user
+from tutti.train.rank_entry import PRELOADED, run_launched_rank, run_rank
+
+_MOMENT = 1.0
+
+Flags = flag_table()
+_HERE = HEADINGS[FILES]
+
+
+def train(
+    task: Annotated[str | None, Parameter(show=False)] = None,
+    /,
+    *,
+    flags: Annotated[Flags, Parameter(name="*", show_env_var=False)] = {},  # type: ignore[valid-type]  # noqa: B006
+    config: Annotated[tuple[Path, ...], Parameter(negative="", group=_HERE, show_default=False)] = (),
+    print_config: Annotated[bool, Parameter(negative="", group=_HERE, show_default=False)] = False,
+    as_json: Annotated[bool, Parameter(name="--json", negative="", group=_HERE, show_default=False)] = False,
+    dry_run: Annotated[bool, Parameter(negative="", group=_HERE, show_default=False)] = False,
+    memory: Annotated[str | None, Parameter(negative="", group=_HERE, show_default=False)] = None,
+) -> int:
+    """Train linear, digits, cifar10, or your own file.py:function.
+
+    Example: tutti train digits --workers 8 --devices 2 --epochs 3
+
+    Parameters
+    ----------
+    config:
+        TOML file of these options; may be repeated, the later wins
+    print_config:
+        print the resolved configuration as TOML and stop
+    as_json:
+        print summary.json instead of one line
+    dry_run:
+        predict the memory of a device, measure one step, refuse a run that cannot fit, and stop
+    memory:
+        device memory for --dry-run: 16GB; default: this machine's
+    """
+    name, chosen = resolved(task, flags, config)
+    if print_config:
+        print(toml_text(config_toml(chosen, name), sys.stdout), end="")
+        return ExitCode.DONE
+    joined = process_context.read_identity(os.environ) if process_context.joined(os.environ) else None
+    chosen = dataclasses.replace(chosen, devices=str(count_devices(chosen, joined)))
+    if joined is not None and chosen.max_restarts:
+        raise UsageError(
+            "--max-restarts needs tutti's own launcher", remedy="use the restarts of torchrun or the scheduler"
+        )
+    refuse_config(name, chosen)
+    if dry_run:
+        return _dry_run(name, chosen, memory, joined)
+    if memory is not None:
+        raise UsageError("--memory is for --dry-run alone", remedy="add --dry-run, or leave it out")
+    stdin_control.control_by_stdin(os.environ)
+    # Every rank of a joined job runs this code; all ranks share the directory of rank 0.
+    first = joined is None or joined.rank == 0
+    directory = run_directory(chosen, name, joined is not None and joined.attempt > 0) if first else None
+    if joined is not None:
+        watchdog.start_watchdog(joined.rank, chosen.limits())
+    code = _start(name, chosen, directory, joined is not None)
+    if directory is not None:
+        _report(name, directory, as_json, code)
+    return code
+
+
+def _dry_run(task: str, config: TrainConfig, memory: str | None, joined: process_context.Identity | None) -> int:
+    """Run ``--dry-run`` in place of training and return its exit code. Raises UsageError in a joined job."""
+    from tutti.planning.dry_run import dry_run
+
+    if joined is not None:
+        raise UsageError("--dry-run starts processes of its own", remedy="call it without torchrun, srun or mpirun")
+    return dry_run(task, config, memory, PRELOADED)
+
+
+BARE = {"--resume": "auto", "--profile": "10:5", "--trace": "10:3", "--compile": "default"}
+"""Value of an option that is given without one."""
+
+
+def bare_options(words: list[str]) -> list[str]:
+    """Insert the values of options given without one: ``--resume`` becomes ``--resume auto``; see ``BARE``.
+
+    >>> bare_options(["train", "digits", "--resume", "--devices", "4", "--profile"])
+    ['train', 'digits', '--resume', 'auto', '--devices', '4', '--profile', '10:5']
+    """
+    if words[:1] != ["train"]:
+        return words
+    filled: list[str] = []
+    for word, after in zip(words, [*words[1:], "-"], strict=True):
+        filled.append(word)
+        if word in BARE and after.startswith("-"):
+            filled.append(BARE[word])
+    return filled
+
+
+def resolved(task: str | None, flags: Mapping[str, Any], config: Sequence[Path]) -> tuple[str, TrainConfig]:
+    """Return the task's name and configuration from the arguments of ``train``.
+
+    Args:
+        task: task on the command line; None: from a file, or from the run to resume.
+        flags: fields given by flag or environment.
+        config: TOML files; a later one takes precedence.
+
+    Raises:
+        UsageError: as ``resolve_config``, or the run to resume does not exist.
+    """
+    name, found = resolve_config(flags, (*_resumed_config(flags, task), *config), task)
+    if found.resume == "auto" and found.workers is None:
+        # If there is no such run, the error is raised when the directory is needed.
+        with contextlib.suppress(UsageError):
+            found = dataclasses.replace(found, resume=str(find_run(found, name)))
+    if found.resume not in (None, "auto") and found.workers is None:
+        # The run's number of workers, not the number of devices now.
+        found = dataclasses.replace(found, workers=_saved_workers(Path(str(found.resume))))
+    return name, found
+
+
+def _saved_workers(directory: Path) -> int | None:
+    """Return the number of workers of a run's newest checkpoint; None without a checkpoint, which is refused later."""
+    from tutti.checkpoint.folder import scan
+
+    manifests = scan(directory / "checkpoints")
+    workers = manifests[0].facts.get("workers") if manifests else None
+    return workers if isinstance(workers, int) else None
+
+
+def _resumed_config(flags: Mapping[str, Any], task: str | None) -> tuple[Path, ...]:
+    """Return the configuration file of the run to resume, if the command line names the run and not the task.
+
+    Raises UsageError if the run does not exist.
+    """
+    resumed = flags.get("resume")
+    if resumed in (None, "auto") or task is not None:
+        return ()
+    path = Path(str(resumed)) / "config.toml"
+    if not path.is_file():
+        raise UsageError("there is no run to resume", where=str(resumed), remedy="give a run directory")
+    return (path,)
+
+
+def run_directory(config: TrainConfig, task: str, restarted: bool = False) -> Path:
+    """Return the run directory: a new one, that of the run to resume, or in a restarted job the previous attempt's.
+
+    Args:
+        config: the configuration.
+        task: name of the task.
+        restarted: whether another launcher has restarted the job.
+
+    Raises:
+        UsageError: there is no run to resume, or the directory is refused.
+    """
+    if config.resume is None:
+        before = Path(config.out or "") / "config.toml"
+        return before.parent if restarted and config.out and before.is_file() else make_run_directory(config, task)
+    if config.resume == "auto":
+        return find_run(config, task)
+    path = Path(config.resume)
+    if not (path / "config.toml").is_file():
+        raise UsageError("there is no run to resume", where=str(path), remedy="give a run directory, or plain --resume")
+    return path
+
+
+def refuse_config(task: str, config: TrainConfig) -> None:
+    """Check a configuration before a process starts.
+
+    Raises:
+        UsageError: options are malformed or do not go together.
+        DataError: the task's data or a package are missing.
+        CheckpointError: the weights of ``--init-from`` cannot be loaded.
+    """
+    devices = int(config.devices)
+    rule = check_rule(config.lr_scale)
+    adaptive = isinstance(rule, AdaptiveRule)
+    compiling = check_compile(config.compile, config.reproducible)
+    cuda = config.device == "cuda" or (config.device == "auto" and count_gpus(os.environ) > 0)
+    choice = parallel.check_strategy(
+        config.strategy,
+        devices,
+        workers=config.workers,
+        reproducible=config.reproducible,
+        adaptive=adaptive,
+        averaging=config.averaging() is not None,
+        compiled=compiling is not None,
+        cuda=cuda,
+    )
+    ranks = choice.data_ranks(devices)
+    # Whether the batch can be divided does not depend on the number of samples, so 1 will do.
+    workers = config.workers or ranks
+    micro = parallel.micro_batch(choice, config.micro_batch, config.batch_size, workers)
+    contract = BatchContract(1, config.batch_size, workers, ranks, micro, config.identical_batches)
+    scaled(check_optimizer(config.optimizer), rule, config.batch_size)
+    check_schedule(config.schedule)
+    for slow in config.slowness():
+        slow.check(devices, workers, cuda)
+    noise = check_noise(config.gradient_noise, config.batch_size, adaptive)
+    norm = check_batch_norm(config.batch_norm)
+    if isinstance(norm, Sync):
+        parallel.check_sync(choice, devices, config.reproducible, by_worker(adaptive, noise))
+        contract.check_whole()
+    check_loss_scale(config.loss_scale, config.precision)
+    check_checkpointing(config.activation_checkpointing, compiled=compiling is not None)
+    if compiling and not cuda:
+        check_compiler(compiling[1])
+    if config.tensorboard and importlib.util.find_spec("tensorboard") is None:
+        raise UsageError(
+            "--tensorboard needs the package tensorboard",
+            remedy=f"run {pip_install('tensorboard')}, or leave it out",
+        )
+    other = not isinstance(norm, OfTheWorker)
+    task_registry.check_task(task, data=config.data, model=config.model, augment=config.augment, batch_norm=other)
+    if not user.is_own(task):
+        # A user's task may declare the direction of its metrics, which is known only after loading it.
+        config.best()
+    # A resumed run takes its weights from its own checkpoint.
+    if config.init_from is not None and config.resume is None:
+        check_source(Path(config.init_from))
+
+
+def count_devices(config: TrainConfig, joined: process_context.Identity | None) -> int:
+    """Return the number of processes of the run. Raises UsageError if it differs from that of a joined job."""
+    if joined is None:
+        if config.devices == "auto":
+            return (count_gpus(os.environ) if config.device != "cpu" else 0) or 1
+        return int(config.devices)
+    if config.devices not in ("auto", str(joined.size)):
+        raise UsageError(
+            f"--devices is {config.devices}, but this job was started with {joined.size} processes",
+            remedy="leave --devices away under torchrun, srun and mpirun",
+        )
+    return joined.size
+
+
+def _start(task: str, config: TrainConfig, directory: Path | None, joined: bool) -> int:
+    """Train in this process or in one process a device; write the exit code of a failed run to ``summary.json``.
+
+    Args:
+        task: name of the task.
+        config: the configuration.
+        directory: run directory; None on ranks other than 0 of a joined job.
+        joined: whether another launcher started this process.
+    """
+    try:
+        alone = config.devices == "1" and not config.max_restarts and not config.watched
+        if directory is None or joined or alone:
+            code = run_rank(task, config, directory)
+        else:
+            code = launch(
+                run_launched_rank,
+                (task, config, directory),
+                processes=int(config.devices),
+                logs=directory / "logs",
+                timeout=config.timeout,
+                restarts=config.max_restarts,
+                preload=PRELOADED,
+                progress=functools.partial(_saved_step, directory),
+                limits=config.limits(),
+            )
+    except KeyboardInterrupt:
+        # Written in a thread: a second Ctrl-C must end the process at once even if the disk does not answer.
+        writer = threading.Thread(target=_leave_code, args=(directory, ExitCode.INTERRUPTED), daemon=True)
+        writer.start()
+        writer.join(_MOMENT)
+        raise
+    except BaseException as error:
+        _leave_code(directory, process_exit_code(error))
+        raise
+    if code:
+        _leave_code(directory, code)
+    return code
+
+
+def _saved_step(directory: Path) -> int:
+    """Return the step of a run's newest complete checkpoint; 0 without a checkpoint."""
+    from tutti.checkpoint.folder import last_step
+
+    return last_step(directory / "checkpoints")
+
+
+def process_exit_code(error: BaseException) -> int:
+    """Return the exit code of a process that ends with this exception."""
+    if isinstance(error, TuttiError):
+        return int(error.exit_code)
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
+    return int(ExitCode.INTERRUPTED if isinstance(error, KeyboardInterrupt) else ExitCode.UNEXPECTED)
+
+
+def _leave_code(directory: Path | None, code: int) -> None:
+    # On a full disk the error that ends the run matters more than this one.
+    with contextlib.suppress(DiskError):
+        if directory is not None:
+            record_exit(directory, code)
+
+
+def _report(task: str, directory: Path, as_json: bool, code: int) -> None:
+    summary = read_summary(directory)
+    if as_json:
+        print(json_text(summary, sys.stdout))
+    elif code == ExitCode.DONE:
+        print(result_line(task, directory, summary))
+
+
+def result_line(task: str, directory: Path, summary: dict[str, Any]) -> str:
+    """Return the result of a run and its directory in one line.
+
+    >>> held_out = {"loss": 0.05123, "accuracy": 0.985}
+    >>> summary = {"eval": held_out, "samples_per_second": 12345.6, "weights_sha256": "3fa9"}
+    >>> result_line("digits", Path("runs/a"), summary)
+    'digits: held-out loss 0.0512, accuracy 0.9850 · 12,346 samples/s · weights 3fa9 · runs/a'
+    """
+    group = "eval" if summary.get("eval") else "train"
+    values = summary.get(group) or {}
+    shown = {n: v for n, v in values.items() if isinstance(v, int | float) and not n.startswith(RAW)}
+    numbers = ", ".join(f"{name} {value:.4f}" for name, value in shown.items())
+    which = "held-out (ema)" if summary.get("ema_sha256") else "held-out"
+    parts = [f"{which if group == 'eval' else 'training'} {numbers}"] if numbers else ["done"]
+    if isinstance(speed := summary.get("samples_per_second"), int | float) and speed > 0:
+        parts.append(f"{speed:,.0f} samples/s")
+    if digest := summary.get("weights_sha256"):
+        parts.append(f"weights {digest[:12]}")
+    return f"{task}: {' · '.join([*parts, str(directory)])}"

@@ -1,0 +1,48 @@
+"""Broadcast of many tensors in few messages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from tutti.comm.communicator import Communicator
+
+_MESSAGE_BYTES = 64 << 20
+
+
+def broadcast_tensors(comm: Communicator, tensors: Sequence[Tensor], name: str) -> None:
+    """Broadcast ``tensors`` in place from the first rank.
+
+    Neighbours of equal dtype travel together; a message is closed as soon as it has 64 MiB.
+
+    Args:
+        comm: the ranks.
+        tensors: equal in number, shape and dtype on all ranks.
+        name: shown in error messages.
+
+    Raises:
+        MismatchError: shapes or dtypes differ between ranks.
+    """
+    if comm.size == 1:
+        return
+    for dtype, same in groupby(tensors, key=lambda t: t.dtype):
+        for message in _messages(list(same)):
+            flat = torch.cat([t.reshape(-1) for t in message]).to(comm.device)
+            comm.broadcast(flat, 0, f"{name}, {dtype}")
+            for tensor, part in zip(message, flat.split([t.numel() for t in message]), strict=True):
+                tensor.copy_(part.view_as(tensor))
+
+
+def _messages(tensors: list[Tensor]) -> list[list[Tensor]]:
+    messages: list[list[Tensor]] = []
+    size = _MESSAGE_BYTES
+    for tensor in tensors:
+        if size >= _MESSAGE_BYTES:
+            messages.append([])
+            size = 0
+        messages[-1].append(tensor)
+        size += tensor.nbytes
+    return messages

@@ -1,0 +1,95 @@
+"""All-gather over files that tolerates killed ranks, on one node under tutti's own launcher.
+
+In each call every rank writes a file and waits for the files of the other ranks. A lost rank writes no more files, so
+all surviving ranks see the same set of files and agree on the participants without another message. A file is removed
+once all ranks have read it.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tutti.comm.stall import Call, StallInspector
+from tutti.errors import PeerError
+from tutti.launcher.context import World
+from tutti.launcher.lost_rank_notes import LostRankNotes, write_whole
+
+_NAP = 0.001
+
+
+class FileAllGather:
+    """All-gather among all ranks of a job that have not been lost.
+
+    Args:
+        notes: the launcher's record of lost ranks.
+        world: rank, store and timeout of this process.
+
+    Attributes:
+        notes: as given.
+        there: ranks that took part in the last call; only these take part in later ones.
+    """
+
+    def __init__(self, notes: LostRankNotes, world: World) -> None:
+        identity = world.identity
+        self.notes, self._rank, self._ranks = notes, identity.rank, tuple(range(identity.size))
+        self.there = self._ranks
+        # Two timeouts: the watchdog of a stuck rank ends it within one, after which the rank counts as lost.
+        self._stall = StallInspector(world.store, identity.rank, identity.size, 2 * world.timeout, world.sent)
+        self._number = 0
+
+    def gather(self, raw: bytes, text: str) -> list[bytes]:
+        """All-gather ``raw``: return the bytes of each rank of ``there``, in rank order.
+
+        ``text`` names the call in error messages. Raises PeerError as ``StallInspector.poll``.
+        """
+        self._number += 1
+        write_whole(self._path(self._rank), raw)
+        awaited = list(self.there)
+
+        def done(limit: timedelta) -> bool:
+            end = time.monotonic() + limit.total_seconds()
+            while True:
+                # Read the lost ranks before looking for files: a rank that is lost by now writes no more.
+                lost = self.notes.lost()
+                awaited[:] = [rank for rank in awaited if not self._path(rank).exists() and rank not in lost]
+                if not awaited or time.monotonic() > end:
+                    return not awaited
+                time.sleep(_NAP)
+
+        if not done(timedelta()):
+            self._stall.poll(done, Call(text, self.there))
+        self.there = tuple(rank for rank in self.there if self._path(rank).exists())
+        brought = [self._path(rank).read_bytes() for rank in self.there]
+        # Every rank has reached this call, and so has read the files of the call before.
+        with suppress(FileNotFoundError):
+            self._path(self._rank, self._number - 1).unlink()
+        return brought
+
+    def tensors(self, tensor: Tensor, text: str) -> list[Tensor]:
+        """All-gather ``tensor`` from each rank of ``there``, of equal shape and dtype."""
+        return [_tensor(raw, tensor) for raw in self.gather(_bytes(tensor), text)]
+
+    def copy(self, tensor: Tensor, source: int, text: str) -> None:
+        """Broadcast ``tensor`` in place from rank ``source``. Raises PeerError if that rank is lost."""
+        brought = self.gather(_bytes(tensor) if self._rank == source else b"", text)
+        if source not in self.there:
+            raise PeerError(f"{text} failed: rank {source} has ended", where=f"rank {self._rank}")
+        tensor.copy_(_tensor(brought[self.there.index(source)], tensor))
+
+    def _path(self, rank: int, number: int | None = None) -> Path:
+        return self.notes.meetings / f"{self._number if number is None else number}-{rank}"
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def _tensor(raw: bytes, like: Tensor) -> Tensor:
+    flat = torch.frombuffer(bytearray(raw), dtype=like.dtype) if raw else torch.empty(0, dtype=like.dtype)
+    return flat.view(like.shape).to(like.device)

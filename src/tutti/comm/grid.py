@@ -1,0 +1,78 @@
+"""The device mesh: P = replica · shard · stage · tensor ranks. Pure arithmetic."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+
+from tutti.errors import UsageError
+
+AXES = ("replica", "shard", "stage", "tensor")
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Device mesh of four named axes, slowest-varying first, and the position of ``rank`` on it.
+
+    Stage and tensor ranks of one replica have adjacent numbers, because they communicate most.
+
+    >>> grid = Grid(replica=2, stage=2, rank=3)
+    >>> grid.at("replica"), grid.at("stage"), grid.along("replica"), grid.along("stage")
+    (1, 1, (1, 3), (2, 3))
+    """
+
+    replica: int = 1
+    shard: int = 1
+    stage: int = 1
+    tensor: int = 1
+    rank: int = 0
+
+    def __post_init__(self) -> None:
+        if min(self.shape) < 1 or not 0 <= self.rank < self.size:
+            raise UsageError(f"no rank {self.rank} on a grid of {self.shape}")
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """Extent of each axis, in the order of ``AXES``."""
+        return self.replica, self.shard, self.stage, self.tensor
+
+    @property
+    def size(self) -> int:
+        """Number of ranks, P."""
+        return self.replica * self.shard * self.stage * self.tensor
+
+    @property
+    def data_ranks(self) -> int:
+        """Number of ranks that see different samples, R = replica · shard."""
+        return self.replica * self.shard
+
+    @property
+    def data_rank(self) -> int:
+        """Index of this rank among the R data ranks."""
+        return self.at("replica") * self.shard + self.at("shard")
+
+    def at(self, axis: str) -> int:
+        """This rank's coordinate on ``axis``."""
+        return self._coordinates(self.rank)[AXES.index(axis)]
+
+    def along(self, *axes: str) -> tuple[int, ...]:
+        """Return the ranks that differ from this one on ``axes`` only, itself included, in increasing order."""
+        here = self._coordinates(self.rank)
+        choices = [
+            range(extent) if axis in axes else (here[i],)
+            for i, (axis, extent) in enumerate(zip(AXES, self.shape, strict=True))
+        ]
+        return tuple(self._rank(c) for c in product(*choices))
+
+    def _coordinates(self, rank: int) -> tuple[int, ...]:
+        coordinates = []
+        for extent in reversed(self.shape):
+            rank, here = divmod(rank, extent)
+            coordinates.append(here)
+        return tuple(reversed(coordinates))
+
+    def _rank(self, coordinates: tuple[int, ...]) -> int:
+        rank = 0
+        for extent, here in zip(self.shape, coordinates, strict=True):
+            rank = rank * extent + here
+        return rank

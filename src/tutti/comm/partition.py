@@ -1,0 +1,56 @@
+"""Partition of ranges and of weighted items into even parts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def even_share(total: int, parts: int, index: int) -> range:
+    """Return part ``index`` of ``range(total)`` cut into ``parts``; the first ``total mod parts`` parts are one longer.
+
+    >>> [list(even_share(10, 4, i)) for i in range(4)]
+    [[0, 1, 2], [3, 4, 5], [6, 7], [8, 9]]
+    """
+    size, rest = divmod(total, parts)
+    start = index * size + min(index, rest)
+    return range(start, start + size + (index < rest))
+
+
+def owners(sizes: Sequence[int], parts: int) -> list[int]:
+    """Assign items to ``parts`` of even total size, the largest item first to the lightest part.
+
+    Returns the part of each item. No part is heavier than 4/3 of the optimum (Graham 1969, SIAM J. Appl. Math. 17,
+    theorem 2).
+
+    >>> owners([5, 3, 3, 2, 1], 2)
+    [0, 1, 1, 0, 1]
+    """
+    loads, of = [0] * parts, [0] * len(sizes)
+    for index in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
+        of[index] = min(range(parts), key=lambda part: loads[part])
+        loads[of[index]] += sizes[index]
+    return of
+
+
+def chunks(total: int, largest: int | None) -> list[range]:
+    """Cut ``range(total)`` into the fewest parts of at most ``largest`` elements, as even as possible.
+
+    ``largest`` None gives one part; ``total`` 0 gives none.
+
+    >>> [list(r) for r in chunks(7, 3)]
+    [[0, 1, 2], [3, 4], [5, 6]]
+    """
+    if total == 0:
+        return []
+    parts = 1 if largest is None else -(-total // largest)
+    return [even_share(total, parts, i) for i in range(parts)]
+
+
+def block(total: int, parts: int, index: int) -> range:
+    """Return part ``index`` of ``range(total)`` as ``torch.chunk`` cuts it: of one size, the last shorter or empty.
+
+    >>> [list(block(5, 4, i)) for i in range(4)]
+    [[0, 1], [2, 3], [4], []]
+    """
+    size = -(-total // parts)
+    return range(min(index * size, total), min((index + 1) * size, total))

@@ -1,0 +1,37 @@
+"""Cache of process groups, which are expensive to make."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from tutti.launcher import context, heartbeat
+from tutti.launcher.heartbeat import Phase
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+_cache: dict[tuple[Any, tuple[int, ...], str], tuple[ProcessGroup | None, ProcessGroup | None]] = {}
+
+
+def process_groups(ranks: tuple[int, ...], purpose: str = "") -> tuple[ProcessGroup | None, ProcessGroup | None]:
+    """Return the control group (Gloo) of ``ranks`` and their fast group (default backend) for ``purpose``.
+
+    Both are None for one rank. The first call for ``ranks`` and ``purpose`` is collective over all ranks of the job, as
+    ``dist.new_group``.
+    """
+    if len(ranks) == 1:
+        return None, None
+    key = (dist.group.WORLD, ranks, purpose)
+    if key not in _cache:
+        # PyTorch's default is 30 minutes. 60 s more than tutti's own timeout, so that tutti's error comes first.
+        limit = timedelta(seconds=context.current().timeout + 60)
+        with heartbeat.training.during(Phase.MEETING):
+            control = (
+                process_groups(ranks)[0] if purpose else dist.new_group(list(ranks), backend="gloo", timeout=limit)
+            )
+            fast = dist.new_group(list(ranks), timeout=limit)
+        _cache[key] = (control, fast)
+    return _cache[key]

@@ -1,0 +1,194 @@
+"""Memory shared by the ranks of one node, with a barrier in it.
+
+The file is unlinked once all ranks have opened it, so nothing remains in /dev/shm however processes end. Each rank
+locks a byte of its own in the file: if another rank can take the lock, its owner has ended, which shows at once and
+without a timeout.
+
+The barrier's counters are plain 64-bit words, which suffices on x86-64, where other cores see stores in order; on other
+processors there is no segment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import mmap
+import os
+import platform
+import secrets
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tutti.comm.communicator import Communicator
+from tutti.comm.stall import Call
+from tutti.errors import PeerError
+from tutti.launcher import heartbeat
+from tutti.launcher.heartbeat import Phase
+
+_DIRECTORY = Path("/dev/shm")
+_LINE = 64
+_SPINS, _YIELDS, _NAP = 200, 2000, 0.0002
+_LIVENESS = 0.05
+
+
+class SharedMemorySegment:
+    """Memory mapped by all ranks of a communicator.
+
+    Layout: for each rank a cache line with its barrier counter; then for each rank a slot of ``size`` bytes.
+
+    Args:
+        comm: ranks of one node.
+        descriptor: the open file behind the memory; closed with this object.
+        size: bytes of a slot.
+    """
+
+    def __init__(self, comm: Communicator, descriptor: int, size: int) -> None:
+        self._comm, self._descriptor, self._size = comm, descriptor, size
+        self._lock(comm.rank)
+        self._memory = mmap.mmap(descriptor, _total(comm.size, size))
+        self._words = memoryview(self._memory).cast("q")
+        self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
+        self._round = 0
+
+    def slot(self, rank: int) -> Tensor:
+        """Return a view (size,) uint8 of the slot of ``rank``."""
+        start = self._comm.size * _LINE + rank * self._size
+        return self._bytes[start : start + self._size]
+
+    def part(self, start: int, count: int, dtype: torch.dtype) -> Tensor:
+        """Return a view (count,) of dtype at byte ``start`` of the contiguous slots; it has its own storage."""
+        if not count:
+            return torch.empty(0, dtype=dtype)
+        offset = self._comm.size * _LINE + start
+        return torch.frombuffer(self._memory, dtype=dtype, count=count, offset=offset)
+
+    def barrier(self, text: str) -> None:
+        """Barrier over all ranks; writes of a rank before its call are visible to all ranks after it.
+
+        ``text`` names the call in error messages.
+
+        Raises:
+            PeerError: a rank has ended, or did not arrive within the timeout.
+            MismatchError: all ranks wait, in different calls.
+        """
+        self._round += 1
+        words, here = self._words, self._round
+        words[self._comm.rank * _LINE // 8] = here
+        for other in range(self._comm.size):
+            index, spins = other * _LINE // 8, 0
+            while words[index] < here:
+                spins += 1
+                if spins > _SPINS:
+                    self._wait(other, text)
+                    break
+
+    def _wait(self, other: int, text: str) -> None:
+        index, here, words = other * _LINE // 8, self._round, self._words
+        with heartbeat.training.during(Phase.WAITING):
+            for _ in range(_YIELDS):
+                os.sched_yield()
+                if words[index] >= here:
+                    return
+                # With more processes than cores each sched_yield may take milliseconds.
+                heartbeat.training.beat()
+
+        def done(limit: timedelta) -> bool:
+            end = time.monotonic() + limit.total_seconds()
+            look = time.monotonic() + _LIVENESS
+            while words[index] < here:
+                time.sleep(_NAP)
+                now = time.monotonic()
+                if now > look:
+                    self._check_alive(other, text)
+                    look = now + _LIVENESS
+                if now > end:
+                    return False
+            return True
+
+        self._comm.stall.poll(done, Call(text, self._comm.ranks))
+
+    def _check_alive(self, other: int, text: str) -> None:
+        """Raise PeerError if rank ``other`` has ended (its lock is free) without arriving at the barrier."""
+        try:
+            self._lock(other)
+        except OSError:
+            return
+        fcntl.lockf(self._descriptor, fcntl.LOCK_UN, 1, other)
+        if self._words[other * _LINE // 8] >= self._round:
+            return
+        raise PeerError(
+            f"{text} failed: rank {self._comm.ranks[other]} has ended",
+            where=f"rank {self._comm.global_rank}",
+            remedy="look for the first error in the other ranks' logs",
+        )
+
+    def _lock(self, rank: int) -> None:
+        fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
+
+    def __del__(self) -> None:
+        with contextlib.suppress(OSError, AttributeError):
+            os.close(self._descriptor)
+
+
+def attach(comm: Communicator, size: int) -> SharedMemorySegment | None:
+    """Make a segment of at least ``size`` bytes per rank. Collective.
+
+    Returns:
+        The segment; None on all ranks where the processor is not x86-64, a rank cannot open the file (several nodes),
+        or /dev/shm is too small.
+    """
+    size = -(-size // 4096) * 4096
+    descriptor, name = _create(_total(comm.size, size)) if comm.rank == 0 else (-1, "")
+    name = comm.broadcast_json(name, 0, "name of the shared memory")
+    if comm.rank != 0 and name:
+        with contextlib.suppress(OSError):
+            descriptor = os.open(_DIRECTORY / name, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    held = torch.tensor([int(descriptor >= 0)])
+    comm.all_reduce(held, "who holds the shared memory")
+    if comm.rank == 0 and name:
+        os.unlink(_DIRECTORY / name)
+    if int(held) < comm.size:
+        if descriptor >= 0:
+            os.close(descriptor)
+        return None
+    segment = SharedMemorySegment(comm, descriptor, size)
+    # A barrier: no rank may test another's lock before that rank has taken it.
+    comm.all_reduce(held, "everybody is in the shared memory")
+    return segment
+
+
+def _create(total: int) -> tuple[int, str]:
+    """Create a file of ``total`` reserved bytes in /dev/shm; return its descriptor and name, or (-1, "") on failure."""
+    if platform.machine() not in ("x86_64", "AMD64") or not _DIRECTORY.is_dir():
+        return -1, ""
+    name = f"tutti-{os.getpid()}-{secrets.token_hex(8)}"
+    _reclaim()
+    try:
+        descriptor = os.open(_DIRECTORY / name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    except OSError:
+        return -1, ""
+    try:
+        # Without the reservation a full /dev/shm would raise SIGBUS in the middle of a step.
+        os.posix_fallocate(descriptor, 0, total)
+    except OSError:
+        os.close(descriptor)
+        os.unlink(_DIRECTORY / name)
+        return -1, ""
+    return descriptor, name
+
+
+def _reclaim() -> None:
+    """Remove files of processes that ended between creating a segment and unlinking it."""
+    for path in _DIRECTORY.glob("tutti-*-*"):
+        pid = path.name.split("-")[1]
+        if pid.isdecimal() and not Path("/proc", pid).exists():
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+
+def _total(ranks: int, size: int) -> int:
+    return ranks * (_LINE + size)

@@ -1,0 +1,91 @@
+"""The binary summation tree of reproducible mode, over logical workers.
+
+A node is a half-open range of workers ``(low, high)``. A node of more than one worker splits at the largest power of
+two below its size. The tree of N workers does not depend on which device computes which leaf, so floating-point sums
+are bit-identical on any number of devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+Node = tuple[int, int]
+T = TypeVar("T")
+
+
+def children(node: Node) -> tuple[Node, Node]:
+    """Return the two children of a node of more than one worker.
+
+    >>> children((0, 6)), children((4, 6))
+    (((0, 4), (4, 6)), ((4, 5), (5, 6)))
+    """
+    low, high = node
+    middle = low + (1 << ((high - low - 1).bit_length() - 1))
+    return (low, middle), (middle, high)
+
+
+def subtree_roots(mine: range, workers: int) -> list[Node]:
+    """Return the maximal subtrees of the tree over ``workers`` that lie within ``mine``, left to right.
+
+    A device sends the sum of each of these subtrees, never one partial sum, whose order would depend on the device.
+
+    >>> subtree_roots(range(0, 3), 8), subtree_roots(range(3, 6), 8), subtree_roots(range(6, 8), 8)
+    ([(0, 2), (2, 3)], [(3, 4), (4, 6)], [(6, 8)])
+    """
+
+    def inside(node: Node) -> list[Node]:
+        low, high = node
+        if high <= mine.start or mine.stop <= low:
+            return []
+        if mine.start <= low and high <= mine.stop:
+            return [node]
+        left, right = children(node)
+        return inside(left) + inside(right)
+
+    return inside((0, workers)) if len(mine) else []
+
+
+def fold(node: Node, pieces: Mapping[Node, T], add: Callable[[T, T], T]) -> T:
+    """Return the sum at ``node`` from sums at its descendants, added in tree order.
+
+    Args:
+        node: root of the subtree.
+        pieces: sums by node, which together cover ``node``.
+        add: addition of two sums, the left one first.
+
+    Raises:
+        KeyError: a worker of ``node`` is in none of ``pieces``.
+
+    >>> fold((0, 3), {(0, 2): "ab", (2, 3): "c"}, lambda a, b: f"({a}+{b})")
+    '(ab+c)'
+    """
+    if node in pieces:
+        return pieces[node]
+    if node[1] - node[0] == 1:
+        raise KeyError(node)
+    left, right = children(node)
+    return add(fold(left, pieces, add), fold(right, pieces, add))
+
+
+def merge_siblings(pieces: dict[Node, T], leaf: int, workers: int, add: Callable[[T, T], T]) -> None:
+    """Merge siblings in ``pieces`` upward, in place, after the sum of worker ``leaf`` was put there.
+
+    Workers must come in increasing order; then at most log2(workers) pieces are ever held.
+
+    Args:
+        pieces: sums by node; two siblings are replaced by their parent.
+        leaf: the worker added last.
+        workers: N.
+        add: addition of two sums, the left one first.
+    """
+    path: list[tuple[Node, Node]] = []
+    node: Node = (0, workers)
+    while node[1] - node[0] > 1:
+        left, right = children(node)
+        path.append((left, right))
+        node = left if leaf < left[1] else right
+    for left, right in reversed(path):
+        if left not in pieces or right not in pieces:
+            return
+        pieces[left[0], right[1]] = add(pieces.pop(left), pieces.pop(right))

@@ -1,0 +1,80 @@
+"""Find each rung's like-with-like baselines: rungs that differ from it only in the number of workers. No torch.
+
+The claim that N logical workers hold the accuracy of one worker needs the same recipe at both scales. Muon at eight
+workers against Adam at one differs in two causes, and proves nothing about either.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from tutti.compare.ladder import Ladder, Rung
+from tutti.config.optimizer_config import check_optimizer, check_schedule
+from tutti.config.train_config import TrainConfig
+from tutti.metrics.records import BESIDE_THE_RESULT
+from tutti.optim.gradient_noise import check_noise
+
+_SCALE = frozenset({"workers", "batch_size", "lr_scale", "seed"})
+"""Scale of a run: workers, their batch and its learning-rate rule. Seeds are repeated and not compared."""
+
+_RATES = frozenset({"lr", "adam_lr"})
+"""Options of optimizers that are tuned to the batch size."""
+
+_WARMUPS = frozenset({"warmup", "warmup_from"})
+
+
+def recipes(ladder: Ladder) -> tuple[Rung, ...]:
+    """Return the rungs to test against baselines: rungs at another scale than the first, else all but the first."""
+    first = ladder.rungs[0]
+    scaled = tuple(rung for rung in ladder.rungs if _scale(rung) != _scale(first))
+    return scaled or ladder.rungs[1:]
+
+
+def baselines(ladder: Ladder, rung: Rung) -> tuple[Rung, ...]:
+    """Return the baselines of ``rung``: rungs at the first rung's scale with otherwise equal options.
+
+    The learning rate, its rule and its warm-up may differ, because each scale needs its own. The baseline of a rung at
+    the first rung's scale is the first rung, if the two differ in one option.
+    """
+    first = ladder.rungs[0]
+    if _scale(rung) == _scale(first):
+        return (first,) if rung != first and len(other_causes(rung.config, first.config)) <= 1 else ()
+    controls = (other for other in ladder.rungs if _scale(other) == _scale(first))
+    return tuple(other for other in controls if not other_causes(rung.config, other.config))
+
+
+def other_causes(config: TrainConfig, reference: TrainConfig) -> list[str]:
+    """Return the options by which two runs differ besides scale and learning rate.
+
+    Options that have no effect at the reference's scale do not count: ``regime_batch`` and the base batch of
+    ``gradient_noise`` equal to its batch, and, if it has one worker, ``batch_norm=sync`` and ``identical_batches``.
+    """
+    ours, theirs = _compared(config, reference), _compared(reference, reference)
+    return [name for name in ours if ours[name] != theirs[name]]
+
+
+def _scale(rung: Rung) -> tuple[int | None, int]:
+    return rung.config.workers, rung.config.batch_size
+
+
+def _compared(config: TrainConfig, reference: TrainConfig) -> dict[str, Any]:
+    names = {field.name for field in dataclasses.fields(TrainConfig)} - BESIDE_THE_RESULT - _SCALE
+    found = {name: getattr(config, name) for name in sorted(names)}
+    found["optimizer"] = _without(check_optimizer(config.optimizer), _RATES)
+    found["schedule"] = _without(check_schedule(config.schedule), _WARMUPS)
+    noise = check_noise(config.gradient_noise, config.batch_size, False)
+    if noise is not None and noise.base_batch == reference.batch_size:
+        found["gradient_noise"] = "none"
+    if config.regime_batch == reference.batch_size:
+        found["regime_batch"] = None
+    if reference.workers == 1:
+        found["identical_batches"] = False
+        found["batch_norm"] = "worker" if config.batch_norm == "sync" else config.batch_norm
+    return found
+
+
+def _without(chosen: Any, aside: frozenset[str]) -> tuple[str, Mapping[str, Any]]:
+    options = dataclasses.asdict(chosen)
+    return type(chosen).__name__, {name: value for name, value in options.items() if name not in aside}

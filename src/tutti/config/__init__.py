@@ -1,0 +1,1 @@
+"""Parse every option once: dataclasses, durations and specifications, ``TUTTI_*`` variables. No torch."""

@@ -1,0 +1,112 @@
+"""Grow the global batch instead of lowering the learning rate.
+
+Smith, Kindermans, Ying, Le 2018, "Don't decay the learning rate, increase the batch size", arXiv 1711.00489.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import pairwise
+
+from tutti.config.spec import Duration, build_options, read_options
+from tutti.errors import UsageError
+
+SHARE = 10
+"""The default largest batch is the size of the data set divided by this: B ≈ N/10 (ibid.)."""
+
+FORM = "milestones=30ep+60ep,factor=5"
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchGrowth:
+    """Multiply the global batch by ``factor`` at each milestone and keep the learning rate.
+
+    The noise scale ε(N/B - 1)/(1 - m) (``optim.noise_formulas.scale_of_sgd``) falls as if the rate had been divided by
+    the factor, exactly for N/B in place of N/B - 1. A batch that would exceed the largest one is clamped to it, and the
+    rate is divided by the rest of the factor.
+
+    Attributes:
+        milestones: whole epochs in rising order, such as ``30ep``.
+        factor: factor on the global batch, above 1.
+        largest: largest number of samples in a global batch; default: a tenth of the data set.
+    """
+
+    milestones: tuple[str, ...] = ()
+    factor: float = 0.0
+    largest: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.milestones or not 1 < self.factor < math.inf:
+            said = f"its factor is {self.factor:g}" if self.milestones else "it has no milestones"
+            raise UsageError(f"the batch cannot grow: {said}", remedy=f"write {FORM}")
+        if any(later <= earlier for earlier, later in pairwise((0, *self.epochs))):
+            raise UsageError(
+                f"the batch cannot grow at {' and then at '.join(self.milestones)}",
+                remedy="give milestones in rising order, the first at 1ep or later",
+            )
+
+    @classmethod
+    def parse(cls, text: str, option: str = "--batch-growth") -> BatchGrowth:
+        """Parse ``milestones=30ep+60ep,factor=5``, optionally with ``largest=N``. Raises UsageError on anything else.
+
+        >>> print(BatchGrowth.parse("milestones=30ep+60ep,factor=5"))
+        milestones=30ep+60ep,factor=5
+        """
+        return build_options(cls, read_options(text, option, FORM), option)
+
+    @property
+    def epochs(self) -> tuple[int, ...]:
+        """Milestones as epoch numbers from 0: the first epochs with a new batch or rate. Raises UsageError."""
+        durations = [Duration.parse(text, "milestones of the batch's growth") for text in self.milestones]
+        for duration in durations:
+            if duration.unit != "ep" or duration.value != int(duration.value):
+                raise UsageError(
+                    f"the batch cannot grow at {duration}",
+                    why="within an epoch all batches are of one size, which its position and its order are counted in",
+                    remedy="give whole epochs, such as 30ep",
+                )
+        return tuple(int(duration.value) for duration in durations)
+
+    def most(self, batch: int, dataset: int | None) -> int | None:
+        """Return the largest global batch; None if it depends on a data set of unknown size.
+
+        Args:
+            batch: the first global batch, in samples.
+            dataset: samples in an epoch; None if unknown.
+
+        Raises:
+            UsageError: ``batch`` is not below the largest batch, or the largest batch exceeds the data set.
+        """
+        largest = self.largest if self.largest is not None or dataset is None else dataset // SHARE
+        if largest is not None and largest <= batch:
+            tenth = f", a tenth of the {dataset} samples" if self.largest is None else ""
+            raise UsageError(
+                f"a batch of {batch} cannot grow: the largest is {largest}{tenth}",
+                remedy="begin with a smaller batch, give a larger largest=N, or lower the rate: --schedule step:…",
+            )
+        if largest is not None and dataset is not None and largest > dataset:
+            raise UsageError(
+                f"the largest batch of {largest} is more than the {dataset} samples of an epoch",
+                remedy="leave largest= out: a tenth of them",
+            )
+        return largest
+
+    def at(self, passed: int, batch: int, largest: int) -> tuple[int, float]:
+        """Return the global batch and the factor on the learning rate after ``passed`` milestones.
+
+        Args:
+            passed: number of milestones passed.
+            batch: the first global batch, in samples.
+            largest: the largest global batch, in samples.
+
+        >>> growth = BatchGrowth.parse("milestones=60ep+120ep+160ep,factor=5")
+        >>> [growth.at(passed, 128, 5000) for passed in range(4)]
+        [(128, 1.0), (640, 1.0), (3200, 1.0), (5000, 0.3125)]
+        """
+        wanted = math.prod([self.factor] * passed, start=float(batch))
+        return (round(wanted), 1.0) if wanted <= largest else (largest, largest / wanted)
+
+    def __str__(self) -> str:
+        largest = "" if self.largest is None else f",largest={self.largest}"
+        return f"milestones={'+'.join(self.milestones)},factor={self.factor:.15g}{largest}"

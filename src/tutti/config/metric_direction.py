@@ -1,0 +1,120 @@
+"""Decide whether a lower or a higher value of a metric is better, in one table that every ranking reads. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from tutti.errors import UsageError
+
+Direction = Literal["lower", "higher"]
+
+RAW = "raw_"
+"""Prefix of held-out values of the trained weights in a run with ``--ema``; values without it are of the average."""
+
+LOWER = frozenset(
+    {"loss", "error", "perplexity", "mae", "mse", "rmse", "cross_entropy", "nll", "wer", "cer", "bpc"}
+    | {"bits_per_byte", "bits_per_character"}
+)
+HIGHER = frozenset(
+    {"accuracy", "top1", "top5", "auc", "auroc", "f1", "precision", "recall", "dice", "iou", "bleu", "rouge"}
+    | {"r2", "psnr", "ssim"}
+)
+
+_ENDINGS = ("loss", "error", "perplexity", "mae", "mse", "rmse", "accuracy", "auc", "f1", "dice", "iou")
+"""Last words of names that decide the direction: ``val_loss`` is a loss. Ambiguous words (``precision``) are absent."""
+
+_TURNING = frozenset({"neg", "negative", "minus", "inverse", "inv", "inverted", "non", "no", "not", "one", "1", "log"})
+"""Words that may invert a metric, as in scikit-learn's ``neg_mean_squared_error``: such names decide nothing."""
+
+_WORDS: Mapping[str, bool] = {"lower": False, "min": False, "higher": True, "max": True}
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A held-out value and its direction.
+
+    Attributes:
+        name: ``loss``, or a metric that the loss function reports.
+        higher: whether a higher value is better.
+    """
+
+    name: str
+    higher: bool
+
+    @classmethod
+    def parse(cls, text: str, option: str, declared: Mapping[str, Direction] | None = None) -> Metric:
+        """Parse ``NAME``, ``NAME:min`` or ``NAME:max``; ``lower`` and ``higher`` are synonyms of ``min`` and ``max``.
+
+        Args:
+            text: the metric.
+            option: name of the option, for the error message.
+            declared: directions by metric that the task declares; a direction in ``text`` takes precedence.
+
+        Raises:
+            UsageError: the text is malformed, or neither it, the task nor the metric's name gives a direction.
+
+        >>> Metric.parse("accuracy", "--metric"), Metric.parse("distance:lower", "--metric")
+        (Metric(name='accuracy', higher=True), Metric(name='distance', higher=False))
+        >>> Metric.parse("distance", "--metric", {"distance": "lower"}).higher
+        False
+        """
+        name, colon, word = text.strip().partition(":")
+        if not name or (colon and word not in _WORDS):
+            raise UsageError(
+                f"cannot read '{text}'",
+                where=option,
+                remedy="write NAME, NAME:min or NAME:max (:lower, :higher)",
+            )
+        higher = _WORDS[word] if colon else higher_is_better(name, declared)
+        if higher is None:
+            raise UsageError(
+                f"nobody knows whether a lower or a higher '{name}' is better",
+                where=option,
+                remedy=f"write {name}:min or {name}:max (:lower, :higher), or declare it in a task of your own: "
+                f"Task(directions={{'{name}': 'lower'}})",
+            )
+        return cls(name, higher)
+
+    @property
+    def direction(self) -> Direction:
+        """``higher`` or ``lower``, whichever is better."""
+        return "higher" if self.higher else "lower"
+
+    def gain(self, before: float, after: float) -> float:
+        """Return by how much ``after`` is better than ``before``; negative if it is worse.
+
+        >>> Metric("loss", higher=False).gain(0.5, 0.3)
+        0.2
+        """
+        return after - before if self.higher else before - after
+
+
+def higher_is_better(name: str, declared: Mapping[str, Direction] | None = None) -> bool | None:
+    """Return whether a higher value of the metric ``name`` is better; None if neither name nor ``declared`` decides.
+
+    >>> [higher_is_better(n) for n in ("val_loss", "top1_accuracy", "neg_mean_squared_error", "distance")]
+    [False, True, None, None]
+    """
+    known = name.removeprefix(RAW)
+    for key in (name, known):
+        if declared and key in declared:
+            return declared[key] == "higher"
+    if known not in LOWER | HIGHER:
+        words = known.split("_")
+        if words[-1] not in _ENDINGS or _TURNING & set(words):
+            return None
+        known = words[-1]
+    return known in HIGHER
+
+
+def check_directions(directions: Mapping[str, str]) -> None:
+    """Raise UsageError if a task declares a direction other than ``lower`` or ``higher``."""
+    for name, direction in directions.items():
+        if direction not in ("lower", "higher"):
+            raise UsageError(
+                f"the direction of '{name}' is {direction!r}",
+                where="Task(directions=…)",
+                remedy="say which is better: 'lower' or 'higher'",
+            )

@@ -1,0 +1,165 @@
+"""Options of model surgery: batch norm, ``torch.compile`` and activation checkpointing. No torch."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import sysconfig
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tutti.config.spec import Spec
+from tutti.errors import UsageError, did_you_mean
+
+_COMPILE, _CHECKPOINTING = "--compile", "--activation-checkpointing"
+
+
+@dataclass(frozen=True, kw_only=True)
+class OfTheWorker:
+    """The model's own batch norm: statistics of each logical worker's micro-batch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ghost:
+    """Ghost batch norm: statistics of ``size`` samples for any batch (Hoffer et al. 2017, arXiv 1705.08741).
+
+    Attributes:
+        size: samples that are normalised together.
+    """
+
+    size: int = 32
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise ValueError(f"size is {self.size} and should be at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sync:
+    """Synchronised batch norm: statistics of the global batch; a device computes all its workers as one batch."""
+
+
+BATCH_NORMS: Mapping[str, type[Any]] = {"worker": OfTheWorker, "ghost": Ghost, "sync": Sync}
+
+
+def check_batch_norm(text: str) -> Any:
+    """Parse ``--batch-norm`` into its options. Raises UsageError, naming the nearest name or key."""
+    spec = Spec.parse(text, "--batch-norm")
+    return spec.build(spec.choose(BATCH_NORMS, "batch norm"), "--batch-norm")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compile:
+    """Options of ``torch.compile``.
+
+    Attributes:
+        backend: compiler backend; ``inductor`` needs a C++ compiler on the CPU.
+    """
+
+    backend: str = "inductor"
+
+
+MODES: Mapping[str, type[Any]] = {"none": Compile, "default": Compile, "max-autotune-no-cudagraphs": Compile}
+_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
+
+
+def check_compile(text: str, reproducible: bool = False) -> tuple[str, Compile] | None:
+    """Parse ``--compile`` into mode and options; None for ``none``.
+
+    Raises:
+        UsageError: unknown mode or key, naming the nearest, a mode with CUDA graphs, or ``reproducible``.
+    """
+    spec = Spec.parse(text, _COMPILE)
+    if spec.name in _CUDA_GRAPHS:
+        raise UsageError(
+            f"{_COMPILE} {spec.name} records CUDA graphs",
+            why="they hold tensors by address, and workers that share a device are swapped by address",
+            remedy="take default or max-autotune-no-cudagraphs",
+        )
+    options = spec.build(spec.choose(MODES, "mode of torch.compile"), _COMPILE)
+    if spec.name == "none":
+        return None
+    if reproducible:
+        raise UsageError(
+            f"--reproducible does not go with {_COMPILE}",
+            why="code that is made for one shape, or for one stage of a model, rounds differently than for another",
+            remedy="leave out one of the two",
+        )
+    return spec.name, options
+
+
+def check_compiler(options: Compile) -> None:
+    """Raise UsageError if the inductor backend lacks a C++ compiler or Python's headers."""
+    if options.backend != "inductor":
+        return
+    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
+    if shutil.which(compiler) is None:
+        raise UsageError(
+            f"{_COMPILE} needs a C++ compiler, and there is no {compiler}",
+            remedy=f"install one (apt install g++), name one in the variable CXX, or leave out {_COMPILE}",
+        )
+    header = Path(sysconfig.get_path("include"), "Python.h")
+    if not header.is_file():
+        raise UsageError(
+            f"{_COMPILE} needs Python's headers",
+            where=str(header),
+            remedy=f"install them (apt install python3-dev), or leave out {_COMPILE}",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Nothing:
+    """No activation checkpointing: every activation is kept for backward."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Blocks:
+    """Recompute blocks of the model in backward (Chen et al. 2016, arXiv 1604.06174).
+
+    Attributes:
+        every: recompute the first of every ``every`` neighbouring blocks.
+    """
+
+    every: int = 1
+
+    def __post_init__(self) -> None:
+        if self.every < 1:
+            raise ValueError(f"every is {self.every} and should be at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Selective(Blocks):
+    """Selective activation checkpointing: keep results of products with weights, convolutions and fused attention.
+
+    Korthikanti et al. 2022, arXiv 2205.05198, section 5.
+    """
+
+
+CHECKPOINTING: Mapping[str, type[Any]] = {"none": Nothing, "blocks": Blocks, "selective": Selective}
+
+
+def check_checkpointing(choice: str | Sequence[Any], compiled: bool = False) -> Blocks | None:
+    """Parse ``--activation-checkpointing`` into its options; None for ``none`` and for a list of modules.
+
+    Raises:
+        UsageError: unknown name or key, naming the nearest, or ``selective`` with ``--compile``.
+    """
+    if not isinstance(choice, str):
+        return None
+    spec = Spec.parse(choice, _CHECKPOINTING)
+    if spec.name not in CHECKPOINTING:
+        raise UsageError(
+            f"unknown activation checkpointing '{choice}'",
+            remedy=f"{did_you_mean(spec.name, CHECKPOINTING)}; in Python also a list of modules' names or classes",
+        )
+    options = spec.build(CHECKPOINTING[spec.name], _CHECKPOINTING)
+    if compiled and isinstance(options, Selective):
+        raise UsageError(
+            f"{_CHECKPOINTING} selective does not go with {_COMPILE}",
+            why="code that is compiled is one whole, whose products cannot be kept apart",
+            remedy=f"take {_CHECKPOINTING} blocks, blocks:every=2, or leave out {_COMPILE}",
+        )
+    return options if isinstance(options, Blocks) else None

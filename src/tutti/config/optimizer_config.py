@@ -1,0 +1,267 @@
+"""Options of optimizers and learning-rate schedules. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from tutti.config.spec import Duration, Spec
+from tutti.errors import UsageError
+
+
+@dataclass(frozen=True, kw_only=True)
+class SGDConfig:
+    """Stochastic gradient descent, ``torch.optim.SGD``."""
+
+    lr: float = 0.1
+    momentum: float = 0.0
+    dampening: float = 0.0
+    weight_decay: float = 0.0
+    nesterov: bool = False
+
+    def __post_init__(self) -> None:
+        _check(self, at_least_zero=("lr", "momentum", "weight_decay"))
+        if self.nesterov and (self.momentum <= 0 or self.dampening != 0):
+            raise ValueError("nesterov=true needs momentum above 0 and dampening=0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamConfig:
+    """``torch.optim.Adam``; weight decay is added to the gradient."""
+
+    lr: float = 1e-3
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check(self, at_least_zero=("lr", "eps", "weight_decay"), below_one=("beta1", "beta2"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamWConfig(AdamConfig):
+    """``torch.optim.AdamW``; weight decay is decoupled (Loshchilov & Hutter 2019, arXiv 1711.05101)."""
+
+    weight_decay: float = 0.01
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerWiseConfig:
+    """Options of every layer-wise optimizer.
+
+    Attributes:
+        adapt_1d, decay_1d: whether tensors of at most one dimension get layer-wise adaptation and weight decay.
+        exclude: name patterns of parameters that get neither, such as ``exclude=embed.*+head.*``.
+        fused: whether to use compiled loops on the CPU; none: if they are available.
+    """
+
+    adapt_1d: bool = False
+    decay_1d: bool = False
+    exclude: tuple[str, ...] = ()
+    fused: bool | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LARSConfig(LayerWiseConfig):
+    """``tutti.optim.LARS`` (You et al. 2017, arXiv 1708.03888)."""
+
+    lr: float = 1.0
+    momentum: float = 0.9
+    weight_decay: float = 0.0
+    trust: float = 0.001
+    eps: float = 0.0
+    nesterov: bool = False
+    denominator: Literal["sum_of_norms", "norm_of_sum"] = "sum_of_norms"
+    lr_in_momentum: bool = True
+    momentum_correction: bool = False
+    cap: bool = False
+
+    def __post_init__(self) -> None:
+        _check_momentum(self)
+        if self.momentum_correction and (self.momentum <= 0 or not self.lr_in_momentum):
+            raise ValueError("momentum_correction needs momentum above 0 and the rate inside it, lr_in_momentum=true")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LARCConfig(LayerWiseConfig):
+    """``tutti.optim.LARC``: SGD with the learning rate of each layer capped; ``cap=false`` scales it instead."""
+
+    lr: float = 0.1
+    momentum: float = 0.9
+    weight_decay: float = 0.0
+    trust: float = 0.02
+    eps: float = 1e-8
+    nesterov: bool = False
+    cap: bool = True
+
+    def __post_init__(self) -> None:
+        _check_momentum(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LAMBConfig(LayerWiseConfig):
+    """``tutti.optim.LAMB`` (You et al. 2020, arXiv 1904.00962)."""
+
+    lr: float = 1e-3
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-6
+    weight_decay: float = 0.01
+    bias_correction: bool = True
+    grad_averaging: bool = True
+    phi_min: float = 0.0
+    phi_max: float | None = None
+    trust_clip: float | None = None
+    decoupled_decay: bool = False
+    max_grad_norm: float | None = None
+
+    def __post_init__(self) -> None:
+        _check(self, at_least_zero=("lr", "eps", "weight_decay", "phi_min"), below_one=("beta1", "beta2"))
+        for name in ("phi_max", "trust_clip", "max_grad_norm"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise UsageError(f"{name} is {value}", remedy="give a number above 0, or none")
+
+
+@dataclass(frozen=True, kw_only=True)
+class NovoGradConfig(LayerWiseConfig):
+    """``tutti.optim.NovoGrad`` (Ginsburg et al. 2019, arXiv 1905.11286)."""
+
+    lr: float = 0.01
+    beta1: float = 0.95
+    beta2: float = 0.98
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    grad_averaging: bool = False
+    bias_correction: bool = False
+    normalize: Literal["gradient", "moment"] = "gradient"
+    decay: Literal["moment", "step"] = "moment"
+    init: Literal["first_norm", "zero"] = "first_norm"
+
+    def __post_init__(self) -> None:
+        _check(self, at_least_zero=("lr", "eps", "weight_decay"), below_one=("beta1", "beta2"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class MuonConfig:
+    """``tutti.optim.Muon``: orthogonal steps for matrices, AdamW for the rest.
+
+    Attributes:
+        adam: name patterns of matrices that AdamW updates; ``adam=none``: no matrix.
+    """
+
+    lr: float = 0.02
+    weight_decay: float = 0.0
+    momentum: float = 0.95
+    nesterov: bool = True
+    ns_steps: int = 5
+    adjust_lr_fn: Literal["original", "match_rms_adamw"] = "original"
+    adam_lr: float = 1e-3
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.95
+    adam_eps: float = 1e-8
+    adam_weight_decay: float = 0.0
+    adam: tuple[str, ...] = ("*embed*", "*head*", "*token*", "*position*")
+
+    def __post_init__(self) -> None:
+        rates = ("lr", "weight_decay", "adam_lr", "adam_eps", "adam_weight_decay")
+        _check(self, at_least_zero=rates, below_one=("momentum", "adam_beta1", "adam_beta2"))
+        if not 1 <= self.ns_steps < 100:
+            raise UsageError(f"ns_steps is {self.ns_steps}", remedy="give 1 to 99")
+
+
+OPTIMIZERS: Mapping[str, type[Any]] = {
+    "sgd": SGDConfig,
+    "adam": AdamConfig,
+    "adamw": AdamWConfig,
+    "lars": LARSConfig,
+    "larc": LARCConfig,
+    "lamb": LAMBConfig,
+    "novograd": NovoGradConfig,
+    "muon": MuonConfig,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConstantSchedule:
+    """Keep the initial learning rate after the warm-up.
+
+    Attributes:
+        warmup: length of the linear warm-up (``5ep``, ``500st``, ``20000sa``).
+        warmup_from: factor on the rate at which the warm-up starts; default: the rate before ``--lr-scale``, 0 without
+            ``--lr-scale``.
+    """
+
+    warmup: str = "0st"
+    warmup_from: float | None = None
+
+    def __post_init__(self) -> None:
+        Duration.parse(self.warmup, "warmup")
+        if self.warmup_from is not None:
+            _check(self, at_least_zero=("warmup_from",))
+
+
+@dataclass(frozen=True, kw_only=True)
+class CosineSchedule(ConstantSchedule):
+    """Half a cosine from the initial rate to ``final`` times it (Loshchilov & Hutter 2017, arXiv 1608.03983)."""
+
+    final: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearSchedule(ConstantSchedule):
+    """A straight line from the initial rate to ``final`` times it."""
+
+    final: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepSchedule(ConstantSchedule):
+    """Multiply the rate by ``gamma`` at each milestone, such as ``milestones=30ep+60ep``."""
+
+    milestones: tuple[str, ...] = ()
+    gamma: float = 0.1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.milestones:
+            raise ValueError("step needs milestones=30ep+60ep")
+        for milestone in self.milestones:
+            Duration.parse(milestone, "milestones")
+
+
+SCHEDULES: Mapping[str, type[Any]] = {
+    "constant": ConstantSchedule,
+    "cosine": CosineSchedule,
+    "linear": LinearSchedule,
+    "step": StepSchedule,
+}
+
+
+def check_optimizer(text: str) -> Any:
+    """Parse ``--optimizer`` into its options. Raises UsageError, naming the nearest name or key."""
+    spec = Spec.parse(text, "--optimizer")
+    return spec.build(spec.choose(OPTIMIZERS, "optimizer"), "--optimizer")
+
+
+def check_schedule(text: str) -> Any:
+    """Parse ``--schedule`` into its options. Raises UsageError, naming the nearest name or key."""
+    spec = Spec.parse(text, "--schedule")
+    return spec.build(spec.choose(SCHEDULES, "schedule"), "--schedule")
+
+
+def _check(config: Any, at_least_zero: tuple[str, ...] = (), below_one: tuple[str, ...] = ()) -> None:
+    for name in (*at_least_zero, *below_one):
+        value = getattr(config, name)
+        if not value >= 0 or (name in below_one and not value < 1):
+            raise UsageError(
+                f"{name} is {value}", remedy=f"give 0 or more{' and below 1' if name in below_one else ''}"
+            )
+
+
+def _check_momentum(config: LARSConfig | LARCConfig) -> None:
+    _check(config, at_least_zero=("lr", "weight_decay", "trust", "eps"), below_one=("momentum",))
+    if config.nesterov and config.momentum <= 0:
+        raise ValueError("nesterov=true needs momentum above 0")

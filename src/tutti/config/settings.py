@@ -1,0 +1,163 @@
+"""Resolve one configuration from flags, ``TUTTI_*``, files and defaults, in that precedence. No torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+import tomllib
+import types
+import typing
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypedDict, get_args, get_origin
+
+from cyclopts import Group, Parameter, Token
+
+from tutti.config.train_config import TrainConfig
+from tutti.errors import UsageError, did_you_mean
+
+HINTS = typing.get_type_hints(TrainConfig)
+
+FILES = "Configuration and output"
+GROUPS: Mapping[str, tuple[str, ...]] = {
+    "What is trained": ("data", "model", "augment", "batch_norm", "data_workers"),
+    "On what": ("strategy", "workers", "devices", "device", "threads", "timeout", "reproducible", "slow"),
+    "How": (
+        *("optimizer", "schedule", "lr_scale", "batch_size", "batch_growth", "micro_batch", "precision", "loss_scale"),
+        *("clip", "ema", "gradient_noise", "identical_batches", "channels_last", "compile", "activation_checkpointing"),
+        *("seed", "max_nonfinite"),
+    ),
+    "How long": ("epochs", "steps", "samples", "duration", "regime_batch", "eval_every"),
+    "Saving and resuming": (
+        *("checkpoint_every", "keep", "keep_best", "init_from", "resume", "max_restarts"),
+        *("start_timeout", "step_timeout", "save_timeout"),
+    ),
+    FILES: ("runs", "out", "overwrite", "log_every", "tensorboard", "profile", "trace"),
+}
+"""Groups of the help page; every field of TrainConfig belongs to one."""
+
+HEADINGS = {title: Group(title, sort_key=place) for place, title in enumerate(GROUPS)}
+
+
+def resolve_config(flags: Mapping[str, Any], files: Sequence[Path], task: str | None) -> tuple[str, TrainConfig]:
+    """Return the task's name and its resolved configuration.
+
+    Args:
+        flags: fields given by flag or environment; they take precedence over files.
+        files: TOML files; a later one takes precedence over an earlier one.
+        task: task on the command line; takes precedence over ``task`` in a file.
+
+    Raises:
+        UsageError: a file is missing or not TOML, a key is unknown, a value has the wrong type, no task is given, or
+            TrainConfig refuses the values.
+    """
+    values: dict[str, Any] = {}
+    for file in files:
+        values |= read_file(file)
+    from_file = values.pop("task", None)
+    name = task or from_file
+    if not name:
+        raise UsageError("no task is given", remedy="write tutti train TASK, such as tutti train digits")
+    return name, TrainConfig(**{**values, **flags})
+
+
+def read_file(file: Path) -> dict[str, Any]:
+    """Return the fields (and ``task``) that a TOML file sets; dashes and underscores in keys are equivalent.
+
+    Raises:
+        UsageError: the file cannot be read, is not TOML, or has an unknown or repeated key or a value of a wrong type.
+    """
+    try:
+        with file.open("rb") as stream:
+            table = tomllib.load(stream)
+    except OSError as error:
+        raise UsageError("cannot read the configuration", where=str(file), why=error.strerror) from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError("the configuration is not TOML", where=str(file), why=str(error)) from error
+    values = {}
+    for written, value in table.items():
+        key = written.replace("-", "_")
+        if key != "task" and key not in HINTS:
+            raise UsageError(f"unknown key '{written}'", where=str(file), remedy=did_you_mean(key, [*HINTS, "task"]))
+        if key in values:
+            raise UsageError(f"'{key}' is given twice", where=str(file), remedy="write it with dashes or underscores")
+        values[key] = typed(value, HINTS.get(key, str), f"{file}, {written}")
+    return values
+
+
+def typed(value: Any, hint: Any, where: str) -> Any:
+    """Return a TOML value as type ``hint``: a whole number may stand for a float or text.
+
+    >>> typed(3, float, "clip"), typed(2, str, "devices")
+    (3.0, '2')
+
+    Raises:
+        UsageError: the value has another type; ``where`` is its place, for the message.
+    """
+    if get_origin(hint) in (typing.Union, types.UnionType):
+        (hint,) = (member for member in get_args(hint) if member is not type(None))
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if get_origin(hint) is Literal:
+        if value not in get_args(hint):
+            raise UsageError(f"'{value}' is not possible", where=where, remedy=did_you_mean(str(value), get_args(hint)))
+        return value
+    if whole and hint in (float, str):
+        return hint(value)
+    if isinstance(value, hint) and (whole or hint is not int):
+        return value
+    kinds = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+    raise UsageError(f"{value!r} is not {kinds[hint]}", where=where)
+
+
+def descriptions() -> dict[str, str]:
+    """Return the description of each field, parsed from TrainConfig's docstring; fields on one line share the text."""
+    text = inspect.cleandoc(TrainConfig.__doc__ or "").partition("Attributes:\n")[2]
+    found = {}
+    for names, words in re.findall(r"^ {4}(\w[\w, ]*): (.*(?:\n {8}.*)*)", text, flags=re.MULTILINE):
+        for name in names.split(", "):
+            found[name] = " ".join(words.split()).translate({ord("`"): None, ord("*"): None}).rstrip(".")
+    return found
+
+
+def _whole_number(optional: bool) -> Callable[[Any, Sequence[Token]], int | None]:
+    """Return a converter that refuses fractions: cyclopts itself rounds ``--steps 1.5`` to 2."""
+
+    def convert(hint: Any, tokens: Sequence[Token]) -> int | None:
+        text = tokens[0].value
+        if optional and text.lower() == "none":
+            return None
+        try:
+            return int(text)
+        except ValueError:
+            raise ValueError(f"'{text}' is not a whole number") from None
+
+    return convert
+
+
+def _parameter(field: dataclasses.Field[Any], group: Group, text: str) -> Any:
+    hint = HINTS[field.name]
+    members = get_args(hint)
+    shown = field.default is not None and field.default is not False and "default" not in text
+    parameter = Parameter(
+        help=text,
+        group=group,
+        env_var=f"TUTTI_{field.name.upper()}",
+        show_default=str(field.default).removesuffix(".0") if shown else False,
+        converter=_whole_number(type(None) in members) if int in (hint, *members) else None,
+    )
+    return Annotated[hint, parameter]
+
+
+def flag_table(without: Collection[str] = ()) -> Any:
+    """Return a TypedDict type with one optional key a field of TrainConfig, except the fields ``without``.
+
+    A key is present only if its flag or ``TUTTI_*`` variable is given.
+    """
+    fields = {field.name: field for field in dataclasses.fields(TrainConfig)}
+    texts = descriptions()
+    keys = {}
+    for title, names in GROUPS.items():
+        for name in [name for name in names if name not in without]:
+            keys[name] = _parameter(fields[name], HEADINGS[title], texts.get(name, ""))
+    return TypedDict("Flags", keys, total=False)  # type: ignore[operator]

@@ -1,0 +1,74 @@
+"""Parse ``--slow``, which makes stragglers of ranks or logical workers on purpose. Loads no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from tutti.config.spec import build_options, read_options
+from tutti.errors import UsageError
+
+if TYPE_CHECKING:
+    from tutti.types import MicroBatch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slowness:
+    """Delay of some ranks or some logical workers.
+
+    Attributes:
+        rank, worker: numbers of the delayed ranks or of the delayed workers, ``1`` or ``1+2``; one of the two.
+        factor: slow forward and backward by this factor, measured in CPU time.
+        ms: milliseconds of delay a worker and step.
+    """
+
+    rank: tuple[int, ...] = ()
+    worker: tuple[int, ...] = ()
+    factor: float = 1.0
+    ms: float = 0.0
+
+    def __post_init__(self) -> None:
+        if bool(self.rank) == bool(self.worker) or min(self.rank + self.worker) < 0:
+            raise ValueError("give rank=1 or worker=1, or several as in rank=1+2")
+        if self.factor < 1 or self.ms < 0 or (self.factor == 1 and not self.ms):
+            raise ValueError(f"factor is {self.factor:g} and ms is {self.ms:g}: give factor=3, or ms=20")
+
+    @classmethod
+    def parse(cls, text: str, option: str = "--slow") -> tuple[Slowness, ...]:
+        """Parse ``rank=1,factor=3`` or ``worker=1+2,ms=20``, or several separated by ``;``. Raises UsageError."""
+        return tuple(
+            build_options(cls, read_options(part, option, "rank=1,factor=3"), option) for part in text.split(";")
+        )
+
+    def check(self, ranks: int, workers: int, cuda: bool = False) -> None:
+        """Raise UsageError if a rank or worker does not exist, or ``factor``, measured in CPU time, is for GPUs.
+
+        Args:
+            ranks: number of ranks of the run.
+            workers: number of logical workers.
+            cuda: whether devices are GPUs.
+        """
+        if cuda and self.factor > 1:
+            raise UsageError("slow factors count the CPU's time, and devices are GPUs", remedy="give ms=20")
+        for kind, given, count in (("rank", self.rank, ranks), ("worker", self.worker, workers)):
+            if given and max(given) >= count:
+                raise UsageError(
+                    f"there is no {kind} {max(given)} to slow down", where="--slow", remedy=f"they are 0 to {count - 1}"
+                )
+
+    def seconds(self, rank: int, micro_batch: MicroBatch, needed: float) -> float:
+        """Return the delay of a micro-batch in seconds; 0 if neither its rank nor its worker is delayed.
+
+        Args:
+            rank: this rank.
+            micro_batch: the micro-batch; ``ms`` is added after a worker's last one only.
+            needed: seconds of CPU time that the micro-batch took.
+        """
+        if not (rank in self.rank or micro_batch.worker in self.worker):
+            return 0.0
+        return (self.factor - 1) * needed + self.ms / 1000 * micro_batch.last
+
+    def __str__(self) -> str:
+        kind, given = ("rank", self.rank) if self.rank else ("worker", self.worker)
+        parts = [f"{self.factor:g} × as slow"] * (self.factor > 1) + [f"{self.ms:g} ms a step"] * (self.ms > 0)
+        return f"{kind} {', '.join(map(str, given))}: {' and '.join(parts)}"

@@ -1,0 +1,229 @@
+"""Parse durations (``3ep``) and specifications (``name:key=value,…``).
+
+The same text works as a flag, as a TOML value and as a Python argument. No torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+import types
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cache
+from typing import Any, Literal, Self, TypeVar, cast, get_args, get_origin
+
+from tutti.errors import UsageError, did_you_mean
+
+T = TypeVar("T")
+
+Unit = Literal["ep", "st", "sa"]
+_LONGEST = 1e15
+_DURATION = re.compile(r"(\d+(?:\.\d+)?(?:e\d+)?)(ep|st|sa)")
+
+
+@dataclass(frozen=True)
+class Duration:
+    """A length of training: epochs (``3ep``), steps (``500st``) or samples (``20000sa``).
+
+    >>> Duration.parse("3ep").steps(dataset=1000, batch=128)
+    24
+    >>> Duration.parse("20000sa").steps(dataset=1000, batch=128)
+    160
+    >>> Duration.parse("500st").steps(dataset=1000, batch=128)
+    500
+    """
+
+    value: float
+    unit: Unit
+
+    @classmethod
+    def parse(cls, text: str, option: str = "duration") -> Duration:
+        """Parse ``3ep``, ``500st`` or ``20000sa``. Raises UsageError on anything else."""
+        match = _DURATION.fullmatch(text.strip())
+        if match is None:
+            raise UsageError(f"cannot read '{text}' as a duration", where=option, remedy="write 3ep, 500st or 20000sa")
+        value, unit = float(match[1]), match[2]
+        if value > _LONGEST:
+            raise UsageError(f"'{text}' is longer than any run", where=option, remedy=f"give at most {_LONGEST:g}")
+        if unit != "ep" and value != int(value):
+            raise UsageError(f"'{text}' is not a whole number of {unit}", where=option)
+        return cls(value, typing.cast(Unit, unit))
+
+    def steps(self, dataset: int | None, batch: int | Fraction) -> int:
+        """Return the optimizer steps that consume this duration; an epoch's last, smaller batch counts as a step.
+
+        Args:
+            dataset: samples in one epoch; None for a stream of unknown length.
+            batch: samples in one global batch; a fraction for one worker's share of it.
+
+        Raises:
+            UsageError: the duration is in epochs, and ``dataset`` is None.
+        """
+        if self.unit == "st":
+            return int(self.value)
+        if dataset is None:
+            if self.unit == "ep":
+                raise UsageError(
+                    f"{self} of a stream of unknown length are no number of steps",
+                    remedy="count in steps (500st) or samples (20000sa), or give the data set __len__",
+                )
+            return math.ceil(self.value / batch)
+        per_epoch = math.ceil(dataset / batch)
+        if self.unit == "ep":
+            return round(self.value * per_epoch)
+        epochs, rest = divmod(int(self.value), dataset)
+        return epochs * per_epoch + math.ceil(rest / batch)
+
+    def __str__(self) -> str:
+        return f"{self.value:.15g}{self.unit}"
+
+
+@dataclass(frozen=True)
+class Spec:
+    """``name:key=value,…`` split into name and options; the keys are not yet checked.
+
+    >>> Spec.parse("sgd:lr=0.1,momentum=0.9")
+    Spec(name='sgd', options={'lr': '0.1', 'momentum': '0.9'})
+    """
+
+    name: str
+    options: Mapping[str, str]
+
+    @classmethod
+    def parse(cls, text: str, option: str = "specification") -> Spec:
+        """Parse a specification. Raises UsageError if it is malformed or a key is repeated."""
+        name, _, rest = text.strip().partition(":")
+        options = read_options(rest, option, "name:key=value,key=value")
+        if not name:
+            raise UsageError(f"'{text}' names nothing", where=option, remedy="write name:key=value")
+        return cls(name.strip(), options)
+
+    def choose(self, table: Mapping[str, T], option: str) -> T:
+        """Return the table's entry of this name. Raises UsageError with the nearest name."""
+        if self.name not in table:
+            raise UsageError(f"unknown {option} '{self.name}'", remedy=did_you_mean(self.name, table))
+        return table[self.name]
+
+    def build(self, config: type[T], option: str) -> T:
+        """Return an instance of the dataclass ``config`` built from the options.
+
+        Raises:
+            UsageError: unknown key (naming the nearest), a value of the wrong type, or a value that the dataclass
+                refuses.
+        """
+        return build_options(config, self.options, f"{option} {self.name}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StrategyOptions:
+    """Base class of strategy options. Subclasses override the methods with another result than the default."""
+
+    def capabilities(self) -> dict[str, Any]:
+        """Return the fields of the strategy's row in ``parallel/registry.py`` that these options replace."""
+        return {}
+
+    def resolve_durations(self, steps: Callable[[Duration], int]) -> Self:
+        """Return the options with every duration converted to steps by ``steps``."""
+        return self
+
+    def shards_parameters(self, shape: Mapping[str, int]) -> bool:
+        """Return whether the gradient synchronisation shards parameters on a device mesh of this shape."""
+        return False
+
+    def check(self, shape: Mapping[str, int], cuda: bool, compiled: bool) -> None:
+        """Raise UsageError if the options conflict with the rest of the run.
+
+        Args:
+            shape: size of each dimension of the device mesh, by name.
+            cuda: whether devices are GPUs.
+            compiled: whether the run uses ``--compile``.
+        """
+
+
+def read_options(text: str, option: str, form: str) -> dict[str, str]:
+    """Parse ``key=value,key=value``.
+
+    Args:
+        text: the options; dashes in keys become underscores.
+        option: name of the option, for error messages.
+        form: the expected form, for error messages.
+
+    Raises:
+        UsageError: the text is malformed, or a key is repeated.
+    """
+    options: dict[str, str] = {}
+    for item in filter(None, (part.strip() for part in text.split(","))):
+        key, equals, value = item.partition("=")
+        if not equals or not key.strip() or not value.strip():
+            raise UsageError(f"cannot read '{item}' in '{text}'", where=option, remedy=f"write {form}")
+        key = key.strip().replace("-", "_")
+        if key in options:
+            raise UsageError(f"'{key}' is given twice in '{text}'", where=option)
+        options[key] = value.strip()
+    return options
+
+
+@cache
+def _hints(config: type) -> dict[str, Any]:
+    """Return the types of a dataclass's fields."""
+    return typing.get_type_hints(config)
+
+
+def build_options(config: type[T], options: Mapping[str, Any], where: str) -> T:
+    """Return an instance of dataclass ``config``.
+
+    Args:
+        config: the dataclass.
+        options: field values; text is converted to the field's type.
+        where: place of the options, for error messages.
+
+    Raises:
+        UsageError: unknown key (naming the nearest), a value of the wrong type, or a value that the dataclass refuses.
+    """
+    hints = _hints(cast(Any, config))
+    fields = {field.name for field in dataclasses.fields(config)}  # type: ignore[arg-type]
+    values = {}
+    for key, value in options.items():
+        if key not in fields:
+            raise UsageError(f"unknown option '{key}'", where=where, remedy=did_you_mean(key, fields))
+        values[key] = _convert(value, hints[key], f"{where}, {key}") if isinstance(value, str) else value
+    try:
+        return config(**values)
+    except (TypeError, ValueError) as error:
+        raise UsageError("bad options", where=where, why=str(error)) from error
+
+
+def _convert(text: str, hint: Any, where: str) -> Any:
+    """Convert ``text`` to type ``hint``: bool, int, float, str, a Literal, ``X | None`` or ``tuple[X, …]``."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        if text.lower() == "none":
+            return None
+        return _convert(text, next(a for a in arguments if a is not type(None)), where)
+    if origin is tuple:
+        return tuple(_convert(part, arguments[0], where) for part in text.split("+"))
+    if origin is Literal:
+        if text not in arguments:
+            raise UsageError(f"'{text}' is not possible", where=where, remedy=did_you_mean(text, arguments))
+        return text
+    if hint is bool:
+        if text.lower() in ("true", "yes", "1", "on"):
+            return True
+        if text.lower() in ("false", "no", "0", "off"):
+            return False
+        raise UsageError(f"'{text}' is neither true nor false", where=where)
+    try:
+        value = hint(text)
+    except ValueError:
+        raise UsageError(f"'{text}' is not {_article(hint)}", where=where) from None
+    if hint is float and not math.isfinite(value):
+        raise UsageError(f"'{text}' is not a finite number", where=where)
+    return value
+
+
+def _article(hint: Any) -> str:
+    return {"int": "a whole number", "float": "a number"}.get(getattr(hint, "__name__", ""), str(hint))

@@ -1,0 +1,270 @@
+"""Options of gradient synchronisation. No torch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Self
+
+from tutti.config.spec import Duration, StrategyOptions
+from tutti.errors import UsageError
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllReduceConfig(StrategyOptions):
+    """All-reduce gradients; every data rank holds the whole parameters and optimizer state.
+
+    Attributes:
+        algorithm: ``native``: the collective library's all-reduce, overlapped with backward; ``shared_memory``: sums in
+            shared memory of the processes of one node; ``auto``: shared memory if it is available, else native.
+        wire: dtype in which gradients are communicated.
+        bucket_mb: megabytes of gradients a bucket (25), for ``native`` only; the first bucket is smaller, so that it is
+            sent early.
+    """
+
+    algorithm: Literal["auto", "native", "shared_memory"] = "auto"
+    wire: Literal["fp32", "bf16", "fp16"] = "fp32"
+    bucket_mb: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.bucket_mb is not None and not self.bucket_mb > 0:
+            raise ValueError(f"bucket_mb is {self.bucket_mb}, must be above 0")
+        if self.algorithm == "shared_memory" and self.wire != "fp32":
+            raise ValueError(f"shared_memory has no wire, so wire={self.wire} does nothing")
+        if self.algorithm == "shared_memory" and self.bucket_mb is not None:
+            raise ValueError("shared_memory sends no messages, so bucket_mb does nothing")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowsConfig(StrategyOptions):
+    """Shard tensors by rows over devices. ZeRO: Rajbhandari et al. 2019, arXiv 1910.02054.
+
+    Attributes:
+        stage: 1: shard optimizer state; 2: gradients too; 3: parameters too.
+        offload: keep parameter shards and optimizer state in host memory; for CUDA devices.
+        units: FSDP wrap policy: ``auto``, or names and classes of the modules to wrap, ``Block+head``.
+        param_dtype: dtype in which parameters are gathered and used in forward and backward; default: their own.
+    """
+
+    stage: int = 1
+    offload: bool = False
+    units: tuple[str, ...] = ("auto",)
+    param_dtype: Literal["bf16", "fp16"] | None = None
+
+    def __post_init__(self) -> None:
+        if self.stage not in (1, 2, 3):
+            raise ValueError(f"stage is {self.stage}, must be 1, 2 or 3")
+        if self.stage == 1:
+            given = {"offload": self.offload, "units": self.units != ("auto",), "param_dtype": self.param_dtype}
+            for option in filter(given.get, given):
+                raise ValueError(f"{option} is for stages 2 and 3: in stage 1 every device holds all parameters")
+
+    def shards_parameters(self, shape: Mapping[str, int]) -> bool:
+        return self.stage > 1 and shape["shard"] > 1
+
+    def check(self, shape: Mapping[str, int], cuda: bool, compiled: bool) -> None:
+        """Raise UsageError if ``offload`` or ``param_dtype`` would have no effect on this device mesh."""
+        if self.offload and not cuda:
+            raise UsageError(
+                "offload=true does nothing here",
+                why="it moves rows from the memory of a GPU to the host's, and this run computes on CPUs",
+                remedy="leave it out",
+            )
+        if shape["shard"] == 1 and (self.offload or self.param_dtype is not None):
+            raise UsageError(
+                f"{'offload' if self.offload else 'param_dtype'} does nothing where one device has a whole copy",
+                why="it is about parameters that are gathered from others",
+                remedy="take more shards, or leave it out"
+                + (f" and take --precision {self.param_dtype}" if self.param_dtype else ""),
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitConfig(RowsConfig, AllReduceConfig):
+    """All-reduce over replicas that span several devices each; groups of replicas may shard their common state.
+
+    Attributes:
+        shards: replicas that shard one copy of the state; the number of replicas is a multiple of it.
+    """
+
+    shards: int = 1
+
+    def __post_init__(self) -> None:
+        AllReduceConfig.__post_init__(self)
+        RowsConfig.__post_init__(self)
+        if self.shards < 1:
+            raise ValueError(f"shards is {self.shards}, must be at least 1")
+        if self.shards == 1 and self.stage != 1:
+            raise ValueError(f"stage={self.stage} shares out nothing without shards=2 or more")
+        given = {"algorithm": self.algorithm != "auto", "wire": self.wire != "fp32", "bucket_mb": self.bucket_mb}
+        for option in filter(given.get, given) if self.shards > 1 else ():
+            raise ValueError(f"{option} does nothing with shards={self.shards}, whose gradients are summed by rows")
+
+    def check(self, shape: Mapping[str, int], cuda: bool, compiled: bool) -> None:
+        """Raise UsageError as ``RowsConfig`` does, and if sharded parameters (stages 2 and 3) meet pipeline stages."""
+        super().check(shape, cuda, compiled)
+        if self.shards_parameters(shape) and shape["stage"] > 1:
+            raise UsageError(
+                f"stage={self.stage} does not go with stages={shape['stage']}",
+                why="every micro-batch of a pipeline would gather the parameters once more",
+                remedy="take stage=1, which shares out the optimizer's state of each stage of the pipeline",
+            )
+
+    def capabilities(self) -> dict[str, Any]:
+        return {"exchange": "fsdp.sharded:ShardedSync", "worker_gradients": False} if self.shards > 1 else {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class CentralConfig(StrategyOptions):
+    """One copy of parameters and optimizer state a node; there are no options."""
+
+    def check(self, shape: Mapping[str, int], cuda: bool, compiled: bool) -> None:
+        """Raise UsageError if devices are GPUs."""
+        if cuda:
+            raise UsageError(
+                "central_storage is for CPUs, and this run's devices are GPUs",
+                why="the parameters that a device computes with are the ones in the host's memory",
+                remedy="take --strategy mirrored, or --device cpu",
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalSGDConfig(StrategyOptions):
+    """Local SGD: every logical worker updates its own parameters, which are averaged every ``period`` steps.
+
+    Attributes:
+        period: steps between averages (H).
+        post: length of the initial phase with one synchronous update a step, ``2ep``, ``500st`` or a number of steps.
+    """
+
+    period: int = 8
+    post: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.period < 1:
+            raise ValueError(f"period is {self.period}, must be at least 1")
+        self.together()
+
+    def together(self) -> Duration:
+        """Return the length of the initial synchronous phase, from ``post``. Raises UsageError if it is malformed."""
+        text = self.post or "0"
+        return Duration.parse(text + "st" * text.isdecimal(), "post")
+
+    def resolve_durations(self, steps: Callable[[Duration], int]) -> Self:
+        """Return the options with ``post`` converted to steps."""
+        return self if self.post is None else dataclasses.replace(self, post=f"{steps(self.together())}st")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiLoCoConfig(LocalSGDConfig):
+    """DiLoCo: local SGD whose average parameter change is the gradient of an outer optimizer.
+
+    Attributes:
+        period: steps between outer updates (H); the paper has 500.
+        outer_lr: learning rate of the outer optimizer.
+        outer_momentum: momentum of the outer optimizer.
+        nesterov: whether the outer momentum is Nesterov's.
+    """
+
+    period: int = 50
+    outer_lr: float = 0.7
+    outer_momentum: float = 0.9
+    nesterov: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.outer_lr > 0:
+            raise ValueError(f"outer_lr is {self.outer_lr:g}, must be above 0")
+        if not 0 <= self.outer_momentum < 1:
+            raise ValueError(f"outer_momentum is {self.outer_momentum:g}, must be at least 0 and below 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterServerConfig(StrategyOptions):
+    """Parameter servers: processes beside the ranks that hold parameters and optimizer state.
+
+    Attributes:
+        mode: ``sync``: one update a step from the gradients of all logical workers; ``async``: one update from each
+            worker's gradient as it arrives; ``bounded``: asynchronous with bounded staleness.
+        servers: number of servers that the parameters are sharded over.
+        staleness: steps that a worker may be ahead of the slowest, for ``bounded`` only.
+        backup: number of stragglers that a step does not wait for, for ``sync`` only.
+        fetch, push: steps between two fetches of the parameters, and between two pushes of the gradients accumulated
+            meanwhile, for ``async`` only.
+        steps: steps that the run's length counts, for ``async`` only: the steps of ``each`` worker, or of ``all``
+            workers together, so that a fast worker makes more steps than a slow one.
+        over_staleness: divide the learning rate of each update by its staleness: the updates since its fetch.
+        snapshot: updates between two snapshots, from which a killed server restarts; 0 for none. Not for ``sync``.
+        lease: seconds of silence after which a worker is no longer waited for, for ``bounded`` only; default: the
+            run's timeout.
+        transport: ``shared_memory`` on one node, ``tcp`` anywhere; ``auto``: shared memory if it is available.
+    """
+
+    mode: Literal["sync", "async", "bounded"] = "sync"
+    servers: int = 1
+    staleness: int | None = None
+    backup: int = 0
+    fetch: int = 1
+    push: int = 1
+    steps: Literal["each", "all"] = "each"
+    over_staleness: bool = False
+    snapshot: int | None = None
+    lease: float | None = None
+    transport: Literal["auto", "shared_memory", "tcp"] = "auto"
+
+    def __post_init__(self) -> None:
+        for name, least in (
+            ("servers", 1),
+            ("fetch", 1),
+            ("push", 1),
+            ("backup", 0),
+            ("staleness", 0),
+            ("snapshot", 0),
+        ):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ValueError(f"{name} is {value}, must be at least {least}")
+        if self.lease is not None and not self.lease > 0:
+            raise ValueError(f"lease is {self.lease}, must be above 0")
+        if self.mode == "bounded" and self.staleness is None:
+            raise ValueError("mode=bounded needs a bound: give staleness=2")
+        for modes, given in (
+            (("bounded",), {"staleness": self.staleness is not None, "lease": self.lease is not None}),
+            (("sync",), {"backup": self.backup > 0}),
+            (("async",), {"fetch": self.fetch > 1, "push": self.push > 1, "steps": self.steps != "each"}),
+            (("async", "bounded"), {"over_staleness": self.over_staleness, "snapshot": self.snapshot is not None}),
+        ):
+            wrong = [name for name, there in given.items() if there]
+            if wrong and self.mode not in modes:
+                raise ValueError(f"{wrong[0]} does nothing with mode={self.mode}")
+
+    def capabilities(self) -> dict[str, Any]:
+        if self.mode == "sync":
+            return dict.fromkeys(("reproducible", "shared_weights", "averages"), False) if self.backup else {}
+        return {
+            "exchange": "parameter_server.asynchronous:AsynchronousServerSync",
+            "reproducible": False,
+            "single_update": False,
+            "shared_weights": False,
+            "averages": False,
+            "fault_tolerant": True,
+            **dict.fromkeys(("synchronous", "custom_loop"), self.steps == "each"),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardedConfig(RowsConfig):
+    """Shard optimizer state (stage 1), gradients too (2), and parameters too (3) over data ranks.
+
+    Attributes:
+        shards: devices that shard one copy of the state; default: all. Groups of this size are replicas (HSDP).
+    """
+
+    stage: int = 3
+    shards: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.shards is not None and self.shards < 1:
+            raise ValueError(f"shards is {self.shards}, must be at least 1")

@@ -1,0 +1,114 @@
+"""Options of the built-in tasks' models; the fields are the keys of ``--model``. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class LineConfig:
+    """y = w·x + b: two parameters."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CnnConfig:
+    """Three 3×3 convolutions and two linear layers.
+
+    Attributes:
+        batch_norm: normalise after each convolution.
+        dropout: probability that a feature is dropped before the last layer.
+    """
+
+    batch_norm: bool = False
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check_probability("dropout", self.dropout)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MlpConfig:
+    """Two linear layers.
+
+    Attributes:
+        hidden: hidden features between the two layers.
+        dropout: probability that a hidden feature is dropped.
+    """
+
+    hidden: int = 64
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check_positive("hidden", self.hidden)
+        _check_probability("dropout", self.dropout)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CourseConfig:
+    """The small residual network of a distributed-training course: two bottleneck blocks.
+
+    Attributes:
+        batch_norm: normalise after each convolution.
+    """
+
+    batch_norm: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resnet18Config:
+    """ResNet-18 for 32×32 images: 3×3 stem, no max-pool, batch norm."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GptConfig:
+    """A decoder-only transformer over characters.
+
+    Attributes:
+        layers: blocks of attention and feed-forward.
+        heads: attention heads in each block.
+        width: features of a character; a multiple of ``heads``.
+        block: characters in a window.
+        dropout: probability that a feature, or the attention to one position, is dropped.
+    """
+
+    layers: int = 4
+    heads: int = 4
+    width: int = 128
+    block: int = 64
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "heads", "width", "block"):
+            _check_positive(name, getattr(self, name))
+        if self.width % self.heads:
+            raise ValueError(f"width is {self.width} and should be a multiple of heads, which is {self.heads}")
+        _check_probability("dropout", self.dropout)
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnetConfig:
+    """A U-Net of 3×3 convolutions.
+
+    Attributes:
+        depth: number of downsampling scales; an image's height and width are multiples of 2^depth.
+        width: channels at full resolution; they double at each scale.
+        batch_norm: normalise after each convolution.
+    """
+
+    depth: int = 4
+    width: int = 16
+    batch_norm: bool = False
+
+    def __post_init__(self) -> None:
+        _check_positive("depth", self.depth)
+        _check_positive("width", self.width)
+
+
+def _check_positive(name: str, value: int) -> None:
+    if value < 1:
+        raise ValueError(f"{name} is {value} and should be at least 1")
+
+
+def _check_probability(name: str, value: float) -> None:
+    if not 0.0 <= value < 1.0:
+        raise ValueError(f"{name} is {value} and should be at least 0 and below 1")

@@ -1,0 +1,291 @@
+"""Options of ``tutti train``; every field is a flag, a TOML key and a Python argument. No torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from tutti.checkpoint.best import Best
+from tutti.config.averaging import Averaging
+from tutti.config.growth import BatchGrowth
+from tutti.config.metric_direction import Direction
+from tutti.config.optimizer_config import check_schedule
+from tutti.config.slowness import Slowness
+from tutti.config.spec import Duration
+from tutti.errors import UsageError
+from tutti.launcher.watchdog import WatchdogLimits
+from tutti.optim.scaling import AdaptiveRule, check_growth, check_rule
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """One training run.
+
+    Attributes:
+        data: folder, file or hub name that the task reads.
+        model: ``name:key=value``; default: the task's first.
+        augment: random crops and flips, if the task has them.
+        batch_norm: statistics of a worker's samples, of few (``ghost:size=32``), or of the global batch (sync).
+        data_workers: loader processes a device.
+        strategy: how devices share the work, ``name:key=value``; also ddp (mirrored), fsdp and zero (sharded), tp
+            (tensor), pp (pipeline).
+        optimizer: ``name:key=value``.
+        schedule: learning-rate schedule, ``name:key=value``.
+        lr_scale: learning-rate rule for this batch: linear, sqrt or adam_sqrt, ``linear:base_batch=256``; or adascale.
+        workers: logical replicas, part of the algorithm; default: devices.
+        devices: processes or GPUs P, only speed; ``auto``: every GPU here, or one process.
+        batch_size: samples in one *global* batch, over all workers.
+        batch_growth: larger batches instead of a smaller rate, ``milestones=30ep+60ep,factor=5``.
+        micro_batch: most samples in one forward pass; default: no limit.
+        identical_batches: every worker draws worker 0's samples, a well-known mistake.
+        epochs, steps, samples: length of training, at most one of the three; default: 3 epochs.
+        duration: length of training as 3ep, 500st or 20000sa.
+        regime_batch: train for as many updates as with this batch; milestones and warm-up too.
+        precision: fp32, bf16 or fp16 (autocast, fp32 weights), or fp64.
+        loss_scale: a number, or ``dynamic:init=65536``; default: dynamic for fp16.
+        channels_last: memory layout of images; default: on for image tasks.
+        compile: mode of torch.compile, such as default.
+        activation_checkpointing: blocks: recompute activations in backward; selective: only the cheap ones.
+        clip: largest norm of the whole gradient.
+        gradient_noise: noise of a smaller batch: ``multiplicative:base_batch=512``.
+        ema: decay of an average of the weights, which is evaluated: 0.999 or 0.999:warmup.
+        eval_every: 1ep, 100st …; none for only at the end.
+        checkpoint_every: 1ep, 100st …; none for only when preempted.
+        keep: number of newest checkpoints to keep.
+        keep_best: keep the best one too, by a held-out value: loss, accuracy, NAME:min or NAME:max.
+        init_from: warm start from the weights of a run, a checkpoint directory or a .safetensors file.
+        resume: run directory; alone: the newest run of this configuration.
+        max_restarts: restarts from the last checkpoint after a failure.
+        seed: every RNG stream is derived from it.
+        reproducible: bit-identical weights on any number of devices.
+        slow: stragglers on purpose: rank=1,factor=3.
+        threads: CPU threads a process; default: cores ÷ local processes.
+        device: auto, cpu or cuda.
+        max_nonfinite: steps in a row that a NaN or infinity may skip.
+        timeout: seconds that ranks wait for each other.
+        start_timeout, step_timeout, save_timeout: seconds without progress that end a rank, 0 for never; default: 1800,
+            TIMEOUT, 1800.
+        runs: folder of run directories.
+        out: this run's directory; default: ``RUNS/TASK-TIME``.
+        overwrite: allow ``out`` to hold an older run, which it replaces.
+        log_every: steps between lines without a terminal.
+        tensorboard: write TensorBoard events into the run directory.
+        profile: time STEPS steps from FIRST on, FIRST:STEPS; alone: 10:5.
+        trace: draw a timeline of all devices, FIRST:STEPS; alone: 10:3.
+    """
+
+    data: str | None = None
+    model: str | None = None
+    augment: bool = False
+    batch_norm: str = "worker"
+    data_workers: int = 0
+    strategy: str = "mirrored"
+    optimizer: str = "adam:lr=0.001"
+    schedule: str = "constant"
+    lr_scale: str = "none"
+    workers: int | None = None
+    devices: str = "auto"
+    batch_size: int = 64
+    batch_growth: str | None = None
+    micro_batch: int | None = None
+    identical_batches: bool = False
+    epochs: float | None = None
+    steps: int | None = None
+    samples: int | None = None
+    duration: str | None = None
+    regime_batch: int | None = None
+    precision: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
+    loss_scale: str | None = None
+    channels_last: bool | None = None
+    compile: str = "none"
+    activation_checkpointing: str = "none"
+    clip: float | None = None
+    gradient_noise: str = "none"
+    ema: str | None = None
+    eval_every: str = "1ep"
+    checkpoint_every: str = "1ep"
+    keep: int = 2
+    keep_best: str | None = None
+    init_from: str | None = None
+    resume: str | None = None
+    max_restarts: int = 0
+    seed: int = 0
+    reproducible: bool = False
+    slow: str | None = None
+    threads: int | None = None
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    max_nonfinite: int = 10
+    timeout: float = 300.0
+    start_timeout: float | None = None
+    step_timeout: float | None = None
+    save_timeout: float | None = None
+    runs: str = "runs"
+    out: str | None = None
+    overwrite: bool = False
+    log_every: int = 50
+    tensorboard: bool = False
+    profile: str | None = None
+    trace: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in (
+            "workers",
+            "batch_size",
+            "micro_batch",
+            "steps",
+            "samples",
+            "regime_batch",
+            "threads",
+            "max_nonfinite",
+            "log_every",
+        ):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UsageError(f"{_flag(name)} is {value}", remedy="give a whole number of at least 1")
+        for name in ("epochs", "clip", "timeout"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise UsageError(f"{_flag(name)} is {value}", remedy="give a number above 0")
+        if self.devices != "auto" and (not self.devices.isdecimal() or int(self.devices) < 1):
+            raise UsageError(f"--devices is '{self.devices}'", remedy="give a whole number of at least 1, or auto")
+        for name in ("seed", "max_restarts", "data_workers"):
+            if getattr(self, name) < 0:
+                raise UsageError(f"{_flag(name)} is {getattr(self, name)}", remedy="give a whole number of at least 0")
+        if self.reproducible and self.threads not in (None, 1):
+            raise UsageError(
+                f"--reproducible does not go with --threads {self.threads}",
+                why="the order of a sum inside one operation depends on the number of threads",
+                remedy="leave out one of the two",
+            )
+        if self.regime_batch is not None and self.length().unit == "st":
+            raise UsageError(
+                "--regime-batch changes nothing in a run whose length is in steps",
+                remedy="give --epochs or --samples, or leave it out",
+            )
+        if self.regime_batch is not None and isinstance(check_rule(self.lr_scale), AdaptiveRule):
+            raise UsageError(
+                "--regime-batch does not go with --lr-scale adascale",
+                why="adascale counts the run's length in steps of one worker's batch",
+                remedy="leave out one of the two",
+            )
+        self._check_windows()
+        self.limits()
+        self.length()
+        self.every("eval_every")
+        self.every("checkpoint_every")
+        self.averaging()
+        self.growth()
+        self.slowness()
+
+    def limits(self) -> WatchdogLimits:
+        """Return the watchdog's limits on time without progress. Raises UsageError."""
+        return WatchdogLimits.make(self.start_timeout, self.step_timeout, self.save_timeout)
+
+    @property
+    def watched(self) -> bool:
+        """Whether a watchdog limit is set; then even a single process has a watchdog."""
+        return any((self.start_timeout, self.step_timeout, self.save_timeout))
+
+    def length(self) -> Duration:
+        """Return the length of training. Raises UsageError if more than one of the four options is given."""
+        given = [name for name in ("epochs", "steps", "samples", "duration") if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise UsageError(f"{' and '.join(map(_flag, given))} exclude each other", remedy="give one of them")
+        if self.duration is not None:
+            duration = Duration.parse(self.duration, "--duration")
+            if duration.value <= 0:
+                raise UsageError(f"--duration is {self.duration}", remedy="give more than 0")
+            return duration
+        if self.steps is not None:
+            return Duration(self.steps, "st")
+        if self.samples is not None:
+            return Duration(self.samples, "sa")
+        return Duration(self.epochs if self.epochs is not None else 3.0, "ep")
+
+    def window(self, name: str) -> tuple[int, int] | None:
+        """Return first step and number of steps to ``profile`` or ``trace``; None if unset. Raises UsageError."""
+        text = getattr(self, name)
+        if text is None:
+            return None
+        first, colon, steps = text.partition(":")
+        if not (colon and first.isdecimal() and steps.isdecimal() and int(first) and int(steps)):
+            raise UsageError(
+                f"--{name} is '{text}'", remedy="write FIRST:STEPS, such as 10:5 for 5 steps from the tenth on"
+            )
+        return int(first), int(steps)
+
+    def _check_windows(self) -> None:
+        """Raise UsageError if steps to profile or trace lie beyond the end of the run."""
+        windows = {name: self.window(name) for name in ("profile", "trace")}
+        # A resumed run may be nearly over, and adascale counts steps of another batch.
+        if self.length().unit != "st" or self.resume or isinstance(check_rule(self.lr_scale), AdaptiveRule):
+            return
+        for name, window in windows.items():
+            needed = sum(window) - 1 if window else 0
+            if needed > self.length().value:
+                raise UsageError(
+                    f"--{name} {getattr(self, name)} needs {needed} steps, and the run has {self.length().value:g}",
+                    remedy=f"write --{name} FIRST:STEPS within the run",
+                )
+
+    def every(self, field: Literal["eval_every", "checkpoint_every"]) -> Duration | None:
+        """Return the interval between evaluations or checkpoints; None for ``none``. Raises UsageError."""
+        text = getattr(self, field)
+        if text == "none":
+            return None
+        duration = Duration.parse(text, _flag(field))
+        if duration.value <= 0:
+            raise UsageError(f"{_flag(field)} is 0", remedy="give 1ep, 100st …, or none")
+        return duration
+
+    def averaging(self) -> Averaging | None:
+        """Return the options of the weights' average; None without ``--ema``. Raises UsageError."""
+        return None if self.ema is None or self.ema == "none" else Averaging.parse(self.ema)
+
+    def growth(self) -> BatchGrowth | None:
+        """Return the options of batch growth; None without it.
+
+        Raises:
+            UsageError: they are malformed, or conflict with the batch size, ``--lr-scale``, ``--gradient-noise``,
+                ``--regime-batch`` or the schedule's milestones.
+        """
+        if self.batch_growth is None or self.batch_growth == "none":
+            return None
+        growth = BatchGrowth.parse(self.batch_growth)
+        growth.most(self.batch_size, None)
+        check_growth(self.lr_scale, self.gradient_noise)
+        if self.regime_batch is not None:
+            raise UsageError(
+                "--batch-growth does not go with --regime-batch",
+                why="one is for fewer updates, the other for as many as with a small batch",
+                remedy="leave out one of the two",
+            )
+        for milestone in getattr(check_schedule(self.schedule), "milestones", ()):
+            duration = Duration.parse(milestone)
+            if duration.unit == "ep" and duration.value in growth.epochs:
+                raise UsageError(
+                    f"at {duration} the batch grows and the schedule lowers the rate",
+                    why="the batch grows instead of that: the noise would fall twice",
+                    remedy="take --schedule constant, or other milestones",
+                )
+        return growth
+
+    def slowness(self) -> tuple[Slowness, ...]:
+        """Return the delays of ``--slow``; empty without it. Raises UsageError."""
+        return () if self.slow is None or self.slow == "none" else Slowness.parse(self.slow)
+
+    def best(self, declared: Mapping[str, Direction] | None = None) -> Best | None:
+        """Return the metric that selects the best checkpoint, and its direction; None without ``--keep-best``.
+
+        Raises:
+            UsageError: neither the option, ``declared`` (the task's directions) nor the metric's name decides it.
+        """
+        if self.keep_best is None or self.keep_best == "none":
+            return None
+        return Best.parse(self.keep_best, declared=declared)
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"

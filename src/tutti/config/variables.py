@@ -1,0 +1,143 @@
+"""Check every environment variable that begins with ``TUTTI_`` against a table of names and values. No torch.
+
+Each option of ``tutti train`` is a variable, too: ``TUTTI_`` and the field of ``TrainConfig`` in capitals.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from tutti.errors import UsageError
+
+PREFIX = "TUTTI_"
+
+
+@dataclass(frozen=True)
+class Values:
+    """The permitted values of a variable.
+
+    Attributes:
+        words: description of the values, for error messages.
+        valid: returns whether a text is a permitted value.
+    """
+
+    words: str
+    valid: Callable[[str], bool]
+
+
+def _is(kind: Callable[[str], float]) -> Callable[[str], bool]:
+    def valid(text: str) -> bool:
+        try:
+            return math.isfinite(kind(text))
+        except ValueError:
+            return False
+
+    return valid
+
+
+def _or_none(values: Values) -> Values:
+    return Values(f"{values.words}, or none", lambda text: text.lower() == "none" or values.valid(text))
+
+
+def choice(*names: str) -> Values:
+    """Return the values ``names``."""
+    return Values(" or ".join(names), lambda text: text in names)
+
+
+WHOLE = Values("a whole number", _is(int))
+NUMBER = Values("a number", _is(float))
+# The truth values that the command line accepts.
+_TRUTHS = frozenset(("0", "1", "f", "t", "false", "true", "n", "y", "no", "yes"))
+TRUTH = Values("true or false", lambda text: text.lower() in _TRUTHS)
+TEXT = Values("text", lambda text: True)
+SWITCH = choice("on", "1", "off", "0")
+WHOLE_OR_NONE, NUMBER_OR_NONE, TRUTH_OR_NONE = (_or_none(values) for values in (WHOLE, NUMBER, TRUTH))
+
+OPTIONS: Mapping[str, Values] = {
+    **dict.fromkeys(
+        ("data_workers", "batch_size", "keep", "max_restarts", "seed", "max_nonfinite", "log_every"), WHOLE
+    ),
+    **dict.fromkeys(("workers", "micro_batch", "steps", "samples", "regime_batch", "threads"), WHOLE_OR_NONE),
+    "timeout": NUMBER,
+    **dict.fromkeys(("epochs", "clip", "start_timeout", "step_timeout", "save_timeout"), NUMBER_OR_NONE),
+    **dict.fromkeys(("augment", "identical_batches", "reproducible", "overwrite", "tensorboard"), TRUTH),
+    "channels_last": TRUTH_OR_NONE,
+    "precision": choice("fp32", "bf16", "fp16", "fp64"),
+    "device": choice("auto", "cpu", "cuda"),
+    **dict.fromkeys(("data", "model", "batch_norm", "strategy", "optimizer", "schedule", "lr_scale", "devices"), TEXT),
+    **dict.fromkeys(("batch_growth", "duration", "loss_scale", "compile", "activation_checkpointing"), TEXT),
+    **dict.fromkeys(("gradient_noise", "ema", "eval_every", "checkpoint_every", "keep_best", "init_from"), TEXT),
+    **dict.fromkeys(("resume", "slow", "runs", "out", "profile", "trace"), TEXT),
+}
+"""Fields of ``TrainConfig``, which this module must not import; a test compares the two."""
+
+MACHINE: Mapping[str, Values] = {
+    "CACHE": TEXT,  # folder of decoded data
+    "DIAGNOSTICS": SWITCH,  # checks for classic mistakes, which call the loss function twice more
+    "KERNELS": SWITCH,  # compiled loops
+    "LOG_RANKS": choice("all"),  # ranks whose output is shown
+    "PROCESS_SETUP": SWITCH,  # allocator, excepthook, watchdog, interface: docs/environment.md
+}
+"""Variables that users set for a machine, for every run on it."""
+
+INTERNAL: Mapping[str, Values] = {
+    "STORE": TEXT,  # from the launcher to its ranks: file of their rendezvous store
+    "TETHER": choice("stdin"),  # from a remote launcher: stdin ends and signals the process
+    "TEST_DATA": TEXT,  # to the tests alone: folder of published data sets
+}
+"""Variables that tutti sets for the processes that it starts."""
+
+KNOWN: Mapping[str, Values] = {
+    f"{PREFIX}{name.upper()}": values for table in (OPTIONS, MACHINE, INTERNAL) for name, values in table.items()
+}
+"""Every variable by its full name."""
+
+SETTINGS = frozenset(f"{PREFIX}{name.upper()}" for name in OPTIONS)
+"""The variables that are options of ``tutti train``."""
+
+
+def check_variables(environ: Mapping[str, str]) -> None:
+    """Raise UsageError if a variable is unknown, naming the nearest, or has a value that is not permitted.
+
+    >>> check_variables({"TUTTI_BATHSIZE": "3"})
+    Traceback (most recent call last):
+    tutti.errors.UsageError: there is no variable TUTTI_BATHSIZE. Did you mean TUTTI_BATCH_SIZE? Unset it otherwise.
+    """
+    services = tuple(name.removesuffix("SERVICE_HOST") for name in environ if name.endswith("_SERVICE_HOST"))
+    for name in sorted(environ):
+        if not name.startswith(PREFIX):
+            continue
+        # Kubernetes sets variables with such names for every service of a namespace, for a service tutti-… too.
+        if name.startswith(tuple(f"{service}{part}" for service in services for part in ("SERVICE_", "PORT"))):
+            continue
+        if name not in KNOWN:
+            raise UsageError(f"there is no variable {name}", remedy=_nearest(name))
+        if not KNOWN[name].valid(environ[name]):
+            raise UsageError(f"{name} is '{environ[name]}'", remedy=f"give {KNOWN[name].words}, or unset it")
+
+
+def is_off(name: str, environ: Mapping[str, str]) -> bool:
+    """Return whether the switch ``TUTTI_{name}`` is off; it is on if unset.
+
+    >>> is_off("KERNELS", {"TUTTI_KERNELS": "off"}), is_off("KERNELS", {})
+    (True, False)
+    """
+    return environ.get(PREFIX + name) in ("0", "off")
+
+
+def without_settings(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return ``environ`` without option variables, for a run whose configuration is complete in a file."""
+    return {name: value for name, value in environ.items() if name not in SETTINGS}
+
+
+def _nearest(name: str) -> str:
+    """Return the remedy for an unknown variable. The common prefix is not compared: every name would be near."""
+    known = {other.removeprefix(PREFIX): other for other in KNOWN if other.removeprefix(PREFIX) not in INTERNAL}
+    near = difflib.get_close_matches(name.removeprefix(PREFIX), known, n=1, cutoff=0.5)
+    if near:
+        return f"did you mean {known[near[0]]}? Unset it otherwise"
+    others = ", ".join(f"{PREFIX}{other}" for other in MACHINE)
+    return f"unset it; variables are {PREFIX} with an option of tutti train in capitals ({PREFIX}BATCH_SIZE), {others}"

@@ -1,0 +1,123 @@
+"""Collate samples into a batch as PyTorch's DataLoader does; refuse samples of unequal structure, naming them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+from torch.utils.data import default_collate
+
+from tutti.errors import DataError
+from tutti.types import Batch
+
+_VALUES = Tensor | int | float | np.generic
+
+
+def collate(samples: Sequence[Any], name: Callable[[int], str], where: str) -> Batch:
+    """Collate samples with ``default_collate``, after checking that their structure, shapes and dtypes are equal.
+
+    Which samples share a batch depends on the number of logical workers and devices. ``default_collate`` promotes
+    dtypes only within a batch, so that with unequal dtypes the result would depend on those numbers too. Floating
+    dtypes may differ, because every batch is cast to the model's.
+
+    Args:
+        samples: at least one.
+        name: maps a sample's index in ``samples`` to its name, for errors.
+        where: the data set's name, for errors.
+
+    Raises:
+        DataError: two samples differ, or a sample holds an object that is neither a tensor, an array nor a number.
+    """
+    first = samples[0]
+    for place, sample in enumerate(samples):
+        if place and (found := _difference(first, sample, "")) is not None:
+            field, mine, other = found
+            raise DataError(
+                f"{name(0)} and {name(place)} cannot be in one batch" + f": they differ in {field}" * bool(field),
+                where=where,
+                why=f"{mine} and {other}",
+                remedy=_remedy(mine, other),
+            )
+        if (strange := _strange(sample, "")) is not None:
+            field, kind = strange
+            raise DataError(
+                f"{name(place)} holds {kind}" + f" in {field}" * bool(field),
+                where=where,
+                why="a batch is made of tensors, NumPy arrays and numbers, and of tuples, lists and dicts of them",
+                remedy="return numbers for it from the data set, or leave it out",
+            )
+    try:
+        return default_collate(list(samples))
+    except (RuntimeError, TypeError, ValueError, KeyError) as error:
+        raise DataError(
+            f"{name(0)} and the {len(samples) - 1} after it cannot be made a batch",
+            where=where,
+            why=f"{type(error).__name__}: {error}",
+            remedy="return tensors of one shape and dtype from the data set",
+        ) from error
+
+
+def _difference(first: Any, other: Any, field: str) -> tuple[str, str, str] | None:
+    """Return the field in which two samples differ and a description of each value; None if they can be collated."""
+    if isinstance(first, Tensor):
+        if not isinstance(other, Tensor):
+            return field, _described(first), _described(other)
+        same = first.dtype == other.dtype or (first.is_floating_point() and other.is_floating_point())
+        alike = same and first.shape == other.shape
+        return None if alike else (field, _described(first), _described(other))
+    if type(first) is not type(other):
+        return field, _described(first), _described(other)
+    if isinstance(first, np.ndarray | np.generic):
+        same = first.dtype == other.dtype or first.dtype.kind == other.dtype.kind == "f"
+        alike = same and first.shape == other.shape
+        return None if alike else (field, _described(first), _described(other))
+    if isinstance(first, Mapping):
+        for key in (*first, *other):
+            if (key in first) != (key in other):
+                there, missing = f"an entry {key!r}", f"no entry {key!r}"
+                return (field, there, missing) if key in first else (field, missing, there)
+        pairs = [(first[key], other[key], f"{field}[{key!r}]") for key in first]
+    elif isinstance(first, tuple | list):
+        if len(first) != len(other):
+            return field, _described(first), _described(other)
+        pairs = [(a, b, f"{field}[{place}]") for place, (a, b) in enumerate(zip(first, other, strict=True))]
+    else:
+        return None
+    return next((found for pair in pairs if (found := _difference(*pair)) is not None), None)
+
+
+def _strange(sample: Any, field: str) -> tuple[str, str] | None:
+    """Return field and type of an object in the sample that cannot be collated; None if there is none."""
+    if isinstance(sample, _VALUES):
+        return None
+    if isinstance(sample, np.ndarray):
+        return (field, f"a NumPy array of {sample.dtype}") if sample.dtype.kind not in "biufc" else None
+    if isinstance(sample, Mapping):
+        found = (_strange(value, f"{field}[{key!r}]") for key, value in sample.items())
+    elif isinstance(sample, tuple | list):
+        found = (_strange(value, f"{field}[{place}]") for place, value in enumerate(sample))
+    else:
+        return field, _described(sample)
+    return next((strange for strange in found if strange is not None), None)
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, Tensor | np.ndarray):
+        kind = "tensor" if isinstance(value, Tensor) else "NumPy array"
+        return f"a {kind} of {str(value.dtype).removeprefix('torch.')} with shape {tuple(value.shape)}"
+    if isinstance(value, tuple | list):
+        return f"a {type(value).__name__} of {len(value)}"
+    if value is None:
+        return "None"
+    return f"{'an' if type(value).__name__[0] in 'aeiou' else 'a'} {type(value).__name__}"
+
+
+def _remedy(mine: str, other: str) -> str:
+    if "shape" in mine and "shape" in other and mine.partition(" with")[0] == other.partition(" with")[0]:
+        return (
+            "return tensors of one shape: pad or crop each sample in the data set (and mask what is padding in the "
+            "loss), or give a tutti.data.Source, whose fetch() makes batches itself"
+        )
+    return "return the same structure, types and dtypes for every sample"

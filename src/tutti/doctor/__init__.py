@@ -1,0 +1,1 @@
+"""Check a machine: hardware, software, limits and collectives. Loads no torch."""

@@ -1,0 +1,74 @@
+"""Findings of checks of the machine: a line of text, its values, and a remedy for each problem."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from tutti.errors import ExitCode, TuttiError
+
+Mark = Literal["ok", "note", "problem"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report.
+
+    Attributes:
+        name: snake case, unique in a report.
+        mark: ``note`` may cost speed; ``problem`` keeps something from working.
+        text: description, for people.
+        values: measured values, for programs; keys end with their unit.
+        remedy: one sentence on how to fix it; every problem has one.
+        code: exit code of a report in which this problem decides (see `conclude`).
+    """
+
+    name: str
+    mark: Mark
+    text: str
+    values: Mapping[str, Any] = field(default_factory=dict)
+    remedy: str = ""
+    code: ExitCode = ExitCode.USAGE
+
+
+Check = Callable[[], Iterable[Finding]]
+
+
+def checked(name: str, check: Check) -> list[Finding]:
+    """Return the findings of ``check``; if it raises or times out, a problem called ``name``."""
+    try:
+        return list(check())
+    except subprocess.TimeoutExpired as error:
+        text = f"did not finish within {error.timeout:g} s"
+    except (TuttiError, OSError) as error:
+        text = str(error)
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+    remedy = "Run it again; if it stays, report this line with the whole output."
+    return [Finding(name, "problem", f"could not be checked: {text}", remedy=remedy, code=ExitCode.UNEXPECTED)]
+
+
+def conclude(findings: Sequence[Finding]) -> ExitCode:
+    """Return exit code 0 without a problem, 5 if a collective failed, otherwise the code of the first problem.
+
+    >>> full = Finding("directory", "problem", "cannot be written", remedy="Change it.", code=ExitCode.DISK)
+    >>> conclude([full]), conclude([full, Finding("sum", "problem", "wrong", remedy="No.", code=ExitCode.PEER)])
+    (<ExitCode.DISK: 8>, <ExitCode.PEER: 5>)
+    """
+    codes = [finding.code for finding in findings if finding.mark == "problem"]
+    return ExitCode.PEER if ExitCode.PEER in codes else next(iter(codes), ExitCode.DONE)
+
+
+def format_bytes(count: float) -> str:
+    """Format bytes in binary units.
+
+    >>> format_bytes(64 << 20), format_bytes(1536), format_bytes(0)
+    ('64 MiB', '1.5 KiB', '0 B')
+    """
+    units = ["B", "KiB", "MiB", "GiB", "TiB"]
+    while count >= 1024 and len(units) > 1:
+        count /= 1024
+        units.pop(0)
+    return f"{round(count, 1 if count < 100 else 0):g} {units[0]}"

@@ -1,0 +1,185 @@
+"""Check installed software: versions, GPUs and their driver, backends, extras."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import shutil
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import Any
+
+from tutti.distribution import DISTRIBUTION, VERSION, pip_install
+from tutti.doctor.finding import Finding, format_bytes
+from tutti.errors import ExitCode
+from tutti.launcher import isolated
+from tutti.native.native_library import kernels
+
+TIMEOUT = 20.0
+"""Seconds that torch and nvidia-smi may take to answer."""
+
+EXTRAS = {
+    "data": ("pyarrow", "pillow"),
+    "demo": ("scikit-learn",),
+    "plot": ("matplotlib",),
+    "server": ("pyzmq",),
+    "tensorboard": ("tensorboard",),
+    "bench": ("accelerate", "lightning-fabric", "pytorch-optimizer", "torch-optimizer"),
+}
+"""Packages of each extra that pyproject.toml declares for users."""
+
+_SMI_FIELDS = ("name", "memory.total", "memory.free", "driver_version")
+
+
+def software() -> Iterator[Finding]:
+    """Check versions of tutti, Python, torch, CUDA, NCCL and the driver; GPUs; ``torch.distributed`` backends."""
+    versions = {"tutti": VERSION, "python": platform.python_version()}
+    ended = isolated.run_module("tutti.launcher.torch_facts", (), TIMEOUT)
+    shown = f"tutti {versions['tutti']} · Python {versions['python']}"
+    if ended.code:
+        text = f"{shown} · torch {installed('torch') or 'is not installed'}: {ended.complaint}"
+        yield Finding("versions", "problem", text, versions, "Reinstall PyTorch: pip install --force-reinstall torch.")
+        return
+    torch = json.loads(ended.out.splitlines()[-1])
+    seconds = torch["import_seconds"]
+    text = f"{shown} · torch {torch['torch']}, loaded in {seconds:.1f} s"
+    yield Finding("versions", "ok", text, {**versions, "torch": torch["torch"], "torch_import_seconds": seconds})
+    yield from _gpus(torch)
+    missing = not torch["backends"]["gloo"]
+    names = ", ".join(name for name, there in torch["backends"].items() if there) or "none"
+    remedy = "Install a PyTorch that is built with Gloo, such as the one from pytorch.org." if missing else ""
+    yield Finding("backends", "problem" if missing else "ok", names, torch["backends"], remedy, ExitCode.PEER)
+
+
+def _gpus(torch: dict[str, Any]) -> Iterator[Finding]:
+    seen, driver, complaint = _nvidia_smi()
+    values = {"cuda": torch["cuda"], "nccl": torch["nccl"], "driver": driver}
+    built = f"CUDA {torch['cuda']} · NCCL {torch['nccl']}" if torch["cuda"] else "torch is built without CUDA"
+    yield Finding("cuda", "ok", f"{built} · driver {driver or 'not found'}", values)
+    values = {"gpus": torch["gpus"] or seen, "usable_by_torch": torch["cuda_available"]}
+    if torch["gpus"]:
+        yield Finding("gpus", "ok", _listed(torch["gpus"]), values)
+    elif complaint:
+        remedy = "Reload or reinstall the NVIDIA driver; nvidia-smi must work first."
+        yield Finding("gpus", "problem", f"nvidia-smi fails: {complaint}", values, remedy)
+    elif seen and torch["cuda"]:
+        why = torch["cuda_complaint"] or "it does not say why"
+        remedy = "Check CUDA_VISIBLE_DEVICES, and that the driver is as new as torch's CUDA."
+        yield Finding("gpus", "problem", f"{_listed(seen)}, but torch cannot use them: {why}", values, remedy)
+    elif seen:
+        remedy = "To use them, install a PyTorch with CUDA (pytorch.org, Get started)."
+        yield Finding("gpus", "note", f"{_listed(seen)}, unused: torch is built without CUDA", values, remedy)
+    else:
+        yield Finding("gpus", "ok", "none: training runs on the CPU", values)
+
+
+def _nvidia_smi() -> tuple[list[dict[str, Any]], str | None, str]:
+    """Return GPUs, driver version and error message from nvidia-smi; no GPUs if it is missing or fails."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return [], None, ""
+    query = [program, f"--query-gpu={','.join(_SMI_FIELDS)}", "--format=csv,noheader,nounits"]
+    ended = isolated.run_isolated(query, TIMEOUT)
+    if ended.code:
+        # nvidia-smi complains on standard output.
+        return [], None, next(iter(ended.out.strip().splitlines()), ended.complaint)
+    rows = [[cell.strip() for cell in line.split(",")] for line in ended.out.splitlines() if line.count(",") == 3]
+    gpus = [
+        {"name": name, "memory_bytes": _mebibytes(total), "free_bytes": _mebibytes(free)}
+        for name, total, free, _ in rows
+    ]
+    return gpus, rows[0][3] if rows else None, ""
+
+
+def _mebibytes(text: str) -> int | None:
+    # nvidia-smi prints "[N/A]" for devices that share the memory of their host.
+    return int(text) << 20 if text.isdecimal() else None
+
+
+def _listed(gpus: Sequence[dict[str, Any]]) -> str:
+    """Format GPUs, equal ones grouped: ``8 × NVIDIA H200, 139 GiB``."""
+    kinds = Counter((gpu["name"], gpu["memory_bytes"]) for gpu in gpus)
+    return "; ".join(
+        f"{count} × {name}" + (f", {format_bytes(memory)}" if memory else "") for (name, memory), count in kinds.items()
+    )
+
+
+def module() -> Iterator[Finding]:
+    """Check that no other module ``tutti``, of a distribution or in a file, shadows or overwrites this one."""
+    package = Path(__file__).resolve().parents[1]
+    copies, foreign = [], [*foreign_distributions(package)]
+    if getattr(importlib.import_module("tutti"), "__version__", None) != VERSION:
+        foreign.append(f"{package / '__init__.py'} is another project's")
+    for path in other_modules(package):
+        if (path.parent / "cli" / "app.py").is_file() and path.name == "__init__.py":
+            copies.append(str(path.parent))
+        else:
+            foreign.append(str(path))
+    values = {"path": str(package), "distribution": DISTRIBUTION, "foreign": foreign, "copies": copies}
+    if foreign:
+        remedy = "Rename a file of your own; for a package: pip uninstall tutti, then "
+        remedy += f"pip install --force-reinstall {DISTRIBUTION}."
+        yield Finding("module", "problem", f"a module tutti that is not ours: {'; '.join(foreign)}", values, remedy)
+    elif copies:
+        remedy = "Remove all but one, or see to it that the right one comes first on PYTHONPATH."
+        yield Finding("module", "note", f"{package} is used, another copy is in {'; '.join(copies)}", values, remedy)
+    else:
+        yield Finding("module", "ok", str(package), values)
+
+
+def foreign_distributions(package: Path) -> Iterator[str]:
+    """Yield other installed distributions with files in a folder ``tutti``, and the place of that folder."""
+    for found in importlib.metadata.distributions():
+        # A regular expression, not a parser: the RECORD of torch alone has thousands of lines.
+        lines = f"\n{found.read_text('RECORD') or ''}"
+        name = str(found.metadata["Name"])
+        if re.sub(r"[-_.]+", "-", name).lower() == DISTRIBUTION or not re.search(r"\ntutti(?:/|\.py,)", lines):
+            continue
+        place = Path(str(found.locate_file("tutti"))).resolve()
+        where = "in this folder, over each other's files" if place == package else f"in {place.parent}"
+        yield f"{name} {found.version} {where}"
+
+
+def other_modules(package: Path) -> Iterator[Path]:
+    """Yield files of other modules ``tutti`` on the module search path or in the current directory."""
+    seen = {package / "__init__.py"}
+    for entry in dict.fromkeys([*sys.path, os.getcwd()]):
+        found = PathFinder.find_spec("tutti", [entry or os.getcwd()])
+        if found is not None and found.origin is not None and (path := Path(found.origin).resolve()) not in seen:
+            seen.add(path)
+            yield path
+
+
+def compiled_loops() -> Iterator[Finding]:
+    """Check whether layer-wise optimizers and ghost batch norm run as compiled loops on this machine's CPUs."""
+    found = kernels()
+    compiled = found.startswith("compiled")
+    remedy = "" if compiled else "The same bits, several times slower: install g++, or unset TUTTI_KERNELS."
+    yield Finding("kernels", "ok" if compiled else "note", found, {"compiled": compiled}, remedy)
+
+
+def extras() -> Iterator[Finding]:
+    """Check which optional packages are installed."""
+    found = {extra: {package: installed(package) for package in packages} for extra, packages in EXTRAS.items()}
+    shown = []
+    for extra, packages in found.items():
+        versions = ", ".join(f"{name} {number}" for name, number in packages.items() if number)
+        shown.append(f"{extra}: {versions or 'none'}" if all(packages.values()) or not versions else f"{extra}: part")
+    missing = [extra for extra, packages in found.items() if extra != "bench" and not all(packages.values())]
+    remedy = f"For images, demos or figures: {pip_install(*missing)}." if missing else ""
+    yield Finding("extras", "note" if missing else "ok", " · ".join(shown), found, remedy)
+
+
+def installed(package: str) -> str | None:
+    """Return the version of an installed package; None if it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

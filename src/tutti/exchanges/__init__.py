@@ -1,1 +1,0 @@
-"""How replicas agree. An exchange owns the update of the parameters."""

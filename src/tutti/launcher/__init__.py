@@ -1,0 +1,1 @@
+"""Launch the processes of a job, watch them, report failures; ``tutti.init`` joins a job."""

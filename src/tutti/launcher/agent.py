@@ -1,0 +1,264 @@
+"""torchrun's elastic agent on one node, without its network: it forks, monitors and ends the ranks' processes."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+import uuid
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from torch.distributed import HashStore
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
+from torch.distributed.elastic.rendezvous.api import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+
+from tutti.errors import ExitCode, LoaderError
+from tutti.launcher import child, failure
+from tutti.launcher.budget import Budget
+from tutti.launcher.failure import Failure
+from tutti.launcher.lost_rank_notes import LostRankNotes
+from tutti.launcher.orphans import await_end
+from tutti.torch_compat import elastic_processes
+
+_POLL = 0.05
+# After a failure the other ranks mostly fail too, with records of their own; an orderly end may write a checkpoint.
+_SETTLE = 1.0
+_TERMINATE = 5.0
+_ORDERLY = frozenset({ExitCode.PREEMPTED, ExitCode.INTERRUPTED})
+# Exit codes for which a restart is useless; for the lasting ones only if tutti raised them.
+_FINAL = frozenset({*failure.QUIET, ExitCode.USAGE})
+_LASTING = frozenset({ExitCode.DATA, ExitCode.CHECKPOINT, ExitCode.AUTHENTICATION, ExitCode.DISK})
+
+
+class OneHost(RendezvousHandler):
+    """A rendezvous of a single agent, without a socket; each attempt gets a free port for the user's script."""
+
+    def __init__(self) -> None:
+        self._run_id = uuid.uuid4().hex
+
+    def get_backend(self) -> str:
+        return "tutti"
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo("127.0.0.1", port))
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        """Do nothing: there is a single agent."""
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def get_run_id(self) -> str:
+        return self._run_id
+
+    def shutdown(self) -> bool:
+        return True
+
+
+class Logs(LogsSpecs):
+    """Log destinations: ranks redirect their own output; the agent only follows logs to show on the terminal."""
+
+    def __init__(self, directory: Path, shown: bool) -> None:
+        super().__init__(str(directory))
+        self._directory, self._shown = directory, shown
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        nowhere = dict.fromkeys(envs, "")
+        shown = {rank: str(failure.log_path(self._directory, rank)) for rank in envs if rank > 0 and self._shown}
+        return LogsDest(nowhere, dict(nowhere), shown, {}, dict.fromkeys(envs, os.devnull))
+
+    @property
+    def root_log_dir(self) -> str:
+        return str(self._directory)
+
+
+class Agent(LocalElasticAgent):
+    """Starts the ranks of one node and ends them together, except for expendable ranks that were killed.
+
+    Args:
+        job: entry point, arguments and folders of every rank.
+        processes: number of ranks.
+        budget: restarts that are allowed.
+        shown: whether the output of all ranks is shown on the terminal.
+        grace: seconds between a signal and SIGKILL.
+
+    Attributes:
+        deaths: exit code and time of every rank that ended before this agent began to end them.
+        lost: lost ranks: killed while the run goes on without them.
+        exhausted: why the ranks were not restarted, if restarts were allowed.
+    """
+
+    def __init__(self, job: child.Job, processes: int, budget: Budget, shown: bool, grace: float) -> None:
+        spec = WorkerSpec(
+            role="tutti",
+            local_world_size=processes,
+            rdzv_handler=OneHost(),
+            entrypoint=child.child_main,
+            args=(job,),
+            max_restarts=budget.left,
+            monitor_interval=_POLL,
+        )
+        super().__init__(spec, Logs(job.logs, shown), start_method="fork", log_line_prefix_template="[rank ${rank}] ")
+        self.deaths: dict[int, tuple[int, float]] = {}
+        self.lost: set[int] = set()
+        self.exhausted = ""
+        self._notes = LostRankNotes(job.store)
+        self._job, self._grace, self._budget = job, grace, budget
+        self._workers: list[Any] = []
+        self._killed: set[int] = set()
+        self._ending = False
+        _silence()
+
+    def failures(self) -> list[Failure]:
+        """Return the failure of each rank that ended by itself, from its record or from its exit code."""
+        ended = self.deaths.items()
+        return [self._failure(rank) for rank, (code, _) in ended if code != 0 and rank not in self.lost]
+
+    def _failure(self, rank: int) -> Failure:
+        return failure.read_failure(self._job.notes, rank) or failure.from_death(rank, *self.deaths[rank])
+
+    def exit_codes(self) -> set[int]:
+        """Return the exit codes of all ranks that have ended."""
+        return {worker.exitcode for worker in self._workers if worker.exitcode is not None}
+
+    def kill(self) -> None:
+        """Kill every rank and its child processes at once."""
+        self._end(None, 0)
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        self.deaths, self.lost, self._ending = {}, set(), False
+        self._notes.clear()
+        failure.clear(self._job.notes, range(worker_group.spec.local_world_size))
+        signal.pthread_sigmask(signal.SIG_BLOCK, child.SIGNALS)
+        try:
+            pids: dict[int, Any] = super()._start_workers(worker_group)
+            self._workers = elastic_processes(self)
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, child.SIGNALS)
+        return pids
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        self._reap()
+        codes = {code for rank, (code, _) in self.deaths.items() if rank not in self.lost}
+        if codes - {0}:
+            orderly = codes <= _ORDERLY | {0}
+            self._wait(self._grace if orderly else _SETTLE)
+            self._end(signal.SIGTERM, _TERMINATE)
+            self._decide()
+            return RunResult(state=WorkerState.FAILED)
+        if len(self.deaths) < len(self._workers):
+            return RunResult(state=WorkerState.HEALTHY)
+        # The elastic agent expects a return value of every rank, even None.
+        return RunResult(state=WorkerState.SUCCEEDED, return_values=dict.fromkeys(self.deaths))
+
+    def _decide(self) -> None:
+        """Decide on a restart, tell the user, and set the elastic agent's own restart counters to match."""
+        cause = failure.root_cause(self.failures())
+        used = self._worker_group.spec.max_restarts - self._remaining_restarts
+        restart = None if _final(cause) else self._budget.spend()
+        self._remaining_restarts = 0
+        if restart is not None:
+            said = failure.describe_failure(cause, failure.log_path(self._job.logs, cause.rank))
+            # Print the stack of a stuck rank in full: no exception will show it again.
+            said = said if cause.traceback and not cause.kind else said.splitlines()[0]
+            print(f"{said}\ntutti: {restart.describe()}", file=sys.stderr, flush=True)
+            time.sleep(restart.pause)
+            self._remaining_restarts = restart.left + 1
+        elif not _final(cause):
+            self.exhausted = self._budget.describe()
+        # The agent numbers attempts, and with them the stores, by this difference, which must not repeat.
+        self._worker_group.spec.max_restarts = used + self._remaining_restarts
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+        self._end(death_sig, self._grace)
+        super()._shutdown(death_sig)
+
+    def _end(self, number: signal.Signals | None, grace: float) -> None:
+        """Send a signal to every rank, wait ``grace`` seconds, then kill the ranks' process groups."""
+        self._reap()
+        self._ending = True
+        alive = [worker for worker in self._workers if worker.exitcode is None]
+        try:
+            if number is not None:
+                for worker in alive:
+                    with suppress(ProcessLookupError):
+                        os.kill(worker.pid, number)
+            self._wait(grace)
+        finally:
+            for worker in alive:
+                self._kill(worker)
+            for worker in alive:
+                worker.join(_TERMINATE)
+            for worker in self._workers:
+                if worker.pid in self._killed and worker.exitcode is not None:
+                    await_end(-worker.pid, _TERMINATE)
+
+    def _wait(self, seconds: float) -> None:
+        """Wait until all ranks have ended, at most ``seconds``."""
+        end = time.monotonic() + seconds
+        while not self._reap() and time.monotonic() < end:
+            time.sleep(_POLL / 5)
+
+    def _reap(self) -> bool:
+        """Record ranks that have ended; return whether all have."""
+        for rank, worker in enumerate(self._workers):
+            if rank not in self.deaths and worker.exitcode is not None and not self._ending:
+                self.deaths[rank] = (worker.exitcode, time.time())
+                if worker.exitcode != 0:
+                    self._kill(worker)
+                    self._lose(rank)
+        return all(worker.exitcode is not None for worker in self._workers)
+
+    def _lose(self, rank: int) -> None:
+        """Mark a killed rank as lost, so that the run goes on, if it is expendable and no restart is left."""
+        if self.deaths[rank][0] < 0 and not self._budget.left and self._notes.is_expendable(rank):
+            self.lost.add(rank)
+            self._notes.mark_lost(rank, self._failure(rank).message)
+
+    def _kill(self, worker: Any) -> None:
+        """Kill a rank's process group: the rank, if alive, and its child processes."""
+        self._killed.add(worker.pid)
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(worker.pid, signal.SIGKILL)
+        if worker.exitcode is None:
+            # The rank may not have made its process group yet.
+            worker.kill()
+
+
+def _final(cause: Failure) -> bool:
+    """Whether a restart would fail in the same way. A script's own ``sys.exit(8)`` does not count as a disk error."""
+    raised = cause.kind not in ("", SystemExit.__name__, LoaderError.__name__)
+    return cause.exit_code in _FINAL or (cause.exit_code in _LASTING and raised)
+
+
+def _silence() -> None:
+    """Silence the elastic agent's log; tutti reports failures itself."""
+    logger = logging.getLogger("torch.distributed.elastic")
+    logger.addHandler(logging.NullHandler())
+    logger.propagate = False
+
+
+def run_agent(agent: Agent) -> signal.Signals | None:
+    """Run the agent and return the signal that ended it, if any. A second signal kills all ranks at once."""
+    try:
+        agent.run()
+    except SignalException as stopped:
+        return signal.Signals(stopped.sigval)
+    finally:
+        for number in child.SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+        agent.kill()
+    return None

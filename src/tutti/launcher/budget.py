@@ -1,0 +1,70 @@
+"""Restart budget of a run: a number of restarts in a row without progress; progress resets it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+_LONGEST_PAUSE = 30.0
+
+
+@dataclass(frozen=True)
+class Restart:
+    """One restart.
+
+    Attributes:
+        pause: seconds to wait before it: 0, 1, 2, 4 … with each further failure in a row without progress.
+        left: restarts left after it, without progress.
+        saved: the saved step that the run resumes from; 0 if nothing is saved.
+    """
+
+    pause: float
+    left: int
+    saved: int
+
+    def describe(self) -> str:
+        """Return the message for the user."""
+        more = [f"in {self.pause:g} s"] * bool(self.pause) + [f"from step {self.saved}"] * bool(self.saved)
+        return f"starting again, {self.left} restarts left" + (f" ({', '.join(more)})" if more else "")
+
+
+class Budget:
+    """Counts failures without progress.
+
+    Args:
+        restarts: restarts allowed in a row without progress.
+        progress: returns a number that grows with saved progress; None: nothing is ever saved.
+
+    >>> saved = iter([0, 10, 10, 10, 20, 20])
+    >>> budget = Budget(2, lambda: next(saved))
+    >>> [(restart.pause, restart.left) if restart else None for restart in (budget.spend() for _ in range(5))]
+    [(0.0, 1), (1.0, 0), None, (0.0, 1), (1.0, 0)]
+    """
+
+    def __init__(self, restarts: int, progress: Callable[[], int] | None = None) -> None:
+        self._restarts, self._progress = restarts, progress or (lambda: 0)
+        self._saved = self._progress()
+        self._failures = 0
+
+    @property
+    def left(self) -> int:
+        """Restarts left, without progress."""
+        return max(0, self._restarts - self._failures)
+
+    def spend(self) -> Restart | None:
+        """Count a failure and return the restart that follows; None if the budget is exhausted."""
+        saved = self._progress()
+        if saved > self._saved:
+            self._saved, self._failures = saved, 0
+        self._failures += 1
+        if self._failures > self._restarts:
+            return None
+        pause = min(2.0 ** (self._failures - 2), _LONGEST_PAUSE) if self._failures > 1 else 0.0
+        return Restart(pause, self.left, self._saved)
+
+    def describe(self) -> str:
+        """Return why there is no further restart; an empty string if none was allowed."""
+        if not self._restarts:
+            return ""
+        since = f"since step {self._saved} was saved" if self._saved else "before anything was saved"
+        return f"not started again: {self._failures} failures {since}, and --max-restarts is {self._restarts}"

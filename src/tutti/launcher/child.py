@@ -1,0 +1,168 @@
+"""Start and end of a forked rank: it dies with its launcher, logs to its own file, and records its failure."""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from tutti.errors import DiskError, ExitCode, NotEnoughMemory, TuttiError
+from tutti.launcher import failure, heartbeat, watchdog
+from tutti.launcher.encoding import replace_unencodable, write_utf8
+from tutti.launcher.orphans import die_with_parent
+from tutti.launcher.watchdog import WatchdogLimits
+from tutti.python_compat import forget_exit_handlers, join_threads, run_exit_handlers
+
+# Source files of tutti and Python whose outermost frames are omitted from a user's traceback.
+_HIDDEN = frozenset({__file__, str(Path(__file__).with_name("launch.py")), "<frozen runpy>"})
+
+_LET_GO = 0.05
+_last: list[Callable[[], object]] = []
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+"""Signals that the launcher forwards to its ranks. Blocked while ranks start, so that none is lost or misread."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """Description of a launch, the same for every rank.
+
+    Attributes:
+        entry: called with ``args`` in every rank.
+        args: its arguments.
+        logs: directory of ``rank{N}.log`` and ``failure-rank{N}.json``.
+        store: private directory for the ranks' file store.
+        launcher: process id of the launcher.
+        threads: CPU threads a process; None if the user has set ``OMP_NUM_THREADS``.
+        limits: how long a rank may make no progress.
+    """
+
+    entry: Callable[..., None]
+    args: tuple[Any, ...]
+    logs: Path
+    store: Path
+    launcher: int
+    threads: int | None
+    limits: WatchdogLimits
+
+    @property
+    def notes(self) -> tuple[Path, Path]:
+        """Directories for failure records: the logs', and the store's, usually on another disk, if that is full."""
+        return self.logs, self.store
+
+
+def at_last(function: Callable[[], object]) -> None:
+    """Register ``function`` to be called after all exit handlers in a rank that ends without an error."""
+    _last.append(function)
+
+
+def child_main(job: Job) -> NoReturn:
+    """Run the job's entry in this forked process and exit with the matching exit code; never returns."""
+    rank = int(os.environ["RANK"])
+    try:
+        _prepare(job, rank)
+        job.entry(*job.args)
+        _finish()
+    except BaseException as exception:
+        _leave(_failed(job, rank, exception))
+    _leave(ExitCode.DONE)
+
+
+def _prepare(job: Job, rank: int) -> None:
+    die_with_parent(parent=job.launcher)
+    # A process group of its own: the terminal's Ctrl-C reaches the launcher alone, which passes it on exactly once,
+    # and this rank's child processes can be killed together with it.
+    os.setpgid(0, 0)
+    signal.signal(signal.SIGTTOU, signal.SIG_IGN)
+    for number in SIGNALS:
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    # Exit handlers registered so far belong to the launcher, such as the removal of its temporary directories.
+    forget_exit_handlers()
+    _redirect(failure.log_path(job.logs, rank), keep_terminal=rank == 0)
+    heartbeat.process.report_to(job.logs)
+    watchdog.start_watchdog(rank, job.limits, launched=True)
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    os.environ["TUTTI_STORE"] = str(job.store / f"attempt-{attempt}")
+    if job.threads is not None:
+        import torch
+
+        torch.set_num_threads(job.threads)
+    # Last, so that a pending signal is handled after the set-up.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+
+
+def _redirect(log: Path, keep_terminal: bool) -> None:
+    """Append standard output and error to ``log``; crashes of native code leave their stack there on every rank."""
+    try:
+        file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    except OSError as error:
+        raise DiskError(f"cannot write the log {log}", why=error.strerror) from error
+    faulthandler.enable(file=file)
+    if not keep_terminal:
+        os.dup2(file, 1)
+        os.dup2(file, 2)
+    for stream in (sys.stdout, sys.stderr):
+        # Line buffering, so that the log of a killed process is complete.
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    change = replace_unencodable if keep_terminal else write_utf8
+    change(sys.stdout, sys.stderr)
+
+
+def _finish() -> None:
+    """Do what Python does at interpreter exit, in its order, then call the functions of ``at_last``."""
+    join_threads()
+    run_exit_handlers()
+    for process in multiprocessing.active_children():
+        if process.daemon:
+            process.terminate()
+        process.join()
+    for function in _last:
+        function()
+
+
+def _failed(job: Job, rank: int, exception: BaseException) -> int:
+    """Record the exception and return the exit code."""
+    code = failure.failure_exit_code(exception)
+    if code == ExitCode.DONE:
+        # The traceback holds the script's frames, and with them the script's objects.
+        exception.__traceback__ = None
+        with suppress(Exception):
+            _finish()
+        return code
+    found = failure.record_failure(job.notes, rank, exception, _HIDDEN)
+    foreseen = isinstance(exception, (TuttiError, KeyboardInterrupt, SystemExit))
+    if not foreseen or isinstance(exception, NotEnoughMemory):
+        with suppress(OSError), failure.log_path(job.logs, rank).open("a", encoding="utf-8") as log:
+            _flush()
+            log.write(found.traceback)
+    return code
+
+
+def _leave(code: int) -> NoReturn:
+    """Exit at once: exit handlers of a broken process group may wait for peers that are gone."""
+    _flush()
+    watchdog.stop_watchdog()
+    os._exit(code)
+
+
+def let_go() -> None:
+    """Sleep, so that Gloo's threads get the GIL, which they need to free the tensors of their last messages.
+
+    They free them after the work is reported as complete. A program that exits earlier is aborted, and one that frees
+    a process group meanwhile deadlocks, holding the GIL, on these threads (pytorch/pytorch#75097).
+    """
+    time.sleep(_LET_GO)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()

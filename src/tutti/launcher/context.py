@@ -1,0 +1,344 @@
+"""``tutti.init``: join the job, and hold this process's rank, device, store and process group.
+
+World size 1 takes the same code path as world size N: it has a store and a process group too.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from types import TracebackType
+
+import torch
+import torch.distributed as dist
+
+from tutti import process_context as identities
+from tutti.config.variables import check_variables, is_off
+from tutti.errors import PeerError, UsageError
+from tutti.launcher import child, failure, heartbeat, interface, watchdog
+from tutti.launcher.heartbeat import Phase
+from tutti.launcher.malloc_tuning import keep_freed_memory
+from tutti.launcher.watchdog import WatchdogLimits
+from tutti.process_context import Identity
+from tutti.torch_compat import default_store, flight_recorder
+
+
+@dataclass(frozen=True)
+class World:
+    """This process's rank, device and store.
+
+    Attributes:
+        identity: rank, size, local rank and node of this process.
+        device: where tensors of this rank live.
+        store: key-value store shared by all ranks.
+        timeout: seconds that a collective may take.
+        owned: whether ``init`` made the process group, so that ``shutdown`` destroys it.
+        sent: descriptions of asynchronous sends that this process has started.
+    """
+
+    identity: Identity
+    device: torch.device
+    store: dist.Store
+    timeout: float
+    owned: bool
+    sent: list[str] = field(default_factory=list)
+
+
+_world: World | None = None
+
+
+def init(device: str = "auto", timeout: float | None = None) -> World:
+    """Join the job that the environment describes, or make a world of size 1; a second call returns the first's result.
+
+    Reads the variables of torchrun, Horovod, Open MPI, Hydra (MPICH, Intel MPI), PALS, Flux and Slurm. Adopts an
+    existing default process group. Gloo moves CPU tensors, NCCL CUDA tensors. In a job of several processes each gets
+    a watchdog, if it has none yet. On several nodes Gloo takes the interface that leads to rank 0, unless
+    ``GLOO_SOCKET_IFNAME`` names another. An uncaught exception ends this process at once from now on.
+    docs/environment.md lists all its effects on the process; ``TUTTI_PROCESS_SETUP=off`` switches them off.
+
+    Args:
+        device: ``auto`` (CUDA if available), ``cpu`` or ``cuda``.
+        timeout: seconds that ranks may take to arrive, and a collective to finish; default: ``TUTTI_TIMEOUT``, or 300.
+
+    Raises:
+        UsageError: the environment contradicts itself or has an unknown ``TUTTI_*`` variable, or CUDA is requested and
+            not available.
+        PeerError: the other ranks did not arrive in time.
+    """
+    global _world
+    if _world is not None:
+        return _world
+    check_variables(os.environ)
+    timeout = _timeout() if timeout is None else timeout
+    heartbeat.process.set_timeout(timeout)
+    if dist.is_initialized():
+        _world = _adopt(device, timeout)
+        _watched(_world.identity)
+        return _world
+    identity = identities.read_identity(os.environ)
+    # Fork the watchdog before a device or a thread exists: a fork copies either in part only.
+    _watched(identity)
+    place = _device(device, identity)
+    if place.type == "cpu":
+        keep_freed_memory()
+    backend = "cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo"
+    limit = timedelta(seconds=timeout)
+    where = f"rank {identity.rank} of {identity.size}"
+    try:
+        with heartbeat.training.during(Phase.MEETING):
+            store = _meet(identity, backend, limit)
+    except (RuntimeError, TimeoutError) as error:
+        raise PeerError(
+            "the ranks could not find each other",
+            where=where,
+            why=str(error).splitlines()[0],
+            remedy=f"check that all {identity.size} processes run and reach the same address within {timeout:g} s"
+            + ", and set GLOO_SOCKET_IFNAME to the interface between the hosts" * (identity.cross_size > 1),
+        ) from error
+    _world = World(identity, place, store, timeout, owned=True)
+    atexit.register(shutdown)
+    if not (isinstance(sys.excepthook, _End) or is_off("PROCESS_SETUP", os.environ)):
+        sys.excepthook = _End(sys.excepthook)
+    return _world
+
+
+def _meet(identity: Identity, backend: str, limit: timedelta) -> dist.Store:
+    """Wait for all ranks, make the process group, and return the store that they share."""
+    meeting = _meeting(identity)
+    store = dist.PrefixStore(f"tutti/{identity.attempt}", _store(identity, meeting, limit))
+    own = interface.way_to(meeting[0]) if meeting else ""
+    _await_all(store, identity, meeting, limit, own)
+    _choose_interface(store, identity, own)
+    # Longer than tutti's own limit, so that tutti's message comes first: see tutti.comm.stall.
+    later = limit + timedelta(seconds=60)
+    dist.init_process_group(backend, store=store, rank=identity.rank, world_size=identity.size, timeout=later)
+    return store
+
+
+def leave(code: int) -> None:
+    """End this process at once with exit code ``code`` if the world has several ranks and ``init`` made it.
+
+    A regular interpreter exit would hang: it joins the process groups' threads, which wait for peers that may be gone.
+    """
+    if _world is not None and _world.owned and _world.identity.size > 1:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(code)
+
+
+class _End:
+    """An excepthook: shows an uncaught exception by the previous hook, then ends the process with its exit code."""
+
+    def __init__(self, show: Callable[[type[BaseException], BaseException, TracebackType | None], object]) -> None:
+        self._show = show
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        self._show(kind, error, trace)
+        # An interactive session goes on.
+        if not hasattr(sys, "ps1"):
+            leave(failure.failure_exit_code(error))
+
+
+def shutdown() -> None:
+    """Leave the job; destroy the process group if ``init`` made it. A second call does nothing."""
+    global _world
+    leaving, _world = _world, None
+    if leaving is not None and leaving.owned and dist.is_initialized():
+        with contextlib.suppress(RuntimeError):
+            dist.destroy_process_group()
+        child.let_go()
+
+
+def is_initialized() -> bool:
+    """Whether this process is between ``init`` and ``shutdown``."""
+    return _world is not None
+
+
+def current() -> World:
+    """Return the world that ``init`` made. Raises UsageError before ``init``."""
+    if _world is None:
+        raise UsageError("tutti has not been initialised", remedy="call tutti.init() first")
+    return _world
+
+
+def rank() -> int:
+    """Return this process's rank in the job, from 0."""
+    return current().identity.rank
+
+
+def size() -> int:
+    """Return the number of processes in the job."""
+    return current().identity.size
+
+
+def local_rank() -> int:
+    """Return this process's rank on its node, from 0."""
+    return current().identity.local_rank
+
+
+def local_size() -> int:
+    """Return the number of the job's processes on this node."""
+    return current().identity.local_size
+
+
+def cross_rank() -> int:
+    """Return this node's index in the job, from 0."""
+    return current().identity.cross_rank
+
+
+def cross_size() -> int:
+    """Return the number of nodes in the job."""
+    return current().identity.cross_size
+
+
+def _watched(identity: Identity) -> None:
+    """Start this process's watchdog if it belongs to a job, and register PyTorch's flight recorder for its reports."""
+    if is_off("PROCESS_SETUP", os.environ):
+        return
+    if identities.joined(os.environ):
+        watchdog.start_watchdog(identity.rank, WatchdogLimits.read(os.environ))
+    recorder = flight_recorder()
+    if recorder is not None:
+        watchdog.keep_flights(identity.rank, recorder)
+
+
+def _device(choice: str, identity: Identity) -> torch.device:
+    if choice not in ("auto", "cpu", "cuda"):
+        raise UsageError(f"unknown device '{choice}'", remedy="choices: auto, cpu, cuda")
+    if choice == "cpu" or (choice == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise UsageError("CUDA was asked for, but PyTorch sees no GPU", remedy="take --device cpu")
+    count = torch.cuda.device_count()
+    if identity.local_rank >= count:
+        raise UsageError(
+            f"{identity.local_size} processes on this host share {count} GPUs",
+            where=f"rank {identity.rank}",
+            remedy=f"start at most {count} processes a host, or take --device cpu",
+        )
+    torch.cuda.set_device(identity.local_rank)
+    return torch.device("cuda", identity.local_rank)
+
+
+def _timeout() -> float:
+    text = os.environ.get("TUTTI_TIMEOUT", "300")
+    with contextlib.suppress(ValueError):
+        if 0 < float(text) < float("inf"):
+            return float(text)
+    raise UsageError(f"TUTTI_TIMEOUT is '{text}'", remedy="give seconds, a number above 0")
+
+
+def _meeting(identity: Identity) -> tuple[str, int] | None:
+    """Return address and port of the store; None without one: under tutti's launcher, or at world size 1."""
+    if os.environ.get("TUTTI_STORE") or identity.size == 1:
+        return None
+    return identities.rendezvous(os.environ, identity)
+
+
+def _choose_interface(store: dist.Store, identity: Identity, own: str) -> None:
+    """Set Gloo's network interface to one that other nodes reach: towards rank 0, or from its node to another."""
+    chosen = "GLOO_SOCKET_IFNAME" in os.environ or is_off("PROCESS_SETUP", os.environ)
+    if identity.cross_size == 1 or chosen:
+        return
+    ranks = iter(range(identity.size))
+    while not own and (rank := next(ranks, None)) is not None:
+        there = bytes(store.get(f"here/{rank}")).decode()
+        own = interface.way_to(there) if there else ""
+    if own and (name := interface.name_of(own)):
+        os.environ["GLOO_SOCKET_IFNAME"] = name
+
+
+def _store(identity: Identity, meeting: tuple[str, int] | None, limit: timedelta) -> dist.Store:
+    """Make the store: a file under tutti's launcher (no port), memory at world size 1, else torchrun's or TCP."""
+    path = os.environ.get("TUTTI_STORE")
+    if path:
+        store: dist.Store = dist.FileStore(path, identity.size)
+    elif meeting is None:
+        store = dist.HashStore()
+    elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE"):
+        store, _, _ = next(dist.rendezvous("env://", identity.rank, identity.size, timeout=limit))
+    else:
+        address, port = meeting
+        try:
+            # No waiting for ranks here: ``_await_all`` does, and names missing ranks.
+            store = dist.TCPStore(
+                address, port, identity.size, identity.rank == 0, timeout=limit, wait_for_workers=False
+            )
+        except (RuntimeError, TimeoutError) as error:
+            raise _unreachable(identity, f"{address}:{port}", limit, error) from error
+    store.set_timeout(limit)
+    return store
+
+
+def _unreachable(identity: Identity, place: str, limit: timedelta, error: Exception) -> PeerError:
+    where, text = f"rank {identity.rank} of {identity.size}", str(error).splitlines()[0]
+    if identity.rank == 0:
+        why = "the port is already in use" if "EADDRINUSE" in text else text
+        return PeerError(f"cannot listen on {place}", where=where, why=why, remedy="set MASTER_PORT to a free port")
+    return PeerError(
+        f"cannot reach rank 0 at {place} within {limit.total_seconds():g} s",
+        where=where,
+        why=text,
+        remedy="check that rank 0 runs, and that MASTER_ADDR and MASTER_PORT are the same on every rank",
+    )
+
+
+def _await_all(
+    store: dist.Store, identity: Identity, meeting: tuple[str, int] | None, limit: timedelta, own: str
+) -> None:
+    """Wait until every rank has arrived and stored its own address, which may be empty.
+
+    Args:
+        store: shared by all ranks.
+        identity: this process's.
+        meeting: address and port of the store, for messages.
+        limit: how long to wait.
+        own: this node's address towards rank 0.
+
+    Raises:
+        PeerError: ranks are missing; every rank names the same ones.
+        UsageError: ranks count different numbers of nodes.
+    """
+    keys = [f"here/{rank}" for rank in range(identity.size)]
+    place = f", met at {meeting[0]}:{meeting[1]}" if meeting else ""
+    store.add(f"nodes/{identity.cross_size}", 1)
+    store.set(keys[identity.rank], own)
+    end, pause = time.monotonic() + limit.total_seconds(), 0.001
+    # Poll: when a blocking wait in the store times out, native code prints its stack, frame by frame.
+    while not store.check(keys):
+        if time.monotonic() > end and not store.check(["absent"]):
+            store.set("absent", ", ".join(str(rank) for rank, key in enumerate(keys) if not store.check([key])))
+        if store.check(["absent"]):
+            missing = bytes(store.get("absent")).decode()
+            if identity.rank == 0:
+                # The store ends with this process: give the other ranks time to read the reason.
+                time.sleep(1)
+            raise PeerError(
+                f"rank {missing} of {identity.size} did not arrive within {limit.total_seconds():g} s",
+                where=f"rank {identity.rank}{place}",
+                remedy="check that every process was started and reaches the same address, or raise --timeout",
+            )
+        heartbeat.training.beat("arrival of all ranks")
+        time.sleep(pause)
+        pause = min(2 * pause, 0.05)
+    # Horovod's cross size counts, for each rank, the nodes that have a rank with its local rank.
+    if identity.source != "horovod" and store.add(f"nodes/{identity.cross_size}", 0) != identity.size:
+        raise UsageError(
+            f"ranks count different numbers of nodes, this one {identity.cross_size}",
+            where=f"rank {identity.rank} of {identity.size}, of {identity.local_size} on its node",
+            why="their launcher tells how many ranks a node has, and nodes have different numbers of them",
+            remedy="start with torchrun or tutti train -H, which number the nodes, or with as many ranks on every node",
+        )
+
+
+def _adopt(device: str, timeout: float) -> World:
+    identity = identities.of_group(dist.get_rank(), dist.get_world_size(), os.environ)
+    store = default_store()
+    return World(identity, _device(device, identity), dist.PrefixStore("tutti", store), timeout, owned=False)

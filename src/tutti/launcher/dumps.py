@@ -1,0 +1,121 @@
+"""Dumps of a stuck rank: the stacks of its threads, and its last collectives.
+
+The rank makes a ``Dumps`` before it forks its watchdog, so that both hold the same unnamed descriptors.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import re
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+# SIGUSR1 and SIGUSR2 ask a run to stop.
+_SIGNAL = signal.SIGRTMAX - 2 if hasattr(signal, "SIGRTMAX") else signal.SIGIO
+_LOOK = 0.02
+# A process that is stuck in the kernel handles no signal; one that never releases the GIL dumps no collectives.
+_PATIENCE = 5.0
+_HEADING = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+)", re.IGNORECASE)
+_FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
+# End of a complete dump: the main thread comes last, and ends with the program's outermost frame or an ellipsis.
+_COMPLETE = re.compile(r"( in <module>| in _run_module_as_main|^  \.\.\.)\n*\Z", re.MULTILINE)
+_ELSEWHERE = ("<frozen ", f"{Path(os.__file__).parent}{os.sep}", f"{Path(__file__).parents[1]}{os.sep}")
+
+
+class Dumps:
+    """One rank's dumps. Stacks are written by ``faulthandler``, which needs neither the GIL nor a lock of its own."""
+
+    def __init__(self) -> None:
+        self._stacks = _unnamed()
+        self._asked, self._ask = os.pipe()
+        faulthandler.register(_SIGNAL, file=self._stacks, all_threads=True)
+
+    @property
+    def descriptors(self) -> tuple[int, int]:
+        """File descriptors that the watchdog must keep open."""
+        return self._stacks, self._ask
+
+    def answer(self, record: Callable[[], bytes], target: Callable[[], Path | None]) -> None:
+        """In the rank: start a thread that writes ``record()`` to ``target()`` when the watchdog requests it."""
+        os.close(self._ask)
+        threading.Thread(target=self._answer, args=(record, target), name="tutti-flight", daemon=True).start()
+
+    def _answer(self, record: Callable[[], bytes], target: Callable[[], Path | None]) -> None:
+        if os.read(self._asked, 1) and (path := target()) is not None:
+            with suppress(OSError, RuntimeError):
+                temporary = path.with_suffix(f".tmp-{os.getpid()}")
+                temporary.write_bytes(record())
+                temporary.replace(path)
+
+    def stacks(self, pid: int) -> str:
+        """In the watchdog: return the stacks of all threads of ``pid``; a stopped process is continued for it."""
+        start = os.fstat(self._stacks).st_size
+        os.kill(pid, _SIGNAL)
+        if is_stopped(pid):
+            os.kill(pid, signal.SIGCONT)
+        text, before = "", None
+        for _ in range(int(_PATIENCE / _LOOK)):
+            time.sleep(_LOOK)
+            text = os.pread(self._stacks, 1 << 20, start).decode(errors="replace")
+            if text == before and _COMPLETE.search(text):
+                break
+            before = text
+        return text
+
+    def flight(self, path: Path) -> bool:
+        """In the watchdog: request the flight recording at ``path``; return whether the rank wrote it."""
+        path.unlink(missing_ok=True)
+        os.write(self._ask, b"?")
+        for _ in range(int(_PATIENCE / _LOOK)):
+            if path.exists():
+                return True
+            time.sleep(_LOOK)
+        return False
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a signal has stopped the process, with all its threads; False where that is unknown."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0]
+    except (OSError, IndexError):
+        return False
+    return state == b"T"
+
+
+def lines_of(stacks: str, thread: int) -> list[str]:
+    """Return the frames of one thread, innermost first; of the main thread, the last one, if it is missing."""
+    threads: dict[int, list[str]] = {}
+    frames: list[str] = []
+    for line in stacks.splitlines():
+        if heading := _HEADING.match(line):
+            frames = threads.setdefault(int(heading[1], 16), [])
+        elif line.startswith("  "):
+            frames.append(line)
+    return threads.get(thread, frames)
+
+
+def place_of(frames: list[str]) -> str | None:
+    """Return the innermost frame of the user's own code, else the innermost of all, as ``loss (own.py, line 12)``.
+
+    >>> place_of(['  File "own.py", line 12 in loss', '  File "run.py", line 3 in <module>'])
+    'loss (own.py, line 12)'
+    """
+    found = [frame for line in frames if (frame := _FRAME.match(line))]
+    own = [frame for frame in found if not frame[1].startswith(_ELSEWHERE) and "site-packages" not in frame[1]]
+    for frame in own or found:
+        return f"{frame[3]} ({Path(frame[1]).name}, line {frame[2]})"
+    return None
+
+
+def _unnamed() -> int:
+    """Return a descriptor of an unnamed file, in memory if the system can."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("tutti-stacks")
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())

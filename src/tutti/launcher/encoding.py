@@ -1,0 +1,86 @@
+"""Write text to streams whose encoding lacks some characters: replace or escape them instead of raising."""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import io
+import json
+import re
+import unicodedata
+from collections.abc import Mapping
+from typing import Any, TextIO
+
+_HANDLER = "tutti.replace"
+_LOST = ("strict", "surrogateescape")
+_NEAREST = {
+    **{"·": "-", "–": "-", "—": "-", "−": "-", "→": "->", "…": "...", "×": "x", "÷": "/", "±": "+-"},
+    **{"≤": "<=", "≥": ">=", "‘": "'", "’": "'", "“": '"', "”": '"', "µ": "u", "μ": "u", "Δ": "d", "σ": "sigma"},
+}
+
+
+def _replace(error: UnicodeError) -> tuple[str | bytes, int]:
+    """Encoding error handler: return the nearest ASCII text; undecodable bytes of file names stay as they were."""
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    character = error.object[error.start]
+    if 0xDC80 <= ord(character) <= 0xDCFF:
+        return bytes([ord(character) - 0xDC00]), error.start + 1
+    plain = unicodedata.normalize("NFKD", character).encode("ascii", "ignore").decode()
+    return _NEAREST.get(character) or plain or "?", error.start + 1
+
+
+codecs.register_error(_HANDLER, _replace)
+
+
+def replace_unencodable(*streams: TextIO) -> None:
+    """Make ``streams`` replace characters that they cannot encode, as in an ASCII locale, by the nearest ASCII text.
+
+    They would raise UnicodeEncodeError, or write an escape on standard error. Streams that are not files, or have
+    another error handler by choice (``PYTHONIOENCODING=ascii:replace``), stay as they are.
+    """
+    for stream in streams:
+        if not isinstance(stream, io.TextIOWrapper):
+            continue
+        if stream.errors in _LOST or (stream.errors == "backslashreplace" and not speaks_unicode(stream)):
+            _reconfigure(stream)
+
+
+def write_utf8(*streams: TextIO) -> None:
+    """Make ``streams``, which lead into files, write UTF-8 in any locale."""
+    for stream in streams:
+        if isinstance(stream, io.TextIOWrapper):
+            _reconfigure(stream, "utf-8")
+
+
+def _reconfigure(stream: io.TextIOWrapper, encoding: str | None = None) -> None:
+    # reconfigure ends with a tell(), which fails where the descriptor now leads into a pipe.
+    with contextlib.suppress(OSError):
+        stream.reconfigure(encoding=encoding, errors=_HANDLER)
+
+
+def speaks_unicode(stream: TextIO) -> bool:
+    """Whether a stream's encoding is a Unicode encoding."""
+    try:
+        return codecs.lookup(stream.encoding or "utf-8").name.startswith("utf")
+    except (LookupError, AttributeError, TypeError):
+        return True
+
+
+def json_text(value: Mapping[str, Any], stream: TextIO) -> str:
+    """Return indented JSON for ``stream``; non-ASCII characters are escaped unless its encoding is Unicode."""
+    return json.dumps(value, indent=2, ensure_ascii=not speaks_unicode(stream))
+
+
+def toml_text(text: str, stream: TextIO) -> str:
+    r"""Return the TOML ``text`` for ``stream``, with non-ASCII characters escaped unless its encoding is Unicode.
+
+    >>> toml_text('task = "é.py"', io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
+    'task = "\\u00E9.py"'
+    """
+    return text if speaks_unicode(stream) else re.sub(r"[^\x00-\x7f\ud800-\udfff]", _escaped, text)
+
+
+def _escaped(match: re.Match[str]) -> str:
+    number = ord(match[0])
+    return f"\\u{number:04X}" if number < 0x10000 else f"\\U{number:08X}"

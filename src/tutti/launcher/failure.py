@@ -1,0 +1,239 @@
+"""Failure records of ranks, and the choice of the root cause among them. No torch."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import signal
+import time
+import traceback
+from collections.abc import Collection, Iterable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from tutti.errors import ExitCode, TuttiError, UsageError
+
+_TAIL = 20
+_WORKER = Path(__file__).with_name("child.py")
+# Orderly ends, which the run itself has already reported to the user.
+QUIET = frozenset({ExitCode.DONE, ExitCode.PREEMPTED, ExitCode.INTERRUPTED, ExitCode.TERMINATED})
+# Messages of Gloo and the file store about a peer that is gone or never arrived; a plain RuntimeError in torch.
+_LOST_PEER = re.compile(
+    r"(?i)^wait timeout|connection (closed|reset) by peer|connection refused|broken pipe|connectFullMesh"
+    r"|gloo.*(timed out|timeout)"
+)
+_HINTS = {
+    signal.SIGKILL: "by hand, by a scheduler, or by the system because it was out of memory",
+    signal.SIGBUS: "perhaps shared memory (/dev/shm) or a disk was full",
+    signal.SIGSEGV: "a crash in native code; the log ends with the Python stack",
+    signal.SIGABRT: "a native library gave up; its message is above or in the log",
+}
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The failure of one rank.
+
+    Attributes:
+        rank: the rank.
+        time: seconds since the epoch.
+        kind: name of the exception's class; empty without an exception.
+        message: the exception's message, or a description of the end.
+        exit_code: exit code of the process, as in ``tutti.errors.ExitCode``.
+        traceback: text of the traceback; without an exception, of a stuck rank's stack.
+        step: the training step, if known.
+        remedy: advice for the user, if known.
+        signal: the signal that ended the process, if any.
+    """
+
+    rank: int
+    time: float
+    kind: str
+    message: str
+    exit_code: int
+    traceback: str = ""
+    step: int | None = None
+    remedy: str | None = None
+    signal: int | None = None
+
+
+def path(directory: Path, rank: int) -> Path:
+    """Return the path of a rank's failure record."""
+    return directory / f"failure-rank{rank}.json"
+
+
+def log_path(directory: Path, rank: int) -> Path:
+    """Return the path of a rank's log."""
+    return directory / f"rank{rank}.log"
+
+
+def flight_path(directory: Path, rank: int) -> Path:
+    """Return the path of a stuck rank's flight recording: its last collectives."""
+    return directory / f"flight-rank{rank}.json"
+
+
+def failure_exit_code(exception: BaseException) -> int:
+    """Return the exit code for an exception; a RuntimeError of torch about a lost peer is recognised by its text."""
+    if isinstance(exception, TuttiError):
+        return int(exception.exit_code)
+    if isinstance(exception, SystemExit):
+        if exception.code is None:
+            return int(ExitCode.DONE)
+        return exception.code & 0xFF if isinstance(exception.code, int) else int(ExitCode.UNEXPECTED)
+    if isinstance(exception, KeyboardInterrupt):
+        return int(ExitCode.INTERRUPTED)
+    if isinstance(exception, OSError) and exception.errno in (errno.ENOSPC, errno.EDQUOT):
+        return int(ExitCode.DISK)
+    # By name, to avoid importing torch.
+    if any(base.__name__ == "DistError" for base in type(exception).__mro__):
+        return int(ExitCode.PEER)
+    if isinstance(exception, RuntimeError) and _LOST_PEER.search(str(exception)):
+        return int(ExitCode.PEER)
+    return int(ExitCode.UNEXPECTED)
+
+
+def record_failure(
+    directories: Iterable[Path], rank: int, exception: BaseException, hidden: Collection[str] = ()
+) -> Failure:
+    """Write a failure record of ``exception``, as ``write_failure`` does, and return it.
+
+    Args:
+        directories: the run's log directory, then others to try if it is full.
+        rank: the failing rank.
+        exception: the exception that ended it.
+        hidden: source files whose outermost frames the traceback omits.
+    """
+    step = getattr(exception, "step", None)
+    failure = Failure(
+        rank=rank,
+        time=time.time(),
+        kind=type(exception).__name__,
+        message=str(exception),
+        exit_code=failure_exit_code(exception),
+        traceback=_trace(exception, hidden),
+        step=step if isinstance(step, int) else None,
+        remedy=exception.remedy if isinstance(exception, TuttiError) else None,
+    )
+    write_failure(directories, failure)
+    return failure
+
+
+def write_failure(directories: Iterable[Path], failure: Failure) -> None:
+    """Write ``failure-rankN.json`` atomically into the first directory that takes it. Never raises OSError."""
+    for directory in directories:
+        target = path(directory, failure.rank)
+        temporary = target.with_suffix(f".tmp-{os.getpid()}")
+        try:
+            temporary.write_text(json.dumps(asdict(failure), indent=1) + "\n", encoding="utf-8")
+            temporary.replace(target)
+            break
+        except OSError:
+            with suppress(OSError):
+                temporary.unlink()
+
+
+def read_failure(directories: Iterable[Path], rank: int) -> Failure | None:
+    """Return a rank's failure record; None if it is missing or unreadable."""
+    for directory in directories:
+        with suppress(OSError, ValueError, TypeError):
+            return Failure(**json.loads(path(directory, rank).read_text(encoding="utf-8")))
+    return None
+
+
+def clear(directories: Iterable[Path], ranks: Collection[int]) -> None:
+    """Remove the failure records of an earlier attempt."""
+    for directory in directories:
+        for rank in ranks:
+            path(directory, rank).unlink(missing_ok=True)
+
+
+def from_death(rank: int, code: int, seen: float) -> Failure:
+    """Return the failure of a process that ended without a record.
+
+    Args:
+        rank: its rank.
+        code: exit code as ``multiprocessing`` gives it: negative for a signal.
+        seen: time at which its end was noticed, in seconds since the epoch.
+    """
+    if code >= 0:
+        return Failure(rank, seen, "", f"ended with exit code {code} and no exception", code)
+    number = -code
+    name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+    hint = _HINTS.get(signal.Signals(number)) if number in set(signal.Signals) else None
+    message = f"was killed by {name}" + (f" ({hint})" if hint else "")
+    remedy = None
+    if number == signal.SIGKILL:
+        remedy = "Look for 'out of memory' in the system's log; fewer processes or a smaller batch need less memory."
+    return Failure(rank, seen, "", message, int(ExitCode.PEER), remedy=remedy, signal=number)
+
+
+def root_cause(failures: Iterable[Failure]) -> Failure:
+    """Return the failure that caused the others.
+
+    A killed rank comes first, because no error in one rank kills another (except by SIGABRT, which some libraries
+    raise when a peer is lost); then the earliest failure that is not about a lost peer; then the earliest.
+    """
+
+    def order(failure: Failure) -> tuple[int, float]:
+        if failure.signal is not None and failure.signal != signal.SIGABRT:
+            return 0, failure.time
+        return (2 if failure.exit_code == ExitCode.PEER and failure.signal is None else 1), failure.time
+
+    return min(failures, key=order)
+
+
+def describe_failure(failure: Failure, log: Path) -> str:
+    """Return the message for the user: rank, error, last lines of its log, path of the log, remedy.
+
+    A usage error before training is the same on every rank; its message names no rank.
+    """
+    if failure.kind == UsageError.__name__ and failure.step is None:
+        return f"tutti: {failure.message}"
+    if failure.kind == "SystemExit":
+        what = f"exited with code {failure.exit_code}"
+        what += f": {failure.message}" if not failure.message.isdecimal() else ""
+    elif failure.kind:
+        at = f" at step {failure.step}" if failure.step is not None else ""
+        what = f"failed{at}: {failure.kind}: {failure.message}"
+    else:
+        what = failure.message
+    lines = [f"tutti: rank {failure.rank} {what}"]
+    if failure.traceback and not failure.kind:
+        lines += _indented(failure.traceback.splitlines(), "innermost lines of its stack:")
+    elif failure.rank != 0 or not failure.kind:
+        last = tail(log)
+        lines += _indented(last, f"last lines of {log}:") if last else [f"  Its log, {log}, is empty."]
+    elif failure.exit_code == ExitCode.UNEXPECTED and failure.kind != "SystemExit":
+        lines += _indented(failure.traceback.splitlines()[-_TAIL:], "traceback:")
+    if failure.remedy and failure.remedy.lower().rstrip(".") not in failure.message.lower():
+        lines.append(failure.remedy)
+    return "\n".join(lines)
+
+
+def tail(log: Path, lines: int = _TAIL) -> list[str]:
+    """Return the last lines of a log; empty if it is missing. Reads at most its last 64 KiB.
+
+    A crash's stack ends at the user's entry point; frames below it, which only started the rank, are cut off.
+    """
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - 65536))
+            text = file.read().decode("utf-8", "replace").splitlines()
+    except OSError:
+        return []
+    below = (index for index, line in enumerate(text) if line.startswith(f'  File "{_WORKER}", line '))
+    return text[: next(below, None)][-lines:]
+
+
+def _indented(lines: list[str], heading: str) -> list[str]:
+    return [f"  {heading}", *(f"    {line}".rstrip() for line in lines)]
+
+
+def _trace(exception: BaseException, hidden: Collection[str]) -> str:
+    frames = exception.__traceback__
+    while frames is not None and frames.tb_next is not None and frames.tb_frame.f_code.co_filename in hidden:
+        frames = frames.tb_next
+    return "".join(traceback.format_exception(type(exception), exception, frames))

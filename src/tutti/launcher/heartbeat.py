@@ -1,0 +1,157 @@
+"""Heartbeats: a rank writes its phase, step and current call into memory shared with its watchdog. No torch.
+
+A beat is a handful of stores into shared memory: no system call, no lock, a fraction of a microsecond.
+A rank without a watchdog writes into private memory.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from threading import get_ident
+from typing import NamedTuple, NoReturn
+
+_BLOCK, _TEXT = 4096, 64
+_TIMEOUT, _RECORDER = 1, 2
+_PHASE, _STEP, _BEATS, _THREAD, _GIVEN_UP = 1, 2, 3, 4, 5
+SIZE = 3 * _BLOCK
+"""Bytes that a rank and its watchdog share."""
+
+
+class Phase:
+    """Phases of a rank's thread; ``tutti.launcher.watchdog`` limits the duration of each.
+
+    Plain integers: looking up and storing an enum member takes longer than the rest of a beat.
+
+    IDLE: the caller's own code, without a limit. START: everything up to and including the first step, which may
+    compile. WAITING: waiting for other ranks, with polling. MEETING: waiting for other ranks in native code, which does
+    not beat.
+    """
+
+    NAMES = ("idle", "start", "data", "compute", "waiting", "meeting", "evaluate", "save", "report", "end")
+    IDLE, START, DATA, COMPUTE, WAITING, MEETING, EVALUATE, SAVE, REPORT, END = range(10)
+
+
+class Seen(NamedTuple):
+    """A lane's state as the watchdog reads it; two equal readings mean no progress."""
+
+    phase: int
+    step: int
+    beats: int
+    thread: int
+    text: str
+
+
+class _Block:
+    """A block of memory: eight 64-bit words, then a text; the first word is the text's length in bytes."""
+
+    def __init__(self) -> None:
+        self._memory = memoryview(bytearray(_BLOCK))
+        self._words = self._memory[:_TEXT].cast("q")
+
+    def place(self, memory: memoryview) -> None:
+        """Move the block to ``memory``, with its contents."""
+        memory[:] = self._memory
+        self._memory, self._words = memory, memory[:_TEXT].cast("q")
+
+    def _write_text(self, raw: bytes) -> None:
+        length = min(len(raw), _BLOCK - _TEXT)
+        self._memory[_TEXT : _TEXT + length] = raw[:length]
+        self._words[0] = length
+
+    def _read_text(self) -> bytes:
+        return bytes(self._memory[_TEXT : _TEXT + self._words[0]])
+
+
+class Lane(_Block):
+    """Heartbeats of one thread of a rank."""
+
+    def enter(self, phase: int, step: int | None = None) -> int:
+        """Begin a phase and return the one before, to restore later. Blocks for ever once the watchdog has given up."""
+        words = self._words
+        if words[_GIVEN_UP]:
+            _stay()
+        before = words[_PHASE]
+        words[0] = 0
+        words[_PHASE] = phase
+        if step is not None:
+            words[_STEP] = step
+        words[_THREAD] = get_ident()
+        words[_BEATS] += 1
+        return before
+
+    @contextmanager
+    def during(self, phase: int) -> Iterator[None]:
+        """Within the block the phase is ``phase``; the previous one is restored after it."""
+        before = self.enter(phase)
+        try:
+            yield
+        finally:
+            self.enter(before)
+
+    def beat(self, text: str | None = None) -> None:
+        """Beat: the phase makes progress. ``text``: the current call."""
+        if text is not None:
+            self._write_text(text.encode())
+        self._words[_BEATS] += 1
+
+    def give_up(self) -> None:
+        """In the watchdog: let the rank begin no further phase, even if the request for its stacks has woken it."""
+        self._words[_GIVEN_UP] = 1
+
+    def seen(self) -> Seen:
+        """Return the lane's current state."""
+        words = self._words
+        text = self._read_text().decode(errors="replace")
+        return Seen(words[_PHASE], words[_STEP], words[_BEATS], words[_THREAD], text)
+
+
+class ProcessHeartbeat(_Block):
+    """Facts about the whole rank that its watchdog needs."""
+
+    def set_timeout(self, seconds: float) -> None:
+        """Set the timeout in seconds after which ranks stop waiting for each other."""
+        self._words[_TIMEOUT] = int(seconds * 1000)
+
+    def timeout(self) -> float | None:
+        """Return the timeout in seconds; None before it is set."""
+        return self._words[_TIMEOUT] / 1000 or None
+
+    def set_recorder(self) -> None:
+        """Declare that the rank can dump its last collectives."""
+        self._words[_RECORDER] = 1
+
+    def has_recorder(self) -> bool:
+        """Whether the rank can dump its last collectives."""
+        return bool(self._words[_RECORDER])
+
+    def report_to(self, directory: Path) -> None:
+        """Set the directory of logs and dumps."""
+        self._write_text(os.fsencode(directory))
+
+    def directory(self) -> Path | None:
+        """Return the directory of logs and dumps; None before it is set."""
+        return Path(os.fsdecode(raw)) if (raw := self._read_text()) else None
+
+
+def _stay() -> NoReturn:
+    """Block until this process is killed: other ranks may already know that it has failed."""
+    while True:
+        time.sleep(1)
+
+
+process = ProcessHeartbeat()
+"""Heartbeat block of this rank."""
+training = Lane()
+"""Lane of the thread that trains."""
+saving = Lane()
+"""Lane of the thread that writes checkpoints."""
+
+
+def beat_into(memory: memoryview) -> None:
+    """Move all heartbeats into ``memory``, of ``SIZE`` bytes."""
+    for number, block in enumerate((process, training, saving)):
+        block.place(memory[number * _BLOCK : (number + 1) * _BLOCK])

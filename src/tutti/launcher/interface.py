@@ -1,0 +1,53 @@
+"""Find the network interface by which a node reaches the other nodes. Only asks the kernel: nothing is sent.
+
+By default Gloo listens on the address of the node's own host name, which is the loopback on many nodes (Debian writes
+``127.0.1.1`` into ``/etc/hosts``), where other nodes cannot reach it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import ipaddress
+import socket
+import struct
+
+_SIOCGIFADDR = 0x8915
+
+
+def way_to(address: str) -> str:
+    """Return this node's own address on the route to ``address``; empty without a route, or if it is the loopback.
+
+    >>> way_to("127.0.0.1"), way_to("no-such-host.invalid")
+    ('', '')
+    """
+    try:
+        family, kind, _, _, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as asked:
+            asked.connect(target)
+            own = str(asked.getsockname()[0])
+    except OSError:
+        return ""
+    return "" if ipaddress.ip_address(own.partition("%")[0]).is_loopback else own
+
+
+def name_of(own: str) -> str | None:
+    """Return the interface with the IPv4 address ``own``; None if there is none.
+
+    >>> name_of("127.0.0.1")
+    'lo'
+    """
+    return next((name for _, name in socket.if_nameindex() if address_of(name) == own), None)
+
+
+def address_of(name: str) -> str | None:
+    """Return the IPv4 address of the interface ``name``; None if it has none, or does not exist.
+
+    >>> address_of("lo"), address_of("no-such-one")
+    ('127.0.0.1', None)
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        try:
+            answer = fcntl.ioctl(asked, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+        except OSError:
+            return None
+    return socket.inet_ntoa(answer[20:24])

@@ -1,0 +1,250 @@
+"""Launch the ranks of one node, and run a user's script in them. Imports torch only when it starts processes."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import importlib
+import importlib.util
+import os
+import runpy
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from importlib.machinery import PathFinder
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from tutti.errors import DiskError, ExitCode, UsageError
+from tutti.launcher import child, failure
+from tutti.launcher.budget import Budget
+from tutti.launcher.orphans import adopt_orphans
+from tutti.launcher.watchdog import WatchdogLimits
+
+if TYPE_CHECKING:
+    from tutti.launcher.agent import Agent
+
+
+def launch(
+    entry: Callable[..., None],
+    args: tuple[Any, ...],
+    *,
+    processes: int,
+    logs: Path,
+    timeout: float = 300.0,
+    show_all: bool = False,
+    restarts: int = 0,
+    progress: Callable[[], int] | None = None,
+    limits: WatchdogLimits | None = None,
+    grace: float = 30.0,
+    preload: Collection[str] = (),
+) -> int:
+    """Run ``entry(*args)`` in local processes and return the run's exit code, as in ``tutti.errors.ExitCode``.
+
+    Ranks are forked after one import of torch and of ``preload``. Their environment has torchrun's variables,
+    ``TUTTI_STORE`` (path of a file store that only this user can open) and ``TUTTI_TIMEOUT``. Rank 0 keeps the
+    terminal, the other ranks write to ``logs/rank{N}.log``. When a rank fails, all are ended, and the first cause is
+    printed on standard error. A signal is passed on once; ranks that run on after ``grace`` seconds are killed, and a
+    second signal kills at once.
+
+    Args:
+        entry: called in every rank.
+        args: its arguments.
+        processes: number of ranks.
+        logs: directory for logs and failure records; made if missing.
+        timeout: seconds that ranks may wait for each other.
+        show_all: show the other ranks' output too, as ``[rank 3] …``; also by ``TUTTI_LOG_RANKS=all``.
+        restarts: how often in a row to restart all ranks after a failure without progress.
+        progress: returns a number that grows with saved progress, such as the step of the newest checkpoint; without
+            it no attempt makes progress.
+        limits: how long a rank may make no progress before its watchdog kills it.
+        grace: seconds between a signal and SIGKILL.
+        preload: modules that every rank imports. Not imported early if torch has CUDA, which must not be touched
+            before a fork.
+
+    Raises:
+        UsageError: fewer than one process, or called outside the main thread.
+        DiskError: the log or store directory cannot be made, or there is no space to start processes.
+    """
+    if processes < 1:
+        raise UsageError(f"cannot start {processes} processes", remedy="give a whole number of at least 1")
+    store = _directories(logs)
+    shown = show_all or os.environ.get("TUTTI_LOG_RANKS") == "all"
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = None if "OMP_NUM_THREADS" in os.environ else max(1, cores // processes)
+    job = child.Job(entry, args, logs.absolute(), store, os.getpid(), threads, limits or WatchdogLimits())
+    try:
+        with _environment(_settings(threads, timeout)), _signal_handlers(), _adopting():
+            import torch
+
+            from tutti.launcher.agent import Agent, run_agent
+
+            if torch.version.cuda is None:
+                for module in preload:
+                    importlib.import_module(module)
+            agent = Agent(job, processes, Budget(restarts, progress), shown, grace)
+            stopped = run_agent(agent)
+        return _conclude(agent, stopped, logs)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise DiskError(
+            "the processes cannot be started",
+            why=error.strerror,
+            remedy="free some space in /dev/shm, where their semaphores lie, and on the disk of the run",
+        ) from error
+    finally:
+        shutil.rmtree(store, ignore_errors=True)
+
+
+def check_script(script: str, module: bool = False) -> None:
+    """Raise UsageError if the script or, with ``module``, the module does not exist. Runs none of its code."""
+    if not module:
+        path = Path(script)
+        if not path.is_file() and not (path / "__main__.py").is_file():
+            raise UsageError(f"there is no script '{script}'", remedy="give the path of a Python file, or -m MODULE")
+        return
+    parts = script.split(".")
+    original = sys.path[:]
+    sys.path[:] = [os.getcwd(), *original]
+    try:
+        spec = importlib.util.find_spec(parts[0]) if all(parts) else None
+        for depth in range(2, len(parts) + 1):
+            # The path finder does not import parent packages, which may be slow or have side effects.
+            inside = spec.submodule_search_locations if spec else None
+            spec = PathFinder.find_spec(".".join(parts[:depth]), inside) if inside else None
+    finally:
+        sys.path[:] = original
+    if spec is None:
+        raise UsageError(f"there is no module '{script}'", remedy="check the name and the current directory")
+
+
+def run_script(script: str, argv: list[str], module: bool = False) -> None:
+    """Run a script or module as ``__main__`` in this process, as ``python script …`` or ``python -m module …`` would.
+
+    Args:
+        script: path of the script, or name of the module.
+        argv: its arguments, without its own name.
+        module: whether ``script`` names a module.
+    """
+    sys.argv = [script, *argv]
+    if not sys.flags.safe_path:
+        sys.path[0] = os.getcwd() if module else str(Path(script).resolve().parent)
+    gc.freeze()
+    child.at_last(_end_names)
+    try:
+        if module:
+            kept = runpy.run_module(script, run_name="__main__", alter_sys=True)
+        else:
+            kept = runpy.run_path(script, run_name="__main__")
+    finally:
+        # The script's objects are freed now, such as a DDP model with its process group.
+        child.let_go()
+    del kept
+
+
+def _end_names() -> None:
+    """Delete a script's globals as Python does at interpreter exit, so that files left open are flushed."""
+    # Daemon threads find these names gone; at interpreter exit they would not run any more.
+    threading.excepthook = lambda _: None
+    own = vars(sys.modules["__main__"])
+    for names in gc.get_objects():
+        if type(names) is dict and names.get("__name__") == "__main__" and names is not own:
+            for name in names.keys() - {"__builtins__"}:
+                names[name] = None
+    gc.collect()
+
+
+def _directories(logs: Path) -> Path:
+    """Make and clean the log directory; make a private directory for the store and return it."""
+    try:
+        logs.mkdir(parents=True, exist_ok=True)
+        for old in logs.glob("rank*.log"):
+            old.unlink()
+        for kind in ("failure", "flight"):
+            for old in logs.glob(f"{kind}-rank*"):
+                old.unlink()
+        return Path(tempfile.mkdtemp(prefix="tutti-store-"))
+    except OSError as error:
+        raise DiskError(
+            "cannot make the directories of a run", where=str(error.filename or logs), why=error.strerror
+        ) from error
+
+
+def _settings(threads: int | None, timeout: float) -> dict[str, str]:
+    """Return the ranks' environment variables; the user's take precedence, but for the timeout and signals."""
+    settings = {
+        "TUTTI_TIMEOUT": f"{timeout:g}",
+        "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(number.name for number in child.SIGNALS),
+    }
+    if threads is not None:
+        settings["OMP_NUM_THREADS"] = str(threads)
+    own = {"TUTTI_TIMEOUT", "TORCHELASTIC_SIGNALS_TO_HANDLE"}
+    return {name: value for name, value in settings.items() if name in own or name not in os.environ}
+
+
+@contextmanager
+def _environment(settings: dict[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in settings}
+    os.environ.update(settings)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextmanager
+def _signal_handlers() -> Iterator[None]:
+    """Exit quietly on a signal until the agent installs its handlers; restore the caller's handlers afterwards."""
+    if threading.current_thread() is not threading.main_thread():
+        raise UsageError("processes are started from a thread", remedy="call launch from the main thread")
+    before = {number: signal.signal(number, _leave_early) for number in child.SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            # None stands for a handler that Python did not install and cannot put back.
+            if handler is not None:
+                signal.signal(number, handler)
+
+
+@contextmanager
+def _adopting() -> Iterator[None]:
+    """Within the block, this process adopts orphans of its ranks, to reap them."""
+    adopt_orphans(True)
+    try:
+        yield
+    finally:
+        adopt_orphans(False)
+
+
+def _leave_early(number: int, _frame: FrameType | None) -> NoReturn:
+    raise SystemExit(128 + number)
+
+
+def _conclude(agent: Agent, stopped: signal.Signals | None, logs: Path) -> int:
+    """Print the first cause of a failure and return the run's exit code."""
+    failures = agent.failures()
+    if stopped is not None:
+        if ExitCode.PREEMPTED in agent.exit_codes():
+            return int(ExitCode.PREEMPTED)
+        return 128 + stopped
+    if not failures:
+        return int(ExitCode.DONE)
+    cause = failure.root_cause(failures)
+    if cause.exit_code not in failure.QUIET:
+        print(failure.describe_failure(cause, failure.log_path(logs, cause.rank)), file=sys.stderr, flush=True)
+        if agent.exhausted:
+            print(f"tutti: {agent.exhausted}", file=sys.stderr, flush=True)
+    return cause.exit_code

@@ -1,0 +1,329 @@
+"""Watchdog: a small process beside each rank that kills the rank when it makes no progress, and reports where.
+
+The rank records phase and heartbeats in shared memory (``tutti.launcher.heartbeat``), which the watchdog polls. A rank
+that waits in a collective still beats, because it polls meanwhile: only the rank that blocks the others stands still.
+Time in which the watchdog itself did not run (a suspended job, an overloaded machine) does not count. No torch.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import math
+import mmap
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from tutti.errors import ExitCode, UsageError
+from tutti.launcher import dumps, failure, heartbeat
+from tutti.launcher.dumps import Dumps
+from tutti.launcher.failure import Failure
+from tutti.launcher.forking import fork
+from tutti.launcher.heartbeat import Phase, Seen
+from tutti.launcher.orphans import await_end, die_with_parent
+
+START, SAVE, TIMEOUT = 1800.0, 1800.0, 300.0
+# A rank that waits in a collective starts to poll, and so to beat, after two seconds.
+_LOOKING_AROUND = 4.0
+# Native code that waits for other ranks gives up by itself, a minute after tutti's own limit.
+_MEETING = 60.0
+_IGNORED = ("SIGINT", "SIGQUIT", "SIGHUP", "SIGTERM", "SIGUSR1", "SIGUSR2")
+_INNERMOST = 8
+# The report may get stuck where the rank is stuck, such as on a dead disk.
+_REPORT_WITHIN, _END_WITHIN = 20.0, 1.0
+_LIMIT_OF = {
+    Phase.START: "start",
+    Phase.DATA: "step",
+    Phase.COMPUTE: "step",
+    Phase.WAITING: "step",
+    Phase.EVALUATE: "start",
+    Phase.SAVE: "save",
+    Phase.REPORT: "save",
+    Phase.END: "start",
+}
+_WHEN = {
+    Phase.EVALUATE: "in the evaluation after",
+    Phase.SAVE: "in the save of",
+    Phase.REPORT: "after",
+    Phase.END: "after",
+}
+
+
+@dataclass(frozen=True)
+class WatchdogLimits:
+    """Seconds without progress after which a rank counts as stuck; 0: never.
+
+    Attributes:
+        start: until the first step is done, in one block of an evaluation, and at the end.
+        step: in one step's own work, without waiting; None: the collectives' timeout.
+        save: while a checkpoint or a record is written.
+    """
+
+    start: float = START
+    step: float | None = None
+    save: float = SAVE
+
+    def __post_init__(self) -> None:
+        for name in ("start", "step", "save"):
+            value = getattr(self, name)
+            if value is not None and value != 0 and not 1 <= value < math.inf:
+                raise UsageError(f"--{name}-timeout is {value:g}", remedy="give seconds, at least 1, or 0 for no limit")
+
+    @classmethod
+    def make(cls, start: float | None, step: float | None, save: float | None) -> WatchdogLimits:
+        """Return the limits, with the default for each argument that is None.
+
+        Args:
+            start, step, save: seconds, as the attributes.
+
+        Raises:
+            UsageError: a limit is neither 0 nor a finite number of at least 1.
+        """
+        return cls(START if start is None else start, step, SAVE if save is None else save)
+
+    @classmethod
+    def read(cls, environ: Mapping[str, str]) -> WatchdogLimits:
+        """Parse ``TUTTI_START_TIMEOUT``, ``TUTTI_STEP_TIMEOUT`` and ``TUTTI_SAVE_TIMEOUT``. Raises UsageError."""
+        found = {}
+        for name in ("start", "step", "save"):
+            text = environ.get(variable := f"TUTTI_{name.upper()}_TIMEOUT")
+            try:
+                found[name] = None if text is None else float(text)
+            except ValueError:
+                raise UsageError(f"{variable} is '{text}'", remedy="give seconds, or 0 for no limit") from None
+        return cls.make(**found)
+
+    def seconds(self, phase: int) -> float:
+        """Return the seconds that ``phase`` may last without progress; infinite if it is not watched."""
+        wait = heartbeat.process.timeout() or TIMEOUT
+        if phase == Phase.IDLE:
+            return math.inf
+        if phase == Phase.MEETING:
+            return 2 * wait + _MEETING
+        limit = getattr(self, _LIMIT_OF[phase])
+        limit = wait if limit is None else limit
+        return (limit or math.inf) + _LOOKING_AROUND * (phase == Phase.WAITING)
+
+    @property
+    def never(self) -> bool:
+        """Whether all limits are off."""
+        return self.start == self.step == self.save == 0
+
+    def pause(self) -> float:
+        """Return the polling interval in seconds."""
+        return min(1.0, min(self.seconds(phase) for phase in range(len(Phase.NAMES))) / 20)
+
+
+@dataclass(frozen=True)
+class Stall:
+    """Observation of a rank that makes no progress.
+
+    Attributes:
+        seen: its phase, step and call.
+        seconds: duration without progress.
+        stopped: whether a signal had stopped the process.
+        background: whether the stuck thread is the one that writes checkpoints.
+    """
+
+    seen: Seen
+    seconds: float
+    stopped: bool = False
+    background: bool = False
+
+    def describe(self, place: str | None) -> str:
+        """Return one sentence for the user, without the rank; ``place`` is the innermost frame."""
+        phase = self.seen.phase
+        when = "at the start" if not self.seen.step else f"{_WHEN.get(phase, 'in')} step {self.seen.step}"
+        if self.background:
+            when = f"in the save of step {self.seen.step}"
+        call = f": {self.seen.text}" if self.seen.text else ""
+        how = ", stopped by a signal" if self.stopped else f", in {place}" if place else ""
+        return f"made no progress for {self.seconds:.0f} s {when} (phase {Phase.NAMES[phase]}{call}){how}"
+
+    def remedy(self) -> str:
+        """Return advice for the case that the rank was not stuck."""
+        if self.stopped:
+            return "look for who stopped it"
+        name = _LIMIT_OF.get(self.seen.phase)
+        option = f"--{name}-timeout (TUTTI_{name.upper()}_TIMEOUT)" if name else "--timeout"
+        return f"if it was not stuck, raise {option}"
+
+
+class Watch:
+    """Adds up the time without progress of each heartbeat lane."""
+
+    def __init__(self, limits: WatchdogLimits) -> None:
+        self._limits = limits
+        self._lanes = {lane: (lane.seen(), 0.0) for lane in (heartbeat.training, heartbeat.saving)}
+        self._stopped = 0.0
+
+    def look(self, passed: float, stopped: bool) -> Stall | None:
+        """Poll all lanes and return the stall, if a limit is exceeded.
+
+        Args:
+            passed: seconds since the last poll in which this process ran.
+            stopped: whether a signal has stopped the rank.
+        """
+        self._stopped = self._stopped + passed if stopped else 0.0
+        if self._stopped >= self._limits.seconds(Phase.COMPUTE):
+            return Stall(heartbeat.training.seen(), self._stopped, stopped=True)
+        for lane, (before, quiet) in self._lanes.items():
+            seen = lane.seen()
+            quiet = quiet + passed if seen == before else 0.0
+            self._lanes[lane] = seen, quiet
+            if quiet >= self._limits.seconds(seen.phase):
+                return Stall(seen, quiet, stopped, background=lane is heartbeat.saving)
+        return None
+
+
+_guard: tuple[int, int] | None = None
+_tools: Dumps | None = None
+
+
+def start_watchdog(rank: int, limits: WatchdogLimits, *, launched: bool = False) -> None:
+    """Fork this process's watchdog; a second call does nothing.
+
+    Call it early: the fork inherits all memory that the process has by then.
+
+    Args:
+        rank: this process's rank, for messages.
+        limits: how long each phase may last without progress.
+        launched: whether tutti's launcher reports to the user; else the watchdog does, on standard error.
+    """
+    global _guard, _tools
+    if _guard is not None or limits.never or not hasattr(os, "fork"):
+        return
+    memory = memoryview(mmap.mmap(-1, heartbeat.SIZE))
+    heartbeat.beat_into(memory)
+    _tools, parent = Dumps(), os.getpid()
+    # The parent-death signal is bound to the forking thread, which must not end before the process does.
+    bound = threading.current_thread() is threading.main_thread()
+    pid = fork()
+    if not pid:
+        _run(rank, limits, _tools, parent, bound, launched)
+    _guard = pid, parent
+    atexit.register(stop_watchdog)
+
+
+def stop_watchdog() -> None:
+    """Kill this process's watchdog, at the end of the process itself."""
+    global _guard
+    guard, _guard = _guard, None
+    if guard is not None and guard[1] == os.getpid():
+        with suppress(ProcessLookupError):
+            os.kill(guard[0], signal.SIGKILL)
+        await_end(guard[0], _END_WITHIN)
+
+
+def keep_flights(rank: int, recorder: Callable[[], bytes]) -> None:
+    """Register ``recorder``, whose dump is written beside the logs before the watchdog kills this rank."""
+    global _tools
+    tools, _tools = _tools, None
+
+    def target() -> Path | None:
+        directory = heartbeat.process.directory()
+        return None if directory is None else failure.flight_path(directory, rank)
+
+    if tools is not None:
+        tools.answer(recorder, target)
+        heartbeat.process.set_recorder()
+
+
+def _run(rank: int, limits: WatchdogLimits, tools: Dumps, parent: int, bound: bool, launched: bool) -> NoReturn:
+    """Main function of the watchdog process."""
+    try:
+        # No object inherited from the rank may be finalised, flushed or freed here.
+        gc.disable()
+        for name in _IGNORED:
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
+        _close_all_but({*tools.descriptors} | (set() if launched else {2}))
+        with suppress(OSError):
+            # The process name that ps and top show.
+            Path("/proc/self/comm").write_text("tutti-watchdog")
+        if bound:
+            die_with_parent(parent=parent)
+        stall = _watch(limits, parent)
+        if stall is not None:
+            reporter = threading.Thread(target=_report, args=(rank, stall, tools, parent, launched), daemon=True)
+            reporter.start()
+            reporter.join(_REPORT_WITHIN)
+            if os.getppid() == parent:
+                os.kill(parent, signal.SIGKILL)
+    finally:
+        os._exit(0)
+
+
+def _watch(limits: WatchdogLimits, parent: int) -> Stall | None:
+    """Poll the process ``parent`` until it stalls; return the stall, or None if the process has ended."""
+    watch, now = Watch(limits), time.monotonic()
+    while os.getppid() == parent:
+        time.sleep(pause := limits.pause())
+        before, now = now, time.monotonic()
+        stall = watch.look(min(now - before, 2 * pause), dumps.is_stopped(parent))
+        if stall is not None:
+            return stall
+    return None
+
+
+def _report(rank: int, stall: Stall, tools: Dumps, parent: int, launched: bool) -> None:
+    """Dump the rank's stacks and last collectives, and write its failure record."""
+    for lane in (heartbeat.training, heartbeat.saving):
+        lane.give_up()
+    stacks = tools.stacks(parent)
+    frames = dumps.lines_of(stacks, stall.seen.thread)
+    directory, log = heartbeat.process.directory(), _log(rank)
+    if directory is not None:
+        with suppress(OSError):
+            directory.mkdir(parents=True, exist_ok=True)
+    flight = failure.flight_path(directory, rank) if directory and heartbeat.process.has_recorder() else None
+    told = flight is not None and tools.flight(flight)
+    found = Failure(
+        rank=rank,
+        time=time.time(),
+        kind="",
+        message=stall.describe(dumps.place_of(frames)),
+        exit_code=int(ExitCode.PEER),
+        traceback="\n".join(frames[:_INNERMOST]),
+        step=stall.seen.step or None,
+        remedy=f"The stacks of all its threads are in {log or 'its output'}"
+        + (f", its last collectives in {flight}" if told else "")
+        + f"; {stall.remedy()}.",
+        signal=int(signal.SIGKILL),
+    )
+    _append(log, f"tutti: rank {rank} {found.message}; the stacks of all its threads:\n{stacks}")
+    if directory is not None:
+        failure.write_failure((directory,), found)
+    if not launched:
+        os.write(2, f"{failure.describe_failure(found, log or Path())}\n".encode())
+
+
+def _log(rank: int) -> Path | None:
+    directory = heartbeat.process.directory()
+    return None if directory is None else failure.log_path(directory, rank)
+
+
+def _append(log: Path | None, text: str) -> None:
+    """Append to the log if there is one, else write to standard error."""
+    with suppress(OSError):
+        if log is None:
+            os.write(2, text.encode())
+            return
+        with log.open("a", encoding="utf-8") as file:
+            file.write(text)
+
+
+def _close_all_but(kept: set[int]) -> None:
+    """Close every descriptor but ``kept``; standard streams that are not kept lead to the null device."""
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for number in {0, 1, 2} - kept:
+        os.dup2(nothing, number)
+    for number in {int(name) for name in os.listdir("/dev/fd")} - kept - {0, 1, 2}:
+        with suppress(OSError):
+            os.close(number)

@@ -1,1 +1,0 @@
-"""Where one replica of the model lives."""

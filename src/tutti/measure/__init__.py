@@ -1,1 +1,0 @@
-"""Measuring: reads machines and runs, never writes back. Loads no torch."""

@@ -1,0 +1,1 @@
+"""Records, progress, loggers, profiler, timeline and diagnostics of a run."""

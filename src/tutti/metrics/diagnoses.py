@@ -1,0 +1,106 @@
+"""Name the classic mistakes of distributed training, and report each once as a warning. No torch."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from tutti.errors import TuttiError
+from tutti.python_compat import calling_frame
+
+
+class DiagnosisWarning(UserWarning):
+    """Warns that a run looks like one of the classic mistakes; the text begins with the mistake's name.
+
+    ``warnings.filterwarnings("ignore", "same-data")`` silences one by its name, everywhere.
+    """
+
+
+class Classic(NamedTuple):
+    """A classic mistake: why it costs accuracy, and the remedy."""
+
+    why: str
+    remedy: str
+
+
+CLASSICS: Mapping[str, Classic] = {
+    "same-data": Classic(
+        "their gradients are equal, so that the batch is in truth smaller than it is called and parts of the data are "
+        "never seen",
+        "give the data set to tutti.prepare and loop over run.epoch, or shard by rank what each rank brings "
+        "(DistributedSampler; an iterable in tutti.data.Sharded)",
+    ),
+    "fast-schedule": Classic(
+        "the learning rate runs ahead of the training, and by another factor on another number of devices",
+        "write scheduler.step() under 'if run.stepped:'",
+    ),
+    "loss-denominator": Classic(
+        "a gradient then depends on how many samples are computed together, and with it on workers and micro-batches",
+        "return the mean over the batch's samples, or (sum, count)",
+    ),
+    "one-rank-statistics": Classic(
+        "each worker has batch-norm statistics of its own share of the data, and the model holds one worker's",
+        "evaluate with run.evaluate, and save run.state(), which merge those of all workers",
+    ),
+    "padded-evaluation": Classic(
+        "every rank takes its own part of one whole held-out set, and a sample that is there twice counts twice",
+        "give run.evaluate the whole data set on every rank, without a DistributedSampler",
+    ),
+    "far-rate": Classic(
+        "a rule of thumb that may be wrong for this model: too high diverges or stalls, too low learns too little in "
+        "the few updates of a large batch",
+        "try the usual rate with warm-up, or --lr-scale with the batch that your rate was tuned for",
+    ),
+    "few-updates": Classic(
+        "accuracy mostly follows the number of updates, and a large batch makes few",
+        "take --regime-batch with one worker's batch, more epochs, a smaller batch, or LAMB or LARS",
+    ),
+}
+"""The mistakes that a run looks for, by name."""
+
+
+class Diagnoses:
+    """The mistakes found in one run, each reported once, by rank 0.
+
+    Attributes:
+        found: names, in the order in which they were found.
+        tell: receives a report's text; None for Python's ``warnings``, whose filters apply in either case.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self.found: list[str] = []
+        self.tell: Callable[[str], None] | None = None
+        self._rank = rank
+
+    def report(self, name: str, seen: str, step: int | None = None, remedy: str | None = None) -> None:
+        """Report a mistake, unless it has been reported.
+
+        Args:
+            name: a key of ``CLASSICS``.
+            seen: the observation, for the text.
+            step: the step in which it was observed; None to leave it out.
+            remedy: replaces the remedy in ``CLASSICS``.
+        """
+        if name in self.found:
+            return
+        self.found.append(name)
+        if self._rank != 0:
+            return
+        classic, where = CLASSICS[name], None if step is None else f"rank 0, step {step}"
+        text = str(TuttiError(f"{name}: {seen}", where=where, why=classic.why, remedy=remedy or classic.remedy))
+        if self.tell is None:
+            warnings.warn(text, DiagnosisWarning, stacklevel=_outside())
+            return
+        with warnings.catch_warnings(record=True) as passed:
+            warnings.warn(text, DiagnosisWarning, stacklevel=1)
+        for warning in passed:
+            self.tell(str(warning.message))
+
+
+def _outside() -> int:
+    """Return the ``stacklevel`` of the user's own line that called into tutti."""
+    frame, level = calling_frame(1), 1
+    while frame.f_back is not None and str(frame.f_globals.get("__name__")).startswith(("tutti.", "torch.")):
+        frame, level = frame.f_back, level + 1
+    return level

@@ -1,0 +1,53 @@
+"""Write TensorBoard events: one a step and one an evaluation, with names like ``train/loss``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tutti.metrics.listener import EvalRecord, Pace, RunHeader
+from tutti.torch_compat import write_event
+from tutti.types import StepRecord
+
+
+class TensorBoard:
+    """The listener that writes TensorBoard events into ``folder``.
+
+    ``done``: the step that the run resumes from; earlier events of later steps are hidden, because these steps are
+    repeated.
+    """
+
+    def __init__(self, folder: str | Path, done: int = 0) -> None:
+        # Imported here: the extra ``tensorboard`` is optional and slow to import.
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._summary: Any = Summary
+        self._writer = SummaryWriter(str(folder), purge_step=done + 1)
+
+    def started(self, header: RunHeader) -> None:
+        self._writer.add_text("run", "\n".join([header.title, *(f"- {k}: {v}" for k, v in header.derived.items())]))
+
+    def stepped(self, record: StepRecord, pace: Pace) -> None:
+        values = {"loss": record.loss, **record.metrics, "grad_norm": record.grad_norm, "lr": record.lr}
+        values |= record.adascale
+        self._add("train", {**values, "samples_per_second": pace.samples_per_second}, record.step)
+
+    def evaluated(self, record: EvalRecord) -> None:
+        self._add("eval", record.values, record.step)
+
+    def warned(self, text: str) -> None:
+        """Write nothing: warnings are in ``metrics.jsonl``."""
+
+    def finished(self, summary: Mapping[str, Any]) -> None:
+        """Write nothing: the summary has a file of its own."""
+
+    def close(self) -> None:
+        self._writer.close()
+
+    def _add(self, group: str, values: Mapping[str, float | None], step: int) -> None:
+        """Write all scalars in one event: an event for each scalar would cost a step four times as much."""
+        shown = {name: value for name, value in values.items() if value is not None}
+        scalars = [self._summary.Value(tag=f"{group}/{name}", simple_value=shown[name]) for name in shown]
+        write_event(self._writer, self._summary(value=scalars), step)

@@ -1,0 +1,141 @@
+"""Events that a training run reports to listeners (terminal, run directory, a user's own object), on rank 0 only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from tutti.types import StepRecord
+
+
+@dataclass(frozen=True)
+class RunHeader:
+    """A run's header, known before the first step.
+
+    Attributes:
+        title: one line: task, strategy, optimizer.
+        derived: the batch contract and all other derived numbers, in the order to print them.
+        total_steps: steps in the whole run; None if unknown until a stream ends.
+        steps_per_epoch: steps in one epoch; None if unknown until a stream ends, or if the batch grows.
+    """
+
+    title: str
+    derived: Mapping[str, str]
+    total_steps: int | None
+    steps_per_epoch: int | None
+
+
+@dataclass(frozen=True)
+class Clock:
+    """Start time of a run, and its training time before this start.
+
+    Attributes:
+        started: Unix time of its first start; None if unknown.
+        spent: seconds of training before this start.
+    """
+
+    started: float | None
+    spent: float = 0.0
+
+    @classmethod
+    def saved(cls, facts: Mapping[str, Any]) -> Clock:
+        """Read the clock from a checkpoint's facts; checkpoints of older versions lack it.
+
+        >>> Clock.saved({"started": 1.7e9, "seconds": 60}), Clock.saved({})
+        (Clock(started=1700000000.0, spent=60.0), Clock(started=None, spent=0.0))
+        """
+        started, spent = (facts.get(name) for name in ("started", "seconds"))
+        return cls(
+            float(started) if isinstance(started, int | float) else None,
+            float(spent) if isinstance(spent, int | float) and 0 <= spent < float("inf") else 0.0,
+        )
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Speed and time of a run.
+
+    Attributes:
+        samples_per_second: over the last steps.
+        elapsed: seconds of training since the run's first start, over all resumes, without evaluations and saves.
+        remaining: estimated seconds of training to go.
+    """
+
+    samples_per_second: float
+    elapsed: float
+    remaining: float
+
+
+@dataclass(frozen=True)
+class EvalRecord:
+    """An evaluation: means over every held-out sample, each counted once.
+
+    Attributes:
+        step, epoch: the step after which it ran, and its epoch, from 1.
+        loss, metrics: of the model, or of its EMA if the run keeps one.
+        samples: number of held-out samples.
+        raw: loss and metrics of the weights in training, if ``loss`` and ``metrics`` are of the EMA; else None.
+        seconds: of training until then; None for those of the last step.
+    """
+
+    step: int
+    epoch: int
+    loss: float
+    metrics: Mapping[str, float]
+    samples: int
+    raw: Mapping[str, float] | None = None
+    seconds: float | None = field(default=None, compare=False)
+
+    @property
+    def values(self) -> dict[str, float]:
+        """Loss, metrics and raw values by their names in a checkpoint and in ``metrics.jsonl``."""
+        raw = {f"raw_{name}": value for name, value in (self.raw or {}).items()}
+        return {"loss": self.loss, **self.metrics, **raw}
+
+
+class Listener(Protocol):
+    """Receives a run's events (protocol), on rank 0 only; ``close`` comes last, after errors too."""
+
+    def started(self, header: RunHeader) -> None: ...
+
+    def stepped(self, record: StepRecord, pace: Pace) -> None: ...
+
+    def evaluated(self, record: EvalRecord) -> None: ...
+
+    def warned(self, text: str) -> None: ...
+
+    def finished(self, summary: Mapping[str, Any]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Listeners:
+    """Forward every event to several listeners, in order."""
+
+    def __init__(self, members: Sequence[Listener]) -> None:
+        self.members = members
+
+    def started(self, header: RunHeader) -> None:
+        for member in self.members:
+            member.started(header)
+
+    def stepped(self, record: StepRecord, pace: Pace) -> None:
+        for member in self.members:
+            member.stepped(record, pace)
+
+    def evaluated(self, record: EvalRecord) -> None:
+        for member in self.members:
+            member.evaluated(record)
+
+    def warned(self, text: str) -> None:
+        for member in self.members:
+            member.warned(text)
+
+    def finished(self, summary: Mapping[str, Any]) -> None:
+        for member in self.members:
+            member.finished(summary)
+
+    def close(self) -> None:
+        for member in self.members:
+            member.close()

@@ -1,0 +1,445 @@
+"""Write and read the run directory: a run's configuration, metrics, environment and summary as TOML and JSON.
+
+``config.toml`` (repeats the run) · ``metrics.jsonl`` (one object a step, evaluation or resume) · ``env.json`` ·
+``summary.json`` and ``servers.svg`` (written atomically at the end). No torch at import.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import re
+import shutil
+import time
+import tomllib
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from tutti.config.train_config import TrainConfig
+from tutti.distribution import VERSION
+from tutti.errors import DiskError, UsageError
+from tutti.metrics import server_figure
+from tutti.metrics.listener import Clock, EvalRecord, Pace, RunHeader
+from tutti.native.native_library import kernels
+from tutti.types import StepRecord
+
+MOST_WAITING = 1000
+"""Lines of metrics that are buffered while the disk is full, before an error is raised."""
+
+BESIDE_THE_RESULT = frozenset(
+    {"out", "runs", "overwrite", "log_every", "resume", "devices", "device", "threads", "timeout", "keep"}
+    | {"data_workers", "tensorboard", "profile", "keep_best"}
+    | {"start_timeout", "step_timeout", "save_timeout", "max_restarts"}
+)
+"""Options that do not affect a run's result, such as output folders, number of devices, logging and timeouts."""
+
+_ENCODE = json.JSONEncoder(allow_nan=False, ensure_ascii=False).encode
+
+
+def make_run_directory(config: TrainConfig, task: str) -> Path:
+    """Create this run's directory: ``config.out``, or ``RUNS/TASK-YYYYmmdd-HHMMSS`` (UTC) with a number if it exists.
+
+    Summary, metrics and checkpoints of an earlier run in ``config.out`` are deleted, lest they be taken for this run's.
+
+    Raises:
+        UsageError: ``out`` is a file, or not empty while ``overwrite`` is off. Files of a run that failed before its
+            first step do not count.
+        DiskError: the directory cannot be written.
+    """
+    if config.out is None:
+        return _fresh(Path(config.runs), f"{_short(task)}-{datetime.now(UTC):%Y%m%d-%H%M%S}")
+    path = Path(config.out)
+    if path.exists() and not path.is_dir():
+        raise UsageError("the run directory is a file", where=str(path), remedy="choose another folder with --out")
+    with _writing(path):
+        path.mkdir(parents=True, exist_ok=True)
+        if any(path.iterdir()) and not config.overwrite and not _never_began(path):
+            raise UsageError(
+                "the run directory is not empty", where=str(path), remedy="choose another --out, or add --overwrite"
+            )
+        if not os.access(path, os.W_OK | os.X_OK):
+            raise PermissionError(13, "no permission to write")
+        for name in ("summary.json", "metrics.jsonl"):
+            (path / name).unlink(missing_ok=True)
+        if (path / "checkpoints").is_dir():
+            shutil.rmtree(path / "checkpoints")
+    return path
+
+
+def _never_began(path: Path) -> bool:
+    """Return whether the directory holds only the files of a run that failed before it could train."""
+    names = {entry.name for entry in path.iterdir()}
+    return names <= {"logs", "summary.json"} and any(path.glob("logs/failure-rank*.json"))
+
+
+def find_run(config: TrainConfig, task: str) -> Path:
+    """Return the newest run below ``config.runs`` with the same task and an equal configuration.
+
+    If ``config`` leaves ``workers`` unset, a run that was resumed matches too: its ``config.toml`` states the number of
+    workers that it started with. Raises UsageError where no run matches.
+    """
+    folder, wanted = Path(config.runs), config_sha256(config)
+    known = {field.name for field in dataclasses.fields(TrainConfig)}
+    files = sorted(folder.glob("*/config.toml"), key=lambda path: path.stat().st_mtime, reverse=True)
+    for file in files:
+        try:
+            values = tomllib.loads(file.read_text(encoding="utf-8"))
+            equal = values.pop("task", None) == task and wanted in _sha256s(values, config)
+        except (OSError, ValueError, TypeError, UsageError):
+            continue
+        if equal and values.keys() <= known:
+            return file.parent
+    raise UsageError(
+        f"no run of {task} with this configuration can be resumed",
+        where=f"{len(files)} runs in {folder}",
+        remedy="give the same options as before, or --resume DIR",
+    )
+
+
+def _sha256s(values: Mapping[str, Any], config: TrainConfig) -> set[str]:
+    """Return the hashes that a saved configuration matches: its own, and for a resumed run that without ``workers``.
+
+    The second only if ``config`` leaves ``workers`` unset.
+    """
+    saved = TrainConfig(**values)
+    found = {config_sha256(saved)}
+    if config.workers is None and saved.resume is not None:
+        found.add(config_sha256(dataclasses.replace(saved, workers=None)))
+    return found
+
+
+def config_toml(config: TrainConfig, task: str) -> str:
+    """Return the configuration as TOML for ``tutti train --config``; unset options are left out."""
+    import tomli_w
+
+    values = {name: value for name, value in dataclasses.asdict(config).items() if value is not None}
+    return tomli_w.dumps({"task": task, **values})
+
+
+def read_summary(path: Path) -> dict[str, Any]:
+    """Return ``summary.json`` of run directory ``path``; an empty dict if it is missing or invalid."""
+    try:
+        summary = json.loads((path / "summary.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return summary if isinstance(summary, dict) else {}
+
+
+def record_exit(path: Path, code: int) -> None:
+    """Set ``exit_code`` in ``summary.json`` of run directory ``path``; other entries stay. Raises DiskError."""
+    _write_json(path / "summary.json", {**read_summary(path), "exit_code": int(code)})
+
+
+class RunDirectory:
+    """The listener that writes the run directory; the constructor writes ``config.toml`` and ``env.json``.
+
+    Lines of ``metrics.jsonl`` are written at once, so that they outlive the process, and whole: a full disk leaves no
+    partial line. While the disk is full, lines are buffered. Every line has ``time``, its Unix time, and ``seconds`` of
+    training until then. A resumed run keeps the lines up to its checkpoint's step, and adds a line of group ``resume``
+    with the number of lost steps.
+
+    Args:
+        path: the run directory.
+        config: the run's configuration.
+        task: the task's name.
+        resumed: step of the checkpoint that the run resumes from; None for a new run.
+        clock: start and earlier training time; None for a new run or a checkpoint without them.
+
+    Attributes:
+        path: the run directory.
+        clock: start of the run, and seconds of training before this start, lost steps included.
+
+    Raises:
+        DiskError: a file cannot be written, or ``MOST_WAITING`` lines are buffered; from all methods but ``close``.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        config: TrainConfig,
+        task: str,
+        resumed: int | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        self.path = Path(path)
+        self.clock = (clock or Clock(time.time())) if resumed is None else _clock(self.path, clock or Clock(None))
+        self._elapsed = self.clock.spent
+        self._waiting: list[bytes] = []
+        metrics = self.path / "metrics.jsonl"
+        # A rerun must not write into the run that it repeats.
+        rerun = dataclasses.replace(config, out=None, overwrite=False)
+        with _writing(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+            # Replace the file atomically: a run that is killed here keeps its history, and a reader that follows the
+            # file sees a new one.
+            _write(metrics, b"" if resumed is None else _until(metrics, resumed, self.clock.spent))
+            self._metrics = metrics.open("ab", buffering=0)
+        _write(self.path / "config.toml", config_toml(rerun, task).encode(errors="surrogateescape"))
+        _write_json(self.path / "env.json", {"started": self.clock.started, **environment()})
+
+    def started(self, header: RunHeader) -> None:
+        """Write nothing: the header's derived numbers follow from ``config.toml``."""
+
+    def stepped(self, record: StepRecord, pace: Pace) -> None:
+        line: dict[str, Any] = {
+            "group": "train",
+            "step": record.step,
+            "epoch": record.epoch,
+            "samples": record.samples,
+            "updates": record.updates,
+            "loss": _finite(record.loss),
+        }
+        for name, value in record.metrics.items():
+            line.setdefault(name, _finite(value))
+        line["grad_norm"] = _finite(record.grad_norm)
+        line["lr"] = _finite(record.lr)
+        if record.loss_scale is not None:
+            line["loss_scale"] = record.loss_scale
+        for name, value in record.adascale.items():
+            line[name] = _finite(value)
+        line["seconds"] = round(pace.elapsed, 6)
+        if record.skipped:
+            line["skipped"] = True
+        self._elapsed = pace.elapsed
+        self._append(line)
+
+    def evaluated(self, record: EvalRecord) -> None:
+        line: dict[str, Any] = {
+            "group": "eval",
+            "step": record.step,
+            "epoch": record.epoch,
+            "samples": record.samples,
+        }
+        if record.raw is not None:
+            line["weights"] = "ema"
+        for name, value in record.values.items():
+            line.setdefault(name, _finite(value))
+        line["seconds"] = round(self._elapsed if record.seconds is None else record.seconds, 6)
+        self._append(line)
+
+    def warned(self, text: str) -> None:
+        self._append({"group": "warning", "text": text, "seconds": round(self._elapsed, 6)})
+
+    def finished(self, summary: Mapping[str, Any]) -> None:
+        self._flush()
+        _write_json(self.path / "summary.json", summary)
+        if (statistics := summary.get("servers")) and server_figure.can_draw():
+            title = f"{summary['task']} · {summary['strategy']} · {summary['workers']} workers"
+            _write(self.path / "servers.svg", server_figure.server_figure(statistics, self._updates(), title))
+
+    def _updates(self) -> list[tuple[float, float]]:
+        """Return (seconds, updates) after each step since the run was started or last resumed."""
+        found: list[tuple[float, float]] = []
+        for line in map(json.loads, (self.path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()):
+            if line["group"] == "resume":
+                found.clear()
+            elif line["group"] == "train":
+                found.append((line["seconds"], line["updates"]))
+        return found
+
+    def close(self) -> None:
+        if not self._metrics.closed:
+            # The error that ends the run matters more than lines that the full disk still refuses.
+            with contextlib.suppress(DiskError):
+                self._flush()
+            self._metrics.close()
+
+    def _append(self, line: Mapping[str, Any]) -> None:
+        self._waiting.append(_line({**line, "time": round(time.time(), 3)}))
+        try:
+            self._flush()
+        except DiskError:
+            # Failed saves decide how long a run tolerates a full disk; a run without saves must end here.
+            if len(self._waiting) >= MOST_WAITING:
+                raise
+
+    def _flush(self) -> None:
+        with _writing(self._metrics.name):
+            end = self._metrics.seek(0, os.SEEK_END)
+            try:
+                _write_all(self._metrics.fileno(), b"".join(self._waiting))
+            except OSError:
+                self._metrics.truncate(end)
+                raise
+        self._waiting.clear()
+
+
+def config_sha256(config: TrainConfig) -> str:
+    """Return the SHA-256 of the options that affect the result, without those in ``BESIDE_THE_RESULT``."""
+    # Options at their default are left out: an option that a later version adds does not change older hashes.
+    values = {
+        field.name: getattr(config, field.name)
+        for field in dataclasses.fields(config)
+        if field.name not in BESIDE_THE_RESULT and getattr(config, field.name) != field.default
+    }
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+
+def _line(record: Mapping[str, Any]) -> bytes:
+    # File names may contain bytes that are invalid in the locale's encoding.
+    return f"{_ENCODE(record)}\n".encode(errors="surrogateescape")
+
+
+def _records(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """Yield each complete line of a metrics file with its parsed record; a truncated line is skipped."""
+    for line in path.read_bytes().splitlines(keepends=True) if path.exists() else ():
+        try:
+            yield line, json.loads(line)
+        except ValueError:
+            continue
+
+
+def _until(path: Path, step: int, seconds: float) -> bytes:
+    """Return the lines of a metrics file up to ``step``, with a ``resume`` line that counts the lost steps after it.
+
+    Args:
+        path: the file.
+        step: of the checkpoint that the run resumes from.
+        seconds: of training so far, lost steps included.
+    """
+    kept, lost = [], 0
+    for line, record in _records(path):
+        if record.get("step", 0) <= step:
+            kept.append(line)
+        else:
+            lost += record["group"] == "train"
+    resume = {"group": "resume", "from": step, "lost": lost, "seconds": round(seconds, 6)}
+    return b"".join(kept) + _line({**resume, "time": round(time.time(), 3)})
+
+
+def _clock(path: Path, saved: Clock) -> Clock:
+    """Return the clock of a resumed run: the checkpoint's, with the time of training after it was saved.
+
+    Args:
+        path: the run directory, whose metrics give the time.
+        saved: the checkpoint's clock.
+    """
+    seconds = [record.get("seconds", 0.0) for _, record in _records(path / "metrics.jsonl")]
+    started = saved.started
+    if started is None:
+        with contextlib.suppress(OSError, ValueError):
+            started = json.loads((path / "env.json").read_text(encoding="utf-8")).get("started")
+    return Clock(started, max([saved.spent, *seconds]))
+
+
+def environment() -> dict[str, Any]:
+    """Return versions, platform, usable CPU cores, torch threads, compiled loops and GPUs of this process."""
+    import torch
+
+    return {
+        "versions": {
+            "tutti": VERSION,
+            "torch": torch.__version__,
+            "numpy": _version("numpy"),
+            "python": platform.python_version(),
+        },
+        "platform": platform.platform(),
+        "machine": platform.machine(),
+        "host": platform.node(),
+        "cpu_count": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "torch_threads": torch.get_num_threads(),
+        "kernels": kernels(),
+        "cuda": torch.version.cuda,
+        "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _fresh(folder: Path, name: str) -> Path:
+    with _writing(folder / name):
+        folder.mkdir(parents=True, exist_ok=True)
+        number = 1
+        while True:
+            path = folder / (name if number == 1 else f"{name}-{number}")
+            try:
+                path.mkdir()
+            except FileExistsError:
+                number += 1
+            else:
+                return path
+
+
+def _short(task: str) -> str:
+    """Return a task's name in a form that is safe in a folder's name.
+
+    >>> _short("lessons/line.py:make")
+    'line-make'
+    """
+    text = re.sub(r"\.py(?=:|$)", "", task.replace("\\", "/").rsplit("/", 1)[-1])
+    return re.sub(r"[^A-Za-z0-9_.]+", "-", text).strip("-.") or "run"
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is None or math.isfinite(value) else None
+
+
+def _plain(value: Any) -> Any:
+    """Return ``value`` for strict JSON: NaN and infinities become null."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return _finite(value) if isinstance(value, float) else value
+
+
+def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+    _write(
+        path,
+        (json.dumps(_plain(value), indent=2, allow_nan=False, ensure_ascii=False) + "\n").encode(
+            errors="surrogateescape"
+        ),
+    )
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Replace ``path`` atomically and fsync it and its directory. Raises DiskError."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with _writing(path):
+        try:
+            with temporary.open("wb", buffering=0) as file:
+                _write_all(file.fileno(), data)
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
+            raise
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+def _write_all(descriptor: int, data: bytes) -> None:
+    rest = memoryview(data)
+    # On a nearly full disk, ``write`` takes a part of the bytes and fails only on the next call.
+    while rest:
+        rest = rest[os.write(descriptor, rest) :]
+
+
+@contextlib.contextmanager
+def _writing(path: str | Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise DiskError(
+            "cannot write the run directory",
+            where=str(path),
+            why=error.strerror or str(error),
+            remedy="free space on that disk, or choose a folder that you may write with --out",
+        ) from error

@@ -1,0 +1,106 @@
+"""Rules of thumb, with their sources, for numbers of a run that look like one of the classic mistakes.
+
+The rules warn and never refuse. Their bounds are wide on purpose: a run that is merely unusual must get no warning.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+# SGD with momentum 0.9, linear in the batch: Goyal et al. 2017, arXiv 1706.02677. Adam, with the square-root rule:
+# Kingma and Ba 2015, arXiv 1412.6980. The bounds of "far" are a guess.
+_BASE = 256
+_ABOVE = 30.0
+_BELOW = 10.0
+_LARGE = 1024
+_FEW = 200
+_ENOUGH = 100
+_LARGE_PART = 0.05
+_SMALL_SET = 1000
+
+
+def far_from_usual(optimizer: str, rate: float, batch: int, momentum: float = 0.0) -> float | None:
+    """Return the usual peak learning rate at ``batch`` if ``rate`` is far from it; else, or without a rule, None.
+
+    Far is thirty times too high, where a batch below 256 counts as 256. For ``sgd``, far is also ten times too low for
+    a batch of 1024 or more: a small batch's rate. A low rate of Adam is no sign of a mistake: fine-tuning uses it.
+
+    Args:
+        optimizer: ``sgd``, ``adam`` or ``adamw``; other optimizers have no rule.
+        rate: peak learning rate.
+        batch: samples in a global batch.
+        momentum: of ``sgd``.
+
+    >>> far_from_usual("sgd", 0.1, 4096, 0.75), far_from_usual("sgd", 1.6, 4096, 0.9), far_from_usual("adam", 0.1, 64)
+    (4.0, None, 0.001)
+    """
+    growth = max(batch, _BASE) / _BASE
+    if optimizer in ("adam", "adamw"):
+        usual = 1e-3 * math.sqrt(growth)
+        return usual if rate > _ABOVE * usual else None
+    if optimizer != "sgd" or rate <= 0:
+        return None
+    # Momentum m multiplies a gradient's total effect by 1 / (1 - m); the rule is for m = 0.9.
+    usual = (1 - momentum) * growth
+    low = min(usual, 0.1 * growth) / _BELOW if batch >= _LARGE else 0.0
+    return usual if not low <= rate <= _ABOVE * usual else None
+
+
+def too_few_updates(updates: int, dataset: int, batch: int, workers: int) -> bool:
+    """Return whether the global batch leaves too few updates, while the batch of one logical worker would leave enough.
+
+    Few means under 200, in a run whose batch is a twentieth of the data or more; one worker alone would make 100 or
+    more. A data set of under 1,000 samples is a toy, for which the answer is False.
+    Smith et al. 2018, arXiv 1711.00489, stop growing the batch at a tenth; Hoffer et al. 2017, arXiv 1705.08741, find
+    that as many updates bring the accuracy back.
+
+    Args:
+        updates: optimizer updates in the whole run.
+        dataset: samples in an epoch.
+        batch: samples in a global batch.
+        workers: number of logical workers.
+
+    >>> too_few_updates(156, 50_000, 4096, 8), too_few_updates(1176, 50_000, 512, 8), too_few_updates(9, 50_000, 64, 1)
+    (True, False, False)
+    """
+    few = workers > 1 and updates < _FEW and updates * workers >= _ENOUGH
+    return few and dataset >= _SMALL_SET and batch >= _LARGE_PART * dataset
+
+
+def equal_pairs(digests: Sequence[int | None]) -> list[tuple[int, int]]:
+    """Return pairs of workers whose data have equal digests; a digest of None is ignored.
+
+    >>> equal_pairs([7, 8, 7, None, None])
+    [(0, 2)]
+    """
+    first: dict[int, int] = {}
+    found = []
+    for worker, digest in enumerate(digests):
+        if digest is None:
+            continue
+        if digest in first:
+            found.append((first[digest], worker))
+        else:
+            first[digest] = worker
+    return found
+
+
+def tells(samples: Sequence[str], least: int) -> bool:
+    """Return whether samples are enough, and different enough, that seeing the same ones again is no accident.
+
+    At least ``least`` samples, more than half of them different.
+
+    >>> tells("abcdefgh", 8), tells("abcd", 8), tells("abababab", 8)
+    (True, False, False)
+    """
+    return len(samples) >= least and len(set(samples)) > len(samples) / 2
+
+
+def is_sum(once: float, twice: float) -> bool:
+    """Return whether a loss doubles when its batch is repeated: it is then a sum, where a mean is expected.
+
+    >>> is_sum(3.0, 6.0), is_sum(3.0, 3.0), is_sum(0.0, 0.0)
+    (True, False, False)
+    """
+    return math.isfinite(once) and abs(once) > 1e-12 and math.isclose(twice, 2 * once, rel_tol=1e-3)

@@ -1,0 +1,198 @@
+"""Timeline of all devices: segments of time by phase, split into work, communication and idle time, and drawn.
+
+Times are seconds of one clock. Pure: no torch, no files.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+from xml.sax.saxutils import escape
+
+WAITING = "waiting"
+# Okabe and Ito's colours, which colour-blind readers can tell apart.
+COLOURS: Mapping[str, str] = {
+    "forward": "#0072B2",
+    "backward": "#009E73",
+    "weight": "#56B4E9",
+    "update": "#CC79A7",
+    "data": "#F0E442",
+    "exchange": "#999999",
+    "communication": "#D55E00",
+    "idle": "#EEEEEE",
+    "other": "#FFFFFF",
+}
+WORK = ("forward", "backward", "weight")
+
+
+class TimelineSegment(NamedTuple):
+    """An interval of one phase on one device, excluding nested phases.
+
+    Attributes:
+        phase: a key of ``COLOURS``, or ``WAITING``.
+        start, end: seconds.
+        call: the collective that a waiting segment waits for.
+        ranks: the ranks that take part in it.
+    """
+
+    phase: str
+    start: float
+    end: float
+    call: str = ""
+    ranks: tuple[int, ...] = ()
+
+
+Row = Sequence[TimelineSegment]
+
+
+def resolve_waits(rows: Sequence[Row]) -> list[list[TimelineSegment]]:
+    """Split waiting segments into ``idle``, until the last rank has entered the collective, and ``communication``.
+
+    Equal calls are matched in order. If a rank of the call never waits for it (it sends and goes on), its entry is
+    unknown, and the whole wait of the other ranks counts as idle.
+
+    >>> a, b = TimelineSegment("waiting", 0, 5, "sum", (0, 1)), TimelineSegment("waiting", 4, 5, "sum", (0, 1))
+    >>> [[(s.phase, s.start, s.end) for s in row] for row in resolve_waits([[a], [b]])]
+    [[('idle', 0, 4), ('communication', 4, 5)], [('communication', 4, 5)]]
+    """
+    arrivals: dict[tuple[str, tuple[int, ...], int], dict[int, float]] = defaultdict(dict)
+    for rank, row in enumerate(rows):
+        for key, segment in _numbered(row):
+            arrivals[key].setdefault(rank, segment.start)
+    return [list(_split(row, rank, arrivals)) for rank, row in enumerate(rows)]
+
+
+def _numbered(row: Row) -> Iterator[tuple[tuple[str, tuple[int, ...], int], TimelineSegment]]:
+    """Yield each waiting segment with its key: call, ranks, and count of equal calls on this rank so far."""
+    seen: Counter[tuple[str, tuple[int, ...]]] = Counter()
+    for segment in row:
+        if segment.phase == WAITING:
+            call = segment.call, segment.ranks
+            seen[call] += 1
+            yield (*call, seen[call]), segment
+
+
+def _split(row: Row, rank: int, arrivals: Mapping[tuple[str, tuple[int, ...], int], dict[int, float]]) -> Row:
+    numbered = _numbered(row)
+    found: list[TimelineSegment] = []
+    for segment in row:
+        if segment.phase != WAITING:
+            found.append(segment)
+            continue
+        came = arrivals[next(numbered)[0]]
+        everybody = came.keys() >= set(segment.ranks)
+        last = max(came.values()) if everybody else segment.end
+        middle = min(max(last, segment.start), segment.end)
+        found += [
+            part
+            for part in (
+                segment._replace(phase="idle", end=middle),
+                segment._replace(phase="communication", start=middle),
+            )
+            if part.end > part.start
+        ]
+    return found
+
+
+def span(rows: Sequence[Row]) -> tuple[float, float]:
+    """Return the start of the first and the end of the last segment. Raises ValueError where there are none."""
+    segments = [segment for row in rows for segment in row]
+    if not segments:
+        raise ValueError("nothing was traced")
+    return min(s.start for s in segments), max(s.end for s in segments)
+
+
+def shares(rows: Sequence[Row]) -> list[dict[str, float]]:
+    """Return each device's time by phase as fractions of the whole span; ``other`` is time outside all segments.
+
+    >>> shares([[TimelineSegment("forward", 0, 1)], [TimelineSegment("forward", 0, 4)]])
+    [{'forward': 0.25, 'other': 0.75}, {'forward': 1.0, 'other': 0.0}]
+    """
+    begin, end = span(rows)
+    found = []
+    for row in rows:
+        spent: dict[str, float] = defaultdict(float)
+        for segment in row:
+            spent[segment.phase] += (segment.end - segment.start) / (end - begin)
+        found.append({**spent, "other": max(0.0, 1 - sum(spent.values()))})
+    return found
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Return a table of percent of time by phase, a line a device; the last line is the mean share outside ``WORK``."""
+    begin, end = span(rows)
+    parts = shares(rows)
+    phases = [phase for phase in COLOURS if any(part.get(phase, 0) > 0 for part in parts)]
+    lines = [f"{'device':>6} " + " ".join(f"{phase:>{max(8, len(phase))}}" for phase in phases)]
+    for rank, part in enumerate(parts):
+        lines.append(f"{rank:>6} " + " ".join(f"{part.get(p, 0):>{max(8, len(p))}.1%}" for p in phases))
+    busy = sum(part.get(phase, 0) for part in parts for phase in WORK) / len(parts)
+    lines.append(f"{1 - busy:.1%} of {len(parts)} devices × {end - begin:.3f} s was neither forward nor backward")
+    return "\n".join(lines) + "\n"
+
+
+def chrome(rows: Sequence[Row]) -> dict[str, Any]:
+    """Return the trace for ui.perfetto.dev and chrome://tracing, in microseconds from the first segment."""
+    begin, _ = span(rows)
+    events: list[dict[str, Any]] = [
+        {"name": "thread_name", "ph": "M", "pid": 0, "tid": rank, "args": {"name": f"device {rank}"}}
+        for rank in range(len(rows))
+    ]
+    for rank, row in enumerate(rows):
+        for s in row:
+            event = {"name": s.phase, "ph": "X", "pid": 0, "tid": rank}
+            event |= {"ts": round(1e6 * (s.start - begin), 1), "dur": round(1e6 * (s.end - s.start), 1)}
+            events.append({**event, "args": {"call": s.call}} if s.call else event)
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+_LEFT, _RIGHT, _HEIGHT, _GAP, _WIDTH = 80, 20, 26, 8, 1000
+
+
+def timeline_svg(rows: Sequence[Row], title: str) -> str:
+    """Draw the timeline as SVG: one row a device, time to the right, phases by colour."""
+    begin, end = span(rows)
+    scale = (_WIDTH - _LEFT - _RIGHT) / (end - begin)
+    phases = [phase for phase in COLOURS if any(s.phase == phase for row in rows for s in row)]
+    top = 64
+    bottom = top + len(rows) * (_HEIGHT + _GAP)
+    out = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {bottom + 36}" font-family="sans-serif">',
+        f'<rect width="{_WIDTH}" height="{bottom + 36}" fill="#FFFFFF"/>',
+        f'<text x="{_LEFT}" y="22" font-size="15">{escape(title)}</text>',
+    ]
+    at = _LEFT
+    for phase in phases:
+        out.append(f'<rect x="{at}" y="36" width="12" height="12" fill="{COLOURS[phase]}" stroke="#BBBBBB"/>')
+        out.append(f'<text x="{at + 17}" y="47" font-size="12">{phase}</text>')
+        at += 44 + 7 * len(phase)
+    for rank, row in enumerate(rows):
+        y = top + rank * (_HEIGHT + _GAP)
+        out.append(f'<text x="{_LEFT - 8}" y="{y + 18}" font-size="12" text-anchor="end">device {rank}</text>')
+        out.append(
+            f'<rect x="{_LEFT}" y="{y}" width="{_WIDTH - _LEFT - _RIGHT}" height="{_HEIGHT}" '
+            'fill="#FFFFFF" stroke="#BBBBBB"/>'
+        )
+        for s in row:
+            left, width = _LEFT + (s.start - begin) * scale, (s.end - s.start) * scale
+            said = escape(f"{s.phase} {1e3 * (s.end - s.start):.2f} ms {s.call}".strip())
+            out.append(
+                f'<rect x="{left:.2f}" y="{y}" width="{max(width, 0.05):.2f}" height="{_HEIGHT}" '
+                f'fill="{COLOURS.get(s.phase, "#FFFFFF")}"><title>{said}</title></rect>'
+            )
+    out += list(_axis(begin, end, scale, bottom))
+    return "\n".join([*out, "</svg>", ""])
+
+
+def _axis(begin: float, end: float, scale: float, y: float) -> Iterator[str]:
+    """Yield the time axis below the rows: about ten ticks at round numbers of milliseconds."""
+    length = 1e3 * (end - begin)
+    step = next(s for s in (m * 10.0**e for e in range(-3, 9) for m in (1, 2, 5)) if length / s <= 10)
+    mark = 0
+    while mark * step <= length:
+        x = _LEFT + mark * step / 1e3 * scale
+        yield f'<line x1="{x:.2f}" y1="{y - 4}" x2="{x:.2f}" y2="{y + 2}" stroke="#555555"/>'
+        yield f'<text x="{x:.2f}" y="{y + 16}" font-size="11" text-anchor="middle">{mark * step:g}</text>'
+        mark += 1
+    yield f'<text x="{_LEFT - 8}" y="{y + 16}" font-size="11" text-anchor="end">ms</text>'

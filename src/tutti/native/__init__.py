@@ -1,0 +1,1 @@
+"""Compiled C++ loops with their PyTorch fallback."""

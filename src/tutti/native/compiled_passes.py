@@ -1,0 +1,103 @@
+"""The passes of ``passes.py`` as compiled loops that read each element from memory once. CPU, float32 and float64.
+
+``kernels.cpp`` is compiled on the machine where it runs (``tutti.native.native_library``). Results do not depend on the
+number of threads, the compiler or the processor. Without a compiler PyTorch's own operations are used, with bitwise the
+same results.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from collections.abc import Sequence
+from functools import cache
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tutti.native.native_library import library as compiled
+from tutti.native.passes import AdamCoefficients, AdamStep, Decayed, Momentum, Squares, Tensors, dense_format
+
+_SOURCE = Path(__file__).with_name("kernels.cpp")
+_NAMES = {torch.float32: "float", torch.float64: "double"}
+
+
+class Native:
+    """The passes for dense tensors of one dtype, each in its parameter's memory format (``dense_format``)."""
+
+    def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._chunk = int(library.chunk_size())
+        self._passes = {name: _typed(library, f"{name}_{_NAMES[dtype]}") for name in _PASSES}
+
+    def squares(self, grads: Tensors) -> list[float]:
+        return [square for _, square in self._run("squares", (None, grads), ())]
+
+    def decayed_squares(self, params: Tensors, grads: Tensors, options: Sequence[Decayed]) -> Squares:
+        return self._run("decayed_squares", (params, grads), options)
+
+    def momentum(self, params: Tensors, grads: Tensors, buffers: Tensors | None, options: Sequence[Momentum]) -> None:
+        self._run("momentum", (params, grads, buffers), options)
+
+    def adam_squares(
+        self, params: Tensors, grads: Tensors, firsts: Tensors, seconds: Tensors, options: Sequence[AdamCoefficients]
+    ) -> Squares:
+        return self._run("adam_squares", (params, grads, firsts, seconds), options)
+
+    def adam_step(self, params: Tensors, firsts: Tensors, seconds: Tensors, options: Sequence[AdamStep]) -> None:
+        self._run("adam_step", (params, None, firsts, seconds), options)
+
+    def _run(self, name: str, lists: tuple[Tensors | None, ...], options: Sequence[Sequence[float]]) -> Squares:
+        sizes = [t.numel() for t in lists[0] or lists[1] or ()]
+        count = len(sizes)
+        zeros = (0,) * count
+        columns = [zeros if column is None else [t.data_ptr() for t in column] for column in lists]
+        columns += [zeros] * (4 - len(columns))
+        addresses = array("q", [number for row in zip(*columns, sizes, strict=True) for number in row])
+        first = array("q", accumulate((-(-size // self._chunk) for size in sizes), initial=0))
+        numbers = array("d", [number for row in options for number in row])
+        partial, result = array("d", bytes(16 * first[-1])), array("d", bytes(16 * count))
+        self._passes[name](
+            count, _at(addresses), _at(first), torch.get_num_threads(), _at(numbers), _at(partial), _at(result)
+        )
+        return list(zip(result[::2], result[1::2], strict=True))
+
+
+_PASSES = ("squares", "decayed_squares", "momentum", "adam_squares", "adam_step")
+
+
+def passes(parameter: Tensor) -> Native | None:
+    """Return the compiled passes for this parameter, its gradient and its states; None if they do not apply."""
+    plain = type(parameter) in (Tensor, nn.Parameter) and parameter.device.type == "cpu"
+    if plain and parameter.dtype in _NAMES and dense_format(parameter) is not None:
+        return _all().get(parameter.dtype)
+    return None
+
+
+@cache
+def _all() -> dict[torch.dtype, Native]:
+    library = load_kernels()
+    return {} if library is None else {dtype: Native(library, dtype) for dtype in _NAMES}
+
+
+def load_kernels() -> ctypes.CDLL | None:
+    """Return the compiled ``kernels.cpp``; None if it cannot be compiled."""
+    library = compiled(_SOURCE)
+    if library is not None:
+        library.chunk_size.restype = ctypes.c_int64
+    return library
+
+
+def _typed(library: ctypes.CDLL, name: str) -> Any:
+    function = library[name]
+    pointer = ctypes.c_void_p
+    function.argtypes = [ctypes.c_int64, pointer, pointer, ctypes.c_int, pointer, pointer, pointer]
+    function.restype = None
+    return function
+
+
+def _at(numbers: array[Any]) -> int:
+    return numbers.buffer_info()[0]

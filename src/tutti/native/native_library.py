@@ -1,0 +1,139 @@
+"""Compile and load C++ loops on the machine where they run, if it has a compiler.
+
+The first process that needs a source file builds it in about a second and stores it in the user's cache. Results do not
+depend on it, to the bit: callers fall back to PyTorch's own operations in the same order. ``TUTTI_KERNELS=off`` turns
+all compiled loops off.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+from tutti.config.variables import is_off
+
+_COMPILERS = ("c++", "g++", "clang++")
+# No contraction: otherwise the compiler decides whether to fuse a product into a sum.
+_FLAGS = (
+    *("-O3", "-std=c++17", "-fPIC", "-fno-exceptions", "-fno-rtti"),
+    *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
+)
+_ATTEMPTS = (("-march=native", "-fopenmp"), ("-march=native",), ())
+_SECONDS = 120
+
+
+# Sources that could not be compiled in this process, and why.
+_failed: dict[str, str] = {}
+
+
+def kernels() -> str:
+    """Describe the kernels of layer-wise optimizers and ghost batch norm on this CPU: compiled, or why PyTorch's."""
+    if _off():
+        return "PyTorch's own operations (TUTTI_KERNELS=off)"
+    compiler = _compiler()
+    if compiler is None:
+        return "PyTorch's own operations (no C++ compiler)"
+    if _failed:
+        return f"PyTorch's own operations ({compiler} fails: {', '.join(_failed)})"
+    return f"compiled ({compiler})"
+
+
+def library(source: Path) -> ctypes.CDLL | None:
+    """Load the compiled ``source`` from the cache, or build it.
+
+    None if compiled loops are off, there is no compiler, or, with a RuntimeWarning, the build fails.
+    """
+    compiler = _compiler()
+    if compiler is None or _off():
+        return None
+    folder = _cache()
+    if folder is None:
+        with tempfile.TemporaryDirectory() as own:
+            return _build(compiler, source, Path(own) / "kernels.so")
+    path = folder / f"{source.stem}-{_digest(source)}.so"
+    with (folder / "lock").open("w") as lock:
+        # The first process builds; the lock ends with its holder. On file systems without locks several build.
+        with contextlib.suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        return (_open(path) if path.exists() else None) or _build(compiler, source, path)
+
+
+def _off() -> bool:
+    return is_off("KERNELS", os.environ)
+
+
+def _compiler() -> str | None:
+    return next(filter(None, map(shutil.which, _compilers())), None)
+
+
+def _compilers() -> Sequence[str]:
+    return (*shlex.split(os.environ.get("CXX", ""))[:1], *_COMPILERS)
+
+
+def _digest(source: Path) -> str:
+    """Return a digest of the source, the flags and the processor: home directories are shared between machines."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    flags = next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
+    said = [source.read_text(encoding="utf-8"), *_FLAGS, *map(str, _ATTEMPTS), platform.machine(), flags]
+    return hashlib.sha256("\n".join(said).encode()).hexdigest()[:16]
+
+
+def _cache() -> Path | None:
+    """Return the user's cache folder, if only the user can write to it; None otherwise."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "tutti"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = folder.stat()
+    except OSError:
+        return None
+    own = status.st_uid == os.getuid() and not status.st_mode & 0o022
+    return folder if own and os.access(folder, os.W_OK) else None
+
+
+def _build(compiler: str, source: Path, path: Path) -> ctypes.CDLL | None:
+    said = ""
+    for extra in _ATTEMPTS:
+        try:
+            with tempfile.TemporaryDirectory(dir=path.parent) as work:
+                unit, made = f"{work}/kernels.o", f"{work}/kernels.so"
+                # Linked without an OpenMP library: PyTorch has loaded its own, whose threads are then used.
+                for command in ([*_FLAGS, *extra, "-c", str(source), "-o", unit], ["-shared", unit, "-o", made]):
+                    subprocess.run([compiler, *command], capture_output=True, timeout=_SECONDS, check=True)
+                os.replace(made, path)
+        except subprocess.CalledProcessError as error:
+            said = said or bytes(error.stderr).decode(errors="replace").strip()
+            continue
+        except (OSError, subprocess.TimeoutExpired) as error:
+            said = said or str(error)
+            continue
+        found = _open(path)
+        if found is not None:
+            _failed.pop(source.name, None)
+            return found
+        said = said or "the library cannot be loaded"
+    _failed[source.name] = said
+    warnings.warn(
+        f"{source.name} cannot be compiled, PyTorch's own operations are used: {compiler}: {said[-500:]}",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+    return None
+
+
+def _open(path: Path) -> ctypes.CDLL | None:
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError:
+        return None

@@ -1,0 +1,136 @@
+"""Placeholders for parameters and buffers that live on other ranks; reading or writing one raises UsageError."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from tutti.errors import UsageError
+from tutti.nn.swap import BufferRef, buffers
+from tutti.torch_compat import GRADIENT_HOOK_ATTRIBUTES, VERSION_ATTRIBUTE, TorchFunctionDisabled
+
+_READ = (
+    *("shape", "dtype", "device", "layout", "grad", "requires_grad", "is_leaf", "ndim", "grad_fn", "retains_grad"),
+    *("is_cuda", "is_cpu", "is_sparse", "is_sparse_csr", "is_meta", "is_mkldnn", "is_quantized", "is_nested"),
+    *("is_mps", "is_xpu", "is_xla", "is_mtia", "is_maia", "is_ipu", "is_vulkan", "itemsize", "nbytes", "output_nr"),
+    *("names", VERSION_ATTRIBUTE, *GRADIENT_HOOK_ATTRIBUTES),
+)
+_WRITTEN = ("grad", "requires_grad", *GRADIENT_HOOK_ATTRIBUTES)
+_CALLED = (
+    *("size", "dim", "ndimension", "numel", "nelement", "stride", "element_size", "storage_offset", "get_device"),
+    *("is_floating_point", "is_complex", "is_signed", "is_contiguous", "is_inference", "__len__", "__hash__"),
+    *("requires_grad_", "retain_grad", "register_hook", "register_post_accumulate_grad_hook"),
+)
+
+
+def _allowed() -> set[Any]:
+    """Return the functions that need no values: metadata, hooks, and attributes that an optimizer sets."""
+    found = {getattr(Tensor, name).__get__ for name in _READ if hasattr(Tensor, name)}
+    found |= {getattr(Tensor, name).__set__ for name in _WRITTEN}
+    found |= {getattr(Tensor, "grad").__delete__}  # noqa: B009
+    found |= {getattr(Tensor, name) for name in _CALLED if hasattr(Tensor, name)}
+    return found | {torch.is_floating_point, torch.is_complex, torch.numel, torch.is_signed}
+
+
+_ALLOWED = _allowed()
+
+
+class _Absent:
+    """Base of the placeholders: shape, dtype and ``requires_grad`` are the tensor's; its values are on other ranks.
+
+    Attributes:
+        called: the tensor's name in the model.
+        place: words for the location of its values, for the error message.
+    """
+
+    called: str
+    place: str
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        if func in _ALLOWED:
+            with TorchFunctionDisabled():
+                return func(*args, **(kwargs or {}))
+        if func is Tensor.copy_ and args[0] is args[1]:
+            # ``load_state_dict`` of the placeholder itself: the ranks that hold the values have loaded them already.
+            return args[0]
+        _refuse(next(_found([*args, *(kwargs or {}).values()]), None))
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        _refuse(self)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        _refuse(self)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"{type(self).__name__}({self.called}, {tuple(self.shape)}, {self.place})"  # type: ignore[attr-defined]
+
+
+class AbsentParameter(_Absent, nn.Parameter):  # type: ignore[misc]
+    """A parameter with its values on other ranks. Raises UsageError for operations that read or write them."""
+
+
+class AbsentBuffer(_Absent, Tensor):  # type: ignore[misc]
+    """A buffer with its values on other ranks. Raises UsageError for operations that read or write them."""
+
+
+def put_away(plain: nn.Module, places: Mapping[str, str], here: Sequence[nn.Module]) -> None:
+    """Free the tensors of ``plain`` that no module of ``here`` holds, and leave placeholders.
+
+    Parameters keep their identity, so that the script's optimizer still holds them.
+
+    Args:
+        plain: the whole model.
+        places: words for the location of each parameter and persistent buffer, by its first name.
+        here: the modules that compute on this rank.
+    """
+    own = {id(tensor) for part in here for tensor in (*part.parameters(), *part.buffers())}
+    for name, parameter in plain.named_parameters():
+        if id(parameter) not in own and not isinstance(parameter, AbsentParameter):
+            parameter.grad = None
+            parameter.data = _empty(parameter.data)
+            parameter.__class__ = AbsentParameter
+            _call(parameter, name, places)
+    for slot in buffers([plain]):
+        if id(slot.get()) not in own:
+            _put_away(slot, places)
+
+
+def _put_away(slot: BufferRef, places: Mapping[str, str]) -> None:
+    buffer = _empty(slot.get()).as_subclass(AbsentBuffer)
+    _call(buffer, slot.name, places)
+    slot.put(buffer)
+
+
+def _call(tensor: Any, name: str, places: Mapping[str, str]) -> None:
+    tensor.called, tensor.place = name, places.get(name, "on another rank")
+
+
+def _empty(tensor: Tensor) -> Tensor:
+    """Return a tensor of the same shape that takes the memory of one element."""
+    return tensor.new_zeros(()).expand(tensor.shape)
+
+
+def is_absent(tensor: Tensor) -> bool:
+    """Whether this tensor is a placeholder."""
+    return isinstance(tensor, _Absent)
+
+
+def _found(values: Any) -> Any:
+    for value in values:
+        if isinstance(value, _Absent):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _found(value)
+
+
+def _refuse(tensor: Any) -> NoReturn:
+    raise UsageError(
+        f"the script reads or writes the model's {getattr(tensor, 'called', 'tensors')}, which this rank does not have",
+        why=f"its numbers are {getattr(tensor, 'place', 'on other ranks')}",
+        remedy="take run.state() for the whole model, run.evaluate(…) for its results, ema=… for an average of its "
+        "weights and init_from=… for other weights; or --strategy mirrored",
+    )

@@ -1,0 +1,218 @@
+"""Apply ``torch.compile`` and activation checkpointing (AC) to the modules of a model, without wrapping them.
+
+A module's class becomes a subclass with another ``forward``; parameter names, hooks and copies of the model stay as
+they were. Compiled regions lie inside checkpointed ones. Module hooks, such as those that key RNG streams, run outside
+of both.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from tutti.config.module_config import Compile, check_checkpointing, check_compile, check_compiler
+from tutti.nn.ac_policy import CheckpointUnits, Choice, find_units, is_sequence
+from tutti.nn.recompute import Forward, recomputed
+from tutti.nn.rng_streams import RngStreams
+from tutti.nn.rng_streams import module_draws as draws_by_itself
+from tutti.nn.swap import describe_tensors
+from tutti.nn.sync import SyncBatchNorm
+from tutti.parallel.tensor.tp_layers import TensorParallelLayer
+from tutti.torch_compat import has_forward_hook, inductor_mode_options
+from tutti.types import RunContext
+
+
+def restore_forwards(part: nn.Module) -> None:
+    """Undo ``apply_ac_and_compile`` and ``recompute``: give every module its original class back."""
+    for module in part.modules():
+        module.__class__ = getattr(type(module), "_plain", type(module))
+
+
+def apply_ac_and_compile(part: nn.Module, draws: RngStreams, run_context: RunContext) -> None:
+    """Apply activation checkpointing and ``torch.compile`` to a part of a model, in place.
+
+    Args:
+        part: the modules on this rank.
+        draws: RNG streams of the model, which recomputation replays.
+        run_context: holds the options ``activation_checkpointing``, ``compile`` and ``reproducible``.
+
+    Raises:
+        UsageError: the options exclude each other, or the CPU has no compiler for the backend.
+    """
+    units = find_units(part, run_context.activation_checkpointing)
+    compiler = None
+    if chosen := check_compile(run_context.compile, run_context.reproducible):
+        check_checkpointing(run_context.activation_checkpointing, compiled=True)
+        if run_context.comms.world.device.type == "cpu":
+            check_compiler(chosen[1])
+        compiler = _Compiler(*chosen)
+    if compiler is not None or units:
+        _Transformation(compiler, units, draws).of(part, root=True)
+
+
+def recompute(part: nn.Module, choice: Choice) -> None:
+    """Apply activation checkpointing to a model as training would, for memory estimates; modules get no RNG stream of
+    their own.
+    """
+    if units := find_units(part, choice):
+        _Transformation(None, units, RngStreams(part, torch.device("cpu"))).of(part, root=True)
+
+
+class _Compiler:
+    """``torch.compile`` of forwards; modules of the same code, structure and shapes share one compiled function."""
+
+    def __init__(self, mode: str, options: Compile) -> None:
+        self._backend, self._settings = options.backend, None
+        if options.backend == "inductor":
+            # Draw random numbers as in eager mode, from the generator that the micro-batch's key has seeded.
+            own = inductor_mode_options(mode) if mode != "default" else {}
+            self._settings = {**own, "fallback_random": True}
+        self._kept: dict[Any, Forward] = {}
+        # An eager module call, with the hook that keys its draws or its messages: the graph breaks there.
+        self.never: Forward = torch.compiler.disable(nn.Module.__call__)
+
+    def module(self, module: nn.Module) -> Forward:
+        """Return the compiled forward of a module."""
+        forward = type(module).forward
+        key = (forward, repr(module), *describe_tensors([module]))
+        if key not in self._kept:
+            self._kept[key] = self.function(forward)
+        return self._kept[key]
+
+    def function(self, function: Forward) -> Forward:
+        """Return ``function(module, …)`` compiled."""
+
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return function(module, *args, **kwargs)
+
+        # A code object of its own, because Dynamo caches recompilations, and limits their number, by code object.
+        own = types.FunctionType(call.__code__.replace(), call.__globals__, call.__name__, None, call.__closure__)
+        compiled: Forward = torch.compile(own, backend=self._backend, options=self._settings)
+        return compiled
+
+
+class _Transformation:
+    """Replaces the forwards in one part of a model: compiled, checkpointed, or both."""
+
+    def __init__(self, compiler: _Compiler | None, units: CheckpointUnits, draws: RngStreams) -> None:
+        self._compiler, self._units, self._draws = compiler, units, draws
+        self._recomputed: dict[Forward, Forward] = {}
+        self._classes: dict[tuple[type[nn.Module], Forward], type[nn.Module]] = {}
+
+    def of(self, module: nn.Module, root: bool = False) -> None:
+        """Replace the forwards of a module and, where necessary, of its submodules."""
+        forward = self._forward(module, root)
+        if module in self._units.whole:
+            own = forward or type(module).forward
+            # Blocks with the same forward keep one class, so that they share one compiled forward.
+            if own not in self._recomputed:
+                self._recomputed[own] = self._again(own, lambda module: [module])
+            forward = self._recomputed[own]
+        if forward is not None:
+            self._become(module, "forward", forward)
+
+    def _forward(self, module: nn.Module, root: bool) -> Forward | None:
+        if module in self._units.runs:
+            runs = enumerate(self._units.runs[module])
+            return _chain([self._run(module, run, again=not i % self._units.every) for i, run in runs])
+        if self._compiler is not None and not _stays_out(module):
+            inner = [m for m in module.modules() if m is not module and self._is_fence(m)]
+            if not inner:
+                return self._compiler.module(module) if root or not _is_layer(module) else None
+            if is_sequence(module):
+                return _chain(self._pieces(module, [name for name, _ in module.named_children()]))
+            if all(map(_stays_out, inner)) and not any(_holds(m, inner) for m in module.modules()):
+                for each in inner:
+                    self._become(each, "__call__", self._compiler.never)
+                return self._compiler.module(module)
+        for child in module.children():
+            self.of(child)
+        return None
+
+    def _again(self, forward: Forward, members: Callable[[nn.Module], Sequence[nn.Module]]) -> Forward:
+        return recomputed(forward, members, self._draws, self._units.selective)
+
+    def _run(self, sequence: nn.Module, names: tuple[str, ...], again: bool) -> Forward:
+        """Return a forward of the children ``names`` of a sequence, checkpointed as one unit if ``again``."""
+        whole = _chain(self._pieces(sequence, names))
+        return self._again(whole, lambda module: [getattr(module, name) for name in names]) if again else whole
+
+    def _pieces(self, sequence: nn.Module, names: Sequence[str]) -> list[Forward]:
+        """Return forwards of the children of a sequence; compilable neighbours are compiled as one."""
+        pieces: list[Forward] = []
+        together: list[str] = []
+
+        def flush() -> None:
+            if len(together) > 1 and self._compiler is not None:
+                pieces.append(self._compiler.function(_walk(tuple(together))))
+            else:
+                for name in together:
+                    self.of(getattr(sequence, name))
+                    pieces.append(_walk((name,)))
+            together.clear()
+
+        for name in names:
+            child = getattr(sequence, name)
+            if not any(map(self._is_fence, child.modules())):
+                together.append(name)
+                continue
+            flush()
+            self.of(child)
+            pieces.append(_walk((name,)))
+        flush()
+        return pieces
+
+    def _become(self, module: nn.Module, name: str, method: Forward) -> None:
+        """Replace a method of a module by a subclass of its class; modules of one class and method share it."""
+        kind = type(module)
+        if (kind, method) not in self._classes:
+            body = {name: method, "_plain": getattr(kind, "_plain", kind), "__module__": kind.__module__}
+            self._classes[kind, method] = type(kind.__name__, (kind,), body)
+        module.__class__ = self._classes[kind, method]
+
+    def _is_fence(self, module: nn.Module) -> bool:
+        """Whether this module cannot be compiled with its parent: it has hooks, is checkpointed, or stays out."""
+        stays_out = has_forward_hook(module) or _stays_out(module)
+        return stays_out or module in self._units.whole or module in self._units.runs
+
+
+def _chain(pieces: Sequence[Forward]) -> Forward:
+    """Return a forward that calls ``pieces`` in order."""
+
+    def forward(module: nn.Module, value: Any) -> Any:
+        for piece in pieces:
+            value = piece(module, value)
+        return value
+
+    return forward
+
+
+def _walk(names: tuple[str, ...]) -> Forward:
+    """Return a forward that calls the children ``names`` of its module in order."""
+
+    def forward(module: nn.Module, value: Any) -> Any:
+        for name in names:
+            value = getattr(module, name)(value)
+        return value
+
+    return forward
+
+
+def _stays_out(module: nn.Module) -> bool:
+    """Whether this layer cannot be compiled: it draws from a keyed RNG stream, or performs collectives."""
+    return draws_by_itself(module) or isinstance(module, SyncBatchNorm | TensorParallelLayer)
+
+
+def _is_layer(module: nn.Module) -> bool:
+    """Whether this is one of PyTorch's own layers; compiling a single one gains nothing."""
+    return type(module).__module__.startswith("torch.nn.") and next(module.children(), None) is None
+
+
+def _holds(module: nn.Module, inner: Sequence[nn.Module]) -> bool:
+    """Whether ``module`` is a container that a forward iterates over, with any of ``inner`` below it."""
+    lists = nn.Sequential | nn.ModuleList | nn.ModuleDict
+    return isinstance(module, lists) and any(m in inner for m in module.modules())

@@ -1,0 +1,109 @@
+"""Activation checkpointing (AC) policy: find the modules to recompute, by structure or by the user's names."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from tutti.config.module_config import Selective, check_checkpointing
+from tutti.errors import UsageError, did_you_mean
+
+Choice = str | Sequence[str | type[nn.Module]]
+"""``none``, ``blocks`` or ``selective`` with options, or names and classes of modules."""
+
+_LONG = 8
+"""Length from which a sequence of plain layers is cut into runs; a shorter one is one block."""
+
+
+@dataclass
+class CheckpointUnits:
+    """Units of activation checkpointing: each is recomputed as a whole.
+
+    Attributes:
+        whole: modules that are units.
+        runs: for each sequence of layers, its runs of consecutive children, by name; each run is a unit.
+        every: only one of every so many neighbouring runs is recomputed, the first.
+        selective: save results of expensive operators (``selective_checkpoint``).
+    """
+
+    whole: list[nn.Module] = field(default_factory=list)
+    runs: dict[nn.Module, list[tuple[str, ...]]] = field(default_factory=dict)
+    every: int = 1
+    selective: bool = False
+
+    def __len__(self) -> int:
+        return len(self.whole) + len(self.runs)
+
+
+def check_units(model: nn.Module, choice: Choice) -> None:
+    """Raise UsageError if ``choice`` names a module that the whole model lacks, or selects nothing in it."""
+    options = check_checkpointing(choice)
+    if not isinstance(choice, str):
+        names = dict(model.named_modules())
+        for entry in choice:
+            if isinstance(entry, str) and entry not in names:
+                raise UsageError(f"the model has no module '{entry}'", remedy=did_you_mean(entry, filter(None, names)))
+    if (options or not isinstance(choice, str)) and not find_units(model, choice):
+        raise UsageError(
+            "activation checkpointing finds nothing in this model to compute again",
+            why="it holds neither blocks nor a sequence of layers, nor a module of a class that was named",
+            remedy="name modules, as in tutti.prepare(activation_checkpointing=['encoder']), or leave it out",
+        )
+
+
+def find_units(part: nn.Module, choice: Choice) -> CheckpointUnits:
+    """Return the units in a part of a model; names are those of the whole model, absent ones are ignored."""
+    units = CheckpointUnits()
+    if not isinstance(choice, str):
+        names = {entry for entry in choice if isinstance(entry, str)}
+        classes = tuple(entry for entry in choice if not isinstance(entry, str))
+        units.whole = [m for name, m in part.named_modules() if name in names or isinstance(m, classes)]
+    elif options := check_checkpointing(choice):
+        units.every, units.selective = options.every, isinstance(options, Selective)
+        _split(part, _size(part) / 2, units)
+        if not units and is_sequence(part) and len(list(part.children())) > 1:
+            units.runs[part] = _runs(part)
+        units.whole = units.whole[:: options.every]
+    return units
+
+
+def is_sequence(module: nn.Module) -> bool:
+    """Whether this module calls its children in order and does nothing else."""
+    return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
+
+
+def _split(module: nn.Module, most: float, units: CheckpointUnits) -> None:
+    """Collect units below ``module``: members of stacks of blocks, and modules of at most ``most`` parameters.
+
+    That a unit should hold at most half of the model is a guess: a unit's activations must fit into memory at once,
+    and before the first batch only parameter counts are known.
+    """
+    for child in filter(_composite, module.children()):
+        before = len(units)
+        holds_only = isinstance(child, nn.ModuleList | nn.ModuleDict)
+        blocks = sum(map(_composite, child.children()))
+        if is_sequence(child) and not blocks and len(list(child.children())) >= _LONG:
+            units.runs[child] = _runs(child)
+        elif holds_only or (is_sequence(child) and blocks > 1) or _size(child) > most:
+            _split(child, most, units)
+        if len(units) == before and not holds_only and child not in units.whole:
+            units.whole.append(child)
+
+
+def _runs(sequence: nn.Module) -> list[tuple[str, ...]]:
+    """Cut n layers into √n runs, which minimises peak activation memory (Chen et al. 2016, arXiv 1604.06174)."""
+    names = [name for name, _ in sequence.named_children()]
+    length = math.ceil(math.sqrt(len(names)))
+    return [tuple(names[start : start + length]) for start in range(0, len(names), length)]
+
+
+def _composite(module: nn.Module) -> bool:
+    """Whether ``module`` has children and parameters."""
+    return next(module.children(), None) is not None and _size(module) > 0
+
+
+def _size(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())

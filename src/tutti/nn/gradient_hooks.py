@@ -1,0 +1,40 @@
+"""Gradient hooks that a script has registered.
+
+``Tensor.register_hook`` (called with the gradient before it is accumulated),
+``register_post_accumulate_grad_hook`` (called with the parameter afterwards), ``Module.register_full_backward_hook``
+and ``register_full_backward_pre_hook``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from tutti.torch_compat import accumulation_hooks, gradient_hooks, set_gradient_hooks
+
+
+def has_gradient_hook(parameter: Tensor) -> bool:
+    """Whether the parameter has a hook registered by ``register_hook``."""
+    return bool(gradient_hooks(parameter))
+
+
+def has_accumulation_hook(parameter: Tensor) -> bool:
+    """Whether a script has registered a ``register_post_accumulate_grad_hook``; tutti's own do not count."""
+    return not all(map(_is_own, (accumulation_hooks(parameter) or {}).values()))
+
+
+def share_gradient_hooks(parameter: Tensor, other: Tensor) -> None:
+    """Make ``other`` share the hook table of ``parameter``, so that a handle's ``remove()`` acts on both."""
+    if gradient_hooks(parameter):
+        set_gradient_hooks(other, gradient_hooks(parameter))
+
+
+def shares_gradient_hooks(parameter: Tensor, other: Tensor) -> bool:
+    """Whether both tensors share one hook table."""
+    return gradient_hooks(parameter) is gradient_hooks(other)
+
+
+def _is_own(hook: Any) -> bool:
+    function = getattr(hook, "func", hook)
+    return str(getattr(function, "__module__", "")).startswith("tutti.")

@@ -1,0 +1,139 @@
+"""Placeholders in ``.grad`` for gradients that live on other ranks; reading one raises UsageError."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NoReturn, cast
+
+import torch
+from torch import Tensor, nn
+
+from tutti.errors import UsageError
+from tutti.torch_compat import in_backward, make_wrapper_subclass, tree_leaves, tree_map_only
+
+_CLEARING = ("zero_", "detach_", "detach", "requires_grad_")
+_NORMS = ("linalg_vector_norm", "_foreach_norm")
+_SCALING = (
+    *("mul_", "div_", "clamp_", "clamp_min_", "clamp_max_", "zero_"),
+    *("_foreach_mul_", "_foreach_div_", "_foreach_clamp_min_", "_foreach_clamp_max_", "_foreach_zero_"),
+    "_amp_foreach_non_finite_check_and_unscale_",
+)
+
+
+class IncompleteGradient(Tensor):
+    """A gradient with shape, dtype and device of its parameter, but without values on this rank.
+
+    Args:
+        parameter: the parameter.
+        place: words for the location of the complete gradient, for the error message.
+
+    Attributes:
+        zeroed: the script has set it to zero in place, as ``zero_grad(set_to_none=False)`` does.
+        added: a plain ``loss.backward()`` has added to it since.
+
+    Raises:
+        UsageError: for every operation that reads or writes its values, clearing and autograd's accumulation apart.
+    """
+
+    zeroed: bool
+    added: bool
+    place: str
+
+    @staticmethod
+    def __new__(cls, parameter: Tensor, place: str) -> IncompleteGradient:
+        made: IncompleteGradient = make_wrapper_subclass(
+            cls, parameter.shape, strides=parameter.stride(), dtype=parameter.dtype, device=parameter.device
+        )
+        made.zeroed, made.added, made.place = False, False, place
+        return made
+
+    def __init__(self, parameter: Tensor, place: str) -> None:
+        """Do nothing: ``__new__`` has made the tensor."""
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"IncompleteGradient({tuple(self.shape)}, {self.place})"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        name = func.overloadpacket.__name__
+        found = next(_incomplete([*args, *(kwargs or {}).values()]), None)
+        if name in _CLEARING and found is not None:
+            if name == "zero_":
+                found.zeroed, found.added = True, False
+            return found
+        if name == "add_" and found is args[0] and in_backward():
+            # No error yet: the script may still clear it, such as one that needs gradients of the inputs alone.
+            found.added = True
+            return found
+        _refuse("on other ranks" if found is None else found.place, name)
+
+
+class RowGradient(IncompleteGradient):
+    """``.grad`` of a row-sharded parameter in an optimizer: norms and scaling act on the gradient of all ranks.
+
+    Norms and scaling are redirected to the ``DTensor`` in ``shown.grad``; other operations raise UsageError.
+
+    Args:
+        parameter: this rank's rows of the parameter, which the optimizer holds.
+        place: words for the location of the complete gradient, for the error message.
+        shown: the model's parameter, whose ``.grad`` is the ``DTensor`` over all ranks' rows.
+    """
+
+    shown: nn.Parameter
+
+    @staticmethod
+    def __new__(cls, parameter: Tensor, place: str, shown: nn.Parameter) -> RowGradient:
+        made = cast(RowGradient, IncompleteGradient.__new__(cls, parameter, place))
+        made.shown = shown
+        return made
+
+    def __init__(self, parameter: Tensor, place: str, shown: nn.Parameter) -> None:
+        """Do nothing: ``__new__`` has made the tensor."""
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        name = func.overloadpacket.__name__
+        tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+        rows = [tensor for tensor in tensors if isinstance(tensor, RowGradient)]
+        others = [tensor for tensor in tensors if not isinstance(tensor, RowGradient)]
+        there = all(each.shown.grad is not None for each in rows) and not any(other.dim() for other in others)
+        if not there or name not in (*_NORMS, *_SCALING):
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        whole = tree_map_only(RowGradient, lambda each: each.shown.grad, (args, kwargs or {}))
+        result = func(*whole[0], **whole[1])
+        if name in _NORMS:
+            return result
+        # In-place writes below autograd do not increment the version counter.
+        torch.autograd.graph.increment_version([cast(Tensor, each.shown.grad) for each in rows])
+        return args[0] if isinstance(args[0], Tensor) else None
+
+
+def _incomplete(values: Any) -> Any:
+    for value in values:
+        if isinstance(value, IncompleteGradient):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _incomplete(value)
+
+
+def _refuse(place: str, name: str) -> NoReturn:
+    raise UsageError(
+        f"the script reads or edits a gradient that this rank does not have whole ({name})",
+        why=f"the complete gradient is {place}",
+        remedy="give tutti.prepare clip=… to clip it, put the term into the loss, or take --strategy mirrored",
+    )
+
+
+def conceal(parameters: Sequence[nn.Parameter], place: str) -> None:
+    """Set every parameter's ``.grad`` to an ``IncompleteGradient``."""
+    for parameter in parameters:
+        parameter.grad = IncompleteGradient(parameter, place)
+
+
+def is_cleared(gradient: Tensor | None) -> bool:
+    """Whether a script has cleared the gradient that ``conceal`` set: None, or zeroed in place."""
+    return gradient is None or (isinstance(gradient, IncompleteGradient) and gradient.zeroed)

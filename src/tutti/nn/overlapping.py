@@ -1,0 +1,54 @@
+"""Detect parameters that overlap in memory."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+
+from tutti.errors import UsageError
+
+
+def check_memory(model: nn.Module) -> None:
+    """Raise UsageError if two elements of trainable parameters share one address, or the model is already sharded.
+
+    On one device the optimizer would update such an element twice; strategies that move parameters would duplicate it.
+    """
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad and p.numel()]
+    if any(hasattr(parameter, "to_local") for _, parameter in trained):
+        raise UsageError("the model is sharded already", remedy="build it anew for another run")
+    for name, parameter in trained:
+        if any(stride == 0 and size > 1 for stride, size in zip(parameter.stride(), parameter.shape, strict=True)):
+            raise UsageError(
+                f"the parameter {name} has elements that are one place in memory",
+                why=f"it was expanded: shape {tuple(parameter.shape)}, strides {parameter.stride()}",
+                remedy="make it of a copy: nn.Parameter(tensor.clone()), or expand the small one in forward",
+            )
+    by_storage: dict[int, list[tuple[int, int, str, nn.Parameter]]] = {}
+    for name, parameter in trained:
+        storage = parameter.untyped_storage().data_ptr()
+        if storage:
+            by_storage.setdefault(storage, []).append((*_span(parameter), name, parameter))
+    for members in by_storage.values():
+        ordered = sorted(members, key=lambda member: member[:2])
+        for (_, end, first, a), (begin, _, second, b) in pairwise(ordered):
+            if begin < end and bool(torch.isin(_places(a), _places(b)).any()):
+                raise UsageError(
+                    f"the parameters {first} and {second} share memory and are not one parameter",
+                    why="an optimizer would update it twice, and devices that exchange parameters would part them",
+                    remedy="tie them (module.weight = other.weight), or make one of tensor.clone()",
+                )
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """Return the tensor's first offset in its storage, and the offset after its last element."""
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    begin = int(tensor.storage_offset())
+    return begin, begin + int(reach) + 1
+
+
+def _places(tensor: Tensor) -> Tensor:
+    """Return the storage offset of each element, flattened."""
+    begin, end = _span(tensor)
+    return torch.arange(begin, end).as_strided(tensor.shape, tensor.stride()).flatten()

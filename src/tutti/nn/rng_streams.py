@@ -1,0 +1,166 @@
+"""RNG streams inside a model, keyed so that draws do not depend on the rank that computes them.
+
+Each micro-batch has an RNG stream of its own, keyed by (seed, step, logical worker, micro-batch). A module that draws
+(dropout and its like) uses a stream keyed by the micro-batch *and its name*, so that a pipeline stage or a tensor rank,
+which hold only a part of the model, draw the same numbers as one device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from tutti.comm.random_keys import mix, name_key
+from tutti.errors import UsageError
+from tutti.nn.ac_policy import is_sequence
+from tutti.torch_compat import DropoutBase, draws_samples, in_backward
+
+_MASK = (1 << 63) - 1
+
+
+class RngSnapshot(NamedTuple):
+    """State of ``RngStreams``: the micro-batch's key, calls of each keyed module in it, whether it is recomputed."""
+
+    micro_batch: int
+    calls: dict[str, int]
+    replaying: bool
+
+
+class RngStreams:
+    """The RNG streams of one model on one device.
+
+    Args:
+        model: the part of the model on this rank; module names are those of the whole model.
+        device: the device that computes it, whose default generator is seeded.
+        allowed: whether the model may draw; see ``check``.
+        chosen: modules with a stream of their own, by name; default: ``keyed_modules(model)``.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        allowed: bool = True,
+        chosen: Mapping[str, nn.Module] | None = None,
+    ) -> None:
+        self._allowed, self._before = allowed, torch.empty(0)
+        self._generator = torch.default_generator
+        if device.type == "cuda":
+            self._generator = torch.cuda.default_generators[device.index or 0]
+        self._key = 0
+        self._calls: dict[str, int] = {}
+        self._replaying = False
+        found = keyed_modules(model) if chosen is None else chosen
+        self._keyed = sorted(found) if allowed else []
+        for name in self._keyed:
+            found[name].register_forward_pre_hook(self._hook(name))
+
+    def enter(self, key: int, before: Mapping[str, int] | None = None) -> None:
+        """Start the stream of the micro-batch ``key``.
+
+        ``before``: calls of each keyed module in this micro-batch so far, on other ranks.
+        """
+        self._key = key
+        if self._keyed:
+            self._calls.clear()
+            self._calls.update(before or {})
+        self._generator.manual_seed(key & _MASK)
+        if not self._allowed:
+            self._before = self._generator.get_state()
+
+    def check(self) -> None:
+        """Raise UsageError where draws are not allowed and the generator has moved since ``enter``."""
+        if not self._allowed and not torch.equal(self._generator.get_state(), self._before):
+            refuse_draws("a model or a loop that draws random numbers, by a function such as dropout")
+
+    @property
+    def moment(self) -> RngSnapshot:
+        """A snapshot of the streams; recomputation in backward restores the forward's snapshot."""
+        return RngSnapshot(self._key, dict(self._calls), self._replaying)
+
+    @moment.setter
+    def moment(self, then: RngSnapshot) -> None:
+        self._key, self._calls, self._replaying = then.micro_batch, dict(then.calls), then.replaying
+
+    @property
+    def state(self) -> Tensor:
+        """State of the generator from which functions draw; (bytes,) on the CPU."""
+        return self._generator.get_state()
+
+    @state.setter
+    def state(self, then: Tensor) -> None:
+        self._generator.set_state(then)
+
+    def _hook(self, name: str) -> Any:
+        base = name_key(name)
+
+        def before(module: nn.Module, args: Any) -> None:
+            if module.training:
+                call = self._calls.get(name, 0)
+                if in_backward() and not self._replaying:
+                    call = _first(name, call)
+                else:
+                    self._calls[name] = call + 1
+                self._generator.manual_seed(mix(self._key, base, call) & _MASK)
+
+        return before
+
+
+def keyed_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules of a whole model that get an RNG stream of their own, by name."""
+    found = {name: module for name, module in model.named_modules() if module_draws(module)}
+    if isinstance(model, nn.Sequential):
+        # A user's block may draw by functions; keyed by its name, it draws the same numbers on any stage.
+        found |= dict(_blocks(model))
+    return found
+
+
+def _blocks(sequence: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the user-defined modules among the children of a sequence and of sequences nested in it."""
+    for name, block in sequence.named_children():
+        if is_sequence(block):
+            yield from ((f"{name}.{inner}", found) for inner, found in _blocks(block))
+        elif not _is_known(block):
+            yield name, block
+
+
+def refuse_draws(what: str) -> NoReturn:
+    """Raise UsageError: ``what`` draws, and a device computes all its workers as one batch."""
+    raise UsageError(
+        f"batch_norm='sync' with several workers a device does not go with {what}",
+        why="a device's workers are computed as one batch, so that draws would depend on the number of devices",
+        remedy="take as many workers as devices, leave dropout and the like out, or take another batch norm",
+    )
+
+
+def _first(name: str, calls: int) -> int:
+    """Return the call index, 0, that a user's ``torch.utils.checkpoint`` recomputes.
+
+    Raises UsageError unless the module was called exactly once: otherwise the index is unknown.
+    """
+    if calls != 1:
+        raise UsageError(
+            f"the model computes {name} again in backward, which draws and was called {calls} times",
+            why="which of the calls it is cannot be known",
+            remedy="leave checkpointing to tutti.prepare(activation_checkpointing=…)",
+        )
+    return 0
+
+
+def _is_known(module: nn.Module) -> bool:
+    """Whether this is one of PyTorch's layers, or a tutti layer that replaces one."""
+    return type(module).__module__.startswith(("torch.nn.", "tutti.nn."))
+
+
+def module_draws(module: nn.Module) -> bool:
+    """Whether ``module`` is a PyTorch layer that draws random numbers in training."""
+    if isinstance(module, DropoutBase):
+        return module.p > 0
+    if isinstance(module, nn.RNNBase | nn.MultiheadAttention):
+        return module.dropout > 0
+    if isinstance(module, nn.FractionalMaxPool2d | nn.FractionalMaxPool3d):
+        return draws_samples(module)
+    return isinstance(module, nn.RReLU)

@@ -1,0 +1,80 @@
+"""Multiplicative gradient noise: give a large batch's gradient the noise of a smaller batch. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tutti.config.spec import Spec
+from tutti.errors import UsageError
+from tutti.optim.noise_formulas import multiplicative_sigma
+
+_OPTION = "--gradient-noise"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Multiplicative:
+    """Multiplicative noise: the gradient of a batch of M is (1/M) Σ zₙ gₙ with z ~ N(1, M/M₀ - 1).
+
+    Hoffer et al. 2017, arXiv 1705.08741, §4.
+
+    Attributes:
+        base_batch: M₀, the global batch with the desired noise, in samples.
+    """
+
+    base_batch: int = 0
+
+    def __post_init__(self) -> None:
+        if self.base_batch < 1:
+            raise ValueError("it needs base_batch=N, the global batch whose noise the gradient is to have")
+
+    def sigma(self, batch: int) -> float:
+        """Return σ of the weights zₙ at ``batch`` samples; 0 for a last batch no larger than the base."""
+        return multiplicative_sigma(batch, self.base_batch) if batch > self.base_batch else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class _None:
+    """No noise: the gradient as it is."""
+
+
+KINDS: Mapping[str, type[Any]] = {"none": _None, "multiplicative": Multiplicative}
+
+
+def check_noise(text: str, batch: int, adaptive: bool) -> Multiplicative | None:
+    """Parse ``--gradient-noise``; return None for no noise.
+
+    Args:
+        text: value of the option.
+        batch: global batch, in samples.
+        adaptive: whether the run uses ``--lr-scale adascale``.
+
+    Raises:
+        UsageError: unknown name or key (the nearest one is named), a base larger than the batch, or an adaptive run.
+    """
+    spec = Spec.parse(text, _OPTION)
+    noise = spec.build(spec.choose(KINDS, "gradient noise"), _OPTION)
+    if not isinstance(noise, Multiplicative):
+        return None
+    if noise.base_batch > batch:
+        raise UsageError(
+            f"base_batch={noise.base_batch} is larger than the global batch of {batch}",
+            where=_OPTION,
+            why="a smaller batch has more noise already, and none can be taken away",
+            remedy=f"take base_batch={batch} or less, or a larger batch",
+        )
+    if adaptive:
+        raise UsageError(
+            "--gradient-noise does not go with --lr-scale adascale",
+            why="adascale raises the rate by as much noise as it measures, that which was added too",
+            remedy="leave out one of the two",
+        )
+    return noise
+
+
+def by_worker(adaptive: bool, noise: Multiplicative | None) -> str | None:
+    """Return the option, if any, that needs each logical worker's gradient (AdaScale) or draws (noise) by itself."""
+    if adaptive:
+        return "--lr-scale adascale"
+    return None if noise is None else _OPTION

@@ -1,0 +1,80 @@
+"""Formulas of learning-rate scaling by batch size, warm-up and momentum correction.
+
+Symbols: κ = current batch ÷ the batch that the rate was tuned for.
+"""
+
+from __future__ import annotations
+
+import math
+
+
+def linear_scaling(kappa: float) -> float:
+    """Return κ: k times the batch, k times the rate (Goyal et al. 2017, arXiv 1706.02677, §2.1).
+
+    >>> round(0.1 * linear_scaling(8192 / 256), 9)
+    3.2
+    """
+    return kappa
+
+
+def sqrt_scaling(kappa: float) -> float:
+    """Return √κ, which keeps the variance of the step's noise.
+
+    Krizhevsky 2014, arXiv 1404.5997; Hoffer et al. 2017, arXiv 1705.08741.
+
+    >>> round(0.1 * sqrt_scaling(8192 / 256), 9)
+    0.565685425
+    """
+    return math.sqrt(kappa)
+
+
+def adam_sqrt_scaling(kappa: float, beta1: float, beta2: float, eps: float) -> tuple[float, float, float, float]:
+    """Apply Adam's square-root rule: factor on the rate √κ, 1 - β → κ(1 - β), ε/√κ.
+
+    Malladi et al. 2022, arXiv 2205.10287: the moments average over as many samples as before.
+
+    Args:
+        kappa: κ.
+        beta1, beta2, eps: β1, β2 and ε at the batch that the rate was tuned for.
+
+    Returns:
+        (factor on the rate, β1, β2, ε).
+
+    Raises:
+        ValueError: κ(1 - β) is 1 or more, so that a moment would forget everything; take a base batch nearer by.
+
+    >>> [round(value, 12) for value in adam_sqrt_scaling(4, 0.9, 0.999, 1e-8)]
+    [2.0, 0.6, 0.996, 5e-09]
+    """
+    betas = [1 - kappa * (1 - beta) for beta in (beta1, beta2)]
+    if min(betas) <= 0:
+        raise ValueError(f"κ(1 - β) is {max(1 - beta for beta in betas):g}, and should be below 1")
+    return math.sqrt(kappa), betas[0], betas[1], eps / math.sqrt(kappa)
+
+
+def gradual(step: int, length: int, start: float) -> float:
+    """Return start + step · (1 - start) / length: equal increments, from ``start`` at step 0 to 1 at step ``length``.
+
+    With ``start`` = 1/k it is the gradual warm-up from η to kη (Goyal et al. 2017, arXiv 1706.02677, §2.2).
+
+    Args:
+        step: steps taken.
+        length: steps of the warm-up.
+        start: factor at step 0.
+
+    >>> [round(0.8 * gradual(i, 60, 1 / 8), 9) for i in (0, 30, 59)]
+    [0.1, 0.45, 0.788333333]
+    """
+    return start + step * (1 - start) / length
+
+
+def momentum_correction(new: float, old: float) -> float:
+    """Return η_new / η_old, the factor on a velocity that includes the rate, for a step in which the rate changes.
+
+    Goyal et al. 2017, arXiv 1706.02677, §3, remark 2. If the rate is applied outside of the velocity
+    (``torch.optim.SGD``), there is nothing to correct. 1 if η_old is 0.
+
+    >>> 0.9 * momentum_correction(0.2, 0.1) * 1.0 + 0.2 * 1.0
+    2.0
+    """
+    return new / old if old else 1.0

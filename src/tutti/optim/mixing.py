@@ -1,0 +1,344 @@
+"""Find out by trial which elements an optimizer's update mixes, and so whether it can step on tensor slices.
+
+AdamW updates each element by itself: a step on a slice of a tensor is that slice of the step on the whole tensor. Muon
+and Adafactor need whole tensors, D-Adaptation all tensors. There is no list of classes: a copy of the optimizer, with
+the same class and settings, steps in float64 on small whole tensors, on their rows, on slices of their columns, on flat
+pieces, and on half of the tensors, and the results are compared.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from tutti.comm.partition import block
+from tutti.optim.factory import built_alike, is_known, is_plain, kind_of, settings_of
+
+_SCALES = (1.0, 30.0, 0.03, 1e3, 1e-3, 1.0)
+"""Scale of the gradients in each step: large steps after small ones, so that limits on an update take effect."""
+_COMPARED = (0, len(_SCALES) - 1)
+_LATER = (11, 24, 49, 99, 199)
+"""Steps after which small tensors are compared again: an optimizer may start to mix after a warm-up."""
+_TOLERANCE = 1e-11
+_LARGEST, _LARGE = 160, 8
+_IMPLEMENTATION = ("fused", "foreach", "capturable")
+
+
+@dataclass(frozen=True)
+class Mixing:
+    """Result of an optimizer's trial. The defaults describe an element-wise optimizer, which mixes nothing.
+
+    Attributes:
+        rows: a step on rows of a tensor, and its state, equal these rows of the step on the whole tensor.
+        columns: the same for slices along the other dimensions.
+        flat: the same for pieces of the flattened tensor.
+        tensors: a step on a subset of the tensors equals their step among all tensors.
+        draws: a step draws from PyTorch's global RNG.
+        closure: ``step`` cannot be called without a closure.
+        untried: why the trial failed; None if it succeeded.
+    """
+
+    rows: bool = True
+    columns: bool = True
+    flat: bool = True
+    tensors: bool = True
+    draws: bool = False
+    closure: bool = False
+    untried: str | None = None
+
+
+def mixing_of(optimizer: Optimizer) -> Mixing:
+    """Return what ``optimizer`` mixes. Results are cached by class and settings; parameters and RNG state stay.
+
+    An optimizer with an attribute ``norms`` or ``wholes`` (``tutti.types``) supports slices itself and is not tried.
+    """
+    if hasattr(optimizer, "norms") or hasattr(optimizer, "wholes"):
+        return Mixing(flat=False)
+    if kind_of(optimizer) is torch.optim.SparseAdam:
+        # It refuses the dense gradients of a trial. It updates each row of a sparse gradient by itself, and strategies
+        # that slice tensors take no sparse gradients.
+        return Mixing()
+    groups = _groups(optimizer)
+    key = repr((kind_of(optimizer), _attributes(optimizer), [(sorted(g.settings.items()), g.shapes) for g in groups]))
+    if key not in _found:
+        threads = torch.get_num_threads()
+        # With several threads, waiting for cores that other ranks use takes a hundred times as long as computing.
+        torch.set_num_threads(1)
+        try:
+            _found[key] = _tried(optimizer, groups)
+        finally:
+            torch.set_num_threads(threads)
+    return _found[key]
+
+
+_found: dict[str, Mixing] = {}
+
+
+def _attributes(optimizer: Optimizer) -> list[tuple[str, Any]]:
+    return sorted((name, value) for name, value in vars(optimizer).items() if is_plain(value))
+
+
+class _Group(NamedTuple):
+    settings: dict[str, Any]
+    shapes: tuple[tuple[int, ...], ...]
+
+
+class _Cut(NamedTuple):
+    """A slice of the tensor with index ``of``; ``take`` returns it from the whole tensor."""
+
+    of: int
+    take: Callable[[Tensor], Tensor]
+
+
+class _Trial(NamedTuple):
+    """The trial's whole tensors: group index and value of each, gradients by step, and the steps to compare."""
+
+    groups: list[int]
+    values: list[Tensor]
+    gradients: list[list[Tensor]]
+    compared: tuple[int, ...]
+
+
+_State = dict[str, Any]
+_Seen = list[tuple[Tensor, _State]]
+"""Value and state of each tensor after a step."""
+
+
+def _tried(optimizer: Optimizer, groups: Sequence[_Group]) -> Mixing:
+    """Try a few steps; for classes outside PyTorch and tutti, many steps on small tensors as well.
+
+    A rank whose slices are all empty has nothing to try.
+    """
+    if not groups:
+        return Mixing()
+    found = _in(_trial(groups, len(_SCALES), _COMPARED), optimizer, groups)
+    if is_known(kind_of(optimizer)) or found.untried is not None or not (found.tensors or found.rows):
+        return found
+    small = [
+        _Group(g.settings, tuple(sorted({(5, 4, 3, 2, *[2] * len(s))[: len(s)] for s in g.shapes}))) for g in groups
+    ]
+    later = _in(_trial(small, _LATER[-1] + 1, _LATER), optimizer, small)
+    if later.untried is not None:
+        return later
+    return Mixing(
+        found.rows and later.rows,
+        found.columns and later.columns,
+        found.flat and later.flat,
+        found.tensors and later.tensors,
+        found.draws or later.draws,
+        found.closure,
+    )
+
+
+def _in(trial: _Trial, optimizer: Optimizer, groups: Sequence[_Group]) -> Mixing:
+    closure = needs_closure(optimizer)
+    wholes = [_Cut(i, _itself) for i in range(len(trial.values))]
+    with torch.random.fork_rng(devices=[]):
+        try:
+            reference = list(_run(optimizer, groups, trial, wholes, closure))
+        except Exception as error:
+            why = f"a trial of {kind_of(optimizer).__name__} ended with {type(error).__name__}: {error}"
+            return Mixing(False, False, False, False, closure=closure, untried=why)
+        drawn = torch.random.get_rng_state()
+        draws = not torch.equal(drawn, torch.default_generator.manual_seed(0).get_state())
+
+        def equal(*parts: Sequence[_Cut]) -> bool:
+            return all(_same(optimizer, groups, trial, cuts, closure, reference) for cuts in parts)
+
+        # Each tensor occurs twice: neither half holds all tensors that may be mixed, however the optimizer pairs them.
+        tensors = equal(wholes[::2], wholes[1::2])
+        rows = tensors and equal([cut for whole in wholes for cut in _rows(whole.of, trial)])
+        return Mixing(
+            rows,
+            rows and equal([cut for whole in wholes for cut in _columns(whole.of, trial)]),
+            rows and equal([cut for whole in wholes for cut in _flat(whole.of, trial)]),
+            tensors,
+            draws,
+            closure,
+        )
+
+
+def _groups(optimizer: Optimizer) -> list[_Group]:
+    """Return groups that differ in more than the values of their numbers, each with a few of its parameters' shapes."""
+    found: dict[str, tuple[dict[str, Any], set[tuple[int, ...]]]] = {}
+    for group in optimizer.param_groups:
+        settings = {k: (float(v) if _is_number_tensor(v) else v) for k, v in settings_of(group).items()}
+        for name in _IMPLEMENTATION:
+            # Implementations of the same update that do not suit small CPU tensors.
+            if settings.get(name):
+                settings[name] = False
+        trained = [p for p in group["params"] if p.requires_grad] or group["params"]
+        alike = repr([(k, v > 0 if isinstance(v, float) else v) for k, v in sorted(settings.items())])
+        found.setdefault(alike, (settings, set()))[1].update(_small(p.shape) for p in trained)
+    groups = [_Group(settings, _chosen(shapes)) for settings, shapes in found.values()]
+    return [group for group in groups if group.shapes]
+
+
+def _small(shape: Sequence[int]) -> tuple[int, ...]:
+    """Shrink a shape: every dimension to at most ``_LARGE``, the longest to ``_LARGEST``.
+
+    The long dimension is for optimizers that treat large tensors differently.
+    """
+    longest = max(range(len(shape)), key=lambda i: shape[i], default=0)
+    return tuple(min(size, _LARGEST if i == longest else _LARGE) for i, size in enumerate(shape))
+
+
+def _chosen(shapes: set[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
+    """Return the smallest and the largest shape, and one of prime sizes for each number of dimensions."""
+    ordered = sorted((s for s in shapes if torch.Size(s).numel()), key=lambda s: (torch.Size(s).numel(), s))
+    some = ordered if len(ordered) <= 2 else [ordered[0], ordered[-1]]
+    odd = [(7, 5, 3, 2, *[2] * len(s))[: len(s)] for s in ordered]
+    return tuple(sorted({*some, *odd}))
+
+
+def _trial(groups: Sequence[_Group], steps: int, compared: tuple[int, ...]) -> _Trial:
+    """Make two tensors of every shape of every group, with gradients of very different magnitude."""
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(shape: Sequence[int]) -> Tensor:
+        tensor = torch.randn(tuple(shape), generator=generator, dtype=torch.float64, device="cpu")
+        for dim, size in enumerate(shape):
+            sizes = torch.rand(size, generator=generator, dtype=torch.float64, device="cpu")
+            tensor *= (10 ** (2 * sizes - 1)).view(-1, *[1] * (len(shape) - dim - 1))
+        return tensor
+
+    places = [(g, shape) for g, group in enumerate(groups) for shape in group.shapes for _ in range(2)]
+    values = [drawn(shape) for _, shape in places]
+    scales = [_SCALES[step % len(_SCALES)] for step in range(steps)]
+    gradients = [[drawn(shape) * scale for _, shape in places] for scale in scales]
+    return _Trial([g for g, _ in places], values, gradients, compared)
+
+
+def _run(
+    optimizer: Optimizer, groups: Sequence[_Group], trial: _Trial, cuts: Sequence[_Cut], closure: bool
+) -> Iterator[_Seen]:
+    """Step a copy of ``optimizer`` on the slices ``cuts``; yield values and states after the steps to compare."""
+    # Not torch.manual_seed, which seeds accelerators too.
+    torch.default_generator.manual_seed(0)
+    params = [nn.Parameter(cut.take(trial.values[cut.of]).clone()) for cut in cuts]
+    members: dict[int, list[nn.Parameter]] = {}
+    for cut, param in zip(cuts, params, strict=True):
+        members.setdefault(trial.groups[cut.of], []).append(param)
+    copy = built_alike(
+        optimizer, [{**deepcopy(groups[g].settings), "params": p} for g, p in members.items()], _off(optimizer)
+    )
+    copy_step = kind_of(copy).step
+    for number, gradients in enumerate(trial.gradients):
+        for cut, param in zip(cuts, params, strict=True):
+            param.grad = cut.take(gradients[cut.of]).clone()
+        if hasattr(copy, "grad_norm"):
+            copy.grad_norm = 1.0
+        copy_step(copy, _loss) if closure else copy_step(copy)
+        if number in trial.compared:
+            yield [(p.detach().clone(), {k: _kept(v) for k, v in copy.state.get(p, {}).items()}) for p in params]
+
+
+def _loss() -> Any:
+    return torch.ones((), dtype=torch.float64)
+
+
+def _off(optimizer: Optimizer) -> dict[str, Any]:
+    return {name: False for name in _IMPLEMENTATION if optimizer.defaults.get(name)}
+
+
+def _same(
+    optimizer: Optimizer,
+    groups: Sequence[_Group],
+    trial: _Trial,
+    cuts: Sequence[_Cut],
+    closure: bool,
+    reference: Sequence[_Seen],
+) -> bool:
+    """Whether steps on the slices equal the slices of steps on whole tensors, in values and state."""
+    try:
+        for seen, whole in zip(_run(optimizer, groups, trial, cuts, closure), reference, strict=True):
+            for cut, (value, state) in zip(cuts, seen, strict=True):
+                want, states = whole[cut.of]
+                if not _close(value, cut.take(want)):
+                    return False
+                if value.numel() and not _same_state(cut, state, states, want):
+                    return False
+    except Exception:
+        # An optimizer that cannot step on slices needs whole tensors.
+        return False
+    return True
+
+
+def _same_state(cut: _Cut, part: _State, whole: _State, of: Tensor) -> bool:
+    """Whether the slice's state is the whole state's slice, or, for scalars and other values, equals it."""
+    if part.keys() != whole.keys():
+        return False
+    for key, want in whole.items():
+        got = part[key]
+        if isinstance(want, Tensor) and isinstance(got, Tensor):
+            if cut.take is _itself or got.dim() == want.dim() == 0:
+                alike = _close(got, want)
+            else:
+                alike = want.shape == of.shape and _close(got, cut.take(want))
+            if not alike:
+                return False
+        elif isinstance(want, Tensor) or isinstance(got, Tensor) or repr(got) != repr(want):
+            return False
+    return True
+
+
+def _close(got: Tensor, want: Tensor) -> bool:
+    if got.shape != want.shape:
+        return False
+    if torch.equal(got, want) or not got.numel():
+        return True
+    difference = (got.double() - want.double()).abs().max()
+    # NaN does not compare as close.
+    return bool(difference <= _TOLERANCE * max(1.0, float(want.double().abs().max())))
+
+
+def _rows(index: int, trial: _Trial) -> list[_Cut]:
+    """Return the row slices of three ranks; a 0-d tensor is one row."""
+    count = len(_as_rows(trial.values[index]))
+    places = [block(count, 3, part) for part in range(3)]
+    return [_Cut(index, lambda t, p=p: _as_rows(t)[p.start : p.stop]) for p in places]  # type: ignore[misc]
+
+
+def _columns(index: int, trial: _Trial) -> list[_Cut]:
+    """Return halves along every dimension but the first; the whole tensor if it has no other."""
+    whole = trial.values[index]
+    places = [(dim, block(whole.shape[dim], 2, part)) for dim in range(1, whole.dim()) for part in range(2)]
+    cuts = [_Cut(index, lambda t, d=dim, p=place: t.narrow(d, p.start, len(p))) for dim, place in places]  # type: ignore[misc]
+    return cuts or [_Cut(index, _itself)]
+
+
+def _flat(index: int, trial: _Trial) -> list[_Cut]:
+    places = [block(trial.values[index].numel(), 2, part) for part in range(2)]
+    return [_Cut(index, lambda t, p=p: t.reshape(-1)[p.start : p.stop]) for p in places]  # type: ignore[misc]
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _as_rows(tensor: Tensor) -> Tensor:
+    return tensor if tensor.dim() else tensor.view(1)
+
+
+def _kept(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def _is_number_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.numel() == 1
+
+
+def needs_closure(optimizer: Optimizer) -> bool:
+    """Whether ``step`` has a required argument, which is taken for a closure."""
+    try:
+        arguments = list(inspect.signature(kind_of(optimizer).step).parameters.values())[1:]
+    except (TypeError, ValueError):
+        return False
+    return any(a.default is a.empty and a.kind in (a.POSITIONAL_ONLY, a.POSITIONAL_OR_KEYWORD) for a in arguments)

@@ -1,0 +1,122 @@
+"""Formulas of gradient noise and its dependence on the batch size."""
+
+from __future__ import annotations
+
+import math
+
+
+def multiplicative_sigma(batch: int, base: int) -> float:
+    """Return σ = √(M/M₀ - 1): with z ~ N(1, σ²) a batch of M samples gets the noise of a batch of M₀.
+
+    The gradient is (1/M) Σ gₙ zₙ (Hoffer et al. 2017, arXiv 1705.08741, §4).
+
+    >>> round(multiplicative_sigma(1024, 128), 9)
+    2.645751311
+    """
+    if batch < base:
+        raise ValueError(f"a batch of {batch} has more noise than one of {base}: there is none to add")
+    return math.sqrt(batch / base - 1)
+
+
+def scale_of_sgd(lr: float, dataset: int, batch: int, momentum: float = 0.0) -> float:
+    """Return ε (N/B - 1) / (1 - m), the noise scale of stochastic gradient descent.
+
+    Smith, Kindermans, Ying, Le 2018, arXiv 1711.00489: dividing the rate by f and multiplying the batch by f have the
+    same effect on it.
+
+    Args:
+        lr: ε.
+        dataset: N, in samples.
+        batch: B, in samples.
+        momentum: m.
+
+    >>> round(scale_of_sgd(0.1, 50_000, 128, 0.9), 3)
+    389.625
+    """
+    return lr * (dataset / batch - 1) / (1 - momentum)
+
+
+def weighted_moments(
+    mean_of_squares: float, square_of_mean: float, gradients: int, shares: float
+) -> tuple[float, float]:
+    """Return unbiased (σ², μ²) from gradients gᵢ over unequal numbers of samples nᵢ, M in total.
+
+    With pᵢ = nᵢ/M and ḡ = Σ pᵢgᵢ the mean of D = Σ pᵢ‖gᵢ‖² - ‖ḡ‖² over A gradients is (A-1)·tr Σ/M. So σ² = S·D/(A-1)
+    is the variance of a gradient over M/S samples, and μ² = ‖ḡ‖² - D/(A-1).
+
+    Args:
+        mean_of_squares: Σ pᵢ‖gᵢ‖².
+        square_of_mean: ‖ḡ‖².
+        gradients: A, at least 2.
+        shares: S; σ² is the variance of a gradient over M/S samples.
+
+    >>> [round(value, 6) for value in weighted_moments(5.0, 4.0, 4, 4)]
+    [1.333333, 3.666667]
+    """
+    if gradients < 2:
+        raise ValueError("one worker's gradient says nothing about the variance over workers")
+    variance = (mean_of_squares - square_of_mean) / (gradients - 1)
+    return shares * variance, square_of_mean - variance
+
+
+def simple_noise_scale(spread: float, square: float) -> float:
+    """Return B_simple = tr Σ / |G|² in samples; infinite if the estimate of |G|² is not positive.
+
+    McCandlish et al. 2018, arXiv 1812.06162, eq. 2.9. ``spread`` and ``square`` are averages of tr Σ and |G|².
+
+    >>> round(simple_noise_scale(42.666667, 3.666667), 4)
+    11.6364
+    """
+    return max(spread, 0.0) / square if square > 0 else math.inf
+
+
+class Averages:
+    """Debiased exponential averages of two estimates: x̄ ← θx̄ + (1-θ)x from 0, divided by 1 - θᵗ when read.
+
+    For a ratio of estimates, average each and then divide: a mean of ratios is biased.
+
+    >>> both = Averages(0.9)
+    >>> for spread, square in ((40, 4), (60, 1), (20, 0.5)):
+    ...     both.add(spread, square)
+    >>> round(both.first / both.second, 6)
+    22.931034
+    """
+
+    def __init__(self, theta: float) -> None:
+        self._theta = theta
+        self.sums, self.weight = (0.0, 0.0), 0.0
+
+    def add(self, first: float, second: float) -> None:
+        """Add one estimate of each."""
+        keep, take = self._theta, 1 - self._theta
+        self.sums = keep * self.sums[0] + take * first, keep * self.sums[1] + take * second
+        self.weight = keep * self.weight + take
+
+    @property
+    def first(self) -> float:
+        """The average of the first estimate; undefined (ZeroDivisionError) before ``add``."""
+        return self.sums[0] / self.weight
+
+    @property
+    def second(self) -> float:
+        """The average of the second estimate; undefined (ZeroDivisionError) before ``add``."""
+        return self.sums[1] / self.weight
+
+
+def adascale_gain(variance: float, square: float, workers: float) -> float:
+    """Return AdaScale's gain r = (σ² + μ²) / (σ²/S + μ²), from 1 (no noise) to S (nothing but noise).
+
+    Johnson et al. 2020, arXiv 2007.05105, Alg. 1: a step on S logical workers is worth r steps on one. A batch smaller
+    than one worker's, S < 1, is worth r < 1.
+
+    Args:
+        variance: σ².
+        square: μ².
+        workers: S.
+
+    >>> round(adascale_gain(4 / 3, 11 / 3, 4), 9)
+    1.25
+    """
+    variance, square = max(variance, 0.0), max(square, 0.0)
+    below = variance / workers + square
+    return (variance + square) / below if below > 0 else 1.0

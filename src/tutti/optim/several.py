@@ -1,0 +1,143 @@
+"""Combine several optimizers of one model into one: of generator and discriminator, or Muon beside AdamW."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from tutti.errors import UsageError
+from tutti.types import OptimizerFactory
+
+
+class SeveralOptimizers(Optimizer):
+    """Several optimizers as one: ``step`` steps its members in order; groups and states are those of all members.
+
+    Args:
+        members: optimizers over disjoint parameters; None for an optimizer without a parameter on this rank.
+
+    Attributes:
+        active: the only member that ``step`` steps; None for all.
+    """
+
+    def __init__(self, members: Sequence[Optimizer | None]) -> None:
+        # Not the base class's constructor, which would register groups of its own.
+        self.members = tuple(members)
+        self.active: int | None = None
+        self.defaults: dict[str, Any] = {}
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The groups of all members; a new list of the members' own dicts."""
+        return [group for member in self.present for group in member.param_groups]
+
+    @property
+    def state(self) -> MutableMapping[Tensor, Any]:  # type: ignore[override]
+        """The states of all members, by parameter."""
+        return _States(self.present)
+
+    @property
+    def present(self) -> list[Optimizer]:
+        """The members that have parameters on this rank."""
+        return [member for member in self.members if member is not None]
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Step the active member, or all members in order; ``closure`` is ignored."""
+        for member in stepping(self):
+            member.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients of all members."""
+        for member in self.present:
+            member.zero_grad(set_to_none)
+
+    def __repr__(self) -> str:
+        return f"SeveralOptimizers({', '.join(map(repr, self.present))})"
+
+
+class _States(MutableMapping[Tensor, Any]):
+    """Mapping from a parameter to its state in the member that holds it."""
+
+    def __init__(self, members: Sequence[Optimizer]) -> None:
+        self._of = {p: member for member in members for group in member.param_groups for p in group["params"]}
+
+    def __getitem__(self, parameter: Tensor) -> Any:
+        member = self._of[parameter]
+        if parameter not in member.state:
+            raise KeyError(parameter)
+        return member.state[parameter]
+
+    def __setitem__(self, parameter: Tensor, state: Any) -> None:
+        if parameter in self._of:
+            self._of[parameter].state[parameter] = state
+
+    def __delitem__(self, parameter: Tensor) -> None:
+        del self._of[parameter].state[parameter]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (parameter for parameter, member in self._of.items() if parameter in member.state)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+def several(makers: Sequence[OptimizerFactory]) -> OptimizerFactory:
+    """Return a factory of ``SeveralOptimizers``, or the only factory if there is one."""
+    if len(makers) == 1:
+        return makers[0]
+
+    def make(named: Sequence[tuple[str, Any]]) -> Optimizer | None:
+        # Even without parameters on this rank: all ranks must have the same number of optimizers.
+        return SeveralOptimizers([maker(named) for maker in makers])
+
+    return make
+
+
+def members_of(optimizer: Optimizer | None) -> list[Optimizer]:
+    """Return the optimizers with parameters on this rank."""
+    if optimizer is None:
+        return []
+    return optimizer.present if isinstance(optimizer, SeveralOptimizers) else [optimizer]
+
+
+def slots(optimizer: Optimizer | None) -> tuple[Optimizer | None, ...]:
+    """Return every optimizer of the run, in the same order on all ranks; None for one without a parameter here."""
+    return optimizer.members if isinstance(optimizer, SeveralOptimizers) else (optimizer,)
+
+
+def stepping(optimizer: Optimizer) -> list[Optimizer]:
+    """Return the optimizers that the next ``step`` steps: the active one, or all."""
+    if not isinstance(optimizer, SeveralOptimizers):
+        return [optimizer]
+    pairs = enumerate(optimizer.members)
+    return [member for index, member in pairs if member is not None and optimizer.active in (None, index)]
+
+
+@contextmanager
+def acting(optimizer: Optimizer | None, index: int | None) -> Iterator[None]:
+    """Within the block, ``step`` steps only the member with that index."""
+    if not isinstance(optimizer, SeveralOptimizers):
+        yield
+        return
+    optimizer.active = index
+    try:
+        yield
+    finally:
+        optimizer.active = None
+
+
+def check_apart(optimizers: Sequence[Optimizer]) -> None:
+    """Raise UsageError if two optimizers share a parameter."""
+    seen: set[int] = set()
+    for optimizer in optimizers:
+        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        if own & seen:
+            raise UsageError(
+                "two optimizers have a parameter in common",
+                why="a checkpoint keeps one optimizer state a parameter",
+                remedy="give each parameter to one optimizer",
+            )
+        seen |= own

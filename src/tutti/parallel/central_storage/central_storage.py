@@ -1,0 +1,255 @@
+"""One copy of parameters and optimizer state in the shared memory of a node; all its ranks compute from it.
+
+The parameters of every process are views of one block of shared memory. Each rank owns whole tensors, evenly by size:
+it sums their gradients, keeps their optimizer state and writes them. Memory a node: parameters and optimizer state
+once, gradients once a rank. Three barriers a step; the last one follows all writes, so that no rank reads a partly
+updated parameter. Sharded optimizer state: Rajbhandari et al. 2020, arXiv 1910.02054, §5.1.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Collection, Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from tutti.checkpoint.state_shards import load_optimizer, mine_of, optimizer_tensors, read_local
+from tutti.comm.broadcast import broadcast_tensors
+from tutti.comm.partition import owners
+from tutti.comm.shared_memory import SharedMemorySegment, attach
+from tutti.config.averaging import Averaging
+from tutti.config.sync_config import AllReduceConfig, CentralConfig
+from tutti.errors import UsageError
+from tutti.launcher.malloc_tuning import give_back
+from tutti.nn.swap import buffers
+from tutti.parallel.ddp.allreduce import AllReduceSync, culprits
+from tutti.parallel.ddp.reducers import Named, OverlappedReducer, Reducer, TreeReducer
+from tutti.parallel.ddp.shared_memory_reducer import attach_shared
+from tutti.parallel.ddp.sync_module_states import agree_on_state
+from tutti.parallel.ddp.write_guard import WriteGuard
+from tutti.parallel.parameter_average import ParameterAverage, wide_type
+from tutti.parallel.whole_tensors import WholeTensors, agreed_mixing, refuse_parts
+from tutti.types import (
+    GradientReadyHook,
+    OptimizerFactory,
+    ReplicaRunner,
+    RunContext,
+    SavedState,
+    StepContext,
+    StepStats,
+    TensorSlice,
+    UpdateResult,
+)
+
+_ALIGN = 64
+
+
+class CentralStorageSync(AllReduceSync):
+    """Gradient synchronisation of ``central_storage``. Also its own ``GradientReadyHook``."""
+
+    def __init__(self, config: CentralConfig, run_context: RunContext) -> None:
+        super().__init__(AllReduceConfig(), run_context)
+        self._guard = WriteGuard(
+            "all ranks compute from one copy of the parameters, and each of them has made the script's change to it"
+        )
+        self._custom = False
+
+    def attach(self, replica: ReplicaRunner, make_optimizer: OptimizerFactory) -> GradientReadyHook:
+        """As ``AllReduceSync.attach``. Raises UsageError where the ranks cannot share memory."""
+        sink = super().attach(replica, lambda named: make_optimizer(self._owned))
+        self._guard.note(self._owned)
+        return sink
+
+    def reduce_gradients(self, step_context: StepContext) -> StepStats:
+        """As ``AllReduceSync.reduce_gradients``.
+
+        Raises:
+            UsageError: the script has written parameters since the last update.
+        """
+        stats = super().reduce_gradients(step_context)
+        if self._run_context.comms.replica.size > 1:
+            self._guard.check(self._owned, step_context.global_step + 1)
+        return stats
+
+    def _complete(self, optimizer: Optimizer | None, replica: ReplicaRunner, named: Named) -> WholeTensors | None:
+        """Return None: no tensor is split. Raises UsageError where the optimizer needs all tensors on one rank."""
+        mixing = agreed_mixing(optimizer, self._run_context)
+        refuse_parts(optimizer, mixing, self._run_context.comms.replica.size, "ranks that own tensors")
+        return None
+
+    def optimizer_step(self, stats: StepStats, step_context: StepContext) -> UpdateResult:
+        """Update the parameters that this rank owns, then wait at a barrier for the updates of all ranks."""
+        updated = super().optimizer_step(stats, step_context)
+        self._guard.note(self._owned)
+        self._segment.barrier(f"update of the parameters in step {step_context.global_step + 1}")
+        return updated
+
+    def adopt(self, optimizer: Optimizer) -> None:
+        """Do nothing on one rank. Raises UsageError on several, whose optimizers hold the owned parameters only."""
+        if self._run_context.comms.replica.size > 1:
+            raise UsageError(
+                "the script has added parameters to the optimizer",
+                why="ranks share out the optimizer's parameters in tutti.prepare",
+                remedy="add the group before tutti.prepare, or take --strategy mirrored",
+            )
+
+    def begin_custom_loop(self) -> None:
+        """Switch to a reducer that gives every rank all gradients, and not only those that it owns. Collective."""
+        if not self._custom:
+            self._custom = True
+            self._reducer = self._new_reducer()
+            self.gradient_ready = self._reducer.gradient_ready
+            if self._reducer.listens:
+                self._replica.connect(self)
+
+    def steps_whole(self, optimizer: Optimizer) -> bool:
+        return self._run_context.comms.replica.size == 1 and super().steps_whole(optimizer)
+
+    def state(self) -> dict[str, Mapping[str, Tensor | TensorSlice]]:
+        comm = self._run_context.comms.replica
+        own = {name: p.data for name, p in self._owned}
+        return {
+            "model": {**own, **mine_of(self._buffers.merged(), comm.rank, comm.size)},
+            "optim": optimizer_tensors(self._optimizer, self._owned) if self._optimizer else {},
+            "workers": self._buffers.state(),
+        }
+
+    def load(self, saved: SavedState) -> None:
+        for name, parameter in self._owned:
+            parameter.data.copy_(read_local(saved, "model", name, self._replica, parameter.shape))
+        self._buffers.load(saved)
+        if self._optimizer:
+            load_optimizer(self._optimizer, self._owned, saved, "optim", specs=self._replica.specs)
+        self._guard.note(self._owned)
+        self._segment.barrier("taking over of the saved state")
+
+    def average(self, averaging: Averaging) -> ParameterAverage:
+        """Return an average of the weights with one copy in shared memory. Collective."""
+        trained = [(name, p) for name, p in self._named if p.requires_grad]
+        segment, homes = self._memory([(p, wide_type(p.dtype)) for _, p in trained])
+        values = {name: home for (name, _), home in zip(trained, homes, strict=True)}
+        return CentralAverage(self._replica, averaging, self._run_context, segment, values, self._owned)
+
+    def _unite(self, replica: ReplicaRunner, named: Named) -> None:
+        """Move all parameters into shared memory with the first rank's values, and assign their owners. Collective."""
+        comm = self._run_context.comms.replica
+        agree_on_state(comm, replica.parts)
+        self._segment, homes = self._memory([(p, p.dtype) for _, p in named])
+        for home, (_, parameter) in zip(homes, named, strict=True):
+            if comm.rank == 0:
+                home.copy_(parameter.data)
+            parameter.data = home
+        self._segment.barrier("the initial parameters")
+        give_back()
+        broadcast_tensors(comm, [slot.get() for slot in buffers(replica.parts)], "initial buffers")
+        # Frozen parameters cost no update (size 0), but need an owner that saves them.
+        self._owner = owners([p.nbytes * p.requires_grad for _, p in named], comm.size)
+        self._owned = [entry for entry, rank in zip(named, self._owner, strict=True) if rank == comm.rank]
+
+    def _memory(self, wanted: Sequence[tuple[Tensor, torch.dtype]]) -> tuple[SharedMemorySegment, list[Tensor]]:
+        """Allocate tensors in shared memory, each like a given tensor but of the given dtype. Collective.
+
+        Raises:
+            UsageError: on all ranks, where they are on several nodes or cannot share memory.
+        """
+        comm = self._run_context.comms.replica
+        hosts = dict.fromkeys(comm.all_gather_strings(socket.gethostname(), "names of the hosts"))
+        if len(hosts) > 1:
+            raise UsageError(
+                f"central_storage is for one host, and these ranks are on {', '.join(hosts)}",
+                why="all devices compute from one copy of the parameters in its memory",
+                remedy="take --strategy mirrored, or the devices of one host",
+            )
+        starts = [0]
+        for tensor, dtype in wanted:
+            starts.append(starts[-1] + -(-tensor.numel() * dtype.itemsize // _ALIGN) * _ALIGN)
+        segment = attach(comm, -(-starts[-1] // comm.size))
+        if segment is None:
+            raise _no_memory(starts[-1])
+        placed = zip(starts, wanted, strict=False)
+        return segment, [_like(segment.part(start, t.numel(), dtype), t) for start, (t, dtype) in placed]
+
+    def _make_reducer(self, named: Named) -> Reducer:
+        run_context = self._run_context
+        if run_context.reproducible or run_context.gradient_variance:
+            return TreeReducer(named, run_context)
+        if run_context.comms.replica.size == 1:
+            return OverlappedReducer(named, run_context, "fp32", 1)
+        mine = [rank for (_, p), rank in zip(named, self._owner, strict=True) if p.requires_grad]
+        shared = attach_shared(named, run_context, owners=None if self._custom else mine)
+        if shared is None:
+            raise _no_memory(run_context.comms.replica.size * sum(p.nbytes for _, p in named if p.requires_grad))
+        return shared
+
+    def _all_finite(self) -> bool:
+        """Return whether the gradients of all owners are finite.
+
+        Collective: an all-reduce. Every rank calls it, because all have the same norm.
+        """
+        finite = torch.tensor([float(super()._all_finite())])
+        comm = self._run_context.comms.replica
+        comm.all_reduce(finite, "whose slice of the gradient is finite")
+        return int(finite) == comm.size
+
+    def _culprits(self) -> tuple[str, ...]:
+        return culprits(self._run_context.comms.replica, self._named)
+
+
+class CentralAverage(ParameterAverage):
+    """The average of the weights in shared memory; each rank averages the parameters that it owns.
+
+    Args:
+        replica: the replica on this rank.
+        averaging: decay and warm-up.
+        run_context: of the run.
+        segment: the shared memory.
+        values: tensors in it for the average of every trained parameter, by name.
+        owned: this rank's own parameters.
+    """
+
+    def __init__(
+        self,
+        replica: ReplicaRunner,
+        averaging: Averaging,
+        run_context: RunContext,
+        segment: SharedMemorySegment,
+        values: Mapping[str, Tensor],
+        owned: Named,
+    ) -> None:
+        super().__init__(replica, averaging, run_context, {name for name, p in owned if p.requires_grad})
+        self._segment, self._whole = segment, values
+        for name, begun in zip(self._names, self._values, strict=True):
+            values[name].copy_(begun)
+        self._values = [values[name] for name in self._names]
+
+    def adopt(self, names: Collection[str]) -> None:
+        """Raise UsageError: the shared memory of the average has no room for further parameters."""
+        raise UsageError(
+            f"{next(iter(names))} is thawed after tutti.prepare, which does not go with ema= under central_storage",
+            why="the average lives in shared memory, which was laid out for the parameters that were trained then",
+            remedy="freeze after tutti.prepare, leave out ema, or take --strategy mirrored",
+        )
+
+    def within(self, merged: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """As ``ParameterAverage.within``. Collective: a barrier, after which the averages of all ranks are written."""
+        self._segment.barrier("the average of the weights")
+        return {**merged, **self._whole}
+
+    def state(self) -> dict[str, dict[str, Tensor | TensorSlice]]:
+        return {"ema": dict(zip(self._names, self._values, strict=True))}
+
+
+def _like(flat: Tensor, parameter: Tensor) -> Tensor:
+    """Return ``flat`` in the parameter's shape, and with its strides where these are dense."""
+    dense = torch.empty_like(parameter, device="meta").stride() == parameter.stride()
+    return flat.as_strided(parameter.shape, parameter.stride()) if dense else flat.view(parameter.shape)
+
+
+def _no_memory(size: int) -> UsageError:
+    return UsageError(
+        f"these ranks cannot share {size / 2**20:.0f} MiB of memory",
+        why="/dev/shm has too little room or is not there, or the processor is not x86-64",
+        remedy="make /dev/shm larger (docker run --shm-size), or take --strategy mirrored",
+    )

@@ -1,0 +1,184 @@
+"""Parse a strategy with its options, lay it out on a device mesh, and build its layout and gradient synchronisation."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, Protocol, runtime_checkable
+
+from tutti.config.averaging import Averaging
+from tutti.config.layout_config import PipelineConfig
+from tutti.config.spec import Duration, Spec, StrategyOptions, build_options
+from tutti.errors import UsageError, did_you_mean
+from tutti.parallel.registry import ALIASES, TABLE, Strategy
+from tutti.types import Average, GradientSync, ModelLayout, ReplicaRunner, RunContext
+
+# Option of a layout or gradient synchronisation → device mesh axis whose extent it sets.
+_AXES = {"replicas": "replica", "shards": "shard", "stages": "stage", "tensor": "tensor"}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A strategy with its options filled in.
+
+    Attributes:
+        name: of the strategy, never an alias.
+        row: its row of the registry, with the capabilities that hold for these options.
+        layout: options of the model layout.
+        exchange: options of the gradient synchronisation.
+    """
+
+    name: str
+    row: Strategy
+    layout: Any
+    exchange: StrategyOptions
+
+    def shape(self, devices: int) -> dict[str, int]:
+        """Return the extent of each device mesh axis, from the options stages, tensor, shards and replicas.
+
+        The first option other than replicas that is None takes all devices that the other axes leave. Replicas take
+        what remains.
+
+        Raises:
+            UsageError: the number of devices does not fit.
+        """
+        given = {option: self._option(option) for option in _AXES}
+        open_ = [option for option, extent in given.items() if extent is None and option != "replicas"]
+        fixed = math.prod(extent or 1 for extent in given.values())
+        if devices % fixed or (given["replicas"] and not open_ and devices != fixed):
+            names = {"tensor": "tensor ranks"}
+            chosen = {names.get(option, option): n for option, n in given.items() if n and n > 1}
+            parts = " × ".join(f"{n} {option}" for option, n in chosen.items())
+            raise UsageError(
+                f"{devices} devices cannot hold {parts}",
+                remedy=self._nearest(devices, given, exact=bool(given["replicas"])),
+            )
+        if open_:
+            given[open_[0]] = devices // fixed
+        shape = {axis: given[option] or 1 for option, axis in _AXES.items()}
+        return {**shape, "replica": devices // math.prod(n for axis, n in shape.items() if axis != "replica")}
+
+    def data_ranks(self, devices: int) -> int:
+        """Return the number of ranks that see different samples."""
+        shape = self.shape(devices)
+        return shape["replica"] * shape["shard"]
+
+    def _option(self, name: str) -> int | None:
+        """Return an option's extent: as given, None where it is open, 1 where the strategy has no such option."""
+        found = [getattr(config, name) for config in (self.layout, self.exchange) if hasattr(config, name)]
+        return found[0] if found else (None if name == "replicas" else 1)
+
+    def _nearest(self, devices: int, given: Mapping[str, int | None], exact: bool) -> str:
+        """Return the remedy for a number of devices that does not fit.
+
+        Args:
+            devices: their number.
+            given: extents by option.
+            exact: whether the extents fix the number of devices, and not only a divisor of it.
+        """
+        chosen = {option: extent for option, extent in given.items() if extent and extent > 1}
+        fixed = math.prod(chosen.values())
+        if len(chosen) > 1 or exact:
+            return f"take {fixed} devices" if exact else f"take a multiple of {fixed} devices"
+        option = next(iter(chosen))
+        return f"take a multiple of {fixed} devices, or {option}={_divisor(devices, fixed)}"
+
+    def parts(self, devices: int) -> bool:
+        """Return whether each device keeps only a part of the model."""
+        shape = self.shape(devices)
+        return shape["stage"] * shape["tensor"] > 1 or self.exchange.shards_parameters(shape)
+
+    def counted(self, steps: Callable[[Duration], int]) -> Choice:
+        """Return this choice with all durations among its options converted to steps."""
+        return dataclasses.replace(self, exchange=self.exchange.resolve_durations(steps))
+
+    def make(self, run_context: RunContext) -> tuple[ModelLayout, GradientSync]:
+        """Build the model layout and the gradient synchronisation."""
+        layout = _load(self.row.layout)(self.layout, run_context)
+        return layout, _load(self.row.exchange)(self.exchange, run_context)
+
+
+def parse_strategy(text: str) -> Choice:
+    """Parse ``name:key=value,…``. Raises UsageError, naming the nearest name or key.
+
+    >>> parse_strategy("fsdp:stage=2").name
+    'sharded'
+    """
+    given = Spec.parse(text, "--strategy")
+    row = given.choose({**TABLE, **{alias: TABLE[name] for alias, name in ALIASES.items()}}, "strategy")
+    spec = Spec(ALIASES.get(given.name, given.name), given.options)
+    fields = {
+        config: {f.name for f in dataclasses.fields(config)} for config in (row.layout_config, row.exchange_config)
+    }
+    for key in spec.options:
+        if not any(key in names for names in fields.values()):
+            known = sorted(set().union(*fields.values()))
+            remedy = did_you_mean(key, known) if known else "it has no options"
+            raise UsageError(f"unknown option '{key}'", where=f"--strategy {spec.name}", remedy=remedy)
+    layout, exchange = (
+        build_options(config, {k: v for k, v in spec.options.items() if k in names}, f"--strategy {spec.name}")
+        for config, names in fields.items()
+    )
+    # Options may change capabilities of the strategy (``StrategyOptions.capabilities``).
+    return Choice(
+        spec.name, dataclasses.replace(row, **layout.capabilities(), **exchange.capabilities()), layout, exchange
+    )
+
+
+def micro_batch(choice: Choice, given: int | None, batch: int, workers: int) -> int | None:
+    """Return the largest micro-batch in samples, None for no limit.
+
+    Args:
+        choice: the strategy, which may have the option ``micro_batches`` (a pipeline).
+        given: ``--micro-batch`` in samples, used where the strategy has no ``micro_batches``.
+        batch: samples of a global batch.
+        workers: number of logical workers.
+
+    Raises:
+        UsageError: both ``--micro-batch`` and ``micro_batches`` are given.
+    """
+    number = choice.layout.micro_batches if isinstance(choice.layout, PipelineConfig) else None
+    if number is None:
+        return given
+    if given is not None:
+        raise UsageError(
+            f"--micro-batch {given} and micro_batches={number} both say how a worker's share is cut",
+            remedy="leave out one of the two",
+        )
+    return math.ceil(math.ceil(batch / workers) / number)
+
+
+@runtime_checkable
+class KeepsAverage(Protocol):
+    """A gradient synchronisation with its own implementation of the average of the weights."""
+
+    def average(self, averaging: Averaging) -> Average:
+        """Return an average that starts from the current weights. Collective."""
+
+
+def average(replica: ReplicaRunner, exchange: GradientSync, run_context: RunContext) -> Average | None:
+    """Return the average of the weights that the run context asks for, None for none. Collective.
+
+    Args:
+        replica: the replica, after ``exchange.attach``.
+        exchange: the gradient synchronisation, which may have its own implementation (``KeepsAverage``).
+        run_context: of the run.
+    """
+    if run_context.averaging is None:
+        return None
+    if isinstance(exchange, KeepsAverage):
+        return exchange.average(run_context.averaging)
+    made: Average = _load("parameter_average:ParameterAverage")(replica, run_context.averaging, run_context)
+    return made
+
+
+def _load(name: str) -> Any:
+    module, _, attribute = name.partition(":")
+    return getattr(import_module(f"tutti.parallel.{module}"), attribute)
+
+
+def _divisor(devices: int, stages: int) -> int:
+    return max(d for d in range(1, devices + 1) if devices % d == 0 and d <= stages)

@@ -1,0 +1,182 @@
+"""Refuse combinations of options that do not run, before any process starts, with the nearest one that does."""
+
+from __future__ import annotations
+
+import importlib.util
+
+from tutti.config.sync_config import AllReduceConfig
+from tutti.distribution import pip_install
+from tutti.errors import UsageError
+from tutti.parallel.choice import Choice, parse_strategy
+from tutti.parallel.registry import TABLE
+
+
+def check_strategy(
+    text: str,
+    devices: int,
+    *,
+    workers: int | None = None,
+    reproducible: bool = False,
+    custom_loop: bool = False,
+    adaptive: bool = False,
+    averaging: bool = False,
+    compiled: bool = False,
+    cuda: bool = False,
+    sparse: bool = False,
+) -> Choice:
+    """Parse a strategy and check that it runs with this number of devices and these options.
+
+    Args:
+        text: ``name:key=value,…``.
+        devices: number of devices.
+        workers: number of logical workers; None for one a data rank.
+        reproducible: ``--reproducible``.
+        custom_loop: the script has a custom training loop.
+        adaptive: ``--lr-scale adascale``.
+        averaging: ``--ema``.
+        compiled: ``--compile``.
+        cuda: devices are GPUs.
+        sparse: the model has sparse gradients.
+
+    Raises:
+        UsageError: the combination does not run; names the nearest one that does.
+    """
+    choice = parse_strategy(text)
+    row = choice.row
+    _check_package(choice)
+    if row.most_devices is not None and devices > row.most_devices:
+        raise UsageError(
+            f"strategy '{choice.name}' runs on {row.most_devices} device, not {devices}",
+            remedy="take --strategy mirrored, or --devices 1",
+        )
+    for config in (choice.layout, choice.exchange):
+        config.check(choice.shape(devices), cuda, compiled)
+    ranks = choice.data_ranks(devices)
+    if workers is not None and workers < ranks:
+        raise UsageError(
+            f"{workers} workers cannot be spread over {ranks} data ranks",
+            why="a worker's share is never split over devices",
+            remedy=f"take --workers {ranks} or more, or --devices {workers * (devices // ranks)} or fewer",
+        )
+    if reproducible and not row.reproducible:
+        raise UsageError(
+            f"strategy '{choice.name}' is not reproducible on any number of devices",
+            remedy="leave out --reproducible, or take --strategy mirrored",
+        )
+    if averaging and not row.averages:
+        raise UsageError(
+            f"--ema does not go with these options of strategy '{choice.name}'",
+            why="no two devices see the same parameters after an update",
+            remedy="leave out --ema, or let all workers be waited for (mode=sync, no backup)",
+        )
+    if sparse:
+        _check_sparse(choice, devices)
+    if adaptive:
+        _check_adaptive(choice, workers or ranks)
+    if reproducible or adaptive:
+        _check_tree(choice, "--reproducible" if reproducible else "--lr-scale adascale")
+    if custom_loop:
+        check_custom_loop(choice)
+    return choice
+
+
+def check_custom_loop(choice: Choice) -> None:
+    """Raise UsageError where a strategy does not support custom training loops."""
+    if not choice.row.custom_loop:
+        able = ", ".join(name for name, other in TABLE.items() if other.custom_loop)
+        raise UsageError(
+            f"strategy '{choice.name}' needs run.step(batch)",
+            why="no rank has a model whose forward a script could call"
+            if choice.row.shared_weights
+            else "each worker has a model of its own, and makes updates of its own",
+            remedy=f"give tutti.prepare a loss_fn; or take one of {able}",
+        )
+
+
+def _check_package(choice: Choice) -> None:
+    """Raise UsageError where the strategy needs a package that is not installed."""
+    if choice.row.needs is None:
+        return
+    module, package, extra = choice.row.needs
+    if importlib.util.find_spec(module) is None:
+        raise UsageError(
+            f"strategy '{choice.name}' needs the package {package}",
+            remedy=f"run {pip_install(extra)}, or take --strategy mirrored",
+        )
+
+
+def _check_adaptive(choice: Choice, workers: int) -> None:
+    """Raise UsageError where AdaScale cannot compute its gain from the gradients of all workers."""
+    alone = "its workers make updates of their own, and the gain belongs to one of all workers"
+    summed = "the gain compares workers' gradients, which are never whole on one device"
+    if not (choice.row.single_update and choice.row.worker_gradients):
+        raise UsageError(
+            f"--lr-scale adascale does not go with strategy '{choice.name}'",
+            why=summed if choice.row.single_update else alone,
+            remedy="take --strategy mirrored, or another --lr-scale",
+        )
+    if workers < 2:
+        raise UsageError(
+            "--lr-scale adascale needs at least 2 workers",
+            why="the gain compares workers' gradients, and one alone says nothing about their variance",
+            remedy="take --workers 2 or more",
+        )
+
+
+def _check_sparse(choice: Choice, devices: int) -> None:
+    """Raise UsageError where the strategy supports only dense gradients on this number of devices."""
+    most = choice.row.sparse_devices
+    if most is not None and devices > most:
+        able = ", ".join(name for name, row in TABLE.items() if row.sparse_devices is None and row.most_devices is None)
+        raise UsageError(
+            f"strategy '{choice.name}' does not go with sparse gradients" + " on several devices" * (most > 0),
+            why="it exchanges parts of dense gradients, which do not say what rows a sparse one names",
+            remedy=f"take one of {able}, or sparse=False in nn.Embedding: with SGD and Adagrad that is the same update",
+        )
+
+
+def _check_tree(choice: Choice, option: str) -> None:
+    """Raise UsageError where the options of all-reduce exclude the fixed summation tree that ``option`` needs."""
+    if not isinstance(choice.exchange, AllReduceConfig):
+        return
+    if choice.exchange.wire != "fp32":
+        raise UsageError(
+            f"{option} does not go with a compressed wire",
+            why="compression acts once a device, so the result would depend on how many there are",
+            remedy="leave out one of the two",
+        )
+    if choice.exchange.algorithm == "shared_memory":
+        raise UsageError(
+            f"{option} does not go with algorithm=shared_memory",
+            why="its sums go through one fixed tree over messages",
+            remedy="leave out the algorithm",
+        )
+
+
+def check_sync(choice: Choice, devices: int, reproducible: bool, by_worker: str | None = None) -> None:
+    """Raise UsageError where ``--batch-norm sync`` (statistics of the global batch) does not go with the strategy.
+
+    Args:
+        choice: the strategy.
+        devices: number of devices.
+        reproducible: ``--reproducible``.
+        by_worker: an option in use that needs each logical worker computed separately; None for none.
+    """
+    if by_worker is not None:
+        raise UsageError(
+            f"--batch-norm sync does not go with {by_worker}",
+            why="a device's workers compute as one, and it needs each by itself",
+            remedy="leave out one of the two, or take --batch-norm ghost:size=32",
+        )
+    if not choice.row.shared_weights:
+        raise UsageError(
+            f"--batch-norm sync does not go with strategy '{choice.name}'",
+            why="its workers hold different weights, so that their activations have no statistics in common",
+            remedy="take --strategy mirrored, or --batch-norm ghost:size=32",
+        )
+    if reproducible and choice.data_ranks(devices) > 1:
+        raise UsageError(
+            "--batch-norm sync is not reproducible on several devices",
+            why="each sums over its own samples first, so that the last bits depend on how many there are",
+            remedy="leave out --reproducible, or take --devices 1 or --batch-norm ghost:size=32",
+        )

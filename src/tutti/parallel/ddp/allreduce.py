@@ -1,0 +1,475 @@
+"""Synchronous data parallelism: all-reduce gradients over the data ranks, then apply the same update on each.
+
+Goyal et al. 2017, arXiv 1706.02677, §2.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from tutti.checkpoint.state_shards import cut_state, load_optimizer, mine_of, optimizer_tensors, read_local, written
+from tutti.comm.communicator import Communicator
+from tutti.config.sync_config import AllReduceConfig
+from tutti.errors import UsageError
+from tutti.nn.incomplete_gradient import conceal, is_cleared
+from tutti.nn.sparse_layers import check_sparse_step
+from tutti.nn.swap import parameters
+from tutti.optim.several import acting, members_of, slots, stepping
+from tutti.parallel.ddp.buckets import DIGESTS, digests, digests_agree, is_finite
+from tutti.parallel.ddp.reducers import (
+    Named,
+    OverlappedReducer,
+    Reducer,
+    TreeReducer,
+    refuse_mismatch,
+    scale_all,
+    squares_of,
+)
+from tutti.parallel.ddp.shared_memory_reducer import attach_shared
+from tutti.parallel.ddp.sparse_gradients import with_sparse_gradients
+from tutti.parallel.ddp.sync_module_states import agree_on_state, broadcast_state
+from tutti.parallel.ddp.worker_buffers import WorkerBuffers
+from tutti.parallel.loss_stats import LossCounter, clipped, share_of_batch
+from tutti.parallel.split_optimizer import SliceRegions, support_split_tensors
+from tutti.parallel.whole_tensors import (
+    WholeTensors,
+    WholeTensorsOf,
+    agreed_mixing,
+    along_slices,
+    axis,
+    of_each,
+    refuse_closure,
+    refuse_growth,
+    refuse_parts,
+    trained_by,
+)
+from tutti.types import (
+    GradientPlace,
+    GradientReadyHook,
+    GradientVariance,
+    LossSums,
+    OptimizerFactory,
+    ReplicaRunner,
+    RunContext,
+    SavedState,
+    ShardSpec,
+    StepContext,
+    StepStats,
+    TensorSlice,
+    UpdateResult,
+)
+
+_BUCKET_MB = 25.0
+
+
+class AllReduceSync:
+    """Gradient synchronisation by all-reduce, for any model layout. Also its own ``GradientReadyHook``.
+
+    Subclasses keep parameters or optimizer state elsewhere. They override ``_unite`` (equal state on all ranks before
+    the first step), ``_complete`` (optimizers of split tensors), ``_make_reducer`` (the sum of gradients), and
+    ``_all_finite`` and ``_culprits`` (the search for non-finite gradients).
+
+    Raises:
+        UsageError: a compressed ``wire`` in reproducible mode or with AdaScale.
+    """
+
+    loss_normalisation: Literal["step", "worker"] = "step"
+    accumulated = False
+
+    def __init__(self, config: AllReduceConfig, run_context: RunContext) -> None:
+        if (run_context.reproducible or run_context.gradient_variance) and config.wire != "fp32":
+            raise UsageError(
+                f"{'reproducible' if run_context.reproducible else 'adascale'} does not go with wire={config.wire}",
+                why="compression acts once a device, so the result would depend on how many there are",
+                remedy="leave out one of the two",
+            )
+        self._config, self._run_context = config, run_context
+        self._step_context = StepContext(0, 0)
+        self._counting = LossCounter()
+        self._worker = -1
+        self._parts: list[int] | None = None
+        self._acting_on: Sequence[nn.Parameter] | None = None
+        self._aside: dict[nn.Parameter, Tensor] = {}
+        self.gradient_at: GradientPlace = "slices" if run_context.grid.tensor > 1 else "rank"
+
+    def attach(self, replica: ReplicaRunner, make_optimizer: OptimizerFactory) -> GradientReadyHook:
+        named = parameters(replica.parts)
+        self._unite(replica, named)
+        self._replica, self._parameters = replica, [p for _, p in named if p.requires_grad]
+        self._named = named
+        self._buffers = WorkerBuffers(replica.parts, self._run_context, replica.not_owned)
+        self._reducer = self._new_reducer()
+        self._make_optimizer = make_optimizer
+        self._optimizer = make_optimizer(named)
+        self._whole = of_each(self._optimizer, lambda member: self._complete(member, replica, named))
+        self._last = self._run_context.mine[-1] if len(self._run_context.mine) else -1
+        self.optimizers: Sequence[Optimizer] = (self._optimizer,) if self._optimizer else ()
+        self.gradient_ready = self._reducer.gradient_ready
+        if self._reducer.listens:
+            replica.connect(self)
+        return self
+
+    def prepare_for_backward(self, part: LossSums | None) -> None:
+        """Let the reducer send gradients during this backward if it is the rank's last one in the step.
+
+        ``part``: loss sums of the current logical worker, None where this rank does not know them yet.
+        """
+        if self._worker == self._last:
+            together = self._counting.together(part)
+            self._reducer.prepare_for_backward(self._step_context, None if together is None else together.sums)
+
+    def begin_worker(self, worker: int, step_context: StepContext) -> None:
+        self._step_context, self._worker = step_context, worker
+        self._buffers.enter(worker)
+
+    def end_worker(self, worker: int, part: LossSums | None) -> None:
+        self._counting.add(part)
+        self._reducer.collect(self._step_context, worker, None if part is None else part.sums)
+
+    def reduce_gradients(self, step_context: StepContext) -> StepStats:
+        sums = self._reducer.finish(step_context, self._counting.take())
+        whole = share_of_batch(sums, step_context)
+        factor = whole / step_context.loss_scale
+        if factor != 1.0:
+            self._reducer.scale(factor)
+        rows = [self._reducer.squares(), *([sums.own[:-1]] if sums.own else [])]
+        (square, *own), stop = self._across_stages(rows, sums.stop)
+        spread = GradientVariance(own[0] * sums.samples * whole**2, round(sums.own[-1])) if own else None
+        norm = math.sqrt(square)
+        finite = math.isfinite(norm) or self._all_finite()
+        return self._counting.stats(sums, norm, finite, stop, spread)
+
+    def optimizer_step(self, stats: StepStats, step_context: StepContext) -> UpdateResult:
+        if stats.finite:
+            factor, norm = clipped(stats.grad_norm, self._run_context.clip)
+            if factor != 1.0:
+                self._scale(factor)
+            for optimizer in self.optimizers:
+                optimizer_step(optimizer, step_context.lr_factor, norm, self._whole)
+        nonfinite = () if stats.finite else self._culprits()
+        return UpdateResult(int(stats.finite), skipped=not stats.finite, nonfinite=nonfinite)
+
+    def clear(self) -> None:
+        self._aside = {}
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def merged(self) -> dict[str, Tensor]:
+        return {**{name: p.data for name, p in self._named}, **self._buffers.merged()}
+
+    def replicated(self) -> Mapping[str, Tensor] | None:
+        return {**{name: p.data for name, p in self._named}, **self._buffers.replicated()}
+
+    def state(self) -> dict[str, Mapping[str, Tensor | TensorSlice]]:
+        comm = self._run_context.comms.replica
+        return {
+            "model": written(self.merged(), self._replica, comm),
+            "optim": self._optimizer_state(),
+            "workers": self._buffers.state(),
+        }
+
+    def load(self, saved: SavedState) -> None:
+        for name, parameter in self._named:
+            parameter.data.copy_(read_local(saved, "model", name, self._replica, parameter.shape))
+        self._buffers.load(saved)
+        if self._optimizer:
+            whole, specs = self._whole, self._replica.specs
+            named = [(name, p) for name, p in self._named if whole is None or not whole.slices(p)]
+            load_optimizer(self._optimizer, named, saved, "optim", specs=specs)
+            if whole is not None:
+                whole.load(self._optimizer, self._named, saved, specs)
+
+    def facts(self) -> dict[str, object]:
+        """Return an empty dict: ``summary.json`` has no facts about all-reduce."""
+        return {}
+
+    # --- custom training loops -------------------------------------------------------------------------------------
+
+    @property
+    def by_worker(self) -> bool:
+        return self._run_context.reproducible or self._run_context.gradient_variance
+
+    def begin_custom_loop(self) -> None:
+        """Do nothing: each rank already has the complete gradient of the tensors that it holds."""
+
+    def named(self) -> Sequence[tuple[str, nn.Parameter]]:
+        trained = set(self._parameters)
+        return [(name, p) for name, p in self._named if p in trained]
+
+    def seen(self) -> Sequence[nn.Parameter]:
+        return self._parameters
+
+    def seen_of(self, optimizer: Optimizer) -> list[nn.Parameter]:
+        own = {p for group in optimizer.param_groups for p in group["params"]}
+        return [p for p in self._parameters if p in own]
+
+    def take(self) -> dict[nn.Parameter, Tensor]:
+        # Clones, because ``.grad`` may be a view of a bucket that the next reduction overwrites.
+        self._reveal()
+        held = {p: p.grad.clone() for p in self._parameters if p.grad is not None}
+        self.clear()
+        return held
+
+    def settle(self, held: Mapping[nn.Parameter, Tensor]) -> None:
+        self.accumulated = bool(held)
+        for parameter, before in held.items():
+            parameter.grad = before if parameter.grad is None else parameter.grad.add_(before)
+        self._conceal()
+
+    def _conceal(self) -> None:
+        """Replace gradients of tensor slices by ``IncompleteGradient``, which the script cannot read.
+
+        A slice's gradient differs between tensor ranks, and the script might write a number computed from it into
+        tensors that all ranks hold alike.
+        """
+        if self.gradient_at == "slices":
+            split = [(p, self._replica.specs[name].shape) for name, p in self._named]
+            there = [p for p, shape in split if p.requires_grad and p.grad is not None and tuple(p.shape) != shape]
+            self._aside = {p: p.grad for p in there if p.grad is not None}
+            conceal(there, "in slices over the ranks")
+
+    def _reveal(self) -> None:
+        """Restore the gradients that ``_conceal`` replaced, except where the script has cleared them."""
+        for parameter, gradient in self._aside.items():
+            parameter.grad = None if is_cleared(parameter.grad) else gradient
+        self._aside = {}
+
+    def values(self) -> list[Tensor]:
+        return [p.data for p in self._parameters]
+
+    def take_use(self) -> list[bool]:
+        return []
+
+    def add_use(self, used: Sequence[bool]) -> None:
+        """Do nothing: a parameter counts as used where its ``.grad`` is not None."""
+
+    def take_edits(self) -> None:
+        """Restore concealed gradients of slices for the update; all other ``.grad`` are as the script left them."""
+        self._reveal()
+
+    def cleared(self, optimizer: Optimizer) -> None:
+        """Do nothing: the script's optimizer and the model share their ``.grad``."""
+
+    def norm(self, members: Sequence[nn.Parameter], step_context: StepContext) -> float:
+        own = set(members)
+        counted = [p for name, p in self._named if p in own and name not in self._replica.not_owned]
+        square = sum(squares_of([p.grad for p in counted if p.grad is not None]))
+        [square], _ = self._across_stages([[square]], stop=False)
+        return math.sqrt(square)
+
+    @contextmanager
+    def acting(self, index: int | None, members: Sequence[nn.Parameter]) -> Iterator[None]:
+        with acting(self._optimizer, index):
+            self._acting_on = None if index is None else members
+            try:
+                yield
+            finally:
+                self._acting_on = None
+                self._conceal()
+
+    def steps_whole(self, optimizer: Optimizer) -> bool:
+        return (
+            self._whole is None
+            and self.gradient_at == "rank"
+            and any(optimizer is own for own in members_of(self._optimizer))
+        )
+
+    def adopt(self, optimizer: Optimizer) -> None:
+        """Build this rank's optimizer if it had no parameter to train before; an existing one follows the script's.
+
+        Raises:
+            UsageError: one of several optimizers is missing on this rank.
+        """
+        if self._optimizer is None:
+            self._optimizer = self._make_optimizer(self._named)
+            self.optimizers = (self._optimizer,) if self._optimizer else ()
+        elif None in slots(self._optimizer):
+            raise UsageError(
+                "a group added to one of several optimizers does not go with a model on several devices",
+                why="the optimizer may have had no parameter on this one, which is why there is none here",
+                remedy="add the group before tutti.prepare, or take --strategy mirrored",
+            )
+
+    def reattach(self, names: Sequence[str], late: bool = False) -> None:
+        if self._whole is not None:
+            refuse_growth(self._optimizer, names[0])
+        agree_on_state(self._run_context.comms.replica, self._replica.parts)
+        self._parameters = [p for _, p in self._named if p.requires_grad]
+        self._reducer = self._new_reducer()
+        self.gradient_ready = self._reducer.gradient_ready
+        if self._reducer.listens:
+            self._replica.connect(self)
+        if self._optimizer is None:
+            self._optimizer = self._make_optimizer(self._named)
+            self.optimizers = (self._optimizer,) if self._optimizer else ()
+
+    def _scale(self, factor: float) -> None:
+        if self._acting_on is None:
+            self._reducer.scale(factor)
+        else:
+            scale_all([p.grad for p in self._acting_on if p.grad is not None], factor)
+
+    # --- overridden by subclasses ----------------------------------------------------------------------------------
+    def _complete(self, optimizer: Optimizer | None, replica: ReplicaRunner, named: Named) -> WholeTensors | None:
+        """Prepare one optimizer for tensors that are split over the tensor ranks. Collective.
+
+        Returns:
+            The gatherer of whole tensors for an optimizer whose step on slices differs from the step on whole tensors
+            (``tutti.optim.mixing``); None for other optimizers and without tensor parallelism.
+
+        Raises:
+            UsageError: the optimizer needs tensors of several stages together, or whole tensors and a closure.
+        """
+        grid, comms = self._run_context.grid, self._run_context.comms
+        mixing = agreed_mixing(optimizer, self._run_context)
+        refuse_parts(optimizer, mixing, grid.stage, "stages of the model")
+        if optimizer is None or grid.tensor == 1:
+            return None
+        slices: dict[Tensor, ShardSpec] = {p: replica.specs[name] for name, p in named}
+        found = {p: SliceRegions.of(spec, p.shape) for p, spec in slices.items()}
+        split: dict[Tensor, SliceRegions] = {p: part for p, part in found.items() if part is not None}
+        support_split_tensors(optimizer, split, comms.axis("tensor"))
+        if mixing.rows and mixing.columns:
+            cut_state(optimizer, slices)
+            return None
+        refuse_closure(optimizer, mixing)
+        members = trained_by(optimizer, [p for _, p in named])
+        parts = along_slices([(p, tuple(p.shape), found[p]) for p in members], comms.axis("tensor"), not mixing.tensors)
+        return WholeTensors([axis(comms.axis("tensor"), parts, not mixing.tensors)], optimizer)
+
+    def _optimizer_state(self) -> dict[str, Tensor | TensorSlice]:
+        """Return the tensors of the optimizer's state that this rank writes into a checkpoint."""
+        comm, optimizer, whole = self._run_context.comms.replica, self._optimizer, self._whole
+        if optimizer is None:
+            return {}
+        named = [(name, p) for name, p in self._named if whole is None or not whole.slices(p)]
+        shapes = {name: tuple(p.shape) for name, p in named}
+        found = written(optimizer_tensors(optimizer, named), self._replica, comm, shapes)
+        if whole is not None:
+            found |= mine_of(whole.tensors(optimizer, self._named), comm.rank, comm.size)
+        return found
+
+    def _unite(self, replica: ReplicaRunner, named: Named) -> None:
+        """Check that the data ranks hold the same model, and broadcast data rank 0's state. Collective."""
+        comm = self._run_context.comms.replica
+        agree_on_state(comm, replica.parts)
+        broadcast_state(comm, replica.parts)
+
+    def _new_reducer(self) -> Reducer:
+        reducer = self._make_reducer(self._named)
+        return with_sparse_gradients(reducer, self._replica.parts, self._run_context.comms.replica)
+
+    def _culprits(self) -> tuple[str, ...]:
+        return culprits(self._run_context.comms.model, self._named)
+
+    def _across_stages(self, rows: Sequence[Sequence[float]], stop: bool) -> tuple[list[float], bool]:
+        """Sum each row over the ranks of one replica; also return whether any of them asks to stop.
+
+        Collective: an all-reduce over the ranks of one replica (stages × tensor ranks), and in the first call an
+        all-gather of the rows' lengths. Raises MismatchError where the ranks are in different steps.
+        """
+        model = self._run_context.comms.model
+        if model.size > 1:
+            if self._parts is None:
+                mine = torch.tensor([len(rows[0])])
+                self._parts = [int(n) for n in model.all_gather(mine, "parts of the gradient norm")]
+            width = sum(self._parts)
+            whole = torch.zeros(len(rows) * width + 1 + DIGESTS, dtype=torch.float64, device=model.device)
+            start, table = sum(self._parts[: model.rank]), whole[: len(rows) * width].view(len(rows), width)
+            table[:, start : start + len(rows[0])] = torch.tensor(rows, dtype=torch.float64)
+            digest = digests(self._step_context)
+            whole[-1 - DIGESTS :] = torch.tensor([stop, *digest])
+            model.start_all_reduce(whole, "all_reduce of the gradient norm").wait()
+            asked, a, aa, b, bb = whole[len(rows) * width :].tolist()
+            rows = table.tolist()
+            if not digests_agree((a, aa, b, bb), digest, model.size):
+                refuse_mismatch(model, self._step_context)
+            stop = asked > 0
+        return [_sum(row) for row in rows], stop
+
+    def _make_reducer(self, named: Named) -> Reducer:
+        config, run_context, borrowed = self._config, self._run_context, self._replica.not_owned
+        if run_context.reproducible or run_context.gradient_variance:
+            return TreeReducer(named, run_context, borrowed)
+        if config.algorithm != "native" and config.wire == "fp32" and config.bucket_mb is None:
+            shared = attach_shared(named, run_context, borrowed)
+            if shared is not None:
+                return shared
+            if config.algorithm == "shared_memory" and run_context.comms.replica.size > 1:
+                raise UsageError(
+                    "these ranks cannot share memory",
+                    why="they are on several hosts or on GPUs, the processor is not x86-64, or /dev/shm is too small",
+                    remedy="take algorithm=native",
+                )
+        bytes_ = int((config.bucket_mb or _BUCKET_MB) * 2**20)
+        return OverlappedReducer(named, run_context, config.wire, bytes_, borrowed)
+
+    def _all_finite(self) -> bool:
+        """Return whether every gradient element is finite; called where the norm is not.
+
+        False without a look at the elements where a replica lives on several ranks.
+        """
+        if self._run_context.comms.model.size > 1:
+            return False
+        return all(p.grad is None or is_finite(p.grad) for p in self._parameters)
+
+
+def _sum(row: Sequence[float]) -> float:
+    """Return the exactly rounded sum, which does not depend on the order of the stages; infinity on overflow."""
+    try:
+        return math.fsum(row)
+    except OverflowError:
+        return math.inf
+
+
+def culprits(comm: Communicator, named: Named) -> tuple[str, ...]:
+    """Return the names of parameters with a non-finite gradient on any rank of ``comm``, at most three a rank.
+
+    Collective: an all-gather of the names.
+    """
+    found = [name for name, p in named if p.grad is not None and not is_finite(p.grad)]
+    said = comm.all_gather_strings("\n".join(found[:3]), "names of gradients that are not finite")
+    return tuple(dict.fromkeys(name for text in said for name in text.splitlines()))
+
+
+def optimizer_step(
+    optimizer: Optimizer,
+    lr_factor: float | None,
+    grad_norm: float | None = None,
+    whole: WholeTensorsOf | None = None,
+) -> None:
+    """Step the optimizer, with the learning rate of each parameter group set first.
+
+    Args:
+        optimizer: the optimizer, or several as one.
+        lr_factor: factor on each group's initial learning rate; None leaves ``group["lr"]`` as it is.
+        grad_norm: norm of the whole gradient, for optimizers that clip by it (``tutti.optim.LAMB``): their own
+            parameters may belong to one stage only.
+        whole: gatherer of whole tensors for optimizers that need them; the step is collective then.
+
+    Raises:
+        UsageError: the optimizer does not take the sparse gradients that it was given.
+    """
+    for member in members_of(optimizer):
+        if hasattr(member, "grad_norm"):
+            member.grad_norm = grad_norm
+    if lr_factor is not None:
+        for group in optimizer.param_groups:
+            group["lr"] = group.setdefault("initial_lr", group["lr"]) * lr_factor
+    for member in stepping(optimizer):
+        gathered = None if whole is None else whole.of(member)
+        try:
+            if gathered is None:
+                member.step()
+            else:
+                gathered.step(member)
+        except RuntimeError as error:
+            check_sparse_step(member, error)
+            raise

@@ -1,0 +1,241 @@
+"""Gradient buckets: flat vectors over the gradients of several parameters, with a fixed layout.
+
+Stock DDP rebuilds its buckets after the first step, in the order in which gradients arrived; the order of summation
+then depends on history, and a resumed run differs. Here the layout is a function of names and shapes alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from tutti.comm.random_keys import mix
+from tutti.errors import UsageError
+from tutti.torch_compat import foreach_copy_
+from tutti.types import StepContext
+
+METRICS = 6
+DIGESTS, _TOTALS = 4, 3 + METRICS
+FIRST_BYTES = 1 << 20
+
+
+class ReducedSums(NamedTuple):
+    """Numbers summed together with the gradients, over the global batch.
+
+    Attributes:
+        loss: sum of the losses.
+        samples: count that the losses are sums over (samples, tokens).
+        metrics: sums of up to ``METRICS`` metrics.
+        stop: whether any rank asks to stop after the step.
+        used: for each parameter whether any rank had a gradient of it.
+        own: for each parameter Σ ‖G‖²/c over the logical workers, G a worker's gradient without loss scale and c its
+            count; then the number of workers with a count. Empty where the gradient variance is not measured.
+    """
+
+    loss: float
+    samples: float
+    metrics: list[float]
+    stop: bool
+    used: list[bool]
+    own: Sequence[float] = ()
+
+
+def plan_buckets(sizes: Sequence[tuple[int, str]], largest: int, first: int = FIRST_BYTES) -> list[list[int]]:
+    """Group parameters into buckets: last parameter first (backward produces it first), one dtype a bucket.
+
+    Args:
+        sizes: (bytes, dtype) of each parameter, in the model's order.
+        largest: bytes of a bucket; a larger parameter has one to itself.
+        first: bytes of the first bucket, small so that its all-reduce starts early.
+
+    Returns:
+        Indices into ``sizes`` for each bucket.
+
+    >>> plan_buckets([(40, "f"), (40, "f"), (40, "f"), (8, "f")], largest=80, first=16)
+    [[3], [2, 1], [0]]
+    """
+    buckets: list[list[int]] = []
+    filled, dtype = 0, ""
+    for index in reversed(range(len(sizes))):
+        size, kind = sizes[index]
+        limit = first if len(buckets) <= 1 else largest
+        if not buckets or kind != dtype or filled + size > limit:
+            buckets.append([])
+            filled, dtype = 0, kind
+        buckets[-1].append(index)
+        filled += size
+    return buckets
+
+
+class Bucket:
+    """Gradients of several parameters as views of one flat vector, followed by a tail of other numbers.
+
+    Args:
+        parameters: the parameters, in the order of the vector.
+        dtype: of the vector.
+        device: of the vector.
+        tail: numbers behind the gradients; 0 for none.
+        flat: memory of the vector (elements + tail,); None allocates it.
+
+    Attributes:
+        parameters: the parameters, in the order of the vector.
+        flat: (elements + tail,), the tensor that the collective sends.
+        gradients: (elements,), the view of the gradients.
+        tail: (tail,), the view of the other numbers.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        dtype: torch.dtype,
+        device: torch.device,
+        tail: int,
+        flat: Tensor | None = None,
+    ) -> None:
+        self.parameters = list(parameters)
+        elements = sum(p.numel() for p in parameters)
+        self._elements, self._tail = elements, tail
+        self.use(torch.zeros(elements + tail, dtype=dtype, device=device) if flat is None else flat)
+
+    def use(self, flat: Tensor) -> None:
+        """Make all views point into ``flat`` (elements + tail,)."""
+        self.flat = flat
+        self.gradients, self.tail = flat.split([self._elements, self._tail])
+        self._views = []
+        start = 0
+        for parameter in self.parameters:
+            piece = flat[start : start + parameter.numel()]
+            start += parameter.numel()
+            # Same strides as the parameter, as fused optimizers need (channels-last weights).
+            dense = torch.empty_like(parameter, device="meta").stride() == parameter.stride()
+            self._views.append(
+                piece.as_strided(parameter.shape, parameter.stride()) if dense else piece.view_as(parameter)
+            )
+
+    def pack(self) -> list[bool]:
+        """Copy every ``.grad`` into the vector, zeros for None. Return for each parameter whether it had a gradient.
+
+        Raises UsageError for a sparse gradient.
+        """
+        used = [p.grad is not None for p in self.parameters]
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        _check_dense(gradients)
+        if len(gradients) == len(used):
+            if gradients:
+                foreach_copy_(self._views, gradients)
+        else:
+            for view, parameter in zip(self._views, self.parameters, strict=True):
+                if parameter.grad is None:
+                    view.zero_()
+                else:
+                    view.copy_(parameter.grad)
+        return used
+
+    def expose(self, used: Sequence[bool]) -> None:
+        """Set every ``.grad`` to its view, or to None where ``used`` is false, as on one device."""
+        for view, parameter, flag in zip(self._views, self.parameters, used, strict=True):
+            parameter.grad = view if flag else None
+
+
+class Tail:
+    """Layout of the tail of the last bucket: digests of the step, loss sums, stop flag, and a flag a parameter.
+
+    A digest d is sent as d and d²: the sums over n contributions show whether all n were equal, since
+    n · Σd² = (Σd)² only then (Cauchy-Schwarz).
+
+    Args:
+        flags: number of parameters.
+        layout_key: hash of the parameters' names, shapes and dtypes.
+
+    Attributes:
+        size: numbers in the tail.
+    """
+
+    def __init__(self, flags: int, layout_key: int) -> None:
+        self.size = DIGESTS + _TOTALS + flags
+        self._key = layout_key
+
+    def fill(self, tail: Tensor, step_context: StepContext, lanes: Tensor | None, used: Sequence[bool]) -> None:
+        """Write one rank's or logical worker's contribution.
+
+        Args:
+            tail: (size,), written in place.
+            step_context: the step under way.
+            lanes: ``LossSums.sums``; None for no samples.
+            used: for each parameter whether it had a gradient.
+        """
+        tail[:DIGESTS].copy_(torch.tensor(digests(step_context, self._key), dtype=tail.dtype))
+        totals = tail[DIGESTS : DIGESTS + _TOTALS]
+        totals.zero_()
+        if lanes is not None:
+            totals[: len(lanes)].copy_(lanes)
+        if step_context.stop:
+            totals[-1] = 1
+        flags = tail[DIGESTS + _TOTALS :]
+        if all(used):
+            flags.fill_(1)
+        else:
+            flags.copy_(torch.tensor(used, dtype=tail.dtype))
+
+    def read(self, tail: Sequence[float]) -> ReducedSums:
+        """Return the sums in a reduced tail."""
+        return read_sums(tail[DIGESTS:])
+
+    def same(self, tail: Sequence[float], step_context: StepContext, contributions: int) -> bool:
+        """Return whether all contributions came from the same step and layout.
+
+        Args:
+            tail: reduced tail.
+            step_context: the step under way on this rank.
+            contributions: number of summed tails.
+        """
+        return digests_agree(tail, digests(step_context, self._key), contributions)
+
+
+def digests(step_context: StepContext, key: int = 0) -> list[int]:
+    """Return the digests of a step: a of step and call, b of layout ``key`` and batch size, as [a, a², b, b²]."""
+    a, b = (step_context.global_step + 83 * step_context.call) % 251, mix(key, step_context.samples) % 251
+    return [a, a * a, b, b * b]
+
+
+def digests_agree(sums: Sequence[float], expected: Sequence[int], contributions: int) -> bool:
+    """Return whether summed digests are those of equal contributions.
+
+    Args:
+        sums: summed ``digests``, perhaps with other numbers behind them.
+        expected: this rank's own ``digests``.
+        contributions: number of summed digests.
+    """
+    pairs = zip(sums, expected, strict=False)
+    return all(abs(got - contributions * want) <= 1e-6 * contributions * max(want, 1) for got, want in pairs)
+
+
+def values_of(gradient: Tensor) -> Tensor:
+    """Return the elements of a gradient: the tensor itself, or the coalesced values of a sparse gradient."""
+    return gradient.coalesce().values() if gradient.is_sparse else gradient
+
+
+def is_finite(gradient: Tensor) -> bool:
+    """Return whether all elements of a dense or sparse gradient are finite."""
+    return bool(torch.isfinite(values_of(gradient)).all())
+
+
+def _check_dense(gradients: Sequence[Tensor]) -> None:
+    """Raise UsageError for a sparse gradient of a parameter that the bucket layout took for dense."""
+    for gradient in gradients:
+        if gradient.is_sparse:
+            raise UsageError(
+                f"a parameter of shape {tuple(gradient.shape)} has a sparse gradient, and its module does not say so",
+                why="ranks must know before the first step which gradients may be sparse",
+                remedy="give the module that owns it an attribute sparse = True, as nn.Embedding(sparse=True) has; or "
+                "leave sparse=True out of the call",
+            )
+
+
+def read_sums(numbers: Sequence[float]) -> ReducedSums:
+    """Parse ``[loss, samples, *metrics, stop, *flags]``."""
+    loss, samples, *metrics = numbers[: _TOTALS - 1]
+    return ReducedSums(loss, samples, metrics, numbers[_TOTALS - 1] > 0, [flag > 0 for flag in numbers[_TOTALS:]])

@@ -1,0 +1,134 @@
+"""Parse the result of a loss function into objective, start gradient and loss sums."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tutti.comm.random_keys import mix, name_key
+from tutti.errors import UsageError
+from tutti.types import LossSums, MicroBatch
+
+_NOISE = name_key("gradient noise")
+_MASK = (1 << 63) - 1
+
+
+def read_loss(outcome: Any, micro_batch: MicroBatch) -> tuple[Tensor, Tensor, LossSums]:
+    """Return the tensor to call ``backward`` on, the gradient to start it with, and the loss sums.
+
+    Where the micro-batch has noise σ, each sample's loss counts z ~ N(1, σ²) times in the gradient, and once in the
+    loss sums (Hoffer et al. 2017, arXiv 1705.08741, §4). The weights z follow from the micro-batch's key.
+
+    Args:
+        outcome: a scalar (mean over the micro-batch's samples), ``(sum, count)`` or ``(sum, count, metric_sums)``; in
+            place of the mean or the sum perhaps one loss a sample (samples,).
+        micro_batch: the micro-batch that the loss was computed on.
+
+    Returns:
+        objective () or (samples,); start gradient of the same shape, scaled so that the gradients of all micro-batches
+        add up to the mean; ``LossSums`` with ``sums`` (2 + metrics,) in float32, or float64 where the loss is. Start
+        gradient and loss sums of a dummy micro-batch are zero.
+
+    Raises:
+        UsageError: the loss function returned something else, or no loss a sample where the micro-batch has noise.
+    """
+    if isinstance(outcome, Tensor) and not _by_sample(outcome, micro_batch):
+        objective = _scalar(outcome, micro_batch)
+        lanes = torch.addcmul(
+            *_mean_lanes(micro_batch.samples, _wide(objective), objective.device),
+            objective.detach().to(_wide(objective)),
+        )
+        return objective, _start(micro_batch.share, objective), _totals(lanes, (), micro_batch)
+    if isinstance(outcome, Tensor):
+        outcome = outcome, micro_batch.samples
+    if isinstance(outcome, tuple | list) and len(outcome) in (2, 3):
+        losses = outcome[0]
+        objective = losses if _by_sample(losses, micro_batch) else _scalar(losses, micro_batch)
+        sums = outcome[2] if len(outcome) == 3 else {}
+        dtype = _wide(objective)
+        total = objective.detach().sum() if objective.dim() else objective.detach()
+        values = [total, *(torch.as_tensor(v).detach() for v in (outcome[1], *sums.values()))]
+        lanes = torch.stack([v.to(objective.device, dtype) for v in values])
+        start = _noisy(micro_batch, objective) if micro_batch.noise else _start(micro_batch.weight, objective)
+        if micro_batch.whole:
+            start = start / _divisor(outcome[1], start)
+        return objective, start, _totals(lanes, tuple(sums), micro_batch)
+    raise UsageError(
+        f"the loss function returned {type(outcome).__name__}",
+        remedy="return a scalar (mean over the batch), (sum, count) or (sum, count, {name: sum})",
+    )
+
+
+def check_trains(objective: Tensor) -> None:
+    """Raise UsageError where the objective requires no gradient."""
+    if not objective.requires_grad:
+        raise UsageError(
+            "the loss does not depend on any trained parameter",
+            why=f"it is a tensor of {str(objective.dtype).removeprefix('torch.')} that autograd has not recorded",
+            remedy="compute it from the model's result without detach(), item(), argmax() or torch.no_grad()",
+        )
+
+
+def _start(factor: float, objective: Tensor) -> Tensor:
+    return _filled(factor, objective.shape, objective.dtype, objective.device)
+
+
+def _divisor(count: Any, start: Tensor) -> Any:
+    """Return the count of a loss as the divisor of its sum; 1 for a count of 0."""
+    if not isinstance(count, Tensor):
+        return count or 1
+    return torch.where(count > 0, count.detach(), 1).to(start.device, start.dtype).reshape(())
+
+
+def _totals(lanes: Tensor, names: tuple[str, ...], micro_batch: MicroBatch) -> LossSums:
+    return LossSums(lanes if micro_batch.samples else torch.zeros_like(lanes), names, micro_batch.samples)
+
+
+@lru_cache(maxsize=256)
+def _filled(factor: float, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a tensor filled with ``factor``, cached because most steps use the same one."""
+    return torch.full(shape, factor, dtype=dtype, device=device)
+
+
+def _noisy(micro_batch: MicroBatch, objective: Tensor) -> Tensor:
+    """Return the micro-batch's weight times z of each sample, drawn on the CPU for equal numbers on every device."""
+    generator = torch.Generator().manual_seed(mix(micro_batch.key, _NOISE) & _MASK)
+    draws = torch.randn(micro_batch.samples, generator=generator, dtype=torch.float64)
+    return draws.mul_(micro_batch.noise).add_(1.0).mul_(micro_batch.weight).to(objective.device, objective.dtype)
+
+
+@lru_cache(maxsize=256)
+def _mean_lanes(samples: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return a = (0, n) and b = (n, 0): ``LossSums.sums`` of a mean loss are a + b · loss."""
+    return (
+        torch.tensor([0, samples], dtype=dtype, device=device),
+        torch.tensor([samples, 0], dtype=dtype, device=device),
+    )
+
+
+def _wide(objective: Tensor) -> torch.dtype:
+    return torch.float64 if objective.dtype == torch.float64 else torch.float32
+
+
+def _by_sample(losses: Any, micro_batch: MicroBatch) -> bool:
+    return isinstance(losses, Tensor) and losses.dim() == 1 and len(losses) == (micro_batch.samples or len(losses))
+
+
+def _scalar(objective: Any, micro_batch: MicroBatch) -> Tensor:
+    if not isinstance(objective, Tensor) or objective.numel() != 1:
+        shape = tuple(objective.shape) if isinstance(objective, Tensor) else type(objective).__name__
+        raise UsageError(
+            f"the loss is not a scalar but {shape}",
+            remedy=f"reduce it by mean or sum, or return one number for each of the {micro_batch.samples} samples",
+        )
+    if objective.is_complex():
+        raise UsageError("the loss is a complex number", remedy="return a real one: loss.real, or loss.abs()")
+    if micro_batch.noise:
+        raise UsageError(
+            "gradient noise needs the loss of each sample, and the loss function returned one number for all",
+            remedy="return a 1-d tensor of one loss a sample, alone or in place of the sum; or leave the noise out",
+        )
+    return objective.reshape(()) if objective.dim() else objective

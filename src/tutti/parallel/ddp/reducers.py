@@ -1,0 +1,315 @@
+"""Reducers sum gradients over all logical workers: overlapped with backward, or in a fixed summation tree."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from tutti.comm.communicator import Communicator, Pending
+from tutti.comm.random_keys import mix, name_key
+from tutti.comm.tree_sum import TreeSum
+from tutti.errors import MismatchError
+from tutti.parallel.ddp.buckets import Bucket, ReducedSums, Tail, plan_buckets, values_of
+from tutti.torch_compat import foreach_mul_, foreach_norm
+from tutti.types import RunContext, StepContext
+
+Named = Sequence[tuple[str, nn.Parameter]]
+_WIRE = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Reducer(Protocol):
+    """Sums gradients and loss sums over all logical workers; afterwards every parameter's ``.grad`` holds the sum.
+
+    ``lanes`` are the tensor ``LossSums.sums``.
+    """
+
+    @property
+    def listens(self) -> bool:
+        """Whether the reducer needs ``gradient_ready`` as an autograd hook on every parameter."""
+
+    def prepare_for_backward(self, step_context: StepContext, lanes: Tensor | None) -> None:
+        """Announce this rank's last backward of the step; ``lanes``: its loss sums, None if not known yet."""
+
+    def gradient_ready(self, parameter: Tensor) -> None:
+        """Note that a parameter's gradient is complete; called by autograd."""
+
+    def collect(self, step_context: StepContext, worker: int, lanes: Tensor | None) -> None:
+        """Take a logical worker's gradients after its last backward.
+
+        Args:
+            step_context: the step under way.
+            worker: number of the worker; workers come in increasing order.
+            lanes: its loss sums, None if it had no samples.
+        """
+
+    def finish(self, step_context: StepContext, lanes: Tensor | None) -> ReducedSums:
+        """Complete the sums; ``lanes``: this rank's loss sums over its workers. Collective.
+
+        Raises:
+            MismatchError: ranks are in different steps or hold different parameters.
+        """
+
+    def squares(self) -> list[float]:
+        """Return sums of squares of the summed gradients, as a list of fixed length; borrowed parameters count 0."""
+
+    def scale(self, factor: float) -> None:
+        """Multiply all summed gradients in place."""
+
+
+class OverlappedReducer:
+    """Start one all-reduce a bucket as soon as backward has filled it, in the same order on every rank.
+
+    One data rank sends nothing and leaves every ``.grad`` where autograd put it.
+
+    Args:
+        parameters: named parameters; those with ``requires_grad`` are reduced.
+        run_context: of the run.
+        wire: number format of the messages: ``fp32``, ``bf16`` or ``fp16``.
+        bucket_bytes: largest size of a bucket.
+        borrowed: names of parameters that another rank of the replica counts in the norm.
+    """
+
+    def __init__(
+        self, parameters: Named, run_context: RunContext, wire: str, bucket_bytes: int, borrowed: Collection[str] = ()
+    ) -> None:
+        self._comm = run_context.comms.replica
+        trainable = [(name, p) for name, p in parameters if p.requires_grad]
+        self._lent = {p for name, p in trainable if name in borrowed}
+        self._order = [p for _, p in trainable]
+        self._tail = Tail(len(trainable), layout_key(trainable))
+        self._buckets: list[Bucket] = []
+        self._wires: list[Tensor | None] = []
+        if self._comm.size > 1:
+            self._lay_out(trainable, wire, bucket_bytes)
+        self._of = {p: i for i, bucket in enumerate(self._buckets) for p in bucket.parameters}
+        self._sizes = [len(bucket.parameters) for bucket in self._buckets]
+        self._armed = False
+        self._missing: list[int] = []
+        self._under_way: list[Pending] = []
+        self._used: list[bool] = []
+        self._lanes: Tensor | None = None
+        self._step_context = StepContext(0, 0)
+
+    @property
+    def listens(self) -> bool:
+        return self._comm.size > 1
+
+    def _lay_out(self, trainable: Named, wire: str, bucket_bytes: int) -> None:
+        sizes = [(p.nbytes, str(p.dtype)) for _, p in trainable]
+        groups = plan_buckets(sizes, bucket_bytes)
+        # The used flags are in the order of the buckets, so that the flags of one bucket are contiguous.
+        self._order = [trainable[i][1] for group in groups for i in group]
+        device = self._comm.device
+        for n, group in enumerate(groups):
+            members = [trainable[i][1] for i in group]
+            rides = n == len(groups) - 1 and wire == "fp32" and members[0].dtype in (torch.float32, torch.float64)
+            self._buckets.append(Bucket(members, members[0].dtype, device, self._tail.size if rides else 0))
+            narrow = _WIRE.get(wire)
+            self._wires.append(None if narrow is None else torch.empty_like(self._buckets[-1].flat, dtype=narrow))
+        if not self._buckets or self._buckets[-1].tail.numel() == 0:
+            self._buckets.append(Bucket([], torch.float64, device, self._tail.size))
+            self._wires.append(None)
+
+    def prepare_for_backward(self, step_context: StepContext, lanes: Tensor | None) -> None:
+        self._armed = self._comm.size > 1
+        self._missing = list(self._sizes)
+        self._lanes, self._step_context = lanes, step_context
+
+    def gradient_ready(self, parameter: Tensor) -> None:
+        if not self._armed:
+            return
+        missing = self._missing
+        missing[self._of[parameter]] -= 1  # type: ignore[index]
+        launched = len(self._under_way)
+        # The last bucket carries the loss sums, which only the last stage knows before backward.
+        last = len(missing) - (self._lanes is None)
+        while launched < last and missing[launched] == 0:
+            self._launch()
+            launched += 1
+
+    def _launch(self) -> None:
+        """Start the next bucket's all-reduce."""
+        index = len(self._under_way)
+        bucket, wire = self._buckets[index], self._wires[index]
+        self._used += bucket.pack()
+        if bucket.tail.numel():
+            self._tail.fill(bucket.tail, self._step_context, self._lanes, self._used)
+        if wire is not None:
+            wire.copy_(bucket.flat)
+        text = f"all_reduce of gradient bucket {index} in step {self._step_context.global_step + 1}"
+        self._under_way.append(self._comm.start_all_reduce(bucket.flat if wire is None else wire, text))
+
+    def collect(self, step_context: StepContext, worker: int, lanes: Tensor | None) -> None:
+        """Do nothing: autograd accumulates the gradients of a rank's workers in ``.grad``."""
+
+    def finish(self, step_context: StepContext, lanes: Tensor | None) -> ReducedSums:
+        self._armed = False
+        if self._comm.size == 1:
+            totals = [0.0, 0.0] if lanes is None else lanes.tolist()
+            return ReducedSums(
+                totals[0], totals[1], totals[2:], step_context.stop, [p.grad is not None for p in self._order]
+            )
+        self._step_context, self._lanes = step_context, lanes
+        while len(self._under_way) < len(self._buckets):
+            self._launch()
+        for pending, bucket, wire in zip(self._under_way, self._buckets, self._wires, strict=True):
+            pending.wait()
+            if wire is not None:
+                bucket.flat.copy_(wire)
+        self._under_way, self._used = [], []
+        tail = self._buckets[-1].tail.tolist()
+        if not self._tail.same(tail, step_context, self._comm.size):
+            refuse_mismatch(self._comm, step_context)
+        sums = self._tail.read(tail)
+        expose(self._buckets, sums.used)
+        return sums
+
+    def squares(self) -> list[float]:
+        if self._comm.size > 1 and not self._lent:
+            return [sum(squares_of([bucket.gradients for bucket in self._buckets]))]
+        return [sum(squares_of([p.grad for p in self._order if p.grad is not None and p not in self._lent]))]
+
+    def scale(self, factor: float) -> None:
+        scale_all([p.grad for p in self._order if p.grad is not None], factor)
+
+
+class TreeReducer:
+    """Sums each logical worker's gradient in one fixed tree: the same bits for any number of data ranks.
+
+    Args:
+        parameters: named parameters; those with ``requires_grad`` are reduced.
+        run_context: of the run.
+        borrowed: names of parameters that another rank of the replica counts in the norm.
+    """
+
+    listens = False
+
+    def __init__(self, parameters: Named, run_context: RunContext, borrowed: Collection[str] = ()) -> None:
+        self._comm, self._workers = run_context.comms.replica, run_context.workers
+        trainable = [(name, p) for name, p in parameters if p.requires_grad]
+        self._lent = {p for name, p in trainable if name in borrowed}
+        self._order = [p for _, p in trainable]
+        self._tail = Tail(len(trainable), layout_key(trainable))
+        self._measured = len(trainable) + 1 if run_context.gradient_variance else 0
+        wide = (torch.float32, torch.float64)
+        dtypes = sorted({p.dtype for _, p in trainable}, key=lambda d: (d in wide, str(d)))
+        if not dtypes or dtypes[-1] not in wide:
+            dtypes.append(torch.float64)
+        self._buckets = [
+            Bucket(
+                [p for _, p in trainable if p.dtype == dtype],
+                dtype,
+                self._comm.device,
+                self._tail.size + self._measured if dtype is dtypes[-1] else 0,
+            )
+            for dtype in dtypes
+        ]
+        self._sums = [TreeSum(self._comm, self._workers, bucket.flat.numel()) for bucket in self._buckets]
+
+    def prepare_for_backward(self, step_context: StepContext, lanes: Tensor | None) -> None:
+        """Do nothing: ``collect`` takes the gradients."""
+
+    def gradient_ready(self, parameter: Tensor) -> None:
+        """Do nothing: ``collect`` takes the gradients."""
+
+    def collect(self, step_context: StepContext, worker: int, lanes: Tensor | None) -> None:
+        used: list[bool] = []
+        size, own = self._tail.size, own_part(self.squares(), step_context, lanes) if self._measured else None
+        for bucket, total in zip(self._buckets, self._sums, strict=True):
+            bucket.use(torch.empty_like(bucket.flat))
+            used += bucket.pack()
+            if bucket.tail.numel():
+                self._tail.fill(bucket.tail[:size], step_context, lanes, used)
+                if own is not None:
+                    bucket.tail[size:].copy_(own)
+            total.add(worker, bucket.flat)
+            for parameter in bucket.parameters:
+                parameter.grad = None
+
+    def finish(self, step_context: StepContext, lanes: Tensor | None) -> ReducedSums:
+        for bucket, total in zip(self._buckets, self._sums, strict=True):
+            bucket.use(total.total())
+        tail = self._buckets[-1].tail.tolist()
+        if not self._tail.same(tail, step_context, self._workers):
+            refuse_mismatch(self._comm, step_context)
+        sums = self._tail.read(tail[: self._tail.size])._replace(own=tail[self._tail.size :])
+        expose(self._buckets, sums.used)
+        return sums
+
+    def squares(self) -> list[float]:
+        """Return one sum a parameter in the model's order, so that their sum does not depend on the stage partition."""
+        return squares_by(self._order, self._lent)
+
+    def scale(self, factor: float) -> None:
+        scale_all([bucket.gradients for bucket in self._buckets], factor)
+
+
+def expose(buckets: Sequence[Bucket], used: Sequence[bool]) -> None:
+    """Set every parameter's ``.grad`` to its view of the bucket, None where ``used`` (in bucket order) is false."""
+    start = 0
+    for bucket in buckets:
+        bucket.expose(used[start : start + len(bucket.parameters)])
+        start += len(bucket.parameters)
+
+
+def squares_of(tensors: Sequence[Tensor]) -> list[float]:
+    """Return the sum of squares of each tensor, computed in float32 or wider, with one host sync for all of them."""
+    if not tensors:
+        return []
+    tensors = [values_of(t) for t in tensors]
+    norms = foreach_norm([t.float() if t.dtype in (torch.float16, torch.bfloat16) else t for t in tensors])
+    same = len({n.dtype for n in norms}) == 1
+    return torch.stack(norms if same else [n.double() for n in norms]).double().square_().tolist()
+
+
+def squares_by(parameters: Sequence[nn.Parameter], without: Collection[nn.Parameter] = ()) -> list[float]:
+    """Return the sum of squares of each parameter's gradient, 0 for no gradient and for parameters in ``without``."""
+    gradients = [None if p in without else p.grad for p in parameters]
+    found = iter(squares_of([g for g in gradients if g is not None]))
+    return [0.0 if g is None else next(found) for g in gradients]
+
+
+def own_part(squares: Sequence[float], step_context: StepContext, lanes: Tensor | None) -> Tensor:
+    """Return one logical worker's addend of ``ReducedSums.own``, shape (parameters + 1,), float64.
+
+    Args:
+        squares: sums of squares of the worker's gradients, by parameter.
+        step_context: the step under way, with the loss scale.
+        lanes: the worker's loss sums, None if it had no samples.
+    """
+    count = 0.0 if lanes is None else float(lanes[1])
+    if not count > 0:
+        return torch.zeros(len(squares) + 1, dtype=torch.float64)
+    below = count * step_context.loss_scale**2
+    return torch.tensor([*(square / below for square in squares), 1.0], dtype=torch.float64)
+
+
+def scale_all(tensors: Sequence[Tensor], factor: float) -> None:
+    """Multiply all tensors in place."""
+    if tensors:
+        foreach_mul_(list(tensors), factor)
+
+
+def refuse_mismatch(comm: Communicator, step_context: StepContext) -> None:
+    """Raise MismatchError for ranks in different steps, naming both sides, before any update. Collective."""
+    lines = [f"step {step_context.global_step + 1}", f"a global batch of {step_context.samples} samples"]
+    comm.agree(lines, "the step under way", "run the same number of steps with the same batches on every rank")
+    raise MismatchError(
+        "the gradients' digest is wrong although all ranks are in the same step",
+        where=f"step {step_context.global_step + 1}",
+        why="a model changed after tutti.prepare, or memory or the network is faulty",
+        remedy="do not change parameters' shapes or trainability after tutti.prepare",
+    )
+
+
+def layout_key(trainable: Named) -> int:
+    """Return a hash of all names, shapes and dtypes, in order."""
+    return layout_key_of([(name, p.shape, p.dtype) for name, p in trainable])
+
+
+def layout_key_of(tensors: Sequence[tuple[str, Sequence[int], torch.dtype]]) -> int:
+    """Return ``layout_key`` of (name, shape, dtype) triples, for tensors that are sharded."""
+    return mix(len(tensors), *(name_key(f"{name}{list(shape)}{dtype}") for name, shape, dtype in tensors))

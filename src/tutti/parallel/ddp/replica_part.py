@@ -1,0 +1,124 @@
+"""Base class of replica runners: a replica's modules on this rank, their RNG streams, batch norm and gradient hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tutti.nn.ac_and_compile import apply_ac_and_compile, restore_forwards
+from tutti.nn.init_on_disk import load_spilled
+from tutti.nn.rng_streams import RngStreams, keyed_modules
+from tutti.nn.swap import BufferRef, buffers, other_names, parameters, swapped, training_mode
+from tutti.nn.sync import SyncBatchNorm, peers_of
+from tutti.types import GradientReadyHook, MicroBatch, RunContext, ShardSpec
+
+
+class ReplicaPart:
+    """The modules of one replica that live on this rank, moved to its device, with unsplit tensors.
+
+    Attributes:
+        parts: the modules.
+        specs: global shape, offset and tied names of each parameter and persistent buffer, by its name in the plain
+            model.
+        not_owned: names of tensors that another rank of this replica saves and counts in norms.
+        sharded: this rank's rows of parameters that FSDP2 shards, by name.
+        swap_values: context manager that puts other values into parameters and buffers.
+        unify_flags: copies ``requires_grad``, as the script has set it on one of a parameter's objects, to all of them.
+        draws: the RNG streams of these modules.
+        peers: state shared by the ``SyncBatchNorm`` modules; None without such modules or on a single device.
+        summary: entries for the run's header about this replica's layout.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        run_context: RunContext,
+        *,
+        others: Sequence[nn.Module] = (),
+        plain: nn.Module | None = None,
+    ) -> None:
+        """Move the modules to the device, and apply activation checkpointing and ``torch.compile`` to them.
+
+        Args:
+            module: the first part.
+            run_context: of the run.
+            others: further parts.
+            plain: the whole model, where the parts are not all of it.
+        """
+        device = run_context.comms.world.device
+        restore_forwards(module)
+        self.parts: Sequence[nn.Module] = (module, *others)
+        for part in self.parts:
+            _move(part, device, parameters=not run_context.rows)
+        load_spilled(self.parts, trained=not run_context.rows)
+        tied = other_names(self.parts if plain is None else [plain])
+        state = {name: p.data for name, p in parameters(self.parts)}
+        state |= {slot.name: slot.get() for slot in buffers(self.parts)}
+        self.specs: Mapping[str, ShardSpec] = {
+            name: ShardSpec(tuple(tensor.shape), (0,) * tensor.dim(), tied.get(name, ()))
+            for name, tensor in state.items()
+        }
+        self.not_owned: Collection[str] = ()
+        self.sharded: Mapping[str, Tensor] = {}
+        self.swap_values: Callable[[Mapping[str, Tensor]], AbstractContextManager[None]]
+        self.swap_values = lambda values: swapped(self.parts, values)
+        self.unify_flags: Callable[[], None] = lambda: None
+        here = {inner for part in self.parts for inner in part.modules()}
+        chosen = {name: inner for name, inner in keyed_modules(plain or module).items() if inner in here}
+        self.draws = RngStreams(module, device, run_context.draws, chosen)
+        self.peers = next((found for part in self.parts if (found := peers_of(part)) is not None), None)
+        self.summary: Mapping[str, str] = {}
+        self._kept: list[tuple[BufferRef, Tensor]] = []
+        self._connected: list[Any] = []
+        for part in self.parts:
+            apply_ac_and_compile(part, self.draws, run_context)
+
+    def enter(self, micro_batch: MicroBatch, before: Mapping[str, int] | None = None) -> None:
+        """Enter a micro-batch's RNG stream; of a dummy micro-batch also keep a copy of the buffers for ``forget``.
+
+        ``before``: number of earlier calls of each module in this micro-batch, by other parts.
+        """
+        self.draws.enter(micro_batch.key, before)
+        if self.peers is not None:
+            self.peers.counts = micro_batch.samples > 0
+        if not micro_batch.samples:
+            own = [slot for slot in buffers(self.parts) if not isinstance(slot.owner, SyncBatchNorm)]
+            self._kept = [(slot, slot.get().clone()) for slot in own]
+
+    def forget(self) -> None:
+        """Undo a dummy micro-batch: restore all buffers except those of ``SyncBatchNorm``, and clear gradients."""
+        for slot, tensor in self._kept:
+            slot.put(tensor)
+        # With FSDP2 ``.grad`` also holds the gradients of other micro-batches, and a dummy micro-batch adds zero.
+        if not self.sharded:
+            for _, parameter in parameters(self.parts):
+                parameter.grad = None
+
+    def connect(self, sink: GradientReadyHook) -> None:
+        """Register ``sink`` as the gradient-ready hook of all trainable parameters, in place of an earlier one."""
+        for handle in self._connected:
+            handle.remove()
+        trained = [parameter for _, parameter in parameters(self.parts) if parameter.requires_grad]
+        self._connected = [parameter.register_post_accumulate_grad_hook(sink.gradient_ready) for parameter in trained]
+
+    def replaced(self, by: Mapping[nn.Parameter, nn.Parameter]) -> None:
+        """Do nothing: this class keeps no references to parameters."""
+
+    @contextmanager
+    def evaluating(self, values: Mapping[str, Tensor]) -> Iterator[None]:
+        """Return a context in which the modules hold ``values`` and are in eval mode without autograd."""
+        with torch.no_grad(), training_mode(self.parts, training=False), self.swap_values(values):
+            yield
+
+
+def _move(part: nn.Module, device: torch.device, parameters: bool) -> None:
+    """Move all buffers of a module to the device, and its parameters where ``parameters`` is true."""
+    if parameters:
+        part.to(device)
+        return
+    for slot in buffers([part], persistent=False):
+        slot.put(slot.get().to(device))

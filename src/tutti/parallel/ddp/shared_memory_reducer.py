@@ -1,0 +1,226 @@
+"""All-reduce of gradients in memory that all ranks of a node share: no messages, no copies but the sum itself.
+
+Each rank packs its gradients into its slot of the segment. After a barrier each rank sums one slice of all slots and
+writes the sum into every slot; after a second barrier every slot holds the whole sum. Two barriers a step, 2·n numbers
+moved a rank. Ranks compare digests of their steps before the sum.
+
+Where every tensor has an owner, as in ``central_storage``, only the owner sums it, in the first slot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import torch
+from torch import Tensor
+
+from tutti.comm.partition import even_share
+from tutti.comm.random_keys import mix
+from tutti.comm.shared_memory import SharedMemorySegment, attach
+from tutti.parallel.ddp.buckets import METRICS, Bucket, ReducedSums, plan_buckets, read_sums
+from tutti.parallel.ddp.reducers import Named, layout_key, refuse_mismatch, scale_all
+from tutti.types import RunContext, StepContext
+
+_CHUNK_BYTES = 256 << 10
+_ALIGN = 64
+_DIGEST, _SQUARE, _TOTALS = 0, 1, 2
+_STOP = _TOTALS + 2 + METRICS
+_FLAGS = _STOP + 1
+
+
+class SharedReducer:
+    """The reducer of data ranks on the CPU of one node.
+
+    Slot of a rank: a header of 64-bit numbers (digest, sum of squares of its slice, loss sums, stop flag, a used flag a
+    parameter), then the buckets.
+
+    Args:
+        parameters: named parameters; those with ``requires_grad`` are reduced.
+        run_context: of the run.
+        segment: shared memory with a slot for each rank.
+        borrowed: names of parameters that another rank of the replica counts in the norm.
+        owners: for each trainable parameter the only rank that receives its gradient; None: all ranks receive all.
+    """
+
+    listens = True
+
+    def __init__(
+        self,
+        parameters: Named,
+        run_context: RunContext,
+        segment: SharedMemorySegment,
+        borrowed: Collection[str] = (),
+        owners: Sequence[int] | None = None,
+    ) -> None:
+        self._comm, self._segment, self._owned = run_context.comms.replica, segment, owners is not None
+        trainable = [(name, p) for name, p in parameters if p.requires_grad]
+        groups = _groups(trainable, borrowed, owners)
+        self._order = [trainable[i][1] for group in groups for i in group]
+        self._key = layout_key(trainable)
+        self._header = _header_bytes(len(trainable))
+        self._buckets: list[Bucket] = []
+        self._chunks: list[tuple[bool, list[Tensor]]] = []
+        self._summed: list[tuple[Bucket, slice]] = []
+        start, first = self._header, 0
+        for group in groups:
+            members = [trainable[i][1] for i in group]
+            elements, dtype = sum(p.numel() for p in members), members[0].dtype
+            bytes_ = elements * dtype.itemsize
+            flats = [segment.slot(r)[start : start + bytes_].view(dtype) for r in range(self._comm.size)]
+            start += -(-bytes_ // _ALIGN) * _ALIGN
+            bucket = Bucket(members, dtype, self._comm.device, tail=0, flat=flats[self._comm.rank])
+            self._buckets.append(bucket)
+            counted = trainable[group[0]][0] not in borrowed
+            flags, first = slice(first, first + len(members)), first + len(members)
+            if owners is None:
+                self._chunks += [(counted, chunk) for chunk in _chunks_of(flats, self._comm.size, self._comm.rank)]
+                self._summed.append((bucket, flags))
+            elif owners[group[0]] == self._comm.rank:
+                self._chunks += [(counted, chunk) for chunk in _chunks_of(flats, 1, 0)]
+                self._summed.append((Bucket(members, dtype, self._comm.device, tail=0, flat=flats[0]), flags))
+        headers = [segment.slot(r)[: self._header].view(torch.float64).numpy() for r in range(self._comm.size)]
+        self._headers, self._mine = headers, headers[self._comm.rank]
+        self._digests = [header.view("int64") for header in headers]
+        self._of = {p: i for i, bucket in enumerate(self._buckets) for p in bucket.parameters}
+        self._sizes = [len(bucket.parameters) for bucket in self._buckets]
+        self._missing: list[int] = []
+        self._packed: list[list[bool] | None] = []
+        self._armed = False
+        self._square = 0.0
+
+    def prepare_for_backward(self, step_context: StepContext, lanes: Tensor | None) -> None:
+        self._armed = True
+        self._missing = list(self._sizes)
+        self._packed = [None] * len(self._buckets)
+
+    def gradient_ready(self, parameter: Tensor) -> None:
+        """Pack a bucket as soon as all its gradients are complete, while they are still in the CPU cache."""
+        if self._armed:
+            index = self._of[parameter]  # type: ignore[index]
+            self._missing[index] -= 1
+            if not self._missing[index]:
+                self._packed[index] = self._pack(self._buckets[index])
+
+    def collect(self, step_context: StepContext, worker: int, lanes: Tensor | None) -> None:
+        """Do nothing: autograd accumulates the gradients of a rank's workers in ``.grad``."""
+
+    def finish(self, step_context: StepContext, lanes: Tensor | None) -> ReducedSums:
+        packed = self._packed if self._armed else [None] * len(self._buckets)
+        self._armed = False
+        used: list[bool] = []
+        for bucket, flags in zip(self._buckets, packed, strict=True):
+            used += self._pack(bucket) if flags is None else flags
+        self._write_header(step_context, lanes, used)
+        self._segment.barrier(f"sum of gradients in step {step_context.global_step + 1}")
+        digest = self._digests[self._comm.rank][_DIGEST]
+        if any(other[_DIGEST] != digest for other in self._digests):
+            refuse_mismatch(self._comm, step_context)
+        numbers = self._headers[0][_TOTALS:].copy()
+        for header in self._headers[1:]:
+            numbers += header[_TOTALS:]
+        sums = read_sums(numbers[: _FLAGS - _TOTALS + len(self._order)].tolist())
+        self._add()
+        self._segment.barrier(f"sum of gradients in step {step_context.global_step + 1}, second half")
+        self._square = float(sum(header[_SQUARE] for header in self._headers))
+        for bucket, place in self._summed:
+            bucket.expose(sums.used[place])
+        return sums
+
+    def _pack(self, bucket: Bucket) -> list[bool]:
+        """Copy a bucket's gradients into this rank's slot, and clear ``.grad`` where only the owner receives the sum.
+
+        Returns for each parameter whether it had a gradient.
+        """
+        used = bucket.pack()
+        if self._owned:
+            for parameter in bucket.parameters:
+                parameter.grad = None
+        return used
+
+    def _write_header(self, step_context: StepContext, lanes: Tensor | None, used: Sequence[bool]) -> None:
+        self._digests[self._comm.rank][_DIGEST] = (
+            mix(self._key, step_context.global_step, step_context.samples, step_context.call) >> 1
+        )
+        totals = [0.0, 0.0] if lanes is None else lanes.tolist()
+        self._mine[_TOTALS:_FLAGS] = totals + [0.0] * (_STOP - _TOTALS - len(totals)) + [float(step_context.stop)]
+        self._mine[_FLAGS : _FLAGS + len(used)] = used
+
+    def _add(self) -> None:
+        """Sum this rank's slice of all slots in rank order, in chunks that fit the cache; write its sum of squares.
+
+        Without owners the sum is copied into every slot.
+        """
+        square = 0.0
+        for counted, (first, *others) in self._chunks:
+            for other in others:
+                first.add_(other)
+            for other in () if self._owned else others:
+                other.copy_(first)
+            if counted:
+                wide = first if first.dtype in (torch.float32, torch.float64) else first.float()
+                square += float(torch.dot(wide, wide))
+        self._mine[_SQUARE] = square
+
+    def squares(self) -> list[float]:
+        return [self._square]
+
+    def scale(self, factor: float) -> None:
+        self._square *= factor**2
+        scale_all([bucket.gradients for bucket, _ in self._summed], factor)
+
+
+def attach_shared(
+    parameters: Named, run_context: RunContext, borrowed: Collection[str] = (), owners: Sequence[int] | None = None
+) -> SharedReducer | None:
+    """Return a shared-memory reducer, or None where the ranks cannot share memory. Collective.
+
+    Args: as of ``SharedReducer``.
+
+    Returns:
+        None also for one rank, for other devices than the CPU, and without trainable parameters.
+    """
+    comm = run_context.comms.replica
+    trainable = [(name, p) for name, p in parameters if p.requires_grad]
+    if comm.size == 1 or comm.device.type != "cpu" or not trainable:
+        return None
+    groups = _groups(trainable, borrowed, owners)
+    bytes_ = sum(-(-sum(trainable[i][1].nbytes for i in group) // _ALIGN) * _ALIGN for group in groups)
+    segment = attach(comm, _header_bytes(len(trainable)) + bytes_)
+    return None if segment is None else SharedReducer(parameters, run_context, segment, borrowed, owners)
+
+
+def _groups(trainable: Named, borrowed: Collection[str], owners: Sequence[int] | None) -> list[list[int]]:
+    """Group parameters (by index) into buckets; a bucket has one owner, and either all or none of it is borrowed."""
+    kinds = [(owners[i] if owners else 0, name in borrowed) for i, (name, _) in enumerate(trainable)]
+    groups = []
+    for kind in sorted(set(kinds)):
+        chosen = [i for i, other in enumerate(kinds) if other == kind]
+        sizes = [(trainable[i][1].nbytes, str(trainable[i][1].dtype)) for i in chosen]
+        groups += [[chosen[i] for i in group] for group in plan_buckets(sizes, _BUCKET_BYTES, _BUCKET_BYTES)]
+    return groups
+
+
+_BUCKET_BYTES = 1 << 20
+
+
+def _header_bytes(flags: int) -> int:
+    return -(-8 * (_FLAGS + flags) // _ALIGN) * _ALIGN
+
+
+def _chunks_of(flats: Sequence[Tensor], ranks: int, rank: int) -> list[list[Tensor]]:
+    """Cut a rank's slice of every rank's vector into chunks.
+
+    Args:
+        flats: the vector of each rank, (elements,).
+        ranks: number of slices.
+        rank: index of the slice.
+
+    Returns:
+        For each chunk its views of all vectors.
+    """
+    step = _ALIGN // flats[0].element_size()
+    lines = -(-flats[0].numel() // step)
+    mine = even_share(lines, ranks, rank)
+    low, high = mine.start * step, min(mine.stop * step, flats[0].numel())
+    size = _CHUNK_BYTES // flats[0].element_size()
+    return [[flat[at : min(at + size, high)] for flat in flats] for at in range(low, high, size)]

@@ -1,0 +1,161 @@
+"""All-reduce of sparse gradients (``nn.Embedding(sparse=True)``); the optimizer receives sparse gradients again.
+
+An optimizer treats a sparse gradient differently from a dense one with the same numbers: ``SparseAdam`` updates the
+rows that the gradient names, a row of zeros among them, and no other. One device's gradient names the rows of all
+samples of the global batch; the sum over several ranks therefore names the union of the ranks' rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from tutti.comm.communicator import Communicator
+from tutti.errors import UsageError
+from tutti.nn.sparse_layers import sparse_parameters
+from tutti.parallel.ddp.buckets import ReducedSums
+from tutti.parallel.ddp.reducers import OverlappedReducer, Reducer
+from tutti.torch_compat import sparse_indices
+from tutti.types import StepContext
+
+
+@dataclass
+class TouchedRows:
+    """Rows of one parameter that its sparse gradients of the current step name.
+
+    Attributes:
+        rows: (rows of the parameter,), 1 for a row that a sparse gradient names.
+        dense: whether a gradient was dense, as where another layer uses the same weight.
+        made: the dense copy of the sparse gradient.
+    """
+
+    rows: Tensor
+    dense: bool = False
+    made: Tensor | None = None
+
+
+class SparseReducer:
+    """Wraps a reducer: converts sparse gradients to dense, and their sum back with the union of all ranks' rows.
+
+    Collective: one all-reduce a step more than ``reducer``, of a number for each row of ``parameters``.
+
+    Args:
+        reducer: sums dense gradients.
+        parameters: parameters that may have a sparse gradient, the same on every rank.
+        comm: the data ranks.
+    """
+
+    def __init__(self, reducer: Reducer, parameters: Sequence[nn.Parameter], comm: Communicator) -> None:
+        self._reducer, self._comm, self._parameters = reducer, comm, set(parameters)
+        self._order = list(parameters)
+        self._touched: dict[Tensor, TouchedRows] = {}
+        self._summed: dict[nn.Parameter, Tensor] = {}
+        self._armed = False
+
+    @property
+    def listens(self) -> bool:
+        return self._reducer.listens
+
+    def prepare_for_backward(self, step_context: StepContext, lanes: Tensor | None) -> None:
+        self._armed = True
+        self._reducer.prepare_for_backward(step_context, lanes)
+
+    def gradient_ready(self, parameter: Tensor) -> None:
+        # Before this rank's last backward gradients stay sparse: autograd accumulates them by concatenating their rows.
+        if self._armed and parameter in self._parameters:
+            self._make_dense(parameter)
+        self._reducer.gradient_ready(parameter)
+
+    def collect(self, step_context: StepContext, worker: int, lanes: Tensor | None) -> None:
+        if not self._reducer.listens:
+            self._make_all_dense()
+        self._reducer.collect(step_context, worker, lanes)
+
+    def finish(self, step_context: StepContext, lanes: Tensor | None) -> ReducedSums:
+        self._armed = False
+        self._make_all_dense()
+        sums = self._reducer.finish(step_context, lanes)
+        touched, self._touched = self._touched, {}
+        states = [touched.get(p) or TouchedRows(_no_rows(p)) for p in self._order]
+        table = torch.cat([torch.cat([s.rows, s.rows.new_tensor([int(s.dense)])]) for s in states])
+        if self._comm.size > 1:
+            self._comm.start_all_reduce(
+                table, f"rows of sparse gradients in step {step_context.global_step + 1}"
+            ).wait()
+        self._summed = {}
+        for parameter, part in zip(self._order, table.split([len(p) + 1 for p in self._order]), strict=True):
+            if parameter.grad is not None and not part[-1]:
+                self._summed[parameter] = parameter.grad
+                parameter.grad = _sparse(parameter.grad, part[:-1].nonzero().squeeze(1))
+        return sums
+
+    def squares(self) -> list[float]:
+        return self._reducer.squares()
+
+    def scale(self, factor: float) -> None:
+        """Multiply the dense sums and the values of the sparse ``.grad`` in place."""
+        sparse = {p: p.grad for p in self._summed if p.grad is not None}
+        for parameter in sparse:
+            parameter.grad = self._summed[parameter]
+        self._reducer.scale(factor)
+        for parameter, gradient in sparse.items():
+            gradient.values().mul_(factor)
+            parameter.grad = gradient
+
+    def _make_all_dense(self) -> None:
+        for parameter in self._order:
+            self._make_dense(parameter)
+
+    def _make_dense(self, parameter: Tensor) -> None:
+        """Note the rows of a sparse ``.grad`` and replace it by a dense copy.
+
+        Raises UsageError unless the entries of the gradient are whole rows.
+        """
+        gradient = parameter.grad
+        if gradient is None:
+            return
+        if parameter not in self._touched:
+            self._touched[parameter] = TouchedRows(_no_rows(parameter))
+        touched = self._touched[parameter]
+        if gradient is touched.made:
+            return
+        if not gradient.is_sparse:
+            touched.dense = True
+            return
+        if gradient.sparse_dim() != 1:
+            raise UsageError(
+                f"the gradient of a parameter of shape {tuple(parameter.shape)} is sparse in {gradient.sparse_dim()} "
+                "dimensions",
+                why="several devices sum sparse gradients whose entries are whole rows",
+                remedy="leave out sparse_grad=True",
+            )
+        touched.rows[sparse_indices(gradient)[0]] = 1
+        parameter.grad = touched.made = gradient.to_dense()
+
+
+def with_sparse_gradients(reducer: Reducer, parts: Sequence[nn.Module], comm: Communicator) -> Reducer:
+    """Wrap a reducer in ``SparseReducer`` where the modules have sparse gradients; else return it unchanged.
+
+    Args:
+        reducer: sums dense gradients.
+        parts: the modules on this rank.
+        comm: the data ranks.
+    """
+    if comm.size == 1 and isinstance(reducer, OverlappedReducer):
+        # This reducer leaves every ``.grad`` of a single rank unchanged.
+        return reducer
+    found = [p for p in sparse_parameters(parts).values() if p.requires_grad]
+    return SparseReducer(reducer, found, comm) if found else reducer
+
+
+def _no_rows(parameter: Tensor) -> Tensor:
+    return torch.zeros(len(parameter), dtype=torch.int32, device=parameter.device)
+
+
+def _sparse(gradient: Tensor, rows: Tensor) -> Tensor:
+    """Return rows (n,) of a dense gradient as a coalesced sparse tensor."""
+    values = gradient.index_select(0, rows)
+    return torch.sparse_coo_tensor(rows.unsqueeze(0), values, gradient.shape, is_coalesced=True, check_invariants=False)

@@ -1,0 +1,28 @@
+"""Before the first step: compare the model's structure over the ranks and broadcast its values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from tutti.comm.broadcast import broadcast_tensors
+from tutti.comm.communicator import Communicator
+from tutti.nn.swap import buffers, describe_tensors, parameters
+
+
+def agree_on_state(comm: Communicator, parts: Sequence[nn.Module]) -> None:
+    """Compare names, shapes, dtypes, order and trainability of parameters and buffers over the ranks.
+
+    Collective. Raises MismatchError on every rank, with the first entry that differs.
+    """
+    comm.agree(
+        describe_tensors(parts), "the model", "build the same model, in the same order and precision, on every rank"
+    )
+
+
+def broadcast_state(comm: Communicator, parts: Sequence[nn.Module]) -> None:
+    """Broadcast parameters and buffers from the first rank. Collective; see ``broadcast_tensors``."""
+    broadcast_tensors(
+        comm, [p.data for _, p in parameters(parts)] + [slot.get() for slot in buffers(parts)], "initial state"
+    )

@@ -1,0 +1,170 @@
+"""Buffers of each logical worker, such as batch-norm statistics, where several workers share a device."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from tutti.comm.communicator import Communicator
+from tutti.comm.partition import even_share
+from tutti.nn.swap import BufferRef, buffers
+from tutti.types import RunContext, SavedState
+
+
+class WorkerBuffers:
+    """The buffers of each logical worker of this rank; the model holds one worker's at a time.
+
+    A swap replaces tensor objects and copies nothing.
+
+    Args:
+        parts: the modules on this rank.
+        run_context: of the run.
+        borrowed: names of buffers that another rank of the replica saves.
+    """
+
+    def __init__(self, parts: Sequence[nn.Module], run_context: RunContext, borrowed: Collection[str] = ()) -> None:
+        self._comm, self._run_context, self._borrowed = run_context.comms.replica, run_context, borrowed
+        self._slots = buffers(parts)
+        self._own = {w: [slot.get().clone() for slot in self._slots] for w in run_context.mine[1:]}
+        if len(run_context.mine):
+            self._own[run_context.mine[0]] = [slot.get() for slot in self._slots]
+        self._inside = run_context.mine[0] if len(run_context.mine) else -1
+
+    def enter(self, worker: int) -> None:
+        """Put ``worker``'s buffers into the model."""
+        if worker != self._inside and self._slots:
+            self._take_out()
+            for slot, tensor in zip(self._slots, self._own[worker], strict=True):
+                slot.put(tensor)
+            self._inside = worker
+
+    def state(self) -> dict[str, Tensor]:
+        """Return ``{worker}/{buffer}`` of this rank's workers; empty for a run of one worker."""
+        if self._run_context.workers == 1 or not self._slots:
+            return {}
+        self._take_out()
+        rows = [
+            (f"{w}/", slot.name, t) for w, row in self._own.items() for slot, t in zip(self._slots, row, strict=True)
+        ]
+        return {worker + name: t for worker, name, t in rows if name not in self._borrowed}
+
+    def load(self, saved: SavedState) -> None:
+        """Load each worker's buffers from a checkpoint of as many workers, else the merged model's buffers."""
+        self._take_out()
+        names = saved.names("workers")
+        same = self._slots and f"{self._run_context.workers - 1}/{self._slots[0].name}" in names
+        same = same and f"{self._run_context.workers}/{self._slots[0].name}" not in names
+        for worker, row in self._own.items():
+            for slot, tensor in zip(self._slots, row, strict=True):
+                source = ("workers", f"{worker}/{slot.name}") if same else ("model", slot.name)
+                tensor.copy_(saved.get(*source))
+
+    def _take_out(self) -> None:
+        """Read the current worker's buffers from the model, because a module may have assigned new tensors."""
+        if self._inside >= 0:
+            self._own[self._inside] = [slot.get() for slot in self._slots]
+
+    def replicated(self) -> dict[str, Tensor]:
+        """Return the buffers that are equal on all data ranks: the model's for a run of one worker, else none."""
+        return {slot.name: slot.get() for slot in self._slots} if self._run_context.workers == 1 else {}
+
+    def of_all(self) -> dict[str, Tensor]:
+        """Return ``{worker}/{buffer}`` of all N workers; workers of lost ranks have the merged model's buffers.
+
+        Collective: as ``merged``.
+        """
+        if self._run_context.workers == 1 or not self._slots:
+            return {}
+        self._take_out()
+        table = self._gather()
+        rows = dict(zip(_present(self._comm, self._run_context.workers), zip(*table, strict=True), strict=True))
+        lost = list(self._merge(table).values())
+        return {
+            f"{worker}/{slot.name}": tensor
+            for worker in range(self._run_context.workers)
+            for slot, tensor in zip(self._slots, rows.get(worker, lost), strict=True)
+        }
+
+    def merged(self) -> dict[str, Tensor]:
+        """Merge all N workers' buffers into one model's, the same bits on every rank and for any number of ranks.
+
+        Batch-norm statistics are pooled in worker order in float64: mean of means; mean of variances plus the
+        variance of the means (so that they are the moments of all workers' samples together). Other floating buffers
+        are averaged; integers take the largest. Collective: one all-gather of all workers' buffers for each dtype.
+        """
+        if not self._slots:
+            return {}
+        if self._run_context.workers == 1:
+            return {slot.name: slot.get() for slot in self._slots}
+        self._take_out()
+        return self._merge(self._gather())
+
+    def _merge(self, table: Sequence[Tensor]) -> dict[str, Tensor]:
+        by_name = {slot.name: rows for slot, rows in zip(self._slots, table, strict=True)}
+        return {slot.name: _merge(slot, by_name) for slot in self._slots}
+
+    def _gather(self) -> list[Tensor]:
+        """All-gather each buffer into a tensor (N, *shape), in worker order, without workers of lost ranks."""
+        slots = range(len(self._slots))
+        dtypes = sorted({slot.get().dtype for slot in self._slots}, key=str)
+        table: list[Tensor] = [torch.empty(0)] * len(self._slots)
+        there = self._comm.alive_ranks
+        for dtype in dtypes:
+            members = [i for i in slots if self._slots[i].get().dtype == dtype]
+            rows = [torch.cat([self._own[w][i].reshape(-1) for i in members]) for w in self._run_context.mine]
+            everyone = _gather_rows(rows, self._comm, self._run_context.workers)
+            start = 0
+            for i in members:
+                shape = self._slots[i].get().shape
+                table[i] = everyone[:, start : start + shape.numel()].reshape(-1, *shape)
+                start += shape.numel()
+        # A rank that was lost between two all-gathers is in some tensors only: gather again.
+        return table if self._comm.alive_ranks == there else self._gather()
+
+
+def _gather_rows(rows: Sequence[Tensor], comm: Communicator, workers: int) -> Tensor:
+    """All-gather one row a worker.
+
+    Args:
+        rows: (width,) of each worker of this rank.
+        comm: the data ranks.
+        workers: N; ranks with fewer workers than rank 0 pad one row.
+
+    Returns:
+        (N, width) in worker order, without the workers of lost ranks.
+    """
+    most = len(even_share(workers, comm.size, 0))
+    mine = torch.stack(list(rows))
+    padded = mine.new_zeros(most, mine.shape[1])
+    padded[: len(rows)] = mine
+    parts = comm.all_gather(padded, "buffers of all workers")
+    return torch.cat(
+        [p[: len(even_share(workers, comm.size, r))] for r, p in zip(comm.alive_ranks, parts, strict=True)]
+    )
+
+
+def _present(comm: Communicator, workers: int) -> list[int]:
+    """Return the workers of the ranks that took part in the last collective."""
+    return [worker for rank in comm.alive_ranks for worker in even_share(workers, comm.size, rank)]
+
+
+def _merge(slot: BufferRef, table: dict[str, Tensor]) -> Tensor:
+    values = table[slot.name]
+    if not values.is_floating_point():
+        return values.amax(dim=0)
+    mean = _mean(values)
+    prefix = slot.name.removesuffix(slot.key)
+    if slot.key == "running_var" and f"{prefix}running_mean" in table:
+        means = table[f"{prefix}running_mean"]
+        mean = mean + _mean((means.double() - _mean(means)) ** 2)
+    return mean.to(values.dtype)
+
+
+def _mean(values: Tensor) -> Tensor:
+    """Return the mean over the first axis in float64, added in order."""
+    total = values[0].double()
+    for value in values[1:]:
+        total = total + value
+    return total / len(values)

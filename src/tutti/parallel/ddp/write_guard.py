@@ -1,0 +1,49 @@
+"""Detect writes of parameters by the script between updates, where a strategy would lose or repeat them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from tutti.errors import UsageError
+from tutti.torch_compat import foreach_norm
+
+
+class WriteGuard:
+    """Compares the norms of parameters before a step with those after the last update.
+
+    ``Tensor._version`` would cost less and miss ``parameter.data.mul_(…)``, the usual form of such writes.
+
+    Args:
+        why: the reason in the error: the effect of such a write under this strategy.
+    """
+
+    def __init__(self, why: str) -> None:
+        self._why = why
+        self._norms: list[float] | None = None
+
+    def note(self, named: Sequence[tuple[str, nn.Parameter]]) -> None:
+        """Record the norms of the parameters after the strategy's own writes."""
+        self._norms = _norms([p.data for _, p in named])
+
+    def check(self, named: Sequence[tuple[str, nn.Parameter]], step: int) -> None:
+        """Raise UsageError, naming the first parameter that has been written since ``note``."""
+        if self._norms is None:
+            return
+        for (name, _), before, now in zip(named, self._norms, _norms([p.data for _, p in named]), strict=True):
+            if before != now and not (before != before and now != now):
+                raise UsageError(
+                    f"the script has written the parameter {name} outside of optimizer.step()",
+                    where=f"step {step}",
+                    why=self._why,
+                    remedy="put the term into the loss or the optimizer, or take --strategy mirrored",
+                )
+
+
+def _norms(tensors: Sequence[Tensor]) -> list[float]:
+    if not tensors:
+        return []
+    floating = [t if t.is_floating_point() or t.is_complex() else t.double() for t in tensors]
+    return torch.stack([n.double() for n in foreach_norm(floating)]).tolist()

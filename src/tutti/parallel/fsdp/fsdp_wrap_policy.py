@@ -1,0 +1,118 @@
+"""FSDP wrap policy: choose the modules that ``fully_shard`` wraps, whose parameters are all-gathered together."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from torch import nn
+
+from tutti.errors import UsageError, did_you_mean
+from tutti.nn.ac_policy import is_sequence
+from tutti.torch_compat import module_parameters
+
+_LARGE = 1 << 18
+"""Least number of parameters of a wrapped module in a model without repeated blocks: a guess; a message of 1 MB."""
+
+_HOLDERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+
+
+def wrapped_modules(model: nn.Module, choice: Sequence[str] = ("auto",)) -> list[nn.Module]:
+    """Return the modules below ``model`` to wrap, inner ones first; the root wraps all remaining parameters.
+
+    ``auto``: blocks, which are children of one class in a ``ModuleList`` or ``Sequential``; without blocks, large
+    modules. Modules that share parameters with the rest of the model are left out, because tied parameters must stay
+    gathered while either user computes.
+
+    Args:
+        choice: ``("auto",)``, or names and classes of modules.
+
+    Raises:
+        UsageError: ``choice`` has a name that is not in the model, or a container that is never called.
+    """
+    found = _named(model, choice) if tuple(choice) != ("auto",) else _stacked(model) or _large(model)
+    chosen = {id(module) for module in found if _apart(model, module)}
+    return [module for module in reversed(list(model.modules())) if id(module) in chosen]
+
+
+def root_modules(model: nn.Module) -> list[nn.Module]:
+    """Return the modules whose forward a script calls: the model itself, or each model in a list or dict of models."""
+    if not isinstance(model, nn.ModuleList | nn.ModuleDict):
+        return [model]
+    return [root for child in model.children() for root in root_modules(child)]
+
+
+def _named(model: nn.Module, choice: Collection[str]) -> list[nn.Module]:
+    modules = {name: module for name, module in model.named_modules() if name}
+    classes = {_kind(module).__name__ for module in modules.values()}
+    for entry in choice:
+        if entry not in modules and entry not in classes:
+            raise UsageError(
+                f"the model has no module or class '{entry}' to gather as one",
+                where="units",
+                remedy=did_you_mean(entry, sorted({*modules, *classes})),
+            )
+    found = [module for name, module in modules.items() if name in choice or _kind(module).__name__ in choice]
+    for module in found:
+        if isinstance(module, _HOLDERS):
+            raise UsageError(
+                f"a {type(module).__name__} is never called, so that nothing tells when its parameters are needed",
+                where="units",
+                remedy="name the modules in it",
+            )
+    return found
+
+
+def _kind(module: nn.Module) -> type:
+    """Return the module's original class, also where tutti has replaced it by a subclass."""
+    kind = type(module)
+    while under := kind.__dict__.get("_plain") or kind.__dict__.get("_whole"):
+        kind = under
+    return kind
+
+
+def _stacked(module: nn.Module) -> list[nn.Module]:
+    """Return repeated blocks: children of one class in a stack; for nested stacks the blocks of the inner ones."""
+    blocks = [child for child in module.children() if _composite(child)]
+    kinds = [_kind(block) for block in blocks]
+    found: list[nn.Module] = []
+    for child in module.children():
+        inner: list[nn.Module] = []
+        repeated = _holds(module) and child in blocks and kinds.count(_kind(child)) > 1
+        if _holds(child) or not repeated:
+            inner = _stacked(child)
+        found += inner or ([child] if repeated and not isinstance(child, _HOLDERS) else [])
+    return found
+
+
+def _holds(module: nn.Module) -> bool:
+    """Return whether the module is a ``ModuleList`` or a sequence, with no computation of its own."""
+    return isinstance(module, nn.ModuleList) or is_sequence(module)
+
+
+def _large(module: nn.Module) -> list[nn.Module]:
+    """Return the smallest modules below ``module`` with ``_LARGE`` parameters; single layers only within a sequence."""
+    found: list[nn.Module] = []
+    for child in module.children():
+        if _size(child) < _LARGE:
+            continue
+        inner = _large(child)
+        called = not isinstance(child, _HOLDERS) and (_composite(child) or is_sequence(module))
+        found += inner or ([child] if called else [])
+    return found
+
+
+def _apart(model: nn.Module, module: nn.Module) -> bool:
+    """Return whether the module has parameters and shares none of them with the rest of the model."""
+    inside = {id(m) for m in module.modules()}
+    own = {id(p) for p in module.parameters()}
+    outside = [m for m in model.modules() if id(m) not in inside]
+    others = {id(p) for m in outside for p in module_parameters(m).values() if p is not None}
+    return bool(own) and not own & others
+
+
+def _composite(module: nn.Module) -> bool:
+    return next(module.children(), None) is not None and _size(module) > 0
+
+
+def _size(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())

@@ -1,0 +1,365 @@
+"""ZeRO stages 2 and 3 by PyTorch's FSDP2: parameters sharded by rows and all-gathered one wrapped module at a time.
+
+Zhao et al. 2023, arXiv 2304.11277; ``torch.distributed.fsdp.fully_shard``. Its settings here, and why: gradients are
+summed and not averaged, because a micro-batch's weight already makes the sum the mean; every backward ends in
+reduce-scatters, so that at most one wrapped module's gradient is unsharded at a time; a parameter that a rank did not
+use has a gradient of zeros there, because all ranks must send messages of one size. On CPUs its collectives go through
+``Communicator``, which names missing ranks.
+
+FSDP2 keeps three objects for one parameter: the rows that the optimizer has, the ``DTensor`` over them that is in the
+model between steps, and the unsharded parameter that is in the model around a forward. A script may set
+``requires_grad`` on any of them.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from types import MethodType
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+from tutti.comm.communicator import Communicator
+from tutti.config.sync_config import RowsConfig
+from tutti.errors import UsageError
+from tutti.nn.incomplete_gradient import RowGradient, conceal, is_cleared
+from tutti.nn.swap import parameters, swapped
+from tutti.parallel.fsdp.fsdp_wrap_policy import root_modules, wrapped_modules
+from tutti.parallel.fsdp.sharded_parameter import ShardedParameter, local_rows
+from tutti.parallel.tensor.tp_layers import TensorParallelLayer
+from tutti.parallel.tensor.unwrap_split import seen_as_shares
+from tutti.torch_compat import set_fsdp_collectives
+from tutti.types import ShardSpec
+
+_FUNCTIONAL_CALL: Any = inspect.unwrap(torch.func.functional_call)
+_NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class FullySharded:
+    """The ``ShardingEngine`` of FSDP2: shards all parameters of one model except ``whole``.
+
+    Args:
+        model: wrapped in place by ``fully_shard``; the data of its parameters become this rank's rows.
+        specs: global shape, offset and tied names of its tensors.
+        whole: parameters that FSDP2 ignores, unsharded on every rank.
+        config: stage, wrap policy, CPU offload and dtype.
+        comm: the ranks that share one copy of the parameters, at least two.
+
+    Attributes:
+        rows: this rank's rows of each parameter.
+
+    Raises:
+        UsageError: the model is sharded already, or has no module that the wrap policy names.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        specs: Mapping[str, ShardSpec],
+        whole: set[nn.Parameter],
+        config: RowsConfig,
+        comm: Communicator,
+    ) -> None:
+        if any(isinstance(module, FSDPModule) for module in model.modules()):
+            raise UsageError("the model is sharded already", remedy="build it anew for another run")
+        self._model = model
+        named = [(name, p) for name, p in parameters([model]) if p not in whole]
+        shapes = [p.shape for _, p in named]
+        self._beginning = _Beginning(comm)
+        self._units = _shard(model, whole, config, comm, self._beginning)
+        own = dict(parameters([model]))
+        self._gathered = [own[name] for name, _ in named]
+        self.rows = [
+            local_rows(name, _become(p, rows), specs[name], shape, comm)
+            for (name, p), rows, shape in zip(named, self._gathered, shapes, strict=True)
+        ]
+        self._pairs = list(zip(self.rows, self._gathered, strict=True))
+        self._training = [(each, g) for each, g in self._pairs if each.parameter.requires_grad]
+        self._used: set[str] = set()
+        self._twins = {each.name: [each.parameter, gathered] for each, gathered in self._pairs}
+        self._flags = {each.name: each.parameter.requires_grad for each in self.rows}
+        self._watched: set[str] = set()
+        self._concealed: set[nn.Parameter] = set()
+        for unit in self._units:
+            self._watch(unit)
+            cast(nn.Module, unit).register_forward_pre_hook(_refuse_functional_call, prepend=True)
+        for root in root_modules(model):
+            self._clear_with(root)
+            root.register_forward_pre_hook(lambda *_: self.unify_flags(), prepend=True)
+
+    def _clear_with(self, root: nn.Module) -> None:
+        """Make ``root.zero_grad()`` also clear the sharded gradients between a forward and its backward.
+
+        At that point ``root.parameters()`` are the unsharded parameters; backward accumulates in the ``.grad`` of the
+        sharded ones.
+        """
+        own = {name for name, module in self._model.named_modules() if module is root}
+        prefixes = tuple(f"{name}." if name else "" for name in own)
+        pairs = [(each, g) for each, g in self._pairs if each.name.startswith(prefixes)]
+        plain = type(root).zero_grad
+
+        def zero_grad(module: nn.Module, set_to_none: bool = True) -> None:
+            plain(module, set_to_none)
+            for each, gathered in pairs if module is root else ():
+                gathered.grad = each.parameter.grad = None
+
+        root.zero_grad = MethodType(zero_grad, root)  # type: ignore[method-assign]
+
+    @property
+    def trained(self) -> Sequence[ShardedParameter]:
+        return [each for each, _ in self._training]
+
+    def train(self, names: Collection[str]) -> None:
+        known = {each.name for each in self.trained}
+        self._training += [(each, g) for each, g in self._pairs if each.name in names and each.name not in known]
+        # FSDP2 reads the dtypes of a wrapped module's trainable parameters at its first forward and when it unshards.
+        for unit in self._units if self._watched else ():
+            before = self._unsharded()
+            unit.unshard()
+            if self._unsharded() != before:
+                unit.reshard()
+
+    def unify_flags(self) -> None:
+        """Copy ``requires_grad``, where the script has changed it on one of a parameter's objects, to all of them."""
+        for name, twins in self._twins.items():
+            before = self._flags[name]
+            if any(p.requires_grad != before for p in twins):
+                self._flags[name] = not before
+                for parameter in twins:
+                    parameter.requires_grad_(not before)
+
+    def owners(self) -> dict[nn.Parameter, nn.Parameter]:
+        return {twin: each.parameter for each in self.rows for twin in self._twins[each.name]}
+
+    def used(self) -> list[bool]:
+        used, self._used = self._used, set()
+        return [each.name in used for each in self.trained]
+
+    def seen(self) -> Sequence[nn.Parameter]:
+        return [gathered for _, gathered in self._training]
+
+    def take(self) -> dict[nn.Parameter, Tensor]:
+        held = {}
+        self._take_cleared()
+        for each, gathered in self._training:
+            if gathered.grad is not None:
+                held[each.parameter] = _local(gathered.grad).clone()
+            gathered.grad = each.parameter.grad = None
+        return held
+
+    def settle(self, held: Mapping[nn.Parameter, Tensor]) -> None:
+        """Add ``held`` to the rows' gradients; the model's ``.grad`` are DTensors over them that a script may edit."""
+        for each, gathered in self._training:
+            before = held.get(each.parameter)
+            if before is None:
+                continue
+            if gathered.grad is None:
+                gathered.grad = torch.zeros_like(gathered)
+            if each.parameter.grad is None:
+                each.parameter.grad = _local(gathered.grad)
+            each.parameter.grad.add_(before)
+        # The script reads and edits the model's DTensors; a norm of the optimizer's tensors would cover some rows only.
+        place = "in rows over the ranks, and its DTensor in the .grad of model.parameters()"
+        for each, gathered in self._training:
+            if gathered.grad is not None:
+                conceal([each.parameter], place)
+                if each.local == each.spec.shape:
+                    # Not for a tensor slice: the norm of its DTensor covers this slice only.
+                    each.parameter.grad = RowGradient(each.parameter, place, gathered)
+                self._concealed.add(each.parameter)
+
+    def take_use(self) -> list[bool]:
+        return self.used()
+
+    def add_use(self, used: Sequence[bool]) -> None:
+        self._used |= {each.name for each, flag in zip(self.trained, used, strict=True) if flag}
+
+    def take_edits(self) -> None:
+        self._take_cleared()
+        for each, gathered in self._training:
+            own = gathered.grad
+            each.parameter.grad = None if own is None else _local(own)
+
+    def _take_cleared(self) -> None:
+        """Clear the model's ``.grad`` where the script has cleared the ``.grad`` of the optimizer's rows."""
+        for each, gathered in self._training:
+            if each.parameter in self._concealed and is_cleared(each.parameter.grad):
+                gathered.grad = None
+        self._concealed.clear()
+
+    def reduce_scatter_gradients(self, step: int) -> None:
+        self._beginning.over = True
+        for each, gathered in self._pairs:
+            gradient = gathered.grad
+            each.parameter.grad = None if gradient is None else _local(gradient)
+
+    def all_gather_parameters(self) -> None:
+        for unit in self._units:
+            unit.reshard()
+
+    def clear(self) -> None:
+        for each, gathered in self._pairs:
+            gathered.grad = each.parameter.grad = None
+
+    @contextmanager
+    def holding(self, values: Mapping[str, Tensor]) -> Iterator[None]:
+        """Return a context in which the model holds ``values``; values of sharded parameters are this rank's rows."""
+        kept = []
+        others = dict(values)
+        for each in self.rows:
+            value, rows = others.pop(each.name, None), each.parameter.data
+            if value is not None and value.data_ptr() != rows.data_ptr():
+                kept.append((rows, rows.clone()))
+                rows.copy_(value)
+        self.all_gather_parameters()
+        try:
+            with swapped([self._model], others):
+                yield
+        finally:
+            for rows, own in kept:
+                rows.copy_(own)
+            self.all_gather_parameters()
+
+    def _watch(self, unit: FSDPModule) -> None:
+        """Register hooks that note which parameters of a wrapped module receive a gradient, frozen ones included.
+
+        The hooks are put on the unsharded parameters in the module's first forward.
+        """
+
+        def watch(module: nn.Module, args: Any) -> None:
+            handle.remove()
+            for name, parameter in self._unsharded().items():
+                if name not in self._watched:
+                    self._watched.add(name)
+                    self._twins[name].append(parameter)
+                    trained = parameter.requires_grad
+                    # PyTorch refuses a hook on a frozen parameter, but keeps the hook of one that is frozen later.
+                    parameter.requires_grad_(True).register_post_accumulate_grad_hook(partial(self._note, name))
+                    parameter.requires_grad_(trained)
+
+        handle = cast(nn.Module, unit).register_forward_pre_hook(watch)
+
+    def _unsharded(self) -> dict[str, nn.Parameter]:
+        """Return the parameters that are unsharded now, by name."""
+        here = parameters([self._model])
+        return {name: p for name, p in here if name in self._twins and not hasattr(p, "to_local")}
+
+    def _note(self, name: str, parameter: Tensor) -> None:
+        self._used.add(name)
+
+
+def _shard(
+    model: nn.Module, whole: set[nn.Parameter], config: RowsConfig, comm: Communicator, beginning: _Beginning
+) -> list[FSDPModule]:
+    """Apply ``fully_shard`` to the modules of the wrap policy, then to the roots for all remaining parameters."""
+    if comm.group is None:
+        raise ValueError("one rank has nothing to share out")
+    device = comm.device.type
+    dtype = _NARROW.get(config.param_dtype or "")
+    offload: OffloadPolicy = CPUOffloadPolicy() if config.offload else OffloadPolicy()
+    mesh, made = DeviceMesh.from_group(comm.group, device), list[FSDPModule]()
+    names = {module: name for name, module in model.named_modules()}
+    divided = any(isinstance(module, TensorParallelLayer) for module in model.modules())
+    tops = root_modules(model)
+    below = [unit for unit in wrapped_modules(model, config.units) if unit not in tops]
+    for unit in [*below, *tops]:
+        root = unit in tops
+        policy = MixedPrecisionPolicy(
+            param_dtype=dtype,
+            reduce_dtype=None if dtype is None else torch.float32,
+            output_dtype=torch.float32 if root and dtype is not None else None,
+        )
+        # The root's own parameters stay gathered: backward begins as its forward ends and needs them again.
+        reshard = config.stage == 3 and not root
+        with seen_as_shares(unit) if divided else nullcontext():
+            fully_shard(
+                unit,
+                mesh=mesh,
+                reshard_after_forward=reshard,
+                mp_policy=policy,
+                offload_policy=offload,
+                ignored_params=whole,
+            )
+        if not isinstance(unit, FSDPModule):
+            raise TypeError(f"fully_shard left {type(unit).__name__} as it was")
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)
+        unit.set_reduce_scatter_unused_params(True)
+        if device == "cpu":
+            place = names[unit] or "the model"
+            set_fsdp_collectives(unit, _Gather(comm, place, beginning), _ScatterSum(comm, place, beginning))
+        made.append(unit)
+    return made
+
+
+class _Beginning:
+    """Compares each FSDP2 collective over the ranks before it runs, until the first step is over."""
+
+    over = False
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+
+    def compare(self, call: str) -> None:
+        """Raise MismatchError where ranks are about to run different collectives. Collective."""
+        if not self.over:
+            self._comm.agree(
+                [call],
+                "which unit's parameters or gradients come next",
+                "let every batch use the same units of the model, or take sharded:stage=1",
+            )
+
+
+class _Message:
+    """A custom collective for FSDP2 that runs over ``Communicator``."""
+
+    def __init__(self, comm: Communicator, place: str, beginning: _Beginning) -> None:
+        self._comm, self._place, self._beginning = comm, place, beginning
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class _Gather(_Message):
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> None:
+        self._beginning.compare(text := f"all_gather of {self._place}")
+        self._comm.gather_into(output_tensor, input_tensor, text)
+
+
+class _ScatterSum(_Message):
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> None:
+        self._beginning.compare(text := f"reduce_scatter of gradients of {self._place}")
+        self._comm.scatter_sum(output_tensor, input_tensor, text)
+
+
+def _refuse_functional_call(*_: Any) -> None:
+    """Raise UsageError within ``torch.func.functional_call``, which replaces the parameters for one forward."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code is _FUNCTIONAL_CALL.__code__:
+            raise UsageError(
+                "torch.func.functional_call does not go with sharded parameters",
+                why="FSDP2 gathers the model's own parameters, and not what is called in their place",
+                remedy="take sharded:stage=1 or --strategy mirrored",
+            )
+        frame = frame.f_back
+
+
+def _become(parameter: nn.Parameter, rows: nn.Parameter) -> nn.Parameter:
+    """Make the model's original parameter a view of the rows that replaced it, and return it."""
+    parameter.data = _local(rows)
+    return parameter
+
+
+@torch.no_grad()
+def _local(tensor: Tensor) -> Tensor:
+    rows: Tensor = tensor.to_local()  # type: ignore[attr-defined]
+    return rows.detach()

@@ -1,0 +1,490 @@
+"""ZeRO and FSDP: shard optimizer state, gradients and parameters over the ranks of the shard axis.
+
+ZeRO: Rajbhandari et al. 2019, arXiv 1910.02054. Every parameter is cut into blocks of rows, one for each of the ranks
+that share a copy (``shards``); the optimizer of a rank has its rows. Elementwise optimizers need no more; layer-wise
+optimizers receive the norms of whole layers. With several copies (HSDP) the rows' gradients are all-reduced over them.
+
+Stage 1 is tutti's own (``ZeroSharding``), stages 2 and 3 are PyTorch's FSDP2 (``FullySharded``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from tutti.checkpoint.state_shards import cut_state, mine_of, read_local, written
+from tutti.config.sync_config import RowsConfig
+from tutti.nn.swap import parameters
+from tutti.optim.several import acting, members_of
+from tutti.parallel.ddp.allreduce import culprits, optimizer_step
+from tutti.parallel.ddp.buckets import ReducedSums, Tail
+from tutti.parallel.ddp.reducers import layout_key_of, refuse_mismatch, scale_all, squares_of
+from tutti.parallel.ddp.sync_module_states import agree_on_state, broadcast_state
+from tutti.parallel.ddp.worker_buffers import WorkerBuffers
+from tutti.parallel.fsdp.sharded_parameter import (
+    RowGatherer,
+    RowNormReducer,
+    ShardedParameter,
+    ShardingEngine,
+    ZeroSharding,
+    load_optimizer_rows,
+    optimizer_pieces,
+)
+from tutti.parallel.grad_norm import norm_across_model
+from tutti.parallel.loss_stats import LossCounter, clipped, share_of_batch
+from tutti.parallel.split_optimizer import SliceRegions, support_split_tensors
+from tutti.parallel.whole_tensors import (
+    WholeTensors,
+    agreed_mixing,
+    along_rows,
+    along_slices,
+    axis,
+    of_each,
+    refuse_closure,
+    refuse_growth,
+    refuse_parts,
+    trained_by,
+)
+from tutti.torch_compat import foreach_copy_
+from tutti.types import (
+    GradientPlace,
+    GradientReadyHook,
+    LossSums,
+    OptimizerFactory,
+    ReplicaRunner,
+    RunContext,
+    SavedState,
+    ShardSpec,
+    StepContext,
+    StepStats,
+    TensorSlice,
+    UpdateResult,
+)
+
+
+class ShardedSync:
+    """Gradient synchronisation of ``sharded``: reduce-scatter gradients, update rows, all-gather parameters.
+
+    Also its own ``GradientReadyHook``.
+    """
+
+    loss_normalisation: Literal["step", "worker"] = "step"
+    by_worker = accumulated = False
+
+    def __init__(self, config: RowsConfig, run_context: RunContext) -> None:
+        self._config, self._run_context = config, run_context
+        self._shards, self._copies = run_context.comms.axis("shard"), run_context.comms.axis("replica")
+        self._counting = LossCounter()
+        self._acting_on: Sequence[nn.Parameter] | None = None
+        self._uncut: list[tuple[str, nn.Parameter]] = []
+
+    def attach(self, replica: ReplicaRunner, make_optimizer: OptimizerFactory) -> GradientReadyHook:
+        comm = self._run_context.comms.replica
+        agree_on_state(comm, replica.parts)
+        broadcast_state(comm, replica.parts)
+        self._buffers = WorkerBuffers(replica.parts, self._run_context, replica.not_owned)
+        named = parameters(replica.parts)
+        for _, parameter in named:
+            # FSDP2 takes contiguous parameters only, and the sharded gradients are contiguous.
+            parameter.data = parameter.data.contiguous()
+        self._replica, self._slices = replica, replica.specs
+        self._engines = self._share_out(replica, named)
+        self._named = list(named)
+        self._index()
+        self._optimizer = make_optimizer(self._named)
+        self._whole = of_each(self._optimizer, lambda member: self._complete(member, self._slices))
+        self.optimizers: Sequence[Optimizer] = (self._optimizer,) if self._optimizer else ()
+        return self
+
+    def _index(self) -> None:
+        """Collect the rows of all engines, and the layout key of their digests."""
+        self._rows = [rows for engine in self._engines for rows in engine.rows]
+        self._trained = [rows for engine in self._engines for rows in engine.trained]
+        cut = {rows.name for rows in self._rows}
+        self._fixed = {name: p for name, p in parameters(self._replica.parts) if name not in cut}
+        leaves = {rows.name: rows.parameter for rows in self._rows}
+        self._named = [(name, leaves.get(name, p)) for name, p in self._named]
+        layout = [(rows.name, rows.local, rows.parameter.dtype) for rows in self._trained]
+        self._tail = Tail(len(layout), layout_key_of(layout))
+
+    def _complete(self, optimizer: Any, slices: Mapping[str, ShardSpec]) -> WholeTensors | None:
+        """Prepare one optimizer for tensors of which this rank has rows, tensor slices, or rows of slices. Collective.
+
+        Args:
+            optimizer: the optimizer; None for one without parameters on this rank.
+            slices: spec of each parameter before it was cut into rows, by name.
+
+        Returns:
+            The gatherer of whole tensors for an optimizer whose step on rows or slices differs from the step on whole
+            tensors (``tutti.optim.mixing``); None for others.
+
+        Raises:
+            UsageError: the optimizer needs tensors of several stages together, or whole tensors and a closure.
+        """
+        grid = self._run_context.grid
+        mixing = agreed_mixing(optimizer, self._run_context)
+        refuse_parts(optimizer, mixing, grid.stage, "stages of the model")
+        if optimizer is None:
+            return None
+        norms, wholes = None, None
+        if hasattr(optimizer, "norms") and self._shards.size > 1:
+            optimizer.norms = norms = RowNormReducer(self._shards)
+        if hasattr(optimizer, "wholes") and self._shards.size > 1:
+            optimizer.wholes = wholes = RowGatherer(self._shards, self._rows)
+        if self._run_context.grid.tensor > 1:
+            found = {r.parameter: SliceRegions.of(slices[r.name], r.local) for r in self._rows}
+            split: dict[Tensor, SliceRegions] = {p: part for p, part in found.items() if part is not None}
+            support_split_tensors(optimizer, split, self._run_context.comms.axis("tensor"), norms, wholes)
+        if (mixing.rows or self._shards.size == 1) and ((mixing.rows and mixing.columns) or grid.tensor == 1):
+            cut_state(optimizer, {rows.parameter: rows.spec for rows in self._rows})
+            return None
+        refuse_closure(optimizer, mixing)
+        return self._gathering(optimizer, slices, together=not mixing.tensors)
+
+    def _gathering(self, optimizer: Optimizer, slices: Mapping[str, ShardSpec], together: bool) -> WholeTensors:
+        """Build the gatherer of rows over ``shard``, then of slices of this rank's own tensors over ``tensor``.
+
+        Collective. With ``together`` one rank owns all tensors.
+        """
+        members = set(trained_by(optimizer, [rows.parameter for rows in self._trained]))
+        trained = [rows for rows in self._trained if rows.parameter in members]
+        sizes = [math.prod(rows.spec.shape) for rows in trained]
+        axes = [axis(self._shards, along_rows(trained, self._shards), together, sizes)]
+        if self._run_context.grid.tensor > 1:
+            line, mine = self._run_context.comms.axis("tensor"), [r for r in trained if axes[0].owns(r.parameter)]
+            here = [(r.parameter, r.local, SliceRegions.of(slices[r.name], r.local)) for r in mine]
+            axes.append(axis(line, along_slices(here, line, together), together))
+        return WholeTensors(axes, optimizer)
+
+    def _share_out(self, replica: ReplicaRunner, named: Sequence[tuple[str, nn.Parameter]]) -> list[ShardingEngine]:
+        """Cut the parameters into rows and return the engines: stage 1 alone, or FSDP2 and stage 1 for the rest.
+
+        The rest: trainable 0-d parameters, parameters of another dtype than most, and with ``param_dtype`` the
+        parameters of batch norms. Empty parameters are not cut.
+        """
+        if self._config.stage == 1 or self._shards.size == 1:
+            trained = [(n, p) for n, p in named if p.requires_grad and p.numel()]
+            sliced = ZeroSharding(trained, replica.parts, replica.specs, self._shards)
+            replica.replaced(sliced.replaced)
+            return [sliced]
+        from tutti.parallel.fsdp.fully_sharded import FullySharded
+
+        counts: Counter[torch.dtype] = Counter()
+        for _, parameter in named:
+            counts[parameter.dtype] += parameter.numel() * parameter.requires_grad
+        usual = counts.most_common(1)[0][0]
+        [model] = replica.parts
+        whole = {p for _, p in named if not p.numel() or not p.dim() or p.dtype != usual}
+        if self._config.param_dtype is not None:
+            # Batch norm takes narrow activations, but not with narrow weights.
+            norms = [module for module in model.modules() if hasattr(module, "running_mean")]
+            whole |= {p for module in norms for p in module.parameters()}
+        for parameter in whole:
+            # FSDP2 moves only the other parameters to the device. The copy also moves memory-mapped ones into memory.
+            parameter.data = parameter.data.to(self._shards.device, copy=True)
+        engine = FullySharded(model, replica.specs, whole, self._config, self._shards)
+        replica.sharded = {rows.name: rows.parameter.data for rows in engine.rows}
+        replica.specs = {**replica.specs, **{rows.name: rows.spec for rows in engine.rows}}
+        replica.swap_values, replica.unify_flags = engine.holding, engine.unify_flags
+        rest = [(n, p) for n, p in named if p in whole and p.requires_grad and p.numel()]
+        return [engine, ZeroSharding(rest, replica.parts, replica.specs, self._shards)] if rest else [engine]
+
+    def prepare_for_backward(self, part: LossSums | None) -> None:
+        """Do nothing: FSDP2 has hooks of its own, and stage 1 sends in ``reduce_gradients``."""
+
+    def gradient_ready(self, parameter: Tensor) -> None:
+        """Do nothing, as ``prepare_for_backward``."""
+
+    def begin_worker(self, worker: int, step_context: StepContext) -> None:
+        self._buffers.enter(worker)
+
+    def end_worker(self, worker: int, part: LossSums | None) -> None:
+        self._counting.add(part)
+
+    def reduce_gradients(self, step_context: StepContext) -> StepStats:
+        if self._uncut:
+            new, self._uncut = self._uncut, []
+            self._cut(new)
+        used = [flag for engine in self._engines for flag in engine.used()]
+        for engine in self._engines:
+            engine.reduce_scatter_gradients(step_context.global_step + 1)
+        for index, (rows, seen) in enumerate(self._pairs()):
+            if not (seen.requires_grad and rows.parameter.requires_grad):
+                # Frozen by the script after it was sharded: FSDP2 still computes its gradient.
+                used[index], rows.parameter.grad, seen.grad = False, None, None
+        self._sum_over_copies(step_context)
+        sums, square = self._agree(step_context, self._counting.take(), used)
+        square, stop = norm_across_model(self._run_context.comms.model, square, sums.stop, step_context)
+        for (rows, seen), flag in zip(self._pairs(), sums.used, strict=True):
+            if not flag:
+                # FSDP2 sets zeros where no backward reached a parameter; the optimizer would still decay it.
+                rows.parameter.grad = seen.grad = None
+        factor = share_of_batch(sums, step_context) / step_context.loss_scale
+        if factor != 1.0:
+            scale_all(self._gradients(), factor)
+        norm = math.sqrt(square) * factor
+        return self._counting.stats(sums, norm, self._finite(norm), stop)
+
+    def optimizer_step(self, stats: StepStats, step_context: StepContext) -> UpdateResult:
+        nonfinite: tuple[str, ...] = ()
+        if stats.finite:
+            factor, norm = clipped(stats.grad_norm, self._run_context.clip)
+            if factor != 1.0:
+                scale_all(self._gradients(), factor)
+            for optimizer in self.optimizers:
+                optimizer_step(optimizer, step_context.lr_factor, norm, self._whole)
+            for engine in self._engines:
+                engine.all_gather_parameters()
+        else:
+            trained = [(rows.name, rows.parameter) for rows in self._trained]
+            nonfinite = tuple(dict.fromkeys(culprits(self._run_context.comms.world, trained)))
+        return UpdateResult(int(stats.finite), skipped=not stats.finite, nonfinite=nonfinite)
+
+    def clear(self) -> None:
+        for engine in self._engines:
+            engine.clear()
+
+    def merged(self) -> dict[str, Tensor]:
+        """Return parameters as this rank holds them (rows of those in ``ReplicaRunner.sharded``) and merged buffers."""
+        named = {name: p.data for name, p in parameters(self._replica.parts)}
+        return {**named, **self._replica.sharded, **self._buffers.merged()}
+
+    def replicated(self) -> Mapping[str, Tensor] | None:
+        """Return unsharded parameters, and rows of those in ``ReplicaRunner.sharded``, equal on all copies (HSDP)."""
+        named = {name: p.data for name, p in parameters(self._replica.parts)}
+        return {**named, **self._replica.sharded, **self._buffers.replicated()}
+
+    def state(self) -> Mapping[str, Mapping[str, Tensor | TensorSlice]]:
+        comm, copies = self._run_context.comms.replica, self._copies
+        buffers = self._buffers.merged()
+        fixed = {name: p.data for name, p in self._fixed.items()}
+        whole = written({**fixed, **buffers}, self._replica, comm)
+        # The ranks with the same rows share out their names, so that each row is written once.
+        chosen = mine_of({rows.name: rows.parameter.data for rows in self._rows}, copies.rank, copies.size)
+        mine = [rows for rows in self._rows if rows.name in chosen and rows.name not in self._replica.not_owned]
+        pieces = {rows.name: rows.piece(rows.parameter.data) for rows in mine}
+        model = {**whole, **{name: piece for name, piece in pieces.items() if piece is not None}}
+        return {"model": model, "optim": self._optimizer_state(mine), "workers": self._buffers.state()}
+
+    def load(self, saved: SavedState) -> None:
+        for rows in self._rows:
+            rows.parameter.data.copy_(rows.read(saved, "model", rows.known(saved.names("model"))))
+        for name, parameter in self._fixed.items():
+            parameter.data.copy_(read_local(saved, "model", name, self._replica, parameter.shape))
+        for engine in self._engines:
+            engine.all_gather_parameters()
+        self._buffers.load(saved)
+        if self._optimizer:
+            whole = self._whole
+            # The state of frozen rows too, because the script may unfreeze them.
+            rows_here = [rows for rows in self._rows if whole is None or not whole.slices(rows.parameter)]
+            load_optimizer_rows(self._optimizer, rows_here, saved)
+            if whole is not None:
+                named, specs = [(rows.name, rows.parameter) for rows in self._trained], self._replica.specs
+                whole.load(self._optimizer, named, saved, specs)
+
+    def facts(self) -> dict[str, object]:
+        """Return an empty dict: ``summary.json`` has no facts about sharding."""
+        return {}
+
+    # --- custom training loops -------------------------------------------------------------------------------------
+
+    @property
+    def gradient_at(self) -> GradientPlace:
+        """Where complete gradients are: ``rank`` only with one shard and without tensor parallelism."""
+        if self._run_context.grid.tensor > 1:
+            return "slices"
+        if self._shards.size == 1:
+            return "rank"
+        return "rows" if self._config.stage == 1 else "shards"
+
+    def begin_custom_loop(self) -> None:
+        """Do nothing: gradients stay in rows."""
+
+    def named(self) -> Sequence[tuple[str, nn.Parameter]]:
+        return [*((rows.name, seen) for rows, seen in self._pairs()), *self._uncut]
+
+    def seen(self) -> Sequence[nn.Parameter]:
+        return [*(seen for engine in self._engines for seen in engine.seen()), *(p for _, p in self._uncut)]
+
+    def _pairs(self) -> list[tuple[ShardedParameter, nn.Parameter]]:
+        """Return the trained rows, each with the parameter that the script's model has in its place."""
+        seen = (seen for engine in self._engines for seen in engine.seen())
+        return list(zip(self._trained, seen, strict=True))
+
+    def seen_of(self, optimizer: Optimizer) -> list[nn.Parameter]:
+        own = {p for group in optimizer.param_groups for p in group["params"]}
+        uncut = [p for _, p in self._uncut if p in own]
+        return [*(seen for rows, seen in self._pairs() if rows.parameter in own or seen in own), *uncut]
+
+    def values(self) -> list[Tensor]:
+        return [*(rows.parameter.data for rows in self._trained), *(p.data for _, p in self._uncut)]
+
+    def take(self) -> dict[nn.Parameter, Tensor]:
+        return {p: gradient for engine in self._engines for p, gradient in engine.take().items()}
+
+    def settle(self, held: Mapping[nn.Parameter, Tensor]) -> None:
+        self.accumulated = bool(held)
+        for engine in self._engines:
+            engine.settle(held)
+
+    def take_use(self) -> list[bool]:
+        return [flag for engine in self._engines for flag in engine.take_use()]
+
+    def add_use(self, used: Sequence[bool]) -> None:
+        rest = list(used)
+        for engine in self._engines:
+            count = len(engine.seen())
+            engine.add_use(rest[:count])
+            rest = rest[count:]
+
+    def take_edits(self) -> None:
+        for engine in self._engines:
+            engine.take_edits()
+
+    def cleared(self, optimizer: Optimizer) -> None:
+        """Clear the ``.grad`` of the model's parameters whose rows belong to ``optimizer``."""
+        own = {p for group in optimizer.param_groups for p in group["params"]}
+        for rows, seen in self._pairs():
+            if rows.parameter in own and rows.parameter is not seen:
+                seen.grad = rows.parameter.grad = None
+
+    def norm(self, members: Sequence[nn.Parameter], step_context: StepContext) -> float:
+        own = set(members)
+        pairs = self._pairs()
+        lent = self._replica.not_owned
+        counted = [rows.parameter.grad for rows, seen in pairs if seen in own and rows.name not in lent]
+        square = torch.tensor([sum(squares_of([g for g in counted if g is not None]))], dtype=torch.float64)
+        there = square.to(self._shards.device)
+        self._shards.start_all_reduce(
+            there, f"all_reduce of the gradient norm in step {step_context.global_step + 1}"
+        ).wait()
+        whole, _ = norm_across_model(self._run_context.comms.model, float(there), False, step_context)
+        return math.sqrt(whole)
+
+    @contextmanager
+    def acting(self, index: int | None, members: Sequence[nn.Parameter]) -> Iterator[None]:
+        with acting(self._optimizer, index):
+            self._acting_on = None if index is None else members
+            try:
+                yield
+            finally:
+                self._acting_on = None
+
+    def steps_whole(self, optimizer: Optimizer) -> bool:
+        return self._shards.size == 1 and any(optimizer is own for own in members_of(self._optimizer))
+
+    def adopt(self, optimizer: Optimizer) -> None:
+        """Replace parameters of the model that the script has added to the optimizer by this rank's rows."""
+        own = {shown: rows for engine in self._engines for shown, rows in engine.owners().items()}
+        for group in optimizer.param_groups:
+            group["params"] = [own.get(p, p) for p in group["params"]]
+
+    def reattach(self, names: Sequence[str], late: bool = False) -> None:
+        """As the protocol; parameters that FSDP2 has not sharded are cut into rows. Collective."""
+        if self._whole is not None:
+            refuse_growth(self._optimizer, names[0])
+        agree_on_state(self._run_context.comms.replica, self._replica.parts)
+        wanted = set(names)
+        for engine in self._engines:
+            engine.train(wanted)
+        self._index()
+        new = [(name, p) for name, p in self._fixed.items() if name in wanted and p.numel()]
+        if late:
+            # This step's forward used the uncut parameters: cut them after its backward.
+            self._uncut += new
+        elif new:
+            self._cut(new)
+
+    def _cut(self, new: Sequence[tuple[str, nn.Parameter]]) -> None:
+        """Cut further parameters into rows; their whole gradients move to the model's new parameters."""
+        gradients = [p.grad for _, p in new]
+        for _, parameter in new:
+            parameter.grad = None
+        sliced = ZeroSharding(new, self._replica.parts, self._slices, self._shards)
+        for seen, gradient in zip(sliced.seen(), gradients, strict=True):
+            seen.grad = gradient
+        self._replica.replaced(sliced.replaced)
+        self._engines.append(sliced)
+        self._index()
+
+    def _optimizer_state(self, mine: Sequence[ShardedParameter]) -> dict[str, Tensor | TensorSlice]:
+        """Return the tensors of the optimizer's state that this rank writes; ``mine``: the rows that it writes."""
+        optimizer, whole = self._optimizer, self._whole
+        if optimizer is None:
+            return {}
+        cut = [rows for rows in mine if whole is None or not whole.slices(rows.parameter)]
+        found = optimizer_pieces(optimizer, cut, self._shards.rank == 0)
+        if whole is not None:
+            found |= whole.tensors(optimizer, [(rows.name, rows.parameter) for rows in mine])
+        return found
+
+    def _gradients(self) -> list[Tensor]:
+        if self._acting_on is not None:
+            chosen, pairs = set(self._acting_on), self._pairs()
+            return [r.parameter.grad for r, seen in pairs if seen in chosen and r.parameter.grad is not None]
+        return [rows.parameter.grad for rows in self._trained if rows.parameter.grad is not None]
+
+    def _counted(self) -> list[Tensor]:
+        """Return the gradients that this rank counts in the norm: without ``not_owned`` tensors of the replica."""
+        counted = [rows.parameter for rows in self._trained if rows.name not in self._replica.not_owned]
+        return [p.grad for p in counted if p.grad is not None]
+
+    def _sum_over_copies(self, step_context: StepContext) -> None:
+        """All-reduce the rows' gradients over the ranks that hold the same rows (HSDP), once for each dtype."""
+        if self._copies.size == 1:
+            return
+        for rows in self._trained:
+            if rows.parameter.grad is None:
+                rows.parameter.grad = torch.zeros_like(rows.parameter)
+        for dtype in sorted({rows.parameter.dtype for rows in self._trained}, key=str):
+            gradients = [g for g in self._gradients() if g.dtype == dtype]
+            flat = torch.cat([g.reshape(-1) for g in gradients])
+            self._copies.start_all_reduce(
+                flat, f"sum of gradients over copies in step {step_context.global_step + 1}"
+            ).wait()
+            views = [v.view_as(g) for v, g in zip(flat.split([g.numel() for g in gradients]), gradients, strict=True)]
+            foreach_copy_(gradients, views)
+
+    def _agree(
+        self, step_context: StepContext, lanes: Tensor | None, used: Sequence[bool]
+    ) -> tuple[ReducedSums, float]:
+        """Sum loss sums, used flags and the squared gradient norm over all data ranks.
+
+        Collective: one all-reduce. Raises MismatchError where ranks are in different steps.
+
+        Args:
+            step_context: the step under way.
+            lanes: ``LossSums.sums`` of this rank; None for no samples.
+            used: for each trained parameter whether it had a gradient here.
+        """
+        comm = self._run_context.comms.replica
+        # All copies (HSDP) have the same gradient: count the first one's only.
+        square = sum(squares_of(self._counted())) if self._copies.rank == 0 else 0.0
+        message = torch.zeros(self._tail.size + 1, dtype=torch.float64, device=comm.device)
+        self._tail.fill(message[:-1], step_context, lanes, used)
+        message[-1] = square
+        comm.start_all_reduce(message, f"all_reduce of totals in step {step_context.global_step + 1}").wait()
+        numbers = message.tolist()
+        if not self._tail.same(numbers, step_context, comm.size):
+            refuse_mismatch(comm, step_context)
+        return self._tail.read(numbers[: self._tail.size]), numbers[-1]
+
+    def _finite(self, norm: float) -> bool:
+        """Return whether all gradients are finite; where the norm is not, their elements decide, by an all-reduce.
+
+        With several ranks a replica (tensor parallelism or stages) the norm alone decides.
+        """
+        if math.isfinite(norm) or self._run_context.comms.model.size > 1:
+            return math.isfinite(norm)
+        bad = torch.zeros(1, device=self._run_context.comms.replica.device)
+        bad += sum(not bool(torch.isfinite(g).all()) for g in self._gradients())
+        self._run_context.comms.replica.start_all_reduce(bad, "all_reduce of what is not finite").wait()
+        return not bool(bad)

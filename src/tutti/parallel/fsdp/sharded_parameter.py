@@ -1,0 +1,395 @@
+"""Parameters sharded by rows: the rows that an optimizer updates, ZeRO stage 1, and optimizer state in checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from tutti.checkpoint.state_shards import number_tensor
+from tutti.comm.communicator import Communicator
+from tutti.comm.partition import block
+from tutti.nn.gradient_hooks import share_gradient_hooks
+from tutti.nn.incomplete_gradient import conceal, is_cleared
+from tutti.parallel.ddp.buckets import plan_buckets
+from tutti.torch_compat import chunk_cat, module_parameters
+from tutti.types import SavedState, ShardSpec, TensorSlice
+
+_BUCKET_BYTES = 25 << 20
+
+
+@dataclass(frozen=True, eq=False)
+class ShardedParameter:
+    """This rank's rows of one parameter.
+
+    Attributes:
+        name: in the plain model.
+        parameter: the rows, as a plain leaf: the object that was the model's own, so that an optimizer that was made
+            of it fits.
+        spec: global shape and offset of the rows. A 0-d parameter is one row.
+        local: shape of the tensor that the rows are cut from: a tensor slice under tensor parallelism.
+        leads: whether that slice is at offset 0; only its ranks write optimizer scalars into a checkpoint.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    spec: ShardSpec
+    local: tuple[int, ...]
+    leads: bool = True
+
+    def piece(self, tensor: Tensor) -> Tensor | TensorSlice | None:
+        """Return ``tensor``, of the rows' shape, as a ``TensorSlice``; the tensor itself for a 0-d parameter.
+
+        None where this rank has no rows.
+        """
+        if not tensor.numel():
+            return None
+        if not self.spec.shape:
+            return tensor.view(())
+        return TensorSlice(tensor, self.spec.shape, self.spec.offset, self.spec.blocks, self.spec.rows)
+
+    def read(self, saved: SavedState, group: str, name: str) -> Tensor:
+        """Read these rows of a saved tensor of the parameter's global shape.
+
+        Args:
+            saved: the checkpoint.
+            group: group of tensors in the checkpoint.
+            name: of the tensor.
+        """
+        if not self.parameter.numel():
+            return self.parameter.detach().cpu().clone()
+        if not self.spec.shape:
+            return saved.get(group, name).view(1)
+        parts = [saved.part(group, name, *region) for region in self.spec.regions(self.parameter.shape)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def known(self, names: Collection[str]) -> str:
+        """Return the first of the parameter's own and tied names that is in ``names``; its own name if none is."""
+        return next((name for name in (self.name, *self.spec.tied) if name in names), self.name)
+
+
+class ShardingEngine(Protocol):
+    """Shards parameters by rows: this rank updates ``rows``, and forwards compute with unsharded parameters."""
+
+    @property
+    def rows(self) -> Sequence[ShardedParameter]:
+        """This rank's rows of all parameters of the engine."""
+
+    @property
+    def trained(self) -> Sequence[ShardedParameter]:
+        """Rows of parameters that are or were trainable; a script may freeze and unfreeze them."""
+
+    def train(self, names: Collection[str]) -> None:
+        """Also train these parameters from now on; names of other engines are ignored. Collective."""
+
+    def owners(self) -> dict[nn.Parameter, nn.Parameter]:
+        """Map each parameter object of the script's model to the rows' parameter, which an optimizer has."""
+
+    def used(self) -> list[bool]:
+        """Return for each trained parameter whether it had a gradient on this rank in this step."""
+
+    def reduce_scatter_gradients(self, step: int) -> None:
+        """Set the gradient of all trained rows, summed over the ranks that share a copy. Collective."""
+
+    def all_gather_parameters(self) -> None:
+        """Make the next forward use the rows' current values. Collective."""
+
+    def clear(self) -> None:
+        """Set all gradients to None."""
+
+    def seen(self) -> Sequence[nn.Parameter]:
+        """Return the trained parameters of the script's model, in the order of ``trained``."""
+
+    def take(self) -> dict[nn.Parameter, Tensor]:
+        """Remove and return gradients of trained rows that the script has not cleared, by the rows' parameter."""
+
+    def settle(self, held: Mapping[nn.Parameter, Tensor]) -> None:
+        """Add ``held`` to the rows' gradients, and show them to the script or conceal them."""
+
+    def take_use(self) -> list[bool]:
+        """Return, and reset, which trained parameters a backward has reached, where the engine reduces by itself."""
+
+    def add_use(self, used: Sequence[bool]) -> None:
+        """Mark these trained parameters as reached by a backward."""
+
+    def take_edits(self) -> None:
+        """Set the rows' gradients to the ``.grad`` that the script has left on the model's parameters."""
+
+
+def local_rows(
+    name: str, parameter: nn.Parameter, spec: ShardSpec, local: Sequence[int], comm: Communicator
+) -> ShardedParameter:
+    """Describe this rank's block of rows of a tensor; no memory is cut.
+
+    Args:
+        name: of the parameter in the plain model.
+        parameter: the rows.
+        spec: global shape and offset of the tensor that the rows are cut from.
+        local: shape of that tensor.
+        comm: the ranks that share its rows.
+    """
+    leads = not any(spec.offset)
+    if local:
+        spec = spec.cut(local, block(local[0], comm.size, comm.rank).start)
+    return ShardedParameter(name, parameter, spec, tuple(local), leads)
+
+
+class ZeroSharding:
+    """ZeRO stage 1: parameters unsharded on every rank; gradients reduce-scattered into rows, updates all-gathered.
+
+    Rajbhandari et al. 2019, arXiv 1910.02054, §5.1. A step sends as many bytes as data parallelism: a reduce-scatter of
+    the gradients and an all-gather of the parameters, in messages of 25 MB.
+
+    Args:
+        named: the parameters to shard; with several ranks each becomes this rank's rows, for the optimizer.
+        parts: modules in which new parameters (``replaced``) take their place.
+        specs: global shape and offset of each parameter, by name.
+        comm: the ranks that share one copy.
+    """
+
+    def __init__(
+        self,
+        named: Sequence[tuple[str, nn.Parameter]],
+        parts: Sequence[nn.Module],
+        specs: Mapping[str, ShardSpec],
+        comm: Communicator,
+    ) -> None:
+        self._comm = comm
+        self._whole = [_stand_in(parameter, parts, comm) for _, parameter in named]
+        self.rows = [
+            _cut(name, p, whole, specs[name], comm) for (name, p), whole in zip(named, self._whole, strict=True)
+        ]
+        self._aside: dict[nn.Parameter, Tensor] = {}
+        self._buckets = plan_buckets([(whole.nbytes, str(whole.dtype)) for whole in self._whole], _BUCKET_BYTES)
+
+    @property
+    def replaced(self) -> dict[nn.Parameter, nn.Parameter]:
+        """Map the model's former parameters, which are the rows now, to its new ones."""
+        pairs = zip(self.rows, self._whole, strict=True)
+        return {rows.parameter: whole for rows, whole in pairs if rows.parameter is not whole}
+
+    @property
+    def trained(self) -> Sequence[ShardedParameter]:
+        return self.rows
+
+    def train(self, names: Collection[str]) -> None:
+        """Do nothing: all parameters here are trained already."""
+
+    def owners(self) -> dict[nn.Parameter, nn.Parameter]:
+        return {whole: rows.parameter for whole, rows in zip(self._whole, self.rows, strict=True)}
+
+    def used(self) -> list[bool]:
+        return [whole.grad is not None for whole in self._whole]
+
+    def reduce_scatter_gradients(self, step: int) -> None:
+        if self._comm.size == 1:
+            return
+        for number, members in enumerate(self._buckets):
+            whole = [self._whole[i] for i in members]
+            gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in whole]
+            send = whole[0].new_empty(self._comm.size, sum(map(self._width, whole)))
+            chunk_cat([_as_rows(g) for g in gradients], 0, self._comm.size, out=send)
+            for parameter in whole:
+                parameter.grad = None
+            mine = send.new_empty(send.shape[1])
+            self._comm.scatter_sum(mine, send.view(-1), f"sum of gradients {number} in step {step}")
+            for index, piece in zip(members, mine.split([self._width(p) for p in whole]), strict=True):
+                rows = self.rows[index].parameter
+                rows.grad = piece[: rows.numel()].view_as(rows)
+
+    def all_gather_parameters(self) -> None:
+        if self._comm.size == 1:
+            return
+        for members in self._buckets:
+            whole = [self._whole[i] for i in members]
+            widths = [self._width(p) for p in whole]
+            table = whole[0].new_empty(self._comm.size, sum(widths))
+            with torch.no_grad():
+                mine = table[self._comm.rank].split(widths)
+                for index, piece in zip(members, mine, strict=True):
+                    rows = self.rows[index].parameter
+                    piece[: rows.numel()].view_as(rows).copy_(rows)
+                self._comm.gather_into(table.view(-1), table[self._comm.rank], "rows after the update")
+                for rank in filter(lambda rank: rank != self._comm.rank, range(self._comm.size)):
+                    for parameter, piece in zip(whole, table[rank].split(widths), strict=True):
+                        target = _block(parameter.data, self._comm.size, rank)
+                        target.copy_(piece[: target.numel()].view_as(target))
+
+    def clear(self) -> None:
+        self._aside.clear()
+        for whole, rows in zip(self._whole, self.rows, strict=True):
+            whole.grad = rows.parameter.grad = None
+
+    def seen(self) -> Sequence[nn.Parameter]:
+        return self._whole
+
+    def take(self) -> dict[nn.Parameter, Tensor]:
+        held = {}
+        self._reveal()
+        for whole, rows in zip(self._whole, self.rows, strict=True):
+            gradient = rows.parameter.grad
+            if gradient is not None and not is_cleared(whole.grad):
+                held[rows.parameter] = gradient.clone()
+            whole.grad = rows.parameter.grad = None
+        return held
+
+    def settle(self, held: Mapping[nn.Parameter, Tensor]) -> None:
+        for rows in self.rows:
+            parameter, before = rows.parameter, held.get(rows.parameter)
+            if before is not None:
+                parameter.grad = before if parameter.grad is None else parameter.grad.add_(before)
+        if self._comm.size > 1:
+            there = [(whole, r.parameter) for whole, r in zip(self._whole, self.rows, strict=True)]
+            there = [(whole, own) for whole, own in there if own.grad is not None]
+            self._aside = {own: own.grad for _, own in there if own.grad is not None}
+            # Conceal the optimizer's ``.grad`` too: their norm would cover this rank's rows only.
+            conceal([p for pair in there for p in pair], "in rows over the ranks (sharded:stage=1)")
+
+    def _reveal(self) -> None:
+        """Restore the rows' gradients that ``settle`` concealed, except where the script has cleared them."""
+        for parameter, gradient in self._aside.items():
+            parameter.grad = None if is_cleared(parameter.grad) else gradient
+        self._aside = {}
+
+    def take_use(self) -> list[bool]:
+        return [False] * len(self._whole)
+
+    def add_use(self, used: Sequence[bool]) -> None:
+        """Do nothing: a parameter counts as used where its ``.grad`` is not None."""
+
+    def take_edits(self) -> None:
+        self._reveal()
+        for whole, rows in zip(self._whole, self.rows, strict=True):
+            if whole is not rows.parameter and is_cleared(whole.grad):
+                rows.parameter.grad = None
+
+    def _width(self, whole: Tensor) -> int:
+        """Return the number of elements of the largest block of rows."""
+        return _block(whole, self._comm.size, 0).numel()
+
+
+def _stand_in(parameter: nn.Parameter, parts: Sequence[nn.Module], comm: Communicator) -> nn.Parameter:
+    """Replace ``parameter``, which becomes the optimizer's rows, by a new parameter in all modules; return that.
+
+    One rank keeps ``parameter`` itself.
+    """
+    if comm.size == 1:
+        return parameter
+    whole = nn.Parameter(parameter.data)
+    share_gradient_hooks(parameter, whole)
+    for part in parts:
+        for module in part.modules():
+            for key, own in list(module_parameters(module).items()):
+                if own is parameter:
+                    setattr(module, key, whole)
+    return whole
+
+
+def _cut(
+    name: str, parameter: nn.Parameter, whole: nn.Parameter, spec: ShardSpec, comm: Communicator
+) -> ShardedParameter:
+    if comm.size > 1:
+        parameter.data = _block(whole.data, comm.size, comm.rank)
+    return local_rows(name, parameter, spec, whole.shape, comm)
+
+
+def _as_rows(tensor: Tensor) -> Tensor:
+    return tensor if tensor.dim() else tensor.view(1)
+
+
+def _block(tensor: Tensor, parts: int, index: int) -> Tensor:
+    """Return the rows of one rank as a view."""
+    rows = _as_rows(tensor)
+    place = block(len(rows), parts, index)
+    return rows[place.start : place.stop]
+
+
+class RowNormReducer:
+    """All-reduces squared norms of rows to the norms of whole layers. See ``tutti.types.NormReducer``."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+
+    def __call__(self, squares: Tensor) -> Tensor:
+        whole = squares.to(self._comm.device)
+        self._comm.start_all_reduce(whole, "all_reduce of the norms of layers").wait()
+        return whole.cpu()
+
+
+class RowGatherer:
+    """All-gathers whole tensors from rows. See ``tutti.types.FullTensorGatherer``."""
+
+    def __init__(self, comm: Communicator, rows: Iterable[ShardedParameter]) -> None:
+        self._comm, self._of = comm, {each.parameter: each for each in rows}
+
+    def gather(self, parameter: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return each tensor whole, from this rank's rows. Collective: one all-gather for each tensor."""
+        shape = self._of[parameter].local  # type: ignore[index]
+        most, here = len(block(shape[0], self._comm.size, 0)), self._comm.rank
+        found = []
+        for rows in tensors:
+            table = rows.new_empty(self._comm.size * most, *shape[1:])
+            send = table[here * most : (here + 1) * most]
+            send[: len(rows)].copy_(rows)
+            self._comm.gather_into(table.view(-1), send.view(-1), "all_gather of a matrix")
+            found.append(table[: shape[0]])
+        return found
+
+    def mine(self, parameter: Tensor, whole: Tensor) -> Tensor:
+        """Return this rank's rows of a whole tensor; not collective."""
+        place = block(len(whole), self._comm.size, self._comm.rank)
+        return whole[place.start : place.stop]
+
+
+def optimizer_pieces(
+    optimizer: Optimizer, rows: Iterable[ShardedParameter], scalars: bool
+) -> dict[str, Tensor | TensorSlice]:
+    """Return the optimizer's state of these rows as ``{parameter}/{key}``, for a checkpoint.
+
+    Args:
+        optimizer: the optimizer.
+        rows: the rows that this rank writes.
+        scalars: whether this rank also writes 0-d state, such as step counters, which all ranks hold alike.
+    """
+    found: dict[str, Tensor | TensorSlice] = {}
+    for each in rows:
+        for key, value in optimizer.state.get(each.parameter, {}).items():
+            if value is None:
+                continue
+            tensor = number_tensor(value)
+            piece = each.piece(tensor) if tensor.dim() else (tensor if scalars and each.leads else None)
+            if piece is not None:
+                found[f"{each.name}/{key}"] = piece
+    return found
+
+
+def load_optimizer_rows(optimizer: Optimizer, rows: Iterable[ShardedParameter], saved: SavedState) -> None:
+    """Load the optimizer's state of these rows from a checkpoint; parameters without saved state start afresh.
+
+    Args:
+        optimizer: the optimizer.
+        rows: the rows on this rank.
+        saved: the checkpoint.
+    """
+    keys: dict[str, list[str]] = {}
+    for entry in saved.names("optim"):
+        owner, _, key = entry.rpartition("/")
+        keys.setdefault(owner, []).append(key)
+    for each in rows:
+        name = each.known(keys)
+        if name in keys:
+            entries = {key: f"{name}/{key}" for key in sorted(keys[name])}
+            optimizer.state[each.parameter] = {key: _state(each, saved, entry, key) for key, entry in entries.items()}
+
+
+def _state(rows: ShardedParameter, saved: SavedState, entry: str, key: str) -> Tensor:
+    shape = saved.shape("optim", entry)
+    # A 0-d parameter's state has its shape () throughout; ``step`` is the optimizer's scalar and not a row of it.
+    if shape != rows.spec.shape or key == "step":
+        return saved.get("optim", entry).clone()
+    tensor = rows.read(saved, "optim", entry)
+    return torch.empty_like(rows.parameter, dtype=tensor.dtype).copy_(tensor)

@@ -1,0 +1,35 @@
+"""Gradient norm over the ranks of one replica, each with a part of the model."""
+
+from __future__ import annotations
+
+import torch
+
+from tutti.comm.communicator import Communicator
+from tutti.parallel.ddp.buckets import digests, digests_agree
+from tutti.parallel.ddp.reducers import refuse_mismatch
+from tutti.types import StepContext
+
+
+def norm_across_model(comm: Communicator, square: float, stop: bool, step_context: StepContext) -> tuple[float, bool]:
+    """Return the squared norm of the whole gradient, and whether any rank of the replica asks to stop.
+
+    Collective: one all-reduce over the replica's ranks.
+
+    Args:
+        comm: the ranks of one replica.
+        square: sum of squares of the gradients that this rank counts.
+        stop: whether this rank asks to stop.
+        step_context: the step under way.
+
+    Raises:
+        MismatchError: the ranks are in different steps.
+    """
+    if comm.size == 1:
+        return square, stop
+    digest = digests(step_context)
+    message = torch.tensor([square, stop, *digest], dtype=torch.float64, device=comm.device)
+    comm.start_all_reduce(message, "all_reduce of the gradient norm").wait()
+    total, asked, *together = message.tolist()
+    if not digests_agree(tuple(together), digest, comm.size):
+        refuse_mismatch(comm, step_context)
+    return total, asked > 0

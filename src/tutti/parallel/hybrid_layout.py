@@ -1,0 +1,42 @@
+"""Pipeline and tensor parallelism together: a replica is cut into stages, and each stage is split over tensor ranks."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from tutti.config.layout_config import HybridConfig
+from tutti.parallel.ddp.whole_layout import WholeRunner
+from tutti.parallel.pipeline.pipeline_runner import PipelineLayout, PipelineRunner
+from tutti.parallel.pipeline.virtual_stage import read_directly
+from tutti.parallel.tensor.loss_parallel_plan import Outputs
+from tutti.parallel.tensor.tensor_layout import TensorLayout
+from tutti.parallel.tensor.tp_apply import TensorParallelizer
+from tutti.types import RunContext
+
+
+class HybridLayout:
+    """The layout of ``hybrid``: the stages of ``pipeline``, then the TP plan of ``tensor`` within each stage."""
+
+    def __init__(self, config: HybridConfig, run_context: RunContext) -> None:
+        self._config, self._run_context = config, run_context
+
+    def build(self, plain: nn.Module) -> PipelineRunner | WholeRunner:
+        """Build this stage's layers with this tensor rank's slices.
+
+        Raises:
+            UsageError: as ``PipelineLayout`` and ``TensorParallelizer``.
+        """
+        run_context, config = self._run_context, self._config
+        if run_context.grid.stage == 1:
+            return TensorLayout(config, run_context).build(plain)
+        pipeline, division = PipelineLayout(config, run_context), TensorParallelizer(plain, run_context, config)
+        sections, holding = pipeline.sections(plain, division.closed)
+        if holding is not None:
+            division.check([name for nodes in holding.cuts.stages for name in read_directly(nodes, plain)])
+        division.apply()
+        replica = pipeline.replica(plain, sections, holding)
+        for section in sections if division.parted else ():
+            # Only the last section's output, which the loss function takes, may stay split between tensor ranks.
+            Outputs(section.module, keep=not section.outgoing)
+        division.mark(replica)
+        return replica

@@ -1,0 +1,123 @@
+"""DiLoCo: logical workers make local steps; every H steps an outer optimizer steps along their mean change.
+
+Douillard et al. 2023, arXiv 2311.08105, Algorithm 1. The inner optimizer is the run's optimizer (the paper: AdamW), and
+its state stays with the worker; the outer optimizer is SGD with Nesterov momentum. Memory beside that of ``local_sgd``:
+two copies of the parameters a device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from tutti.checkpoint.state_shards import mine_of
+from tutti.config.sync_config import DiLoCoConfig
+from tutti.parallel.local_sgd.local_sgd import LocalSGDSync
+from tutti.torch_compat import foreach_add_, foreach_copy_, foreach_mul_, foreach_sub, foreach_sub_
+from tutti.types import (
+    GradientReadyHook,
+    OptimizerFactory,
+    ReplicaRunner,
+    RunContext,
+    SavedState,
+    StepContext,
+    StepStats,
+    UpdateResult,
+)
+
+_PARAMETER, _MOMENTUM = "outer/parameter/", "outer/momentum/"
+
+
+class DiLoCoSync(LocalSGDSync):
+    """Gradient synchronisation of ``diloco``.
+
+    Every rank makes the same outer update from the same mean, without a collective beyond those of local SGD.
+    """
+
+    def __init__(self, config: DiLoCoConfig, run_context: RunContext) -> None:
+        super().__init__(config, run_context)
+        self._options = config
+
+    def attach(self, replica: ReplicaRunner, make_optimizer: OptimizerFactory) -> GradientReadyHook:
+        sink = super().attach(replica, make_optimizer)
+        self._outer = [p.data.clone() for _, p in self._trained]
+        self._velocities = [torch.zeros_like(outer) for outer in self._outer]
+        return sink
+
+    def optimizer_step(self, stats: StepStats, step_context: StepContext) -> UpdateResult:
+        """As ``LocalSGDSync.optimizer_step``; the last synchronous step also sets the outer parameters."""
+        updated = super().optimizer_step(stats, step_context)
+        if step_context.global_step + 1 == self._post:
+            foreach_copy_(self._outer, next(iter(self._copies.values())))
+        return updated
+
+    def reattach(self, names: Sequence[str], late: bool = False) -> None:
+        """As ``LocalSGDSync.reattach``; new outer parameters start at their current values with zero momentum."""
+        known = {
+            name: pair
+            for (name, _), pair in zip(self._trained, zip(self._outer, self._velocities, strict=True), strict=True)
+        }
+        super().reattach(names, late)
+        pairs = [known.get(name) or (p.data.clone(), torch.zeros_like(p.data)) for name, p in self._trained]
+        self._outer, self._velocities = [outer for outer, _ in pairs], [velocity for _, velocity in pairs]
+
+    def replicated(self) -> Mapping[str, Tensor] | None:
+        """As ``LocalSGDSync.replicated``, and the outer optimizer's parameters and momentum."""
+        names = [name for name, _ in self._trained]
+        outer = {_PARAMETER + name: t for name, t in zip(names, self._outer, strict=True)}
+        outer |= {_MOMENTUM + name: t for name, t in zip(names, self._velocities, strict=True)}
+        return {**(super().replicated() or {}), **outer}
+
+    def state(self) -> dict[str, dict[str, Tensor]]:
+        """As ``LocalSGDSync.state``, with the outer optimizer's parameters and momentum in the group ``workers``."""
+        state, comm = super().state(), self._run_context.comms.replica
+        names = [name for name, _ in self._trained]
+        outer = {_PARAMETER + name: t for name, t in zip(names, self._outer, strict=True)}
+        outer |= {_MOMENTUM + name: t for name, t in zip(names, self._velocities, strict=True)}
+        return {**state, "workers": {**state["workers"], **mine_of(outer, comm.rank, comm.size)}}
+
+    def load(self, saved: SavedState) -> None:
+        """As ``LocalSGDSync.load``; without saved outer state it starts from the merged model with zero momentum."""
+        super().load(saved)
+        names = saved.names("workers")
+        for (name, _), outer, velocity in zip(self._trained, self._outer, self._velocities, strict=True):
+            if _MOMENTUM + name in names:
+                outer.copy_(saved.get("workers", _PARAMETER + name))
+                velocity.copy_(saved.get("workers", _MOMENTUM + name))
+            else:
+                outer.copy_(saved.get("model", name))
+                velocity.zero_()
+
+    def _write(self, means: Sequence[Tensor]) -> None:
+        options = self._options
+        outer_step(self._outer, means, self._velocities, options.outer_lr, options.outer_momentum, options.nesterov)
+        super()._write(self._outer)
+
+
+def outer_step(
+    parameters: Sequence[Tensor],
+    means: Sequence[Tensor],
+    velocities: Sequence[Tensor],
+    lr: float,
+    momentum: float,
+    nesterov: bool,
+) -> None:
+    """Make one outer update in place: Δ = θ - mean(θᵢ); v ← μ·v + Δ; θ ← θ - γ·(Δ + μ·v), or θ - γ·v without Nesterov.
+
+    Args:
+        parameters: θ, the outer parameters, with which all workers began this round; updated.
+        means: mean(θᵢ), means of the workers' parameters now.
+        velocities: v, updated.
+        lr: γ; with lr 1 and momentum 0 the result is the mean of the workers.
+        momentum: μ.
+        nesterov: use Nesterov's form.
+    """
+    thetas, moved = list(parameters), list(velocities)
+    changes = foreach_sub(thetas, list(means))
+    foreach_mul_(moved, momentum)
+    foreach_add_(moved, changes)
+    if nesterov:
+        foreach_add_(changes, moved, alpha=momentum)
+    foreach_sub_(thetas, changes if nesterov else moved, alpha=lr)

@@ -1,0 +1,325 @@
+"""Local SGD: each logical worker trains its own copy of the parameters; every H steps the copies are averaged.
+
+Stich 2019, arXiv 1805.09767. With H = 1 and plain SGD it is synchronous data parallelism. Momentum and other optimizer
+state stay with the worker. Memory: parameters and optimizer state once a worker, not once a device.
+
+Post-local SGD (Lin et al. 2018, arXiv 1808.07217) begins with synchronous steps: every worker makes the update of the
+whole global batch, on its own copy and with its own optimizer, so that all copies are equal until the local steps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from tutti.checkpoint.state_shards import load_optimizer, mine_of, optimizer_tensors
+from tutti.comm.tree_sum import TreeSum
+from tutti.config.sync_config import LocalSGDConfig
+from tutti.nn.swap import parameters
+from tutti.optim.several import slots
+from tutti.parallel.ddp.allreduce import culprits, optimizer_step
+from tutti.parallel.ddp.buckets import DIGESTS, METRICS, digests, digests_agree, is_finite
+from tutti.parallel.ddp.reducers import Reducer, TreeReducer, refuse_mismatch, scale_all
+from tutti.parallel.ddp.sparse_gradients import with_sparse_gradients
+from tutti.parallel.ddp.sync_module_states import agree_on_state, broadcast_state
+from tutti.parallel.ddp.worker_buffers import WorkerBuffers
+from tutti.parallel.ddp.write_guard import WriteGuard
+from tutti.parallel.loss_stats import LossCounter, clipped, own_mean
+from tutti.parallel.whole_tensors import agreed_mixing
+from tutti.torch_compat import foreach_copy_
+from tutti.types import (
+    GradientReadyHook,
+    LossSums,
+    OptimizerFactory,
+    ReplicaRunner,
+    RunContext,
+    SavedState,
+    StepContext,
+    StepStats,
+    UpdateResult,
+)
+
+_LANES = 6 + METRICS + DIGESTS
+
+
+class LocalSGDSync:
+    """Gradient synchronisation of ``local_sgd``: inner updates in ``end_worker``, averages every H steps.
+
+    Sums over workers always go through the fixed summation tree: the same bits for any number of ranks.
+    """
+
+    loss_normalisation: Literal["step", "worker"] = "worker"
+
+    def __init__(self, config: LocalSGDConfig, run_context: RunContext) -> None:
+        self._period, self._run_context = config.period, run_context
+        self._post = int(config.together().value)
+        self._counting = LossCounter()
+        self._culprits: dict[str, None] = {}
+        self._equal = True
+
+    def attach(self, replica: ReplicaRunner, make_optimizer: OptimizerFactory) -> GradientReadyHook:
+        comm, mine = self._run_context.comms.replica, self._run_context.mine
+        agree_on_state(comm, replica.parts)
+        broadcast_state(comm, replica.parts)
+        self._named = parameters(replica.parts)
+        self._trained = [(name, p) for name, p in self._named if p.requires_grad]
+        self._copies = {w: [p.data if w == mine[0] else p.data.clone() for _, p in self._trained] for w in mine}
+        made = {w: make_optimizer(self._named) for w in mine}
+        self._of = {w: optimizer for w, optimizer in made.items() if optimizer is not None}
+        for member in slots(next(iter(self._of.values()), None)):
+            agreed_mixing(member, self._run_context)
+        self.optimizers: Sequence[Optimizer] = tuple(self._of.values())
+        self._buffers = WorkerBuffers(replica.parts, self._run_context)
+        workers = self._run_context.workers
+        self._replica, self._make_optimizer = replica, make_optimizer
+        self._inside = mine[0] if len(mine) else -1
+        self._guard = WriteGuard(
+            "the model holds one of this rank's workers, and the others have parameters of their own"
+        )
+        self._note()
+        self._make_sums()
+        self._totals = TreeSum(comm, workers, _LANES)
+        return self
+
+    def prepare_for_backward(self, part: LossSums | None) -> None:
+        """Do nothing: gradients stay with the worker."""
+
+    def gradient_ready(self, parameter: Tensor) -> None:
+        """Do nothing, as ``prepare_for_backward``."""
+
+    def begin_worker(self, worker: int, step_context: StepContext) -> None:
+        """Put the worker's parameters and buffers into the model.
+
+        Raises:
+            UsageError: the script has written parameters, and this rank has several workers.
+        """
+        self._step_context = step_context
+        if len(self._run_context.mine) > 1:
+            self._guard.check(self._trained, step_context.global_step + 1)
+        self._buffers.enter(worker)
+        self._put(worker)
+
+    def end_worker(self, worker: int, part: LossSums | None) -> None:
+        """Make the worker's inner update unless its gradient is non-finite, and add its loss sums to the tree.
+
+        A synchronous step adds its gradient to the sum over all workers instead.
+        """
+        if (reducer := self._jointly(self._step_context)) is not None:
+            self._contribute(reducer, worker, part)
+            return
+        norm, bad = 0.0, 0
+        gradients = [p.grad for _, p in self._trained if p.grad is not None]
+        if part is not None:
+            norm = own_mean(gradients, part, self._step_context.loss_scale)
+            if math.isfinite(norm):
+                factor, left = clipped(norm, self._run_context.clip)
+                if factor != 1.0:
+                    scale_all(gradients, factor)
+                optimizer_step(self._of[worker], self._step_context.lr_factor, left)
+            else:
+                bad = 1
+                self._culprits |= {
+                    name: None for name, p in self._trained if p.grad is not None and not is_finite(p.grad)
+                }
+        for _, parameter in self._trained:
+            parameter.grad = None
+        self._note()
+        lanes = torch.zeros(_LANES, dtype=torch.float64)
+        lanes[:4] = torch.tensor([norm if not bad else 0.0, bad, part is not None, self._step_context.stop])
+        if part is not None:
+            self._counting.note(part)
+            lanes[4 : 4 + len(part.sums)] = part.sums.double().cpu()
+        lanes[-DIGESTS:] = torch.tensor(digests(self._step_context))
+        self._totals.add(worker, lanes)
+
+    def reduce_gradients(self, step_context: StepContext) -> StepStats:
+        """Sum the loss sums of all workers, and every H steps average their parameters. Collective.
+
+        A synchronous step completes the sum of gradients instead.
+        """
+        if (reducer := self._jointly(step_context)) is not None:
+            return self._together(reducer, step_context)
+        norm, bad, active, stop, loss, count, *metrics = self._totals.total().tolist()
+        if not digests_agree(metrics[METRICS:], digests(step_context), self._run_context.workers):
+            refuse_mismatch(self._run_context.comms.replica, step_context)
+        if self._due(step_context):
+            self._write(self._average())
+        named = self._counting.means(metrics, count)
+        return StepStats(loss / count, count, named, norm / max(active - bad, 1), finite=bad == 0, stop=stop > 0)
+
+    def optimizer_step(self, stats: StepStats, step_context: StepContext) -> UpdateResult:
+        """Report the inner updates that ``end_worker`` made; a synchronous step makes its update here.
+
+        Collective where a gradient was non-finite: an all-gather of the parameters' names.
+        """
+        if (reducer := self._jointly(step_context)) is not None:
+            return self._update_all(reducer, stats, step_context)
+        self._equal = self._due(step_context)
+        nonfinite: dict[str, None] = {}
+        if not stats.finite:
+            found, self._culprits = "\n".join(list(self._culprits)[:3]), {}
+            said = self._run_context.comms.replica.all_gather_strings(found, "names of gradients that are not finite")
+            nonfinite = dict.fromkeys(name for text in said for name in text.splitlines())
+        return UpdateResult(1, skipped=not stats.finite, nonfinite=tuple(nonfinite), together=self._due(step_context))
+
+    def clear(self) -> None:
+        for _, parameter in self._trained:
+            parameter.grad = None
+
+    def merged(self) -> dict[str, Tensor]:
+        averages = dict(zip((name for name, _ in self._trained), self._average(), strict=True))
+        fixed = {name: p.data for name, p in self._named if not p.requires_grad}
+        return {**fixed, **averages, **self._buffers.merged()}
+
+    def replicated(self) -> Mapping[str, Tensor] | None:
+        """Return the frozen parameters, and also the trained ones where all workers' copies are equal."""
+        first = next(iter(self._copies.values()))
+        trained = {name: copy for (name, _), copy in zip(self._trained, first, strict=True)} if self._equal else {}
+        return {**{name: p.data for name, p in self._named if not p.requires_grad}, **trained}
+
+    def state(self) -> dict[str, dict[str, Tensor]]:
+        """Return this rank's part of a checkpoint. Collective.
+
+        ``model`` has the average of the workers, ``optim`` worker 0's optimizer state, and ``workers`` the parameters,
+        optimizer state and buffers of each worker of this rank.
+        """
+        comm = self._run_context.comms.replica
+        own: dict[str, Tensor] = dict(self._buffers.state())
+        for worker, copies in self._copies.items():
+            own |= {f"{worker}/parameter/{name}": c for (name, _), c in zip(self._trained, copies, strict=True)}
+            if worker in self._of:
+                tensors = optimizer_tensors(self._of[worker], self._trained)
+                own |= {f"{worker}/optimizer/{name}": tensor for name, tensor in tensors.items()}
+        first = optimizer_tensors(self._of[0], self._trained) if 0 in self._of else {}
+        return {"model": mine_of(self.merged(), comm.rank, comm.size), "optim": first, "workers": own}
+
+    def load(self, saved: SavedState) -> None:
+        """Load each worker's own state from a checkpoint of as many workers; else all start from the average."""
+        names, workers = saved.names("workers"), self._run_context.workers
+        first = self._trained[0][0] if self._trained else ""
+        same = f"{workers - 1}/parameter/{first}" in names and f"{workers}/parameter/{first}" not in names
+        self._equal = not same
+        for name, parameter in self._named:
+            if not parameter.requires_grad:
+                parameter.data.copy_(saved.get("model", name))
+        for worker, copies in self._copies.items():
+            for (name, _), copy in zip(self._trained, copies, strict=True):
+                copy.copy_(saved.get("workers", f"{worker}/parameter/{name}") if same else saved.get("model", name))
+            if worker in self._of:
+                group, prefix = ("workers", f"{worker}/optimizer/") if same else ("optim", "")
+                load_optimizer(self._of[worker], self._trained, saved, group, prefix)
+        self._buffers.load(saved)
+        self._note()
+
+    def facts(self) -> dict[str, object]:
+        """Return an empty dict: ``summary.json`` has no facts about local SGD."""
+        return {}
+
+    def adopt(self, optimizer: Optimizer) -> None:
+        """Do nothing: the other workers' optimizers follow the script's."""
+
+    def reattach(self, names: Sequence[str], late: bool = False) -> None:
+        agree_on_state(self._run_context.comms.replica, self._replica.parts)
+        before = {name: place for place, (name, _) in enumerate(self._trained)}
+        self._trained = [(name, p) for name, p in self._named if p.requires_grad or name in before]
+        for worker, copies in self._copies.items():
+            # Frozen parameters were equal on all workers; from now on each worker has its own copy.
+            self._copies[worker] = [
+                copies[before[name]] if name in before else p.data if worker == self._inside else p.data.clone()
+                for name, p in self._trained
+            ]
+        self._make_sums()
+        self._note()
+        for worker in self._run_context.mine:
+            if worker not in self._of and (made := self._make_optimizer(self._named)) is not None:
+                self._of[worker] = made
+        self.optimizers = tuple(self._of.values())
+
+    def _make_sums(self) -> None:
+        comm, workers = self._run_context.comms.replica, self._run_context.workers
+        self._sums = {
+            dtype: TreeSum(comm, workers, sum(p.numel() for _, p in self._trained if p.dtype == dtype))
+            for dtype in sorted({p.dtype for _, p in self._trained}, key=str)
+        }
+        self._reducer: Reducer | None = None
+        if self._post:
+            reducer = TreeReducer(self._named, self._run_context)
+            self._reducer = with_sparse_gradients(reducer, self._replica.parts, comm)
+
+    def _put(self, worker: int) -> None:
+        """Put this worker's parameters into the model."""
+        self._inside = worker
+        for (_, parameter), copy in zip(self._trained, self._copies[worker], strict=True):
+            parameter.data = copy
+
+    def _due(self, step_context: StepContext) -> bool:
+        """Return whether the copies are averaged at the end of this step."""
+        alone = step_context.global_step + 1 - self._post
+        return alone > 0 and alone % self._period == 0
+
+    def _jointly(self, step_context: StepContext) -> Reducer | None:
+        """Return the reducer of gradients in a synchronous step; None in a local step."""
+        return self._reducer if step_context.global_step < self._post else None
+
+    def _contribute(self, reducer: Reducer, worker: int, part: LossSums | None) -> None:
+        """Add a worker's gradient to a synchronous step, rescaled from the mean over its samples to their sum.
+
+        ``part``: the worker's loss sums, None if it had no samples.
+        """
+        if part is not None:
+            self._counting.note(part)
+            gradients = [p.grad for _, p in self._trained if p.grad is not None]
+            size = float(part.sums[1]) or 1.0 if part.whole else part.samples
+            scale_all(gradients, size / self._step_context.loss_scale)
+        reducer.collect(self._step_context, worker, None if part is None else part.sums)
+
+    def _together(self, reducer: Reducer, step_context: StepContext) -> StepStats:
+        """Complete a synchronous step's gradient, the mean over the global batch. Collective."""
+        sums = reducer.finish(step_context, None)
+        count = sums.samples or math.nan
+        reducer.scale(1 / count)
+        norm = math.sqrt(sum(reducer.squares()))
+        finite = math.isfinite(norm) or all(p.grad is None or is_finite(p.grad) for _, p in self._trained)
+        return self._counting.stats(sums, norm, finite, sums.stop)
+
+    def _update_all(self, reducer: Reducer, stats: StepStats, step_context: StepContext) -> UpdateResult:
+        """Make the same update on every worker's copy, or none where the gradient is non-finite."""
+        nonfinite: tuple[str, ...] = ()
+        if stats.finite:
+            factor, norm = clipped(stats.grad_norm, self._run_context.clip)
+            if factor != 1.0:
+                reducer.scale(factor)
+            for worker, optimizer in self._of.items():
+                self._put(worker)
+                optimizer_step(optimizer, step_context.lr_factor, norm)
+            self._note()
+        else:
+            nonfinite = culprits(self._run_context.comms.replica, self._named)
+        return UpdateResult(int(stats.finite), skipped=not stats.finite, nonfinite=nonfinite)
+
+    def _average(self) -> list[Tensor]:
+        """Return the mean of each trained parameter over all N workers, the same bits on every rank. Collective."""
+        means: dict[int, Tensor] = {}
+        for dtype, total in self._sums.items():
+            members = [i for i, (_, p) in enumerate(self._trained) if p.dtype == dtype]
+            for worker in self._run_context.mine:
+                total.add(worker, torch.cat([self._copies[worker][i].reshape(-1) for i in members]))
+            flat = total.total().div_(self._run_context.workers)
+            pieces = flat.split([self._trained[i][1].numel() for i in members])
+            means |= {i: piece.view(self._trained[i][1].shape) for i, piece in zip(members, pieces, strict=True)}
+        return [means[i] for i in range(len(self._trained))]
+
+    def _write(self, means: Sequence[Tensor]) -> None:
+        for copies in self._copies.values():
+            foreach_copy_(copies, list(means))
+        self._note()
+
+    def _note(self) -> None:
+        """Record the parameters' norms for the write guard, where this rank has several workers."""
+        if len(self._run_context.mine) > 1:
+            self._guard.note(self._trained)

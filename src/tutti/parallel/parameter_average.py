@@ -1,0 +1,115 @@
+"""Exponential moving average (EMA) of the weights: every rank averages the parameters that it holds.
+
+One fused operation an update; no communication. Ranks that hold the same parameters hold the same average, bit by bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import torch
+from torch import Tensor
+
+from tutti.checkpoint.state_shards import mine_of, read_local, written
+from tutti.config.averaging import Averaging
+from tutti.errors import UsageError
+from tutti.nn.swap import parameters
+from tutti.torch_compat import foreach_lerp_
+from tutti.types import ReplicaRunner, RunContext, SavedState, TensorSlice
+
+_NARROW = (torch.float16, torch.bfloat16)
+
+
+class ParameterAverage:
+    """The average of this rank's trained parameters; it starts from their current values.
+
+    Memory: one copy of the parameters, in float32 for narrower dtypes, since 1 - d is below their resolution.
+
+    Args:
+        replica: the replica on this rank.
+        averaging: decay d and warm-up.
+        run_context: of the run.
+        only: names of the parameters to average; None for all trained ones.
+
+    Attributes:
+        updates: number of updates averaged.
+    """
+
+    def __init__(
+        self, replica: ReplicaRunner, averaging: Averaging, run_context: RunContext, only: Collection[str] | None = None
+    ) -> None:
+        self._replica, self._averaging, self._run_context = replica, averaging, run_context
+        chosen = [(name, p) for name, p in parameters(replica.parts) if only is None or name in only]
+        trained = {name: p for name, p in chosen if p.requires_grad}
+        self._rows = {name: rows for name, rows in replica.sharded.items() if name in trained}
+        self._names = list(trained)
+        self._parameters = [self._rows.get(name, p) for name, p in trained.items()]
+        self._values = [_wide(p.data).clone() for p in self._parameters]
+        self.updates = 0
+
+    def adopt(self, names: Collection[str]) -> None:
+        """Average thawed parameters from now on: the average of a constant is its value.
+
+        Args:
+            names: of parameters that a script has thawed.
+
+        Raises:
+            UsageError: this rank has no slice of one yet, because its forward was computed with the full tensor.
+        """
+        new = {n: p for n, p in parameters(self._replica.parts) if n in names and n not in self._names}
+        for name, parameter in new.items():
+            rows = self._replica.sharded.get(name)
+            if rows is None and self._run_context.rows:
+                raise UsageError(
+                    f"{name} is thawed between a forward and its backward, which does not go with ema= here",
+                    why="the average is sharded, and this parameter is sharded after the step alone",
+                    remedy="thaw before the forward",
+                )
+            if rows is not None:
+                self._rows[name] = rows
+            self._names.append(name)
+            self._parameters.append(parameter if rows is None else rows)
+            self._values.append(_wide(self._parameters[-1].data).clone())
+
+    def update(self) -> None:
+        """Add the current parameters to the average, once after each update."""
+        if self._values:
+            share = self._averaging.share(self.updates)
+            foreach_lerp_(self._values, [_wide(p.data) for p in self._parameters], share)
+        self.updates += 1
+
+    def within(self, merged: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the merged model with the average in place of its trained parameters, and its own buffers."""
+        return {**merged, **dict(zip(self._names, self._values, strict=True))}
+
+    def state(self) -> dict[str, dict[str, Tensor | TensorSlice]]:
+        """Return this rank's part of the average for a checkpoint, group ``ema``; see ``GradientSync.state``."""
+        named = dict(zip(self._names, self._values, strict=True))
+        found: dict[str, Tensor | TensorSlice] = {}
+        if self._rows:
+            copies = self._run_context.comms.axis("replica")
+            rows = {name: named.pop(name) for name in self._rows}
+            cut = {name: value for name, value in rows.items() if name not in self._replica.not_owned}
+            for name, value in mine_of(cut, copies.rank, copies.size).items():
+                spec = self._replica.specs[name]
+                if value.numel():
+                    found[name] = TensorSlice(value, spec.shape, spec.offset, spec.blocks, spec.rows)
+        return {"ema": {**written(named, self._replica, self._run_context.comms.replica), **found}}
+
+    def load(self, saved: SavedState, updates: int) -> None:
+        """Load the average and set its number of updates; without a saved average start from the saved weights."""
+        names = saved.names("ema")
+        for name, value in zip(self._names, self._values, strict=True):
+            known = any(n in names for n in (name, *self._replica.specs[name].tied))
+            if value.numel():
+                value.copy_(read_local(saved, "ema" if known else "model", name, self._replica, value.shape))
+        self.updates = updates
+
+
+def wide_type(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of the average of parameters of this dtype."""
+    return torch.float32 if dtype in _NARROW else dtype
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.to(wide_type(tensor.dtype))

@@ -1,0 +1,278 @@
+"""Asynchronous parameter servers: every push of a logical worker's gradient is one update, without a barrier.
+
+Downpour: Dean et al., NIPS 2012, §4.1, where a worker computes with the parameters of its last read. Bounded staleness,
+in which a worker also waits for the slowest: Ho et al., NIPS 2013, §3. The reply to a push brings the parameters, so
+that with N equally fast workers each gradient is N - 1 updates old, also where one device plays all workers in turn.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from tutti.checkpoint.state_shards import read_local
+from tutti.comm.partition import even_share
+from tutti.config.sync_config import ParameterServerConfig
+from tutti.launcher import context, lost_rank_notes
+from tutti.nn.swap import parameters
+from tutti.parallel.ddp.reducers import scale_all, squares_of
+from tutti.parallel.ddp.sync_module_states import agree_on_state, broadcast_state
+from tutti.parallel.ddp.worker_buffers import WorkerBuffers
+from tutti.parallel.loss_stats import LossCounter, clipped, own_mean
+from tutti.parallel.parameter_server.client import Reply
+from tutti.parallel.parameter_server.flat_views import write_gradients
+from tutti.parallel.parameter_server.parameter_shard import ParameterShard
+from tutti.parallel.parameter_server.remote_gradients import RemoteGradients
+from tutti.parallel.parameter_server.request_handlers import NONE, AsyncHandler
+from tutti.parallel.parameter_server.server_session import ServerSession
+from tutti.parallel.parameter_server.server_wire import BACK, PULL, PUSH, READ, SKIP, WAIT
+from tutti.parallel.parameter_server.staleness import StalenessTracker
+from tutti.torch_compat import foreach_copy_
+from tutti.types import (
+    GradientReadyHook,
+    LossSums,
+    OptimizerFactory,
+    ReplicaRunner,
+    RunContext,
+    SavedState,
+    StepContext,
+    StepStats,
+    TensorSlice,
+    UpdateResult,
+)
+
+
+class AsynchronousServerSync(RemoteGradients):
+    """Gradient synchronisation of ``parameter_server:mode=async`` and ``bounded``."""
+
+    loss_normalisation: Literal["step", "worker"] = "worker"
+    by_worker = True
+
+    def __init__(self, config: ParameterServerConfig, run_context: RunContext) -> None:
+        self._config, self._run_context = config, run_context
+        self._counting = LossCounter()
+        self._loss = 0.0
+        self._norms: list[float] = []
+        self._culprits: list[str] = []
+        self._stale: list[float] = []
+        self._stop_at: float | None = None
+        self._updates = self._version = self._clock = 0
+
+    def attach(self, replica: ReplicaRunner, make_optimizer: OptimizerFactory) -> GradientReadyHook:
+        run_context = self._run_context
+        agree_on_state(run_context.comms.replica, replica.parts)
+        broadcast_state(run_context.comms.replica, replica.parts)
+        self._replica, self._named = replica, parameters(replica.parts)
+        self._trained = [(name, p) for name, p in self._named if p.requires_grad]
+        self._buffers = WorkerBuffers(replica.parts, run_context, replica.not_owned)
+        handle = make_optimizer(self._named)
+        if handle is None:
+            raise ValueError("nothing is trained")
+        self.optimizers: tuple[Optimizer, ...] = (handle,)
+        self._link = ServerSession(
+            self._config, run_context, self._trained, make_optimizer, handle, self._desk, self._extras
+        )
+        self._alone = self._link.home and len(run_context.mine) == 1
+        first = self._link.values if self._alone else [p.data for _, p in self._trained]
+        mine = run_context.mine
+        self._copies = {w: first if w == mine[0] else [t.clone() for t in first] for w in mine}
+        self._seen = {w: [0] * self._config.servers for w in mine}
+        self._allowed = dict.fromkeys(mine, True)
+        self._accrued: dict[int, list[Tensor | None]] = {w: [None] * len(self._trained) for w in mine}
+        for (_, parameter), copy in zip(self._trained, first, strict=True):
+            parameter.data = copy
+        return self
+
+    def _desk(self, shelf: ParameterShard) -> AsyncHandler:
+        """Make the request handler, in a server's process."""
+        lease = (self._config.lease or context.current().timeout) if self._config.mode == "bounded" else math.inf
+        together = self._config.steps == "all"
+        core = StalenessTracker(
+            self._run_context.workers, self._config.staleness, lease, gone=self._gone, together=together
+        )
+        return AsyncHandler(shelf, core, len(shelf.keys), self._config.over_staleness)
+
+    def _gone(self) -> Collection[int]:
+        """Return the workers of lost ranks, in a server's process."""
+        ranks, workers, notes = (
+            self._run_context.comms.replica.size,
+            self._run_context.workers,
+            lost_rank_notes.lost_rank_notes(),
+        )
+        return (
+            [worker for rank in notes.lost() for worker in even_share(workers, ranks, rank)]
+            if notes is not None
+            else []
+        )
+
+    def _extras(self, settings: int) -> Mapping[int, int]:
+        return {PUSH: settings + len(self._trained) + 2}
+
+    def prepare_for_backward(self, part: LossSums | None) -> None:
+        """Do nothing: ``end_worker`` pushes the gradients."""
+
+    def gradient_ready(self, parameter: Tensor) -> None:
+        """Do nothing."""
+
+    def begin_worker(self, worker: int, step_context: StepContext) -> None:
+        """Load ``worker``'s buffers and parameters into the model; with ``bounded``, wait for the slowest worker."""
+        self._step_context = step_context
+        self._buffers.enter(worker)
+        for (_, parameter), copy in zip(self._trained, self._copies[worker], strict=True):
+            parameter.data = copy
+        if not self._allowed[worker]:
+            text = f"waiting for the slowest worker in step {step_context.global_step + 1}"
+            self._link.client.send(PULL, worker, step_context.global_step, flags=WAIT, seen=self._seen[worker])
+            # No other rank is waited for here: the servers drop workers whose lease has run out.
+            self._take(worker, self._link.client.wait(text, (self._link.comm.global_rank,), patient=True))
+
+    def end_worker(self, worker: int, part: LossSums | None) -> None:
+        """Push ``worker``'s gradient every ``push`` steps and read the parameters every ``fetch`` steps.
+
+        A non-finite gradient makes no update.
+        """
+        gradients = [p.grad for _, p in self._trained]
+        sound = part is not None and self._prepare(part, gradients)
+        if sound and self._config.push > 1:
+            gradients = self._add(worker, gradients)
+        due = (self._step_context.global_step + 1) % self._config.push == 0 and any(g is not None for g in gradients)
+        used = write_gradients(self._link.gradients, gradients) if due and (sound or self._config.push > 1) else []
+        back = (self._step_context.global_step + 1) % self._config.fetch == 0
+        norm = math.sqrt(sum(squares_of([g for g in gradients if g is not None]))) if used else 0.0
+        settings = self._link.settings(self._step_context.lr_factor)
+        replies = self._link.client.ask(
+            PUSH,
+            worker,
+            self._step_context.global_step,
+            f"push of gradients in step {self._step_context.global_step + 1}",
+            (self._link.comm.global_rank,),
+            flags=(0 if used else SKIP) | (BACK if back else 0),
+            extras=[*settings, *(used or [False] * len(self._trained)), norm, float(self._step_context.stop)],
+            seen=self._seen[worker],
+        )
+        if used:
+            self._accrued[worker] = [None] * len(self._trained)
+            self._stale.append(replies[0].extras[0])
+        for _, parameter in self._trained:
+            parameter.grad = None
+        self._take(worker, replies, read=back)
+        self._counting.add(part)
+
+    def _prepare(self, part: LossSums, gradients: list[Tensor | None]) -> bool:
+        """Divide the gradients by the count of their loss and clip them, in place; False where they are non-finite."""
+        there = [g for g in gradients if g is not None]
+        norm = own_mean(there, part, self._step_context.loss_scale)
+        if not math.isfinite(norm):
+            pairs = zip(self._trained, gradients, strict=True)
+            self._culprits += [n for (n, _), g in pairs if g is not None and not bool(torch.isfinite(g).all())]
+            return False
+        factor, _ = clipped(norm, self._run_context.clip)
+        if factor != 1.0:
+            scale_all(there, factor)
+        self._norms.append(norm)
+        return True
+
+    def _add(self, worker: int, gradients: list[Tensor | None]) -> list[Tensor | None]:
+        """Add to ``worker``'s gradients that have not been pushed yet; return the sums."""
+        accrued = self._accrued[worker]
+        for index, gradient in enumerate(gradients):
+            before = accrued[index]
+            if gradient is not None:
+                accrued[index] = gradient.clone() if before is None else before.add_(gradient)
+        return accrued
+
+    def _take(self, worker: int, replies: list[Reply], read: bool = True) -> None:
+        """Record the servers' replies: versions, steps, stop; and copy the parameters if they were ``read``.
+
+        With ``steps=all`` the first server's step count decides for all servers.
+        """
+        counting = replies[:1] if self._config.steps == "all" else replies
+        stops = [reply.extras[2] for reply in counting if reply.extras[2] != NONE]
+        self._stop_at = max(stops, default=self._stop_at)
+        self._clock = max(self._clock, int(replies[0].extras[4]))
+        self._allowed[worker] = all(reply.extras[3] for reply in replies)
+        self._version = replies[0].header.seen
+        if read:
+            self._seen[worker] = [reply.header.seen for reply in replies]
+            if not self._alone:
+                foreach_copy_(self._copies[worker], self._link.values)
+
+    def reduce_gradients(self, step_context: StepContext) -> StepStats:
+        """Return the statistics of this rank's own workers. No message: the servers have decided when all stop."""
+        lanes = self._counting.take()
+        loss, count, *metrics = [self._loss, 0.0] if lanes is None else lanes.tolist()
+        self._loss = loss / count if count else self._loss
+        named = self._counting.means(metrics, count) if count else {}
+        if self._stale:
+            named["staleness"] = sum(self._stale) / len(self._stale)
+        norm = sum(self._norms) / len(self._norms) if self._norms else 0.0
+        clock = self._clock if self._config.steps == "all" else step_context.global_step + 1
+        stop = self._stop_at is not None and clock >= self._stop_at
+        self._norms, self._stale = [], []
+        return StepStats(self._loss, count, named, norm, finite=not self._culprits, stop=stop)
+
+    def optimizer_step(self, stats: StepStats, step_context: StepContext) -> UpdateResult:
+        """Report the updates that the servers have made for all workers since the last step; writes nothing."""
+        made, self._updates = self._version - self._updates, self._version
+        culprits, self._culprits = tuple(dict.fromkeys(self._culprits)), []
+        clock = self._clock if self._config.steps == "all" else None
+        return UpdateResult(max(made, 0), not stats.finite, culprits, together=False, global_step=clock)
+
+    def clear(self) -> None:
+        """Do nothing: the push has cleared the gradients."""
+
+    def merged(self) -> dict[str, Tensor]:
+        self._read()
+        self._link.barrier("the parameters are read")
+        return self._whole()
+
+    def _read(self) -> None:
+        """Read the servers' parameters after a barrier over all ranks. Collective."""
+        self._link.barrier("reading the parameters")
+        replies = self._link.ask(READ, "reading the parameters")
+        if self._alone:
+            self._seen[self._run_context.mine[0]] = [reply.header.seen for reply in replies]
+
+    def _whole(self) -> dict[str, Tensor]:
+        fixed = {name: p.data for name, p in self._named if not p.requires_grad}
+        read = {name: value for (name, _), value in zip(self._trained, self._link.values, strict=True)}
+        return {**fixed, **{name: value.to(self._link.comm.device) for name, value in read.items()}} | (
+            self._buffers.merged()
+        )
+
+    def replicated(self) -> Mapping[str, Tensor] | None:
+        """Return None: ranks hold no copies, since each worker's parameters are those of its last read."""
+        return None
+
+    def state(self) -> dict[str, Mapping[str, Tensor | TensorSlice]]:
+        """Return the servers' parameters and optimizer state and every worker's buffers on rank 0, nothing elsewhere.
+
+        Rank 0 writes everything, because another rank could be lost before it has written its part. Collective.
+        """
+        self._read()
+        optim = self._link.optimizer_state()
+        self._link.barrier("the parameters and the optimizer are read")
+        model, workers = self._whole(), self._buffers.of_all()
+        return {"model": model, "optim": optim, "workers": workers} if self._link.comm.rank == 0 else {}
+
+    def load(self, saved: SavedState) -> None:
+        """Restore all workers to the saved model; gradients not pushed before the save are not in a checkpoint."""
+        for name, parameter in self._named:
+            parameter.data.copy_(read_local(saved, "model", name, self._replica, parameter.shape))
+        self._buffers.load(saved)
+        versions = self._link.restore(saved, {name: p.data for name, p in self._named}, self._replica.specs)
+        for worker, copies in self._copies.items():
+            for (name, _), copy in zip(self._trained, copies, strict=True):
+                copy.copy_(read_local(saved, "model", name, self._replica, copy.shape))
+            self._seen[worker], self._allowed[worker] = list(versions), True
+        self._updates = self._version = versions[0]
+        self._stop_at, self._clock = None, 0
+
+    def facts(self) -> dict[str, object]:
+        """Return the servers' statistics for ``summary.json``, on rank 0."""
+        return self._link.facts()

@@ -1,0 +1,283 @@
+"""Client side of a rank: one socket per server, one request at a time on each, repeated until it is answered."""
+
+from __future__ import annotations
+
+import os
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import zmq
+from torch import Tensor
+
+from tutti.comm.stall import Call, StallInspector
+from tutti.errors import AuthenticationError, PeerError
+from tutti.launcher import heartbeat
+from tutti.launcher.heartbeat import Phase
+from tutti.parallel.parameter_server import curve_keys, server_wire
+from tutti.parallel.parameter_server.curve_keys import Keys
+from tutti.parallel.parameter_server.server_partition import ServerPlan
+from tutti.parallel.parameter_server.server_wire import PUSH, SHARED, SKIP, MessageHeader
+
+_AGAIN, _SOON = 1.0, 0.05
+# Bytes a second of the slowest network on which a request is not repeated while it is still being sent.
+_SLOW = 1e7
+_WAIT_MS, _LOOK = 20, 0.2
+_PATIENT = 3
+_EVENTS = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+
+
+@dataclass(frozen=True)
+class Address:
+    """ZeroMQ endpoint of a server and its public key."""
+
+    endpoint: str
+    key: bytes
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A server's reply: header, floats, and the frames other than parameters (saved state, statistics)."""
+
+    header: MessageHeader
+    extras: list[float]
+    frames: list[bytes]
+
+
+@dataclass(frozen=True)
+class ClientIdentity:
+    """Identity of a rank: run, layout and client as in ``server_wire.MessageHeader``, and the rank's key pair."""
+
+    run: int
+    layout: int
+    client: int
+    keys: Keys
+
+
+class Client:
+    """Connections of one rank to all servers.
+
+    Args:
+        identity: rank, run, layout and keys.
+        addresses: of the servers, in their order.
+        plan: partition of the parameters over the servers.
+        pushed: (plan.size,) uint8, send buffer of gradients.
+        given: (plan.size,) uint8, receive buffer of parameters.
+        shared: whether ``pushed`` and ``given`` are shared memory that the servers access directly.
+        stall: stall inspector of this process, for waits that involve other ranks.
+        timeout: seconds within which a server must reply, unless it may wait for ranks itself.
+        look: called while waiting; raises if a server is known to have ended.
+
+    Attributes:
+        bytes: tensor bytes sent so far.
+        close: closes the sockets; also called when this object is collected.
+    """
+
+    def __init__(
+        self,
+        identity: ClientIdentity,
+        addresses: Sequence[Address],
+        plan: ServerPlan,
+        pushed: Tensor,
+        given: Tensor,
+        shared: bool,
+        stall: StallInspector,
+        timeout: float,
+        look: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._identity, self._stall, self._timeout, self._look = identity, stall, timeout, look
+        self._shared, self._count = shared, len(addresses)
+        regions = [plan.frames(server) for server in range(self._count)]
+        self._pushed = [[pushed[r.start : r.stop] for r in region] for region in regions]
+        self._given = [[given[r.start : r.stop] for r in region] for region in regions]
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._sockets = [self._connect(address) for address in addresses]
+        self._monitors = [socket.get_monitor_socket(_EVENTS) for socket in self._sockets]
+        self._seq = [0] * self._count
+        self._open: dict[int, tuple[list[bytes | memoryview], float, float]] = {}
+        self._replies: dict[int, Reply] = {}
+        self._sent = ""
+        self.bytes = 0
+        self.close = weakref.finalize(self, _close, os.getpid(), self._context, self._sockets, self._monitors)
+
+    def _connect(self, address: Address) -> zmq.Socket[bytes]:
+        socket = self._context.socket(zmq.DEALER)
+        curve_keys.unlock(socket, self._identity.keys, address.key)
+        socket.linger = 0
+        socket.reconnect_ivl, socket.reconnect_ivl_max = 20, 500
+        socket.connect(address.endpoint)
+        return socket
+
+    def send(
+        self,
+        kind: int,
+        worker: int,
+        clock: int,
+        *,
+        flags: int = 0,
+        extras: Sequence[float] = (),
+        seen: Sequence[int] | None = None,
+        blobs: Sequence[bytes] | None = None,
+        servers: Sequence[int] | None = None,
+    ) -> None:
+        """Send a request to the servers; the request before must have been answered.
+
+        Args:
+            kind: PUSH, READ, … of ``server_wire``.
+            worker: logical worker concerned.
+            clock: steps that the worker has taken.
+            flags: SKIP, BACK, WAIT of ``server_wire``.
+            extras: floats of the request.
+            seen: for each server, the version of the parameters that the worker has.
+            blobs: for each server, the state to load.
+            servers: numbers of the servers; None for all.
+        """
+        raw = np.asarray(extras, dtype="<f8").tobytes()
+        # The first server comes last: a request that it has received has been sent to all servers.
+        for server in reversed(range(self._count) if servers is None else servers):
+            self._seq[server] += 1
+            payload: list[bytes | memoryview] = [] if blobs is None else [blobs[server]]
+            own = flags | (SHARED if kind == PUSH and self._shared else 0)
+            if kind == PUSH and not own & (SHARED | SKIP):
+                payload = [part.numpy().data for part in self._pushed[server]]
+            size = sum(len(part) for part in payload)
+            self.bytes += size
+            who = self._identity
+            header = MessageHeader(
+                *(kind, own, who.run, who.layout, who.client, worker, self._seq[server], clock),
+                *(0 if seen is None else seen[server], len(extras), len(payload), size),
+            )
+            frames: list[bytes | memoryview] = [header.pack(), raw, *payload]
+            self._post(server, frames, _AGAIN + size / _SLOW)
+
+    def wait(self, text: str, ranks: tuple[int, ...], patient: bool = False) -> list[Reply]:
+        """Wait for the replies to the requests sent, and return them in the servers' order.
+
+        Args:
+            text: names the call in error messages.
+            ranks: global ranks on whose requests the replies depend, this rank among them. With several, the stall
+                inspector waits as in a collective.
+            patient: the servers may wait for other ranks; triples the timeout where ``ranks`` is this rank alone.
+
+        Raises:
+            PeerError: no reply came in time, or a server has ended for good.
+            MismatchError: ranks wait in different calls.
+            AuthenticationError: a server does not accept this rank's key.
+        """
+        if len(ranks) > 1:
+            self._told(text)
+        if not self._done(0):
+            if len(ranks) > 1:
+                self._stall.poll(lambda limit: self._done(limit.total_seconds()), Call(text, ranks))
+            else:
+                self._wait_alone(text, self._timeout * (_PATIENT if patient else 1))
+        replies, self._replies = self._replies, {}
+        return [replies[server] for server in sorted(replies)]
+
+    def _told(self, text: str) -> None:
+        """Note the call as sent for the stall inspector, so that a rank with all replies does not count as missing."""
+        if self._sent in self._stall.sent:
+            self._stall.sent.remove(self._sent)
+        self._sent = text
+        self._stall.sent.append(text)
+
+    def _wait_alone(self, text: str, seconds: float) -> None:
+        """Wait for servers alone: without the stall inspector, since no other rank is involved."""
+        end = time.monotonic() + seconds
+        with heartbeat.training.during(Phase.WAITING):
+            while not self._done(_LOOK):
+                heartbeat.training.beat(text)
+                if time.monotonic() > end:
+                    raise self._silent(text, seconds)
+
+    def ask(self, kind: int, worker: int, clock: int, text: str, ranks: tuple[int, ...], **more: object) -> list[Reply]:
+        """Send a request and wait for the replies; arguments as of ``send`` and ``wait``."""
+        self.send(kind, worker, clock, **more)  # type: ignore[arg-type]
+        return self.wait(text, ranks)
+
+    def _done(self, seconds: float) -> bool:
+        """Wait up to ``seconds`` for all replies; return whether all have come."""
+        end = time.monotonic() + seconds
+        while self._open:
+            for server in list(self._open):
+                self._receive(server)
+            left = end - time.monotonic()
+            if not self._open or left <= 0:
+                break
+            server = next(iter(self._open))
+            if not self._sockets[server].poll(min(_WAIT_MS, int(1000 * left) + 1)):
+                self._look()
+                self._check_keys()
+                self._ask_again()
+        return not self._open
+
+    def _receive(self, server: int) -> None:
+        """Receive from one server: copy parameters into the receive buffer, drop replies to earlier requests."""
+        while server in self._open and self._sockets[server].poll(0):
+            head, *frames = self._sockets[server].recv_multipart(copy=False)
+            header = server_wire.unpack(head.buffer)
+            if header is None or header.seq != self._seq[server] or not frames:
+                continue
+            extras = np.frombuffer(frames[0].buffer, dtype="<f8").tolist()
+            parts = frames[1:]
+            if len(parts) == len(self._given[server]) and header.kind not in (server_wire.SAVE, server_wire.FACTS):
+                for given, part in zip(self._given[server], parts, strict=True):
+                    given.copy_(torch.frombuffer(part.buffer, dtype=torch.uint8) if len(part) else given)
+                parts = []
+            self._replies[server] = Reply(header, extras, [part.bytes for part in parts])
+            del self._open[server]
+
+    def _ask_again(self) -> None:
+        now = time.monotonic()
+        for server, (frames, due, patience) in list(self._open.items()):
+            if now > due:
+                # The frames' tensors have not changed: the send buffer is not written before the reply.
+                self._post(server, frames, patience)
+
+    def _post(self, server: int, frames: list[bytes | memoryview], patience: float) -> None:
+        """Send a request, or try again after 50 ms where no connection takes it.
+
+        ``patience``: seconds until the request is repeated; doubled each time, to relieve a congested network.
+        """
+        due, after = time.monotonic() + patience, 2 * patience
+        try:
+            small = sum(map(len, frames)) < server_wire.SMALL
+            self._sockets[server].send_multipart(frames, zmq.NOBLOCK, copy=small)
+        except zmq.Again:
+            due, after = time.monotonic() + _SOON, patience
+        self._open[server] = (frames, due, after)
+
+    def _check_keys(self) -> None:
+        for server, monitor in enumerate(self._monitors):
+            if server in self._open and monitor.poll(0):
+                monitor.recv_multipart()
+                raise AuthenticationError(
+                    f"parameter server {server} does not let rank {self._identity.client} in",
+                    why="its key is not on the server's list, or the server is not the one it says it is",
+                    remedy="start all ranks as one job: keys are made anew for each",
+                )
+
+    def _silent(self, text: str, seconds: float) -> PeerError:
+        servers = ", ".join(str(server) for server in sorted(self._open))
+        return PeerError(
+            f"{text}: parameter server {servers} does not answer",
+            where=f"rank {self._identity.client}",
+            why=f"no answer came within {seconds:g} s",
+            remedy="look at rank 0's log, whose process starts the servers, and at the network between the hosts",
+        )
+
+
+def _close(
+    owner: int,
+    context: zmq.Context[zmq.Socket[bytes]],
+    sockets: Sequence[zmq.Socket[bytes]],
+    monitors: Sequence[zmq.Socket[bytes]],
+) -> None:
+    if os.getpid() != owner:
+        return
+    for socket in (*sockets, *monitors):
+        socket.close(linger=0)
+    context.term()

@@ -1,0 +1,76 @@
+"""Authentication at a parameter server: CURVE keys made for one run, and a list of the accepted ones.
+
+CURVE (rfc.zeromq.org/spec/26) encrypts and proves possession of a key, but accepts every key. A ZAP handler
+(rfc.zeromq.org/spec/27), which runs in the server's own loop, accepts listed keys only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import zmq
+from zmq.utils import z85
+
+DOMAIN = b"tutti"
+_ENDPOINT = "inproc://zeromq.zap.01"
+_VERSION = b"1.0"
+
+
+@dataclass(frozen=True)
+class Keys:
+    """A CURVE key pair in Z85, 40 characters each. The secret key is never sent, nor shown by ``repr``."""
+
+    public: bytes
+    secret: bytes
+
+    def __repr__(self) -> str:
+        return f"Keys({self.public.decode()})"
+
+
+def make_keys() -> Keys:
+    """Return a new key pair."""
+    return Keys(*zmq.curve_keypair())
+
+
+class ZapAuthenticator:
+    """ZAP handler that accepts the keys of the ranks, and gives each connection its rank as user id.
+
+    Args:
+        context: ZeroMQ context of the server's sockets.
+        clients: public keys of the ranks, in rank order.
+
+    Attributes:
+        socket: where ZeroMQ sends authentication requests.
+        refused: number of connections refused.
+    """
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], clients: Sequence[bytes]) -> None:
+        self.socket = context.socket(zmq.REP)
+        self.socket.linger = 0
+        self.socket.bind(_ENDPOINT)
+        self._known = {z85.decode(key): str(rank).encode() for rank, key in enumerate(clients)}
+        self.refused = 0
+
+    def answer(self) -> None:
+        """Answer one pending authentication request."""
+        version, request, _domain, _address, _identity, mechanism, *credentials = self.socket.recv_multipart()
+        known = mechanism == b"CURVE" and len(credentials) == 1 and version == _VERSION
+        user = self._known.get(credentials[0]) if known else None
+        self.refused += user is None
+        status, text = (b"200", b"OK") if user is not None else (b"400", b"this key is not on the list")
+        self.socket.send_multipart([_VERSION, request, status, text, user or b"", b""])
+
+
+def lock(socket: zmq.Socket[bytes], keys: Keys) -> None:
+    """Make ``socket`` a CURVE server that accepts the keys known to the ``ZapAuthenticator`` of its context."""
+    socket.curve_server = True
+    socket.curve_secretkey = keys.secret
+    socket.zap_domain = DOMAIN
+
+
+def unlock(socket: zmq.Socket[bytes], keys: Keys, server: bytes) -> None:
+    """Make ``socket`` a CURVE client with these ``keys``, which connects only to the server of this public key."""
+    socket.curve_serverkey = server
+    socket.curve_publickey = keys.public
+    socket.curve_secretkey = keys.secret

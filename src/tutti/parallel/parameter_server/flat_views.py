@@ -1,0 +1,61 @@
+"""Views of parameters in one flat byte buffer, laid out by a ``ServerPlan``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from tutti.parallel.parameter_server.server_partition import ServerPlan, Size
+from tutti.torch_compat import foreach_copy_
+
+
+def sizes(parameters: Sequence[nn.Parameter]) -> list[Size]:
+    """Return the size of each parameter, for ``plan_servers``."""
+    return [Size(p.numel(), p.element_size(), str(p.dtype)) for p in parameters]
+
+
+def over(plan: ServerPlan, parameters: Sequence[nn.Parameter], memory: Tensor) -> list[Tensor]:
+    """Return a view of ``memory`` (plan.size,) uint8 for each parameter, in its dtype, shape and memory format."""
+    views: list[Tensor] = [memory] * len(parameters)
+    for section in plan.sections:
+        for index, offset in zip(section.order, section.offsets, strict=True):
+            parameter, at = parameters[index], section.start + offset * section.itemsize
+            views[index] = shaped(memory[at : at + parameter.nbytes].view(parameter.dtype), parameter)
+    return views
+
+
+def shaped(vector: Tensor, parameter: Tensor) -> Tensor:
+    """Return a view of ``vector`` (n,) in the shape of ``parameter``, with the strides of ``strides``."""
+    return vector.as_strided(parameter.shape, strides(parameter))
+
+
+def strides(parameter: Tensor) -> tuple[int, ...]:
+    """Return the parameter's strides if it is dense, such as channels-last; else contiguous strides of its shape."""
+    own = parameter.stride()
+    dense = torch.empty_like(parameter, device="meta").stride() == own
+    return own if dense else torch.empty(parameter.shape, device="meta").stride()
+
+
+def in_order(tensor: Tensor, parameter: Tensor) -> Tensor:
+    """Return the elements of ``tensor``, of the parameter's shape, as a flat copy (n,) in the order of ``shaped``."""
+    flat = torch.empty(parameter.numel(), dtype=tensor.dtype)
+    shaped(flat, parameter).copy_(tensor)
+    return flat
+
+
+def write_gradients(views: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> list[bool]:
+    """Copy gradients into their views, zeros for None; return for each whether there was a gradient."""
+    used = [gradient is not None for gradient in gradients]
+    there = [gradient for gradient in gradients if gradient is not None]
+    if len(there) == len(used):
+        if there:
+            foreach_copy_(list(views), there)
+        return used
+    for view, gradient in zip(views, gradients, strict=True):
+        if gradient is None:
+            view.zero_()
+        else:
+            view.copy_(gradient)
+    return used

@@ -1,0 +1,222 @@
+"""The parameter shard of one server: its part of the parameters, and an ordinary optimizer over it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from safetensors.torch import load as from_bytes
+from safetensors.torch import save as to_bytes
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from tutti.checkpoint.state_shards import Named, load_optimizer, optimizer_tensors
+from tutti.parallel.parameter_server import hyperparameters
+from tutti.parallel.parameter_server.flat_views import in_order, shaped, strides
+from tutti.parallel.parameter_server.server_partition import ServerPiece, ServerPlan
+from tutti.types import OptimizerFactory
+
+Vectors = list[Tensor]
+"""One flat tensor per dtype section: an element for each element of the server's shard."""
+
+
+class ParameterShard:
+    """Parameters and optimizer of one server, in the server's process.
+
+    The constructor points ``.data`` of the model's parameters, which the fork has copied, at their slices here.
+
+    Args:
+        plan: partition of the parameters over the servers.
+        server: number of this server.
+        named: trained parameters of the model.
+        initial: (plan.size,) uint8, their values.
+        make_optimizer: builds the optimizer over the slices.
+        handle: optimizer over all of ``named``, whose hyperparameters follow those of the ranks.
+        keys: which hyperparameters.
+
+    Attributes:
+        keys: as given.
+        values: flat values, one tensor per dtype section.
+        pieces: tensor slices of this server.
+        here: the model's parameters of which this server has a slice, by name.
+        optimizer: updates ``here``; None where nothing of it is trained.
+    """
+
+    def __init__(
+        self,
+        plan: ServerPlan,
+        server: int,
+        named: Named,
+        initial: Tensor,
+        make_optimizer: OptimizerFactory,
+        handle: Optimizer,
+        keys: Sequence[hyperparameters.Key],
+    ) -> None:
+        self._handle, self.keys = handle, keys
+        self.values: Vectors = [
+            initial[region.start : region.stop].view(_dtype(section.dtype)).clone()
+            for region, section in zip(plan.regions(server), plan.sections, strict=True)
+        ]
+        self.pieces = list(plan.pieces(server))
+        self._places = [_place(piece, named[piece.tensor][1]) for piece in self.pieces]
+        self.here = [(named[p.tensor][0], named[p.tensor][1]) for p in self.pieces]
+        for (_, parameter), view in zip(self.here, self.views(self.values), strict=True):
+            parameter.grad = None
+            parameter.data = view
+        self.optimizer = make_optimizer(self.here)
+        self._groups = _pairs(handle, self.optimizer)
+
+    def views(self, vectors: Vectors) -> list[Tensor]:
+        """Return a view of each slice in ``vectors``, laid out as ``values``: flat, but a whole tensor in its shape."""
+        return [vectors[section][part].as_strided(shape, steps) for section, part, shape, steps in self._places]
+
+    def update(
+        self, gradients: Sequence[Tensor | None], settings: Sequence[float], grad_norm: float, rate: float = 1.0
+    ) -> None:
+        """Step the optimizer.
+
+        Args:
+            gradients: of each slice, as from ``views``; None for a parameter without a gradient.
+            settings: values of the hyperparameters ``keys``.
+            grad_norm: norm of the whole gradient, for an optimizer that has an attribute of this name.
+            rate: factor on the learning rates of this step alone.
+        """
+        if self.optimizer is None:
+            return
+        self._set(settings)
+        for (_, parameter), gradient in zip(self.here, gradients, strict=True):
+            parameter.grad = gradient
+        if hasattr(self.optimizer, "grad_norm"):
+            self.optimizer.grad_norm = grad_norm
+        groups = [group for pair in self._groups for group in pair] if rate != 1.0 else []
+        for group in {id(group): group for group in groups}.values():
+            group["lr"] = group["lr"] * rate
+        self.optimizer.step()
+
+    def _set(self, settings: Sequence[float]) -> None:
+        hyperparameters.put(self._handle.param_groups, self.keys, settings)
+        for theirs, own in self._groups:
+            for key in {name for number, name, _ in self.keys if self._handle.param_groups[number] is theirs}:
+                own[key] = theirs[key]
+
+    def save(self) -> bytes:
+        """Return values and optimizer state as the bytes of a safetensors file."""
+        tensors = {f"value/{name}": view for (name, _), view in zip(self.here, self.views(self.values), strict=True)}
+        if self.optimizer is not None:
+            tensors |= {f"optim/{key}": value for key, value in optimizer_tensors(self.optimizer, self.here).items()}
+        return to_bytes({name: tensor.detach().contiguous() for name, tensor in tensors.items()})
+
+    def load(self, raw: bytes) -> None:
+        """Restore from the bytes of ``save`` or ``cut_for_server``; safetensors, so that loading runs no code."""
+        tensors = from_bytes(raw)
+        for (name, parameter), view in zip(self.here, self.views(self.values), strict=True):
+            view.copy_(tensors[f"value/{name}"].view(view.shape))
+            parameter.data = view
+        if self.optimizer is not None:
+            self.optimizer.state.clear()
+            load_optimizer(self.optimizer, self.here, _Named(tensors), "optim")
+
+
+class _Named:
+    """A ``SavedState`` over tensors named ``{group}/{name}``."""
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        self._tensors = tensors
+
+    def names(self, group: str) -> list[str]:
+        return [name.removeprefix(f"{group}/") for name in self._tensors if name.startswith(f"{group}/")]
+
+    def get(self, group: str, name: str) -> Tensor:
+        return self._tensors[f"{group}/{name}"]
+
+    def shape(self, group: str, name: str) -> tuple[int, ...]:
+        return tuple(self.get(group, name).shape)
+
+    def part(self, group: str, name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
+        region = tuple(slice(begin, begin + length) for begin, length in zip(offset, shape, strict=True))
+        return self.get(group, name)[region]
+
+
+def cut_for_server(
+    plan: ServerPlan, server: int, named: Named, values: dict[str, Tensor], states: dict[str, Tensor]
+) -> bytes:
+    """Return the bytes that ``server`` is to load: its slices of parameters and optimizer state.
+
+    Args:
+        plan: partition of the parameters over the servers.
+        server: number of the server.
+        named: trained parameters of the model.
+        values: whole parameters by name.
+        states: whole optimizer state, ``{parameter}/{key}``.
+    """
+    tensors = {}
+    for piece in plan.pieces(server):
+        name, parameter = named[piece.tensor]
+        whole = piece.end - piece.begin == parameter.numel()
+        entries = {f"value/{name}": values[name]}
+        entries |= {f"optim/{key}": value for key, value in states.items() if key.rpartition("/")[0] == name}
+        for key, tensor in entries.items():
+            if not whole and tensor.numel() == parameter.numel() > 1:
+                tensor = in_order(tensor.view(parameter.shape), parameter)[piece.begin : piece.end]
+            tensors[key] = tensor.contiguous().clone()
+    return to_bytes(tensors)
+
+
+def join_server_state(plan: ServerPlan, named: Named, parts: Sequence[bytes]) -> dict[str, Tensor]:
+    """Join the optimizer state of all servers.
+
+    Args:
+        plan: partition of the parameters over the servers.
+        named: trained parameters of the model.
+        parts: bytes of each server's ``save``, in the servers' order.
+
+    Returns:
+        Whole tensors by ``{parameter}/{key}``.
+    """
+    loaded = [from_bytes(raw) for raw in parts]
+    joined: dict[str, Tensor] = {}
+    for server, tensors in enumerate(loaded):
+        for piece in plan.pieces(server):
+            name, parameter = named[piece.tensor]
+            prefix, length = f"optim/{name}/", piece.end - piece.begin
+            for key, tensor in tensors.items():
+                if not key.startswith(prefix) or "/" in key.removeprefix(prefix):
+                    continue
+                entry = key.removeprefix("optim/")
+                if length == parameter.numel() or tensor.numel() != length or tensor.dim() == 0:
+                    joined[entry] = tensor
+                    continue
+                whole = joined.setdefault(entry, torch.empty(parameter.shape, dtype=tensor.dtype))
+                joined[entry] = _filled(whole, parameter, piece, tensor)
+    return joined
+
+
+def _place(piece: ServerPiece, parameter: Tensor) -> tuple[int, slice, Sequence[int], Sequence[int]]:
+    """Return section, region, shape and strides of a slice: flat, or the parameter's own where it is whole."""
+    length = piece.end - piece.begin
+    part = slice(piece.at, piece.at + length)
+    if length != parameter.numel():
+        return piece.section, part, (length,), (1,)
+    return piece.section, part, tuple(parameter.shape), strides(parameter)
+
+
+def _filled(whole: Tensor, parameter: nn.Parameter, piece: ServerPiece, part: Tensor) -> Tensor:
+    flat = in_order(whole, parameter)
+    flat[piece.begin : piece.end] = part
+    return whole.copy_(shaped(flat, parameter))
+
+
+def _pairs(handle: Optimizer, built: Optimizer | None) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Pair each parameter group of the server's optimizer with the handle's group of the same parameters."""
+    if built is None:
+        return []
+    home = {id(p): group for group in handle.param_groups for p in group["params"]}
+    return [(home[id(group["params"][0])], group) for group in built.param_groups]
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name.removeprefix("torch."))
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(name)
+    return dtype

@@ -1,0 +1,285 @@
+"""Request handlers of a parameter server: synchronous (a barrier a step) and asynchronous (every push is an update)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from tutti.parallel.ddp.buckets import DIGESTS, METRICS, read_sums
+from tutti.parallel.ddp.reducers import scale_all, squares_of
+from tutti.parallel.parameter_server.parameter_shard import ParameterShard, Vectors
+from tutti.parallel.parameter_server.server_barrier import MOST_BEHIND, ServerBarrier
+from tutti.parallel.parameter_server.server_wire import (
+    APPLY,
+    BACK,
+    LATE,
+    OK,
+    PULL,
+    PUSH,
+    REFUSED,
+    SKIP,
+    SUM,
+    WAIT,
+    MessageHeader,
+)
+from tutti.parallel.parameter_server.staleness import StalenessTracker
+
+NONE = -1.0
+
+
+@dataclass
+class Request:
+    """A well-formed request. ``vectors`` are the sender's gradients, in a buffer that is reused after the reply.
+
+    Attributes:
+        header: first frame of the message.
+        extras: floats, whose meaning depends on the kind of request.
+        vectors: one tensor per dtype section; empty where the request carries none.
+    """
+
+    header: MessageHeader
+    extras: Sequence[float]
+    vectors: Vectors
+
+
+@dataclass
+class Answer:
+    """A reply.
+
+    Attributes:
+        status: OK, LATE or REFUSED.
+        extras: floats, whose meaning depends on the kind of request.
+        values: send the current parameters, too.
+        blob: saved state or statistics to send.
+        seen: updates made so far.
+    """
+
+    status: int = OK
+    extras: Sequence[float] = ()
+    values: bool = False
+    blob: bytes | None = None
+    seen: int = field(default=0)
+
+
+class RequestHandler(Protocol):
+    """Protocol of the handlers of PUSH, SUM, APPLY and PULL."""
+
+    @property
+    def version(self) -> int:
+        """Number of updates made."""
+
+    def handle(self, request: Request) -> Answer | None:
+        """Return the reply; None if the request must wait, and be handled again later."""
+
+    def forget(self) -> None:
+        """Reset the workers' clocks after a checkpoint was loaded."""
+
+    def state(self) -> dict[str, Any]:
+        """Return the handler's state for a snapshot, as a JSON value."""
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Restore the handler's state from a snapshot."""
+
+    def facts(self) -> dict[str, Any]:
+        """Return statistics for ``summary.json``, as a JSON value."""
+
+
+class SyncHandler:
+    """Synchronous handler: one update a step, from all contributions or, with backup workers, from the first to arrive.
+
+    Args:
+        shelf: parameter shard of this server.
+        rounds: barrier and sum of a step's contributions.
+        leaf: index of the contribution that each logical worker pushes.
+        parameters: number of trained tensors of the model, on all servers.
+
+    Attributes:
+        version: number of updates made.
+    """
+
+    def __init__(self, shelf: ParameterShard, rounds: ServerBarrier, leaf: Mapping[int, int], parameters: int) -> None:
+        self._shelf, self._rounds, self._leaf, self._parameters = shelf, rounds, leaf, parameters
+        self._indices = [piece.tensor for piece in shelf.pieces]
+        self._at: dict[int, int] = {}
+        self._result: list[float] | None = None
+        self._gradients: list[Tensor | None] = []
+        self.version = 0
+
+    def handle(self, request: Request) -> Answer | None:
+        kinds = {PUSH: self._push, SUM: self._sum, APPLY: self._apply}
+        return kinds[request.header.kind](request)
+
+    def _push(self, request: Request) -> Answer:
+        header = request.header
+        totals = torch.tensor(request.extras, dtype=torch.float64)
+        taken = self._rounds.push(self._leaf[header.worker], header.clock, request.vectors, totals)
+        return Answer(OK if taken else LATE)
+
+    def _sum(self, request: Request) -> Answer | None:
+        """Return the statistics of the step's sum; None while contributions are missing.
+
+        Also None for a rank that is ``MOST_BEHIND`` steps ahead of another. A rank that is behind gets the kept
+        statistics of its step.
+
+        Request: [samples, loss scale, for each contribution 1 (counts), 0 (does not) or -1 (undecided)]; 0 samples
+        where the gradient has been divided by its count already. Reply: [totals, squares by parameter, finiteness by
+        parameter, for each contribution whether it counts].
+        """
+        clock = request.header.clock
+        self._at[request.header.client] = clock
+        if clock - min(self._at.values()) >= MOST_BEHIND:
+            return None
+        if self._rounds.clock is not None and clock < self._rounds.clock:
+            return Answer(extras=self._rounds.result(clock) or (), seen=self.version)
+        samples, scale, *mask = request.extras
+        counted = None if NONE in mask else {leaf for leaf, flag in enumerate(mask) if flag}
+        total = self._rounds.total(counted)
+        if total is None:
+            return None
+        if self._result is None:
+            sums = read_sums(total.totals[DIGESTS:].tolist())
+            factor = (samples / sums.samples if samples and sums.samples else 1.0) / scale
+            if factor != 1.0:
+                for vector in total.vectors:
+                    vector.mul_(factor)
+            self._gradients = [
+                view if sums.used[index] else None
+                for index, view in zip(self._indices, self._shelf.views(total.vectors), strict=True)
+            ]
+            self._result = [*total.totals.tolist(), *self._looked_at(), *self._mask(len(mask))]
+        return Answer(extras=self._result, seen=self.version)
+
+    def _looked_at(self) -> list[float]:
+        """Return Σ g² of each parameter (0 without a slice here), then for each 1.0 if finite here, else 0.0."""
+        squares, finite = [0.0] * self._parameters, [1.0] * self._parameters
+        there = [(i, g) for i, g in zip(self._indices, self._gradients, strict=True) if g is not None]
+        for (index, gradient), square in zip(there, squares_of([g for _, g in there]), strict=True):
+            squares[index] = square
+            finite[index] = float(math.isfinite(square) or bool(torch.isfinite(gradient).all()))
+        return squares + finite
+
+    def _mask(self, leaves: int) -> list[float]:
+        return [float(leaf in self._rounds.counted) for leaf in range(leaves)]
+
+    def _apply(self, request: Request) -> Answer:
+        """Clip, step the optimizer and finish the step; with SKIP, only finish it.
+
+        Request: [clipping factor of the gradient, norm after clipping, hyperparameters]. The first request of a step
+        acts; the reply to each brings the parameters unless SKIP is set.
+        """
+        header, (factor, norm, *settings) = request.header, request.extras
+        if header.clock == self._rounds.clock and self._result is not None:
+            if not header.flags & SKIP:
+                if factor != 1.0:
+                    scale_all([g for g in self._gradients if g is not None], factor)
+                self._shelf.update(self._gradients, settings, norm)
+                self.version += 1
+            self._rounds.finish(self._result)
+            self._result = None
+        return Answer(values=not header.flags & SKIP, seen=self.version)
+
+    def forget(self) -> None:
+        self._rounds.clock, self._at = None, {}
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def load(self, state: dict[str, Any]) -> None:
+        raise NotImplementedError("what other ranks have already added is lost with the process")
+
+    def facts(self) -> dict[str, Any]:
+        return {"updates": self.version, "late": self._rounds.late}
+
+
+class AsyncHandler:
+    """Asynchronous handler: every push of a finite gradient is one update.
+
+    Args:
+        shelf: parameter shard of this server.
+        core: clocks and staleness of the workers.
+        settings: number of hyperparameters that a push carries.
+        over_staleness: divide the learning rate of an update by its staleness.
+    """
+
+    def __init__(self, shelf: ParameterShard, core: StalenessTracker, settings: int, over_staleness: bool) -> None:
+        self._shelf, self._core, self._settings, self._over = shelf, core, settings, over_staleness
+        self._indices = [piece.tensor for piece in shelf.pieces]
+        self._refused = 0
+
+    @property
+    def version(self) -> int:
+        return self._core.version
+
+    def handle(self, request: Request) -> Answer | None:
+        header = request.header
+        if header.kind == PULL:
+            self._core.hear(header.worker, header.clock, header.seen)
+            allowed = self._core.may_proceed(header.worker)
+            return None if header.flags & WAIT and not allowed else self._answer(allowed)
+        return self._push(request) if header.kind == PUSH else Answer(REFUSED)
+
+    def _push(self, request: Request) -> Answer:
+        """Update the shard with a worker's gradient, unless it is skipped, repeated, too stale or non-finite.
+
+        Request: [hyperparameters, for each parameter whether it has a gradient, norm of the gradient, whether to stop].
+        """
+        header, extras = request.header, request.extras
+        settings, (*used, norm, stop) = extras[: self._settings], extras[self._settings :]
+        sound = header.flags & SKIP or self._finite(request.vectors, extras)
+
+        def update(staleness: int) -> None:
+            views = self._shelf.views(request.vectors)
+            gradients = [view if used[i] else None for i, view in zip(self._indices, views, strict=True)]
+            rate = 1.0 / max(1, staleness) if self._over else 1.0
+            self._shelf.update(gradients, settings, norm, rate)
+
+        skip = header.flags & SKIP or not sound
+        pushed = self._core.push(header.worker, header.clock, header.seen, None if skip else update)
+        if stop:
+            self._core.ask_to_stop()
+        self._refused += not sound
+        answer = self._answer(self._core.may_proceed(header.worker), pushed.staleness)
+        answer.status, answer.values = (OK if sound else REFUSED), bool(header.flags & BACK)
+        return answer
+
+    def _finite(self, vectors: Vectors, extras: Sequence[float]) -> bool:
+        # A sum is non-finite only if an element is, or if it overflows: only then look at the elements.
+        sums = all(math.isfinite(float(v.sum())) or bool(torch.isfinite(v).all()) for v in vectors)
+        return sums and all(map(math.isfinite, extras))
+
+    def _answer(self, allowed: bool, staleness: int = 0) -> Answer:
+        """Reply with the parameters and [staleness, lost updates, stop step or -1, may proceed, joint clock]."""
+        stop = self._core.stop_at
+        core = self._core
+        extras = [staleness, core.lost, NONE if stop is None else stop, allowed, core.clock]
+        return Answer(extras=[float(number) for number in extras], values=True, seen=self.version)
+
+    def forget(self) -> None:
+        self._core.forget_workers()
+
+    def state(self) -> dict[str, Any]:
+        return self._core.state()
+
+    def load(self, state: dict[str, Any]) -> None:
+        self._core.load(state)
+
+    def facts(self) -> dict[str, Any]:
+        core = self._core
+        histogram = {str(tau): count for tau, count in sorted(core.staleness.items())}
+        return {
+            "updates": core.version,
+            "steps": core.steps,
+            "staleness": histogram,
+            "lost": core.lost,
+            "stale": core.stale,
+            "refused": self._refused,
+        }
+
+
+TAIL = DIGESTS + 3 + METRICS
+"""Floats of a push before the flags by parameter; see ``tutti.parallel.ddp.buckets.Tail``."""

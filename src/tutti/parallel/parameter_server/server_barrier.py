@@ -1,0 +1,143 @@
+"""The barrier of a synchronous server: collects a step's pushes and sums them in a fixed tree. Pure: no network."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from tutti.comm.summation_tree import Node, children, merge_siblings
+from tutti.parallel.parameter_server.parameter_shard import Vectors
+
+MOST_BEHIND = 256
+"""Steps that a rank may be behind the foremost one with backup workers; results are kept for as many steps."""
+
+
+@dataclass
+class Leaf:
+    """One contribution, or the sum of several.
+
+    Attributes:
+        vectors: gradients, one tensor per dtype section.
+        totals: the contribution's loss sums and digests.
+        owned: ``vectors`` are the server's own memory, not the sender's buffer.
+    """
+
+    vectors: Vectors
+    totals: Tensor
+    owned: bool
+
+
+class ServerBarrier:
+    """Sums the contributions of one step after the other.
+
+    Args:
+        leaves: contributions to a step, of logical workers or of ranks.
+        backup: contributions that are not waited for.
+
+    Attributes:
+        clock: the step under way; None before the first push.
+        counted: contributions in the latest sum.
+        late: contributions dropped because their sum had been made already.
+    """
+
+    def __init__(self, leaves: int, backup: int = 0) -> None:
+        self._leaves, self._backup = leaves, backup
+        self.clock: int | None = None
+        self._pieces: dict[Node, Leaf] = {}
+        self._came: set[int] = set()
+        self._sum: Leaf | None = None
+        self.counted: frozenset[int] = frozenset()
+        self._free: list[Vectors] = []
+        self._results: dict[int, list[float]] = {}
+        self.late = 0
+
+    def push(self, leaf: int, clock: int, vectors: Vectors, totals: Tensor) -> bool:
+        """Add a contribution, copying the vectors if they are to be kept.
+
+        Args:
+            leaf: index of the contribution.
+            clock: its step.
+            vectors: gradients, in the caller's memory.
+            totals: loss sums and digests.
+
+        Returns:
+            False if the contribution is dropped: its sum has been made, or it has been pushed before.
+
+        Raises:
+            ValueError: the step is later than the one under way, so that this server has missed some.
+        """
+        self.clock = clock if self.clock is None else self.clock
+        if clock > self.clock:
+            raise ValueError(f"step {clock} is pushed in step {self.clock}")
+        if clock < self.clock or self._sum is not None or leaf in self._came:
+            self.late += clock < self.clock or self._sum is not None
+            return False
+        self._came.add(leaf)
+        node = (leaf, leaf + 1)
+        self._pieces[node] = Leaf(vectors, totals, owned=False)
+        if not self._backup:
+            merge_siblings(self._pieces, leaf, self._leaves, self._add)
+        if node in self._pieces and not self._pieces[node].owned:
+            self._pieces[node] = self._copied(self._pieces[node])
+        return True
+
+    def total(self, counted: Collection[int] | None = None) -> Leaf | None:
+        """Return the sum of the step under way; None while contributions are missing.
+
+        ``counted``: the contributions that the first server has chosen; None to take all that have arrived.
+        """
+        if self._sum is None:
+            chosen = self._came if counted is None else set(counted)
+            if not chosen <= self._came or len(chosen) < max(self._leaves - self._backup, 1):
+                return None
+            for leaf in self._came - chosen:
+                self._give_back(self._pieces.pop((leaf, leaf + 1)))
+            self._sum, self.counted = self._fold((0, self._leaves)), frozenset(chosen)
+        return self._sum
+
+    def finish(self, result: list[float]) -> None:
+        """Finish the step under way and keep its ``result`` for 256 steps. Raises ValueError without a sum."""
+        if self.clock is None or self._sum is None:
+            raise ValueError("no step is under way")
+        self._results[self.clock] = result
+        self._results.pop(self.clock - MOST_BEHIND, None)
+        self._give_back(self._sum)
+        self._sum, self._pieces, self._came = None, {}, set()
+        self.clock += 1
+
+    def result(self, clock: int) -> list[float] | None:
+        """Return the result of a finished step; None where it is not kept."""
+        return self._results.get(clock)
+
+    def _fold(self, node: Node) -> Leaf | None:
+        """Return the sum of the contributions below ``node``, in the tree's order; None if there are none."""
+        if node in self._pieces:
+            return self._pieces.pop(node)
+        if node[1] - node[0] == 1:
+            return None
+        left, right = (self._fold(child) for child in children(node))
+        return self._add(left, right) if left is not None and right is not None else left or right
+
+    def _add(self, left: Leaf, right: Leaf) -> Leaf:
+        """Return left + right, added in place in the one that is the server's own memory: addition is commutative."""
+        into, other = (left, right) if left.owned else (right, left)
+        if not into.owned:
+            into = self._copied(into)
+        for mine, theirs in zip(into.vectors, other.vectors, strict=True):
+            mine.add_(theirs)
+        totals = left.totals + right.totals
+        if other.owned:
+            self._give_back(other)
+        return Leaf(into.vectors, totals, owned=True)
+
+    def _copied(self, leaf: Leaf) -> Leaf:
+        own = self._free.pop() if self._free else [vector.clone() for vector in leaf.vectors]
+        for mine, theirs in zip(own, leaf.vectors, strict=True):
+            mine.copy_(theirs)
+        return Leaf(own, leaf.totals, owned=True)
+
+    def _give_back(self, leaf: Leaf) -> None:
+        if leaf.owned:
+            self._free.append(leaf.vectors)

@@ -1,0 +1,398 @@
+"""Session of one rank with the parameter servers: start them, exchange keys and addresses, send requests."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from tutti.comm import shared_memory as segments
+from tutti.comm.random_keys import mix
+from tutti.config.sync_config import ParameterServerConfig
+from tutti.errors import PeerError, UsageError
+from tutti.launcher import context
+from tutti.launcher.interface import address_of
+from tutti.optim.several import SeveralOptimizers
+from tutti.parallel.ddp.reducers import Named, layout_key
+from tutti.parallel.parameter_server import curve_keys, flat_views, hyperparameters, server_wire
+from tutti.parallel.parameter_server.client import Address, Client, ClientIdentity, Reply
+from tutti.parallel.parameter_server.parameter_shard import ParameterShard, cut_for_server, join_server_state
+from tutti.parallel.parameter_server.request_handlers import RequestHandler
+from tutti.parallel.parameter_server.server import ServerJob, SharedBuffers, serve
+from tutti.parallel.parameter_server.server_partition import ServerPlan, plan_servers
+from tutti.parallel.parameter_server.server_snapshot import Snapshots
+from tutti.parallel.parameter_server.server_supervisor import ServerSupervisor
+from tutti.parallel.parameter_server.server_wire import Terms
+from tutti.parallel.whole_tensors import agreed_mixing, refuse_parts
+from tutti.types import OptimizerFactory, RunContext, SavedState, ShardSpec
+
+_SNAPSHOT = 100
+_BLOB = 1 << 24
+
+
+class ServerSession:
+    """One rank's session with all servers. The constructor is collective: the first rank of a node starts its servers.
+
+    Args:
+        config: options of the strategy.
+        run_context: of the run.
+        trained: trained parameters by name.
+        make_optimizer: builds each server's optimizer.
+        handle: optimizer over all trained parameters on this rank, whose hyperparameters are sent to the servers.
+        desk: makes the request handler of a server from its parameter shard, in the server's process.
+        extras: from the number of hyperparameters, how many floats each kind of request carries.
+
+    Attributes:
+        keys: which hyperparameters are sent.
+        plan: partition of the parameters over the servers.
+        gradients: for each parameter a view of the send buffer of a push.
+        values: for each parameter a view of the receive buffer.
+        client: connections to the servers.
+
+    Raises:
+        UsageError: the optimizer cannot step on servers, tensors are too few for the servers, or the transport asked
+            for is not available.
+    """
+
+    def __init__(
+        self,
+        config: ParameterServerConfig,
+        run_context: RunContext,
+        trained: Named,
+        make_optimizer: OptimizerFactory,
+        handle: Optimizer,
+        desk: Callable[[ParameterShard], RequestHandler],
+        extras: Callable[[int], Mapping[int, int]],
+    ) -> None:
+        self.comm, self._config, self._run_context, self._trained = (
+            run_context.comms.replica,
+            config,
+            run_context,
+            trained,
+        )
+        self._handle, self.keys = handle, hyperparameters.keys(handle)
+        parameters = [p for _, p in trained]
+        if isinstance(handle, SeveralOptimizers):
+            raise UsageError(
+                "parameter servers do not go with several optimizers",
+                why="a server has one optimizer, and updates all of its parameters at once",
+                remedy="put the parameters into groups of one optimizer, or take --strategy mirrored",
+            )
+        mixing = agreed_mixing(handle, run_context, elsewhere=True)
+        if mixing.closure:
+            raise UsageError(
+                f"{type(handle).__name__} needs a closure, and parameter servers have no model to call",
+                remedy="take --strategy mirrored, or an optimizer whose step needs no closure",
+            )
+        refuse_parts(handle, mixing, config.servers, "parameter servers")
+        self._whole = whole = run_context.reproducible or not mixing.flat
+        self.plan = _plan(config.servers, parameters, whole)
+        self._workers = workers_by_rank(run_context)
+        self._segment = self._share()
+        pushed, given = self._memory(self.comm.rank)
+        self.gradients, self.values = (flat_views.over(self.plan, parameters, memory) for memory in (pushed, given))
+        for view, parameter in zip(self.values, parameters, strict=True):
+            view.copy_(parameter.data)
+        own = curve_keys.make_keys()
+        public = [text.encode() for text in self.comm.all_gather_strings(own.public.decode(), "keys of the ranks")]
+        told = {"run": secrets.randbits(62), "token": secrets.token_hex(8)} if self.comm.rank == 0 else {}
+        told = self.comm.broadcast_json(told, 0, "number of the run")
+        self._host: ServerSupervisor | None = None
+        homes, places = self._homes(), dict[str, list[str]]()
+        for home in sorted(set(homes)):
+            listening: dict[str, list[str]] = {}
+            if self.comm.rank == home:
+                mine = [number for number, other in enumerate(homes) if other == home]
+                listening = self._start(mine, told, public, given, make_optimizer, desk, extras(len(self.keys)))
+            places |= self.comm.broadcast_json(listening, home, "addresses of the servers")
+        layout = self._layout(whole)
+        found = (places[str(number)] for number in range(config.servers))
+        self._addresses = [Address(endpoint, key.encode()) for endpoint, key in found]
+        self.client = Client(
+            *(ClientIdentity(told["run"], layout, self.comm.rank, own), self._addresses, self.plan, pushed, given),
+            *(self._segment is not None, self.comm.stall, context.current().timeout, self._look),
+        )
+        self.ask(server_wire.HELLO, "meeting the parameter servers")
+
+    # --- the start -------------------------------------------------------------------------------------------------
+
+    def _share(self) -> segments.SharedMemorySegment | None:
+        if self._config.transport == "tcp":
+            return None
+        # Only on one node: nodes that are containers may share /dev/shm, but not the abstract names of sockets.
+        alone = context.cross_size() == 1
+        segment = segments.attach(self.comm, 2 * self.plan.size) if alone else None
+        if segment is None and self._config.transport == "shared_memory":
+            raise UsageError(
+                "these ranks cannot share memory",
+                why="they are on several hosts, the processor is not x86-64, or /dev/shm is too small",
+                remedy="take transport=tcp",
+            )
+        return segment
+
+    def _memory(self, rank: int) -> tuple[Tensor, Tensor]:
+        """Return a rank's send buffer of gradients and receive buffer of parameters, (plan.size,) uint8 each."""
+        size = self.plan.size
+        if self._segment is None:
+            return torch.zeros(size, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
+        slot = self._segment.slot(rank)
+        return slot[:size], slot[size : 2 * size]
+
+    def _layout(self, whole: bool) -> int:
+        return mix(layout_key(self._trained), self._config.servers, whole) >> 1
+
+    def _homes(self) -> list[int]:
+        """Return the data rank that starts each server: the first rank of each node, round robin. Collective."""
+        here = torch.tensor([context.cross_rank()])
+        hosts = [int(host) for host in self.comm.all_gather(here, "hosts of the ranks")]
+        first = [hosts.index(host) for host in dict.fromkeys(hosts)]
+        return [first[server % len(first)] for server in range(self._config.servers)]
+
+    def _start(
+        self,
+        servers: Sequence[int],
+        told: Mapping[str, Any],
+        clients: Sequence[bytes],
+        initial: Tensor,
+        make_optimizer: OptimizerFactory,
+        desk: Callable[[ParameterShard], RequestHandler],
+        extras: Mapping[int, int],
+    ) -> dict[str, list[str]]:
+        """Start the servers of this node in child processes; return endpoint and public key by server number.
+
+        Args:
+            servers: numbers of the servers.
+            told: ``run`` and ``token``, random identifiers of this run.
+            clients: public keys of the ranks.
+            initial: (plan.size,) uint8, initial parameters.
+            make_optimizer, desk: as in the constructor.
+            extras: floats of each kind of request.
+        """
+        run, token, config = told["run"], told["token"], self._config
+        initial, restart = initial.clone(), config.mode != "sync" and config.snapshot != 0
+        jobs: list[ServerJob] = []
+        listening: list[socket.socket] = []
+        for number in servers:
+            terms = Terms(
+                run,
+                self._layout(self._whole),
+                self._workers,
+                tuple(map(len, self.plan.frames(number))),
+                extras,
+                self._most(),
+            )
+            # On one node an abstract Unix socket, which leaves no file.
+            endpoint, listener = f"ipc://@tutti-{token}-{number}", None
+            if self._segment is None:
+                endpoint, listener = listen(_own_address())
+                listening.append(listener)
+
+            def make(number: int = number) -> tuple[ParameterShard, RequestHandler]:
+                torch.set_num_threads(1)
+                shelf = ParameterShard(
+                    self.plan, number, self._trained, initial, make_optimizer, self._handle, self.keys
+                )
+                return shelf, desk(shelf)
+
+            jobs.append(
+                ServerJob(
+                    *(
+                        terms,
+                        curve_keys.make_keys(),
+                        clients,
+                        endpoint,
+                        None if listener is None else listener.fileno(),
+                    ),
+                    *(self._shared(number), make, Snapshots() if restart else None, config.snapshot or _SNAPSHOT),
+                )
+            )
+        kept = [job.snapshots for job in jobs if job.snapshots is not None]
+        descriptors = [s.fileno() for s in listening] + [d for s in kept for d in s.descriptors]
+        self._host = ServerSupervisor([lambda job=job: serve(job) for job in jobs], descriptors, restart)  # type: ignore[misc]
+        for listener in listening:
+            listener.close()
+        for snapshots in kept:
+            snapshots.close()
+        return {
+            str(number): [job.endpoint, job.keys.public.decode()] for number, job in zip(servers, jobs, strict=True)
+        }
+
+    def _most(self) -> int:
+        return 16 * self.plan.size + _BLOB
+
+    def _shared(self, server: int) -> list[SharedBuffers]:
+        """Return ``server``'s regions of each rank's send and receive buffers; none without shared memory."""
+        if self._segment is None:
+            return []
+        dtypes = [self._trained[section.order[0]][1].dtype for section in self.plan.sections]
+        regions = self.plan.regions(server)
+        found = []
+        for rank in range(self.comm.size):
+            parts = [[memory[r.start : r.stop] for r in regions] for memory in self._memory(rank)]
+            typed = [[part.view(dtype) for part, dtype in zip(row, dtypes, strict=True)] for row in parts]
+            found.append(SharedBuffers(*typed))
+        return found
+
+    # --- afterwards ------------------------------------------------------------------------------------------------
+
+    @property
+    def servers(self) -> int:
+        """Number of servers."""
+        return self._config.servers
+
+    @property
+    def home(self) -> bool:
+        """Whether the model's parameters can be views of the receive buffer: shared memory and a CPU device."""
+        return self._segment is not None and self.comm.device.type == "cpu"
+
+    def settings(self, lr_factor: float | None) -> list[float]:
+        """Return the hyperparameters as floats, after setting learning rates to ``lr_factor`` × their initial values.
+
+        None leaves the learning rates as they are.
+        """
+        if lr_factor is not None:
+            for group in self._handle.param_groups:
+                group["lr"] = group.setdefault("initial_lr", group["lr"]) * lr_factor
+        return hyperparameters.values(self._handle, self.keys)
+
+    def ask(self, kind: int, text: str, clock: int = 0, **more: object) -> list[Reply]:
+        """Send a request to all servers in the name of this rank's first worker, and wait for the replies.
+
+        Args:
+            kind: one of ``server_wire``'s requests.
+            text: names the request in error messages.
+            clock: steps that the worker has taken.
+            more: further arguments of ``Client.send``.
+
+        Raises:
+            PeerError, AuthenticationError: as ``Client.wait``.
+        """
+        return self.client.ask(kind, self._run_context.mine[0], clock, text, (self.comm.global_rank,), **more)
+
+    def barrier(self, text: str) -> None:
+        """Barrier over the data ranks, which must all be at ``text``. Raises MismatchError where they are not."""
+        self.comm.agree([text], text, "make all ranks save, load and evaluate after the same steps")
+
+    def restore(self, saved: SavedState, values: Mapping[str, Tensor], specs: Mapping[str, ShardSpec]) -> list[int]:
+        """Load parameters and the saved optimizer state into the servers. Collective.
+
+        Args:
+            saved: the checkpoint, for its group ``optim``.
+            values: whole parameters by name.
+            specs: by parameter name, for the other names of tied parameters.
+
+        Returns:
+            Updates that each server counts.
+
+        Raises:
+            UsageError: the saved optimizer state is larger than a server accepts.
+        """
+        if self.comm.rank == 0:
+            known = {other: name for name, spec in specs.items() for other in spec.tied}
+            states = {}
+            for key in saved.names("optim"):
+                owner, _, entry = key.rpartition("/")
+                states[f"{known.get(owner, owner)}/{entry}"] = saved.get("optim", key)
+            servers = range(self._config.servers)
+            blobs = [cut_for_server(self.plan, m, self._trained, dict(values), states) for m in servers]
+            if max(map(len, blobs)) > self._most():
+                raise UsageError("the optimizer's saved state is too large for a parameter server")
+            self.ask(server_wire.LOAD, "loading the servers' state", blobs=blobs)
+        self.barrier("the servers have loaded their state")
+        return [reply.header.seen for reply in self.ask(server_wire.HELLO, "meeting the parameter servers")]
+
+    def optimizer_state(self) -> dict[str, Tensor]:
+        """Return the whole optimizer state as ``{parameter}/{key}`` on rank 0, nothing elsewhere."""
+        if self.comm.rank:
+            return {}
+        replies = self.ask(server_wire.SAVE, "reading the servers' state")
+        return join_server_state(self.plan, self._trained, [reply.frames[0] for reply in replies])
+
+    def facts(self) -> dict[str, Any]:
+        """Return the statistics and endpoint of each server on rank 0, nothing elsewhere."""
+        if self.comm.rank:
+            return {}
+        replies = self.ask(server_wire.FACTS, "asking the servers")
+        told = zip(self._addresses, replies, strict=True)
+        return {"servers": [{"at": address.endpoint, **json.loads(reply.frames[0])} for address, reply in told]}
+
+    def pids(self) -> dict[int, int]:
+        """Return the process ids of the servers that this rank started, by server, as last reported."""
+        if self._host is None:
+            return {}
+        self._host.look()
+        return dict(self._host.pids)
+
+    def close(self) -> None:
+        """Close the connections and end the servers that this rank started. No request is possible afterwards."""
+        self.client.close()
+        if self._host is not None:
+            self._host.close()
+
+    def _look(self) -> None:
+        """Raise PeerError if a server that this rank started has ended for good."""
+        if self._host is not None:
+            self._host.look()
+            if self._host.failed:
+                raise PeerError(
+                    self._host.failed,
+                    where=f"the host of rank {self.comm.global_rank}",
+                    why="a synchronous server holds what ranks have added up, and is not started again"
+                    if self._config.mode == "sync"
+                    else None,
+                    remedy="--resume continues from the last checkpoint; --max-restarts does so by itself",
+                )
+
+
+def workers_by_rank(run_context: RunContext) -> tuple[range, ...]:
+    """Return the logical workers of each data rank; of workers that compute as one, the first.
+
+    Collective: an all-gather over the data ranks.
+    """
+    mine = torch.tensor([run_context.mine.start, run_context.mine.stop])
+    ends = run_context.comms.replica.all_gather(mine, "workers of the ranks")
+    return tuple(range(int(start), int(stop)) for start, stop in ends)
+
+
+def _plan(servers: int, parameters: Sequence[torch.nn.Parameter], whole: bool) -> ServerPlan:
+    if servers > len(parameters) and whole:
+        raise UsageError(
+            f"{servers} servers cannot share {len(parameters)} tensors out",
+            why="each tensor is whole on one server, for reproducible runs and optimizers of whole layers",
+            remedy=f"take servers={len(parameters)} or fewer",
+        )
+    return plan_servers(flat_views.sizes(parameters), servers, whole)
+
+
+def listen(address: str) -> tuple[str, socket.socket]:
+    """Listen on a free port of ``address``, never of all interfaces; return the ZeroMQ endpoint and the socket."""
+    listener = socket.socket()
+    listener.bind((address, 0))
+    listener.listen(64)
+    listener.set_inheritable(True)
+    host, port = listener.getsockname()
+    return f"tcp://{host}:{port}", listener
+
+
+def _own_address() -> str:
+    """Return the address at which other nodes reach this one; the loopback address in a job of one node."""
+    if context.cross_size() == 1:
+        return "127.0.0.1"
+    # ``tutti.init`` sets the variable where it is not set.
+    chosen = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
+    address = address_of(chosen)
+    if address is None or address.startswith("127."):
+        raise UsageError(
+            "the parameter servers have no address that the other hosts reach",
+            where=f"rank {context.rank()}",
+            why=f"GLOO_SOCKET_IFNAME is '{chosen}'",
+            remedy="set it to the interface between the hosts",
+        )
+    return address

@@ -1,0 +1,76 @@
+"""Snapshots from which a killed server is restored: two unlinked temporary files, so that nothing is left behind.
+
+They outlive the server's process but not the process that started it; checkpoints cover the loss of a node. Snapshots
+alternate between the two files, so that one is always complete, also when a write is interrupted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import struct
+import tempfile
+from contextlib import suppress
+
+_HEAD = struct.Struct("<QQ32s")
+
+
+class Snapshots:
+    """Two snapshot files, made before the server's process, which inherits their descriptors."""
+
+    def __init__(self) -> None:
+        self._files = [_nameless(), _nameless()]
+
+    @property
+    def descriptors(self) -> list[int]:
+        """File descriptors of the two files."""
+        return self._files
+
+    def close(self) -> None:
+        """Close the files in this process, which only passes them on."""
+        for file in self._files:
+            os.close(file)
+
+    def write(self, number: int, content: bytes) -> None:
+        """Write snapshot ``number``, which counts up from 1, over the older of the two.
+
+        Raises OSError if writing fails; the newer snapshot stays intact.
+        """
+        file = self._files[number % 2]
+        head = _HEAD.pack(number, len(content), hashlib.blake2b(content, digest_size=32).digest())
+        os.pwrite(file, bytes(_HEAD.size), 0)
+        at, view = _HEAD.size, memoryview(content)
+        while view:
+            done = os.pwrite(file, view[: 1 << 26], at)
+            at, view = at + done, view[done:]
+        os.pwrite(file, head, 0)
+
+    def newest(self) -> tuple[int, bytes] | None:
+        """Return number and content of the newest complete snapshot (by its digest); None without one."""
+        found = []
+        for file in self._files:
+            head = os.pread(file, _HEAD.size, 0)
+            if len(head) == _HEAD.size:
+                number, length, digest = _HEAD.unpack(head)
+                if number and length <= os.fstat(file).st_size - _HEAD.size:
+                    found.append((number, length, digest, file))
+        for number, length, digest, file in sorted(found, reverse=True):
+            with suppress(OSError, MemoryError):
+                content = _read(file, length)
+                if hashlib.blake2b(content, digest_size=32).digest() == digest:
+                    return number, content
+        return None
+
+
+def _nameless() -> int:
+    file, path = tempfile.mkstemp(prefix="tutti-")
+    os.unlink(path)
+    return file
+
+
+def _read(file: int, length: int) -> bytes:
+    parts, at = [], _HEAD.size
+    while length > 0 and (part := os.pread(file, min(length, 1 << 26), at)):
+        parts.append(part)
+        at, length = at + len(part), length - len(part)
+    return b"".join(parts)

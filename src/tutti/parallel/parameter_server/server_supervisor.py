@@ -1,0 +1,170 @@
+"""Processes of the parameter servers: a rank forks a supervising guard process, which forks and restarts servers.
+
+Servers are forked, because only a fork passes on an optimizer that the user made without pickle. The guard has no
+threads, so that it can fork safely at any time. Guard and servers end with the rank, however it ends, and leave no
+names, files or ports behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import select
+import signal
+import sys
+import time
+import traceback
+import weakref
+from collections.abc import Callable, Collection, Sequence
+from typing import NoReturn
+
+from tutti.launcher.forking import fork
+from tutti.launcher.orphans import die_with_parent
+
+_POLL_MS = 50
+_MOST_STARTS = 10
+_ENDING = 5.0
+
+
+class ServerSupervisor:
+    """The rank's handle of its guard process and servers.
+
+    Args:
+        serve: body of each server process.
+        keep: file descriptors that guard and servers inherit; the guard closes all others.
+        restart: start a server again that was killed by a signal, at most 10 times in all; otherwise all servers end.
+
+    Attributes:
+        pids: process id of each server, as last reported.
+        failed: why the servers ended for good; empty while they run.
+        close: ends guard and servers; also called when this object is collected.
+    """
+
+    def __init__(self, serve: Sequence[Callable[[], None]], keep: Collection[int], restart: bool) -> None:
+        hear, self._say = os.pipe()
+        self._told, tell = os.pipe()
+        os.set_blocking(self._told, False)
+        parent = os.getpid()
+        pid = fork()
+        if pid == 0:
+            _guard(parent, serve, hear, tell, keep, restart)
+        os.close(hear)
+        os.close(tell)
+        self.pids: dict[int, int] = {}
+        self.failed = ""
+        self._rest = b""
+        self.close = weakref.finalize(self, _end, parent, pid, self._say, self._told)
+
+    def look(self) -> None:
+        """Update ``pids`` and ``failed`` from the guard's messages, without waiting."""
+        with contextlib.suppress(BlockingIOError):
+            while part := os.read(self._told, 1 << 16):
+                self._rest += part
+        *lines, self._rest = self._rest.split(b"\n")
+        for line in lines:
+            said = json.loads(line)
+            if "pid" in said:
+                self.pids[said["server"]] = said["pid"]
+            else:
+                self.failed = said["failed"]
+
+
+def _end(owner: int, pid: int, say: int, told: int) -> None:
+    """Ask the guard to end the servers and wait for it; kill it after 5 s. Does nothing in a forked child."""
+    if os.getpid() != owner:
+        return
+    with contextlib.suppress(OSError):
+        os.write(say, b"end")
+    os.close(say)
+    end = time.monotonic() + _ENDING
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(pid, os.WNOHANG)[0] == 0:
+            if time.monotonic() > end:
+                os.kill(pid, signal.SIGKILL)
+            time.sleep(0.002)
+    os.close(told)
+
+
+def _guard(
+    parent: int, serve: Sequence[Callable[[], None]], hear: int, tell: int, keep: Collection[int], restart: bool
+) -> NoReturn:
+    try:
+        _alone(parent, {hear, tell, *keep})
+        _watch(serve, hear, tell, restart)
+    except BaseException:
+        _complain(tell, traceback.format_exc())
+    finally:
+        os._exit(0)
+
+
+def _alone(parent: int, keep: Collection[int]) -> None:
+    """Detach the guard: end with ``parent``, ignore signals meant for the rank, close all descriptors but ``keep``."""
+    die_with_parent(parent=parent)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    # No inherited object is ever finalized here: only the rank may.
+    gc.freeze()
+    low = 3
+    for kept in sorted(keep):
+        os.closerange(low, kept)
+        low = kept + 1
+    os.closerange(low, os.sysconf("SC_OPEN_MAX") if sys.platform != "linux" else _highest() + 1)
+
+
+def _highest() -> int:
+    return max(int(name) for name in os.listdir("/proc/self/fd"))
+
+
+def _watch(serve: Sequence[Callable[[], None]], hear: int, tell: int, restart: bool) -> None:
+    running = {_start(number, serve[number], tell): number for number in range(len(serve))}
+    starts = 0
+    poll = select.poll()
+    poll.register(hear, select.POLLIN | select.POLLHUP)
+    try:
+        while not poll.poll(_POLL_MS):
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid not in running:
+                continue
+            number, code = running.pop(pid), os.waitstatus_to_exitcode(status)
+            starts += 1
+            if code >= 0 or not restart or starts > _MOST_STARTS:
+                said = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+                _complain(tell, f"parameter server {number} {said}")
+                break
+            running[_start(number, serve[number], tell)] = number
+    finally:
+        for pid in running:
+            os.kill(pid, signal.SIGKILL)
+        for pid in running:
+            os.waitpid(pid, 0)
+
+
+def _start(number: int, serve: Callable[[], None], tell: int) -> int:
+    guard = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            die_with_parent(parent=guard)
+            serve()
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+            _complain(tell, f"parameter server {number} failed: {traceback.format_exc().splitlines()[-1]}")
+        finally:
+            sys.stderr.flush()
+            os._exit(code)
+    _tell(tell, {"server": number, "pid": pid})
+    return pid
+
+
+def _complain(tell: int, text: str) -> None:
+    _tell(tell, {"failed": text})
+
+
+def _tell(tell: int, said: dict[str, object]) -> None:
+    with contextlib.suppress(OSError):
+        os.write(tell, json.dumps(said).encode() + b"\n")

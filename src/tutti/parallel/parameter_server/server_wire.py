@@ -1,0 +1,148 @@
+"""Wire format between a rank and a parameter server: header of fixed size, floats, tensors as raw bytes.
+
+A message is a list of frames: the header; ``extras``, 64-bit floats; frames of tensor bytes as ``Terms.frames`` lists
+them, or one blob. Each length is compared with the agreed ``Terms`` before anything is allocated or computed. There is
+no pickle, and no message selects code to run.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+MAGIC, VERSION = b"TUTI", 1
+_HEADER = struct.Struct("<4sBBHQQIIQQQIIQ")
+HEADER_BYTES = _HEADER.size
+
+HELLO, PUSH, SUM, APPLY, PULL, READ, SAVE, LOAD, FACTS = range(1, 10)
+"""Kinds of requests; a reply has the kind of its request."""
+SMALL = 64 << 10
+"""Bytes below which ZeroMQ copies a message, which is quicker than tracking when the buffer has been sent."""
+NAMES = ("", "hello", "push", "sum", "apply", "pull", "read", "save", "load", "facts")
+_LAST_KIND = FACTS
+
+SHARED, SKIP, BACK, WAIT = 1, 2, 4, 8
+"""Flags: tensors are in shared memory; make no update; reply with parameters; reply once the worker may proceed."""
+OK, LATE, LOST, REFUSED = range(4)
+"""Status of a reply: done; too late to count; updates lost in a restore; non-finite gradient or unserved request."""
+
+
+class Malformed(ValueError):
+    """Raised for a message that differs from the agreed terms; it changes nothing on the server."""
+
+
+class MessageHeader(NamedTuple):
+    """First frame of a message.
+
+    Attributes:
+        kind: HELLO, PUSH, …
+        flags: flags of a request; in a reply its status.
+        run: identifier of the run; other runs' messages are refused.
+        layout: digest of names, shapes, dtypes and partition of the parameters.
+        client: rank that sends the request; must be the owner of the connection's key.
+        worker: logical worker concerned.
+        seq: sequence number of the request, which grows with each request of a rank to a server.
+        clock: steps that the worker has taken.
+        seen: updates contained in the worker's parameters; in a reply, updates made so far.
+        extras: number of floats that follow.
+        tensors: number of tensor or blob frames that follow.
+        size: bytes in these frames.
+    """
+
+    kind: int
+    flags: int
+    run: int
+    layout: int
+    client: int
+    worker: int
+    seq: int
+    clock: int
+    seen: int
+    extras: int = 0
+    tensors: int = 0
+    size: int = 0
+
+    def pack(self) -> bytes:
+        """Return the header as bytes, after magic and version."""
+        return _HEADER.pack(MAGIC, VERSION, *self)
+
+
+@dataclass(frozen=True)
+class Terms:
+    """Terms agreed before the first message, which a server checks each request against.
+
+    Attributes:
+        run: random identifier of this run.
+        layout: see ``MessageHeader``.
+        workers: logical workers of each client.
+        frames: bytes of each tensor frame of this server.
+        extras: number of floats of each kind of request; 0 for kinds not listed.
+        most: largest size of a blob, bytes.
+    """
+
+    run: int
+    layout: int
+    workers: tuple[range, ...]
+    frames: tuple[int, ...]
+    extras: Mapping[int, int]
+    most: int
+
+
+def read_header(frames: Sequence[memoryview], terms: Terms, client: int) -> MessageHeader:
+    """Return the header of a request, after checking identifiers and every length against ``terms``.
+
+    Args:
+        frames: the message without its address.
+        terms: the agreed terms.
+        client: rank whose key the connection was made with.
+
+    Raises:
+        Malformed: the message differs from the terms.
+    """
+    header = unpack(frames[0]) if frames else None
+    if header is None:
+        raise Malformed("no header")
+    if header.run != terms.run or header.layout != terms.layout:
+        raise Malformed("of another run")
+    if header.client != client or not 0 <= client < len(terms.workers):
+        raise Malformed("of another client")
+    if header.worker not in terms.workers[client]:
+        raise Malformed("for another's worker")
+    if max(header.seq, header.clock, header.seen) >= 1 << 62:
+        raise Malformed("a count that is too large")
+    if header.extras != terms.extras.get(header.kind, 0):
+        raise Malformed("a wrong number of floats")
+    _check_payload(header, terms)
+    expected = [HEADER_BYTES, 8 * header.extras, *_lengths(header, terms)]
+    if [len(frame) for frame in frames] != expected:
+        raise Malformed("frames of other lengths than announced")
+    return header
+
+
+def unpack(raw: memoryview | bytes) -> MessageHeader | None:
+    """Return the header in ``raw``; None if length, magic, version or kind are wrong."""
+    if len(raw) != HEADER_BYTES:
+        return None
+    magic, version, kind, *rest = _HEADER.unpack(raw)
+    if magic != MAGIC or version != VERSION or not 0 < kind <= _LAST_KIND:
+        return None
+    return MessageHeader(kind, *rest)
+
+
+def _check_payload(header: MessageHeader, terms: Terms) -> None:
+    if header.kind == LOAD:
+        right = header.tensors == 1 and header.size <= terms.most
+    elif header.kind == PUSH and not header.flags & (SHARED | SKIP):
+        right = header.tensors == len(terms.frames) and header.size == sum(terms.frames)
+    else:
+        right = header.tensors == header.size == 0
+    if not right:
+        raise Malformed("tensors of another size")
+
+
+def _lengths(header: MessageHeader, terms: Terms) -> Sequence[int]:
+    if not header.tensors:
+        return ()
+    return (header.size,) if header.kind == LOAD else terms.frames

@@ -1,0 +1,81 @@
+"""Deterministic simulation of asynchronous workers of different speed: the same step times give the same bits.
+
+It runs the servers' own ``StalenessTracker`` in simulated time. The order of reads and pushes follows from the step
+time of each logical worker alone.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from tutti.parallel.parameter_server.staleness import StalenessTracker
+
+
+class Event(NamedTuple):
+    """A read or a push of a worker.
+
+    Attributes:
+        time: simulated seconds.
+        worker: number of the logical worker.
+        clock: its step, from 0.
+        pushes: the worker pushes the gradient of the step; otherwise it reads the parameters to begin the step.
+        staleness: of a push, the updates since the worker's read.
+    """
+
+    time: float
+    worker: int
+    clock: int
+    pushes: bool
+    staleness: int = 0
+
+
+def simulate(
+    seconds: Sequence[float],
+    steps: int,
+    *,
+    bound: int | None = None,
+    read: Callable[[int, int], None] = lambda worker, clock: None,
+    update: Callable[[int, int, int], None] = lambda worker, clock, staleness: None,
+) -> list[Event]:
+    """Simulate ``steps`` steps of each worker; of workers ready at the same time, the lowest number goes first.
+
+    Args:
+        seconds: step time of each worker.
+        steps: steps of each worker.
+        bound: steps that a worker may be ahead of the slowest; None for no bound.
+        read: called as ``read(worker, clock)`` when the worker reads the parameters.
+        update: called as ``update(worker, clock, staleness)`` to apply the gradient at the parameters last read.
+
+    Returns:
+        All reads and pushes, in order of time.
+
+    >>> [(event.worker, event.staleness) for event in simulate([1, 1, 2], 2) if event.pushes]
+    [(0, 0), (1, 1), (0, 1), (1, 1), (2, 4), (2, 0)]
+    """
+    core, now = StalenessTracker(len(seconds), bound, now=lambda: 0.0), 0.0
+    done, seen = [0] * len(seconds), [0] * len(seconds)
+    ready, computing = set(range(len(seconds))), list[tuple[float, int]]()
+    events: list[Event] = []
+    core.hear(0, 0)
+    while ready or computing:
+        for worker in sorted(ready):
+            if core.may_proceed(worker):
+                ready.discard(worker)
+                seen[worker] = core.version
+                read(worker, done[worker])
+                events.append(Event(now, worker, done[worker], pushes=False))
+                heapq.heappush(computing, (now + seconds[worker], worker))
+        now, worker = heapq.heappop(computing)
+        clock = done[worker]
+
+        def apply(staleness: int, worker: int = worker, clock: int = clock) -> None:
+            update(worker, clock, staleness)
+
+        pushed = core.push(worker, clock, seen[worker], apply)
+        events.append(Event(now, worker, clock, pushes=True, staleness=pushed.staleness))
+        done[worker] += 1
+        if done[worker] < steps:
+            ready.add(worker)
+    return events

@@ -1,0 +1,168 @@
+"""Clocks and staleness of the workers of an asynchronous parameter server, without network or tensors.
+
+Downpour: Dean et al., NIPS 2012, §4.1. Bounded staleness: Ho et al., NIPS 2013, §3. Rate over staleness: Zhang et al.
+2016, arXiv 1511.05950, eq. 6.
+
+The *clock* of a logical worker is the number of steps it has pushed. Worker and clock identify a push, so that repeated
+or reordered pushes count once.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple
+
+
+class Pushed(NamedTuple):
+    """Outcome of a push: whether an update was made, and the updates between the worker's read and its push."""
+
+    taken: bool
+    staleness: int
+
+
+class StalenessTracker:
+    """Tracks clocks, staleness and lost updates of N workers, and decides which may proceed.
+
+    Args:
+        workers: N.
+        bound: steps that a worker may be ahead of the slowest, s; None for no bound.
+        lease: seconds without a request after which a worker counts as gone.
+        now: clock in seconds.
+        gone: returns the workers of lost ranks; called only when a worker would have to wait.
+        together: count the run's steps over all workers together (``steps=all``), not for each worker.
+
+    Attributes:
+        version: number of updates made.
+        staleness: number of updates by staleness.
+        stop_at: step after which all workers stop, once one has asked for it; of ``clock`` with ``together``, else of
+            each worker.
+        lost: acknowledged updates that are missing since the server was restored, as far as workers have seen them.
+        stale: pushes dropped because their worker, after its lease had run out, was behind the slowest by more than
+            the bound.
+    """
+
+    def __init__(
+        self,
+        workers: int,
+        bound: int | None = None,
+        lease: float = math.inf,
+        now: Callable[[], float] = time.monotonic,
+        gone: Callable[[], Collection[int]] = tuple,
+        together: bool = False,
+    ) -> None:
+        self._together = together
+        self._bound, self._lease, self._now = bound, lease, now
+        self._look, self._gone = gone, frozenset[int]()
+        self._clocks: list[int | None] = [None] * workers
+        self._heard = [now()] * workers
+        self.version = self.lost = self.stale = 0
+        # Since this server was restored: restored version, updates lost before, workers without a request since.
+        self._restored, self._lost_before, self._unheard = 0, 0, set[int]()
+        self.staleness: Counter[int] = Counter()
+        self.stop_at: int | None = None
+
+    def hear(self, worker: int, clock: int, seen: int = 0) -> None:
+        """Record a request of a worker at ``clock`` whose parameters have ``seen`` updates.
+
+        The first request sets the clocks of all workers.
+        """
+        if all(known is None for known in self._clocks):
+            self._clocks = [clock] * len(self._clocks)
+        self._heard[worker] = self._now()
+        self._clocks[worker] = max(clock, self._clocks[worker] or 0)
+        if worker in self._unheard:
+            self._unheard.discard(worker)
+            self.lost = max(self.lost, self._lost_before + seen - self._restored)
+
+    def push(self, worker: int, clock: int, seen: int, update: Callable[[int], None] | None) -> Pushed:
+        """Record one step of a worker and make its update, unless the push is a repeated or a too stale one.
+
+        Args:
+            worker: number of the logical worker.
+            clock: steps that the worker had pushed before.
+            seen: version of the parameters that the gradient was computed with.
+            update: called as ``update(staleness)``; None for a step without an update.
+        """
+        # Computed before ``hear``, so that a worker whose lease had run out does not count in it.
+        done, slowest = self._clocks[worker], self.slowest()
+        self.hear(worker, clock, seen)
+        if done is not None and clock < done:
+            return Pushed(False, 0)
+        self._clocks[worker] = clock + 1
+        staleness = max(self.version - seen, 0)
+        if self._bound is not None and clock + self._bound < slowest:
+            self.stale += 1
+            return Pushed(False, staleness)
+        if update is not None:
+            update(staleness)
+            self.version += 1
+            self.staleness[staleness] += 1
+        return Pushed(update is not None, staleness)
+
+    def slowest(self) -> int:
+        """Return the smallest clock of the workers that are not gone."""
+        now, workers = self._now(), enumerate(zip(self._clocks, self._heard, strict=True))
+        alive = [clock or 0 for w, (clock, heard) in workers if now - heard <= self._lease and w not in self._gone]
+        return min(alive, default=0)
+
+    def may_proceed(self, worker: int) -> bool:
+        """Return whether a worker is at most ``bound`` steps ahead of the slowest, and so may begin a step.
+
+        >>> core = StalenessTracker(2, bound=2)
+        >>> core.hear(0, 5), core.hear(1, 7), core.may_proceed(1)
+        (None, None, True)
+        >>> core.hear(1, 8), core.may_proceed(1), core.may_proceed(0)
+        (None, False, True)
+        """
+        if self._bound is None or self._ahead(worker) <= self._bound:
+            return True
+        self._gone = frozenset(self._look())
+        return self._ahead(worker) <= self._bound
+
+    def _ahead(self, worker: int) -> int:
+        return (self._clocks[worker] or 0) - self.slowest()
+
+    def ask_to_stop(self) -> None:
+        """Record a worker's request to stop: all stop after the step that follows the furthest clock.
+
+        No worker can complete that step without a reply that says so. With ``together`` the joint clock takes the place
+        of the furthest one.
+        """
+        if self.stop_at is None:
+            self.stop_at = (self.clock if self._together else max(self.steps)) + 1
+
+    def forget_workers(self) -> None:
+        """Reset the clocks after a checkpoint was loaded; the first request sets them anew."""
+        self._clocks, self.stop_at = [None] * len(self._clocks), None
+
+    @property
+    def clock(self) -> int:
+        """Joint clock: steps of all workers divided by N, as if all were equally fast.
+
+        >>> core = StalenessTracker(3)
+        >>> [core.push(worker, clock, 0, None).taken for worker, clock in ((0, 0), (0, 1), (1, 0), (0, 2))]
+        [False, False, False, False]
+        >>> core.steps, core.clock
+        ([3, 1, 0], 1)
+        """
+        return sum(self.steps) // len(self._clocks)
+
+    @property
+    def steps(self) -> list[int]:
+        """Clock of each worker; 0 before the first request."""
+        return [clock or 0 for clock in self._clocks]
+
+    def state(self) -> dict[str, Any]:
+        """Return version, clocks, lost updates and stop step for a snapshot, as a JSON value."""
+        return {"version": self.version, "clocks": self._clocks, "lost": self.lost, "stop_at": self.stop_at}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Restore from ``state()``."""
+        self.version, self.lost, self.stop_at = state["version"], state["lost"], state["stop_at"]
+        self._clocks = list(state["clocks"])
+        self._heard = [self._now()] * len(self._clocks)
+        self._restored, self._lost_before = self.version, self.lost
+        self._unheard = set(range(len(self._clocks)))

@@ -1,0 +1,269 @@
+"""Synchronous parameter servers: workers push gradients, the servers sum them and make one update a step.
+
+Equal to ``mirrored``: gradients are summed, scaled, clipped and applied in the same order, on the servers. With backup
+workers the update is made without the slowest pushes (Chen et al. 2016, arXiv 1604.00981).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from tutti.checkpoint.state_shards import read_local, written
+from tutti.config.sync_config import AllReduceConfig, ParameterServerConfig
+from tutti.errors import UsageError
+from tutti.nn.swap import parameters
+from tutti.optim.several import members_of
+from tutti.parallel.ddp.allreduce import AllReduceSync
+from tutti.parallel.ddp.buckets import ReducedSums, Tail
+from tutti.parallel.ddp.reducers import Named, layout_key, own_part, refuse_mismatch, squares_by
+from tutti.parallel.ddp.sync_module_states import agree_on_state, broadcast_state
+from tutti.parallel.ddp.worker_buffers import WorkerBuffers
+from tutti.parallel.ddp.write_guard import WriteGuard
+from tutti.parallel.loss_stats import clipped
+from tutti.parallel.parameter_server.flat_views import write_gradients
+from tutti.parallel.parameter_server.parameter_shard import ParameterShard
+from tutti.parallel.parameter_server.remote_gradients import RemoteGradients
+from tutti.parallel.parameter_server.request_handlers import NONE, TAIL, SyncHandler
+from tutti.parallel.parameter_server.server_barrier import ServerBarrier
+from tutti.parallel.parameter_server.server_session import ServerSession, workers_by_rank
+from tutti.parallel.parameter_server.server_wire import APPLY, PUSH, READ, SKIP, SUM
+from tutti.torch_compat import foreach_copy_
+from tutti.types import (
+    GradientReadyHook,
+    OptimizerFactory,
+    ReplicaRunner,
+    RunContext,
+    SavedState,
+    StepContext,
+    StepStats,
+    TensorSlice,
+    UpdateResult,
+)
+
+_SERVED: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+"""Optimizers whose state is, or was, on parameter servers."""
+
+
+class ServerReducer:
+    """Gradient reducer that pushes gradients to the servers and reads their sums' statistics.
+
+    Args:
+        trained: trained parameters by name.
+        run_context: of the run.
+        link: session with the servers.
+        leaves: contributions to a step: N pushes one gradient per logical worker, fewer one sum per rank.
+        backup: contributions that the servers do not wait for.
+    """
+
+    listens = False
+
+    def __init__(self, trained: Named, run_context: RunContext, link: ServerSession, leaves: int, backup: int) -> None:
+        self._run_context, self._link, self._leaves, self._backup = run_context, link, leaves, backup
+        self._by_worker = leaves == run_context.workers
+        self._names, self._order = [name for name, _ in trained], [p for _, p in trained]
+        self._tail = Tail(len(trained), layout_key(trained))
+        self._measured = len(trained) + 1 if run_context.gradient_variance else 0
+        self._squares: list[float] = []
+        self.nonfinite: tuple[str, ...] = ()
+        self._under_way = False
+
+    def prepare_for_backward(self, step_context: StepContext, lanes: Tensor | None) -> None:
+        """Do nothing: ``collect`` or ``finish`` pushes the gradients."""
+
+    def gradient_ready(self, parameter: Tensor) -> None:
+        """Do nothing."""
+
+    def collect(self, step_context: StepContext, worker: int, lanes: Tensor | None) -> None:
+        if self._by_worker:
+            self._push(step_context, worker, lanes)
+
+    def _push(self, step_context: StepContext, worker: int, lanes: Tensor | None) -> None:
+        """Start a push of ``.grad``, after the servers have acknowledged the push before; set ``.grad`` to None."""
+        self._settle(step_context)
+        numbers = torch.zeros(self._tail.size + self._measured, dtype=torch.float64)
+        if self._measured:
+            numbers[self._tail.size :] = own_part(squares_by(self._order), step_context, lanes)
+        used = write_gradients(self._link.gradients, [p.grad for p in self._order])
+        self._tail.fill(numbers[: self._tail.size], step_context, lanes, used)
+        for parameter in self._order:
+            parameter.grad = None
+        self._link.client.send(PUSH, worker, step_context.global_step, extras=numbers.tolist())
+        self._under_way = True
+
+    def _settle(self, step_context: StepContext) -> None:
+        if self._under_way:
+            self._under_way = False
+            self._link.client.wait(
+                f"push of gradients in step {step_context.global_step + 1}", (self._link.comm.global_rank,)
+            )
+
+    def finish(self, step_context: StepContext, lanes: Tensor | None) -> ReducedSums:
+        """Push what is left and wait for the servers' sums. Raises MismatchError where ranks are in different steps."""
+        if not self._by_worker:
+            self._push(step_context, self._run_context.mine[0], lanes)
+        self._settle(step_context)
+        text = f"sum of gradients in step {step_context.global_step + 1}"
+        worker, client = self._run_context.mine[0], self._link.client
+        # With backup workers ranks may well be in different steps.
+        ranks = (self._link.comm.global_rank,) if self._backup else self._link.comm.ranks
+        divided = 0.0 if step_context.whole else float(step_context.samples)
+        asked, servers = [divided, step_context.loss_scale], list(range(self._link.servers))
+        first = servers[:1] if self._backup else servers
+        client.send(SUM, worker, step_context.global_step, extras=[*asked, *[NONE] * self._leaves], servers=first)
+        replies = client.wait(text, ranks, patient=True)
+        if self._backup and servers[1:]:
+            # The first server has decided which contributions count; every push to it has gone to the others, too.
+            client.send(
+                SUM,
+                worker,
+                step_context.global_step,
+                extras=[*asked, *self._counted(replies[0].extras)],
+                servers=servers[1:],
+            )
+            replies += client.wait(text, ranks, patient=True)
+        return self._read(step_context, [reply.extras for reply in replies])
+
+    def _counted(self, extras: Sequence[float]) -> Sequence[float]:
+        return extras[-self._leaves :]
+
+    def _read(self, step_context: StepContext, answers: Sequence[Sequence[float]]) -> ReducedSums:
+        size, count = self._tail.size + self._measured, len(self._order)
+        tail, own = answers[0][: self._tail.size], answers[0][self._tail.size : size]
+        if not self._tail.same(tail, step_context, int(sum(self._counted(answers[0])))):
+            refuse_mismatch(self._link.comm, step_context)
+        columns = zip(*(answer[size : size + count] for answer in answers), strict=True)
+        self._squares = [sum(column) for column in columns]
+        finite = zip(*(answer[size + count : size + 2 * count] for answer in answers), strict=True)
+        self.nonfinite = tuple(name for name, flags in zip(self._names, finite, strict=True) if not all(flags))
+        return self._tail.read(tail)._replace(own=own)
+
+    def squares(self) -> list[float]:
+        """Return the sum of squares of each parameter's gradient, in the model's order."""
+        return self._squares
+
+    def scale(self, factor: float) -> None:
+        """Do nothing: the servers divide by count and loss scale, and get the clipping factor with the update."""
+
+
+class SynchronousServerSync(RemoteGradients, AllReduceSync):
+    """Gradient synchronisation of ``parameter_server:mode=sync``."""
+
+    def __init__(self, config: ParameterServerConfig, run_context: RunContext) -> None:
+        super().__init__(AllReduceConfig(), run_context)
+        self.gradient_at = "servers"
+        self._servers = config
+        by_worker = run_context.reproducible or run_context.gradient_variance or config.backup > 0
+        self._leaves = run_context.workers if by_worker else run_context.comms.replica.size
+
+    def attach(self, replica: ReplicaRunner, make_optimizer: OptimizerFactory) -> GradientReadyHook:
+        comm = self._run_context.comms.replica
+        self._named = parameters(replica.parts)
+        agree_on_state(comm, replica.parts)
+        broadcast_state(comm, replica.parts)
+        trained = [(name, p) for name, p in self._named if p.requires_grad]
+        self._trained = trained
+        self._replica, self._parameters = replica, [p for _, p in trained]
+        self._buffers = WorkerBuffers(replica.parts, self._run_context, replica.not_owned)
+        self._optimizer = make_optimizer(self._named)
+        if self._optimizer is None:
+            raise ValueError("nothing is trained")
+        if any(member in _SERVED for member in members_of(self._optimizer)):
+            raise UsageError(
+                "the optimizer has already stepped on parameter servers",
+                why="what it keeps of the parameters was on them, and ended with that run",
+                remedy="make a new optimizer for another run, or take --strategy mirrored",
+            )
+        count, tail = len(trained), TAIL + len(trained) + (len(trained) + 1) * self._run_context.gradient_variance
+        leaves, backup = self._leaves, self._servers.backup
+        rows = enumerate(workers_by_rank(self._run_context))
+        leaf = {w: w if leaves == self._run_context.workers else r for r, mine in rows for w in mine}
+
+        def desk(shelf: ParameterShard) -> SyncHandler:
+            return SyncHandler(shelf, ServerBarrier(leaves, backup), leaf, count)
+
+        def extras(settings: int) -> Mapping[int, int]:
+            return {PUSH: tail, SUM: 2 + leaves, APPLY: 2 + settings}
+
+        self._link = ServerSession(
+            self._servers, self._run_context, trained, make_optimizer, self._optimizer, desk, extras
+        )
+        self._pushes = self._reducer = ServerReducer(trained, self._run_context, self._link, leaves, backup)
+        if self._link.home:
+            for parameter, value in zip(self._parameters, self._link.values, strict=True):
+                parameter.data = value
+        self._last = -1
+        self._guard = WriteGuard("the servers' parameters replace those of every rank after each update")
+        self._guard.note(trained)
+        self.optimizers = (self._optimizer,)
+        self.gradient_ready = self._reducer.gradient_ready
+        return self
+
+    def optimizer_step(self, stats: StepStats, step_context: StepContext) -> UpdateResult:
+        """Have the servers clip the gradient and step, and take the new parameters; skip a non-finite gradient."""
+        factor, norm = clipped(stats.grad_norm, self._run_context.clip)
+        settings = self._link.settings(step_context.lr_factor)
+        numbers = [factor, norm, *settings] if stats.finite else [0.0] * (2 + len(settings))
+        text = f"update of the parameters in step {step_context.global_step + 1}"
+        self._link.ask(APPLY, text, step_context.global_step, extras=numbers, flags=0 if stats.finite else SKIP)
+        if stats.finite:
+            self._take()
+            _SERVED.update(members_of(self._optimizer))
+        nonfinite = () if stats.finite else self._pushes.nonfinite
+        return UpdateResult(int(stats.finite), skipped=not stats.finite, nonfinite=nonfinite)
+
+    def _take(self) -> None:
+        """Copy the received parameters into the model, unless they were received in place."""
+        if not self._link.home:
+            foreach_copy_([p.data for p in self._parameters], self._link.values)
+        self._guard.note(self._trained)
+
+    @property
+    def by_worker(self) -> bool:
+        return self._leaves == self._run_context.workers
+
+    def reduce_gradients(self, step_context: StepContext) -> StepStats:
+        """Complete the step's sums as ``AllReduceSync.reduce_gradients``.
+
+        Raises UsageError where the script has written parameters since the last update.
+        """
+        self._guard.check(self._trained, step_context.global_step + 1)
+        return super().reduce_gradients(step_context)
+
+    def merged(self) -> dict[str, Tensor]:
+        if self._servers.backup:
+            # Ranks whose pushes came late have older parameters.
+            self._link.barrier("reading the parameters")
+            self._link.ask(READ, "reading the parameters")
+            self._take()
+            self._link.barrier("the parameters are read")
+        return super().merged()
+
+    def replicated(self) -> Mapping[str, Tensor] | None:
+        """As ``AllReduceSync``; None with backup workers, where ranks whose pushes came late have older parameters."""
+        return None if self._servers.backup else super().replicated()
+
+    def state(self) -> dict[str, Mapping[str, Tensor | TensorSlice]]:
+        comm, model = self._run_context.comms.replica, self.merged()
+        optim = self._link.optimizer_state()
+        if self._servers.backup:
+            self._link.barrier("the optimizer is read")
+        return {"model": written(model, self._replica, comm), "optim": optim, "workers": self._buffers.state()}
+
+    def load(self, saved: SavedState) -> None:
+        for name, parameter in self._named:
+            parameter.data.copy_(read_local(saved, "model", name, self._replica, parameter.shape))
+        self._buffers.load(saved)
+        self._link.restore(saved, {name: p.data for name, p in self._named}, self._replica.specs)
+        self._guard.note(self._trained)
+
+    def facts(self) -> dict[str, object]:
+        """Return the servers' statistics for ``summary.json``, on rank 0."""
+        return self._link.facts()
+
+    def _all_finite(self) -> bool:
+        return not self._pushes.nonfinite

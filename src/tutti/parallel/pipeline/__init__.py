@@ -1,0 +1,1 @@
+"""Pipeline parallelism: replicas cut into stages over several devices."""

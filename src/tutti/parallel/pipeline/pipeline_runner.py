@@ -1,0 +1,578 @@
+"""Cut a replica into pipeline stages over several devices, and run micro-batches through them in a schedule's order.
+
+The user's own loss function runs on every stage. It calls ``_Relay`` as its model: the relay receives the previous
+stage's activations, computes this stage, and either returns the model's output (last stage) or ends the loss function.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tutti.comm.communicator import Communicator
+from tutti.config.layout_config import LayersConfig, PipelineConfig
+from tutti.errors import TuttiError, UsageError
+from tutti.nn import ac_policy
+from tutti.nn.absent_tensor import put_away
+from tutti.nn.ac_and_compile import restore_forwards
+from tutti.nn.swap import describe_tensors, parameters
+from tutti.parallel.ddp import loss_output
+from tutti.parallel.ddp.replica_part import ReplicaPart
+from tutti.parallel.pipeline import stage_partition
+from tutti.parallel.pipeline.module_timing import module_seconds
+from tutti.parallel.pipeline.pipeline_schedule import Action, bubble_fraction, forwards, make_order
+from tutti.parallel.pipeline.split_backward import BackwardRoots, LayerOutput, SplitBackward
+from tutti.parallel.pipeline.stage_messages import KINDS, StageMessages, shapes
+from tutti.parallel.pipeline.stage_ownership import StageOwnership, groups_of, stages_here
+from tutti.parallel.pipeline.tied_gradients import SharedGradients
+from tutti.parallel.pipeline.untraced import Constants
+from tutti.parallel.pipeline.virtual_stage import VirtualStage, crossing_values
+from tutti.python_compat import calling_frame
+from tutti.types import GradientReadyHook, LossFn, LossSums, MicroBatch, RunContext
+
+
+class PipelineLayout:
+    """Model layout of ``pipeline`` and ``model_parallel``: each rank keeps some stages of the model."""
+
+    def __init__(self, config: PipelineConfig | LayersConfig, run_context: RunContext) -> None:
+        self._config, self._run_context = config, run_context
+
+    def build(self, plain: nn.Module) -> PipelineRunner:
+        """Cut ``plain`` into stages and keep this rank's. Collective. Raises as ``sections``."""
+        return self.replica(plain, *self.sections(plain))
+
+    def replica(
+        self, plain: nn.Module, sections: Sequence[VirtualStage], holding: StageOwnership | None
+    ) -> PipelineRunner:
+        """Build the runner of this rank's virtual stages. Collective.
+
+        Args:
+            plain: the whole model.
+            sections: this rank's virtual stages.
+            holding: ownership of tensors over ranks, from ``sections`` as well; None where the model is not cut.
+        """
+        return PipelineRunner(self._config, self._run_context, plain, sections, holding)
+
+    def sections(
+        self, plain: nn.Module, closed: Collection[str] = ()
+    ) -> tuple[Sequence[VirtualStage], StageOwnership | None]:
+        """Cut the model into stages. Collective.
+
+        Args:
+            plain: the whole model.
+            closed: names of modules that no cut may go through.
+
+        Returns:
+            This rank's virtual stages, and the ownership of tensors over ranks (None where there is one stage only).
+
+        Raises:
+            MismatchError: the ranks have built different models.
+            UsageError: the model cannot be cut into that many stages, or has nothing for activation checkpointing to
+                recompute.
+        """
+        stage = self._run_context.comms.p2p_channels("stage", KINDS)
+        self._run_context.comms.model.agree(
+            describe_tensors([plain]),
+            "the model",
+            "build the same model, in the same order and precision, on every rank",
+        )
+        ac_policy.check_units(plain, self._run_context.activation_checkpointing)
+        restore_forwards(plain)
+        if stage.size == 1:
+            return [VirtualStage(plain, alone=True)], None
+        config, run_context = self._config, self._run_context
+        # Stages that run in turn take the same time wherever the cuts are; a reproducible run always cuts alike.
+        timed = config.schedule != "one_by_one" and not run_context.reproducible and not config.cuts
+        took = module_seconds(plain, run_context.trial, run_context.comms.world) if timed else {}
+        found = stage_partition.find_stage_partition(plain, stage.size * config.chunks, config.cuts, took, closed)
+        return stages_here(plain, found, self._run_context)
+
+
+@dataclass
+class MicroBatchState:
+    """State of one micro-batch on one virtual stage, from its forward to its backward.
+
+    Attributes:
+        training: whether a backward follows.
+        key: ``training`` and the shapes of the batch; equal keys have messages of equal forms.
+        moment: RNG snapshot after the forward, restored for backward.
+        values: activations received from the previous stage.
+        entered: the activations among ``values`` whose gradients the previous stage receives.
+        gradients: of ``entered``, by index.
+        leaving: activations sent to the next stage whose gradients come back.
+        roots: where backward starts; None until the gradients are here.
+        calls: outputs of layers, recorded for split backward.
+        halves: gradients of ``calls``, left by the input backward for the weight backward.
+    """
+
+    training: bool
+    key: tuple[Any, ...]
+    moment: Any = None
+    values: list[Any] = field(default_factory=list)
+    entered: list[Tensor] = field(default_factory=list)
+    gradients: dict[int, Tensor] = field(default_factory=dict)
+    leaving: list[Tensor] = field(default_factory=list)
+    roots: BackwardRoots | None = None
+    calls: list[LayerOutput] = field(default_factory=list)
+    halves: Sequence[Tensor | None] = ()
+
+
+class PipelineRunner(ReplicaPart):
+    """Runs this rank's virtual stages of one replica; ``parts`` are their modules, under the names of the whole model.
+
+    Args:
+        config: options of the layout, among them the schedule.
+        run_context: mesh, communicators and flags of the run.
+        plain: the whole model.
+        sections: this rank's virtual stages, in order.
+        holding: ownership of tensors over ranks; None where the model is not cut.
+
+    Attributes:
+        cuts: the stage partition; None where the model is not cut.
+        halves: one ``SplitBackward`` a virtual stage for the schedule ``zero_bubble``, otherwise empty.
+    """
+
+    def __init__(
+        self,
+        config: PipelineConfig | LayersConfig,
+        run_context: RunContext,
+        plain: nn.Module,
+        sections: Sequence[VirtualStage],
+        holding: StageOwnership | None,
+    ) -> None:
+        modules = [section.module for section in sections]
+        super().__init__(modules[0], run_context, others=modules[1:], plain=plain)
+        self._comm, self._sections = run_context.comms.axis("stage"), sections
+        self._schedule, self._ranks, self._here = config.schedule, self._comm.size, self._comm.rank
+        self._last = self._ranks * len(sections) - 1
+        self._messages = StageMessages(self._comm)
+        self._known: dict[bool, tuple[LossFn, tuple[str, ...]]] = {}
+        self.halves = [SplitBackward(m) for m in modules] if config.schedule == "zero_bubble" else []
+        self._before: list[Mapping[str, int]] = [{} for _ in sections]
+        self._drawing = False
+        self._learns = [False] * (self._last + 2)
+        self._held: list[list[nn.Parameter]] = []
+        self._constants = Constants([])
+        groups: list[tuple[Communicator | None, Sequence[nn.Parameter]]] = []
+        self.cuts = None if holding is None else holding.cuts
+        if holding is not None:
+            self.not_owned = holding.not_owned
+            self.summary = _said(holding.cuts, config, self._ranks)
+            groups = groups_of(holding, run_context)
+            self._held = [list(row.values()) for row in holding.cuts.held(plain)]
+            self._constants = Constants((name, plain.get_submodule(name)) for name in sorted(holding.cuts.opened))
+            self._before = holding.calls[self._here :: self._ranks]
+            self._drawing = holding.draws
+        self._shared = SharedGradients(groups, run_context.reproducible)
+        self._relay = _Relay(self, inspect.signature(plain.forward))
+        self._sink: GradientReadyHook | None = None
+        self._reporting = False
+        if holding is not None:
+            places = {name: f"on stage {rows[0]} of the model" for name, rows in holding.stages.items()}
+            put_away(plain, places, self.parts)
+
+    def _look_what_learns(self) -> None:
+        """Look up which stages receive values that depend on trained parameters: scripts freeze and unfreeze some."""
+        self._shared.look()
+        for each in self.halves:
+            each.look()
+        trained = [any(p.requires_grad for p in row) for row in self._held]
+        self._learns = [any(trained[:stage]) for stage in range(len(trained) + 1)] if trained else self._learns
+
+    def connect(self, sink: GradientReadyHook) -> None:
+        """Report each parameter's gradient to ``sink`` once, in the last backward that adds to it."""
+        for handle in self._connected:
+            handle.remove()
+        trained = [p for _, p in parameters(self.parts) if p.requires_grad and p not in self._shared.parameters]
+        self._connected = [parameter.register_post_accumulate_grad_hook(self._ready) for parameter in trained]
+        self._sink = sink
+
+    def replaced(self, by: Mapping[nn.Parameter, nn.Parameter]) -> None:
+        """Use the parameter objects that are values of ``by`` in place of its keys."""
+        self._shared.replace(by)
+        for each in self.halves:
+            each.replace(by)
+
+    def _ready(self, parameter: Tensor) -> None:
+        if self._reporting and self._sink is not None:
+            self._sink.gradient_ready(parameter)
+
+    def run(self, micro_batches: Sequence[MicroBatch], loss: LossFn, sink: GradientReadyHook | None) -> LossSums:
+        """Run one logical worker's micro-batches through all stages, in the schedule's order.
+
+        Collective: messages between neighbouring stages, and a broadcast of the loss sums from the last stage.
+
+        Args:
+            micro_batches: the worker's, in order.
+            loss: the user's loss function, called for each micro-batch on every virtual stage.
+            sink: gradient-ready hook; None to run forwards only.
+
+        Returns:
+            The loss sums of all micro-batches, on every stage.
+
+        Raises:
+            UsageError: the loss function fails on the last stage (raised on every rank), or calls the model in a way
+                that stages cannot follow; or the script has changed a constant of the traced forward.
+        """
+        training = sink is not None
+        count, chunks = len(micro_batches), len(self._sections)
+        order = (
+            make_order(self._schedule, self._ranks, count, chunks) if training else forwards(self._ranks, count, chunks)
+        )
+        flights: dict[tuple[int, int], MicroBatchState] = {}
+        turn = _Turn(loss, sink)
+        self._look_what_learns()
+        if training:
+            self._shared.begin()
+        actions = order.ranks[self._here]
+        expected = 0
+        self._check_constants()
+        for number, action in enumerate(actions):
+            if action.kind != "F":
+                self._agree_on_loss(turn)
+            # Inputs of this action and of the next one are received while this one computes.
+            expected = max(expected, number)
+            while expected < min(number + 2, len(actions)) and self._expect(actions[expected], micro_batches, training):
+                expected += 1
+            micro_batch, at = micro_batches[action.micro], (action.stage, action.micro)
+            if action.kind == "F":
+                flights[at] = self._forward(action, micro_batch, turn)
+                if turn.failure is not None:
+                    break
+                if not training:
+                    del flights[at]
+            else:
+                self._backward(action, micro_batch, flights[at], turn)
+                if action.kind != "I":
+                    del flights[at]
+        self._agree_on_loss(turn)
+        self._messages.finish()
+        if training:
+            self._finish_shared(count, turn)
+        if not micro_batches[0].samples:
+            self.forget()
+        return self._spread(turn, sum(micro_batch.samples for micro_batch in micro_batches))
+
+    def _expect(self, action: Action, micro_batches: Sequence[MicroBatch], training: bool) -> bool:
+        """Start the receives of an action's inputs; False where their forms are not known yet."""
+        key = (training, *shapes(micro_batches[action.micro].batch))
+        if action.kind == "F":
+            return action.stage == 0 or self._messages.expect("activations", (action.stage, *key))
+        if action.kind == "W" or action.stage == self._last or not self._learns[action.stage + 1]:
+            return True
+        return self._messages.expect("gradients", (action.stage + 1, *key))
+
+    def _forward(self, action: Action, micro_batch: MicroBatch, turn: _Turn) -> MicroBatchState:
+        """Run the loss function up to its call of the model; on the last stage, up to the loss."""
+        stage, chunk = action.stage, action.stage // self._ranks
+        training = turn.sink is not None
+        self.enter(micro_batch, self._before[chunk])
+        flight = MicroBatchState(training, (training, *shapes(micro_batch.batch)))
+        if self.halves and training:
+            flight.calls = self.halves[chunk].record()
+        self._relay.enter(stage, flight)
+        try:
+            self._lose(stage, micro_batch, flight, turn)
+        except Exception as error:
+            # The other ranks wait for the broadcast in _agree_on_loss.
+            fatal = isinstance(error, TuttiError) and not isinstance(error, UsageError)
+            # An error before the call of the model occurs on every stage.
+            if fatal or stage != self._last or self._knows(turn) or not self._relay.computed:
+                raise
+            turn.failure = error
+            return flight
+        if training:
+            self.draws.check()
+            flight.moment = self.draws.moment
+        return flight
+
+    def _lose(self, stage: int, micro_batch: MicroBatch, flight: MicroBatchState, turn: _Turn) -> None:
+        """Call the loss function; on the last stage, store the root of backward and add to the loss sums."""
+        result = self._relay.call(turn.loss, micro_batch.batch)
+        if not self._relay.called:
+            raise UsageError("the loss function did not call the model", remedy="call model(...) once in it")
+        if stage == self._last:
+            objective, start, part = loss_output.read_loss(result, micro_batch)
+            if flight.training:
+                loss_output.check_trains(objective)
+            flight.roots = BackwardRoots([objective], [start])
+            turn.total = part if turn.total is None else turn.total + part
+
+    def _knows(self, turn: _Turn) -> bool:
+        """Return whether the last stage has reported success of this loss function before."""
+        known = self._known.get(turn.sink is not None)
+        return known is not None and known[0] is turn.loss
+
+    def _agree_on_loss(self, turn: _Turn) -> None:
+        """Broadcast from the last stage, before the first backward, whether the loss function succeeded. Collective.
+
+        Raises on every rank where it failed: on the last stage the error itself, on the others a UsageError.
+        """
+        if self._knows(turn):
+            return
+        names = None if turn.total is None else list(turn.total.names)
+        told = {"names": names} if turn.failure is None else _told(turn.failure)
+        told = self._comm.broadcast_json(told, self._ranks - 1, "what the loss function returns")
+        if turn.failure is not None:
+            raise turn.failure
+        if "what" in told:
+            raise UsageError(**told)
+        self._known[turn.sink is not None] = turn.loss, tuple(told["names"])
+
+    def _check_constants(self) -> None:
+        """Raise UsageError where the script has changed an attribute that the traced forward holds as a constant."""
+        for name in self._constants.changed():
+            raise UsageError(
+                f"the script has changed the model's {name}",
+                why="the model is cut into stages, and its own forward was read when this had another value",
+                remedy="keep it in a buffer, or in the module that uses it alone; or take --strategy mirrored",
+            )
+
+    def _backward(self, action: Action, micro_batch: MicroBatch, flight: MicroBatchState, turn: _Turn) -> None:
+        """Run a backward, or its input or weight half, and send the inputs' gradients to the previous stage."""
+        kind, stage, _ = action
+        chunk = stage // self._ranks
+        self.draws.moment = flight.moment
+        last = bool(micro_batch.samples) and micro_batch.last and kind != "I"
+        if last and turn.sink is not None:
+            turn.arm()
+        if kind != "W" and flight.roots is None:
+            gradients = self._messages.receive("gradients", (stage + 1, *flight.key))[0] if flight.leaving else []
+            # Some values require a gradient in some batches only; a gradient is None where the loss ignores the value.
+            pairs = [
+                (v, g) for v, g in zip(flight.leaving, gradients, strict=True) if v.requires_grad and g is not None
+            ]
+            flight.roots = BackwardRoots([tensor for tensor, _ in pairs], [gradient for _, gradient in pairs])
+        roots = flight.roots
+        self._reporting = last
+        if roots is not None and any(tensor.requires_grad for tensor in roots.tensors):
+            if kind == "B":
+                torch.autograd.backward(roots.tensors, roots.gradients)
+            elif kind == "I":
+                found = self.halves[chunk].inputs(roots, flight.entered, flight.calls)
+                entered, flight.halves = found[: len(flight.entered)], found[len(flight.entered) :]
+                flight.gradients |= {i: g for i, g in enumerate(entered) if g is not None}
+            else:
+                for parameter in self.halves[chunk].weights(roots, flight.calls, flight.halves):
+                    if parameter not in self._shared.parameters:
+                        self._ready(parameter)
+        self._reporting = False
+        if kind != "I" and self._shared.parameters:
+            self._shared.take(action.micro)
+        if kind != "W" and flight.entered:
+            own = [flight.gradients.get(i) for i in range(len(flight.entered))]
+            self._messages.send_gradients(own, flight.entered, (stage, *flight.key))
+
+    def compute(self, flight: MicroBatchState, stage: int, given: Mapping[str, Any]) -> Any:
+        """Run one virtual stage's forward; the relay calls it.
+
+        Args:
+            flight: state of the micro-batch.
+            stage: index of the virtual stage.
+            given: arguments of the model's call, by name.
+
+        Returns:
+            The model's output, on the last stage.
+
+        Raises:
+            StageReached: on every other stage, after the sends of its activations have started.
+        """
+        section = self._sections[stage // self._ranks]
+        if stage > 0:
+            self._enter(flight, stage)
+        result = section.module(*(given[name] for name in section.given), *flight.values)
+        if self.halves:
+            self.halves[stage // self._ranks].stop()
+        if stage == self._last:
+            return result
+        values = crossing_values(result, section)
+        if self._drawing:
+            values.append(self.draws.state.to(self._comm.device))
+        forms = self._messages.send("activations", values, (stage + 1, *flight.key))
+        if self._learns[stage + 1]:
+            flight.leaving = [v for v, form in zip(values, forms, strict=True) if form.learns]
+        raise StageReached
+
+    def _enter(self, flight: MicroBatchState, stage: int) -> None:
+        """Receive the previous stage's activations and the RNG state, and hook the gradients of the activations."""
+        values, forms = self._messages.receive("activations", (stage, *flight.key))
+        if self._drawing:
+            self.draws.state = values[-1].cpu()
+        flight.values = values[: len(values) - self._drawing]
+        if flight.training and self._learns[stage]:
+            # A hook, not .grad: autograd gives .grad the leaf's memory format, and kernels round by format.
+            flight.entered = [v for v, form in zip(values, forms, strict=True) if form.learns]
+            for number, tensor in enumerate(flight.entered):
+                tensor.requires_grad_().register_hook(partial(flight.gradients.__setitem__, number))
+
+    def whole(self, args: Any, kwargs: Any) -> Any:
+        """Run the forward of a model that is not cut."""
+        return self._sections[0].module(*args, **kwargs)
+
+    def _finish_shared(self, count: int, turn: _Turn) -> None:
+        self._shared.finish(count)
+        if turn.armed and self._sink is not None:
+            for parameter in self._shared.parameters:
+                self._sink.gradient_ready(parameter)
+
+    def _spread(self, turn: _Turn, samples: int) -> LossSums:
+        """Broadcast the last stage's loss sums to every stage."""
+        _, names = self._known[turn.sink is not None]
+        sums = torch.zeros(2 + len(names), dtype=torch.float64, device=self._comm.device)
+        if turn.total is not None:
+            sums.copy_(turn.total.sums)
+        self._comm.broadcast_tensors(sums, self._ranks - 1, "totals of the last stage")
+        return LossSums(sums, names, samples)
+
+
+@dataclass
+class _Turn:
+    """State of one ``run``, that is of one logical worker's micro-batches."""
+
+    loss: LossFn
+    sink: GradientReadyHook | None
+    total: LossSums | None = None
+    armed: bool = False
+    failure: Exception | None = None
+
+    def arm(self) -> None:
+        """Call ``prepare_for_backward`` once, before the first backward after which a gradient is complete."""
+        if not self.armed and self.sink is not None:
+            self.sink.prepare_for_backward(self.total)
+        self.armed = True
+
+
+def _told(error: Exception) -> dict[str, Any]:
+    """Return the fields of the UsageError that other ranks raise where the loss function fails on the last stage."""
+    if isinstance(error, TuttiError):
+        return {"what": error.what, "where": error.where, "why": error.why, "remedy": error.remedy}
+    return {
+        "what": "the loss function failed on the last stage of the model",
+        "why": f"{type(error).__name__}: {error}",
+        "remedy": "mend it there, or take --strategy mirrored",
+    }
+
+
+class StageReached(BaseException):
+    """Leaves the user's loss function on every stage but the last. No ``Exception``: it is no error to handle."""
+
+    def __str__(self) -> str:
+        return "no error: this stage of the pipeline is done, and the loss function goes on on the last stage"
+
+
+class _Relay:
+    """The model that the user's loss function calls.
+
+    A loss function may catch exceptions. The relay therefore records that this stage has sent its activations, or that
+    the model has failed, and decides by these records, not by the loss function's result or exception.
+    """
+
+    def __init__(self, replica: PipelineRunner, signature: inspect.Signature) -> None:
+        self._replica, self._signature = replica, signature
+        self._names = list(signature.parameters)
+        self._known = set(self._names) if replica.cuts is None else replica.cuts.arguments
+        self.called = self.computed = self._handed_over = False
+        self._failure: tuple[Exception, str] | None = None
+
+    def enter(self, stage: int, flight: MicroBatchState) -> None:
+        """Expect the next call for this virtual stage and micro-batch."""
+        self._stage, self._flight, self.called, self.computed = stage, flight, False, False
+        self._handed_over, self._failure = False, None
+
+    def call(self, loss: LossFn, batch: Any) -> Any:
+        """Return the loss function's result; None on a stage that has sent its activations.
+
+        Raises the loss function's error; where it has caught an error of the model, that one or a UsageError.
+        """
+        try:
+            result = loss(self, batch)
+        except KeyboardInterrupt:
+            raise
+        except BaseException:
+            if self._failure is not None and isinstance(self._failure[0], TuttiError):
+                raise self._failure[0] from None
+            # A loss function that catches StageReached goes on without an output, and may fail in any way.
+            if not self._handed_over:
+                raise
+            result = None
+        if self._failure is not None:
+            error, place = self._failure
+            if isinstance(error, TuttiError):
+                raise error
+            raise UsageError(
+                "the loss function goes on after an error of the model",
+                where=place,
+                why=f"{type(error).__name__}: {error}; the other stages cannot know what it does instead",
+                remedy="let the error through, look at the batch before calling the model, or take --strategy mirrored",
+            ) from error
+        return None if self._handed_over else result
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._handed_over:
+            raise StageReached
+        try:
+            return self._called(args, kwargs)
+        except StageReached:
+            self._handed_over = True
+            raise
+        except Exception as error:
+            caller = calling_frame(1)
+            place = f"{Path(caller.f_code.co_filename).name}:{caller.f_lineno}"
+            if self._replica.cuts is not None or isinstance(error, TuttiError):
+                self._failure = self._failure or (error, place)
+            raise
+
+    def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run this stage's forward. Raises UsageError for a second call, and for arguments that stages cannot take."""
+        if self.called:
+            raise UsageError(
+                "the loss function calls the model twice",
+                why="each stage would have to come back to the loss function between the two",
+                remedy="call it once, as model(torch.cat([first, second])), or take --strategy mirrored",
+            )
+        self.called = True
+        if self._replica.cuts is None:
+            return self._replica.whole(args, kwargs)
+        given = dict(zip(self._names, args, strict=False))
+        if kwargs:
+            given = self._signature.bind(*args, **kwargs).arguments
+        for name in given.keys() - self._known:
+            if given[name] is not self._signature.parameters[name].default:
+                raise UsageError(
+                    f"the loss function gives the model '{name}', which its forward takes by default as something else",
+                    why="where the model is cut was found with the default",
+                    remedy="give the argument no default, or do not give it",
+                )
+        asked = next((n for n, v in given.items() if isinstance(v, Tensor) and v.requires_grad), None)
+        if asked is not None:
+            raise UsageError(
+                f"the loss function asks for the gradient of the model's input '{asked}'",
+                why="it would have to come back through all stages before the loss function goes on",
+                remedy="give the model inputs that do not require a gradient, or take --strategy mirrored",
+            )
+        self.computed = True
+        return self._replica.compute(self._flight, self._stage, given)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._replica.parts[0], name)
+
+
+def _said(found: stage_partition.StagePartition, config: PipelineConfig | LayersConfig, ranks: int) -> dict[str, str]:
+    """Return lines for the run's header: where the model is cut, and how long devices are idle."""
+    where = f"{len(found.shares)}, cut before {', '.join(found.names)}"
+    shares = " | ".join(f"{share:.0%}" for share in found.shares)
+    if config.schedule == "one_by_one":
+        waits = f"devices work in turn, each is idle {1 - 1 / ranks:.0%} of the time"
+    else:
+        known = [
+            (m, bubble_fraction(config.schedule, ranks, m, config.chunks)) for m in (1, ranks, 2 * ranks, 4 * ranks)
+        ]
+        waits = f"{config.schedule}, idle " + ", ".join(f"{part:.0%} with {m}" for m, part in known) + " micro-batches"
+    return {"stages": f"{where} ({shares} of the {'time' if found.measured else 'parameters'})", "schedule": waits}

@@ -1,0 +1,255 @@
+"""Pipeline schedules as data: the order in which each rank computes forwards and backwards.
+
+A model is cut into virtual stages 0 … S-1, S = ranks · chunks; rank r holds stages r, r + ranks, r + 2·ranks …
+An ``Order`` lists each rank's actions. The same object is executed over processes, proved free of deadlocks, and
+priced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal, NamedTuple
+
+from tutti.comm.partition import even_share
+
+Kind = Literal["F", "B", "I", "W"]
+
+
+class Action(NamedTuple):
+    """One computation of one micro-batch on one virtual stage.
+
+    ``kind``: F forward, B backward; or in place of B, I the input backward and later W the weight backward.
+    """
+
+    kind: Kind
+    stage: int
+    micro: int
+
+
+class Span(NamedTuple):
+    """Start and end of an action."""
+
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Order:
+    """A schedule: every rank's actions, in order.
+
+    Attributes:
+        ranks: the actions of each rank.
+        chunks: virtual stages a rank, v.
+        micro_batches: number of micro-batches, m.
+    """
+
+    ranks: tuple[tuple[Action, ...], ...]
+    chunks: int
+    micro_batches: int
+
+    @property
+    def stages(self) -> int:
+        """Number of virtual stages, S."""
+        return len(self.ranks) * self.chunks
+
+    def needs(self, action: Action) -> list[Action]:
+        """Return the actions that must end before this one begins.
+
+        >>> gpipe(2, 1).needs(Action("B", 0, 0))
+        [Action(kind='F', stage=0, micro=0), Action(kind='B', stage=1, micro=0)]
+        """
+        kind, stage, micro = action
+        if kind == "F":
+            return [Action("F", stage - 1, micro)] if stage else []
+        if kind == "W":
+            return [Action("I", stage, micro)]
+        before = [Action("F", stage, micro)]
+        return before + ([Action(kind, stage + 1, micro)] if stage < self.stages - 1 else [])
+
+
+def one_by_one(ranks: int, micro_batches: int) -> Order:
+    """One micro-batch at a time: ranks work in turn."""
+    return Order(
+        tuple(tuple(Action(k, r, i) for i in range(micro_batches) for k in ("F", "B")) for r in range(ranks)),
+        1,
+        micro_batches,
+    )
+
+
+def gpipe(ranks: int, micro_batches: int) -> Order:
+    """All forwards, then all backwards (Huang et al. 2018, arXiv 1811.06965). Holds m micro-batches at once."""
+    return Order(
+        tuple(tuple(Action(k, r, i) for k in ("F", "B") for i in range(micro_batches)) for r in range(ranks)),
+        1,
+        micro_batches,
+    )
+
+
+def one_forward_one_backward(ranks: int, micro_batches: int) -> Order:
+    """1F1B (Narayanan et al. 2019 and 2021, arXiv 1806.03377, 2104.04473): stage i holds at most p-i micro-batches."""
+    rows = []
+    for rank in range(ranks):
+        forwards = [Action("F", rank, i) for i in range(micro_batches)]
+        backwards = [Action("B", rank, i) for i in range(micro_batches)]
+        rows.append(_alternate(forwards, backwards, ranks - 1 - rank))
+    return Order(tuple(rows), 1, micro_batches)
+
+
+def interleaved(ranks: int, micro_batches: int, chunks: int) -> Order:
+    """1F1B over v virtual stages a rank, which divides the bubble by v (Narayanan et al. 2021, arXiv 2104.04473, §2.2).
+
+    Micro-batches go through a rank's stages in groups of p = ``ranks``, some of them larger where p does not divide m.
+    """
+    number = max(1, micro_batches // ranks)
+    groups = [even_share(micro_batches, number, i) for i in range(number)]
+    rows = []
+    for rank in range(ranks):
+        forwards = [Action("F", c * ranks + rank, i) for g in groups for c in range(chunks) for i in g]
+        backwards = [Action("B", c * ranks + rank, i) for g in groups for c in reversed(range(chunks)) for i in g]
+        rows.append(_alternate(forwards, backwards, 2 * (ranks - 1 - rank) + (chunks - 1) * len(groups[0])))
+    return Order(tuple(rows), chunks, micro_batches)
+
+
+def zero_bubble(ranks: int, micro_batches: int) -> Order:
+    """ZB-H1 (Qi et al. 2023, arXiv 2401.10241): 1F1B whose weight backwards are delayed to fill the bubble."""
+    rows = []
+    for rank, row in enumerate(one_forward_one_backward(ranks, micro_batches).ranks):
+        actions: list[Action] = []
+        for action in row:
+            actions.append(action if action.kind == "F" else action._replace(kind="I"))
+            if action.kind == "B" and action.micro >= rank:
+                actions.append(Action("W", rank, action.micro - rank))
+        done = sum(action.kind == "W" for action in actions)
+        rows.append((*actions, *(Action("W", rank, i) for i in range(done, micro_batches))))
+    return Order(tuple(rows), 1, micro_batches)
+
+
+def _alternate(forwards: Sequence[Action], backwards: Sequence[Action], ahead: int) -> tuple[Action, ...]:
+    """Return ``ahead`` forwards, then one forward and one backward in turn, then the remaining backwards."""
+    ahead = min(ahead, len(forwards))
+    turns = len(forwards) - ahead
+    middle = [action for pair in zip(forwards[ahead:], backwards, strict=False) for action in pair]
+    return (*forwards[:ahead], *middle, *backwards[turns:])
+
+
+SCHEDULES: Mapping[str, Callable[[int, int, int], Order]] = {
+    "one_by_one": lambda ranks, micro_batches, chunks: one_by_one(ranks, micro_batches),
+    "gpipe": lambda ranks, micro_batches, chunks: gpipe(ranks, micro_batches),
+    "1f1b": lambda ranks, micro_batches, chunks: one_forward_one_backward(ranks, micro_batches),
+    "interleaved": interleaved,
+    "zero_bubble": lambda ranks, micro_batches, chunks: zero_bubble(ranks, micro_batches),
+}
+
+
+@lru_cache(maxsize=64)
+def make_order(name: str, ranks: int, micro_batches: int, chunks: int = 1) -> Order:
+    """Return the schedule ``name``, cached.
+
+    Args:
+        name: a key of ``SCHEDULES``.
+        ranks: pipeline ranks, p.
+        micro_batches: number of micro-batches, m.
+        chunks: virtual stages a rank, v; only ``interleaved`` takes more than one.
+    """
+    return SCHEDULES[name](ranks, micro_batches, chunks)
+
+
+@lru_cache(maxsize=64)
+def forwards(ranks: int, micro_batches: int, chunks: int = 1) -> Order:
+    """Return the forwards without backwards, for evaluation; cached. Arguments as of ``make_order``."""
+    rows = [
+        tuple(Action("F", c * ranks + r, i) for i in range(micro_batches) for c in range(chunks)) for r in range(ranks)
+    ]
+    return Order(tuple(rows), chunks, micro_batches)
+
+
+def timeline(order: Order, cost: Callable[[Action], float], transfer: float = 0.0) -> list[list[Span]]:
+    """Return start and end of each rank's actions, in order, if each action begins as early as it can.
+
+    Args:
+        order: the schedule.
+        cost: duration of an action.
+        transfer: duration of a message to another rank.
+
+    Raises:
+        ValueError: deadlock: ranks wait for each other.
+    """
+    rows: list[list[Span]] = [[] for _ in order.ranks]
+    ends: dict[Action, float] = {}
+    left = sum(map(len, order.ranks))
+    while left:
+        before = left
+        for rank, actions in enumerate(order.ranks):
+            while len(rows[rank]) < len(actions):
+                action = actions[len(rows[rank])]
+                needs = order.needs(action)
+                if any(need not in ends for need in needs):
+                    break
+                ranks = len(order.ranks)
+                come = [ends[n] + transfer * (n.stage % ranks != action.stage % ranks) for n in needs]
+                start = max([0.0, *come, *(span.end for span in rows[rank][-1:])])
+                rows[rank].append(Span(action, start, start + cost(action)))
+                ends[action] = rows[rank][-1].end
+                left -= 1
+        if left == before:
+            waiting = [actions[len(row) :][:1] for row, actions in zip(rows, order.ranks, strict=True)]
+            raise ValueError(f"deadlock: ranks wait before {waiting}")
+    return rows
+
+
+def bubble(rows: Sequence[Sequence[Span]]) -> float:
+    """Return the idle fraction of all ranks' time, up to the end of the last action."""
+    end = max(span.end for row in rows for span in row)
+    busy = sum(span.end - span.start for row in rows for span in row)
+    return 1 - busy / (end * len(rows))
+
+
+def bubble_fraction(name: str, ranks: int, micro_batches: int, chunks: int = 1) -> float:
+    """Return the bubble fraction of a schedule if a backward takes twice a forward and all stages take the same.
+
+    Arguments as of ``make_order``.
+
+    >>> [round(bubble_fraction(name, 4, 8), 6) for name in ("1f1b", "zero_bubble", "one_by_one")]
+    [0.272727, 0.111111, 0.75]
+    """
+    return bubble(
+        timeline(make_order(name, ranks, micro_batches, chunks), lambda action: 2.0 if action.kind == "B" else 1.0)
+    )
+
+
+def peak_activations(actions: Sequence[Action], size: Callable[[int], float] = lambda stage: 1) -> float:
+    """Return the peak of one rank's activations; ``size``: activations that a micro-batch leaves on a virtual stage.
+
+    >>> [peak_activations(row) for row in one_forward_one_backward(4, 8).ranks]
+    [4, 3, 2, 1]
+    """
+    now: float = 0
+    most: float = 0
+    for action in actions:
+        now += {"F": 1, "B": -1, "I": 0, "W": -1}[action.kind] * size(action.stage)
+        most = max(most, now)
+    return most
+
+
+def picture(order: Order, cost: Callable[[Action], int]) -> str:
+    """Return a timeline as text, one row a rank: ``F3`` is micro-batch 3's forward; letters name virtual stages.
+
+    >>> print(picture(gpipe(2, 2), lambda action: 1))
+    rank 0  F0 F1 .. .. B0 B1
+    rank 1  .. F0 F1 B0 B1 ..
+    """
+    rows = timeline(order, cost)
+    end = round(max(span.end for row in rows for span in row))
+    wide = 2 + (order.chunks > 1)
+    lines = []
+    for rank, row in enumerate(rows):
+        cells = ["." * wide] * end
+        for action, start, stop in row:
+            chunk = chr(ord("a") + action.stage // len(order.ranks)) if order.chunks > 1 else ""
+            text = f"{action.kind}{action.micro}{chunk}"
+            cells[round(start) : round(stop)] = [text] + ["-" * wide] * (round(stop) - round(start) - 1)
+        lines.append(f"rank {rank}  {' '.join(cells)}")
+    return "\n".join(lines)

@@ -1,0 +1,132 @@
+"""Split backward into an input backward and a later weight backward.
+
+Qi et al. 2023, arXiv 2401.10241, §3. Both gradients of a layer follow from the gradient of its output. The input
+backward therefore goes back to the outputs of all layers that have weights, and the weight backward takes one step from
+each of these outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from tutti.torch_compat import in_backward
+
+
+class BackwardRoots(NamedTuple):
+    """The tensors from which backward starts, and their gradients."""
+
+    tensors: Sequence[Tensor]
+    gradients: Sequence[Tensor]
+
+
+class LayerOutput(NamedTuple):
+    """A layer, and its output's edge in the autograd graph."""
+
+    layer: nn.Module
+    edge: GradientEdge
+
+
+class SplitBackward:
+    """Splits the backward of one virtual stage, exactly.
+
+    Parameters that the layers' outputs do not lead to (a weight that is read outside of its layer, a layer with several
+    outputs) take a whole backward in the weight half. The first micro-batch finds these parameters by comparing all
+    gradients bit by bit.
+    """
+
+    def __init__(self, section: nn.Module) -> None:
+        self._all = list(section.parameters())
+        self._trained: list[nn.Parameter] = []
+        self._late: set[nn.Parameter] | None = None
+        self._calls: list[LayerOutput] | None = None
+        for module in section.modules():
+            own = next(module.parameters(recurse=False), None)
+            if own is not None and next(module.children(), None) is None:
+                module.register_forward_hook(self._note)
+        self.look()
+
+    def look(self) -> None:
+        """Look up again which parameters are trained."""
+        trained = [p for p in self._all if p.requires_grad]
+        if len(trained) != len(self._trained) or any(a is not b for a, b in zip(trained, self._trained, strict=True)):
+            self._trained, self._late = trained, None
+
+    def replace(self, by: Mapping[nn.Parameter, nn.Parameter]) -> None:
+        """Use the parameter objects that are values of ``by`` in place of its keys."""
+        self._all = [by.get(p, p) for p in self._all]
+        self._trained = [by.get(p, p) for p in self._trained]
+
+    def record(self) -> list[LayerOutput]:
+        """Start a list of the outputs of called layers, which both halves of this forward's backward need."""
+        self._calls = []
+        return self._calls
+
+    def stop(self) -> None:
+        """Stop recording."""
+        self._calls = None
+
+    def inputs(self, roots: BackwardRoots, entered: Sequence[Tensor], calls: list[LayerOutput]) -> tuple[Any, ...]:
+        """Run the input backward.
+
+        Args:
+            roots: where backward starts.
+            entered: the stage's inputs.
+            calls: outputs of layers, from ``record``.
+
+        Returns:
+            The gradients of ``entered``, then of ``calls``; None where ``roots`` do not depend on one.
+        """
+        wanted = [*entered, *(call.edge for call in calls)]
+        return _gradients(roots, wanted) if wanted else ()
+
+    def weights(
+        self, roots: BackwardRoots, calls: Sequence[LayerOutput], gradients: Sequence[Tensor | None]
+    ) -> list[nn.Parameter]:
+        """Run the weight backward: add to ``.grad`` of the stage's parameters.
+
+        Args:
+            roots: where backward starts.
+            calls: outputs of layers, from ``record``.
+            gradients: of ``calls``, from ``inputs``.
+
+        Returns:
+            The parameters that have received a gradient.
+        """
+        found: dict[nn.Parameter, Tensor] = {}
+        for (layer, edge), gradient in reversed(list(zip(calls, gradients, strict=True))):
+            own = [p for p in layer.parameters(recurse=False) if p.requires_grad and p not in (self._late or ())]
+            if own and gradient is not None:
+                for p, g in zip(own, _gradients(BackwardRoots([edge], [gradient]), own), strict=True):  # type: ignore[list-item]
+                    if g is not None:
+                        found[p] = found[p] + g if p in found else g
+        if self._late is None:
+            whole = _gradients(roots, self._trained) if self._trained else ()
+            self._late = {p for p, g in zip(self._trained, whole, strict=True) if not _same(found.get(p), g)}
+            found = {p: g for p, g in zip(self._trained, whole, strict=True) if g is not None}
+        elif self._late:
+            late = [p for p in self._trained if p in self._late]
+            found |= {p: g for p, g in zip(late, _gradients(roots, late), strict=True) if g is not None}
+        for p, g in found.items():
+            p.grad = torch.empty_like(p).copy_(g) if p.grad is None else p.grad.add_(g)
+        return [p for p in self._trained if p in found]
+
+    def _note(self, layer: nn.Module, args: Any, output: Any) -> None:
+        # A forward that is recomputed in backward was recorded the first time.
+        if self._calls is None or in_backward():
+            return
+        own = any(p.requires_grad for p in layer.parameters(recurse=False))
+        if own and isinstance(output, Tensor) and output.requires_grad:
+            self._calls.append(LayerOutput(layer, get_gradient_edge(output)))
+
+
+def _gradients(roots: BackwardRoots, wanted: Sequence[Any]) -> tuple[Tensor | None, ...]:
+    return torch.autograd.grad(roots.tensors, wanted, roots.gradients, retain_graph=True, allow_unused=True)
+
+
+def _same(mine: Tensor | None, whole: Tensor | None) -> bool:
+    return mine is whole is None or (mine is not None and whole is not None and torch.equal(mine, whole))

@@ -1,0 +1,302 @@
+"""Predict the memory of each pipeline stage from tensor shapes, on one device and before any rank starts."""
+
+from __future__ import annotations
+
+import inspect
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor, fx, nn
+
+from tutti.config.layout_config import LayersConfig, PipelineConfig
+from tutti.nn.swap import parameters
+from tutti.parallel.pipeline import stage_partition
+from tutti.parallel.pipeline.balance import balance
+from tutti.parallel.pipeline.module_timing import module_seconds as module_seconds
+from tutti.parallel.pipeline.pipeline_schedule import make_order, peak_activations
+from tutti.parallel.pipeline.virtual_stage import body, last_uses, modules_of, read_directly
+from tutti.torch_compat import tree_leaves
+
+
+class Counter(Protocol):
+    """Counts the bytes of live tensors: ``now``, and the maximum since ``peak`` was last set."""
+
+    peak: int
+
+    @property
+    def now(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class GraphBlock:
+    """Consecutive calls in a model's graph; the model may be cut before the first.
+
+    Attributes:
+        name: module that the first node calls; empty where the node calls no module.
+        weight: weight in the balance of stages, seconds or number of parameters.
+        parameters: by first name in the model, the bytes of each parameter used, and whether it is trained.
+        buffers: bytes.
+        kept: bytes that the forward of a micro-batch leaves until its backward.
+        most: peak of temporary bytes in its forward or backward.
+        entering: bytes of the activations that a stage beginning here receives.
+    """
+
+    name: str
+    weight: float
+    parameters: Mapping[str, tuple[int, bool]]
+    buffers: int
+    kept: int
+    most: int
+    entering: int
+
+
+class StageMemory(NamedTuple):
+    """Bytes on one device.
+
+    Attributes:
+        parameters: all parameters.
+        trained: trained parameters.
+        buffers: all buffers.
+        activations: peak over the schedule, temporary tensors included.
+        messages: to and from neighbouring stages, activations and gradients.
+    """
+
+    parameters: int
+    trained: int
+    buffers: float
+    activations: float
+    messages: float
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """A model's blocks, and the bounds of its stages among them.
+
+    Attributes:
+        blocks: in order.
+        bounds: (stages + 1,) indices into ``blocks``.
+        measured: whether ``weight`` is in seconds.
+        samples: number of samples in the observed micro-batch.
+    """
+
+    blocks: tuple[GraphBlock, ...]
+    bounds: tuple[int, ...]
+    measured: bool
+    samples: int
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The modules before which the model is cut."""
+        return tuple(self.blocks[bound].name for bound in self.bounds[1:-1])
+
+    @property
+    def shares(self) -> list[float]:
+        """Each stage's share of the total weight."""
+        sums = [sum(block.weight for block in self.blocks[a:b]) for a, b in pairwise(self.bounds)]
+        return [part / (sum(sums) or 1) for part in sums]
+
+    def held(self, config: Any, ranks: int, micro_batches: int, factor: float = 1.0) -> list[StageMemory]:
+        """Return the memory of each rank.
+
+        Args:
+            config: options of the layout.
+            ranks: pipeline ranks.
+            micro_batches: number of micro-batches that go through the schedule.
+            factor: samples of such a micro-batch, relative to the observed one.
+        """
+        order = make_order(config.schedule, ranks, micro_batches, config.chunks)
+        stages = list(pairwise(self.bounds))
+        return [
+            self._device({s: stages[s] for s in range(rank, len(stages), ranks)}, order.ranks[rank], factor)
+            for rank in range(ranks)
+        ]
+
+    def fitting(
+        self,
+        config: Any,
+        ranks: int,
+        micro_batches: int,
+        factor: float,
+        fits: Callable[[StageMemory], float],
+    ) -> StagePlan | None:
+        """Return the plan with the most even partition whose stages all fit; None where none does.
+
+        Args:
+            config: options of the layout.
+            ranks: pipeline ranks.
+            micro_batches: number of micro-batches that go through the schedule.
+            factor: samples of such a micro-batch, relative to the observed one.
+            fits: share of a device's memory that a stage takes. With v virtual stages a rank each may take 1/v.
+        """
+        order, stages = make_order(config.schedule, ranks, micro_batches, config.chunks), ranks * config.chunks
+        if len(self.blocks) < stages:
+            return None
+
+        def may(stage: int, start: int, end: int) -> bool:
+            alone = self._device({stage: (start, end)}, order.ranks[stage % ranks], factor)
+            return bool(fits(alone) <= 1 / config.chunks)
+
+        try:
+            bounds = balance([block.weight for block in self.blocks], stages, may)
+        except ValueError:
+            return None
+        return replace(self, bounds=tuple(bounds))
+
+    def _device(self, stages: Mapping[int, tuple[int, int]], actions: Sequence[Any], factor: float) -> StageMemory:
+        own = [block for a, b in stages.values() for block in self.blocks[a:b]]
+        found = {name: entry for block in own for name, entry in block.parameters.items()}
+        kept = {s: sum(b.kept for b in self.blocks[a:z]) + self.blocks[a].entering for s, (a, z) in stages.items()}
+        ends = [self.blocks[z].entering for _, z in stages.values() if z < len(self.blocks)]
+        sent = sum(self.blocks[a].entering for a, _ in stages.values()) + 2 * sum(ends)
+        return StageMemory(
+            sum(size for size, _ in found.values()),
+            sum(size for size, trained in found.values() if trained),
+            sum(block.buffers for block in own),
+            factor * (peak_activations(actions, lambda stage: kept.get(stage, 0)) + max(block.most for block in own)),
+            factor * sent,
+        )
+
+
+def find_measured_partition(
+    config: LayersConfig | PipelineConfig, plain: nn.Module, ranks: int, seconds: Mapping[str, float]
+) -> stage_partition.StagePartition:
+    """Return the partition that a run would choose if its modules took ``seconds``.
+
+    Args:
+        config: options of the layout.
+        plain: the whole model.
+        ranks: pipeline ranks.
+        seconds: of the forward of each module, by name.
+
+    Raises:
+        UsageError: as ``find_stage_partition``.
+    """
+    timed = seconds if config.schedule != "one_by_one" and not config.cuts else {}
+    return stage_partition.find_stage_partition(plain, ranks * config.chunks, config.cuts, timed)
+
+
+def observe_blocks(
+    plain: nn.Module,
+    found: stage_partition.StagePartition,
+    took: Mapping[str, float],
+    run: Callable[[Any], Any],
+    counter: Counter,
+    samples: int,
+) -> StagePlan:
+    """Run one forward and backward, and measure the bytes that each block leaves.
+
+    Args:
+        plain: the whole model.
+        found: its partition.
+        took: seconds of the forward of each module, by name; empty where unknown.
+        run: calls the loss function on the model that it receives, and runs backward.
+        counter: counts the bytes meanwhile.
+        samples: number of samples in the micro-batch that ``run`` uses.
+    """
+    nodes = body(found.graph)
+    starts = _starts(nodes, found.bounds, plain)
+    watched = _Watched(plain, found.graph, starts, counter)
+    run(watched)
+    watched.end()
+    uses = last_uses(found.graph)
+    first = {id(p): name for name, p in parameters([plain])}
+    blocks = []
+    for number, (low, high) in enumerate(pairwise([*starts, len(nodes)])):
+        here = nodes[low:high]
+        used = [p for _, module in modules_of(here, plain) for p in module.parameters()]
+        used += [t for t in read_directly(here, plain).values() if isinstance(t, nn.Parameter)]
+        inside = {m for _, module in modules_of(here, plain) for m in module.modules()}
+        trained = sum(p.nbytes for p in set(used) if p.requires_grad)
+        blocks.append(
+            GraphBlock(
+                name=str(here[0].target) if here[0].op == "call_module" else "",
+                weight=sum(stage_partition.weight(node, plain, took) for node in here),
+                parameters={first[id(p)]: (p.nbytes, p.requires_grad) for p in used},
+                buffers=sum(b.nbytes for m in inside for b in m.buffers(recurse=False)),
+                kept=max(watched.kept[number], 0),
+                most=max(watched.forward[number], watched.backward[number] - trained, 0),
+                entering=sum(watched.bytes.get(node, 0) for node in nodes[:low] if uses[node] >= low),
+            )
+        )
+    bounds = [*(bisect_right(starts, bound) - 1 for bound in found.bounds[:-1]), len(starts)]
+    return StagePlan(tuple(blocks), tuple(bounds), found.measured, samples)
+
+
+def _starts(nodes: Sequence[fx.Node], bounds: Sequence[int], plain: nn.Module) -> list[int]:
+    """Return the indices at which blocks begin: the cuts, and each first call of a module with weight."""
+    seen: set[str] = set()
+    starts = {0, *bounds[:-1]}
+    for place, node in enumerate(nodes):
+        name = str(node.target)
+        if node.op == "call_module" and name not in seen and stage_partition.weight(node, plain):
+            starts.add(place)
+        seen.add(name)
+    return sorted(starts)
+
+
+class _Watched(fx.Interpreter):
+    """The model that the loss function calls: runs the graph node by node, and records the bytes of each block.
+
+    Attributes:
+        kept: bytes that a block's forward leaves until its backward.
+        forward, backward: peaks of temporary bytes of each block.
+        bytes: of each node's output.
+    """
+
+    def __init__(self, plain: nn.Module, graph: fx.Graph, starts: Sequence[int], counter: Counter) -> None:
+        super().__init__(fx.GraphModule(plain, graph), graph=graph)
+        self._plain, self._counter = plain, counter
+        self._signature = inspect.signature(plain.forward)
+        self._block = {node: bisect_right(starts, place) - 1 for place, node in enumerate(body(graph))}
+        self.kept, self.forward, self.backward = [0] * len(starts), [0] * len(starts), [0] * len(starts)
+        self.bytes: dict[fx.Node, int] = {}
+        self._at, self._before, self._passed = 0, 0, False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        given = self._signature.bind(*args, **kwargs).arguments
+        self._begin(0)
+        return self.run(*(given[str(node.target)] for node in self.graph.nodes if node.op == "placeholder"))
+
+    def __getattr__(self, name: str) -> Any:
+        if "_plain" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self._plain, name)
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Compute one node. Where it begins a block, close the record of the block before."""
+        block = self._block.get(n, self._at)
+        if block != self._at:
+            self._leave()
+            self._begin(block)
+        result = super().run_node(n)
+        tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        self.bytes[n] = sum(tensor.nbytes for tensor in tensors)
+        for tensor in tensors:
+            if n in self._block and tensor.requires_grad:
+                tensor.register_hook(lambda gradient, block=block: self._back_to(block))
+        return result
+
+    def end(self) -> None:
+        """Close the last record, after backward."""
+        self._leave()
+
+    def _begin(self, block: int) -> None:
+        self._at, self._before = block, self._counter.now
+        self._counter.peak = self._before
+
+    def _leave(self) -> None:
+        now, besides = self._counter.now, self.backward if self._passed else self.forward
+        if not self._passed:
+            self.kept[self._at] += now - self._before
+        low = self._before if self._passed else max(now, self._before)
+        besides[self._at] = max(besides[self._at], self._counter.peak - low)
+
+    def _back_to(self, block: int) -> None:
+        """Begin the record of a block's backward: its output's gradient is here. The loss belongs to the last block."""
+        if not self._passed or block != self._at:
+            self._leave()
+            self._passed = True
+            self._begin(block)

@@ -1,0 +1,232 @@
+"""Send activations to the next stage, and their gradients to the previous one."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tutti.comm.communicator import Communicator, Pending
+from tutti.errors import UsageError
+
+KINDS = {"activations": 1, "gradients": -1}
+"""Direction along the stages: 1 to the next rank, -1 to the previous one."""
+
+_FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
+
+
+class MessageForm(NamedTuple):
+    """Shape, dtype and memory format of a tensor that is sent; a value of another type is part of its form.
+
+    Attributes:
+        shape: None for a value that is no tensor.
+        dtype: its name in ``torch``.
+        memory: memory format, ``contiguous`` or ``channels_last``.
+        learns: whether it may have a gradient.
+        value: a value that is no tensor.
+    """
+
+    shape: tuple[int, ...] | None
+    dtype: str
+    memory: str
+    learns: bool
+    value: Any = None
+
+    def __str__(self) -> str:
+        return f"{self.value}" if self.shape is None else f"{self.dtype} {self.shape}"
+
+
+class _Coming(NamedTuple):
+    """Values that are being received."""
+
+    values: list[Any]
+    pending: list[Pending]
+
+
+class StageMessages:
+    """Point-to-point messages between this rank and its neighbours along the stages.
+
+    The first batch of each shape sends the forms of the values first; later batches send the tensors' data only.
+    """
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+        self._forms: dict[tuple[Any, ...], list[MessageForm]] = {}
+        self._reached: dict[tuple[Any, int], bool] = {}
+        self._under_way: list[tuple[Pending, Tensor]] = []
+        self._ahead: dict[str, deque[_Coming]] = {kind: deque() for kind in KINDS}
+
+    def send(self, kind: str, values: Sequence[Any], key: tuple[Any, ...]) -> list[MessageForm]:
+        """Start to send to the neighbour.
+
+        Args:
+            kind: a key of ``KINDS``.
+            values: tensors, and values that JSON can hold.
+            key: batches of an equal key have values of equal forms.
+
+        Returns:
+            The forms of ``values``.
+
+        Raises:
+            UsageError: batches of an equal key have values of different forms, or a value is neither.
+        """
+        forms = [_form(value) for value in values]
+        if self._forms.setdefault((kind, *key), forms) is forms:
+            self._tell(kind, forms)
+        elif (known := self._forms[kind, *key]) != forms:
+            now, before = next((a, b) for a, b in zip(forms, known, strict=True) if a != b)
+            raise UsageError(
+                f"a stage's {kind} are {now} and were {before} for an equal batch",
+                remedy="what goes from stage to stage must have a shape that depends on the batch's shape alone",
+            )
+        for value, form in zip(values, forms, strict=True):
+            if form.shape is not None:
+                self._start(kind, value.detach().contiguous(memory_format=_FORMATS[form.memory]))
+        return forms
+
+    def send_gradients(
+        self, gradients: Sequence[Tensor | None], values: Sequence[Tensor], key: tuple[Any, ...]
+    ) -> None:
+        """Start to send the gradients of ``values``.
+
+        Where the loss depended on a value in the first batch of this key, a gradient of None is sent as zeros, which is
+        the same in a sum.
+
+        Args:
+            gradients: one for each value; None where the loss does not depend on it.
+            values: the activations that this stage has received.
+            key: as for ``send``; its first entry is the stage.
+
+        Raises:
+            UsageError: a value has a gradient, but had none in the first batch of this key.
+        """
+        known = self._forms.get(("gradients", *key))
+        for number, gradient in enumerate(gradients) if known is not None else ():
+            if gradient is not None and known is not None and known[number].shape is None:
+                raise UsageError(
+                    "the loss depends on values of an earlier stage in some batches alone",
+                    where=f"value {number} that stage {key[0]} takes",
+                    why="the earlier stage counts on it that the loss does, or that it never does",
+                    remedy="multiply by zero in place of detach(), or take --strategy mirrored",
+                )
+            if known is not None and known[number].shape is not None:
+                place = key[0], number
+                self._reached[place] = self._reached.get(place, False) or gradient is not None
+        rows = [
+            torch.zeros_like(value)
+            if gradient is None and known is not None and known[n].shape is not None
+            else gradient
+            for n, (gradient, value) in enumerate(zip(gradients, values, strict=True))
+        ]
+        self.send("gradients", rows, key)
+
+    def receive(self, kind: str, key: tuple[Any, ...]) -> tuple[list[Any], list[MessageForm]]:
+        """Return the neighbour's next values of a kind, and their forms.
+
+        Tensors keep the sender's memory format: kernels round differently in another.
+        """
+        if not self._ahead[kind]:
+            if (kind, *key) not in self._forms:
+                self._forms[kind, *key] = self._told(kind)
+            self._begin(kind, key)
+        coming = self._ahead[kind].popleft()
+        for pending in coming.pending:
+            pending.wait()
+        return coming.values, self._forms[kind, *key]
+
+    def expect(self, kind: str, key: tuple[Any, ...]) -> bool:
+        """Start the receives of a later ``receive``; return False where the forms are not known yet.
+
+        After False, no later receive of the kind may start before that ``receive``.
+        """
+        if (kind, *key) not in self._forms:
+            return False
+        self._begin(kind, key)
+        return True
+
+    def _begin(self, kind: str, key: tuple[Any, ...]) -> None:
+        values, pending = [], []
+        for form in self._forms[kind, *key]:
+            value = form.value
+            if form.shape is not None:
+                dtype, memory = getattr(torch, form.dtype), _FORMATS[form.memory]
+                value = torch.empty(form.shape, dtype=dtype, device=self._comm.device, memory_format=memory)
+                pending.append(self._comm.start_receive(value, self._neighbour(-KINDS[kind]), kind))
+            values.append(value)
+        self._ahead[kind].append(_Coming(values, pending))
+
+    def finish(self) -> None:
+        """Wait until every message has been sent.
+
+        Raises:
+            UsageError: no micro-batch's loss depended on a value that it depended on in earlier steps.
+        """
+        for pending, _ in self._under_way:
+            pending.wait()
+        self._under_way = []
+        reached, self._reached = self._reached, {}
+        lost = next((place for place, any_ in reached.items() if not any_), None)
+        if lost is not None:
+            raise UsageError(
+                "the loss no longer depends on a value of an earlier stage",
+                where=f"value {lost[1]} that stage {lost[0]} takes",
+                why="parameters before it would be updated with gradients of zero (weight decay, momentum), where plain"
+                " PyTorch leaves a parameter without a gradient alone",
+                remedy="freeze them with requires_grad_(False) before tutti.prepare, or take --strategy mirrored",
+            )
+
+    def _neighbour(self, way: int) -> int:
+        return (self._comm.rank + way) % self._comm.size
+
+    def _start(self, kind: str, tensor: Tensor) -> None:
+        over = [entry for entry in self._under_way if entry[0].done]
+        for entry in over:
+            entry[0].wait()
+            self._under_way.remove(entry)
+        started = self._comm.start_send(tensor, self._neighbour(KINDS[kind]), kind)
+        self._under_way.append((started, tensor))
+
+    def _tell(self, kind: str, forms: Sequence[MessageForm]) -> None:
+        raw = bytearray(json.dumps(forms, default=_refuse).encode())
+        self._start(kind, torch.tensor([len(raw)], device=self._comm.device))
+        self._start(kind, torch.frombuffer(raw, dtype=torch.uint8).to(self._comm.device))
+
+    def _told(self, kind: str) -> list[MessageForm]:
+        source = self._neighbour(-KINDS[kind])
+        length = torch.zeros(1, dtype=torch.int64, device=self._comm.device)
+        self._comm.receive(length, source, kind)
+        raw = torch.zeros(int(length), dtype=torch.uint8, device=self._comm.device)
+        self._comm.receive(raw, source, kind)
+        return [MessageForm(*map(_tuples, row)) for row in json.loads(bytes(raw.cpu().numpy()))]
+
+
+def _form(value: Any) -> MessageForm:
+    if not isinstance(value, Tensor):
+        return MessageForm(None, "", "", False, _tuples(value))
+    last = value.dim() == 4 and not value.is_contiguous() and value.is_contiguous(memory_format=torch.channels_last)
+    memory = "channels_last" if last else "contiguous"
+    return MessageForm(tuple(value.shape), str(value.dtype).removeprefix("torch."), memory, value.is_floating_point())
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list | tuple) else value
+
+
+def _refuse(value: Any) -> Any:
+    raise UsageError(
+        f"a {type(value).__name__} would have to go from one stage to the next",
+        why="tensors and numbers can, other things cannot",
+        remedy="choose other cuts: pipeline:cuts=name+name",
+    )
+
+
+def shapes(batch: Any) -> list[torch.Size]:
+    """Return the shapes of all tensors of a batch."""
+    if isinstance(batch, Tensor):
+        return [batch.shape]
+    values = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, tuple | list) else ()
+    return [shape for value in values for shape in shapes(value)]

@@ -1,0 +1,123 @@
+"""Map the tensors of a model that is cut into stages to the ranks that hold them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+from torch.fx import Node
+
+from tutti.comm.communicator import Communicator
+from tutti.nn.rng_streams import keyed_modules
+from tutti.nn.swap import buffers, parameters
+from tutti.parallel.pipeline import stage_partition
+from tutti.parallel.pipeline.graph_trace import draws_by_functions
+from tutti.parallel.pipeline.virtual_stage import VirtualStage, cut_into_stages, modules_of, read_directly, tensors_of
+from tutti.types import RunContext
+
+
+@dataclass(frozen=True)
+class StageOwnership:
+    """Which ranks hold which tensors of a model that is cut into stages.
+
+    Attributes:
+        cuts: the stage partition.
+        not_owned: names of tensors here that an earlier stage on another rank holds, too, and accounts for.
+        groups: parameters that several virtual stages use, by the ranks of the stage axis that hold them.
+        calls: for each virtual stage, how often earlier stages call each module that has an RNG stream.
+        stages: the virtual stages of each parameter and persistent buffer, by its name.
+        draws: whether functions may draw random numbers; the RNG state then travels from stage to stage.
+    """
+
+    cuts: stage_partition.StagePartition
+    not_owned: frozenset[str]
+    groups: list[tuple[tuple[int, ...], list[nn.Parameter]]]
+    calls: list[Mapping[str, int]]
+    stages: Mapping[str, Sequence[int]]
+    draws: bool
+
+
+def stages_here(
+    plain: nn.Module, found: stage_partition.StagePartition, run_context: RunContext
+) -> tuple[list[VirtualStage], StageOwnership]:
+    """Return this rank's virtual stages, in order, and the ownership of the model's tensors.
+
+    Args:
+        plain: the whole model.
+        found: its partition.
+        run_context: mesh of the run.
+    """
+    ranks, here = run_context.grid.stage, run_context.grid.at("stage")
+    held = found.held(plain)
+    names = {id(slot.get()): slot.name for slot in buffers([plain])}
+    direct = [{names[id(t)] for t in read_directly(n, plain).values() if id(t) in names} for n in found.stages]
+    used = [tensors_of(nodes, plain) for nodes in found.stages]
+    idle = {slot.name for slot in buffers([plain])} - {names[i] for each in used for i in each if i in names}
+    direct[0] |= idle
+    holders: dict[str, list[int]] = {}
+    for stage, row in enumerate(zip(held, direct, strict=True)):
+        for name in (*row[0], *row[1]):
+            holders.setdefault(name, []).append(stage)
+    mine = range(here, len(held), ranks)
+    also = [_aliases(row.keys(), plain, nodes) for row, nodes in zip(held, found.stages, strict=True)]
+    also[0] |= idle
+    sections = cut_into_stages(plain, found.graph, found.bounds, also)
+    borrowed = {n for n, s in holders.items() if here in {i % ranks for i in s} and s[0] % ranks != here}
+    groups: dict[tuple[int, ...], list[nn.Parameter]] = {}
+    for name, parameter in parameters([plain]):
+        if len(holders.get(name, ())) > 1:
+            groups.setdefault(tuple(sorted({i % ranks for i in holders[name]})), []).append(parameter)
+    streams = keyed_modules(plain)
+    own = {m for nodes in found.stages for name, m in modules_of(nodes, plain) if name not in streams}
+    *calls, last = _calls_before(found, streams)
+    # Draws of the loss function continue where the model's last draw has ended, which may be on an earlier stage.
+    draws = any(map(draws_by_functions, own)) or (bool(calls[-1]) and calls[-1] == last)
+    where = {names[i]: [stage for stage, each in enumerate(used) if i in each] or [0] for i in names} | holders
+    return [sections[i] for i in mine], StageOwnership(
+        found, frozenset(borrowed), list(groups.items()), calls, where, draws
+    )
+
+
+def _aliases(held: Collection[str], plain: nn.Module, nodes: Sequence[Node]) -> frozenset[str]:
+    """Return the first names of parameters that a stage uses under another name only."""
+    called = {f"{at}.{name}" for at, m in modules_of(nodes, plain) for name, _ in _all_named(m)}
+    return frozenset(set(held) - called - read_directly(nodes, plain).keys())
+
+
+def _all_named(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return list(module.named_parameters(remove_duplicate=False))
+
+
+def groups_of(
+    holding: StageOwnership, run_context: RunContext
+) -> list[tuple[Communicator | None, Sequence[nn.Parameter]]]:
+    """Return the shared parameters of this rank, with a communicator over the ranks that hold them (None for one rank).
+
+    Collective: creates the subgroups, and broadcasts each parameter from the first rank that holds it.
+    """
+    groups: list[tuple[Communicator | None, Sequence[nn.Parameter]]] = []
+    here = run_context.grid.at("stage")
+    for ranks, shared in holding.groups:
+        comm = (
+            run_context.comms.subgroup("stage", ranks, f"weights shared by stages {ranks}") if len(ranks) > 1 else None
+        )
+        if here in ranks:
+            groups.append((comm, shared))
+        if comm is not None:
+            for parameter in shared:
+                comm.broadcast(parameter.data, 0, "weights shared by stages")
+    return groups
+
+
+def _calls_before(found: stage_partition.StagePartition, chosen: Mapping[str, nn.Module]) -> list[Mapping[str, int]]:
+    """Return for each stage, and for the end, how often each module in ``chosen`` has been called before."""
+    counts: dict[str, int] = {}
+    rows: list[Mapping[str, int]] = [{}]
+    for nodes in found.stages:
+        for node in nodes:
+            for name in chosen:
+                if node.op == "call_module" and (name == node.target or name.startswith(f"{node.target}.")):
+                    counts[name] = counts.get(name, 0) + 1
+        rows.append(dict(counts))
+    return rows

@@ -1,0 +1,191 @@
+"""Partition a model into stages: evenly, or before the modules that the user names."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from torch import fx, nn
+
+from tutti.config.layout_config import check_cuts
+from tutti.errors import UsageError, did_you_mean
+from tutti.nn.swap import parameters
+from tutti.parallel.pipeline.balance import balance
+from tutti.parallel.pipeline.graph_trace import openable, trace
+from tutti.parallel.pipeline.virtual_stage import body, check_buffers, modules_of, tensors_of
+
+_EVEN = 1.25
+"""A module is traced into where the largest stage is more than this many times the mean."""
+
+
+@dataclass(frozen=True)
+class StagePartition:
+    """A traced model, and the bounds of its stages.
+
+    Attributes:
+        graph: of the model's forward.
+        bounds: (stages + 1,) indices into ``body(graph)``.
+        names: the first module of each stage but the first.
+        shares: each stage's share of the time or of the parameters.
+        measured: whether ``shares`` are of the time.
+        opened: names of the modules that were traced into.
+    """
+
+    graph: fx.Graph
+    bounds: tuple[int, ...]
+    names: tuple[str, ...]
+    shares: tuple[float, ...]
+    measured: bool
+    opened: frozenset[str] = frozenset()
+
+    @property
+    def stages(self) -> list[list[fx.Node]]:
+        """The nodes of each stage."""
+        nodes = body(self.graph)
+        return [nodes[low:high] for low, high in pairwise(self.bounds)]
+
+    @property
+    def arguments(self) -> set[str]:
+        """Names of the arguments that are inputs of the graph; all remaining ones keep their defaults."""
+        return {str(node.target) for node in self.graph.nodes if node.op == "placeholder"}
+
+    def held(self, plain: nn.Module) -> list[dict[str, nn.Parameter]]:
+        """Return the parameters that each stage uses, by their first name in the model, in its order.
+
+        The first stage also holds parameters that no stage uses: the model's state has them.
+        """
+        first = {id(p): name for name, p in parameters([plain])}
+        rows, each = [], [tensors_of(nodes, plain) for nodes in self.stages]
+        each[0] |= first.keys() - set().union(*each)
+        for used in each:
+            rows.append({name: p for name, p in parameters([plain]) if id(p) in used and first[id(p)] == name})
+        return rows
+
+
+def find_stage_partition(
+    plain: nn.Module,
+    stages: int,
+    begins: Sequence[str],
+    seconds: Mapping[str, float] | None = None,
+    closed: Collection[str] = (),
+) -> StagePartition:
+    """Partition a model into ``stages``, as evenly as possible, or before the modules that ``begins`` names.
+
+    A module is traced into only where a name in ``begins`` is inside of it, or stages would otherwise be too uneven.
+
+    Args:
+        plain: the whole model.
+        stages: number of virtual stages.
+        begins: names of the modules before which the model is cut; empty to cut evenly.
+        seconds: of the forward of each module, by name, to make stages even in; where unknown, by parameters.
+        closed: names of modules that are never traced into.
+
+    Raises:
+        UsageError: the model cannot be cut, or not into that many stages; with the way out.
+    """
+    check_cuts(begins, stages)
+    opened = {""} | {".".join(parts[:i]) for parts in (n.split(".") for n in begins) for i in range(1, len(parts))}
+    _check_names(plain, begins, opened, closed)
+    while True:
+        graph = trace(plain, opened)
+        nodes = body(graph)
+        sizes = [weight(node, plain) for node in nodes]
+        weights = [weight(node, plain, seconds) for node in nodes]
+        bounds = _at(nodes, begins) if begins else _even(sizes, weights, stages)
+        inside = None if begins else _heaviest(plain, nodes, weights, bounds, stages, closed)
+        if inside is None:
+            break
+        opened.add(inside)
+    if bounds is None:
+        raise UsageError(
+            f"a model of {len(nodes)} block{'s' * (len(nodes) > 1)} cannot be cut into {stages} stages",
+            remedy=f"take stages={len(nodes)} or fewer" if len(nodes) > 1 else "take --strategy mirrored",
+        )
+    total = sum(weights) or 1
+    shares = tuple(sum(weights[a:b]) / total for a, b in pairwise(bounds))
+    found = StagePartition(
+        graph,
+        tuple(bounds),
+        tuple(str(nodes[b].target) for b in bounds[1:-1]),
+        shares,
+        bool(seconds),
+        frozenset(opened),
+    )
+    check_buffers(found.stages, plain)
+    return found
+
+
+def weight(node: fx.Node, plain: nn.Module, seconds: Mapping[str, float] | None = None) -> float:
+    """Return a node's weight in the balance of stages: seconds of its module where known, otherwise parameters."""
+    if seconds:
+        return seconds.get(str(node.target), 0.0)
+    return sum(p.numel() for _, module in modules_of([node], plain) for p in module.parameters())
+
+
+def _even(sizes: Sequence[float], weights: Sequence[float], stages: int) -> list[int] | None:
+    """Return even bounds before nodes with parameters, or before any if those are too few; None for too few nodes."""
+    if len(sizes) < stages:
+        return None
+    starts = [i for i, size in enumerate(sizes) if size]
+    if len(starts) < stages:
+        starts = list(range(len(sizes)))
+    starts[0] = 0
+    sums = [sum(weights[a:b]) for a, b in pairwise([*starts, len(sizes)])]
+    return [[*starts, len(sizes)][bound] for bound in balance(sums, stages)]
+
+
+def _heaviest(
+    plain: nn.Module,
+    nodes: Sequence[fx.Node],
+    weights: Sequence[float],
+    bounds: Sequence[int] | None,
+    stages: int,
+    closed: Collection[str],
+) -> str | None:
+    """Return the heaviest module of the largest stage that can be traced into; None if stages are even or none can."""
+    low, high = 0, len(nodes)
+    if bounds is not None:
+        sums = [sum(weights[a:b]) for a, b in pairwise(bounds)]
+        if max(sums) * stages <= _EVEN * sum(sums):
+            return None
+        worst = sums.index(max(sums))
+        low, high = bounds[worst], bounds[worst + 1]
+    calls = [i for i in range(low, high) if nodes[i].op == "call_module"]
+    names = (str(nodes[i].target) for i in sorted(calls, key=lambda i: -weights[i]))
+    return next((name for name in names if name not in closed and openable(plain.get_submodule(name))), None)
+
+
+def _check_names(plain: nn.Module, begins: Sequence[str], opened: Collection[str], closed: Collection[str]) -> None:
+    known = dict(plain.named_modules())
+    for name in begins:
+        if name not in known:
+            remedy = did_you_mean(name, filter(None, known))
+            raise UsageError(f"the model has no module '{name}' to be cut at", remedy=remedy)
+    for name in sorted(opened):
+        if name in closed:
+            raise UsageError(
+                f"the model cannot be cut inside {name}",
+                why="its forward is run on a share of its heads or features",
+                remedy=f"cut before or after it, or leave it whole: whole={name}",
+            )
+        if name and not isinstance(known[name], nn.ModuleList | nn.ModuleDict) and not openable(known[name]):
+            raise UsageError(
+                f"the model cannot be cut inside {name}",
+                why="its forward cannot be followed, or draws random numbers by itself",
+                remedy="cut before or after it",
+            )
+
+
+def _at(nodes: Sequence[fx.Node], begins: Sequence[str]) -> list[int]:
+    places: list[int] = []
+    for name in begins:
+        place = next((i for i, n in enumerate(nodes) if n.op == "call_module" and n.target == name), None)
+        if place is None or place == 0 or (places and place <= places[-1]):
+            raise UsageError(
+                f"no stage can begin with {name}",
+                why="it is the model's first module, is not called, or is called before the cut that comes first",
+                remedy="name modules in the order in which the model calls them",
+            )
+        places.append(place)
+    return [0, *places, len(nodes)]

@@ -1,0 +1,85 @@
+"""Sum the gradients of parameters that several virtual stages use, such as weights tied over stages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from tutti.comm.communicator import Communicator
+
+
+class SharedGradients:
+    """Sums the gradients of shared parameters over virtual stages, after a logical worker's last micro-batch.
+
+    Args:
+        groups: the parameters, by communicator over the ranks that hold them; None where this rank alone does.
+        exact: sum micro-batch by micro-batch, in the order in which one device adds them. Takes the memory of a
+            gradient a micro-batch.
+
+    Attributes:
+        parameters: the trained ones.
+    """
+
+    def __init__(self, groups: Sequence[tuple[Communicator | None, Sequence[nn.Parameter]]], exact: bool) -> None:
+        self._all = [(comm, p) for comm, parameters in groups for p in parameters]
+        self._exact = exact
+        self.look()
+        self._before: Mapping[nn.Parameter, Tensor | None] = {}
+        self._parts: dict[nn.Parameter, dict[int, Tensor]] = {}
+
+    def look(self) -> None:
+        """Look up again which of the parameters are trained."""
+        self._groups = [(comm, p) for comm, p in self._all if p.requires_grad]
+        self.parameters = {p for _, p in self._groups}
+
+    def replace(self, by: Mapping[nn.Parameter, nn.Parameter]) -> None:
+        """Use the parameter objects that are values of ``by`` in place of its keys."""
+        self._all = [(comm, by.get(p, p)) for comm, p in self._all]
+        self.look()
+
+    def begin(self) -> None:
+        """Begin a worker: set the gradients of earlier workers aside."""
+        self._before = {p: p.grad for p in self.parameters}
+        self._parts = {p: {} for p in self.parameters}
+        for p in self.parameters:
+            p.grad = None
+
+    def take(self, micro: int) -> None:
+        """Take the gradients out of ``.grad`` after a stage's backward of one micro-batch."""
+        for p, parts in self._parts.items():
+            if p.grad is not None:
+                key = micro if self._exact else 0
+                parts[key] = parts[key] + p.grad if key in parts else p.grad
+                p.grad = None
+
+    def finish(self, micro_batches: int) -> None:
+        """Sum over stages, and add the result to the gradients of earlier workers.
+
+        Collective: one all-reduce or, for more than two ranks, all-gather a parameter over the ranks that hold it.
+        """
+        for comm, p in self._groups:
+            rows = range(micro_batches if self._exact else 1)
+            parts = [self._parts[p].get(row) for row in rows]
+            if comm is not None:
+                empty = torch.zeros_like(p, memory_format=torch.contiguous_format)
+                parts = list(_summed(comm, torch.stack([empty if g is None else g for g in parts])))
+            total = self._before[p]
+            for part in parts:
+                if part is not None:
+                    total = part if total is None else total + part
+            p.grad = None if total is None else torch.empty_like(p).copy_(total)
+
+
+def _summed(comm: Communicator, mine: Tensor) -> Tensor:
+    """Return the sum over ranks. More than two are added as backward adds: from the last one on."""
+    text = "all_reduce of the gradient of shared weights"
+    if comm.size == 2:
+        comm.start_all_reduce(mine, text).wait()
+        return mine
+    rows = comm.gather_slices(mine.reshape(-1), text).view(comm.size, *mine.shape)
+    total = rows[-1]
+    for row in reversed(rows[:-1]):
+        total = total + row
+    return total

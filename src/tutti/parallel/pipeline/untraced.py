@@ -1,0 +1,156 @@
+"""Find and undo the side effects of tracing a forward, which its graph would leave out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from tutti.torch_compat import (
+    FX_CONSTANT,
+    MODULE_ATTRIBUTES,
+    dispatch_mode_depth,
+    function_mode_depth,
+    functorch_level,
+    has_backward_hook,
+    has_forward_hook,
+    module_buffers,
+    module_parameters,
+    saved_tensor_hooks,
+    tensor_version,
+)
+
+_T = TypeVar("_T")
+
+
+class Untraced:
+    """Attributes, parameters and buffers of a module and its submodules, as they were before its forward was traced.
+
+    Tracing runs the forward's Python code once, on proxies of tensors: a counter counts then, and never again.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules = list(model.named_modules())
+        self._before = [_attributes(module) for _, module in self._modules]
+        self._tensors = [(dict(module_parameters(module)), dict(module_buffers(module))) for _, module in self._modules]
+        self._versions = [(name, b, tensor_version(b), b.clone()) for name, b in model.named_buffers() if not b.is_meta]
+
+    def undo(self) -> list[str]:
+        """Restore the state before tracing, and return the names of all attributes and tensors that had changed."""
+        found = []
+        for (path, module), before in zip(self._modules, self._before, strict=True):
+            now = vars(module)
+            for name in [name for name in now if name not in before and _is_kept(name)]:
+                found.append(_joined(path, name))
+                del now[name]
+            for name, (value, members) in before.items():
+                if now.get(name) is not value or not _same(value, members):
+                    found.append(_joined(path, name))
+                    now[name] = _put_back(value, members)
+        for (path, module), (parameters, buffers) in zip(self._modules, self._tensors, strict=True):
+            found += [_joined(path, name) for name in _restore(module_parameters(module), parameters)]
+            found += [_joined(path, name) for name in _restore(module_buffers(module), buffers)]
+        for name, buffer, version, value in self._versions:
+            if tensor_version(buffer) != version:
+                found.append(name)
+                with torch.no_grad():
+                    buffer.copy_(value)
+        return found
+
+
+class Constants:
+    """Attributes of modules whose forwards were traced, which are constants of the graph."""
+
+    def __init__(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
+        self._modules = list(modules)
+        self._before = [_attributes(module) for _, module in self._modules]
+
+    def changed(self) -> list[str]:
+        """Return the names of attributes whose values have changed."""
+        return [
+            _joined(path, name)
+            for (path, module), before in zip(self._modules, self._before, strict=True)
+            for name, (value, members) in before.items()
+            if not _equal(vars(module).get(name), value) or not _same(value, members)
+        ]
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Return whether a module has hooks before or after its forward or backward."""
+    return has_forward_hook(module) or has_backward_hook(module)
+
+
+def surroundings() -> tuple[Any, ...]:
+    """Return the modes that change how PyTorch computes within a block, such as ``torch.no_grad()``, with values."""
+    kinds = ("cpu", "cuda")
+    hooks = saved_tensor_hooks()
+    own = "checkpoint" in getattr(hooks[0], "__qualname__", "") if hooks else False
+    return (
+        *(("torch.no_grad() or torch.enable_grad()", torch.is_grad_enabled()),),
+        *(("torch.inference_mode()", torch.is_inference_mode_enabled()),),
+        *(("torch.autocast", (torch.is_autocast_enabled(k), torch.get_autocast_dtype(k))) for k in kinds),
+        ("torch.set_default_dtype", torch.get_default_dtype()),
+        ("saved-tensor hooks", None if own else hooks),
+        ("a transform of torch.func", functorch_level()),
+        ("a torch function mode", function_mode_depth()),
+        ("a torch dispatch mode", dispatch_mode_depth()),
+    )
+
+
+def _attributes(module: nn.Module) -> dict[str, tuple[Any, Any]]:
+    """Return the script's attributes of a module, each with a shallow copy where it is a container."""
+    return {
+        name: (value, value.copy() if type(value) in (list, dict, set) else None)
+        for name, value in vars(module).items()
+        if _is_kept(name)
+    }
+
+
+def _is_kept(name: str) -> bool:
+    """Return whether an attribute is the script's: not one that every module has, nor one that ``torch.fx`` adds."""
+    return name not in MODULE_ATTRIBUTES and not name.startswith(FX_CONSTANT)
+
+
+def _restore(now: dict[str, _T], before: dict[str, _T]) -> list[str]:
+    """Restore a table of tensors, and return the names of entries that had changed."""
+    changed = [name for name, tensor in before.items() if now.get(name) is not tensor]
+    changed += now.keys() - before.keys()
+    now.clear()
+    now.update(before)
+    return changed
+
+
+def _same(value: Any, members: Any) -> bool:
+    if members is None:
+        return True
+    if len(value) != len(members):
+        return False
+    if isinstance(value, dict):
+        return all(key in value and value[key] is member for key, member in members.items())
+    return isinstance(value, set) or all(a is b for a, b in zip(value, members, strict=True))
+
+
+def _put_back(value: Any, members: Any) -> Any:
+    if isinstance(value, list):
+        value[:] = members
+    elif isinstance(value, dict | set) and members is not None:
+        value.clear()
+        value.update(members)
+    return value
+
+
+def _equal(now: Any, before: Any) -> bool:
+    if now is before:
+        return True
+    if isinstance(now, Tensor) or isinstance(before, Tensor):
+        return False
+    try:
+        return type(now) is type(before) and bool(now == before)
+    except Exception:
+        return False
+
+
+def _joined(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name

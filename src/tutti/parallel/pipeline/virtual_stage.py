@@ -1,0 +1,244 @@
+"""Cut a traced model into virtual stages: modules, inputs and outputs of each."""
+
+from __future__ import annotations
+
+import operator
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from torch import Tensor, fx, nn
+
+from tutti.errors import UsageError
+from tutti.torch_compat import module_buffers, order_members
+
+_LOCAL = {getattr, operator.getitem, operator.floordiv, operator.mul, operator.add, operator.sub}
+_IN_PLACE = {getattr(operator, name) for name in ("iadd", "isub", "imul", "itruediv", "ifloordiv", "ipow", "setitem")}
+
+
+@dataclass(frozen=True)
+class VirtualStage:
+    """One virtual stage of a model.
+
+    Attributes:
+        module: its modules under their names in the whole model; called with ``given`` and ``incoming``.
+        given: names of the arguments of the model's call that it reads; every stage has them.
+        incoming: names of the values that it receives from the previous stage.
+        outgoing: names of the values that it sends to the next stage; empty for the last, which returns the output.
+        alone: ``module`` returns its only value, not a tuple.
+    """
+
+    module: nn.Module
+    given: tuple[str, ...] = ()
+    incoming: tuple[str, ...] = ()
+    outgoing: tuple[str, ...] = ()
+    alone: bool = False
+
+
+def body(graph: fx.Graph) -> list[fx.Node]:
+    """Return the nodes that compute on one stage only, in order: not inputs, nor values that every stage recomputes."""
+    local = _local(graph)
+    return [n for n in graph.nodes if n.op not in ("placeholder", "get_attr", "output") and n not in local]
+
+
+def modules_of(nodes: Iterable[fx.Node], plain: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return the modules that nodes call, with their names, in order."""
+    return [(str(n.target), plain.get_submodule(str(n.target))) for n in nodes if n.op == "call_module"]
+
+
+def read_directly(nodes: Iterable[fx.Node], plain: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters and buffers that nodes read outside of any module's forward, by name."""
+    names = {str(n.target) for node in nodes for n in node.all_input_nodes if n.op == "get_attr"}
+    found = {}
+    for name in sorted(names):
+        path, _, key = name.rpartition(".")
+        value = getattr(plain.get_submodule(path), key)
+        if isinstance(value, Tensor):
+            found[name] = value
+    return found
+
+
+def tensors_of(nodes: Iterable[fx.Node], plain: nn.Module) -> set[int]:
+    """Return the ids of the parameters and buffers that nodes use."""
+    nodes = list(nodes)
+    called = [module for _, module in modules_of(nodes, plain)]
+    return {id(t) for module in called for t in (*module.parameters(), *module.buffers())} | {
+        id(t) for t in read_directly(nodes, plain).values()
+    }
+
+
+def cut_into_stages(
+    plain: nn.Module, graph: fx.Graph, bounds: Sequence[int], also: Sequence[Collection[str]]
+) -> list[VirtualStage]:
+    """Build the virtual stages of a traced model.
+
+    Args:
+        plain: the whole model.
+        graph: its trace.
+        bounds: (stages + 1,) indices into ``body(graph)``.
+        also: for each stage, names of parameters and buffers that it holds though it calls no module with them.
+    """
+    nodes = body(graph)
+    last = last_uses(graph)
+    [output] = [n for n in graph.nodes if n.op == "output"]
+    crossing = [[n for n in nodes[:bound] if last[n] >= bound] for bound in bounds]
+    sections = []
+    for number, (low, high) in enumerate(pairwise(bounds)):
+        end = output if number == len(bounds) - 2 else None
+        passed = [] if end else crossing[number + 1]
+        given = _given(graph, nodes[low:high], end)
+        sections.append(_section(plain, given, nodes[low:high], crossing[number], passed, end, also[number]))
+    return sections
+
+
+def last_uses(graph: fx.Graph) -> dict[fx.Node, int]:
+    """Return the index in ``body(graph)`` of the last use of each node's value; the length for the model's output."""
+    nodes = body(graph)
+    place = {node: i for i, node in enumerate(nodes)}
+    [output] = [n for n in graph.nodes if n.op == "output"]
+    return {
+        node: max([place.get(user, len(nodes)) for user in _users(node, place, output)], default=-1) for node in nodes
+    }
+
+
+def _users(node: fx.Node, place: dict[fx.Node, int], output: fx.Node) -> Iterable[fx.Node]:
+    """Yield the nodes of the body, or the output, that use a node's value."""
+    for user in node.users:
+        if user in place or user is output:
+            yield user
+        else:
+            yield from _users(user, place, output)
+
+
+def _local(graph: fx.Graph) -> set[fx.Node]:
+    """Return the nodes that only read the arguments of the call, such as their shape: every stage recomputes them."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        looks = (node.op == "call_function" and node.target in _LOCAL) or (
+            node.op == "call_method" and node.target in ("size", "dim")
+        )
+        if looks and all(n.op == "placeholder" or n in found for n in node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def _section(
+    plain: nn.Module,
+    given: Sequence[fx.Node],
+    nodes: Sequence[fx.Node],
+    incoming: Sequence[fx.Node],
+    outgoing: Sequence[fx.Node],
+    output: fx.Node | None,
+    also: Collection[str],
+) -> VirtualStage:
+    names = tuple(n.name for n in incoming), tuple(n.name for n in outgoing)
+    chain = None if also else _chain(plain, nodes, [*given, *incoming], outgoing, output)
+    if chain is not None:
+        return VirtualStage(chain, tuple(str(n.target) for n in given), *names, alone=True)
+    graph = fx.Graph()
+    copies = {n: graph.placeholder(n.name) for n in (*given, *incoming)}
+
+    def copied(node: fx.Node) -> fx.Node:
+        if node not in copies:
+            copies[node] = graph.node_copy(node, copied)
+        return copies[node]
+
+    for name in sorted(also):
+        graph.get_attr(name)
+    for node in nodes:
+        copied(node)
+    if output is not None:
+        graph.output(fx.node.map_arg(output.args[0], copied))
+    else:
+        graph.output(tuple(copied(n) for n in outgoing))
+    module = fx.GraphModule(plain, graph, class_name="Section")
+    _tidy(module, plain)
+    return VirtualStage(module, tuple(str(n.target) for n in given), *names, alone=output is not None)
+
+
+def _given(whole: fx.Graph, nodes: Sequence[fx.Node], output: fx.Node | None) -> list[fx.Node]:
+    """Return the inputs of the graph that the nodes read, directly or through recomputed nodes (``_local``)."""
+    local, seen = _local(whole), set[fx.Node]()
+    ahead = [*nodes, *([output] if output else [])]
+    while ahead:
+        for node in ahead.pop().all_input_nodes:
+            if node not in seen:
+                seen.add(node)
+                ahead += [node] if node in local else []
+    return [n for n in whole.nodes if n.op == "placeholder" and n in seen]
+
+
+def _chain(
+    plain: nn.Module,
+    nodes: Sequence[fx.Node],
+    inputs: Sequence[fx.Node],
+    outgoing: Sequence[fx.Node],
+    output: fx.Node | None,
+) -> nn.Sequential | None:
+    """Return the stage as an ``nn.Sequential`` where it is a plain chain of the model's children; otherwise None."""
+    if len(inputs) != 1 or not nodes or not isinstance(plain, nn.Sequential):
+        return None
+    value, layers = inputs[0], OrderedDict[str, nn.Module]()
+    for node in nodes:
+        name = str(node.target)
+        if node.op != "call_module" or node.args != (value,) or node.kwargs or "." in name or name in layers:
+            return None
+        layers[name], value = plain.get_submodule(name), node
+    end = [output.args[0]] if output is not None else list(outgoing)
+    return nn.Sequential(layers) if end == [value] else None
+
+
+def _tidy(module: nn.Module, plain: nn.Module) -> None:
+    """Give the modules that ``torch.fx`` has built the order, containers and buffers that they have in ``plain``."""
+    for name, own in module.named_modules():
+        if own is not module and type(own) is not nn.Module:
+            continue
+        origin = plain.get_submodule(name)
+        order_members(own, origin)
+        own.training = origin.training
+        if own is not module:
+            # Never called: a container of the submodules that the module of this name has here.
+            own.__class__ = nn.ModuleList
+
+
+def crossing_values(outputs: Any, section: VirtualStage) -> list[Any]:
+    """Return the outputs of a stage as a list."""
+    return [outputs] if section.alone else list(outputs)
+
+
+def check_buffers(stages: Sequence[Sequence[fx.Node]], plain: nn.Module) -> None:
+    """Raise UsageError where several stages would each have a copy of a buffer, or of a tensor that forward writes."""
+    where: dict[nn.Module, int] = {}
+    for stage, nodes in enumerate(stages):
+        for name, module in modules_of(nodes, plain):
+            for inner in module.modules():
+                if module_buffers(inner) and where.setdefault(inner, stage) != stage:
+                    raise UsageError(
+                        f"the module {name} is called on both sides of a cut",
+                        where=f"stages {where[inner]} and {stage}",
+                        why="it holds buffers, such as the statistics of batch norm, which would no longer be one",
+                        remedy="choose other cuts, take fewer stages, or --strategy mirrored",
+                    )
+    readers: dict[str, list[int]] = {}
+    for stage, nodes in enumerate(stages):
+        for name in read_directly(nodes, plain):
+            readers.setdefault(name, []).append(stage)
+    for name in sorted({str(node.args[0].target) for nodes in stages for node in nodes if _writes(node)}):  # type: ignore[union-attr]
+        if len(readers[name]) > 1:
+            raise UsageError(
+                f"the model's own forward writes {name} on one side of a cut and reads it on another",
+                where=f"stages {', '.join(map(str, readers[name]))}",
+                why="each stage would have one of its own",
+                remedy="move what uses it into one module, take fewer stages, or --strategy mirrored",
+            )
+
+
+def _writes(node: fx.Node) -> bool:
+    """Return whether a node changes a parameter or buffer of the model in place."""
+    if not node.args or not isinstance(node.args[0], fx.Node) or node.args[0].op != "get_attr":
+        return False
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    in_place = node.op == "call_method" and name.endswith("_") and not name.endswith("__")
+    return in_place or (node.op == "call_function" and node.target in _IN_PLACE)

@@ -1,0 +1,162 @@
+"""The registry of strategies: for each one its classes, options and capabilities."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from tutti.config.layout_config import HybridConfig, LayersConfig, PipelineConfig, TensorConfig, WholeConfig
+from tutti.config.spec import StrategyOptions
+from tutti.config.sync_config import (
+    AllReduceConfig,
+    CentralConfig,
+    DiLoCoConfig,
+    LocalSGDConfig,
+    ParameterServerConfig,
+    ShardedConfig,
+    SplitConfig,
+)
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """One strategy: its classes, their options, and its capabilities.
+
+    Attributes:
+        layout, exchange: classes of model layout and gradient synchronisation, ``module:class`` below
+            ``tutti.parallel``.
+        layout_config, exchange_config: their options; field names do not overlap.
+        summary: one line for people.
+        reproducible: bit-identical on any number of data ranks in reproducible mode (has a tolerance-0 row).
+        single_update: all logical workers make one update, from the sum of their gradients.
+        custom_loop: supports custom training loops with ``run.backward`` and an accumulating ``optimizer.step``.
+        shared_weights: workers hold the same weights at any time, so that batch norm may pool their samples.
+        averages: all ranks see the same parameters after an update, so that an average of the weights is defined.
+        worker_gradients: each worker's own gradient exists on one rank before the sum.
+        sparse_devices: largest number of devices with sparse gradients; None for no limit.
+        own_copies: every rank has its own copy of the parameters; a script may load into them without collectives.
+        optimizer_here: the optimizer's state is on ranks, and not on servers.
+        fault_tolerant: the run continues when a rank is killed; no rank needs another for a step.
+        synchronous: every rank makes all steps of the run.
+        most_devices: largest number of devices; None for no limit.
+        needs: module, package and extra that the strategy requires; None for none.
+    """
+
+    layout: str
+    layout_config: type[StrategyOptions]
+    exchange: str
+    exchange_config: type[StrategyOptions]
+    summary: str
+    reproducible: bool = True
+    single_update: bool = True
+    custom_loop: bool = True
+    shared_weights: bool = True
+    averages: bool = True
+    worker_gradients: bool = True
+    sparse_devices: int | None = 1
+    own_copies: bool = False
+    optimizer_here: bool = True
+    fault_tolerant: bool = False
+    synchronous: bool = True
+    most_devices: int | None = None
+    needs: tuple[str, str, str] | None = None
+
+
+_WHOLE, _ALLREDUCE = ("ddp.whole_layout:WholeLayout", WholeConfig), ("ddp.allreduce:AllReduceSync", AllReduceConfig)
+
+ALIASES: Mapping[str, str] = {
+    "ddp": "mirrored",
+    "fsdp": "sharded",
+    "zero": "sharded",
+    "tp": "tensor",
+    "pp": "pipeline",
+}
+"""Accepted aliases of strategies' names."""
+
+TABLE: Mapping[str, Strategy] = {
+    "single": Strategy(
+        *_WHOLE,
+        *_ALLREDUCE,
+        "one device; still any number of workers",
+        sparse_devices=None,
+        own_copies=True,
+        most_devices=1,
+    ),
+    "mirrored": Strategy(
+        *_WHOLE, *_ALLREDUCE, "a copy on every device, gradients summed", sparse_devices=None, own_copies=True
+    ),
+    "model_parallel": Strategy(
+        "pipeline.pipeline_runner:PipelineLayout",
+        LayersConfig,
+        *_ALLREDUCE,
+        "layers on different devices, which work in turn",
+        custom_loop=False,
+    ),
+    "pipeline": Strategy(
+        "pipeline.pipeline_runner:PipelineLayout",
+        PipelineConfig,
+        *_ALLREDUCE,
+        "layers on different devices, with micro-batches under way on all of them",
+        custom_loop=False,
+    ),
+    "tensor": Strategy(
+        "tensor.tensor_layout:TensorLayout",
+        TensorConfig,
+        *_ALLREDUCE,
+        "each layer split over devices that compute it together",
+        reproducible=False,
+    ),
+    "hybrid": Strategy(
+        "hybrid_layout:HybridLayout",
+        HybridConfig,
+        "ddp.allreduce:AllReduceSync",
+        SplitConfig,
+        "replicas × shards × stages × split layers, on one grid",
+        reproducible=False,
+        custom_loop=False,
+    ),
+    "central_storage": Strategy(
+        *_WHOLE,
+        "central_storage.central_storage:CentralStorageSync",
+        CentralConfig,
+        "one copy of parameters and optimizer state in the host's memory",
+        sparse_devices=None,
+    ),
+    "local_sgd": Strategy(
+        *_WHOLE,
+        "local_sgd.local_sgd:LocalSGDSync",
+        LocalSGDConfig,
+        "every worker trains alone, parameters averaged every H steps",
+        single_update=False,
+        sparse_devices=None,
+        custom_loop=False,
+        shared_weights=False,
+    ),
+    "diloco": Strategy(
+        *_WHOLE,
+        "local_sgd.diloco:DiLoCoSync",
+        DiLoCoConfig,
+        "every worker trains alone, an outer optimizer steps along their mean change",
+        single_update=False,
+        sparse_devices=None,
+        custom_loop=False,
+        shared_weights=False,
+    ),
+    "parameter_server": Strategy(
+        *_WHOLE,
+        "parameter_server.synchronous:SynchronousServerSync",
+        ParameterServerConfig,
+        "parameters and optimizer on servers, to which workers push their gradients",
+        sparse_devices=0,
+        optimizer_here=False,
+        needs=("zmq", "pyzmq", "server"),
+    ),
+    "sharded": Strategy(
+        *_WHOLE,
+        "fsdp.sharded:ShardedSync",
+        ShardedConfig,
+        "optimizer state, gradients and parameters shared out over the devices",
+        reproducible=False,
+        worker_gradients=False,
+    ),
+}

@@ -1,0 +1,121 @@
+"""Norms of whole tensors and whole matrices for optimizers whose parameters are split over tensor ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from tutti.comm.communicator import Communicator
+from tutti.types import FullTensorGatherer, NormReducer, ShardSpec
+
+
+def support_split_tensors(
+    optimizer: Any,
+    split: Mapping[Tensor, SliceRegions],
+    comm: Communicator,
+    norms: NormReducer | None = None,
+    wholes: FullTensorGatherer | None = None,
+) -> None:
+    """Install helpers for split tensors on an optimizer that has an attribute ``norms`` or ``wholes``.
+
+    Collective over ``comm``.
+
+    Args:
+        optimizer: the optimizer; without these attributes it is left as it is.
+        split: the split parameters on this rank, with the regions of their slices.
+        comm: the tensor ranks.
+        norms: the norm reducer already installed for row-sharded tensors, which is wrapped; None for none.
+        wholes: the gatherer already installed for row-sharded tensors, which is wrapped; None for none.
+    """
+    if comm.size == 1 or not _somewhere(bool(split), comm):
+        return
+    if getattr(optimizer, "norms", 0) is norms:
+        optimizer.norms = SplitNormReducer(optimizer, split.keys(), comm, norms)
+    if getattr(optimizer, "wholes", 0) is wholes:
+        optimizer.wholes = SplitMatrixGatherer(split, comm, wholes)
+
+
+class SliceRegions(NamedTuple):
+    """This rank's slice of a tensor: the global shape, and the regions in it that the slice consists of, row by row."""
+
+    shape: tuple[int, ...]
+    regions: Sequence[tuple[slice, ...]]
+
+    @classmethod
+    def of(cls, spec: ShardSpec, local: Sequence[int]) -> SliceRegions | None:
+        """Return the regions of the slice of shape ``local`` that ``spec`` describes; None for a whole tensor."""
+        if tuple(local) == spec.shape:
+            return None
+        boxes = [zip(offset, shape, strict=True) for offset, shape in spec.regions(local)]
+        return cls(spec.shape, [tuple(slice(begin, begin + length) for begin, length in box) for box in boxes])
+
+
+def _somewhere(here: bool, comm: Communicator) -> bool:
+    return any(int(flag) for flag in comm.all_gather(torch.tensor([int(here)]), "whether layers are split"))
+
+
+class SplitNormReducer:
+    """``types.NormReducer`` over the tensor ranks: an all-reduce in which replicated tensors count once.
+
+    Args:
+        optimizer: whose parameters with a gradient are in the order of the squares.
+        split: the split parameters.
+        comm: the tensor ranks.
+        slices: reducer from rows to this rank's slice, called first; None for none.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, split: Collection[Tensor], comm: Communicator, slices: NormReducer | None
+    ) -> None:
+        self._optimizer, self._split, self._comm, self._slices = optimizer, set(split), comm, slices
+
+    def __call__(self, squares: Tensor) -> Tensor:
+        if self._slices is not None:
+            squares = self._slices(squares)
+        used = [p for group in self._optimizer.param_groups for p in group["params"] if p.grad is not None]
+        table = squares.view(len(used), -1)
+        if self._comm.rank:
+            table[[i for i, p in enumerate(used) if p not in self._split]] = 0
+        there = squares.to(self._comm.device)
+        self._comm.start_all_reduce(there, "norms of split layers").wait()
+        return there.to(squares.device)
+
+
+class SplitMatrixGatherer:
+    """``types.FullTensorGatherer`` over the tensor ranks.
+
+    Args:
+        split: the split parameters with the regions of their slices.
+        comm: the tensor ranks.
+        slices: gatherer from rows to this rank's slice, called first; None for none.
+    """
+
+    def __init__(
+        self, split: Mapping[Tensor, SliceRegions], comm: Communicator, slices: FullTensorGatherer | None
+    ) -> None:
+        self._split, self._comm, self._slices = split, comm, slices
+
+    def gather(self, parameter: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return whole tensors. Collective: one all-reduce of tensors that are zero except for this rank's slice."""
+        if self._slices is not None:
+            tensors = self._slices.gather(parameter, tensors)
+        split = self._split.get(parameter)
+        if split is None:
+            return list(tensors)
+        whole = tensors[0].new_zeros(len(tensors), *split.shape)
+        for target, tensor in zip(whole, tensors, strict=True):
+            for block, region in zip(tensor.chunk(len(split.regions)), split.regions, strict=True):
+                target[region] = block
+        self._comm.start_all_reduce(whole, "whole matrices").wait()
+        return list(whole.unbind())
+
+    def mine(self, parameter: Tensor, whole: Tensor) -> Tensor:
+        """Return this rank's slice of a whole tensor; not collective."""
+        split = self._split.get(parameter)
+        if split is not None:
+            whole = torch.cat([whole[region] for region in split.regions])
+        return whole if self._slices is None else self._slices.mine(parameter, whole)

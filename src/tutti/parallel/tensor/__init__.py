@@ -1,0 +1,1 @@
+"""Tensor parallelism: replicas whose layers are split over tensor ranks."""

@@ -1,0 +1,160 @@
+"""Run a block's own forward on this rank's heads or features, although its code names the global sizes.
+
+Code such as ``x.view(samples, positions, heads, width // heads)`` names global sizes. Within ``LocalShapeMode`` the
+outputs of split layers are smaller. A view whose sizes do not fit is cut in the one dimension that was proved right
+when the plan was made; dropout draws for all heads or features and applies this rank's slice of the draws.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from tutti.errors import UsageError
+from tutti.parallel.tensor.head_parallel import attend
+from tutti.parallel.tensor.tensor_slice import LayerSlice, dropped
+from tutti.parallel.tensor.tp_layers import TensorParallelLayer
+
+VIEWS = (Tensor.view, Tensor.reshape, torch.reshape)
+SPLITS = (Tensor.split, torch.split)
+DROPOUTS = (functional.dropout, torch.dropout)
+ATTENTION = functional.scaled_dot_product_attention
+
+
+class LocalShapeMode(TorchFunctionMode):
+    """Fits the sizes and the dropout of one forward to this rank's slice.
+
+    Args:
+        slice_: this rank's heads or features.
+        width: features of all heads together.
+        sizes: for each view that does not fit, the index of the size to cut.
+        draws: for each call of dropout or attention the split dimension, counted from the last; 0 where none is.
+
+    Attributes:
+        drops: whether dropout is applied.
+    """
+
+    drops = True
+
+    def __init__(self, slice_: LayerSlice, width: int, sizes: Sequence[int], draws: Sequence[int]) -> None:
+        super().__init__()
+        self.slice_, self.width, self.sizes, self.draws = slice_, width, list(sizes), list(draws)
+        self.viewed = self.drawn = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in VIEWS:
+            args = self._view(*args)
+        elif func in SPLITS:
+            args, kwargs = self._split(*args, **kwargs)
+        elif func in DROPOUTS:
+            return self._dropout(func, *args, **kwargs)
+        elif func is ATTENTION:
+            return self._attention(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def cut(self, have: int, sizes: list[int]) -> int:
+        """Return the index of the size to cut in a view of ``have`` numbers.
+
+        Raises UsageError for a view that is not in the plan.
+        """
+        if self.viewed >= len(self.sizes) or not self.sizes[self.viewed] < len(sizes):
+            self._refuse(f"a view of {have} numbers as {sizes}")
+        return self.sizes[self.viewed]
+
+    def dim(self, tensor: Tensor) -> int:
+        """Return the split dimension of an input of dropout or attention, counted from the last; 0 for none.
+
+        Raises UsageError for a call that is not in the plan.
+        """
+        if self.drawn >= len(self.draws):
+            self._refuse("another call of dropout")
+        return self.draws[self.drawn]
+
+    def _view(self, tensor: Tensor, *rest: Any) -> tuple[Any, ...]:
+        sizes = list(rest[0]) if len(rest) == 1 and isinstance(rest[0], tuple | list) else list(rest)
+        have = tensor.numel()
+        if not all(type(size) is int for size in sizes) or -1 in sizes or math.prod(sizes) == have:
+            return (tensor, *rest)
+        index = self.cut(have, sizes)
+        self.viewed += 1
+        size, left = divmod(sizes[index] * have, math.prod(sizes))
+        if left:
+            self._refuse(f"a view of {have} numbers as {sizes}")
+        sizes[index] = size
+        return tensor, sizes
+
+    def _split(self, tensor: Tensor, size: Any, dim: int = 0) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        here = self.width * len(self.slice_.mine) // self.slice_.length
+        length, parts = tensor.shape[dim], 0 if type(size) is int else len(size)
+        if size == self.width and length in (2 * here, 3 * here):
+            size = here
+        elif parts and all(part == self.width for part in size) and length == parts * here:
+            size = [here] * parts
+        return (tensor, size, dim), {}
+
+    def _dropout(
+        self, func: Any, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, train: bool = True
+    ) -> Tensor:
+        dim = self.dim(input)
+        self.drawn += 1
+        if not (training and train and self.drops) or p == 0.0:
+            # The call is made nevertheless: the mode of an enclosing block counts calls.
+            kept: Tensor = functional.dropout(input, p, False)
+            return kept
+        if not dim:
+            result: Tensor = functional.dropout(input, p, True, inplace)
+            return result
+        return dropped(input, p, dim, self.slice_)
+
+    def _attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        dim = self.dim(query)
+        self.drawn += 1
+        dropout_p = dropout_p if self.drops else 0.0
+        if dropout_p == 0.0 or not dim:
+            return ATTENTION(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        if enable_gqa:
+            key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value))
+        if is_causal:
+            attn_mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
+        return attend(query, key, value, attn_mask, dropout_p, self.slice_, scale)[0]
+
+    def _refuse(self, what: str) -> None:
+        raise UsageError(
+            f"the layer does {what}, which it did not when its plan was made",
+            where=self.slice_.name,
+            why="its code takes another way than before, and how to split that is not known",
+            remedy=f"leave it whole: --strategy tensor:whole={self.slice_.name}",
+        )
+
+
+class HeadParallelBlock(TensorParallelLayer):
+    """A block whose forward runs on this rank's slice of its heads or features."""
+
+    tutti_local: tuple[int, Sequence[int], Sequence[int]]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the plain block's forward in ``LocalShapeMode``."""
+        with LocalShapeMode(self.tutti_slice, *self.tutti_local):
+            return super().forward(*args, **kwargs)
+
+
+def run_within(module: nn.Module, width: int, sizes: Sequence[int], draws: Sequence[int]) -> None:
+    """Set the arguments of ``LocalShapeMode`` with which the forward of a ``HeadParallelBlock`` runs."""
+    module.tutti_local = (width, sizes, draws)  # type: ignore[assignment]

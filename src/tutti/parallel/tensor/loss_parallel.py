@@ -1,0 +1,100 @@
+"""Cross-entropy and argmax of scores that are split by classes over ranks (loss parallel).
+
+Shoeybi et al. 2019, arXiv 1909.08053, §3: ranks exchange a few numbers for each position, never the scores
+themselves. Instead of three all-reduces (the maximum, the sum of exponentials, the target's score) there is one
+all-gather of each rank's log-sum-exp and target's score.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tutti.parallel.tensor.tensor_slice import LayerSlice
+from tutti.torch_compat import assert_async
+
+
+def cross_entropy(
+    part: Tensor,
+    dim: int,
+    slice_: LayerSlice,
+    target: Tensor,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """Compute ``torch.nn.functional.cross_entropy`` of scores that are split by classes; targets are class indices.
+
+    Collective: an all-gather of two numbers a target (three with label smoothing); backward sends nothing.
+
+    Args:
+        part: scores of this rank's classes.
+        dim: dimension of the classes.
+        slice_: this rank's classes.
+        target: class indices, the shape of ``part`` without ``dim``.
+        weight: (classes,) of all classes; None for equal ones.
+        ignore_index, reduction, label_smoothing: as in PyTorch.
+
+    Raises:
+        IndexError: a target is not a class index, on a CPU; on a GPU a device-side assertion fails.
+    """
+    dtype = part.dtype
+    # As autocast does for PyTorch's own function of this loss.
+    wide = part.float() if dtype.itemsize < 4 else part
+    ignored, mine = target == ignore_index, slice_.mine
+    _check(target, ignored, slice_.length)
+    elsewhere = (target < mine.start) | (target >= mine.stop)
+    rows = (target - mine.start).masked_fill(elsewhere, 0).unsqueeze(dim)
+    lanes = [wide.logsumexp(dim), wide.gather(dim, rows).squeeze(dim).masked_fill(elsewhere, 0)]
+    if label_smoothing:
+        lanes.append(wide.sum(dim))
+    table = slice_.ranks.join(torch.stack(lanes), f"loss of {slice_.name}")
+    all_, own = table[:, 0].logsumexp(0), table[:, 1].sum(0)
+    loss = all_ - own
+    if label_smoothing:
+        loss = (1 - label_smoothing) * loss + label_smoothing * (all_ - table[:, 2].sum(0) / slice_.length)
+    counts = None if weight is None else weight[target.masked_fill(ignored, 0)].masked_fill(ignored, 0)
+    loss = (loss if counts is None else loss * counts).masked_fill(ignored, 0)
+    if reduction == "mean":
+        loss = loss.sum() / ((~ignored).sum() if counts is None else counts.sum())
+    elif reduction == "sum":
+        loss = loss.sum()
+    return loss if torch.is_autocast_enabled(part.device.type) else loss.to(dtype)
+
+
+def best_class(part: Tensor, dim: int, slice_: LayerSlice) -> tuple[Tensor, Tensor]:
+    """Return the largest score and its class, the first of equal ones; ``dim`` stays, with length 1.
+
+    Collective: one all-gather.
+
+    Args:
+        part: scores of this rank's classes.
+        dim: dimension of the classes.
+        slice_: this rank's classes.
+    """
+    at = part.argmax(dim, keepdim=True)
+    message = torch.stack([part.gather(dim, at).double(), (at + slice_.mine.start).double()])
+    table = slice_.ranks.join(message, f"best of {slice_.name}")
+    rank = table[:, 0].argmax(0, keepdim=True)
+    values, classes = (table[:, lane].gather(0, rank)[0] for lane in (0, 1))
+    return values.to(part.dtype), classes.long()
+
+
+def _check(target: Tensor, ignored: Tensor, classes: int) -> None:
+    right = (((target >= 0) & (target < classes)) | ignored).all()
+    if target.is_cuda:
+        assert_async(right)
+    elif not right:
+        raise IndexError(f"a target is not one of the {classes} classes")
+
+
+def plain_loss(target: Any, weight: Tensor | None, label_smoothing: float, deprecated: bool) -> bool:
+    """Return whether ``cross_entropy`` here supports the arguments.
+
+    It takes class indices, no deprecated options, and not both class weights and label smoothing.
+    """
+    numbers = isinstance(target, Tensor) and not target.is_floating_point()
+    return numbers and not deprecated and not (weight is not None and label_smoothing)

@@ -1,0 +1,115 @@
+"""Find the layers whose scores can stay split by classes up to the loss (loss parallel), by computing the loss.
+
+The user's loss function runs once on two samples, with the layer's output as a ``SplitTensor`` of a single rank. Where
+only the cross-entropy needs other ranks' classes, the layer's outputs are never gathered. Where another function reads
+them, they are gathered as before: no result changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from tutti.nn.sync import peers_of
+from tutti.parallel.pipeline.module_timing import untouched
+from tutti.parallel.tensor.split_tensor import SplitTensor, whole
+from tutti.parallel.tensor.tensor_slice import LayerSlice, SliceRanks
+from tutti.parallel.tensor.tp_plan import PlanEntry
+from tutti.torch_compat import has_backward_hook
+
+_SAMPLES = 2
+"""Samples of the trial: few, because its scores are whole."""
+
+
+def with_scores(
+    plain: nn.Module, plan: Sequence[PlanEntry], trial: Callable[..., Any] | None, device: torch.device
+) -> list[PlanEntry]:
+    """Return the plan with the role ``scores`` for gathered linear layers whose outputs only a loss reads.
+
+    Args:
+        plain: the whole model.
+        plan: of the model, without that role.
+        trial: calls the loss function on a model with a micro-batch; None where no micro-batch is at hand.
+        device: of the trial.
+    """
+    names = [e.name for e in plan if e.role == "gathered" and isinstance(plain.get_submodule(e.name), nn.Linear)]
+    found = _lasting(plain, names, trial, device) if names and trial is not None else ()
+    return [replace(entry, role="scores") if entry.name in found else entry for entry in plan]
+
+
+def hooked(plain: nn.Module) -> bool:
+    """Return whether a module has a hook on its gradients, which would receive a slice."""
+    return any(map(has_backward_hook, plain.modules()))
+
+
+def _lasting(
+    plain: nn.Module, names: Sequence[str], trial: Callable[..., Any], device: torch.device
+) -> Collection[str]:
+    if peers_of(plain) is not None or hooked(plain):
+        return ()
+    alone = {name: _Alone() for name in names}
+    try:
+        with untouched(plain, device), ExitStack() as stack:
+            for name, ranks in alone.items():
+                stack.callback(plain.get_submodule(name).register_forward_hook(_hook(name, ranks)).remove)
+            trial(plain, _SAMPLES)
+    except Exception:
+        # The first step reports the error.
+        return ()
+    return [name for name, ranks in alone.items() if ranks.joined and not ranks.gathered]
+
+
+def _hook(name: str, ranks: _Alone) -> Callable[..., Tensor]:
+    return lambda layer, args, out: SplitTensor.of(out, -1, LayerSlice(name, cast(SliceRanks, ranks), out.shape[-1]))
+
+
+class _Alone:
+    """A single rank that records which collectives the loss would need."""
+
+    rank, size = 0, 1
+
+    def __init__(self) -> None:
+        self.joined = self.gathered = False
+
+    def join(self, tensor: Tensor, name: str) -> Tensor:
+        self.joined = True
+        return tensor.unsqueeze(0)
+
+    def gather(self, part: Tensor, dim: int, length: int, name: str) -> Tensor:
+        self.gathered = True
+        return part
+
+    def copies(self, tensors: Sequence[Tensor], name: str) -> Sequence[Tensor]:
+        self.gathered = True
+        return tensors
+
+    def take(self, tensor: Tensor, dim: int, length: int, name: str) -> Tensor:
+        self.gathered = True
+        return tensor
+
+
+class Outputs:
+    """Gathers the outputs of a module, except for a loss that takes split tensors.
+
+    Args:
+        module: the model.
+        keep: leave outputs split from the start.
+    """
+
+    def __init__(self, module: nn.Module, keep: bool = False) -> None:
+        self._keep = keep
+        module.register_forward_hook(lambda module, args, out: out if self._keep else whole(out))
+
+    @contextmanager
+    def kept(self) -> Any:
+        """Within the block, leave outputs split."""
+        self._keep = True
+        try:
+            yield
+        finally:
+            self._keep = False

@@ -1,0 +1,418 @@
+"""A tensor that is split over ranks and behaves as the whole tensor.
+
+``SplitTensor`` has the global shape. It computes on this rank's slice where that gives the same result: elementwise
+functions, dropout, norms and linear layers over other dimensions, views, and the cross-entropy of split classes. Every
+other function computes on the whole tensor after an all-gather; so the result is never wrong.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from tutti.errors import UsageError
+from tutti.parallel.tensor import loss_parallel
+from tutti.parallel.tensor.tensor_slice import LayerSlice, dropped
+from tutti.torch_compat import IS_VIEW, VERSION_ATTRIBUTE, TorchFunctionDisabled, is_hook_of_fsdp, tensor_version
+
+
+class SplitTensor(Tensor):
+    """One rank's slice, along dimension ``cut``, of a tensor; ``slice_.length`` is that dimension of the whole.
+
+    Attributes:
+        part: the local tensor.
+        cut: the split dimension, from 0.
+        slice_: this rank's slice of the layer that made the tensor.
+    """
+
+    part: Tensor
+    cut: int
+    slice_: LayerSlice
+    _known: tuple[int, bool, Tensor] | None
+
+    @classmethod
+    def of(cls, part: Tensor, cut: int, slice_: LayerSlice) -> SplitTensor:
+        """Wrap a local tensor.
+
+        Args:
+            part: this rank's slice.
+            cut: the split dimension; may count from the end.
+            slice_: the layer that made it.
+        """
+        new = part.as_subclass(cls)
+        new.part, new.cut, new.slice_, new._known = part, cut % part.dim(), slice_, None
+        return new
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        with TorchFunctionDisabled():
+            handler = _HANDLERS.get(func)
+            if handler is not None and args:
+                result = handler(func, *args, **kwargs)
+                if result is not NotImplemented:
+                    return result
+            if args and isinstance(args[0], SplitTensor) and _changes(func, kwargs):
+                _refuse(args[0], func)
+            return func(*whole(args), **whole(kwargs))
+
+
+def whole(value: Any) -> Any:
+    """Return ``value`` with whole tensors in place of split ones, also inside tuples, lists and mappings.
+
+    Collective: an all-gather for each split tensor that was not gathered before.
+    """
+    if isinstance(value, SplitTensor):
+        return _gathered(value)
+    if isinstance(value, tuple | list):
+        found = [whole(v) for v in value]
+        if all(a is b for a, b in zip(found, value, strict=True)):
+            return value
+        return type(value)(*found) if hasattr(value, "_fields") else type(value)(found)
+    if isinstance(value, Mapping) and any(_holds(v) for v in value.values()):
+        found_ = {key: whole(v) for key, v in value.items()}
+        return found_ if type(value) is dict else type(value)(**found_)
+    return value
+
+
+def _holds(value: Any) -> bool:
+    if isinstance(value, tuple | list):
+        return any(map(_holds, value))
+    return isinstance(value, SplitTensor) or (isinstance(value, Mapping) and any(map(_holds, value.values())))
+
+
+def copied(value: Tensor, slice_: LayerSlice) -> Tensor:
+    """Return a layer's whole input, whose gradient is summed over the ranks, as each rank uses it for its own slice.
+
+    Collective: an all-reduce in backward; for a split tensor an all-gather, and a reduce-scatter in backward.
+    """
+    if not isinstance(value, SplitTensor):
+        return slice_.ranks.copy(value, slice_.name)
+    place = value.slice_
+    return place.ranks.widen(value.part, value.cut, place.length, slice_.name)
+
+
+def summed(part: Tensor, slice_: LayerSlice, dim: int = -2) -> Tensor:
+    """Return the sum of all ranks' tensors: whole on every rank, or split along ``dim`` with sequence parallelism.
+
+    Collective: an all-reduce, or a reduce-scatter where the result is split.
+
+    Args:
+        part: this rank's summand.
+        slice_: of the layer.
+        dim: dimension of the positions, split if it has at least two for each rank.
+    """
+    dim %= max(part.dim(), 1)
+    # A slice of length one does not show its memory format, and so not the order in which dropout draws.
+    if not slice_.sequence or part.dim() < 3 or part.shape[dim] < 2 * slice_.ranks.size:
+        return slice_.ranks.reduce(part, slice_.name)
+    place = LayerSlice(slice_.name, slice_.ranks, part.shape[dim])
+    return SplitTensor.of(slice_.ranks.scatter(part, dim, place.length, place.name), dim, place)
+
+
+def _gathered(value: SplitTensor) -> Tensor:
+    part, place, key = value.part, value.slice_, (tensor_version(value.part), torch.is_grad_enabled())
+    if value._known is None or value._known[:2] != key:
+        # In the memory order of the whole tensor, because dropout draws in it.
+        order = sorted(range(part.dim()), key=lambda d: -part.stride()[d])
+        found = place.ranks.gather(part.permute(order), order.index(value.cut), place.length, place.name)
+        value._known = *key, found.permute([order.index(d) for d in range(part.dim())])
+    return value._known[2]
+
+
+def _shape(value: SplitTensor) -> list[int]:
+    shape = list(value.part.shape)
+    shape[value.cut] = value.slice_.length
+    return shape
+
+
+def _changes(func: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Return whether a function writes to its argument in place, or attaches something to it."""
+    name = getattr(func, "__name__", "")
+    named = name in ("__set__", "__setitem__", "__delitem__", "register_hook", "retain_grad") or name in _IN_PLACE
+    return named or (name.endswith("_") and not name.startswith("_")) or bool(kwargs.get("inplace"))
+
+
+def _refuse(value: SplitTensor, func: Any) -> None:
+    name = value.slice_.name
+    raise UsageError(
+        f"the model or the loss function changes the output of {name} in place ({func.__name__})",
+        why="that is split over tensor ranks, and where in it cannot be known",
+        remedy=f"make a new tensor, or leave the layer whole: --strategy tensor:whole={name}",
+    )
+
+
+# --- functions that compute on the local slice ---------------------------------------------------------------------
+
+
+def _same(func: Any, value: Any, *rest: Any) -> Any:
+    """Call ``func`` on the slice: the result holds for the whole tensor, too."""
+    return func(value.part, *rest) if isinstance(value, SplitTensor) else NotImplemented
+
+
+def _hooked(func: Any, value: Any, hook: Any) -> Any:
+    """Register FSDP2's hook on the slice's gradient, which it leaves as it is. Other hooks would receive a slice."""
+    if isinstance(value, SplitTensor) and is_hook_of_fsdp(hook):
+        return value.part.register_hook(hook)
+    return NotImplemented
+
+
+def _size(func: Any, value: SplitTensor, dim: int | None = None) -> Any:
+    shape = torch.Size(_shape(value))
+    return shape if dim is None else shape[dim]
+
+
+def _count(func: Any, value: SplitTensor) -> int:
+    return math.prod(_shape(value))
+
+
+def _length(func: Any, value: SplitTensor) -> int:
+    return _shape(value)[0]
+
+
+def _detached(func: Any, value: SplitTensor) -> SplitTensor:
+    return SplitTensor.of(value.part.detach(), value.cut, value.slice_)
+
+
+def _converted(func: Any, value: Any, *rest: Any, **options: Any) -> Any:
+    """Change dtype, device or memory format of the slice; NotImplemented where another tensor gives them."""
+    if not isinstance(value, SplitTensor) or any(isinstance(v, Tensor) for v in (*rest, *options.values())):
+        return NotImplemented
+    result = func(value.part, *rest, **options)
+    return value if result is value.part else SplitTensor.of(result, value.cut, value.slice_)
+
+
+def _each(func: Any, *args: Any, **options: Any) -> Any:
+    """Call an elementwise function on the slices of its operands, which may broadcast."""
+    first = next((value for value in args if isinstance(value, SplitTensor)), None)
+    if first is None or any(isinstance(v, Tensor) for v in options.values()):
+        return NotImplemented
+    if first is not args[0] and _changes(func, options):
+        return NotImplemented
+    place, back = first.slice_, first.part.dim() - first.cut
+    given = [_aligned(v, place, back) if isinstance(v, Tensor) else v for v in args]
+    result = func(*given, **options)
+    if result is first.part:
+        return first
+    return SplitTensor.of(result, -back, place)
+
+
+def _aligned(value: Tensor, place: LayerSlice, back: int) -> Tensor:
+    """Return this rank's slice of an operand; ``back``: the split dimension, counted from the last."""
+    if isinstance(value, SplitTensor):
+        if value.part.dim() - value.cut == back and value.slice_.length == place.length:
+            return value.part
+        value = _gathered(value)
+    if value.dim() < back or value.shape[-back] == 1:
+        return place.ranks.copies([value], place.name)[0]
+    return place.ranks.take(value, value.dim() - back, place.length, place.name)
+
+
+def _used(place: LayerSlice, *parameters: Tensor | None) -> list[Tensor | None]:
+    """Return parameters that each rank uses for its slice only: backward sums their gradients over the ranks."""
+    there = iter(place.ranks.copies([p for p in parameters if p is not None], place.name))
+    return [None if p is None else next(there) for p in parameters]
+
+
+def _linear(func: Any, value: Any, weight: Tensor, bias: Tensor | None = None) -> Any:
+    if not _plain_parameters(value, weight, bias) or value.cut == value.part.dim() - 1:
+        return NotImplemented
+    return SplitTensor.of(func(value.part, *_used(value.slice_, weight, bias)), value.cut, value.slice_)
+
+
+def _norm(
+    func: Any,
+    value: Any,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float | None = 1e-5,
+) -> Any:
+    if not _plain_parameters(value, weight, bias) or value.cut >= value.part.dim() - len(normalized_shape):
+        return NotImplemented
+    used = _used(value.slice_, weight, bias)
+    return SplitTensor.of(func(value.part, normalized_shape, *used, eps), value.cut, value.slice_)
+
+
+def _root_norm(
+    func: Any, value: Any, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
+) -> Any:
+    if not _plain_parameters(value, weight) or value.cut >= value.part.dim() - len(normalized_shape):
+        return NotImplemented
+    return SplitTensor.of(
+        func(value.part, normalized_shape, *_used(value.slice_, weight), eps), value.cut, value.slice_
+    )
+
+
+def _plain_parameters(value: Any, *parameters: Any) -> bool:
+    return isinstance(value, SplitTensor) and not any(isinstance(p, SplitTensor) for p in parameters)
+
+
+def _dropout(
+    func: Any, value: SplitTensor, p: float = 0.5, training: bool = True, inplace: bool = False, train: bool = True
+) -> Any:
+    if not (training and train) or p == 0.0:
+        return value
+    result = dropped(value.part, p, value.cut, value.slice_)
+    if inplace:
+        value.part.copy_(result)
+        return value
+    return SplitTensor.of(result, value.cut, value.slice_)
+
+
+# --- views ---------------------------------------------------------------------------------------------------------
+
+
+def _view(func: Any, value: Any, *rest: Any, **options: Any) -> Any:
+    sizes = list(rest[0]) if len(rest) == 1 and isinstance(rest[0], tuple | list) else list(rest)
+    if options or not all(type(size) is int for size in sizes):
+        return NotImplemented
+    return _reshaped(value, sizes)
+
+
+def _flatten(func: Any, value: Any, start_dim: int = 0, end_dim: int = -1) -> Any:
+    shape = _shape(value)
+    start, end = (d % len(shape) for d in (start_dim, end_dim))
+    return _reshaped(value, [*shape[:start], math.prod(shape[start : end + 1]), *shape[end + 1 :]])
+
+
+def _reshaped(value: SplitTensor, sizes: list[int]) -> Any:
+    """Return the tensor in another shape that keeps the split dimension as one of its own; otherwise NotImplemented."""
+    shape = _shape(value)
+    known = math.prod(size for size in sizes if size != -1)
+    sizes = [math.prod(shape) // max(known, 1) if size == -1 else size for size in sizes]
+    before, length = math.prod(shape[: value.cut]), value.slice_.length
+    places = [i for i, size in enumerate(sizes) if size == length and math.prod(sizes[:i]) == before]
+    if not places or math.prod(sizes) != math.prod(shape):
+        return NotImplemented
+    sizes[places[0]] = value.part.shape[value.cut]
+    return SplitTensor.of(value.part.reshape(sizes), places[0], value.slice_)
+
+
+def _transposed(func: Any, value: SplitTensor, dim0: int, dim1: int) -> SplitTensor:
+    order = list(range(value.part.dim()))
+    order[dim0], order[dim1] = order[dim1], order[dim0]
+    return _ordered(value, order)
+
+
+def _permuted(func: Any, value: SplitTensor, *dims: Any, **options: Any) -> Any:
+    if options:
+        return NotImplemented
+    order = list(dims[0]) if len(dims) == 1 and isinstance(dims[0], tuple | list) else list(dims)
+    return _ordered(value, [d % value.part.dim() for d in order])
+
+
+def _ordered(value: SplitTensor, order: list[int]) -> SplitTensor:
+    return SplitTensor.of(value.part.permute(order), order.index(value.cut), value.slice_)
+
+
+def _item(func: Any, value: Any, index: Any) -> Any:
+    """Index dimensions other than the split one with integers and ranges, as in ``x[:, -1]``."""
+    given = list(index) if isinstance(index, tuple) else [index]
+    if not isinstance(value, SplitTensor) or not all(i is ... or type(i) in (int, slice) for i in given):
+        return NotImplemented
+    missing = value.part.dim() + (... in given) - len(given)
+    at = given.index(...) if ... in given else len(given)
+    full = [*given[:at], *[slice(None)] * missing, *given[at + 1 :]]
+    if missing < 0 or full[value.cut] != slice(None):
+        return NotImplemented
+    gone = sum(type(i) is int for i in full[: value.cut])
+    return SplitTensor.of(value.part[tuple(full)], value.cut - gone, value.slice_)
+
+
+# --- loss parallel -------------------------------------------------------------------------------------------------
+
+
+def _cross_entropy(
+    func: Any,
+    value: Any,
+    target: Any,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Any:
+    old = size_average is not None or reduce is not None
+    if (
+        not isinstance(value, SplitTensor)
+        or isinstance(target, SplitTensor)
+        or value.cut != min(1, value.part.dim() - 1)
+    ):
+        return NotImplemented
+    if not loss_parallel.plain_loss(target, weight, label_smoothing, old):
+        return NotImplemented
+    return loss_parallel.cross_entropy(
+        value.part, value.cut, value.slice_, target, weight, ignore_index, reduction, label_smoothing
+    )
+
+
+def _argmax(func: Any, value: SplitTensor, dim: int | None = None, keepdim: bool = False, **options: Any) -> Any:
+    if dim is None or dim % value.part.dim() != value.cut:
+        return NotImplemented
+    classes = loss_parallel.best_class(value.part, value.cut, value.slice_)[1]
+    return classes if keepdim else classes.squeeze(value.cut)
+
+
+def _max(func: Any, value: Any, dim: Any = None, keepdim: bool = False, **options: Any) -> Any:
+    if type(dim) is not int or not isinstance(value, SplitTensor) or dim % value.part.dim() != value.cut:
+        return NotImplemented
+    values, classes = loss_parallel.best_class(value.part, value.cut, value.slice_)
+    if not keepdim:
+        values, classes = values.squeeze(value.cut), classes.squeeze(value.cut)
+    return torch.return_types.max((values, classes))
+
+
+# --- handlers by function ------------------------------------------------------------------------------------------
+
+_OPERATORS = ("add", "sub", "mul", "truediv", "pow", "matmul", "and", "or", "xor", "floordiv", "mod")
+_IN_PLACE = {f"__i{name}__" for name in _OPERATORS}
+_EACH = (
+    *("add", "sub", "subtract", "mul", "multiply", "div", "divide", "true_divide", "pow", "masked_fill", "lerp"),
+    *("square", "sqrt", "rsqrt", "exp", "log", "abs", "neg", "negative", "clamp", "tanh", "sigmoid", "logsigmoid"),
+    *("relu", "relu6", "leaky_relu", "gelu", "silu", "elu", "celu", "selu", "mish", "softplus"),
+    *("hardswish", "hardsigmoid", "__neg__"),
+    *(f"__{side}{name}__" for name in ("add", "sub", "mul", "truediv", "div", "pow") for side in ("", "r", "i")),
+)
+_ATTRIBUTES = (
+    *("dtype", "device", "layout", "is_cuda", "is_cpu", "ndim"),
+    *("is_nested", "is_sparse", "is_quantized", "is_meta", "itemsize", "requires_grad", "grad_fn", "is_leaf"),
+    *("output_nr", "grad", VERSION_ATTRIBUTE),
+)
+
+
+def _all(names: Sequence[str], spaces: Sequence[Any] = (Tensor, torch, functional)) -> list[Any]:
+    return [getattr(space, name) for name in names for space in spaces if hasattr(space, name)]
+
+
+_HANDLERS: dict[Any, Callable[..., Any]] = {
+    **dict.fromkeys(_all([*_EACH, *(f"{name}_" for name in _EACH if not name.endswith("_"))]), _each),
+    **dict.fromkeys([getattr(Tensor, name).__get__ for name in _ATTRIBUTES], _same),
+    **dict.fromkeys(_all(["dim", "is_floating_point", "is_complex", "element_size", "get_device", IS_VIEW]), _same),
+    **dict.fromkeys(_all(["float", "double", "half", "bfloat16", "to", "contiguous", "clone"], [Tensor]), _converted),
+    **dict.fromkeys(_all(["numel", "nelement"]), _count),
+    **dict.fromkeys(_all(["detach"]), _detached),
+    **dict.fromkeys(_all(["dropout"], [torch, functional]), _dropout),
+    **dict.fromkeys(_all(["view", "reshape"]), _view),
+    **dict.fromkeys(_all(["flatten"]), _flatten),
+    **dict.fromkeys(_all(["transpose", "swapaxes", "swapdims"]), _transposed),
+    **dict.fromkeys(_all(["permute"]), _permuted),
+    **dict.fromkeys(_all(["argmax"]), _argmax),
+    **dict.fromkeys(_all(["max"]), _max),
+    Tensor.shape.__get__: _size,  # type: ignore[attr-defined]
+    Tensor.size: _size,
+    Tensor.__len__: _length,
+    Tensor.register_hook: _hooked,
+    Tensor.data.__get__: _detached,  # type: ignore[attr-defined]
+    Tensor.__getitem__: _item,
+    functional.linear: _linear,
+    functional.layer_norm: _norm,
+    functional.rms_norm: _root_norm,
+    functional.cross_entropy: _cross_entropy,
+}

@@ -1,0 +1,46 @@
+"""Split the layers of a replica over several devices, which compute each of them together (Megatron-LM).
+
+Shoeybi et al. 2019, arXiv 1909.08053.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from tutti.config.layout_config import TensorConfig
+from tutti.nn import ac_policy
+from tutti.parallel.ddp.whole_layout import WholeRunner
+from tutti.parallel.tensor.loss_parallel_plan import Outputs
+from tutti.parallel.tensor.tp_apply import TensorParallelizer
+from tutti.types import GradientReadyHook, LossFn, LossSums, MicroBatch, RunContext
+
+
+class TensorLayout:
+    """Model layout of ``tensor``: each rank holds a slice of every layer in the TP plan."""
+
+    def __init__(self, config: TensorConfig, run_context: RunContext) -> None:
+        self._config, self._run_context = config, run_context
+
+    def build(self, plain: nn.Module) -> WholeRunner:
+        """Slice the layers of the TP plan in place; see ``TensorParallelizer``. Collective."""
+        ac_policy.check_units(plain, self._run_context.activation_checkpointing)
+        division = TensorParallelizer(plain, self._run_context, self._config)
+        division.apply()
+        replica = (TensorRunner if division.parted else WholeRunner)(plain, self._run_context)
+        division.mark(replica)
+        return replica
+
+
+class TensorRunner(WholeRunner):
+    """Runs a model whose output may be split: the run's loss function takes it split, every other caller whole."""
+
+    def __init__(self, module: nn.Module, run_context: RunContext) -> None:
+        super().__init__(module, run_context)
+        self._outputs = Outputs(module)
+
+    def run(self, micro_batches: Sequence[MicroBatch], loss: LossFn, sink: GradientReadyHook | None) -> LossSums:
+        """Run as a whole model, with outputs left split for the loss function."""
+        with self._outputs.kept():
+            return super().run(micro_batches, loss, sink)

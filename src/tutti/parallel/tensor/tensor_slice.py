@@ -1,0 +1,85 @@
+"""A layer's slice on this rank, and dropout of a slice."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from tutti.comm.partition import even_share
+
+
+class SliceRanks(Protocol):
+    """Collectives over the tensor ranks, with backward: ``tutti.comm.differentiable.TensorRanks``."""
+
+    rank: int
+    size: int
+
+    def copy(self, whole: Tensor, name: str) -> Tensor:
+        """Return ``whole``; backward all-reduces its gradient."""
+
+    def reduce(self, part: Tensor, name: str) -> Tensor:
+        """All-reduce; backward passes the gradient on."""
+
+    def gather(self, part: Tensor, dim: int, length: int, name: str) -> Tensor:
+        """All-gather the slices of ``length`` along ``dim``; backward takes this rank's slice."""
+
+    def take(self, whole: Tensor, dim: int, length: int, name: str) -> Tensor:
+        """Return this rank's slice along ``dim`` of a tensor that is the same on all ranks; backward all-gathers."""
+
+    def scatter(self, part: Tensor, dim: int, length: int, name: str) -> Tensor:
+        """Reduce-scatter along ``dim``; backward all-gathers."""
+
+    def widen(self, part: Tensor, dim: int, length: int, name: str) -> Tensor:
+        """All-gather along ``dim`` for uses that differ from rank to rank; backward reduce-scatters."""
+
+    def copies(self, tensors: Sequence[Tensor], name: str) -> Sequence[Tensor]:
+        """Return ``tensors``; backward all-reduces their gradients, all in one message."""
+
+    def join(self, tensor: Tensor, name: str) -> Tensor:
+        """All-gather tensors of one shape along a new first dimension; backward takes this rank's."""
+
+
+class LayerSlice(NamedTuple):
+    """This rank's slice of one layer.
+
+    Attributes:
+        name: of the layer in the whole model.
+        ranks: collectives over the ranks that hold the slices.
+        length: number of outputs, inputs, heads, rows of a table, features or positions that the ranks divide.
+        sequence: sequence parallelism: outputs that would be whole on all ranks are split by positions.
+    """
+
+    name: str
+    ranks: SliceRanks
+    length: int
+    sequence: bool = False
+
+    @property
+    def mine(self) -> range:
+        """This rank's indices out of ``length``."""
+        return even_share(self.length, self.ranks.size, self.ranks.rank)
+
+
+def dropped(part: Tensor, p: float, dim: int, slice_: LayerSlice) -> Tensor:
+    """Apply dropout to this rank's slice along ``dim``, with the draws that one device makes for the whole tensor.
+
+    Args:
+        part: the slice.
+        p: probability of zero.
+        dim: the split dimension.
+        slice_: whose ``length`` may count groups along ``dim``, such as heads.
+    """
+    here = len(slice_.mine)
+    if p == 0.0:
+        return part
+    shape, each = list(part.shape), part.shape[dim] // here
+    shape[dim] = each * slice_.length
+    # Dropout draws in memory order.
+    order = sorted(range(part.dim()), key=lambda d: -part.stride()[d])
+    ones = torch.empty_permuted(shape, order, dtype=part.dtype, device=part.device).fill_(1)
+    noise = functional.dropout(ones, p)
+    return part * noise.narrow(dim, each * slice_.mine.start, part.shape[dim])

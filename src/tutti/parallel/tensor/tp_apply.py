@@ -1,0 +1,182 @@
+"""Apply a TP plan: slice a model's parameters and convert its layers on this tensor rank, in place."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from torch import Tensor, nn
+
+from tutti.comm.broadcast import broadcast_tensors
+from tutti.comm.differentiable import TensorRanks
+from tutti.config.layout_config import TensorConfig
+from tutti.errors import UsageError
+from tutti.nn.ac_and_compile import restore_forwards
+from tutti.nn.swap import buffers, describe_tensors, other_names, parameters
+from tutti.parallel.ddp.replica_part import ReplicaPart
+from tutti.parallel.tensor.head_parallel import HeadParallelAttention
+from tutti.parallel.tensor.local_shape import HeadParallelBlock, run_within
+from tutti.parallel.tensor.loss_parallel_plan import hooked, with_scores
+from tutti.parallel.tensor.tensor_slice import LayerSlice
+from tutti.parallel.tensor.tp_layers import (
+    ColumnParallelLinear,
+    GatheredOutput,
+    LossParallelLinear,
+    ParallelDropout,
+    RowParallelLinear,
+    TensorParallelLayer,
+    VocabParallelEmbedding,
+    divide,
+)
+from tutti.parallel.tensor.tp_plan import PlanEntry, PlanFinder, summary
+from tutti.parallel.tensor.tp_verify import TensorCut
+from tutti.torch_compat import FUSED_ACTIVATION, module_parameters
+from tutti.types import RunContext, ShardSpec
+
+_KINDS: dict[str, type[TensorParallelLayer]] = {
+    "column": ColumnParallelLinear,
+    "row": RowParallelLinear,
+    "heads": HeadParallelAttention,
+    "vocabulary": VocabParallelEmbedding,
+    "gathered": GatheredOutput,
+    "scores": LossParallelLinear,
+    "dropout": ParallelDropout,
+    "within": HeadParallelBlock,
+}
+
+
+class TensorParallelizer:
+    """Derives the TP plan of a whole model, and applies it on this tensor rank. Collective.
+
+    The constructor finds the plan; ``apply`` carries it out once a layout knows where to cut the model into stages.
+
+    Args:
+        plain: the whole model.
+        run_context: mesh, communicators and flags of the run.
+        config: options of tensor parallelism.
+
+    Attributes:
+        plan: entries of the modules that do not stay whole.
+        closed: names of blocks whose forward runs on a slice, and that must not be traced into.
+        parted: whether layers may return ``SplitTensor``s (``parallel.tensor.split_tensor``).
+
+    Raises:
+        MismatchError: the ranks have built different models.
+        UsageError: the model is already split, or sequence parallelism meets hooks on the gradients of modules.
+    """
+
+    def __init__(self, plain: nn.Module, run_context: RunContext, config: TensorConfig) -> None:
+        self._comm, self._plain, self._config = run_context.comms.axis("tensor"), plain, config
+        self.plan: list[PlanEntry] = []
+        self._said: dict[str, str] = {}
+        if config.sequence:
+            _check_sequence(plain)
+        self._specs: dict[str, ShardSpec] = {}
+        if self._comm.size > 1:
+            _check(plain)
+            restore_forwards(plain)
+            run_context.comms.model.agree(describe_tensors([plain]), "the model", "build the same model on every rank")
+            self.plan = self._find(plain, run_context)
+            between = "; positions between them" if config.sequence else ""
+            self._said = {"split": _said(plain, self.plan, self._comm.size) + between}
+        self.parted = bool(self.plan) and (config.sequence or any(entry.role == "scores" for entry in self.plan))
+        self.closed = frozenset(entry.name for entry in self.plan if entry.role == "within")
+
+    def check(self, read: Collection[str]) -> None:
+        """Raise UsageError where a parameter in ``read`` would be split: a forward reads it outside of its layer."""
+        split = {f"{entry.name}.{key}": entry.name for entry in self.plan for key in entry.cuts}
+        for name in sorted(split.keys() & set(read)):
+            raise UsageError(
+                f"the model's own forward reads {name}, which would be split over tensor ranks",
+                remedy=f"leave the layer whole: hybrid:whole={split[name]}",
+            )
+
+    def apply(self) -> None:
+        """Slice the model's parameters and convert its layers, in place.
+
+        Parameters stay the same objects, which an optimizer may hold. Collective: a broadcast of the first tensor
+        rank's parameters and buffers.
+        """
+        if self._comm.size == 1:
+            return
+        broadcast_tensors(self._comm, _tensors(self._plain), "initial state")
+        names = {id(p): name for name, p in parameters([self._plain])}
+        tied, ranks = other_names([self._plain]), TensorRanks(self._comm)
+        for entry in self.plan:
+            layer = self._plain.get_submodule(entry.name)
+            for key, cut in entry.cuts.items():
+                parameter = module_parameters(layer)[key]
+                if parameter is not None and names[id(parameter)] not in self._specs:
+                    name = names[id(parameter)]
+                    self._specs[name] = self._cut(parameter, cut, tied.get(name, ()))
+            self._become(layer, entry, ranks)
+
+    def mark(self, replica: ReplicaPart) -> None:
+        """Set a replica's shard specs, and its names of tensors that the first tensor rank accounts for."""
+        if self._comm.size == 1:
+            return
+        here = {name: spec for name, spec in self._specs.items() if name in replica.specs}
+        replica.summary = {**replica.summary, **self._said}
+        if self._comm.rank:
+            replica.not_owned = {*replica.not_owned, *(name for name in replica.specs if name not in here)}
+        replica.specs = {**replica.specs, **here}
+
+    def _find(self, module: nn.Module, run_context: RunContext) -> list[PlanEntry]:
+        """Broadcast the plan that the first rank finds, so that all ranks have the same."""
+        comm, config, found = self._comm, self._config, []
+        if comm.rank == 0:
+            finder = PlanFinder(module, comm.size, config.least, config.whole, drops=comm.device.type == "cpu")
+            # Compiled code takes no split tensors.
+            trial = run_context.trial if run_context.compile == "none" else None
+            found = [entry.as_json() for entry in with_scores(module, finder.find(), trial, comm.device)]
+        return [PlanEntry.from_json(entry) for entry in comm.broadcast_json(found, 0, "plan of the split")]
+
+    def _cut(self, parameter: nn.Parameter, cut: TensorCut, tied: tuple[str, ...]) -> ShardSpec:
+        rank, ranks, shape = self._comm.rank, self._comm.size, tuple(parameter.shape)
+        spec = ShardSpec(shape, cut.offset(parameter, rank, ranks), tied, cut.blocks)
+        parameter.grad = None
+        parameter.data = cut.take(parameter.data, rank, ranks).clone()
+        return spec
+
+    def _become(self, layer: nn.Module, entry: PlanEntry, ranks: TensorRanks) -> None:
+        if entry.role == "slow":
+            # PyTorch's fused kernel for evaluation reads the weights and ignores slices.
+            setattr(layer, "use_nested_tensor" if isinstance(layer, nn.TransformerEncoder) else FUSED_ACTIVATION, False)
+            return
+        if entry.role == "row" and type(layer) is not nn.Linear:
+            return  # the attention computes its output projection itself
+        divide(layer, _KINDS[entry.role], LayerSlice(entry.name, ranks, entry.units, self._config.sequence))
+        if entry.role == "within":
+            run_within(layer, *entry.local)
+
+
+def _tensors(module: nn.Module) -> list[Tensor]:
+    return [p.data for _, p in parameters([module])] + [slot.get() for slot in buffers([module])]
+
+
+def _check_sequence(plain: nn.Module) -> None:
+    if hooked(plain):
+        raise UsageError(
+            "sequence=true does not go with hooks on the gradients of modules",
+            why="they would be given a share of the positions",
+            remedy="leave out one of the two",
+        )
+
+
+def _check(module: nn.Module) -> None:
+    if any(isinstance(m, TensorParallelLayer) for m in module.modules()):
+        raise UsageError(
+            "the model has been split over ranks before",
+            why="this rank has slices of its weights, and the rest is elsewhere",
+            remedy="build the model anew",
+        )
+
+
+def _said(module: nn.Module, plan: Sequence[PlanEntry], ranks: int) -> str:
+    """Return a line for the run's header: how many modules have which role."""
+    found = summary(module, plan)
+    parts = [f"{len(found[role])} {role} ({_few(found[role])})" for role in sorted(found)]
+    return f"over {ranks}: {', '.join(parts)}"
+
+
+def _few(names: Sequence[str], most: int = 4) -> str:
+    return " ".join(names[:most]) + f" and {len(names) - most} more" * (len(names) > most)

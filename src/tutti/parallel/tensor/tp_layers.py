@@ -1,0 +1,112 @@
+"""Tensor-parallel layers, each with the names and parameters of its plain layer, which are sliced.
+
+``divide`` gives a plain layer a subclass of its own class: hooks, copies and the model around it stay as they were.
+Shoeybi et al. 2019, arXiv 1909.08053; sequence parallelism: Korthikanti et al. 2022, arXiv 2205.05198.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import functional
+
+from tutti.parallel.tensor.split_tensor import SplitTensor, copied, summed
+from tutti.parallel.tensor.tensor_slice import LayerSlice, dropped
+from tutti.torch_compat import ConvBase
+
+
+class TensorParallelLayer(nn.Module):
+    """Base class of layers whose forward depends on this rank's slice.
+
+    Attributes:
+        tutti_slice: the slice.
+    """
+
+    tutti_slice: LayerSlice
+
+
+class ColumnParallelLinear(TensorParallelLayer):
+    """A linear layer split by outputs: whole inputs → this rank's outputs. Collective: an all-reduce in backward."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """(…, inputs) → (…, outputs here)."""
+        result: Tensor = super().forward(copied(input, self.tutti_slice))
+        return result
+
+
+class RowParallelLinear(TensorParallelLayer):
+    """A linear layer split by inputs: this rank's inputs → whole outputs. The bias is whole on every rank.
+
+    Collective: an all-reduce, or a reduce-scatter with sequence parallelism.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def forward(self, input: Tensor) -> Tensor:
+        """(…, inputs here) → (…, outputs)."""
+        part = functional.linear(input, self.weight)
+        whole = summed(part, self.tutti_slice)
+        return whole if self.bias is None else whole + self.bias.to(whole.dtype)
+
+
+class GatheredOutput(TensorParallelLayer):
+    """A linear or convolution layer split by outputs: whole inputs → whole outputs, by an all-gather."""
+
+    def forward(self, input: Tensor, *rest: Any, **options: Any) -> Tensor:
+        """Compute as the plain layer."""
+        name, ranks, length, _ = self.tutti_slice
+        part = super().forward(copied(input, self.tutti_slice), *rest, **options)
+        dim = -1 - len(self.kernel_size) if isinstance(self, ConvBase) else -1
+        return ranks.gather(part, part.dim() + dim, length, name)
+
+
+class LossParallelLinear(TensorParallelLayer):
+    """The last linear layer, split by outputs that stay split: whole inputs → scores of this rank's classes."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """(…, inputs) → (…, classes), a ``SplitTensor``."""
+        return SplitTensor.of(super().forward(copied(input, self.tutti_slice)), -1, self.tutti_slice)
+
+
+class VocabParallelEmbedding(TensorParallelLayer):
+    """An embedding split by rows: each rank looks up its own rows, and the result is the sum over ranks."""
+
+    weight: Tensor
+    padding_idx: int | None
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Compute as the plain layer."""
+        mine, padding = self.tutti_slice.mine, self.padding_idx
+        elsewhere = (input < mine.start) | (input >= mine.stop)
+        rows = (input - mine.start).masked_fill(elsewhere, 0)
+        own = padding - mine.start if padding is not None and padding in mine else None
+        part = functional.embedding(rows, self.weight, own).masked_fill(elsewhere.unsqueeze(-1), 0)
+        return summed(part, self.tutti_slice)
+
+
+class ParallelDropout(TensorParallelLayer):
+    """Dropout on this rank's slice of the features: draws for all features, as one device does."""
+
+    p: float
+
+    def forward(self, input: Tensor) -> Tensor:
+        """(…, features here) → the same."""
+        if not self.training or self.p == 0.0:
+            return functional.dropout(input, self.p, False)
+        return dropped(input, self.p, input.dim() - 1, self.tutti_slice)
+
+
+def divide(module: nn.Module, kind: type[TensorParallelLayer], slice_: LayerSlice) -> None:
+    """Convert ``module`` into a layer of ``kind`` in place; the caller slices its parameters.
+
+    Args:
+        module: a plain layer.
+        kind: class that its new class inherits from, before its own.
+        slice_: this rank's slice of it.
+    """
+    plain = type(module)
+    body = {"__module__": plain.__module__, "_whole": plain}
+    module.__class__ = type(f"{kind.__name__}{plain.__name__}", (kind, plain), body)
+    module.tutti_slice = slice_  # type: ignore[assignment]

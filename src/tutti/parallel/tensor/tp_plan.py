@@ -1,0 +1,291 @@
+"""Derive a TP plan from a model, as data: which layers are split over tensor ranks, and how.
+
+Shoeybi et al. 2019, arXiv 1909.08053, §3: of two linear layers with only functions of single features between them, the
+first is column-parallel and the second row-parallel, so that ranks need one sum at the end; attention is split
+likewise, by heads, and an embedding by rows. Other layers that can be split alone are, with their outputs gathered:
+that saves memory, not time.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from fnmatch import fnmatchcase
+from itertools import pairwise
+from types import BuiltinFunctionType, FunctionType
+from typing import Any
+
+from torch import nn
+
+from tutti.nn.ac_policy import is_sequence
+from tutti.nn.rng_streams import module_draws
+from tutti.parallel.tensor.tp_verify import BlockSplit, TensorCut, find_block_split
+from tutti.torch_compat import ConvBase, ConvTransposeBase, module_buffers, module_parameters
+
+ROLES = ("column", "row", "heads", "vocabulary", "gathered", "scores", "dropout", "within", "slow")
+_TABLES = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+
+
+@dataclass(frozen=True)
+class PlanEntry:
+    """The role of one module in the TP plan.
+
+    Attributes:
+        name: in the plain model.
+        role: one of ``ROLES``; ``dropout`` and ``within`` hold no slices of parameters, but draw or compute on a slice;
+            ``slow`` must not use PyTorch's fused kernel, which ignores slices.
+        units: number of outputs, inputs, heads, rows or features that are divided over ranks.
+        cuts: of its own parameters, by name.
+        local: arguments ``width``, ``sizes`` and ``draws`` of ``tutti.parallel.tensor.local_shape.LocalShapeMode``, for
+            ``within``.
+    """
+
+    name: str
+    role: str
+    units: int = 0
+    cuts: Mapping[str, TensorCut] = field(default_factory=dict)
+    local: tuple[int, Sequence[int], Sequence[int]] = (0, (), ())
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> PlanEntry:
+        """Build an entry from another rank's ``as_json``."""
+        cuts = {name: TensorCut(*cut) for name, cut in value["cuts"].items()}
+        return cls(value["name"], value["role"], value["units"], cuts, tuple(value["local"]))
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the entry in types of JSON, for a broadcast."""
+        return asdict(self) | {"cuts": {name: list(cut) for name, cut in self.cuts.items()}}
+
+
+class PlanFinder:
+    """Derives the TP plan of one model.
+
+    Args:
+        model: the plain model.
+        ranks: number of tensor ranks, T.
+        least: smallest number of parameters of a layer that is split alone.
+        whole: patterns of names of modules that stay whole, with all their submodules.
+        drops: whether attention with dropout can be split: not where a fused kernel draws.
+    """
+
+    def __init__(self, model: nn.Module, ranks: int, least: int, whole: Sequence[str], drops: bool) -> None:
+        self._model, self._ranks, self._least, self._drops = model, ranks, least, drops
+        self._entries: dict[str, PlanEntry] = {}
+        self._tried: dict[Hashable, BlockSplit | None] = {}
+        everywhere = list(model.named_modules(remove_duplicate=False))
+        self._again = {key for key, times in Counter(id(m) for _, m in everywhere).items() if times > 1}
+        users: dict[int, list[tuple[str, str]]] = {}
+        for name, module in model.named_modules():
+            for key, parameter in module_parameters(module).items():
+                if parameter is not None:
+                    users.setdefault(id(parameter), []).append((name, key))
+        self._tied = [places for places in users.values() if len(places) > 1]
+        self._left = {name for name, _ in everywhere if _within(name, whole)}
+
+    def find(self) -> list[PlanEntry]:
+        """Return the plan, in the model's order; modules without an entry stay whole."""
+        for name, module in reversed(list(self._model.named_modules())):
+            if isinstance(module, nn.MultiheadAttention):
+                self._attention(name, module)
+            elif isinstance(module, _TABLES):
+                self._transformer(name, module)
+            elif isinstance(module, nn.TransformerEncoder) and self._holds_any(name):
+                self._add(PlanEntry(name, "slow"))
+        for name, module in reversed(list(self._model.named_modules())):
+            if is_sequence(module):
+                self._windows(name, module)
+            elif not type(module).__module__.startswith("torch.nn."):
+                self._block(name, module)
+        for name, module in self._model.named_modules():
+            if self._free(name, module):
+                self._alone(name, module)
+        self._agree_on_tied()
+        return [self._entries[name] for name, _ in self._model.named_modules() if name in self._entries]
+
+    def _free(self, name: str, module: nn.Module, *, once: bool = False) -> bool:
+        """Return whether a module may get a role; ``once``: a role for modules that are used once and share nothing."""
+        tied = once and any(name == place for places in self._tied for place, _ in places)
+        return name not in self._entries and name not in self._left and not tied and not (once and self._twice(module))
+
+    def _twice(self, module: nn.Module) -> bool:
+        return id(module) in self._again
+
+    def _add(self, *entries: PlanEntry) -> None:
+        self._entries |= {entry.name: entry for entry in entries}
+
+    # --- column-parallel and row-parallel pairs --------------------------------------------------------------------
+
+    def _attention(self, name: str, module: nn.MultiheadAttention) -> None:
+        inner = f"{name}.out_proj" if name else "out_proj"
+        self._left.add(inner)
+        plain = type(module) is nn.MultiheadAttention and module.bias_k is None and not module.add_zero_attn
+        if not (plain and self._free(name, module, once=True) and self._free(name, module.out_proj, once=True)):
+            return
+        if module.num_heads < self._ranks or (module.dropout > 0 and not self._drops):
+            return
+        heads = module.num_heads
+        cuts = {
+            key: TensorCut(0, heads, 3 if key.startswith("in_proj") else 1)
+            for key, parameter in module_parameters(module).items()
+            if parameter is not None
+        }
+        self._add(
+            PlanEntry(name, "heads", heads, cuts), PlanEntry(inner, "row", heads, {"weight": TensorCut(1, heads)})
+        )
+
+    def _transformer(self, name: str, layer: nn.Module) -> None:
+        """Split the feed-forward of PyTorch's encoder and decoder layers, which is no module of its own."""
+        names = [f"{name}.{key}" if name else key for key in ("linear1", "dropout", "linear2")]
+        members = [self._model.get_submodule(n) for n in names]
+        first, drop, last = members
+        able = isinstance(first, nn.Linear) and isinstance(last, nn.Linear) and isinstance(drop, nn.Dropout)
+        if able and all(self._free(n, m, once=True) for n, m in zip(names, members, strict=True)):
+            hidden = int(first.out_features)  # type: ignore[arg-type]
+            if hidden >= self._ranks:
+                self._pair(names[0], [(names[1], drop)], names[2], hidden)
+        if self._holds_any(name):
+            self._add(PlanEntry(name, "slow"))
+
+    def _holds_any(self, name: str) -> bool:
+        return any(n.startswith(f"{name}." if name else "") for n in self._entries)
+
+    def _windows(self, name: str, sequence: nn.Module) -> None:
+        """Split pairs of linear layers in a sequence that have only functions of single features between them."""
+        children = [(f"{name}.{key}" if name else key, child) for key, child in sequence.named_children()]
+        places = [i for i, (n, m) in enumerate(children) if _is_linear(m) and self._free(n, m, once=True)]
+        taken = -1
+        for begin, end in pairwise(places):
+            between = children[begin + 1 : end]
+            if begin <= taken or self._twice(sequence) or not all(self._passes(n, m) for n, m in between):
+                continue
+            region = self._examine(nn.Sequential(*(m for _, m in children[begin : end + 1])), ("0", str(end - begin)))
+            if region is not None and not region.sizes and all(dim == -1 for dim in region.draws):
+                self._pair(children[begin][0], between, children[end][0], region.units)
+                taken = end
+
+    def _passes(self, name: str, module: nn.Module) -> bool:
+        """Return whether a module between two layers may run on a slice: PyTorch's, drawing by dropout only."""
+        ours = type(module).__module__.startswith("torch.nn.") and name not in self._left
+        return ours and (type(module) is nn.Dropout or not module_draws(module)) and not self._twice(module)
+
+    def _pair(self, first: str, between: Sequence[tuple[str, nn.Module]], last: str, units: int) -> None:
+        self._add(
+            PlanEntry(first, "column", units, self._linear(first, TensorCut(0, units))),
+            *(PlanEntry(n, "dropout", units) for n, m in between if isinstance(m, nn.Dropout)),
+            PlanEntry(last, "row", units, {"weight": TensorCut(1, units)}),
+        )
+
+    def _block(self, name: str, module: nn.Module) -> None:
+        """Split a block of the user's own, attention or feed-forward in any form, if the split is proved right."""
+        inner = [(n, f"{name}.{n}" if name else n, m) for n, m in module.named_modules() if m is not module]
+        linears = [short for short, n, m in inner if _is_linear(m) and self._free(n, m, once=True)]
+        computed = any(n in self._entries and self._entries[n].role == "heads" for _, n, _ in inner)
+        if computed or len(linears) < 2 or not self._free(name, module, once=True):
+            return
+        region = self._examine(module, linears)
+        if region is None or (region.dropout and not self._drops):
+            return
+        self._region(name, region)
+
+    def _examine(self, block: nn.Module, linears: Sequence[str]) -> BlockSplit | None:
+        """Call ``find_block_split``, once for all blocks of the same structure."""
+        key = (*linears, *(_likeness(name, module) for name, module in block.named_modules()))
+        if key not in self._tried:
+            self._tried[key] = find_block_split(block, self._ranks, linears)
+        return self._tried[key]
+
+    def _region(self, name: str, region: BlockSplit) -> None:
+        prefix = f"{name}." if name else ""
+        self._add(
+            *(
+                PlanEntry(prefix + n, "column", cut.units, self._linear(prefix + n, cut))
+                for n, cut in region.columns.items()
+            ),
+            PlanEntry(prefix + region.row, "row", region.units, {"weight": TensorCut(1, region.units)}),
+            PlanEntry(name, "within", region.units, {}, (region.width, region.sizes, region.draws)),
+        )
+
+    def _linear(self, name: str, cut: TensorCut) -> dict[str, TensorCut]:
+        parameters = module_parameters(self._model.get_submodule(name))
+        return {key: cut for key in ("weight", "bias") if parameters.get(key) is not None}
+
+    # --- single layers ---------------------------------------------------------------------------------------------
+
+    def _alone(self, name: str, module: nn.Module) -> None:
+        if sum(p.numel() for p in module_parameters(module).values() if p is not None) < self._least:
+            return
+        if _is_linear(module) and int(module.out_features) >= self._ranks:  # type: ignore[arg-type]
+            units = int(module.out_features)  # type: ignore[arg-type]
+            self._add(PlanEntry(name, "gathered", units, self._linear(name, TensorCut(0, units))))
+        elif _is_convolution(module) and int(module.out_channels) >= self._ranks:  # type: ignore[arg-type]
+            units = int(module.out_channels)  # type: ignore[arg-type]
+            weight = TensorCut(int(isinstance(module, ConvTransposeBase)), units)
+            cuts = {"weight": weight} if module.bias is None else {"weight": weight, "bias": TensorCut(0, units)}
+            self._add(PlanEntry(name, "gathered", units, cuts))
+        elif _is_embedding(module) and int(module.num_embeddings) >= self._ranks:  # type: ignore[arg-type]
+            rows = int(module.num_embeddings)  # type: ignore[arg-type]
+            self._add(PlanEntry(name, "vocabulary", rows, {"weight": TensorCut(0, rows)}))
+
+    def _agree_on_tied(self) -> None:
+        """Drop the entries of layers that share a parameter and do not cut it alike."""
+        dropped = True
+        while dropped:
+            dropped = False
+            for places in self._tied:
+                cuts = [self._entries[n].cuts.get(key) if n in self._entries else None for n, key in places]
+                if any(cut != cuts[0] for cut in cuts):
+                    dropped = True
+                    for n, _ in places:
+                        self._entries.pop(n, None)
+
+
+def _likeness(name: str, module: nn.Module) -> Hashable:
+    """Return a key that is equal for modules that compute alike but for their weights."""
+    said = [(k, v) for k, v in vars(module).items() if type(v) in (int, float, str, bool) and k != "training"]
+    functions = [(k, v) for k, v in vars(module).items() if isinstance(v, FunctionType | BuiltinFunctionType)]
+    members = (*module_parameters(module).items(), *module_buffers(module).items())
+    tensors = [(k, t.shape) for k, t in members if t is not None]
+    return name, type(module), repr(module), tuple(said), tuple(functions), tuple(tensors)
+
+
+def _within(name: str, patterns: Collection[str]) -> bool:
+    parts = name.split(".")
+    return any(fnmatchcase(".".join(parts[:end]), p) for p in patterns for end in range(1, len(parts) + 1))
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return type(module) is nn.Linear and _plain(module)
+
+
+def _is_convolution(module: nn.Module) -> bool:
+    if not isinstance(module, ConvBase) or type(module).__module__ != "torch.nn.modules.conv":
+        return False
+    return _plain(module) and module.groups == 1
+
+
+def _is_embedding(module: nn.Module) -> bool:
+    if type(module) is not nn.Embedding or not _plain(module):
+        return False
+    return module.max_norm is None and not module.sparse and not module.scale_grad_by_freq
+
+
+def _plain(module: nn.Module) -> bool:
+    """Return whether a module has the parameters of its class, none computed by a hook or a parametrization."""
+    expected = {"weight"} if isinstance(module, nn.Embedding) else {"weight", "bias"}
+    return module_parameters(module).keys() == expected
+
+
+def summary(model: nn.Module, plan: Sequence[PlanEntry]) -> dict[str, list[str]]:
+    """Return the names of modules with parameters of their own, by role; ``whole`` for modules outside of the plan."""
+    roles = {entry.name: entry.role for entry in plan}
+    found: dict[str, list[str]] = {}
+    for name, role in _rows(model, roles):
+        found.setdefault(role, []).append(name)
+    return found
+
+
+def _rows(model: nn.Module, roles: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    for name, module in model.named_modules():
+        if any(p is not None for p in module_parameters(module).values()):
+            yield name or "the model", roles.get(name, "whole")

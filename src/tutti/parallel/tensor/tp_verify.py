@@ -1,0 +1,395 @@
+"""Find how a block may be split over ranks, and prove the split by computing in double precision on random numbers.
+
+The block runs as it is. Then each rank's slice of it runs in turn, with the sums over ranks that a real run makes. The
+split is right where outputs and the gradients of the input and of unsplit parameters are the same. After an error, a
+draw other than by dropout, or a difference the block is not split.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from tutti.comm.partition import even_share
+from tutti.parallel.tensor.local_shape import ATTENTION, DROPOUTS, LocalShapeMode
+from tutti.parallel.tensor.tensor_slice import LayerSlice, SliceRanks
+
+_MOST_LINEAR = 8
+_SOFTMAX = (functional.softmax, torch.softmax, Tensor.softmax)
+_PRIMES = (5, 7, 11, 13, 17, 19, 23, 29)
+
+
+class TensorCut(NamedTuple):
+    """How a tensor is split over ranks.
+
+    Attributes:
+        dim: the split dimension.
+        units: number of equal units along it that stay whole, such as heads; ranks get even shares of them.
+        blocks: number of equal parts of ``dim`` that are split alike, as queries, keys and values in one matrix.
+    """
+
+    dim: int
+    units: int
+    blocks: int = 1
+
+    def take(self, tensor: Tensor, rank: int, ranks: int) -> Tensor:
+        """Return a rank's slice of a whole tensor; not a copy unless there are several blocks."""
+        mine = even_share(self.units, ranks, rank)
+        step = tensor.shape[self.dim] // self.blocks
+        each = step // self.units
+        parts = [tensor.narrow(self.dim, b * step + each * mine.start, each * len(mine)) for b in range(self.blocks)]
+        return parts[0] if self.blocks == 1 else torch.cat(parts, self.dim)
+
+    def offset(self, tensor: Tensor, rank: int, ranks: int) -> tuple[int, ...]:
+        """Return the offset of a rank's slice within the first block."""
+        each = tensor.shape[self.dim] // self.blocks // self.units
+        begin = each * even_share(self.units, ranks, rank).start
+        return tuple(begin if dim == self.dim else 0 for dim in range(tensor.dim()))
+
+
+@dataclass(frozen=True)
+class BlockSplit:
+    """How a block is split: linear layers with a common input column-parallel, the next linear layer row-parallel.
+
+    Attributes:
+        columns: how each column-parallel layer is cut, by name.
+        row: name of the row-parallel layer.
+        units: number of heads or features that are divided over ranks.
+        width: input features of the row-parallel layer.
+        sizes, draws: see ``tutti.parallel.tensor.local_shape.LocalShapeMode``.
+        dropout: whether attention itself applies dropout.
+    """
+
+    columns: Mapping[str, TensorCut]
+    row: str
+    units: int
+    width: int
+    sizes: list[int] = field(default_factory=list)
+    draws: list[int] = field(default_factory=list)
+    dropout: bool = False
+
+
+def find_block_split(block: nn.Module, ranks: int, linears: Collection[str] | None = None) -> BlockSplit | None:
+    """Return how ``block`` may be split over ranks; None where no split gives the same result.
+
+    Args:
+        block: any module; it is not changed.
+        ranks: number of tensor ranks.
+        linears: names of the linear layers in it that may be split; default: all. Every other module stays whole.
+    """
+    chosen = {
+        name for name, m in block.named_modules() if type(m) is nn.Linear and (linears is None or name in linears)
+    }
+    if not 2 <= len(chosen) <= _MOST_LINEAR or not _takes_one(block):
+        return None
+    try:
+        with torch.random.fork_rng(devices=[]), torch.enable_grad(), torch.autocast("cpu", enabled=False):
+            return _examine(copy.deepcopy(block).cpu().double().requires_grad_(False).train(), chosen, ranks)
+    except Exception:
+        # The block may need another kind of input, or shapes that a slice does not have.
+        return None
+
+
+def _examine(block: nn.Module, linears: Collection[str], ranks: int) -> BlockSplit | None:
+    trial = _Trial(block, linears, ranks)
+    reference = trial.reference()
+    if reference is None:
+        return None
+    ways = product(reference.groups, ((True, False), (False, False), (True, True), (False, True)))
+    for group, (fused, prefer_last) in ways:
+        try:
+            region = trial.split(reference, group, fused=fused, prefer_last=prefer_last)
+        except Exception:
+            # The shapes do not fit; another way to cut may.
+            continue
+        if region is not None:
+            return region
+    return None
+
+
+def _takes_one(block: nn.Module) -> bool:
+    """Return whether the forward takes one input only, and no mask that a later call may give."""
+    names = list(inspect.signature(block.forward).parameters.values())
+    return len(names) == 1 and names[0].kind in (names[0].POSITIONAL_ONLY, names[0].POSITIONAL_OR_KEYWORD)
+
+
+class _Group(NamedTuple):
+    """Linear layers with a common input, the linear layer called next, and the number of heads seen between them."""
+
+    firsts: list[str]
+    last: str
+    heads: int | None
+
+
+class _Whole(NamedTuple):
+    """Results of the block as it is.
+
+    Attributes:
+        x, out: input and output.
+        direction: gradient of the output.
+        gradients: of the input, and of all parameters that are not the linear layers'.
+        groups: layers that may be split together.
+        draws: shapes of the inputs of dropout and of attention, by call.
+        dropout: whether attention itself applies dropout.
+    """
+
+    x: Tensor
+    out: Tensor
+    direction: Tensor
+    gradients: list[Tensor | None]
+    groups: list[_Group]
+    draws: list[torch.Size]
+    dropout: bool
+
+
+class _Watch(TorchFunctionMode):
+    """Records calls of dropout, attention and softmax, and turns dropout off."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.draws: list[torch.Size] = []
+        self.dropout = False
+        self.events: list[tuple[str, Tensor]] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in DROPOUTS:
+            self.draws.append(args[0].shape)
+            return args[0]
+        if func is ATTENTION:
+            self.draws.append(args[0].shape)
+            self.events.append(("", args[0]))
+            self.dropout = self.dropout or (args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)) > 0
+            if len(args) > 4:
+                args = (*args[:4], 0.0, *args[5:])
+            else:
+                kwargs["dropout_p"] = 0.0
+        if func in _SOFTMAX and args[0].dim() > 3:
+            self.events.append(("", args[0]))
+        return func(*args, **kwargs)
+
+    def groups(self) -> list[_Group]:
+        """Return the layers with a common input, the layer called next, and the number of heads between them."""
+        calls = [i for i, (name, _) in enumerate(self.events) if name]
+        names = [self.events[i][0] for i in calls]
+        given = [self.events[i][1].data_ptr() for i in calls]
+        found, start = [], 0
+        while start < len(calls):
+            end = next((i for i in range(start, len(calls)) if given[i] != given[start]), None)
+            if end is None:
+                break
+            between = self.events[calls[start] : calls[end]]
+            heads = next((tensor.shape[-3] for name, tensor in between if not name and tensor.dim() > 3), None)
+            found.append(_Group(names[start:end], names[end], heads))
+            start = end + 1
+        return found
+
+
+class _Probe(LocalShapeMode):
+    """Runs one rank's slice of a block without dropout, and chooses the sizes of views and the dimensions to cut."""
+
+    drops = False
+
+    def __init__(self, slice_: LayerSlice, width: int, draws: list[torch.Size], prefer_last: bool) -> None:
+        super().__init__(slice_, width, [], [])
+        self._whole, self._prefer_last = draws, prefer_last
+
+    def cut(self, have: int, sizes: list[int]) -> int:
+        whole = math.prod(sizes)
+        able = [i for i, size in enumerate(sizes) if size * have % whole == 0]
+        named = [i for wanted in (self.slice_.length, self.width) for i in able if sizes[i] == wanted] or able
+        self.sizes.append(named[-1 if self._prefer_last else 0])
+        return self.sizes[-1]
+
+    def dim(self, tensor: Tensor) -> int:
+        whole = self._whole[self.drawn]
+        differ = [d - tensor.dim() for d in range(tensor.dim()) if tensor.shape[d] != whole[d]]
+        if len(differ) > 1:
+            raise ValueError("split in several dimensions")
+        self.draws.append(differ[0] if differ else 0)
+        return self.draws[-1]
+
+
+class _Tap(torch.autograd.Function):
+    """Identity at the input of a column-parallel layer; backward returns the result of ``told`` for the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, told: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.told = told
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return ctx.told(gradients[0]), None
+
+
+class _Trial:
+    """One block, on which ways to split it are tried."""
+
+    def __init__(self, block: nn.Module, linears: Collection[str], ranks: int) -> None:
+        self.block, self.ranks = block, ranks
+        self.linears = {name: m for name, m in block.named_modules() if name in linears and isinstance(m, nn.Linear)}
+        own = {id(p) for m in self.linears.values() for p in m.parameters()}
+        self.others = [p.requires_grad_() for p in block.parameters() if id(p) not in own]
+
+    def reference(self) -> _Whole | None:
+        """Run the block as it is.
+
+        None where it draws random numbers other than by dropout, calls a layer twice, or changes leading dimensions.
+        """
+        sizes = {n for m in self.linears.values() for n in (m.in_features, m.out_features)}
+        samples, positions = [p for p in _PRIMES if all(size % p for size in sizes)][:2]
+        generator = torch.Generator().manual_seed(0)
+        first = next(iter(self.linears.values())).in_features
+        x = torch.randn(samples, positions, first, generator=generator, dtype=torch.float64).requires_grad_()
+        before, watch = torch.get_rng_state(), _Watch()
+        handles = [
+            m.register_forward_pre_hook(lambda m, args, name=name: watch.events.append((name, args[0])))
+            for name, m in self.linears.items()
+        ]
+        with watch:
+            out = self.block(x)
+        for handle in handles:
+            handle.remove()
+        drew = not torch.equal(before, torch.get_rng_state())
+        order = [name for name, _ in watch.events if name]
+        if drew or not isinstance(out, Tensor) or out.shape[:-1] != x.shape[:-1] or len(set(order)) < len(order):
+            return None
+        direction = torch.randn(out.shape, generator=generator, dtype=out.dtype)
+        gradients: list[Tensor | None] = []
+        gradients += torch.autograd.grad(out, [x, *self.others], direction, allow_unused=True)
+        groups, dropout = watch.groups(), watch.dropout
+        return _Whole(x.detach(), out.detach(), direction, gradients, groups, watch.draws, dropout)
+
+    def split(self, whole: _Whole, group: _Group, *, fused: bool, prefer_last: bool) -> BlockSplit | None:
+        """Return the split of ``group`` if the results are the same, else None. Raises any error of running a slice.
+
+        Args:
+            whole: results of the block as it is.
+            group: layers that are split together.
+            fused: a layer whose outputs are several times the width holds blocks, as queries, keys and values in one
+                matrix.
+            prefer_last: cut the last size of a view that can be cut, not the first.
+        """
+        width = self.linears[group.last].in_features
+        units = group.heads or width
+        columns = {name: self._cut(self.linears[name].out_features, width, units, fused) for name in group.firsts}
+        if width % units or units < self.ranks or None in columns.values():
+            return None
+        dropout = whole.dropout and group.heads is not None
+        region = BlockSplit({n: c for n, c in columns.items() if c}, group.last, units, width, dropout=dropout)
+        return self._prove(region, whole, prefer_last)
+
+    def _cut(self, outputs: int, width: int, units: int, fused: bool) -> TensorCut | None:
+        """Return the cut of one layer's outputs: multiples of the width, or whole heads for grouped-query attention."""
+        each = width // units
+        if outputs % width == 0:
+            times = outputs // width
+            return TensorCut(0, units, times) if fused else TensorCut(0, units)
+        if outputs % each == 0 and units % self.ranks == 0 and (outputs // each) % self.ranks == 0:
+            return TensorCut(0, outputs // each)
+        return None
+
+    def _prove(self, region: BlockSplit, whole: _Whole, prefer_last: bool) -> BlockSplit | None:
+        runs = [_Run(self, region, rank, whole, prefer_last) for rank in range(self.ranks)]
+        for run in runs:
+            run.forward(None)
+        total = torch.stack([run.part for run in runs]).sum(0)
+        for run in runs:
+            run.backward(total, None)
+        sums = {name: torch.stack([run.gradients[name] for run in runs]).sum(0) for name in region.columns}
+        for run in runs:
+            out, gradients = run.backward(total, sums)
+            if not (_same(out, whole.out) and all(map(_same, gradients, whole.gradients))):
+                return None
+        found = runs[0].mode
+        if any((run.mode.sizes, run.mode.draws) != (found.sizes, found.draws) for run in runs):
+            return None
+        return BlockSplit(
+            region.columns, region.row, region.units, region.width, found.sizes, found.draws, region.dropout
+        )
+
+
+class _Run:
+    """One rank's slice of a block."""
+
+    def __init__(self, trial: _Trial, region: BlockSplit, rank: int, whole: _Whole, prefer_last: bool) -> None:
+        self._trial, self._region, self._rank, self._whole = trial, region, rank, whole
+        self._prefer_last = prefer_last
+        self.part = torch.empty(0)
+        self.gradients: dict[str, Tensor] = {}
+        self.mode: _Probe
+
+    def forward(self, total: Tensor | None, sums: Mapping[str, Tensor] | None = None) -> tuple[Tensor, Tensor]:
+        """Return the slice's output and its input.
+
+        Args:
+            total: sum of the row-parallel layer's outputs over all ranks; None in the first pass.
+            sums: gradients of the column-parallel layers' inputs, summed over all ranks, by layer.
+        """
+        region, ranks, linears = self._region, self._trial.ranks, self._trial.linears
+        x = self._whole.x.clone().requires_grad_()
+        for name, cut in region.columns.items():
+            linears[name].forward = self._column(name, cut, sums)  # type: ignore[method-assign,assignment]
+        last, cut = linears[region.row], TensorCut(1, region.units)
+
+        def row(inputs: Tensor) -> Tensor:
+            self.part = part = functional.linear(inputs, cut.take(last.weight, self._rank, ranks))
+            out = part if total is None else part + (total - part).detach()
+            return out if last.bias is None else out + last.bias
+
+        last.forward = row  # type: ignore[method-assign,assignment]
+        slice_ = LayerSlice("", cast(SliceRanks, _Nobody(self._rank, ranks)), region.units)
+        self.mode = _Probe(slice_, region.width, self._whole.draws, self._prefer_last)
+        try:
+            with self.mode:
+                out = self._trial.block(x)
+        finally:
+            for linear in linears.values():
+                vars(linear).pop("forward", None)
+        self.part = self.part.detach()
+        return out, x
+
+    def backward(self, total: Tensor, sums: Mapping[str, Tensor] | None) -> tuple[Tensor, list[Tensor | None]]:
+        """Return output and gradients as in ``_Whole``; ``total`` and ``sums`` as in ``forward``."""
+        out, x = self.forward(total, sums)
+        wanted = [x, *self._trial.others]
+        return out.detach(), list(torch.autograd.grad(out, wanted, self._whole.direction, allow_unused=True))
+
+    def _column(self, name: str, cut: TensorCut, sums: Mapping[str, Tensor] | None) -> Callable[[Tensor], Tensor]:
+        linear, ranks = self._trial.linears[name], self._trial.ranks
+
+        def told(gradient: Tensor) -> Tensor:
+            self.gradients[name] = gradient
+            return gradient if sums is None else sums[name]
+
+        def column(inputs: Tensor) -> Tensor:
+            bias = None if linear.bias is None else cut.take(linear.bias, self._rank, ranks)
+            tapped: Tensor = _Tap.apply(inputs, told)  # type: ignore[no-untyped-call]
+            return functional.linear(tapped, cut.take(linear.weight, self._rank, ranks), bias)
+
+        return column
+
+
+class _Nobody(NamedTuple):
+    """Rank and size of a rank that cannot communicate."""
+
+    rank: int
+    size: int
+
+
+def _same(one: Tensor | None, other: Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    scale = float(other.abs().max()) if other.numel() else 1.0
+    return one.shape == other.shape and bool(torch.allclose(one, other, rtol=1e-9, atol=1e-9 * scale))

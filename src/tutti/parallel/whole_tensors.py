@@ -1,0 +1,450 @@
+"""Optimizer steps on whole tensors where ranks hold slices: an owner rank gathers each tensor and steps it.
+
+Optimizers that are not elementwise (``torch.optim.Muon``, ``Adafactor``, gradient clipping by tensor) compute another
+update on slices than on whole tensors. ``tutti.optim.mixing`` detects them by trial. Every tensor then has one owner
+among the ranks that hold its slices. In each update the owner receives all slices of gradient and parameter, steps the
+whole tensor with its optimizer state, and sends slices of the result back: two all-to-alls. Owners are chosen for an
+even load, and the state of each tensor is on its owner only. Where an update depends on several tensors together, one
+rank owns all of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from tutti.checkpoint.state_shards import load_optimizer, optimizer_tensors
+from tutti.comm.communicator import Communicator
+from tutti.comm.partition import block, owners
+from tutti.errors import UsageError
+from tutti.optim.mixing import Mixing, mixing_of
+from tutti.optim.several import slots
+from tutti.parallel.fsdp.sharded_parameter import ShardedParameter
+from tutti.parallel.split_optimizer import SliceRegions
+from tutti.types import RunContext, SavedState, ShardSpec
+
+Region = tuple[slice, ...]
+"""Index of a region in a whole tensor, one slice a dimension; empty for a 0-d tensor."""
+
+
+class GatheredTensor(NamedTuple):
+    """A tensor to gather along one device mesh axis.
+
+    Attributes:
+        parameter: this rank's parameter.
+        local: shape of this rank's slices, concatenated.
+        shape: shape of the gathered tensor.
+        regions: for each rank of the axis the regions of its slices in the gathered tensor.
+        alike: whether every rank of the axis holds the whole tensor.
+    """
+
+    parameter: nn.Parameter
+    local: tuple[int, ...]
+    shape: tuple[int, ...]
+    regions: Sequence[Sequence[Region]]
+    alike: bool = False
+
+
+class WholeTensors:
+    """Steps an optimizer on whole tensors.
+
+    Args:
+        axes: mesh axes in the order of gathering, each with its tensors and their owners. This rank owns a tensor of a
+            later axis along all earlier axes.
+        optimizer: the optimizer; its present state of tensors that this rank does not own is dropped.
+    """
+
+    def __init__(self, axes: Sequence[_Axis], optimizer: Optimizer) -> None:
+        self._axes = axes
+        self._gathered = {part.parameter for axis in axes for part in axis.parts}
+        self._owned = {p for p in self._gathered if all(axis.owns(p) for axis in axes)}
+        for parameter in self._gathered - self._owned:
+            optimizer.state.pop(parameter, None)
+
+    def whole(self, parameter: Tensor) -> bool:
+        """Return whether the tensor is gathered and this rank owns it, with its whole optimizer state."""
+        return parameter in self._owned
+
+    def slices(self, parameter: Tensor) -> bool:
+        """Return whether a tensor is gathered for its step; its optimizer state is then on its owner only."""
+        return parameter in self._gathered
+
+    @torch.no_grad()
+    def step(self, optimizer: Optimizer) -> None:
+        """Run ``optimizer.step()`` on this rank's own gathered tensors and on all tensors that are not gathered.
+
+        Collective: two all-to-alls for each axis and dtype.
+        """
+        memory: dict[Tensor, Tensor] = {p: p.data for p in self._gathered}
+        values = dict(memory)
+        gradients: dict[Tensor, Tensor | None] = {p: p.grad for p in self._gathered}
+        shown = dict(gradients)
+        for axis in self._axes:
+            axis.gather(values, gradients)
+        for parameter in self._gathered:
+            parameter.grad = None
+            if parameter in self._owned:
+                parameter.data = values[parameter]
+                parameter.grad = gradients[parameter]
+        members = [group["params"] for group in optimizer.param_groups]
+        for group in optimizer.param_groups:
+            group["params"] = [p for p in group["params"] if p in self._owned or p not in self._gathered]
+        try:
+            rest = [p for group in optimizer.param_groups for p in group["params"] if p not in self._owned]
+            # Skipped where no parameter has a gradient, which some optimizers refuse.
+            if self._owned or any(p.grad is not None for p in rest):
+                optimizer.step()
+        finally:
+            for group, own in zip(optimizer.param_groups, members, strict=True):
+                group["params"] = own
+        for parameter in self._owned:
+            parameter.grad = None
+            values[parameter] = parameter.data
+        for axis in reversed(self._axes):
+            axis.give_back(values)
+        for tensor, own in memory.items():
+            tensor.data = own
+            tensor.grad = shown[tensor]
+            if tensor in values:
+                own.copy_(values[tensor])
+
+    def tensors(self, optimizer: Optimizer, named: Sequence[tuple[str, nn.Parameter]]) -> dict[str, Tensor]:
+        """Return the optimizer state of the tensors in ``named`` that this rank owns, as ``{parameter}/{key}``."""
+        return optimizer_tensors(optimizer, [(name, p) for name, p in named if p in self._owned])
+
+    def load(
+        self,
+        optimizer: Optimizer,
+        named: Sequence[tuple[str, nn.Parameter]],
+        saved: SavedState,
+        specs: Mapping[str, ShardSpec],
+    ) -> None:
+        """Load the optimizer state of the tensors that this rank owns.
+
+        Args:
+            optimizer: the optimizer.
+            named: its parameters by name; tensors of other owners are ignored.
+            saved: the checkpoint.
+            specs: global shape and tied names of each parameter, by name.
+        """
+        mine = [(name, p) for name, p in named if p in self._owned]
+        whole = {
+            name: ShardSpec(specs[name].shape, (0,) * len(specs[name].shape), specs[name].tied) for name, _ in mine
+        }
+        memory = {p: p.data for _, p in mine}
+        try:
+            for name, own in mine:
+                own.data = own.data.new_empty(specs[name].shape)
+            load_optimizer(optimizer, mine, saved, "optim", specs=whole)
+        finally:
+            for parameter, held in memory.items():
+                parameter.data = held
+
+
+class WholeTensorsOf:
+    """The gatherers of all optimizers of a run that need whole tensors.
+
+    Args:
+        found: pairs of optimizer and gatherer.
+    """
+
+    def __init__(self, found: Sequence[tuple[Optimizer, WholeTensors]]) -> None:
+        self._found = found
+
+    def of(self, optimizer: Optimizer) -> WholeTensors | None:
+        """Return the gatherer of one optimizer; None where it needs no whole tensors."""
+        return next((gathers for own, gathers in self._found if own is optimizer), None)
+
+    def slices(self, parameter: Tensor) -> bool:
+        """As ``WholeTensors.slices``, for any of the optimizers."""
+        return any(gathers.slices(parameter) for _, gathers in self._found)
+
+    def tensors(self, optimizer: Optimizer, named: Sequence[tuple[str, nn.Parameter]]) -> dict[str, Tensor]:
+        """As ``WholeTensors.tensors``, for all of the optimizers."""
+        return {name: tensor for own, gathers in self._found for name, tensor in gathers.tensors(own, named).items()}
+
+    def load(
+        self,
+        optimizer: Optimizer,
+        named: Sequence[tuple[str, nn.Parameter]],
+        saved: SavedState,
+        specs: Mapping[str, ShardSpec],
+    ) -> None:
+        """As ``WholeTensors.load``, for all of the optimizers."""
+        for own, gathers in self._found:
+            gathers.load(own, named, saved, specs)
+
+
+def of_each(
+    optimizer: Optimizer | None, complete: Callable[[Optimizer | None], WholeTensors | None]
+) -> WholeTensorsOf | None:
+    """Build the gatherers of all optimizers that need whole tensors; None where no optimizer does. Collective.
+
+    Args:
+        optimizer: the run's optimizer, or several as one.
+        complete: prepares one optimizer and returns its gatherer; called with None for an optimizer without
+            parameters on this rank.
+    """
+    made = [(member, complete(member)) for member in slots(optimizer)]
+    found = [(member, gathers) for member, gathers in made if member is not None and gathers is not None]
+    return WholeTensorsOf(found) if found else None
+
+
+def refuse_growth(optimizer: Optimizer | None, name: str) -> NoReturn:
+    """Raise UsageError where a script unfreezes parameter ``name`` under an optimizer that needs whole tensors."""
+    raise UsageError(
+        f"the script trains {name} from here on, which was frozen in tutti.prepare",
+        why=f"{_named(optimizer)} needs whole tensors, and which rank keeps the state of each was decided then",
+        remedy="freeze it after tutti.prepare, or take --strategy mirrored",
+    )
+
+
+class _Axis:
+    """The tensors that are gathered along one mesh axis, in the same order on all its ranks.
+
+    Args:
+        comm: the ranks of the axis.
+        parts: the tensors.
+        owner: for each tensor the rank that gathers it.
+    """
+
+    def __init__(self, comm: Communicator, parts: Sequence[GatheredTensor], owner: Sequence[int]) -> None:
+        self._comm, self.parts, self._owner = comm, parts, owner
+        mine = [part.parameter for part, rank in zip(parts, owner, strict=True) if rank == comm.rank]
+        self._mine = set(mine)
+        self._here = {part.parameter for part in parts}
+        self._dtypes = sorted({part.parameter.dtype for part in parts}, key=str)
+
+    def owns(self, parameter: Tensor) -> bool:
+        """Return whether this rank owns the tensor, or the tensor is not gathered along this axis."""
+        return parameter in self._mine or parameter not in self._here
+
+    def gather(self, values: dict[Tensor, Tensor], gradients: dict[Tensor, Tensor | None]) -> None:
+        """Replace slices by whole tensors on the owner, and drop them on other ranks.
+
+        Collective: an all-to-all for each dtype. Ranks without a gradient send zeros; the whole gradient is None only
+        where no rank has one.
+
+        Args:
+            values: values by parameter, changed in place.
+            gradients: gradients by parameter, changed in place; None on ranks other than the owner.
+        """
+        for dtype in self._dtypes:
+            parts = [(part, owner) for part, owner in zip(self.parts, self._owner, strict=True) if _is(part, dtype)]
+            messages: list[list[Tensor]] = [[] for _ in range(self._comm.size)]
+            for part, owner in parts:
+                if _count(part, self._comm.rank, owner):
+                    value, gradient = values[part.parameter], gradients[part.parameter]
+                    flag = value.new_full((1,), float(gradient is not None))
+                    sent = torch.zeros_like(value) if gradient is None else gradient
+                    messages[owner] += [flag, value.reshape(-1), sent.reshape(-1)]
+            come = [
+                sum(2 * n + 1 for part, owner in parts if owner == self._comm.rank and (n := _count(part, rank, owner)))
+                for rank in range(self._comm.size)
+            ]
+            received = self._exchange(messages, come, dtype, "tensors for the optimizer").split(come)
+            places = [0] * self._comm.size
+            for part, owner in parts:
+                local = values.pop(part.parameter)
+                if owner != self._comm.rank:
+                    gradients[part.parameter] = None
+                    continue
+                value, gradient, used = local.new_empty(part.shape), local.new_zeros(part.shape), False
+                for rank, message in enumerate(received):
+                    if n := _count(part, rank, owner):
+                        own = message[places[rank] : places[rank] + 2 * n + 1].to(local.device)
+                        places[rank] += 2 * n + 1
+                        used = used or bool(own[0])
+                        _put(value, part.regions[rank], own[1 : n + 1])
+                        _put(gradient, part.regions[rank], own[n + 1 :])
+                values[part.parameter], gradients[part.parameter] = value, gradient if used else None
+
+    def give_back(self, values: dict[Tensor, Tensor]) -> None:
+        """Replace the owners' whole tensors by each rank's slices. Collective: an all-to-all for each dtype."""
+        here, ranks = self._comm.rank, range(self._comm.size)
+        for dtype in self._dtypes:
+            parts = [(part, owner) for part, owner in zip(self.parts, self._owner, strict=True) if _is(part, dtype)]
+            mine = [part for part, owner in parts if owner == here]
+            messages = [
+                [values[part.parameter][region].reshape(-1) for part in mine for region in part.regions[rank]]
+                for rank in ranks
+            ]
+            come = [sum(_numbers(part, here) for part, owner in parts if owner == rank) for rank in ranks]
+            received = self._exchange(messages, come, dtype, "tensors after the update").split(come)
+            places = [0] * self._comm.size
+            for part, owner in parts:
+                n = _numbers(part, here)
+                values[part.parameter] = received[owner][places[owner] : places[owner] + n].view(part.local)
+                places[owner] += n
+
+    def _exchange(
+        self, messages: Sequence[Sequence[Tensor]], come: Sequence[int], dtype: torch.dtype, text: str
+    ) -> Tensor:
+        sizes = [sum(t.numel() for t in message) for message in messages]
+        flat = [tensor.to(self._comm.device) for message in messages for tensor in message]
+        send = torch.cat(flat) if flat else torch.empty(0, dtype=dtype, device=self._comm.device)
+        return self._comm.exchange_parts(send, sizes, come, text)
+
+
+def along_rows(rows: Sequence[ShardedParameter], comm: Communicator) -> list[GatheredTensor]:
+    """Return the tensors to gather for parameters of which each rank of ``comm`` holds a block of rows."""
+    found = []
+    for each in rows:
+        shape = each.local
+        regions: list[list[Region]] = []
+        for rank in range(comm.size):
+            place = block(shape[0] if shape else 1, comm.size, rank)
+            whole = tuple(slice(0, size) for size in shape)
+            regions.append([(slice(place.start, place.stop), *whole[1:]) if shape else ()] if len(place) else [])
+        found.append(GatheredTensor(each.parameter, tuple(each.parameter.shape), shape, regions))
+    return found
+
+
+def along_slices(
+    here: Sequence[tuple[nn.Parameter, tuple[int, ...], SliceRegions | None]], comm: Communicator, every: bool
+) -> list[GatheredTensor]:
+    """Return the tensors to gather for parameters that are split over the ranks of ``comm``.
+
+    Collective: a broadcast of the regions from each rank.
+
+    Args:
+        here: each parameter, the shape of this rank's slice, and its regions; None for a whole tensor.
+        comm: the ranks, with the same parameters in the same order.
+        every: whether to include tensors that all ranks hold whole, because one rank steps all tensors together.
+    """
+    mine = [
+        None if split is None else [[[part.start, part.stop] for part in region] for region in split.regions]
+        for _, _, split in here
+    ]
+    told = [comm.broadcast_json(mine, rank, "slices of the tensors") for rank in range(comm.size)]
+    found = []
+    for index, (parameter, local, split) in enumerate(here):
+        places = [table[index] for table in told]
+        if all(place is None for place in places):
+            if every:
+                whole = tuple(slice(0, size) for size in local)
+                found.append(GatheredTensor(parameter, local, local, [[whole]] * comm.size, alike=True))
+            continue
+        shape = local if split is None else split.shape
+        all_of_it = [[[0, size] for size in shape]]
+        regions = [
+            [tuple(slice(*part) for part in region) for region in (all_of_it if place is None else place)]
+            for place in places
+        ]
+        found.append(GatheredTensor(parameter, local, shape, regions))
+    return found
+
+
+def axis(
+    comm: Communicator, parts: Sequence[GatheredTensor], together: bool, sizes: Sequence[int] | None = None
+) -> _Axis:
+    """Assign owners to tensors that are gathered along one axis.
+
+    Args:
+        comm: the ranks of the axis.
+        parts: the tensors.
+        together: whether rank 0 owns all tensors, for updates that depend on several tensors together.
+        sizes: elements of each tensor, to balance the owners' load; default: elements gathered along this axis.
+    """
+    chosen = [math.prod(part.shape) for part in parts] if sizes is None else sizes
+    return _Axis(comm, parts, [0] * len(parts) if together else owners(chosen, comm.size))
+
+
+def trained_by(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    """Return the parameters that are in the optimizer's groups, in the order given."""
+    members = {p for group in optimizer.param_groups for p in group["params"]}
+    return [p for p in parameters if p in members]
+
+
+def agreed_mixing(optimizer: Optimizer | None, run_context: RunContext, elsewhere: bool = False) -> Mixing:
+    """Return the mixing (see ``Mixing``) of the optimizers of all ranks, for each field the worst of any rank.
+
+    Collective: an all-gather. A single rank returns the defaults without a trial.
+
+    Args:
+        optimizer: of this rank; None without parameters here.
+        run_context: of the run.
+        elsewhere: whether other processes make the updates, so that a single rank needs the trial too.
+
+    Raises:
+        UsageError: on all ranks, where a step draws from PyTorch's global random generator.
+    """
+    comm = run_context.comms.world
+    if comm.size == 1 and not elsewhere:
+        return Mixing()
+    found = Mixing() if optimizer is None else mixing_of(optimizer)
+    flags = torch.tensor([found.rows, found.columns, found.flat, found.tensors, not found.draws, not found.closure])
+    worst = torch.stack(comm.all_gather(flags.int(), "what the optimizer mixes")).amin(0).bool().tolist()
+    rows, columns, flat, tensors, fixed, closed = worst
+    if not fixed:
+        raise UsageError(
+            f"{_named(optimizer)} draws random numbers in its step",
+            why="every process that steps would draw others, and parameters would part",
+            remedy="let it draw from a torch.Generator of its own, seeded alike everywhere, or take --strategy single",
+        )
+    return Mixing(rows, columns, flat, tensors, False, not closed, found.untried)
+
+
+def refuse_parts(optimizer: Optimizer | None, mixing: Mixing, parts: int, what: str) -> None:
+    """Raise UsageError where an update depends on several tensors together and these are on different stages or ranks.
+
+    Args:
+        optimizer: of this rank.
+        mixing: equal on all ranks (``agreed_mixing``).
+        parts: number of stages or ranks that share out the tensors.
+        what: their name in the error, such as "stages of the model".
+    """
+    if parts > 1 and not mixing.tensors:
+        raise UsageError(
+            f"{_named(optimizer)} needs all tensors together, and {parts} {what} have some each",
+            why=mixing.untried or "in a trial a step on half of the tensors was another than among all of them",
+            remedy="take mirrored or sharded",
+        )
+
+
+def refuse_closure(optimizer: Optimizer | None, mixing: Mixing) -> None:
+    """Raise UsageError for an optimizer whose step needs a closure, which cannot run on gathered tensors."""
+    if mixing.closure:
+        raise UsageError(
+            f"{_named(optimizer)} needs whole tensors and a closure",
+            why="the closure would compute the loss on this rank alone, while the tensors are gathered",
+            remedy="take an optimizer whose step needs no closure",
+        )
+
+
+def _named(optimizer: Optimizer | None) -> str:
+    return "the optimizer" if optimizer is None else type(optimizer).__name__
+
+
+def _is(part: GatheredTensor, dtype: torch.dtype) -> bool:
+    return part.parameter.dtype == dtype
+
+
+def _numbers(part: GatheredTensor, rank: int) -> int:
+    """Return the number of elements of a tensor that a rank holds."""
+    return sum(_size(region) for region in part.regions[rank])
+
+
+def _count(part: GatheredTensor, rank: int, owner: int) -> int:
+    """Return the number of elements that a rank sends to the owner; of a replicated tensor only the owner sends."""
+    return 0 if part.alike and rank != owner else _numbers(part, rank)
+
+
+def _size(region: Region) -> int:
+    count = 1
+    for part in region:
+        count *= part.stop - part.start
+    return count
+
+
+def _put(whole: Tensor, regions: Sequence[Region], flat: Tensor) -> None:
+    at = 0
+    for region in regions:
+        target = whole[region]
+        target.copy_(flat[at : at + target.numel()].view(target.shape))
+        at += target.numel()

@@ -1,0 +1,1 @@
+"""Predict a run's memory before it starts."""

@@ -1,0 +1,246 @@
+"""``tutti train --dry-run``: predict the memory of each device, and measure it in one step."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tutti import parallel
+from tutti.config.train_config import TrainConfig
+from tutti.doctor.finding import format_bytes
+from tutti.errors import ExitCode, UsageError
+from tutti.launcher.devices import count_gpus
+from tutti.launcher.launch import launch
+
+if TYPE_CHECKING:
+    from tutti.parallel.pipeline.stage_memory import StagePlan
+    from tutti.planning.memory_plan import Facts
+    from tutti.workload.memory_formula import Memory
+
+_PATIENCE = 120.0
+# Guesses: memory of a process besides its tensors, and heap memory of the C library for each byte in use.
+_RUNTIME, _HEAP = 0.4 * 2**30, 1.3
+_REST = ("gradients", "messages", "average", "activations")
+
+
+def dry_run(task: str, config: TrainConfig, memory: str | None, preload: Sequence[str]) -> int:
+    """Print the predicted memory; if the run fits, launch it, measure one step and print that too.
+
+    Args:
+        task: name of the task.
+        config: the run, with a number of devices.
+        memory: memory of a device, such as ``16GB``; None: of this machine's devices.
+        preload: modules that every rank imports.
+
+    Returns:
+        An exit code.
+
+    Raises:
+        UsageError: the run does not fit; the message names the nearest plan that does.
+    """
+    from tutti.planning import memory_plan as planned
+
+    room = _room(config, memory)
+    found = planned.model_facts(task, config)
+    print(f"{found.parameters:,} parameters · {config.strategy} · {config.devices} devices of {format_bytes(room)}")
+    for text in _notes(config, known=found.activations is not None):
+        print(text)
+    if parallel.parse_strategy(config.strategy).shape(int(config.devices))["stage"] > 1:
+        own, other, chosen = _of_stages(task, config, found, room, preload)
+    else:
+        chosen, own = config, planned.plan_memory(found, config)
+        other = planned.nearest_plan(found, config, room) if own.total > room else None
+    rows = planned.memory_rows(own)
+    if own.total > room:
+        print(_table(rows, {}))
+        raise _too_large(config, other, room, own.total)
+    if (said := _short(config, own.total)) is not None:
+        print(_table(rows, {}))
+        print(said)
+        return ExitCode.DONE
+    with tempfile.TemporaryDirectory(prefix="tutti-dry-run-") as folder:
+        code = launch(
+            _step,
+            (task, chosen, Path(folder)),
+            processes=int(config.devices),
+            logs=Path(folder) / "logs",
+            timeout=config.timeout,
+            preload=preload,
+            limits=config.limits(),
+        )
+        if code == ExitCode.DONE:
+            ranks = json.loads((Path(folder) / planned.MEASURED).read_text(encoding="utf-8"))
+            print(_table(rows, max(ranks, key=lambda rank: rank["total"])))
+    return code
+
+
+def _of_stages(
+    task: str, config: TrainConfig, found: Facts, room: int, preload: Sequence[str]
+) -> tuple[Memory, TrainConfig | None, TrainConfig]:
+    """Predict the stages of a pipeline, print the stage partition, and search for a better one if it does not fit.
+
+    Args:
+        task: name of the task.
+        config: the run.
+        found: sizes of the model.
+        room: bytes of a device.
+        preload: modules that every rank imports.
+
+    Returns:
+        Memory of the fullest device, the nearest plan if no partition fits (else None), and the configuration to run.
+    """
+    from tutti.planning import memory_plan as planned
+    from tutti.planning import pipeline_memory
+
+    ahead = pipeline_memory.observe_stages(task, config, _seconds(task, config, preload))
+    plans = pipeline_memory.plan_stage_memory(found, ahead, config)
+    other = None
+    if max(plan.total for plan in plans) > room:
+        asked = (
+            "as asked for" if parallel.parse_strategy(config.strategy).layout.cuts else f"most even in {_kind(ahead)}"
+        )
+        print(f"{asked}: {_cut(ahead, plans)}, which does not fit")
+        if (better := pipeline_memory.fitting(found, ahead, config, room)) is not None:
+            ahead, plans = better, pipeline_memory.plan_stage_memory(found, better, config)
+            print(f"most even that fits: {_cut(ahead, plans)}")
+            print(f"to train so: {pipeline_memory.pinned(config, ahead).strategy}")
+        else:
+            workers = config.workers and max(config.workers, int(config.devices))
+            shared = replace(config, strategy="sharded", workers=workers)
+            other = pipeline_memory.nearest_stage_plan(found, ahead, config, room) or planned.nearest_plan(
+                found, shared, room
+            )
+    else:
+        print(f"stages: {_cut(ahead, plans)}")
+    return max(plans, key=lambda plan: plan.total), other, pipeline_memory.pinned(config, ahead)
+
+
+def _cut(ahead: StagePlan, plans: Sequence[Memory]) -> str:
+    """Describe a stage partition: number of stages, first module of each, shares, and bytes on each device."""
+    shares = " | ".join(f"{share:.0%}" for share in ahead.shares)
+    held = " | ".join(format_bytes(plan.total) for plan in plans)
+    where = ", ".join(name or "something without a name" for name in ahead.names)
+    return f"{len(ahead.shares)}, cut before {where} ({shares} of the {_kind(ahead)}; {held})"
+
+
+def _kind(ahead: StagePlan) -> str:
+    return "time" if ahead.measured else "parameters"
+
+
+def _seconds(task: str, config: TrainConfig, preload: Sequence[str]) -> dict[str, float]:
+    """Measure the seconds of each module in a process of its own; empty if a run would not measure, or it fails."""
+    from tutti.planning import pipeline_memory
+
+    if not pipeline_memory.timed(config):
+        return {}
+    with tempfile.TemporaryDirectory(prefix="tutti-dry-run-") as folder:
+        code = launch(
+            _clock,
+            (task, pipeline_memory.alone(config), Path(folder)),
+            processes=1,
+            logs=Path(folder) / "logs",
+            timeout=config.timeout,
+            preload=preload,
+            limits=config.limits(),
+        )
+        # The launcher has reported any failure; a model too large for one device is partitioned by parameters.
+        told: dict[str, float] = (
+            json.loads((Path(folder) / pipeline_memory.SECONDS).read_text("utf-8")) if code == 0 else {}
+        )
+    return told
+
+
+def _clock(task: str, config: TrainConfig, folder: Path) -> None:
+    from tutti.planning.pipeline_memory import time_modules
+
+    time_modules(task, config, folder)
+
+
+def _notes(config: TrainConfig, known: bool) -> list[str]:
+    """Return the assumptions of the prediction, for the user."""
+    choice = parallel.parse_strategy(config.strategy)
+    shape = choice.shape(int(config.devices))
+    notes = [] if known else ["without activations: what a stream gives is not known before it is read"]
+    if shape["tensor"] > 1:
+        notes.append("layers are taken to be split into equal parts; the fullest one may need more")
+    if choice.row.exchange.startswith(("central", "server")):
+        notes.append("counted as if every device had its own parameters and optimizer, not one copy for all")
+    return notes
+
+
+def _room(config: TrainConfig, memory: str | None) -> int:
+    """Return the bytes of a device: as given, else of the smallest GPU, else a process's share of this node."""
+    from tutti.launcher import isolated
+    from tutti.workload.tensor_memory import parse_bytes, room
+
+    if memory is not None:
+        return parse_bytes(memory, "--memory")
+    if config.device != "cpu" and count_gpus(os.environ):
+        told = isolated.run_module("tutti.launcher.torch_facts", [], _PATIENCE)
+        gpus = json.loads(told.out)["gpus"] if told.code == 0 else []
+        if gpus:
+            return min(int(gpu["memory_bytes"]) for gpu in gpus)
+    return room(int(config.devices))
+
+
+def _short(config: TrainConfig, each: float) -> str | None:
+    """Return why no step is measured: this node has too little free memory for the processes. None if it has enough."""
+    from tutti.workload.tensor_memory import free_memory
+
+    if config.device != "cpu" and count_gpus(os.environ):
+        return None
+    here = free_memory(int(config.devices))
+    if _HEAP * each + _RUNTIME <= here:
+        return None
+    room = format_bytes(here)
+    return f"not measured: this host has {room} free for each of {config.devices} processes, too little for that"
+
+
+def _step(task: str, config: TrainConfig, folder: Path) -> None:
+    from tutti.planning.memory_plan import measure
+
+    measure(task, config, folder)
+
+
+def _table(rows: Mapping[str, float], found: Mapping[str, float]) -> str:
+    """Return a table with a line for each kind of bytes: predicted, and measured on the device that took most.
+
+    >>> print(_table({"parameters": 1024, "gradients": 1024, "total": 2048}, {}))
+                       predicted
+    parameters             1 KiB
+    gradients              1 KiB
+    total                  2 KiB
+    """
+    shown, measured = dict(rows), dict(found)
+    if found:
+        total = shown.pop("total")
+        shown |= {"rest": sum(rows.get(name, 0) for name in _REST), "total": total}
+        measured["rest"] = max(found["total"] - sum(found[name] for name in ("parameters", "buffers", "optimizer")), 0)
+    lines = [f"{'':<16}{'predicted':>12}" + f"{'measured':>12}" * bool(found)]
+    for name, value in shown.items():
+        text = "besides state" if name == "rest" else name
+        lines.append(
+            f"{text:<16}{format_bytes(value):>12}" + (f"{format_bytes(measured[name]):>12}" if name in measured else "")
+        )
+    return "\n".join(lines)
+
+
+def _too_large(config: TrainConfig, other: TrainConfig | None, room: int, total: float) -> UsageError:
+    """Return the error, with the nearest plan that fits as its remedy."""
+    remedy = "no number of devices up to 1,024 makes it fit: take a smaller model"
+    if other is not None:
+        names = ("strategy", "devices", "workers", "batch_size", "micro_batch")
+        changed = [name for name in names if getattr(other, name) != getattr(config, name)]
+        flags = [f"--{name.replace('_', '-')} {getattr(other, name)}" for name in changed]
+        remedy = f"take {' '.join(flags)}"
+    return UsageError(
+        f"a device needs {format_bytes(total)} and has {format_bytes(room)}",
+        where=f"--strategy {config.strategy} on {config.devices} devices",
+        why="parameters, gradients, optimizer state and activations together are more than fits",
+        remedy=remedy,
+    )

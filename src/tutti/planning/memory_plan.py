@@ -1,0 +1,294 @@
+"""Predict a run's memory on each device from shapes, and measure it in a step."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from tutti import parallel
+from tutti.config import optimizer_config as options
+from tutti.config.module_config import Sync, check_batch_norm
+from tutti.config.optimizer_config import check_optimizer
+from tutti.config.train_config import TrainConfig
+from tutti.data.adapt import adapt_training
+from tutti.data.batches import map_tensors
+from tutti.data.contract import BatchContract
+from tutti.data.stream import Stream
+from tutti.launcher import context
+from tutti.nn.ac_and_compile import recompute
+from tutti.parallel import Choice
+from tutti.parallel.fsdp import fsdp_wrap_policy
+from tutti.tasks import task_registry
+from tutti.tasks.task import Task
+from tutti.torch_compat import FakeTensorMode
+from tutti.train.main import built, prepare_process, prepared
+from tutti.workload.memory_formula import DeviceSplit, Memory, State, of_state
+from tutti.workload.tensor_memory import Tracker, bytes_of
+
+MEASURED = "memory.json"
+_CAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_BUCKETS = 2 * (25 << 20)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Sizes of a model and its task, in bytes unless stated, before any split over devices.
+
+    Attributes:
+        parameters: number of parameters.
+        whole, trained: all parameters, and trainable parameters.
+        words: state elements that the optimizer keeps for each trainable parameter.
+        buffers: buffers of one logical worker.
+        unit, rest: parameters of the largest FSDP-wrapped module, and parameters outside of all of them.
+        samples: samples in the largest forward.
+        activations: activations of these samples; None if unknown.
+    """
+
+    parameters: int
+    whole: int
+    trained: int
+    words: float
+    buffers: int
+    unit: int
+    rest: int
+    samples: int
+    activations: float | None
+
+
+def model_facts(name: str, config: TrainConfig) -> Facts:
+    """Compute a model's sizes from shapes alone, on fake tensors, without allocation or computation.
+
+    Only activations are computed with few real samples if the model or its loss reads values.
+    """
+    task = task_registry.load_task(name, data=config.data, model=config.model, augment=config.augment)
+    choice = parallel.parse_strategy(config.strategy)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model = model_of(task, config)
+        units = fsdp_wrap_policy.wrapped_modules(model, getattr(choice.exchange, "units", ("auto",)))
+        inside = {id(p) for unit in units for p in unit.parameters()}
+        whole = sum(p.nbytes for p in model.parameters())
+        rest = sum(p.nbytes for p in model.parameters() if id(p) not in inside)
+        found = Facts(
+            sum(p.numel() for p in model.parameters()),
+            whole,
+            sum(p.nbytes for p in model.parameters() if p.requires_grad),
+            _words(config.optimizer),
+            sum(b.nbytes for b in model.buffers()),
+            max([sum(p.nbytes for p in unit.parameters()) for unit in units], default=0),
+            rest,
+            _largest(config, choice, int(config.devices)),
+            None,
+        )
+    return replace(found, activations=_activations(task, config, found.samples))
+
+
+def plan_memory(found: Facts, config: TrainConfig) -> Memory:
+    """Return the bytes on the fullest device, with the strategy and number of devices of ``config``."""
+    choice, devices = parallel.parse_strategy(config.strategy), int(config.devices)
+    split, ranks = _split(choice, devices), choice.data_ranks(devices)
+    each = State(*(b / found.parameters for b in (found.whole, found.trained, found.words * found.trained)))
+    memory = of_state(found.parameters, each, split)
+    model = split.stages * split.tensor
+    workers = -(-(config.workers or ranks) // ranks)
+    if not choice.row.single_update:
+        memory = replace(memory, parameters=memory.parameters * workers, optimizer=memory.optimizer * workers)
+    samples = _largest(config, choice, devices)
+    return replace(
+        memory,
+        messages=_messages(found, split, ranks),
+        average=found.trained / model / (split.shards if split.zero > 1 else 1) * (config.averaging() is not None),
+        activations=(found.activations or 0) * samples / found.samples / model,
+        buffers=found.buffers * workers / model,
+    )
+
+
+def _largest(config: TrainConfig, choice: Choice, devices: int) -> int:
+    """Return the number of samples in the largest forward."""
+    ranks = choice.data_ranks(devices)
+    contract = BatchContract(1, config.batch_size, config.workers or ranks, ranks, config.micro_batch)
+    together = isinstance(check_batch_norm(config.batch_norm), Sync)
+    return len(contract.part(config.batch_size, 0) if together else contract.first_micro_batch(config.batch_size))
+
+
+def model_of(task: Task, config: TrainConfig) -> nn.Module:
+    """The task's model in the precision of the configuration."""
+    model = task.model()
+    return model.double() if config.precision == "fp64" else model
+
+
+def _split(choice: Choice, devices: int) -> DeviceSplit:
+    shape = choice.shape(devices)
+    zero = getattr(choice.exchange, "stage", 0) if shape["shard"] > 1 else 0
+    return DeviceSplit(shape["shard"], zero, shape["stage"], shape["tensor"])
+
+
+def _messages(found: Facts, split: DeviceSplit, ranks: int) -> float:
+    """Return the bytes of communication buffers: summed gradients, gathered parameters."""
+    if split.zero < 2:
+        return summing(found.trained / (split.stages * split.tensor), split.shards if split.zero else 1, ranks)
+    # ZeRO stage 2 keeps rows beside the whole parameters; in stage 3 one FSDP-wrapped module computes while the next
+    # one is gathered. The whole gradient of one module exists, and a copy of it in the message.
+    gathered = found.whole / split.shards if split.zero == 2 else found.rest + 2 * found.unit
+    return (gathered + 2 * max(found.unit, found.rest)) / split.tensor
+
+
+def summing(trained: float, shards: int, ranks: int) -> float:
+    """Return the bytes of the messages that reduce whole gradients, besides the gradients of backward.
+
+    Args:
+        trained: bytes of trainable parameters.
+        shards: ranks that shard the optimizer state.
+        ranks: data ranks.
+    """
+    if shards > 1:
+        return min(_BUCKETS, 2 * trained) + trained / shards
+    return trained if ranks > 1 else 0.0
+
+
+def _words(text: str) -> float:
+    """Return the number of state elements that an optimizer keeps for each parameter."""
+    chosen = check_optimizer(text)
+    if isinstance(chosen, options.SGDConfig):
+        return float(chosen.momentum > 0)
+    if isinstance(chosen, options.AdamConfig | options.LAMBConfig):
+        return 2.0
+    return 1.0
+
+
+def _activations(task: Task, config: TrainConfig, samples: int) -> float | None:
+    """Return the peak bytes of a forward and backward, without parameters' gradients; None for a stream."""
+    sample = first_sample(task)
+    if sample is None:
+        return None
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            return _peak(model_of(task, config), task, config, sample, samples)
+    except Exception:
+        # The model or its loss reads values, which fake tensors lack: compute with few real samples.
+        few = [_peak(model_of(task, config), task, config, sample, count) for count in (2, 4)]
+        slope = (few[1] - few[0]) / 2
+        return max(few[0] + slope * (samples - 2), 0.0)
+
+
+def _peak(model: nn.Module, task: Task, config: TrainConfig, sample: Any, samples: int) -> float:
+    recompute(model, config.activation_checkpointing)
+    batch = batch_of(sample, samples, config)
+    with Tracker() as tracker:
+        backward(model, task, config, batch)
+        gradients = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
+    return float(max(tracker.peak - gradients, 0))
+
+
+def first_sample(task: Task) -> Any:
+    """Return a batch of the task's first sample; None for a stream, which must not be read."""
+    data = adapt_training(task.train)
+    return None if isinstance(data, Stream) else data.fetch(np.arange(1), None)
+
+
+def batch_of(sample: Any, samples: int, config: TrainConfig) -> Any:
+    """Return a batch of ``samples`` copies of ``sample``, with floats in float64 if the run's precision is fp64.
+
+    Args:
+        sample: batch of one sample.
+        samples: size of the batch.
+        config: the run.
+    """
+
+    def more(tensor: Tensor) -> Tensor:
+        wide = torch.float64 if config.precision == "fp64" and tensor.is_floating_point() else tensor.dtype
+        return torch.zeros((samples, *tensor.shape[1:]), dtype=wide) + tensor.to(wide)
+
+    return map_tensors(sample, more)
+
+
+def backward(model: Any, task: Task, config: TrainConfig, batch: Any) -> None:
+    """Run forward and backward of the task's loss, under autocast for 16-bit precisions.
+
+    Args:
+        model: the model, or a callable in its place.
+        task: has the loss.
+        config: the run, for its precision.
+        batch: a micro-batch.
+    """
+    narrow = _CAST.get(config.precision)
+    with torch.autocast("cpu", narrow or torch.bfloat16, enabled=narrow is not None):
+        result = task.loss(model, batch)
+    objective = result if isinstance(result, Tensor) else result[0]
+    objective.sum().backward()
+
+
+def measure(name: str, config: TrainConfig, directory: Path) -> None:
+    """Run two steps and measure the memory of the second, because optimizers make their state in the first.
+
+    Rank 0 writes all ranks' figures, in bytes, into ``directory``.
+
+    Args:
+        name: name of the task.
+        config: the run.
+        directory: folder for the file ``MEASURED``.
+
+    Collective: the run's own, and an all-gather of the figures.
+    """
+    world = context.init(config.device, config.timeout)
+    prepare_process(config, world)
+    task = task_registry.load_task(name, data=config.data, model=config.model, augment=config.augment)
+    with Tracker() as tracker:
+        run = prepared(task, built(task, config, world), config, world)
+        batches = (batch for epoch in range(2) for batch in run.epoch(epoch))
+        run.step(next(batches))
+        tracker.peak = 0
+        if world.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        run.step(next(batches))
+    peak = torch.cuda.max_memory_allocated() if world.device.type == "cuda" else tracker.peak
+    parts = nn.ModuleList(run.replica.parts)
+    plain = [p for p in parts.parameters() if not hasattr(p, "to_local")]
+    state = bytes_of([*plain, *run.replica.sharded.values()]), bytes_of(list(parts.buffers()))
+    kept = [v for o in run.exchange.optimizers for s in o.state.values() for v in s.values() if isinstance(v, Tensor)]
+    mine = torch.tensor([*state, bytes_of(kept), peak], dtype=torch.float64)
+    rows = [row.tolist() for row in run.context.comms.world.all_gather(mine, "bytes of a step")]
+    if world.identity.rank == 0:
+        names = ("parameters", "buffers", "optimizer", "total")
+        ranks = [dict(zip(names, row, strict=True)) for row in rows]
+        (directory / MEASURED).write_text(json.dumps(ranks), encoding="utf-8")
+    context.shutdown()
+
+
+def memory_rows(memory: Memory) -> Mapping[str, float]:
+    """Return the non-zero kinds of bytes by name, and their total."""
+    named = {field.name: float(getattr(memory, field.name)) for field in fields(memory)}
+    return {**{name: value for name, value in named.items() if value}, "total": memory.total}
+
+
+def nearest_plan(found: Facts, config: TrainConfig, room: float) -> TrainConfig | None:
+    """Return the plan nearest to ``config`` that fits: smaller micro-batches, or sharding over more devices.
+
+    None if no plan with up to 1,024 devices fits.
+
+    Args:
+        found: sizes of the model.
+        config: the run.
+        room: bytes of a device.
+    """
+    own = plan_memory(found, config)
+    each = own.activations / _largest(config, parallel.parse_strategy(config.strategy), int(config.devices))
+    most = math.floor((room - own.total + own.activations) / each) if each else 0
+    if most >= 1 and not isinstance(check_batch_norm(config.batch_norm), Sync):
+        return replace(config, micro_batch=most)
+    for devices in sorted({max(int(config.devices), 2), *(2**n for n in range(1, 11))}):
+        for stage in (1, 2, 3):
+            workers = max(config.workers or 0, devices) if config.workers else None
+            batch = max(config.batch_size, devices)
+            shared = f"sharded:stage={stage}"
+            other = replace(config, strategy=shared, devices=str(devices), workers=workers, batch_size=batch)
+            if devices >= int(config.devices) and plan_memory(found, other).total <= room:
+                return other
+    return None

@@ -1,0 +1,217 @@
+"""Predict per-stage memory from the actual stage partition, and search for a partition that fits."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tutti import parallel
+from tutti.config.module_config import Sync, check_batch_norm
+from tutti.config.spec import Spec
+from tutti.config.train_config import TrainConfig
+from tutti.data.contract import BatchContract
+from tutti.errors import UsageError
+from tutti.launcher import context
+from tutti.nn.ac_and_compile import recompute
+from tutti.parallel import Choice
+from tutti.parallel.pipeline.module_timing import module_seconds
+from tutti.parallel.pipeline.stage_memory import StagePlan, find_measured_partition, observe_blocks
+from tutti.planning.memory_plan import Facts, backward, batch_of, first_sample, model_of, summing
+from tutti.tasks import task_registry
+from tutti.tasks.task import Task
+from tutti.torch_compat import FakeTensorMode
+from tutti.train.main import prepare_process, prepared
+from tutti.workload.memory_formula import Memory
+from tutti.workload.tensor_memory import Tracker
+
+SECONDS = "seconds.json"
+_FEW = 2
+
+
+@dataclass(frozen=True)
+class MicroBatchSizes:
+    """Micro-batches of a logical worker in a full batch: their number, and samples in the first, the largest."""
+
+    count: int
+    samples: int
+
+    @classmethod
+    def of(cls, config: TrainConfig) -> MicroBatchSizes:
+        """Return the sizes that ``config`` leads to."""
+        choice = parallel.parse_strategy(config.strategy)
+        ranks = choice.data_ranks(int(config.devices))
+        workers = config.workers or ranks
+        micro = parallel.micro_batch(choice, config.micro_batch, config.batch_size, workers)
+        contract = BatchContract(1, config.batch_size, workers, ranks, micro)
+        if isinstance(check_batch_norm(config.batch_norm), Sync):
+            return cls(1, len(contract.part(config.batch_size, 0)))
+        micro_batches = contract.micro_batches(len(contract.worker(config.batch_size, 0)))
+        return cls(len(micro_batches), len(micro_batches[0]))
+
+
+def timed(config: TrainConfig) -> bool:
+    """Whether a run would partition the model by measured times of its modules."""
+    layout = parallel.parse_strategy(config.strategy).layout
+    return layout.schedule != "one_by_one" and not config.reproducible and not layout.cuts
+
+
+def time_modules(name: str, config: TrainConfig, directory: Path) -> None:
+    """Measure the seconds of each module as a run does, and write them into ``directory``. Needs its own process.
+
+    Args:
+        name: name of the task.
+        config: the run, as ``alone`` returns it.
+        directory: folder for the file ``SECONDS``.
+    """
+    world = context.init(config.device, config.timeout)
+    prepare_process(config, world)
+    task = task_registry.load_task(name, data=config.data, model=config.model, augment=config.augment)
+    model = task.model()
+    setting = prepared(task, model, config, world).context
+    found = module_seconds(model, setting.trial, setting.comms.world)
+    (directory / SECONDS).write_text(json.dumps(found), encoding="utf-8")
+    context.shutdown()
+
+
+def alone(config: TrainConfig) -> TrainConfig:
+    """Return the configuration for ``time_modules``: one device, with micro-batches of the same size."""
+    workers = config.workers or parallel.parse_strategy(config.strategy).data_ranks(int(config.devices))
+    micro = MicroBatchSizes.of(config).samples
+    return replace(config, strategy="single", devices="1", workers=workers, micro_batch=micro)
+
+
+def observe_stages(name: str, config: TrainConfig, seconds: Mapping[str, float]) -> StagePlan:
+    """Return the model's blocks and the partition of a run, as ``parallel.pipeline.stage_memory.StagePlan``.
+
+    Args:
+        name: name of the task.
+        config: the run.
+        seconds: measured time of each module; empty to partition by parameters.
+
+    Raises:
+        UsageError: the model cannot be partitioned.
+    """
+    task = task_registry.load_task(name, data=config.data, model=config.model, augment=config.augment)
+    samples = MicroBatchSizes.of(config).samples
+    try:
+        return _look(task, config, seconds, samples, FakeTensorMode(allow_non_fake_inputs=True))
+    except UsageError:
+        raise
+    except Exception:
+        # The model or its loss reads values, which fake tensors lack: compute with few real samples.
+        return _look(task, config, seconds, min(samples, _FEW), nullcontext())
+
+
+def _look(
+    task: Task, config: TrainConfig, seconds: Mapping[str, float], samples: int, fake: AbstractContextManager[Any]
+) -> StagePlan:
+    choice = parallel.parse_strategy(config.strategy)
+    sample = first_sample(task)
+    with fake:
+        model = model_of(task, config)
+    model.train()
+    found = find_measured_partition(choice.layout, model, choice.shape(int(config.devices))["stage"], seconds)
+    recompute(model, config.activation_checkpointing)
+    with fake, Tracker() as tracker:
+        batch = None if sample is None else batch_of(sample, samples, config)
+
+        def run(called: Any) -> None:
+            if batch is not None:
+                backward(called, task, config, batch)
+
+        return observe_blocks(model, found, seconds, run, tracker, samples)
+
+
+def plan_stage_memory(found: Facts, ahead: StagePlan, config: TrainConfig) -> list[Memory]:
+    """Return the bytes on each device of a replica, by stage rank.
+
+    Args:
+        found: sizes of the model.
+        ahead: the ``StagePlan`` of a run.
+        config: the run.
+    """
+    choice, micro_batches = parallel.parse_strategy(config.strategy), MicroBatchSizes.of(config)
+    ranks = choice.shape(int(config.devices))["stage"]
+    held = ahead.held(choice.layout, ranks, micro_batches.count, micro_batches.samples / ahead.samples)
+    return [_memory(one, found, choice, config) for one in held]
+
+
+def fitting(found: Facts, ahead: StagePlan, config: TrainConfig, room: float) -> StagePlan | None:
+    """Return the most even partition whose stages all fit into ``room`` bytes; None if there is none.
+
+    Args:
+        found: sizes of the model.
+        ahead: the ``StagePlan`` of a run.
+        config: the run.
+        room: bytes of a device.
+    """
+    choice, micro_batches = parallel.parse_strategy(config.strategy), MicroBatchSizes.of(config)
+    ranks = choice.shape(int(config.devices))["stage"]
+
+    def part(held: Any) -> float:
+        return _memory(held, found, choice, config).total / room
+
+    return ahead.fitting(choice.layout, ranks, micro_batches.count, micro_batches.samples / ahead.samples, part)
+
+
+def pinned(config: TrainConfig, ahead: StagePlan) -> TrainConfig:
+    """Return ``config`` with the partition of ``ahead`` as explicit cuts; unchanged if a cut has no name."""
+    if not all(ahead.names):
+        return config
+    return replace(config, strategy=_with(config.strategy, cuts="+".join(ahead.names)))
+
+
+def nearest_stage_plan(found: Facts, ahead: StagePlan, config: TrainConfig, room: float) -> TrainConfig | None:
+    """Return the plan nearest to ``config`` that fits: smaller micro-batches, or more stages; None if there is none.
+
+    Args:
+        found: sizes of the model.
+        ahead: the ``StagePlan`` of a run.
+        config: the run.
+        room: bytes of a device.
+    """
+    for other in _others(config, len(ahead.blocks)):
+        if (cut := fitting(found, ahead, other, room)) is not None:
+            return pinned(other, cut)
+    return None
+
+
+def _others(config: TrainConfig, blocks: int) -> Iterator[TrainConfig]:
+    """Yield configurations with smaller micro-batches and more stages, the nearest first."""
+    choice, samples = parallel.parse_strategy(config.strategy), MicroBatchSizes.of(config).samples
+    stages = choice.shape(int(config.devices))["stage"]
+    sync = isinstance(check_batch_norm(config.batch_norm), Sync)
+    for times in range(1, max(blocks // (stages * choice.layout.chunks), 1) + 1):
+        text = _with(config.strategy, cuts=None, micro_batches=None)
+        if choice.layout.stages is not None:
+            text = _with(text, stages=times * stages)
+        for halvings in range(1 if sync else 1 + int(math.log2(samples))):
+            micro = config.micro_batch if sync else math.ceil(samples / 2**halvings)
+            yield replace(config, strategy=text, devices=str(times * int(config.devices)), micro_batch=micro)
+
+
+def _memory(held: Any, found: Facts, choice: Choice, config: TrainConfig) -> Memory:
+    shape, ranks = choice.shape(int(config.devices)), choice.data_ranks(int(config.devices))
+    tensor, shards = shape["tensor"], shape["shard"]
+    trained = held.trained / tensor
+    return Memory(
+        held.parameters / tensor,
+        trained,
+        found.words * trained / shards,
+        messages=held.messages + summing(trained, shards, ranks),
+        average=trained * (config.averaging() is not None),
+        activations=held.activations / tensor,
+        buffers=held.buffers * -(-(config.workers or ranks) // ranks),
+    )
+
+
+def _with(text: str, **options: Any) -> str:
+    """Return a strategy's text with changed options; None removes an option."""
+    spec = Spec.parse(text, "--strategy")
+    merged = {k: v for k, v in {**spec.options, **options}.items() if v is not None}
+    return ":".join([spec.name, *([",".join(f"{k}={v}" for k, v in merged.items())] if merged else [])])

@@ -1,0 +1,33 @@
+"""Find the process that started all ranks of this node, to identify a job whose launcher gives it no id. No torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+_PROXIES = ("pmi_proxy", "mpiexec")
+_RANK = "PMI_RANK"
+
+
+def job_of(environ: Mapping[str, str]) -> str | None:
+    """Return the process id of the launcher's proxy on this node; None without psutil or without access to it.
+
+    Hydra starts all ranks of a node from one proxy. Scripts between the proxy and a rank have the rank's variables
+    (``PMI_RANK``) in their environment; the proxy does not.
+
+    Args:
+        environ: the rank's environment, with ``PMI_RANK``.
+    """
+    try:
+        import psutil  # type: ignore[import-untyped]
+    except ImportError:
+        return None
+    try:
+        for ancestor in psutil.Process(os.getpid()).parents():
+            named = any(name in ancestor.name() for name in _PROXIES)
+            if named or _RANK not in environ or _RANK not in ancestor.environ():
+                return str(ancestor.pid)
+    except psutil.Error:
+        # The process belongs to another user, or has ended.
+        return None
+    return None

@@ -1,0 +1,401 @@
+"""Rank, size, local rank and node of this process, read from the launcher's environment. No torch, no network.
+
+Launchers are tried in this order: torchrun (and tutti's own launcher, which sets the same variables), Horovod, Open
+MPI, Hydra (the launcher of MPICH and Intel MPI), PALS, Flux, a Slurm step; without any of them the world is this one
+process. A Slurm step takes precedence over an MPI launcher with the same rank and size, because its variables name the
+nodes. UsageError refuses variables that announce other processes but are incomplete, or belong to a launcher not in
+this list: if they were ignored, every process would start a run of its own.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from tutti.errors import UsageError
+from tutti.process_ancestors import job_of
+
+Source = Literal["torchrun", "horovod", "openmpi", "hydra", "pals", "flux", "slurm", "single"]
+
+_HOROVOD = {
+    field: f"HOROVOD_{field.upper()}"
+    for field in ("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size")
+}
+_OPENMPI = {field: f"OMPI_COMM_WORLD_{field.upper()}" for field in ("rank", "size", "local_rank", "local_size")}
+_HYDRA = {"rank": "PMI_RANK", "size": "PMI_SIZE", "local_rank": "MPI_LOCALRANKID", "local_size": "MPI_LOCALNRANKS"}
+# Names of Cray's PMI. PALS (pals.h) itself has no variable for the number of ranks.
+_CRAY_PMI = {"local_rank": "PMI_LOCAL_RANK", "local_size": "PMI_LOCAL_SIZE"}
+_PALS = {"rank": "PALS_RANKID", "size": "PMI_SIZE", "local_rank": "PALS_LOCAL_RANKID", "local_size": "PALS_LOCAL_SIZE"}
+# The task's environment by flux-core's job shell (src/shell/task.c).
+_FLUX = {"rank": "FLUX_TASK_RANK", "size": "FLUX_JOB_SIZE", "local_rank": "FLUX_TASK_LOCAL_ID"}
+_FLUX_NODES = "FLUX_JOB_NNODES"
+
+_SIZES = (
+    *("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "FLUX_JOB_SIZE", "PMIX_SIZE"),
+    *("MV2_COMM_WORLD_SIZE", "JSM_NAMESPACE_SIZE", "MPI_LOCALNRANKS", "PMI_LOCAL_SIZE", "PALS_LOCAL_SIZE"),
+)
+"""Launchers' variables with the number of processes, of the job or of this node."""
+_RANKS = ("PMIX_RANK", "MV2_COMM_WORLD_RANK", "JSM_NAMESPACE_RANK", "ALPS_APP_PE")
+"""Rank variables of launchers that are not supported; each shows that this process belongs to a job."""
+
+# Schedulers whose job of one task counts as an interactive shell: ``srun --pty bash``.
+_SHELLS = ("slurm", "flux", "pals")
+_TORCHRUN = {"rank": "RANK", "size": "WORLD_SIZE", "local_rank": "LOCAL_RANK", "local_size": "LOCAL_WORLD_SIZE"}
+_TORCHRUN_GROUP = {"cross_rank": "GROUP_RANK", "cross_size": "GROUP_WORLD_SIZE"}
+
+# First id of Slurm's steps without srun (batch script, extern, interactive shell, pending).
+_SLURM_SPECIAL_STEPS = 0xFFFFFFF0
+# Derived ports stay below 32768, the first of Linux's ephemeral ports.
+_FIRST_PORT, _PORTS = 10_000, 20_000
+
+_MPI_JOB_IDS = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "HOROVOD_GLOO_RENDEZVOUS_PORT")
+_JOB_IDS: Mapping[str, tuple[str, ...]] = {
+    "openmpi": _MPI_JOB_IDS,
+    "horovod": _MPI_JOB_IDS,
+    "pals": ("PALS_APID", "PMI_JOBID"),
+    "flux": ("FLUX_JOB_ID",),
+}
+_NODES: Mapping[Source, str] = {"flux": _FLUX_NODES}
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Rank, local rank and node of this process.
+
+    Attributes:
+        rank: 0 … size-1 over all nodes.
+        size: number of processes on all nodes.
+        local_rank: 0 … local_size-1 on this node.
+        local_size: number of processes on this node.
+        cross_rank: index of this node, 0 … cross_size-1.
+        cross_size: number of nodes.
+        source: launcher whose variables were read; "single" for none.
+        attempt: number of restarts of the job so far.
+    """
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    cross_rank: int = 0
+    cross_size: int = 1
+    source: Source = "single"
+    attempt: int = 0
+
+
+def read_identity(environ: Mapping[str, str]) -> Identity:
+    """Return this process's identity. Raises UsageError for a malformed, missing or inconsistent variable, by name.
+
+    >>> read_identity({})
+    Identity(rank=0, size=1, local_rank=0, local_size=1, cross_rank=0, cross_size=1, source='single', attempt=0)
+    """
+    if "RANK" in environ or "WORLD_SIZE" in environ:
+        identity = _torchrun(environ)
+        if identity.size == 1 and "TORCHELASTIC_RUN_ID" not in environ:
+            _refuse_ignored(environ, identity)
+        return identity
+    if any(name in environ for name in _HOROVOD.values()):
+        return _build(environ, _HOROVOD, "horovod")
+    identity = _of_launcher(environ)
+    if identity.size == 1:
+        _refuse_ignored(environ, identity)
+    return identity
+
+
+def of_group(rank: int, size: int, environ: Mapping[str, str]) -> Identity:
+    """Return the identity within a process group that the user made.
+
+    If the environment has the same rank and size, its identity holds; otherwise, as after
+    ``torch.multiprocessing.spawn``, all ranks are assumed to be on this node (a guess).
+
+    Args:
+        rank: rank in the group.
+        size: ranks in the group.
+        environ: environment variables.
+
+    >>> of_group(1, 2, {})
+    Identity(rank=1, size=2, local_rank=1, local_size=2, cross_rank=0, cross_size=1, source='single', attempt=0)
+    """
+    try:
+        identity = read_identity(environ)
+    except UsageError:
+        # Scripts that make their own group often set RANK and WORLD_SIZE only, which is legitimate.
+        identity = Identity()
+    if (identity.rank, identity.size) == (rank, size):
+        return identity
+    return Identity(rank=rank, size=size, local_rank=rank, local_size=size)
+
+
+def joined(environ: Mapping[str, str]) -> bool:
+    """Return whether this process is already a rank of a launched job, so that tutti must not launch ranks.
+
+    A scheduler's job of one task counts as an interactive shell (``srun --pty bash``). Raises as ``read_identity``.
+    """
+    identity = read_identity(environ)
+    return identity.source != "single" and not (identity.source in _SHELLS and identity.size == 1)
+
+
+def rendezvous(environ: Mapping[str, str], identity: Identity) -> tuple[str, int]:
+    """Return address and port of the TCP store for the rendezvous; rank 0 hosts it.
+
+    ``MASTER_ADDR`` and ``MASTER_PORT`` take precedence. Without them the address is a Slurm step's first node, or the
+    loopback address for a job of another launcher on one node, and the port is derived from the job's id; for Hydra,
+    which has no job id, from the process id of its proxy. A single process gets port 0: any free port. Raises
+    UsageError if neither the variables nor the launcher give an address and a port.
+    """
+    derived = _derived(environ, identity)
+    address = environ.get("MASTER_ADDR") or (derived[0] if derived else None)
+    if address is None:
+        raise _nowhere("MASTER_ADDR", identity)
+    if "MASTER_PORT" in environ:
+        port = _integer(environ, "MASTER_PORT")
+        if not 1 <= port <= 65535:
+            raise UsageError(f"MASTER_PORT is {port}", remedy="give a port from 1 to 65535")
+        return address, port
+    if derived is None:
+        raise _nowhere("MASTER_PORT", identity)
+    return address, derived[1]
+
+
+def first_host(nodelist: str) -> str:
+    """Return the first node of a Slurm node list. Raises UsageError if it cannot be parsed.
+
+    >>> first_host("node[01-03,7],gpu9")
+    'node01'
+    >>> first_host("gpu9,node[01-03]")
+    'gpu9'
+    """
+    match = re.match(r"(?:[^,\[\]]|\[[^\[\]]*\])+", nodelist)
+    if match is None:
+        raise UsageError(f"cannot read '{nodelist}' as a list of hosts", where="SLURM_STEP_NODELIST")
+    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", match[0])
+
+
+def _torchrun(environ: Mapping[str, str]) -> Identity:
+    # Launchers that imitate torchrun often omit the group's variables; with equal nodes they follow from the others.
+    group = any(name in environ for name in _TORCHRUN_GROUP.values())
+    names = _TORCHRUN | _TORCHRUN_GROUP if group else _TORCHRUN
+    return _build(environ, names, "torchrun", attempt="TORCHELASTIC_RESTART_COUNT")
+
+
+def _of_launcher(environ: Mapping[str, str]) -> Identity:
+    """Return the identity from the innermost MPI or scheduler launcher; rank 0 of 1 without a launcher."""
+    found = _innermost(environ)
+    if not _in_slurm_step(environ):
+        return Identity() if found is None else _build(environ, *found, nodes=_NODES.get(found[1]))
+    if found is None or _says_the_same(environ, found[0]):
+        return _slurm(environ)
+    # The launcher ran inside a Slurm step, whose tasks are not these ranks.
+    return _build(environ, *found, nodes=_NODES.get(found[1]))
+
+
+def _innermost(environ: Mapping[str, str]) -> tuple[dict[str, str], Source] | None:
+    """Return the names of the variables with this process's rank and their launcher, Slurm excluded."""
+    if any(name in environ for name in _OPENMPI.values()):
+        return _OPENMPI, "openmpi"
+    if any(_HYDRA[field] in environ for field in ("local_rank", "local_size")):
+        return _HYDRA, "hydra"
+    if _PALS["rank"] in environ:
+        # Older versions of PALS have no local size; Cray's PMI has.
+        local = {} if _PALS["local_size"] in environ else {"local_size": _CRAY_PMI["local_size"]}
+        return {**_PALS, **local}, "pals"
+    if _FLUX["rank"] in environ:
+        return _FLUX, "flux"
+    if _HYDRA["rank"] in environ or environ.get(_HYDRA["size"], "1") != "1":
+        local = _CRAY_PMI if any(name in environ for name in _CRAY_PMI.values()) else {}
+        alone = environ.get(_HYDRA["rank"]) == "0" and environ.get(_HYDRA["size"]) == "1" and not local
+        # A single process under a scheduler's PMI, such as an interactive shell.
+        return None if alone else ({**_HYDRA, **local}, "hydra")
+    return None
+
+
+def _says_the_same(environ: Mapping[str, str], names: Mapping[str, str]) -> bool:
+    """Return whether a launcher's rank and size equal those of the Slurm step."""
+    step = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
+    return (environ.get(names["rank"]), environ.get(names["size"])) == (environ["SLURM_PROCID"], environ.get(step))
+
+
+def _refuse_ignored(environ: Mapping[str, str], identity: Identity) -> None:
+    """Raise UsageError if a launcher's variable shows several processes, but this process would run alone."""
+    many = [name for name in _SIZES if environ.get(name, "").strip() not in ("", "1")]
+    # PMIx gives an interactive shell of Slurm rank 0.
+    shell = "SLURM_JOB_ID" in environ
+    one_of = [name for name in _RANKS if name in environ and not (shell and environ[name] == "0")]
+    if identity.source in ("single", "slurm", "torchrun") and (name := next(iter([*many, *one_of]), None)):
+        counted = f", but {identity.source} says that this process is alone" if identity.source != "single" else ""
+        raise UsageError(
+            f"{name} is '{environ[name]}'{counted}",
+            why="a launcher has started several processes and does not say which of them this is, "
+            "so each would begin a run of its own",
+            remedy="start with torchrun, srun, mpirun, mpiexec.hydra or tutti run -H, or set RANK, WORLD_SIZE, "
+            f"LOCAL_RANK and LOCAL_WORLD_SIZE; for independent runs unset {name}",
+        )
+
+
+def _slurm(environ: Mapping[str, str]) -> Identity:
+    # A step may be smaller than its job: the step's variables take precedence.
+    size_name = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
+    nodes_name = "SLURM_STEP_NUM_NODES" if "SLURM_STEP_NUM_NODES" in environ else "SLURM_NNODES"
+    names = {
+        "rank": "SLURM_PROCID",
+        "size": size_name,
+        "local_rank": "SLURM_LOCALID",
+        "cross_rank": "SLURM_NODEID",
+        "cross_size": nodes_name,
+    }
+    values = {field: _integer(environ, name) for field, name in names.items()}
+    values["local_size"], names["local_size"] = _slurm_local_size(environ, values)
+    return _checked(values, names, "slurm", _attempt(environ, "SLURM_RESTART_COUNT"))
+
+
+def _slurm_local_size(environ: Mapping[str, str], values: Mapping[str, int]) -> tuple[int, str]:
+    """Return the number of tasks on this node, and the name of the variable it was read from."""
+    for name in ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"):
+        if name not in environ:
+            continue
+        counts = _tasks_per_node(environ[name], name)
+        if len(counts) == values["cross_size"] and sum(counts) == values["size"]:
+            return (counts[values["cross_rank"]] if values["cross_rank"] < len(counts) else 0), name
+        if name == "SLURM_STEP_TASKS_PER_NODE":
+            raise UsageError(
+                f"{name} is '{environ[name]}', which is not {values['size']} tasks on {values['cross_size']} hosts",
+                remedy="start the program with srun",
+            )
+    if "SLURM_NTASKS_PER_NODE" in environ:
+        return min(_integer(environ, "SLURM_NTASKS_PER_NODE"), values["size"]), "SLURM_NTASKS_PER_NODE"
+    if values["cross_size"] == 1:
+        return values["size"], "SLURM_NTASKS"
+    raise UsageError("SLURM_STEP_TASKS_PER_NODE is missing", remedy="start the program with srun")
+
+
+def _tasks_per_node(text: str, name: str) -> list[int]:
+    """Parse Slurm's tasks per node: ``2(x3),1`` → [2, 2, 2, 1]."""
+    counts: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
+        if match is None:
+            raise UsageError(f"{name} is '{text}'", remedy="it must read like 2(x3),1; start the program with srun")
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts
+
+
+def _in_slurm_step(environ: Mapping[str, str]) -> bool:
+    if "SLURM_STEP_ID" not in environ or "SLURM_PROCID" not in environ:
+        return False
+    return _integer(environ, "SLURM_STEP_ID") < _SLURM_SPECIAL_STEPS
+
+
+def _build(
+    environ: Mapping[str, str],
+    names: Mapping[str, str],
+    source: Source,
+    attempt: str | None = None,
+    nodes: str | None = None,
+) -> Identity:
+    """Return the identity from the variables ``names``.
+
+    A missing node index and number of nodes are derived, for equal nodes whose ranks are consecutive.
+
+    Args:
+        environ: environment variables.
+        names: variable by field of ``Identity``.
+        source: the launcher.
+        attempt: variable with the number of restarts.
+        nodes: variable with the number of nodes, for a launcher without a variable for the local size.
+
+    Raises:
+        UsageError: a variable is missing or malformed, or they are inconsistent.
+    """
+    values = {field: _integer(environ, name) for field, name in names.items()}
+    if nodes is not None:
+        hosts = _integer(environ, nodes)
+        if hosts < 1 or values["size"] % hosts:
+            raise _uneven(f"{names['size']} is {values['size']} and {nodes} is {hosts}")
+        values["local_size"] = values["size"] // hosts
+    if "cross_size" not in values:
+        size, local_size = values["size"], values["local_size"]
+        if local_size < 1 or size % local_size:
+            raise _uneven(f"{names['size']} is {size} and {names['local_size']} is {local_size}")
+        values["cross_rank"], values["cross_size"] = values["rank"] // local_size, size // local_size
+        if values["rank"] < size and values["rank"] % local_size != values["local_rank"] < local_size:
+            raise _uneven(
+                f"{names['rank']} is {values['rank']} of {size} and {names['local_rank']} is {values['local_rank']} "
+                f"of {local_size}"
+            )
+    return _checked(values, names, source, _attempt(environ, attempt))
+
+
+def _uneven(what: str) -> UsageError:
+    return UsageError(
+        what,
+        why="hosts with different numbers of processes, or with ranks that are not consecutive, cannot be told apart",
+        remedy="start with torchrun, or with the same number of processes on every host, one host after the other",
+    )
+
+
+def _checked(values: Mapping[str, int], names: Mapping[str, str], source: Source, attempt: int) -> Identity:
+    for rank, size in (("rank", "size"), ("cross_rank", "cross_size"), ("local_rank", "local_size")):
+        if values[rank] >= values[size]:
+            rank_name, size_name = names.get(rank, rank), names.get(size, size)
+            raise UsageError(
+                f"{rank_name} is {values[rank]}, but {size_name} is {values[size]}",
+                remedy=f"a rank lies between 0 and {size_name} - 1",
+            )
+    for part in ("local_size", "cross_size"):
+        if values[part] > values["size"]:
+            raise UsageError(
+                f"{names.get(part, part)} is {values[part]}, but {names['size']} is {values['size']}",
+                remedy="start all processes with the same launcher",
+            )
+    return Identity(**values, source=source, attempt=attempt)
+
+
+def _attempt(environ: Mapping[str, str], name: str | None) -> int:
+    return _integer(environ, name) if name is not None and name in environ else 0
+
+
+def _integer(environ: Mapping[str, str], name: str) -> int:
+    text = environ.get(name)
+    if text is None:
+        raise UsageError(
+            f"{name} is missing",
+            why="other variables of the same launcher are set",
+            remedy="start with torchrun, srun, mpirun, mpiexec.hydra or tutti run, which set all of them, "
+            "or unset the others",
+        )
+    if not text.strip().isdecimal():
+        raise UsageError(f"{name} is '{text}'", remedy="it must be a whole number of at least 0")
+    return int(text)
+
+
+def _derived(environ: Mapping[str, str], identity: Identity) -> tuple[str, int] | None:
+    if identity.source == "single":
+        return "127.0.0.1", 0
+    if identity.source == "slurm":
+        nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST")
+        if nodes is None or "SLURM_JOB_ID" not in environ:
+            return None
+        # Steps of one job, and jobs with neighbouring ids, may run at the same time on one node.
+        job = 16 * _integer(environ, "SLURM_JOB_ID") + _integer(environ, "SLURM_STEP_ID")
+        return first_host(nodes), _FIRST_PORT + job % _PORTS
+    if identity.local_size != identity.size:
+        return None
+    job_id = next((environ[name] for name in _JOB_IDS.get(identity.source, ()) if name in environ), None)
+    if identity.source == "hydra":
+        job_id = job_of(environ)
+    if job_id is None:
+        return None
+    # Flux's ids are not ASCII, but the environment's encoding may be.
+    return "127.0.0.1", _FIRST_PORT + zlib.crc32(job_id.encode(errors="surrogateescape")) % _PORTS
+
+
+def _nowhere(name: str, identity: Identity) -> UsageError:
+    return UsageError(
+        f"{name} is missing",
+        where=f"rank {identity.rank} of {identity.size}, started by {identity.source}",
+        why="nothing says where the ranks meet",
+        remedy="set MASTER_ADDR to rank 0's host and MASTER_PORT to a free port there, the same on every rank",
+    )

@@ -1,1 +1,0 @@
-"""Orders as data: who does what, when, with whom. No torch."""

@@ -1,0 +1,431 @@
+"""Private and version-dependent names of PyTorch that tutti uses, each with its reason and its public replacement.
+
+No other module of the package may use a private name of PyTorch (``tests/architecture/test_private_names.py``).
+``tests/test_torch_compat.py`` touches every name of ``__all__``: run it to try a new release of PyTorch. Private names
+of CPython are in ``python_compat.py``, which loads no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
+from torch.nn.modules.batchnorm import _NormBase as NormBase
+from torch.nn.modules.conv import _ConvNd as ConvBase
+from torch.nn.modules.conv import _ConvTransposeNd as ConvTransposeBase
+from torch.nn.modules.dropout import _DropoutNd as DropoutBase
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
+
+__all__ = [
+    "ELASTIC_AGENT_MEMBERS",
+    "FUSED_ACTIVATION",
+    "FUSED_PRODUCTS",
+    "FX_CONSTANT",
+    "GRADIENT_HOOK_ATTRIBUTES",
+    "IS_VIEW",
+    "MODULE_ATTRIBUTES",
+    "OPTIMIZER_ATTRIBUTES",
+    "VERSION_ATTRIBUTE",
+    "BatchNormBase",
+    "ConvBase",
+    "ConvTransposeBase",
+    "DropoutBase",
+    "FakeTensorMode",
+    "NormBase",
+    "TorchDispatchMode",
+    "TorchFunctionDisabled",
+    "accumulation_hooks",
+    "all_gather_single",
+    "assert_async",
+    "chunk_cat",
+    "default_store",
+    "dispatch_mode_depth",
+    "draws_samples",
+    "elastic_processes",
+    "flight_recorder",
+    "foreach_add_",
+    "foreach_copy_",
+    "foreach_div_",
+    "foreach_lerp_",
+    "foreach_mul",
+    "foreach_mul_",
+    "foreach_norm",
+    "foreach_sqrt",
+    "foreach_sub",
+    "foreach_sub_",
+    "function_mode_depth",
+    "functorch_level",
+    "gradient_hooks",
+    "has_backward_hook",
+    "has_forward_hook",
+    "has_packed_projection",
+    "in_backward",
+    "inductor_mode_options",
+    "is_hook_of_fsdp",
+    "is_wrapped_by_scheduler",
+    "make_wrapper_subclass",
+    "mark_stepped",
+    "mark_wrapped_by_scheduler",
+    "module_buffers",
+    "module_parameters",
+    "non_persistent_buffers",
+    "operator_arguments",
+    "order_members",
+    "reduce_scatter_single",
+    "saved_tensor_hooks",
+    "set_fsdp_collectives",
+    "set_gradient_hooks",
+    "sparse_indices",
+    "storage_key",
+    "tensor_version",
+    "tree_flatten",
+    "tree_leaves",
+    "tree_map",
+    "tree_map_only",
+    "tree_unflatten",
+    "version_counting_view",
+    "write_event",
+]
+
+# --- operators on lists of tensors ---------------------------------------------------------------------------------
+# One kernel for a list of tensors, as in PyTorch's optimizers (``foreach=True``). A public replacement would be
+# ``torch.foreach``, or ``torch.compile`` of the loop.
+
+foreach_add_ = torch._foreach_add_
+foreach_copy_ = torch._foreach_copy_
+foreach_div_ = torch._foreach_div_
+foreach_lerp_ = torch._foreach_lerp_
+foreach_mul = torch._foreach_mul
+foreach_mul_ = torch._foreach_mul_
+foreach_norm = torch._foreach_norm
+foreach_sqrt = torch._foreach_sqrt
+foreach_sub = torch._foreach_sub
+foreach_sub_ = torch._foreach_sub_
+
+# --- operators without a public name -------------------------------------------------------------------------------
+
+assert_async = torch._assert_async
+"""Assert a condition on the device without synchronising the host; a public name would be ``torch.assert_async``."""
+
+chunk_cat = torch._chunk_cat
+"""Copy many gradients into one reduce-scatter buffer in the order of ranks, in one kernel, as FSDP2 does; no public
+operator does it."""
+
+FUSED_PRODUCTS = (
+    *("_scaled_mm", "_grouped_mm", "_scaled_grouped_mm"),
+    *(f"_scaled_dot_product_{kind}_attention" for kind in ("flash", "efficient", "cudnn")),
+    *("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_fused_attention_overrideable"),
+)
+"""Operators of ``torch.ops.aten`` behind public matrix products and attention. Releases differ in which they have, so
+each is looked up. A public replacement would be a tag for expensive operators, which PyTorch does not have yet."""
+
+
+def operator_arguments(operator: Any) -> list[Any]:
+    """Return the arguments of an operator of ``torch.ops``, with ``name`` and ``default_value``.
+
+    A public replacement would be ``inspect.signature`` of an operator.
+    """
+    arguments: list[Any] = operator._schema.arguments
+    return arguments
+
+
+# --- tensors -------------------------------------------------------------------------------------------------------
+
+VERSION_ATTRIBUTE = "_version"
+"""Name of a tensor's version counter, for tables of attributes; elsewhere call ``tensor_version``."""
+
+IS_VIEW = "_is_view"
+"""Name of the method that tells whether a tensor is a view; public functions call it to print or copy a tensor."""
+
+GRADIENT_HOOK_ATTRIBUTES = ("_backward_hooks", "_post_accumulate_grad_hooks")
+"""Names of a tensor's tables of hooks. ``torch.nn`` and optimizers touch them on tensors without data."""
+
+
+def tensor_version(tensor: Tensor) -> int:
+    """Return the version counter that a tensor shares with its views; every in-place write increments it.
+
+    Autograd relies on it; no public function returns it.
+    """
+    return tensor._version
+
+
+def storage_key(tensor: Tensor) -> int:
+    """Return a number that identifies a tensor's storage for the storage's lifetime.
+
+    The public ``data_ptr()`` is 0 on ``meta``.
+    """
+    key: int = tensor.untyped_storage()._cdata
+    return key
+
+
+def sparse_indices(tensor: Tensor) -> Tensor:
+    """Return the indices of a COO tensor; the public ``indices()`` raises for an uncoalesced tensor."""
+    return tensor._indices()
+
+
+make_wrapper_subclass: Callable[..., Any] = torch.Tensor._make_wrapper_subclass
+"""Make a tensor subclass without storage. PyTorch documents it in its notes on subclasses under this private name."""
+
+
+def gradient_hooks(tensor: Tensor) -> dict[int, Any] | None:
+    """Return the hooks of ``register_hook``, in the order of calls. No public function lists them."""
+    hooks: dict[int, Any] | None = tensor._backward_hooks
+    return hooks
+
+
+def set_gradient_hooks(tensor: Tensor, hooks: dict[int, Any] | None) -> None:
+    """Set a tensor's table of hooks, which another tensor may share."""
+    tensor._backward_hooks = hooks
+
+
+def accumulation_hooks(tensor: Tensor) -> dict[int, Any] | None:
+    """Return the hooks of ``register_post_accumulate_grad_hook``. No public function lists them."""
+    hooks: dict[int, Any] | None = tensor._post_accumulate_grad_hooks
+    return hooks
+
+
+# --- autograd and modes --------------------------------------------------------------------------------------------
+
+# FakeTensorMode, TorchDispatchMode and the pytree functions, imported above, are public in practice: PyTorch's
+# documentation and many libraries import them from these modules. A replacement would be the same names in public
+# modules; the contents of ``torch.utils.pytree`` differ between releases.
+
+TorchFunctionDisabled = torch._C.DisableTorchFunctionSubclass
+"""Context within which ``__torch_function__`` of tensor subclasses is off; PyTorch's documentation names it."""
+
+
+def in_backward() -> bool:
+    """Return whether autograd runs a backward in this thread, for example while it calls a hook or recomputes a
+    forward."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def version_counting_view(tensor: Tensor) -> Tensor:
+    """Return a detached view that shares the version counter of ``tensor``; for use within a ``TorchDispatchMode``.
+
+    There, ``detach()`` runs below the dispatch key (ADInplaceOrView) that shares counters. ``torch.utils.checkpoint``
+    does the same for selective checkpointing, under a private name.
+    """
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return tensor.detach()
+
+
+def saved_tensor_hooks() -> Any:
+    """Return the innermost pair of ``torch.autograd.graph.saved_tensors_hooks``, or None. No public function does."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+def functorch_level() -> int | None:
+    """Return the nesting level of ``torch.func`` transforms, or None outside of them. No public function does."""
+    level: int | None = torch._C._functorch.maybe_current_level()
+    return level
+
+
+function_mode_depth = torch._C._len_torch_function_stack
+"""Return the number of active ``TorchFunctionMode``s. No public function does."""
+
+dispatch_mode_depth = torch._C._len_torch_dispatch_stack
+"""Return the number of active ``TorchDispatchMode``s. No public function does."""
+
+# --- modules -------------------------------------------------------------------------------------------------------
+
+# BatchNormBase, NormBase, ConvBase, ConvTransposeBase and DropoutBase, imported above, are the base classes of the 1-,
+# 2- and 3-dimensional layers; PyTorch's own isinstance checks use them. A tuple of the public classes would miss future
+# subclasses and is no type to annotate with.
+
+MODULE_ATTRIBUTES = frozenset(vars(nn.Module())) | {"_is_full_backward_hook", "_compiled_call_impl"}
+"""Attributes of every ``nn.Module``, including those that its methods add; others belong to a subclass or a script."""
+
+FX_CONSTANT = "_tensor_constant"
+"""Prefix of the attributes that ``torch.fx`` adds to a module for constant tensors of its graph."""
+
+FUSED_ACTIVATION = "activation_relu_or_gelu"
+"""Attribute of ``nn.TransformerEncoderLayer``; False turns off its fused kernel, which reads the weights of submodules
+without calling their forwards. The public ``torch.backends.mha.set_fastpath_enabled`` turns it off process-wide."""
+
+
+def module_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """Return a module's own table of parameters, for reading or writing.
+
+    The public ``named_parameters(recurse=False)`` omits names whose parameter is None, and all but the first name of a
+    shared parameter.
+    """
+    return module._parameters
+
+
+def module_buffers(module: nn.Module) -> dict[str, Tensor | None]:
+    """Return a module's own table of buffers, for reading or writing; ``named_buffers`` omits names as above."""
+    return module._buffers
+
+
+def non_persistent_buffers(module: nn.Module) -> set[str]:
+    """Return the names of the module's own non-persistent buffers; publicly, they are absent from ``state_dict()``."""
+    return module._non_persistent_buffers_set
+
+
+def order_members(module: nn.Module, like: nn.Module) -> None:
+    """Reorder the submodules, parameters and buffers of ``module`` as in ``like``; drop names that ``like`` lacks.
+
+    A buffer is persistent if it is in ``like``. The public way, to remove and add every member, would call registration
+    hooks.
+    """
+    for table in ("_modules", "_parameters", "_buffers"):
+        members = getattr(module, table)
+        setattr(module, table, {name: members[name] for name in getattr(like, table) if name in members})
+    module._non_persistent_buffers_set = like._non_persistent_buffers_set & module._buffers.keys()
+
+
+def has_forward_hook(module: nn.Module) -> bool:
+    """Return whether a module has forward hooks or forward pre-hooks. No public function lists them."""
+    return bool(module._forward_pre_hooks or module._forward_hooks)
+
+
+def has_backward_hook(module: nn.Module) -> bool:
+    """Return whether a module has backward hooks or backward pre-hooks. No public function lists them."""
+    return bool(module._backward_hooks or module._backward_pre_hooks)
+
+
+def draws_samples(pool: nn.FractionalMaxPool2d | nn.FractionalMaxPool3d) -> bool:
+    """Return whether fractional max pooling draws random regions: it was not given ``_random_samples=``."""
+    return pool._random_samples is None
+
+
+def has_packed_projection(attention: nn.MultiheadAttention) -> bool:
+    """Return whether queries, keys and values are projected by one ``in_proj_weight``.
+
+    The public test, ``in_proj_weight is not None``, reads a parameter that this rank may not hold.
+    """
+    return bool(attention._qkv_same_embed_dim)
+
+
+def is_hook_of_fsdp(hook: Any) -> bool:
+    """Return whether FSDP2 registered this hook, by the module of its function. No public function tells it."""
+    return str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp")
+
+
+# --- torch.compile -------------------------------------------------------------------------------------------------
+
+
+def inductor_mode_options(mode: str) -> dict[str, Any]:
+    """Return the options that ``torch.compile(mode=…)`` stands for.
+
+    ``torch._inductor.list_mode_options`` is public but in a private module. ``torch.compile`` takes either a mode or
+    options, and tutti adds an option to a mode.
+    """
+    import torch._inductor
+
+    options: dict[str, Any] = torch._inductor.list_mode_options(mode)
+    return options
+
+
+# --- optimizers ----------------------------------------------------------------------------------------------------
+
+OPTIMIZER_ATTRIBUTES = frozenset(vars(torch.optim.SGD([torch.zeros(1)], lr=0.1))) | {
+    "_opt_called",
+    "_step_count",
+    "_need_device_dtype_check_for_fused",
+    "_step_supports_amp_scaling",
+}
+"""Attributes of every optimizer, including those that PyTorch's schedulers and gradient scalers add."""
+
+
+def is_wrapped_by_scheduler(step: object) -> bool:
+    """Return whether ``step`` is a learning-rate scheduler's wrapper of an optimizer's step.
+
+    The wrapper lets the scheduler warn if it is stepped before the optimizer. A public replacement would be a hook
+    (``register_step_post_hook``).
+    """
+    return hasattr(step, "_wrapped_by_lr_sched")
+
+
+def mark_wrapped_by_scheduler(step: Any) -> None:
+    """Keep schedulers from wrapping this ``step``; ``mark_stepped`` then does the wrapper's work."""
+    step._wrapped_by_lr_sched = True
+
+
+def mark_stepped(optimizer: Any) -> None:
+    """Mark the optimizer as stepped, so that schedulers do not warn of the wrong order of calls."""
+    optimizer._opt_called = True
+
+
+# --- torch.distributed ---------------------------------------------------------------------------------------------
+
+_distributed: Any = torch.distributed
+
+all_gather_single: Callable[..., Any] = getattr(_distributed, "all_gather_single", None) or (
+    _distributed.all_gather_into_tensor
+)
+"""All-gather into one tensor; the name differs between releases."""
+
+reduce_scatter_single: Callable[..., Any] = getattr(_distributed, "reduce_scatter_single", None) or (
+    _distributed.reduce_scatter_tensor
+)
+"""Reduce-scatter of one tensor; the name differs between releases."""
+
+
+def default_store() -> torch.distributed.Store:
+    """Return the store of the default process group, which a script may have made. No public function does."""
+    return torch.distributed.distributed_c10d._get_default_store()
+
+
+def flight_recorder() -> Callable[..., Any] | None:
+    """Return the function that dumps the flight recorder's latest collectives as JSON, or None in a build without it.
+
+    The public way is environment variables with which NCCL's watchdog writes files.
+    """
+    recorder: Callable[..., Any] | None = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)
+    return recorder
+
+
+def set_fsdp_collectives(unit: Any, all_gather: Any, reduce_scatter: Any) -> None:
+    """Replace the all-gather and reduce-scatter of an FSDP2 module.
+
+    The methods are public but may change, as their documentation says; the protocols of their arguments are private
+    and need ``allocate`` and ``__call__`` only.
+
+    Args:
+        unit: an FSDP-wrapped module.
+        all_gather: all-gathers parameters.
+        reduce_scatter: reduce-scatters gradients.
+    """
+    unit.set_custom_all_gather(all_gather)
+    unit.set_custom_reduce_scatter(reduce_scatter)
+
+
+ELASTIC_AGENT_MEMBERS = (
+    "_start_workers",
+    "_monitor_workers",
+    "_shutdown",
+    "_remaining_restarts",
+    "_worker_group",
+    "_pcontext",
+)
+"""Members of ``LocalElasticAgent`` that ``launcher/agent.py`` overrides or reads; its constructor sets some of them.
+
+tutti's agent starts processes with signals blocked, monitors and ends them itself, and decides about restarts. A public
+replacement would be the same methods without underscores.
+"""
+
+
+def elastic_processes(agent: Any) -> list[Any]:
+    """Return the processes that an agent has started, in the order of ranks; publicly, it has their ids only."""
+    return list(agent._pcontext._pc.processes)
+
+
+# --- TensorBoard ---------------------------------------------------------------------------------------------------
+
+
+def write_event(writer: Any, summary: Any, step: int) -> None:
+    """Write one TensorBoard event with several scalars; the public ``add_scalar`` writes one event each.
+
+    Args:
+        writer: a ``SummaryWriter``.
+        summary: the event's ``Summary``, with the scalars.
+        step: step of the event.
+    """
+    writer._get_file_writer().add_summary(summary, step)

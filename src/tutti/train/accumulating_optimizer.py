@@ -1,0 +1,76 @@
+"""Accumulating optimizers: in a custom training loop ``step()`` acts once a global batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from torch.optim import Optimizer
+
+from tutti.errors import UsageError
+from tutti.parallel import Choice, check_custom_loop
+from tutti.torch_compat import is_wrapped_by_scheduler, mark_stepped, mark_wrapped_by_scheduler
+from tutti.train.prepared_before import keeps_state
+
+if TYPE_CHECKING:
+    from tutti.train.run import Run
+
+
+def accumulate_steps(optimizer: Optimizer, run: Run, choice: Choice, index: int = 0) -> None:
+    """Make ``optimizer.step()`` act once a global batch, by a subclass, which PyTorch's schedulers accept.
+
+    Args:
+        optimizer: one of the script's optimizers; its class is replaced.
+        run: the run, which synchronises gradients and makes the update.
+        choice: the strategy.
+        index: the optimizer's index among those of ``tutti.prepare``.
+    """
+    # The new run takes over an optimizer that was prepared before.
+    kind: type[Optimizer] = getattr(type(optimizer), "_ungated", type(optimizer))
+    if is_wrapped_by_scheduler(vars(optimizer).get("step")):
+        # An existing scheduler has wrapped the original step in an instance attribute, which would bypass the subclass.
+        del optimizer.step
+
+    def step(self: Optimizer, closure: Callable[[], float] | None = None) -> float | None:
+        mark_stepped(self)
+        if run.stepping:
+            result: float | None = kind.step(self)
+            return result
+        check_custom_loop(choice)
+        if closure is not None:
+            loss: float | None = run.custom.step_with(index, closure, lambda evaluated: kind.step(self, evaluated))
+            return loss
+        run.custom.step(index)
+        return None
+
+    def zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
+        """Clear the optimizer's gradients, and those that the script sees."""
+        kind.zero_grad(self, set_to_none)
+        run.custom.cleared(index)
+
+    def state_dict(self: Optimizer) -> dict[str, Any]:
+        """Return the optimizer's state. Raises UsageError if it is split over ranks, logical workers or servers."""
+        _check_state(run, choice, "state_dict()")
+        return kind.state_dict(self)
+
+    def load_state_dict(self: Optimizer, state: dict[str, Any]) -> None:
+        """Load the optimizer's state. Raises UsageError if it is split over ranks, logical workers or servers."""
+        _check_state(run, choice, "load_state_dict()")
+        kind.load_state_dict(self, state)
+
+    mark_wrapped_by_scheduler(step)
+    both = {"state_dict": state_dict, "load_state_dict": load_state_dict}
+    body = {"step": step, "zero_grad": zero_grad, "_ungated": kind, **both}
+    optimizer.__class__ = type(f"Gated{kind.__name__}", (kind,), body)
+
+
+def _check_state(run: Run, choice: Choice, call: str) -> None:
+    """Raise UsageError if the script's optimizer does not hold all optimizer state of this rank's model."""
+    if not keeps_state(choice.name, run.context):
+        raise UsageError(
+            f"{call} of the optimizer after tutti.prepare does not go with strategy '{choice.name}'",
+            where=f"step {run.clock}",
+            why="its state is shared out over ranks, logical workers or servers",
+            remedy="call run.save(folder) and run.restore(folder), which have all of it; optimizer.param_groups has the"
+            " settings; or take --strategy mirrored",
+        )

@@ -1,0 +1,104 @@
+"""Batch contracts of a batch-size schedule, and warnings about its effect on batch norm and the run's length."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import nn
+
+from tutti.config.growth import BatchGrowth
+from tutti.config.module_config import Ghost, Sync, check_batch_norm
+from tutti.config.optimizer_config import CosineSchedule, LinearSchedule, check_schedule
+from tutti.config.spec import Duration
+from tutti.config.train_config import TrainConfig
+from tutti.data.contract import BatchContract
+from tutti.data.epochs import Epochs
+from tutti.launcher import context
+from tutti.optim.scaling import check_growth
+from tutti.torch_compat import BatchNormBase
+
+_SEEN = "as the batch grows"
+
+
+def batch_size_schedule(
+    contract: BatchContract,
+    growth: BatchGrowth | str | None,
+    model: nn.Module,
+    batch_norm: str,
+    lr_scale: str,
+    gradient_noise: str,
+) -> Epochs:
+    """Return the batch contracts of all epochs. Rank 0 warns if the batches that batch norm normalises over grow.
+
+    Args:
+        contract: contract of the first epoch.
+        growth: the batch-size schedule; None for one batch size.
+        model: the script's model.
+        batch_norm: batch norm as ``tutti.prepare`` takes it.
+        lr_scale: rule for the learning rate.
+        gradient_noise: noise on the gradient, or ``none``.
+
+    Raises:
+        UsageError: the schedule is malformed, or does not go with the other arguments.
+    """
+    if isinstance(growth, str):
+        growth = BatchGrowth.parse(growth, "batch_growth")
+    if growth is not None:
+        check_growth(lr_scale, gradient_noise)
+    epochs = Epochs(contract, growth)
+    if context.current().identity.rank == 0:
+        for text in of_model(epochs, model, batch_norm):
+            warnings.warn(text, stacklevel=3)
+    return epochs
+
+
+@contextmanager
+def said_elsewhere() -> Iterator[None]:
+    """Within the block ``batch_size_schedule`` does not warn: ``tutti train`` reports to its listeners instead."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", _SEEN)
+        yield
+
+
+def of_model(epochs: Epochs, model: nn.Module, batch_norm: str) -> Iterator[str]:
+    """Yield a warning if batch norm normalises over more samples in the last epoch than in the first.
+
+    Args:
+        epochs: batch contracts of all epochs.
+        model: the script's model.
+        batch_norm: batch norm as ``tutti.prepare`` takes it.
+    """
+    norm = check_batch_norm(batch_norm)
+    contracts = (epochs.phases[0].contract, epochs.phases[-1].contract)
+    first, last = (c.batch if isinstance(norm, Sync) else len(c.first_micro_batch(c.batch)) for c in contracts)
+    if first == last or isinstance(norm, Ghost):
+        return
+    if any(isinstance(module, BatchNormBase) for module in model.modules()):
+        other = "" if isinstance(norm, Sync) else f" or a micro-batch of {first}"
+        yield (
+            f"{_SEEN}, batch norm sees more samples together: {first} at first, {last} in the end. "
+            f"That is another model; batch norm ghost:size={first}{other} keeps what it sees"
+        )
+
+
+def of_plan(epochs: Epochs, config: TrainConfig, total: int | None) -> Iterator[str]:
+    """Yield warnings if the run ends before the batch grows, or its schedule also lowers the learning rate.
+
+    Args:
+        epochs: batch contracts of all epochs.
+        config: the resolved configuration.
+        total: steps of the run; None if unknown.
+    """
+    if epochs.growth is None:
+        return
+    first = Duration(epochs.growth.epochs[0], "ep")
+    if total is not None and total <= epochs.steps(first):
+        yield f"the run ends before the batch grows, which is after {first}"
+    schedule = check_schedule(config.schedule)
+    if isinstance(schedule, CosineSchedule | LinearSchedule) and schedule.final < 1:
+        yield (
+            f"the schedule {config.schedule} lowers the learning rate while the batch grows: the noise of the gradient "
+            "falls by both; to grow the batch instead, take --schedule constant"
+        )

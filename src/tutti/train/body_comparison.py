@@ -1,0 +1,171 @@
+"""Compare the bodies of one global batch in a custom training loop, where a rank has several micro-batches.
+
+The rank runs the script's body once for each micro-batch. Their gradients belong to one update, so every body must make
+the same backward and optimizer calls in the same order, see the same parameters, and train the same parameters.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NoReturn, cast
+
+import torch
+from torch import nn
+
+from tutti.errors import UsageError
+from tutti.nn.swap import parameters
+from tutti.torch_compat import tensor_version
+from tutti.train.gradient_origin import script_line
+from tutti.train.mistake_checks import Hook
+from tutti.types import CustomLoopSync
+
+if TYPE_CHECKING:
+    from tutti.train.steps import Steps
+
+_COMPARED = 2
+"""Number of first global batches in which parameters are also compared by value; in all by version counter."""
+
+
+class BodyComparison:
+    """Records the calls of each body, and refuses bodies that differ or that several micro-batches do not allow.
+
+    Args:
+        run: the run.
+
+    Attributes:
+        several: whether a rank runs several bodies in this global batch.
+    """
+
+    def __init__(self, run: Steps) -> None:
+        self._run, self._exchange = run, cast(CustomLoopSync, run.exchange)
+        self.several = self._final = False
+        self._batches = 0
+        self._events: list[tuple[str, int]] = []
+        self._first: list[tuple[str, int]] | None = None
+        self._written: tuple[list[int], list[float] | None] = ([], None)
+        self._at_forward: list[bool] | None = None
+        self._hooked = False
+
+    def begin_batch(self) -> None:
+        """Begin a global batch."""
+        self._first = None
+
+    def begin_body(self, final: bool) -> None:
+        """Begin a body; ``final``: whether it is this rank's last in the global batch."""
+        self._final, self._events, self._at_forward = final, [], None
+        if self.several:
+            self._written = self._values()
+            self._watch_forward()
+
+    def end_body(self) -> None:
+        """End a body. Raises UsageError if its calls differ from those of the first body."""
+        if not self.several:
+            return
+        self._check_writes()
+        if self._first is None:
+            self._first = self._events
+        elif len(self._events) != len(self._first):
+            self.refuse_different()
+
+    def end_batch(self) -> None:
+        """End a global batch."""
+        self._batches += 1
+
+    def note(self, kind: str, index: int) -> None:
+        """Record a call of the body. Raises UsageError for calls that several micro-batches a rank do not allow.
+
+        Args:
+            kind: "backward", "gradients" (computed without ``run.backward``) or "step".
+            index: the optimizer's index for "step"; -1 for all; else 0.
+        """
+        if self.several:
+            if kind == "step" and _is_called_by(torch.amp.GradScaler.step):
+                raise UsageError(
+                    "torch.amp.GradScaler with several micro-batches a rank",
+                    where=f"step {self._run.clock + 1}, {script_line()}",
+                    why="it counts every run of the loop's body as an update, and changes its scale between"
+                    " micro-batches of one global batch",
+                    remedy="take --precision fp16 and no scaler, or as many workers as data ranks"
+                    f" ({self._run.context.grid.data_ranks})",
+                )
+            if kind != "step" and any(event == "step" for event, _ in self._events):
+                raise UsageError(
+                    "two updates in one body of the loop, with several micro-batches a rank",
+                    where=f"step {self._run.clock + 1}, {script_line()}",
+                    why="what follows the first update depends on the gradients of micro-batches whose bodies have"
+                    " not run yet",
+                    remedy=f"take as many workers as data ranks ({self._run.context.grid.data_ranks}), and no"
+                    " micro_batch; or more devices",
+                )
+            if self._first is not None:
+                place = len(self._events)
+                if place >= len(self._first) or self._first[place] != (kind, index):
+                    self.refuse_different()
+            self._check_writes()
+        self._events.append((kind, index))
+        self._at_forward = None
+
+    def refuse_different(self) -> NoReturn:
+        """Raise UsageError: the bodies of this global batch differ."""
+        raise UsageError(
+            "the loop's body did not do the same for each micro-batch of one global batch",
+            where=f"step {self._run.clock + 1}",
+            why="this rank runs the body several times a global batch, and the gradients belong together",
+            remedy="count global batches (run.clock), not runs of the body; or take as many workers as data ranks",
+        )
+
+    # --- trained parameters ----------------------------------------------------------------------------------------
+
+    def _watch_forward(self) -> None:
+        """Hook the parts, to record ``requires_grad`` at the first forward since the last recorded call."""
+        if not self._hooked:
+            self._hooked = True
+            for part in self._run.replica.parts:
+                part.register_forward_pre_hook(Hook(self._before_forward), prepend=True)
+
+    def _before_forward(self, part: nn.Module) -> None:
+        if self.several and self._at_forward is None and torch.is_grad_enabled():
+            self._at_forward = self._trained()
+
+    def _trained(self) -> list[bool]:
+        return [p.requires_grad for _, p in parameters(self._run.replica.parts)]
+
+    def retrained(self) -> None:
+        """Accept parameters frozen or thawed in this body. Raises UsageError if its forward had begun."""
+        if self.several and self._at_forward is not None and self._at_forward != self._trained():
+            self.refuse_different()
+        self._written = self._values()
+
+    # --- writes of parameters --------------------------------------------------------------------------------------
+
+    def _values(self) -> tuple[list[int], list[float] | None]:
+        """Return versions of the parameters, and in the first global batches the sum of each parameter's values."""
+        values = self._exchange.values()
+        versions = [tensor_version(p) for p in self._exchange.seen()]
+        if self._batches >= _COMPARED:
+            return versions, None
+        return versions, [float(value.sum(dtype=torch.float64)) for value in values]
+
+    def _check_writes(self) -> None:
+        """Raise UsageError if the script wrote parameters in a body that is not the rank's last."""
+        if self._final:
+            return
+        versions, sums = self._values()
+        if versions != self._written[0] or (sums != self._written[1] and self._written[1] is not None):
+            raise UsageError(
+                "the loop's body writes parameters, with several micro-batches a rank",
+                where=f"step {self._run.clock + 1}",
+                why="micro-batches of one global batch must see the same parameters",
+                remedy="write them where run.stepped is true; or take as many workers as data ranks"
+                f" ({self._run.context.grid.data_ranks}), and no micro_batch",
+            )
+
+
+def _is_called_by(function: Callable[..., Any]) -> bool:
+    """Return whether ``function`` is on the call stack."""
+    frame = inspect.currentframe()
+    code = inspect.unwrap(function).__code__
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return frame is not None

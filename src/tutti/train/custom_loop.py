@@ -1,0 +1,511 @@
+"""Custom training loops: the script's own forward, ``run.backward(loss)`` and ``optimizer.step()``.
+
+The loop's body runs once for each micro-batch of this rank, and within it ``.grad`` means what it means in PyTorch. In
+the body of a rank's last micro-batch ``run.backward`` reduces the gradient over all micro-batches of the global batch
+before it returns: ``.grad`` then equals the gradient on one device, so that the script may clip it, add to it, or
+accumulate several. In earlier bodies tutti banks the micro-batch's gradient, and ``.grad`` shows that micro-batch's
+part alone; the script's changes to that part have no effect. "Worker" is the logical worker.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from tutti.errors import UsageError
+from tutti.launcher import heartbeat
+from tutti.launcher.heartbeat import Phase
+from tutti.parallel import Choice, check_custom_loop
+from tutti.train.body_comparison import BodyComparison
+from tutti.train.gradient_origin import GradientOrigin
+from tutti.types import Batch, CustomLoopRunner, CustomLoopSync, LossSums, MicroBatch, StepStats, UpdateResult
+
+if TYPE_CHECKING:
+    from tutti.train.steps import Steps
+
+Gradients: TypeAlias = dict[nn.Parameter, Tensor]
+
+
+@dataclass
+class Contribution:
+    """Sums over the micro-batches before a rank's last for one gradient synchronisation.
+
+    Attributes:
+        gradients: gradient by parameter; parameters without a gradient are missing.
+        used: which parameters backward reached, where backward itself reduces gradients (FSDP2).
+        totals: loss sums of each worker, in worker order.
+    """
+
+    gradients: Gradients = field(default_factory=dict)
+    used: list[bool] = field(default_factory=list)
+    totals: dict[int, LossSums] = field(default_factory=dict)
+
+
+class CustomLoop:
+    """Runs the body of a script's loop for every micro-batch of this rank, and synchronises gradients.
+
+    Args:
+        run: the run to train.
+        optimizers: the script's optimizers, in the order of ``tutti.prepare``.
+        choice: the strategy.
+
+    Attributes:
+        stepped: whether the last ``optimizer.step()`` was in the body of a rank's last micro-batch, and so acted.
+    """
+
+    def __init__(self, run: Steps, optimizers: Sequence[Optimizer], choice: Choice) -> None:
+        self._run, self.optimizers, self._choice = run, optimizers, choice
+        self._exchange = cast(CustomLoopSync, run.exchange)
+        self._replica = cast(CustomLoopRunner, run.replica)
+        self.stepped = False
+        self._micro_batch: MicroBatch | None = None
+        self._begun = self._inside = self._final = self._accounted = False
+        self._origin, self._bodies = GradientOrigin(run, optimizers), BodyComparison(run)
+        self._started = False
+        self._calls = 0
+        self._busy: Sequence[int] = ()
+        self._idle: Sequence[int] = ()
+        self._bank: dict[tuple[int, int], Contribution] = {}
+        self._mixed = False
+        self._pending: list[StepStats] = []
+        self._latest: StepStats | None = None
+        self._unapplied = False
+
+    @property
+    def within_batch(self) -> bool:
+        """Whether a global batch has begun, without an update and without the end of its last body so far."""
+        return self._begun
+
+    # --- the micro-batches -----------------------------------------------------------------------------------------
+
+    def microbatches(self, number: int, start: int | None = None) -> Iterator[Batch]:
+        """See ``Run.microbatches``."""
+        run = self._run
+        self._check_beginning()
+        for batch in run.epoch(number, start):
+            step_context = run._step_context()
+            self._begun, self._accounted = True, False
+            self._bodies.begin_batch()
+            if run._trainability(late=False):
+                run.hooks.watch(run.replica.parts)
+            self._bank.clear()
+            work = run._cells(batch, step_context)
+            step_context = run._step_context_now
+            if run.replica.sharded:
+                work = run._even(work, step_context)
+            busy = [(worker, micro_batches) for worker, micro_batches in work if micro_batches]
+            # Shares differ by at most one sample, so that workers without samples are the last ones.
+            self._idle = [worker for worker, micro_batches in work if not micro_batches]
+            if not busy and run._drawn is not None:
+                worker, *self._idle = self._idle
+                busy = [(worker, [run._dummy_micro_batch(worker, step_context)])]
+            self._busy = [worker for worker, _ in busy]
+            several = self._bodies.several = run.feed.most_micro_batches(step_context.samples) > 1
+            self._origin.alone = not several and run.context.comms.replica.size == 1
+            # Complete gradients that the script accumulates over global batches.
+            carried = self._exchange.take() if several else {}
+            for worker, micro_batches in busy:
+                run.exchange.begin_worker(worker, step_context)
+                for micro_batch in micro_batches:
+                    final = worker == self._busy[-1] and micro_batch.last
+                    self._enter_body(micro_batch, final, carried)
+                    yield micro_batch.batch
+                    self._leave_body()
+            self._end_batch()
+
+    def _check_beginning(self) -> None:
+        check_custom_loop(self._choice)
+        if self._begun and not self._final:
+            raise UsageError(
+                "the last loop over run.microbatches() was left in the middle of a global batch",
+                remedy="leave it only after an optimizer.step() with run.stepped",
+            )
+        self._begun = False
+        if not self._started:
+            self._exchange.begin_custom_loop()
+            self._started = True
+
+    def _shown(self) -> Gradients:
+        """Return the gradients that the script sees in ``.grad``."""
+        return {p: p.grad for p in self._origin.seen() if p.grad is not None}
+
+    def _enter_body(self, micro_batch: MicroBatch, final: bool, carried: Gradients) -> None:
+        self._micro_batch, self._final, self._inside = micro_batch, final, True
+        self._calls, self._origin.exchanged = 0, False
+        if self._bodies.several:
+            # Each body starts without gradients; the last one with those that the script carries over global batches.
+            self._show({})
+            if final and carried:
+                self._exchange.settle(carried)
+            self._origin.remember()
+        self._bodies.begin_body(final)
+        self._origin.watch()
+        self._replica.begin(micro_batch)
+        self._run._enter(Phase.COMPUTE)
+
+    def _leave_body(self) -> None:
+        """Close the body of a micro-batch, after the script's code for it has ended."""
+        self._inside = False
+        self._bodies.end_body()
+        micro_batch = self._micro_batch
+        if not self._bodies.several or self._final or micro_batch is None:
+            return
+        if micro_batch.last and self._calls == 1 and self._exchange.by_worker:
+            self._hand_over(0, micro_batch.worker)
+
+    def _end_batch(self) -> None:
+        run = self._run
+        if run.checks.ended is not None:
+            run.checks.ended()
+        self._settle()
+        self._begun, self._micro_batch = False, None
+        self._bodies.end_batch()
+
+    def _settle(self) -> None:
+        """Count the global batch as consumed, unless an update has counted it."""
+        if not self._accounted and self._begun and self._final:
+            if self._exchange.gradient_at == "servers":
+                raise UsageError(
+                    "a global batch without an update does not go with parameter servers",
+                    where=f"step {self._run.clock + 1}",
+                    why="servers wait for a gradient of every rank in every step",
+                    remedy="call run.backward and optimizer.step() for each, or take --strategy mirrored",
+                )
+            self._accounted = True
+            self._run._advance(None, None)
+
+    # --- backward --------------------------------------------------------------------------------------------------
+
+    def backward(self, loss: Any, retain_graph: bool = False) -> None:
+        """See ``Run.backward``."""
+        micro_batch = self._micro_batch
+        if micro_batch is None or not self._inside:
+            raise UsageError(
+                "run.backward needs a batch of run.microbatches()", remedy="loop over run.microbatches(epoch)"
+            )
+        self._look_at_trainability()
+        self._bodies.note("backward", 0)
+
+        def work(before: LossSums | None) -> LossSums:
+            try:
+                with self._origin.own_backward():
+                    return self._replica.backward(loss, micro_batch, before, self._run._sink, retain_graph)
+            except RuntimeError as error:
+                if self._exchange.gradient_at == "shards" and "setStorage" in str(error):
+                    self._refuse_twice(error)
+                raise
+
+        self._contribute(micro_batch, work)
+
+    def _refuse_twice(self, error: RuntimeError) -> NoReturn:
+        raise UsageError(
+            "the loss has a gradient in it (create_graph=True), which does not go with sharded parameters",
+            where=f"step {self._run.clock + 1}",
+            why="FSDP2 frees the gathered parameters after the first backward, and the second needs them again",
+            remedy="take sharded:stage=1 or --strategy mirrored",
+        ) from error
+
+    def _contribute(self, micro_batch: MicroBatch, work: Callable[[LossSums | None], LossSums]) -> None:
+        """Add the gradient that ``work`` computes to that of the global batch. Collective in a rank's last body.
+
+        Args:
+            micro_batch: the micro-batch of the body.
+            work: adds this micro-batch's weighted gradient to ``.grad``; takes the worker's loss sums so far (None at
+                first) and returns them including this micro-batch.
+        """
+        local = self._take_local(micro_batch)
+        call, self._calls = self._calls, self._calls + 1
+        if self._final:
+            self._complete(micro_batch, call, local, work)
+        else:
+            self._keep(micro_batch, call, local, work)
+        self._origin.exchanged = True
+        self._origin.remember()
+
+    def _show(self, gradients: Gradients) -> None:
+        """Set every ``.grad`` to its entry in ``gradients``, or None."""
+        for parameter in self._origin.seen():
+            parameter.grad = gradients.get(parameter)
+
+    def _keep(
+        self, micro_batch: MicroBatch, call: int, local: Gradients, work: Callable[[LossSums | None], LossSums]
+    ) -> None:
+        """Bank the gradient and loss sums of a micro-batch that is not the rank's last."""
+        shown = self._shown()
+        self._show(local)
+        kept = self._bank.setdefault((call, micro_batch.worker if self._exchange.by_worker else -1), Contribution())
+        kept.totals[micro_batch.worker] = work(kept.totals.get(micro_batch.worker))
+        used = self._exchange.take_use()
+        kept.used = [a or b for a, b in zip(kept.used or used, used, strict=True)]
+        for parameter, gradient in self._shown().items():
+            # A copy: the script may write to .grad.
+            if parameter in kept.gradients:
+                kept.gradients[parameter].add_(gradient)
+            else:
+                kept.gradients[parameter] = gradient.clone()
+        for parameter, before in shown.items():
+            parameter.grad = before if parameter.grad is None else before + parameter.grad
+
+    def _complete(
+        self, micro_batch: MicroBatch, call: int, local: Gradients, work: Callable[[LossSums | None], LossSums]
+    ) -> None:
+        """Reduce the gradients of this call over ranks. Collective."""
+        run, sync = self._run, self._exchange
+        self._check_remote()
+        step_context = run._step_context_now = replace(run._step_context_now, call=call)
+        held = sync.take()
+        sync.begin_worker(micro_batch.worker, step_context)
+        for worker in self._busy[:-1]:
+            self._hand_over(call, worker)
+        kept = self._bank.pop((call, micro_batch.worker if sync.by_worker else -1), Contribution())
+        for worker in self._busy[:-1]:
+            if worker in kept.totals:
+                sync.end_worker(worker, kept.totals[worker])
+        for parameter, gradient in local.items():
+            own = kept.gradients.get(parameter)
+            kept.gradients[parameter] = gradient if own is None else own.add_(gradient)
+        if kept.gradients:
+            self._show(kept.gradients)
+        if kept.used:
+            sync.add_use(kept.used)
+        sync.end_worker(micro_batch.worker, work(kept.totals.get(micro_batch.worker)))
+        for worker in self._idle:
+            sync.begin_worker(worker, step_context)
+            sync.end_worker(worker, None)
+        if self._idle:
+            sync.begin_worker(micro_batch.worker, step_context)
+        run._enter(Phase.COMPUTE)
+        stats = sync.reduce_gradients(step_context)
+        run.hooks.check_sum(stats, step_context)
+        self._check_counts(stats, step_context.samples)
+        sync.settle(held)
+        self._pending.append(stats)
+        self._unapplied = sync.gradient_at == "servers"
+        run.stats = self._latest = stats
+
+    def _check_counts(self, stats: StepStats, samples: int) -> None:
+        """Raise UsageError if one reduction mixes gradients of means over samples with those of another count."""
+        mixed, self._mixed = self._mixed, False
+        if mixed and stats.count != samples:
+            raise UsageError(
+                "loss.backward() before a run.backward that counts something else than samples",
+                where=f"step {self._run.clock + 1}",
+                why=f"the one is a mean over {samples} samples, the other over {stats.count:g}, and both are exchanged"
+                " together",
+                remedy="call run.backward for both losses, or clear the gradients (zero_grad) in between",
+            )
+
+    def _hand_over(self, call: int, worker: int) -> None:
+        """Pass a worker's banked gradients to ``GradientSync.end_worker``, for sums worker by worker."""
+        kept = self._bank.pop((call, worker), None)
+        if kept is not None:
+            shown = self._shown()
+            self._show(kept.gradients)
+            self._exchange.end_worker(worker, kept.totals[worker])
+            self._show(shown)
+
+    def _check_remote(self) -> None:
+        """Raise UsageError for a second gradient before an update on parameter servers: one push a global batch."""
+        if self._exchange.gradient_at == "servers" and self._unapplied:
+            raise UsageError(
+                "a second gradient before optimizer.step() does not go with parameter servers",
+                where=f"step {self._run.clock + 1}",
+                why="the first one is on the servers, where a script cannot add to it",
+                remedy="add the losses up and call run.backward once, or take --strategy mirrored",
+            )
+
+    # --- gradients without run.backward ----------------------------------------------------------------------------
+
+    def _look_at_trainability(self) -> None:
+        if self._run._trainability(late=True):
+            if self._bank:
+                self._bodies.refuse_different()
+            self._bodies.retrained()
+            self._origin.watch()
+
+    def _take_local(self, micro_batch: MicroBatch) -> Gradients:
+        """Remove and return this micro-batch's gradients that the script computed without ``run.backward``, weighted.
+
+        The weight is the factor on the micro-batch's mean loss in ``run.backward``.
+        """
+        if self._exchange.gradient_at == "shards":
+            self._origin.check_shards()
+            return {}
+        local = self._origin.local(self._origin.seen())
+        if local and self._exchange.gradient_at == "slices":
+            raise UsageError(
+                "gradients of split layers that run.backward did not make",
+                where=f"step {self._run.clock + 1}",
+                why="each rank has a slice of them, and what the script has done to them meanwhile cannot be known",
+                remedy="call run.backward(loss), or take --strategy mirrored",
+            )
+        self._mixed |= bool(local)
+        weight, found = micro_batch.share, {}
+        for parameter in local:
+            if parameter.grad is not None and micro_batch.samples:
+                found[parameter] = parameter.grad * weight
+            parameter.grad = None
+        return found
+
+    # --- the update ------------------------------------------------------------------------------------------------
+
+    def step(self, index: int | None) -> bool:
+        """Carry out ``optimizer.step()``: in a rank's last body an update of that optimizer's parameters, else nothing.
+
+        Args:
+            index: index in ``optimizers``; None for all of them.
+
+        Returns:
+            Whether this was an update, which includes one that was skipped because the gradient is not finite.
+
+        Raises:
+            UsageError: outside of ``run.microbatches()``, or the gradients cannot be those of the global batch.
+            MismatchError: the script edited a gradient differently on each rank.
+        """
+        run, micro_batch = self._run, self._micro_batch
+        if micro_batch is None or not self._inside:
+            raise UsageError(
+                "optimizer.step() without a batch of run.microbatches()", remedy="loop over run.microbatches(epoch)"
+            )
+        self._look_at_trainability()
+        members = self._origin.members(index)
+        if self._exchange.gradient_at == "shards":
+            self._origin.check_shards()
+            self._origin.check_stale(members)
+        elif self._origin.local(members):
+            self._exchange_local(micro_batch)
+        self._bodies.note("step", -1 if index is None else index)
+        self.stepped = self._final
+        if not self._final:
+            return False
+        edited = self._origin.edited(members)
+        if edited:
+            self._origin.check_edits()
+        self._exchange.take_edits()
+        stats = self._stats_for(members, bool(edited))
+        step_context = run._step_context_now
+        with run._open_gate(), self._exchange.acting(index, members):
+            updated = run.exchange.optimizer_step(stats, step_context)
+        self._origin.applied(members)
+        self._after(stats, updated)
+        return True
+
+    def _exchange_local(self, micro_batch: MicroBatch) -> None:
+        """Contribute gradients that the script computed without ``run.backward``, as means over the micro-batch."""
+        self._bodies.note("gradients", 0)
+        parameter = self._origin.seen()[0]
+        dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
+
+        def work(before: LossSums | None) -> LossSums:
+            sums = torch.tensor([math.nan if micro_batch.samples else 0.0, micro_batch.samples], dtype=dtype)
+            own = LossSums(sums.to(parameter.device), (), micro_batch.samples)
+            return own if before is None else before + own
+
+        self._contribute(micro_batch, work)
+
+    def _stats_for(self, members: Sequence[nn.Parameter], edited: bool) -> StepStats:
+        """Return the reduced results of the gradients of ``members``.
+
+        Collective where the norm must be taken anew: after edits, several reductions, or with several optimizers.
+
+        Args:
+            members: parameters of the update.
+            edited: whether the script edited one of their gradients.
+        """
+        run, sync = self._run, self._exchange
+        pending, self._pending = self._pending, []
+        latest = self._latest
+        if latest is None:
+            latest = StepStats(math.nan, run._step_context_now.samples, {}, math.nan, True)
+        if len(pending) > 1:
+            metrics = {name: value for stats in pending for name, value in stats.metrics.items()}
+            loss = sum(stats.loss for stats in pending)
+            latest = replace(
+                pending[0],
+                loss=loss,
+                metrics=metrics,
+                stop=any(stats.stop for stats in pending),
+                finite=all(stats.finite for stats in pending),
+            )
+        if sync.gradient_at == "servers":
+            if not pending:
+                raise UsageError(
+                    "optimizer.step() without a gradient", remedy="call run.backward(loss) before, once a global batch"
+                )
+            self._unapplied = False
+            return latest
+        if edited or len(pending) != 1 or len(self.optimizers) > 1 or sync.accumulated:
+            norm = sync.norm(members, run._step_context_now)
+            latest = replace(latest, grad_norm=norm, finite=math.isfinite(norm) or (latest.finite and not edited))
+        run.stats = self._latest = latest
+        return latest
+
+    def _after(self, stats: StepStats, updated: UpdateResult) -> None:
+        run = self._run
+        first, self._accounted = not self._accounted, True
+        if first:
+            self._begun = False
+            run._advance(stats, updated.global_step)
+        run._after_update(stats, updated)
+        heartbeat.training.enter(Phase.IDLE)
+
+    def step_with(self, index: int, closure: Callable[[], Any], plain: Callable[[Any], Any]) -> Any:
+        """Carry out ``optimizer.step(closure)``. Each call of the closure synchronises gradients (LBFGS makes several).
+
+        Args:
+            index: index in ``optimizers``.
+            closure: clears gradients, computes the loss, calls ``run.backward`` and returns the loss.
+            plain: the optimizer's own step.
+
+        Returns:
+            The closure's loss, as the mean over the global batch.
+
+        Raises:
+            UsageError: outside of ``run.microbatches()``, or a rank has several micro-batches.
+        """
+        run, micro_batch = self._run, self._micro_batch
+        if micro_batch is None or not self._inside:
+            raise UsageError(
+                "optimizer.step() without a batch of run.microbatches()", remedy="loop over run.microbatches(epoch)"
+            )
+        if self._bodies.several:
+            raise UsageError(
+                "optimizer.step(closure) with several micro-batches a rank",
+                why="a closure sees the samples of one micro-batch, and its optimizer asks for the loss of all",
+                remedy=f"take as many workers as data ranks ({run.context.grid.data_ranks}), and no micro_batch",
+            )
+
+        def evaluated() -> Any:
+            with torch.enable_grad():
+                loss = closure()
+            members = self._origin.members(index)
+            if self._origin.local(members):
+                self._exchange_local(micro_batch)
+            if self._origin.edited(members):
+                self._origin.check_edits()
+            stats = self._latest
+            return loss if stats is None or not isinstance(loss, Tensor) else torch.full_like(loss, stats.loss)
+
+        if not self._exchange.steps_whole(self.optimizers[index]):
+            # The optimizer calls its closure once, before the update; tutti.prepare has refused all others.
+            loss = evaluated()
+            self.step(index)
+            return loss
+        self.stepped = True
+        with run._open_gate():
+            loss = plain(evaluated)
+        stats = self._stats_for(self._origin.members(index), False)
+        self._bodies.note("step", index)
+        self._after(stats, UpdateResult(1))
+        return loss
+
+    def cleared(self, index: int) -> None:
+        """Clear the gradients that the script sees, after ``zero_grad`` of the optimizer ``index``."""
+        self._exchange.cleared(self.optimizers[index])
+        self._origin.cleared(self._origin.members(index))

@@ -1,0 +1,274 @@
+"""Track the origin of each ``.grad`` in a custom training loop.
+
+A ``.grad`` is complete (reduced over the global batch), local (of one micro-batch alone), or a complete gradient that
+the script has edited since. The identity and version counter of each tensor tell them apart, and a hook detects a plain
+``loss.backward()`` that adds to a complete gradient.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, NoReturn, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from tutti.errors import MismatchError, UsageError
+from tutti.nn.incomplete_gradient import IncompleteGradient
+from tutti.torch_compat import tensor_version
+from tutti.types import CustomLoopSync
+
+if TYPE_CHECKING:
+    from tutti.train.steps import Steps
+
+
+class GradientOrigin:
+    """Records the gradients that a reduction left in ``.grad``, and refuses mixtures of complete and local gradients.
+
+    Args:
+        run: the run, for its strategy, communicators and step number.
+        optimizers: the script's optimizers.
+
+    Attributes:
+        alone: whether local gradients are complete, because this rank computes the whole global batch in one body.
+        exchanged: whether gradients of the current body have been reduced.
+    """
+
+    def __init__(self, run: Steps, optimizers: Sequence[Optimizer]) -> None:
+        self._run, self._optimizers = run, optimizers
+        self._exchange = cast(CustomLoopSync, run.exchange)
+        self.alone = self.exchanged = False
+        # Complete gradients: tensor and version.
+        self._complete: dict[nn.Parameter, tuple[Tensor, int]] = {}
+        # Gradients of a plain loss.backward(): tensor and version.
+        self._made: dict[nn.Parameter, tuple[Tensor, int]] = {}
+        # Complete gradients to which a plain loss.backward() added: the script's line that called it.
+        self._mixed: dict[nn.Parameter, str] = {}
+        self._hooked: set[nn.Parameter] = set()
+        # Under FSDP2: parameters whose gradient an update has used and the script has not cleared since; and those of
+        # them to which a later backward may have added.
+        self._applied: set[nn.Parameter] = set()
+        self._stale: set[nn.Parameter] = set()
+        self._in_own_backward = False
+
+    def seen(self) -> Sequence[nn.Parameter]:
+        """Return the trained parameters as the script's model has them."""
+        return self._exchange.seen()
+
+    def members(self, index: int | None) -> list[nn.Parameter]:
+        """Return the parameters of ``seen`` of one of the script's optimizers, by its index; None: of all."""
+        if index is None or not self._optimizers:
+            return list(self.seen())
+        return self._exchange.seen_of(self._optimizers[index])
+
+    # --- records ---------------------------------------------------------------------------------------------------
+
+    def watch(self) -> None:
+        """Register a hook on every parameter that detects a plain ``loss.backward()``."""
+        place = self._exchange.gradient_at
+        if place == "shards" or (self.alone and place != "slices"):
+            return
+        for parameter in self.seen():
+            if parameter not in self._hooked:
+                self._hooked.add(parameter)
+                parameter.register_post_accumulate_grad_hook(self._accumulated)
+
+    @contextmanager
+    def own_backward(self) -> Iterator[None]:
+        """Within the block the hooks ignore gradients: ``run.backward`` accumulates them."""
+        self._in_own_backward = True
+        try:
+            yield
+        finally:
+            self._in_own_backward = False
+
+    def _accumulated(self, parameter: Tensor) -> None:
+        if self._in_own_backward or parameter.grad is None:
+            return
+        parameter = cast(nn.Parameter, parameter)
+        self._made[parameter] = cast(Tensor, parameter.grad), tensor_version(cast(Tensor, parameter.grad))
+        complete = self._complete.get(parameter)
+        if parameter not in self._mixed and complete is not None and parameter.grad is complete[0]:
+            self._mixed[parameter] = script_line()
+
+    def remember(self) -> None:
+        """Record every current ``.grad`` as complete and unedited."""
+        self._complete = {p: (p.grad, tensor_version(p.grad)) for p in self.seen() if p.grad is not None}
+        self._mixed.clear()
+        self._applied.clear()
+        self._made.clear()
+
+    def applied(self, members: Sequence[nn.Parameter]) -> None:
+        """Record that an update has used the gradients of ``members`` (under FSDP2)."""
+        if self._exchange.gradient_at == "shards":
+            self._applied |= {p for p in members if p.grad is not None}
+
+    def cleared(self, members: Sequence[nn.Parameter]) -> None:
+        """Record that the script has cleared the gradients of ``members``."""
+        for parameter in members:
+            self._mixed.pop(parameter, None)
+            self._applied.discard(parameter)
+            self._stale.discard(parameter)
+            self._made.pop(parameter, None)
+            if parameter.grad is not None:
+                # Zeros, which are the same on every rank.
+                self._complete[parameter] = parameter.grad, tensor_version(parameter.grad)
+
+    # --- local gradients: of one micro-batch alone -----------------------------------------------------------------
+
+    def local(self, members: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+        """Return the members whose ``.grad`` is local.
+
+        Raises:
+            UsageError: the script has edited a local gradient (a mean over micro-batches of clipped gradients is not
+                the clipped mean), or a gradient is the sum of a complete and a local one.
+        """
+        found = [p for p in members if p.grad is not None and self._is_local(p)]
+        for parameter in found:
+            gradient, made = parameter.grad, self._made.get(parameter)
+            before = (gradient, 0) if made is None else made
+            if gradient is None or (gradient is before[0] and tensor_version(gradient) == before[1]):
+                continue
+            if bool(gradient.detach().any()):
+                raise UsageError(
+                    "the script edited a gradient that is not complete",
+                    where=f"step {self._run.clock + 1}",
+                    why="loss.backward() and gradients put into .grad by hand are of one micro-batch until"
+                    " optimizer.step(), and an edit such as clipping belongs to that of the global batch",
+                    remedy="call run.backward(loss), after which .grad is complete, and edit it then; a gradient that"
+                    " was computed in place goes into .grad as a copy (clone)",
+                )
+        return found
+
+    def _is_local(self, parameter: nn.Parameter) -> bool:
+        """Return whether ``.grad`` is local. Raises UsageError if it is the sum of a complete and a local gradient."""
+        gradient = parameter.grad
+        if isinstance(gradient, IncompleteGradient) and gradient.added:
+            self._refuse_mixed("the loop's body")
+        if gradient is None or isinstance(gradient, IncompleteGradient):
+            return False
+        if self.alone and self._exchange.gradient_at != "slices":
+            return False
+        complete = self._complete.get(parameter)
+        if complete is None or complete[0] is not gradient:
+            self._mixed.pop(parameter, None)
+            # After a reduction a new tensor in place of a complete gradient is an edit of it.
+            return complete is None or not self.exchanged
+        if parameter in self._mixed:
+            self._refuse_mixed(self._mixed[parameter])
+        return False
+
+    def _refuse_mixed(self, where: str) -> NoReturn:
+        raise UsageError(
+            "loss.backward() added one micro-batch's gradient to that of the global batch",
+            where=where,
+            why="the sum can no longer be told apart, and every rank has another one",
+            remedy="call run.backward(loss) there, or clear the gradients (zero_grad) before optimizer.step()",
+        )
+
+    # --- gradients of FSDP2 ----------------------------------------------------------------------------------------
+
+    def check_shards(self) -> None:
+        """Raise UsageError if a ``.grad`` does not come from ``run.backward``, or an update has used it already."""
+        there = [p for p in self.seen() if p.grad is not None]
+        if any(self._exchange.take_use()) and there:
+            self._refuse_mixed("the loop's body")
+        for parameter in self._stale.intersection(self.seen()):
+            complete = self._complete.get(parameter)
+            if complete is None or parameter.grad is not complete[0] or tensor_version(parameter.grad) != complete[1]:
+                # The script has cleared or edited it since.
+                self._stale.discard(parameter)
+        for parameter in there:
+            complete = self._complete.get(parameter)
+            if complete is not None and parameter in self._applied:
+                if len(self._optimizers) == 1:
+                    self._refuse_applied()
+                # The backward of another optimizer's loss may add to it, if the next zero_grad() clears the sum.
+                self._stale.add(parameter)
+            if complete is None or (complete[0] is not parameter.grad and not self.exchanged):
+                if parameter.grad is not None and bool(parameter.grad.abs().sum() > 0):
+                    self._refuse_mixed("the loop's body")
+                # All zeros: FSDP2 reduced a backward for gradients of the inputs alone.
+                parameter.grad = None
+
+    def check_stale(self, members: Sequence[nn.Parameter]) -> None:
+        """Raise UsageError if an update of ``members`` would use gradients that an earlier update has used."""
+        if any(p.grad is not None and p in self._stale for p in members):
+            self._refuse_applied()
+
+    def _refuse_applied(self) -> NoReturn:
+        raise UsageError(
+            "gradients of the last update were not cleared before the next",
+            where=f"step {self._run.clock + 1}, {script_line()}",
+            why="between a forward and its backward FSDP2 shows other tensors in model.parameters(), so that clearing"
+            " their .grad there clears nothing",
+            remedy="call optimizer.zero_grad(), or clear before the forward",
+        )
+
+    # --- edits of complete gradients -------------------------------------------------------------------------------
+
+    def edited(self, members: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+        """Return the members whose complete gradient the script has written or replaced since its reduction."""
+        found = []
+        for parameter in members:
+            gradient, complete = parameter.grad, self._complete.get(parameter)
+            if isinstance(gradient, IncompleteGradient):
+                continue
+            if complete is None:
+                if gradient is not None:
+                    found.append(parameter)
+            elif gradient is not complete[0] or tensor_version(gradient) != complete[1]:
+                found.append(parameter)
+        return found
+
+    def check_edits(self) -> None:
+        """Refuse edits of gradients that differ between ranks, or act on a tensor slice of the gradient.
+
+        Collective where every data rank has the complete gradient: an all-gather of each gradient's sum and sum of
+        squares.
+
+        Raises:
+            UsageError: tensor parallelism: gradients of split layers cannot be edited.
+            MismatchError: ranks hold different gradients.
+        """
+        run = self._run
+        if self._exchange.gradient_at == "slices":
+            raise UsageError(
+                "a script cannot edit gradients of split layers",
+                where=f"step {run.clock + 1}",
+                why="each rank has a slice of them, so that a norm or a rank's own draw would be another one",
+                remedy="give tutti.prepare clip=…, or take --strategy mirrored",
+            )
+        comm = run.context.comms.replica
+        if comm.size == 1 or self._exchange.gradient_at != "rank":
+            return
+        names = {p: name for name, p in self._exchange.named()}
+        seen = self.seen()
+        table = torch.zeros(len(seen), 2, dtype=torch.float64)
+        for row, parameter in zip(table, seen, strict=True):
+            if parameter.grad is not None:
+                wide = parameter.grad.detach().double()
+                row.copy_(torch.stack([wide.sum(), wide.square().sum()]))
+        rows = comm.all_gather(table.to(comm.device), f"digests of edited gradients in step {run.clock + 1}")
+        for other in rows[1:]:
+            same = ((other == rows[0]) | (other.isnan() & rows[0].isnan())).all(dim=1)
+            if not bool(same.all()):
+                name = names.get(seen[int((~same).nonzero()[0])], "a parameter")
+                raise MismatchError(
+                    f"the script changed the gradient of {name} in another way on each rank",
+                    where=f"step {run.clock + 1}",
+                    why="after run.backward every rank has the gradient of the global batch, and must keep the same",
+                    remedy="edit .grad alike on every rank (no rank's own samples or random draws), or put the term"
+                    " into the loss",
+                )
+
+
+def script_line() -> str:
+    """Return file and line of the innermost stack frame outside of torch and tutti."""
+    for frame in reversed(traceback.extract_stack()):
+        if "/torch/" not in frame.filename and "/tutti/" not in frame.filename:
+            return f"{frame.filename}:{frame.lineno}"
+    return "the script"

@@ -1,0 +1,134 @@
+"""A run's title, the lines of its header before the first step, and the facts that identify it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tutti import parallel
+from tutti.config.optimizer_config import check_optimizer
+from tutti.config.train_config import TrainConfig
+from tutti.launcher.context import World
+from tutti.native.native_library import kernels
+from tutti.optim.scaling import AdaptiveRule, check_rule, scaled
+from tutti.tasks.task import Task
+from tutti.train.run import Run
+
+
+def title(task: str, config: TrainConfig) -> str:
+    """Return task, strategy and optimizer in one line."""
+    return f"{task} · {config.strategy} · {config.optimizer}"
+
+
+def derived(
+    task: Task, config: TrainConfig, run: Run, world: World, total: int | None, facts: Mapping[str, Any]
+) -> Mapping[str, str]:
+    """Return the header's lines, label to text, in the order to print them.
+
+    Args:
+        task: the built-in task.
+        config: the resolved configuration.
+        run: the prepared run.
+        world: ranks and device.
+        total: steps of the run; None if unknown.
+        facts: the result of ``run_identity``.
+    """
+    size, threads = facts["parameters"], facts["threads"]
+    grid = run.context.grid
+    axes = {"data": grid.data_ranks, "stages": grid.stage, "tensor": grid.tensor}
+    split = " × ".join(f"{extent} {name}" for name, extent in axes.items() if extent > 1 or name == "data")
+    kind = world.device.type if world.device.type == "cuda" else f"cpu, {threads} thread{'s' * (threads > 1)} each"
+    exact = ", reproducible" if config.reproducible else ""
+    worth = "scale-invariant " * (run.adascale is not None)
+    length = f"{total} {worth}steps = {_length(config, run)}" if total is not None else str(config.length())
+    return {
+        "data": task.describe or f"{run.feed.contract.dataset or 'a stream of'} training samples",
+        "model": f"{config.model or 'default'}, {size:,} parameters",
+        "strategy": f"{config.strategy}: {parallel.parse_strategy(config.strategy).row.summary}",
+        "devices": f"{grid.size} ({split}; {kind})",
+        **run.replica.summary,
+        **run.feed.describe(),
+        "training": f"{length}, {config.precision}{exact}{_forward(config)}",
+        "learning rate": _rate(config, run.context.workers),
+        **_noise(config, run),
+        **({"a killed rank": "is gone on without, but for rank 0"} if run.losses is not None else {}),
+        **_kept(config),
+        "kernels": facts["kernels"],
+        **({"slowed": "; ".join(map(str, config.slowness()))} if config.slowness() else {}),
+        "seed": str(config.seed),
+    }
+
+
+def _noise(config: TrainConfig, run: Run) -> dict[str, str]:
+    """Return the line on gradient noise, if any."""
+    if run.noise is None:
+        return {}
+    sigma = run.noise.sigma(config.batch_size)
+    return {"gradient noise": f"that of {run.noise.base_batch} samples: losses times N(1, {sigma:.3g}²)"}
+
+
+def _kept(config: TrainConfig) -> dict[str, str]:
+    """Return the lines on the average of the weights and the best checkpoint, if any."""
+    average, best = config.averaging(), config.best()
+    lines = {}
+    if average is not None:
+        lines["average"] = f"of the weights, decay {average}; it is what is evaluated"
+    if best is not None:
+        lines["best kept"] = f"the checkpoint with the {'highest' if best.more else 'lowest'} held-out {best.metric}"
+    return lines
+
+
+def _length(config: TrainConfig, run: Run) -> str:
+    counted = f" in batches of {config.regime_batch}" if config.regime_batch else ""
+    if run.adascale is not None:
+        counted = " of one worker alone"
+    if not run.context.in_step:
+        counted = " of all workers together, of which a slow one makes fewer"
+    return f"{config.length()}{counted}"
+
+
+def _rate(config: TrainConfig, workers: int) -> str:
+    given = check_optimizer(config.optimizer)
+    rule = check_rule(config.lr_scale)
+    rate = f"{scaled(given, rule, config.batch_size).lr:g}"
+    if isinstance(rule, AdaptiveRule):
+        return f"{rate} × each step's gain (adascale, 1 to {workers}), {config.schedule}"
+    rate += f" = {given.lr:g} × {rule.factor(config.batch_size):g} ({config.lr_scale})" * (config.lr_scale != "none")
+    return f"{rate}, {config.schedule}"
+
+
+def run_identity(task: str, config: TrainConfig, run: Run, world: World, size: int, threads: int) -> dict[str, Any]:
+    """Return the facts that identify the run in its checkpoints and its summary.
+
+    Args:
+        task: name of the task.
+        config: the resolved configuration.
+        run: the prepared run.
+        world: ranks and device.
+        size: number of parameters.
+        threads: CPU threads of each rank.
+    """
+    return {
+        "task": task,
+        "strategy": config.strategy,
+        "optimizer": config.optimizer,
+        "schedule": config.schedule,
+        "workers": run.context.workers,
+        "devices": world.identity.size,
+        "device": world.device.type,
+        "threads": threads,
+        "kernels": kernels(),
+        "global_batch_size": config.batch_size,
+        "batch_growth": None if config.growth() is None else str(config.growth()),
+        "precision": config.precision,
+        "reproducible": config.reproducible,
+        "seed": config.seed,
+        "parameters": size,
+        "ema": None if config.averaging() is None else str(config.averaging()),
+    }
+
+
+def _forward(config: TrainConfig) -> str:
+    """Return text on compilation and activation checkpointing, empty for neither."""
+    again = f", checkpointing {config.activation_checkpointing}" * (config.activation_checkpointing != "none")
+    return f", compiled ({config.compile})" * (config.compile != "none") + again

@@ -1,0 +1,142 @@
+"""Refuse gradient hooks that a strategy cannot call with the gradient that plain PyTorch would pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from weakref import ref
+
+from torch import Tensor, nn
+
+from tutti.errors import UsageError
+from tutti.nn.gradient_hooks import (
+    has_accumulation_hook,
+    has_gradient_hook,
+    shares_gradient_hooks,
+)
+from tutti.nn.swap import parameters
+from tutti.torch_compat import has_backward_hook
+from tutti.types import LossSums, RunContext, StepContext, StepStats
+
+_ELSEWHERE = "give tutti.prepare clip=…, or take --strategy mirrored"
+
+
+class HookWatch:
+    """Checks the gradient hooks of a model before ``tutti.prepare`` changes it, and once a step.
+
+    Args:
+        model: the script's model.
+        run_context: context of the run.
+        alone: whether every gradient is that of a single micro-batch: one a worker, and one worker a gradient.
+
+    Raises:
+        UsageError: the model has hooks that the strategy cannot call.
+    """
+
+    def __init__(self, model: nn.Module, run_context: RunContext, alone: bool) -> None:
+        self._rows, self._tensor = run_context.rows, run_context.grid.tensor > 1
+        self._stages = run_context.grid.stage > 1
+        self._originals = {name: ref(p) for name, p in parameters([model])}
+        self._elsewhere: str | None = None
+        self._containers = [(n, ref(m)) for n, m in model.named_modules() if next(m.children(), None) is not None]
+        self.watch([model])
+        self(alone)
+        # Before the model is split, every stage sees all hooks, so that all stages raise the same error.
+        self._elsewhere = self._hooked if self._stages else None
+
+    def watch(self, parts: Sequence[nn.Module]) -> None:
+        """Check these modules from now on: this rank's parts of the model."""
+        self._parameters = parameters(parts)
+        self._modules = [(name, module) for part in parts for name, module in part.named_modules()]
+
+    def __call__(self, alone: bool) -> None:
+        """Check all hooks once. Not collective.
+
+        Args:
+            alone: as in the constructor, for the step that begins.
+
+        Raises:
+            UsageError: the strategy cannot call a hook.
+        """
+        self._hooked = self._elsewhere
+        for name, parameter in self._parameters:
+            self._look(name, parameter, alone)
+            original = self._originals.get(name, lambda: None)()
+            if original is not None and original is not parameter:
+                self._look_at_former(name, original, parameter)
+        for name, module in self._modules:
+            if has_backward_hook(module):
+                self._look_at_module(name or type(module).__name__, module)
+        for name, container in self._containers if self._stages else ():
+            whole = container()
+            if whole is not None and has_backward_hook(whole):
+                self._look_at_module(name or type(whole).__name__, whole)
+
+    def _look(self, name: str, parameter: Tensor, alone: bool) -> None:
+        before, after = has_gradient_hook(parameter), has_accumulation_hook(parameter)
+        if not (before or after):
+            return
+        what = f"the strategy does not go with the hook on the gradient of {name}"
+        if self._rows:
+            raise UsageError(
+                what,
+                why="FSDP2 computes with parameters that it gathers for each forward, and sums gradients into rows",
+                remedy="give tutti.prepare clip=…, or take sharded:stage=1 or --strategy mirrored",
+            )
+        if self._tensor:
+            raise UsageError(what, why="each tensor rank computes a slice of the gradient alone", remedy=_ELSEWHERE)
+        if after and not alone:
+            raise UsageError(
+                f"register_post_accumulate_grad_hook on {name}, with several micro-batches or workers",
+                why=".grad is complete only after the sum over all of them, which comes after backward",
+                remedy="take register_hook, which is given each micro-batch's part, or edit .grad in a custom loop"
+                " after run.backward",
+            )
+        self._hooked = f"the hook on the gradient of {name}"
+
+    def _look_at_former(self, name: str, original: Tensor, parameter: Tensor) -> None:
+        """Raise UsageError for a hook on the object that was the model's parameter before ``tutti.prepare``."""
+        hooked = has_gradient_hook(original) or has_accumulation_hook(original)
+        if hooked and not shares_gradient_hooks(original, parameter):
+            raise UsageError(
+                f"a hook on what was the parameter {name} of the model before tutti.prepare",
+                why="the model computes with another object now, so that the hook is never called",
+                remedy=f"register it before tutti.prepare, or on the model's own: model.get_parameter('{name}')"
+                + (" (which this strategy refuses); or take --strategy mirrored" if self._rows else ""),
+            )
+
+    def _look_at_module(self, name: str, module: nn.Module) -> None:
+        if self._tensor:
+            raise UsageError(
+                f"the strategy does not go with hooks on the gradients of modules ({name})",
+                why="each tensor rank computes slices of the gradients",
+                remedy="take --strategy mirrored",
+            )
+        if self._stages and next(module.children(), None) is not None:
+            raise UsageError(
+                f"the strategy does not go with hooks on the gradients of modules of several layers ({name})",
+                why="the pipeline calls the layers, which may be on several stages, and not the module",
+                remedy="register the hook on its layers, or take --strategy mirrored",
+            )
+        self._hooked = f"the hook on the gradients of {name}"
+
+    def check_part(self, part: LossSums) -> None:
+        """Raise UsageError if hooks saw gradients scaled by samples, but a worker's loss counts another unit.
+
+        For strategies whose workers make updates of their own.
+        """
+        if self._hooked is not None and not part.whole and float(part.sums[1]) != part.samples:
+            self._refuse(float(part.sums[1]), part.samples)
+
+    def check_sum(self, stats: StepStats, step_context: StepContext) -> None:
+        """Raise UsageError as ``check_part``, for the complete gradient of the global batch before its update."""
+        if self._hooked is not None and not step_context.whole and stats.count != step_context.samples:
+            self._refuse(stats.count, step_context.samples)
+
+    def _refuse(self, count: float, samples: int) -> None:
+        raise UsageError(
+            f"a loss that counts {count:g} for {samples} samples does not go with {self._hooked}",
+            why="the count of the global batch is known only after backward, so that hooks were given gradients of"
+            " another scale",
+            remedy="return the mean over the samples, or take one worker without micro_batch, or clip= in place of the"
+            " hook",
+        )

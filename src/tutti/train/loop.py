@@ -1,0 +1,371 @@
+"""The training loop: epochs, evaluations, checkpoints and reports to listeners."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from tutti.checkpoint.manager import Checkpoints
+from tutti.checkpoint.manifest import REMEDY
+from tutti.config.spec import Duration
+from tutti.data.epochs import Epochs
+from tutti.data.source import Source
+from tutti.errors import CheckpointError, Preempted
+from tutti.launcher import heartbeat
+from tutti.launcher.heartbeat import Phase
+from tutti.metrics.listener import Clock, EvalRecord, Listener, Pace, RunHeader
+from tutti.metrics.profile import Window
+from tutti.optim.loss_scale import LossScale
+from tutti.train.run import Run
+from tutti.types import StepRecord
+
+_WINDOW = 30
+
+
+@dataclass
+class Means:
+    """Means of the loss and the metrics over the steps of one epoch, weighted by the steps' counts."""
+
+    loss: float = 0.0
+    count: float = 0.0
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    def add(self, loss: float, count: float, metrics: Mapping[str, float]) -> None:
+        """Add one step's means over ``count`` samples.
+
+        Args:
+            loss: mean loss of the step.
+            count: weight of the step.
+            metrics: means by name.
+        """
+        self.loss += loss * count
+        self.count += count
+        for name, value in metrics.items():
+            self.metrics[name] = self.metrics.get(name, 0.0) + value * count
+
+    def facts(self) -> dict[str, Any]:
+        """Return the sums as a JSON value; non-finite numbers become null."""
+        metrics = {name: _finite(value) for name, value in self.metrics.items()}
+        return {"loss": _finite(self.loss), "count": _finite(self.count), "metrics": metrics}
+
+    @classmethod
+    def saved(cls, facts: Mapping[str, Any]) -> Means:
+        """Return the means of a checkpoint's facts; null becomes NaN. Raises CheckpointError for other values."""
+        try:
+            kept = facts["means"]
+            metrics = {str(name): _number(value) for name, value in kept["metrics"].items()}
+            return cls(_number(kept["loss"]), _number(kept["count"]), metrics)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CheckpointError("the checkpoint's 'means' are no numbers", why=repr(error), remedy=REMEDY) from error
+
+    def summary(self) -> dict[str, float]:
+        """Return the means by name: ``{"loss": …, "accuracy": …}``."""
+        count = self.count or 1.0
+        return {"loss": self.loss / count, **{name: value / count for name, value in self.metrics.items()}}
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else float(value)
+
+
+class Speed:
+    """Samples per second of training: over the last 30 steps, and over the whole run without evaluations and saves.
+
+    For a compiled model the first step counts as start-up, as it includes compilation.
+
+    Args:
+        total: samples in the whole run.
+        done: samples consumed before this start.
+        compiled: whether the model is compiled.
+        spent: seconds of training before this start, of a resumed run.
+    """
+
+    def __init__(self, total: float, done: int, compiled: bool = False, spent: float = 0.0) -> None:
+        self._total, self._start, self._spent = total, time.perf_counter(), spent
+        self._first, self._startup = (self._start, done), compiled
+        self._marks: deque[tuple[float, int]] = deque([(self._start, done)], maxlen=_WINDOW + 1)
+        self._paused = 0.0
+
+    def mark(self, samples: int) -> Pace:
+        """Record the end of a step, after which the run has consumed ``samples``; return the pace."""
+        now = time.perf_counter() - self._paused
+        self._marks.append((now, samples))
+        (before, then), elapsed = self._marks[0], self._spent + now - self._start
+        rate = (samples - then) / max(now - before, 1e-9)
+        if self._startup:
+            self._startup, self._first = False, (now, samples)
+            self._marks.clear()
+            self._marks.append(self._first)
+        return Pace(rate, elapsed, (self._total - samples) / max(rate, 1e-9))
+
+    def elapsed(self) -> float:
+        """Return seconds of training until now, since the first start of the run."""
+        return self._spent + time.perf_counter() - self._paused - self._start
+
+    def pause(self, since: float) -> None:
+        """Exclude the time since ``since`` (seconds of ``time.perf_counter``)."""
+        self._paused += time.perf_counter() - since
+
+    def overall(self) -> dict[str, float]:
+        """Return seconds of training until the last step, seconds of start-up, and samples per second after it."""
+        (now, samples), (begun, done) = self._marks[-1], self._first
+        return {
+            "samples_per_second": (samples - done) / max(now - begun, 1e-9),
+            "seconds": self._spent + now - self._start,
+            "startup_seconds": begun - self._start,
+        }
+
+
+Length: TypeAlias = int | Duration
+"""Steps; or samples or whole epochs, where their number of steps is not known beforehand (streams, growing batches)."""
+
+
+@dataclass(frozen=True)
+class TrainPlan:
+    """Length of training, and intervals of evaluations and checkpoints.
+
+    Attributes:
+        total: length of the run.
+        evaluate: interval of evaluations; None: only at the end.
+        save: interval of checkpoints; None: never.
+    """
+
+    total: Length
+    evaluate: Length | None = None
+    save: Length | None = None
+
+
+def passed(length: Length, run: Run) -> int:
+    """Return how many whole times ``run`` has completed ``length``."""
+    if isinstance(length, int):
+        return run.clock // length
+    return int((run.at.epoch if length.unit == "ep" else run.samples) // length.value)
+
+
+def ended(length: Length, run: Run) -> bool:
+    """Return whether ``run`` has completed ``length``, by its schedule's steps where the length is in steps."""
+    return run.progress >= length if isinstance(length, int) else passed(length, run) > 0
+
+
+class Due:
+    """Tells after each step whether an event with an interval is due; it is also due at the end of the run.
+
+    Args:
+        every: the interval; None: only at the end.
+        total: length of the run.
+        run: the run, which may be resumed.
+    """
+
+    def __init__(self, every: Length | None, total: Length, run: Run) -> None:
+        self._every, self._total, self._run = every, total, run
+        self._count = 0 if every is None else passed(every, run)
+
+    def __call__(self) -> bool:
+        """Return whether the event is due after the last step; call it once a step."""
+        before, self._count = self._count, 0 if self._every is None else passed(self._every, self._run)
+        return self._count > before or ended(self._total, self._run)
+
+
+def train_loop(
+    run: Run,
+    plan: TrainPlan,
+    held_out: Source | None,
+    header: RunHeader,
+    listener: Listener,
+    saver: Checkpoints | None = None,
+    means: Means | None = None,
+    windows: Sequence[Window] = (),
+    clock: Clock | None = None,
+) -> dict[str, Any]:
+    """Train from the position of ``run`` to the end of the plan. Collective.
+
+    Args:
+        run: a fresh run, or one restored from a checkpoint.
+        plan: length of the run, and intervals of evaluations and checkpoints.
+        held_out: samples to evaluate on; None for no evaluation.
+        header: reported to the listener first.
+        listener: receives every step, evaluation and warning.
+        saver: writes checkpoints as planned, also at the end, and before the run stops on request; None for none.
+        means: means of the epoch under way in a restored run.
+        windows: steps to profile or to trace.
+        clock: first start of a resumed run, and its seconds of training; default: it starts now.
+
+    Returns:
+        Entries of the summary: steps, updates, samples, train and eval means, speed, hash.
+
+    Raises:
+        Preempted: a rank was asked to stop; a checkpoint is written if there is a saver.
+    """
+    listener.started(header)
+    contract = run.feed.contract
+    total = math.inf if run.adascale is not None else _samples(plan.total, run.feed.epochs)
+    clock = clock or Clock(time.time())
+    speed = Speed(total, run.samples, run.context.compile != "none", clock.spent)
+    to_evaluate, to_save = (Due(every, plan.total, run) for every in (plan.evaluate, plan.save))
+    evaluated, skipped = None, 0
+    means = means or Means()
+    _look(windows, speed)
+    while not ended(plan.total, run):
+        number, start = run.at
+        means = means if start else Means()
+        for batch in run.epoch(number, start):
+            run.step(batch)
+            heartbeat.training.enter(Phase.REPORT)
+            _look(windows, speed)
+            epoch = number if run.taken == run.clock else run.feed.epochs.place(max(run.clock - 1, 0))[0]
+            skipped += _report(run, epoch, speed, means, listener)
+            # Before the save: the checkpoint records the held-out values of its own step.
+            fresh = None
+            if to_evaluate() and held_out is not None:
+                evaluated = fresh = _evaluate(run, held_out, epoch, speed, listener)
+            _save(run, to_save() and plan.save is not None, means, fresh, saver, speed, clock)
+            if ended(plan.total, run):
+                break
+    if saver is not None:
+        saver.wait()
+    heartbeat.training.enter(Phase.END)
+    if evaluated is None and held_out is not None:
+        evaluated = _evaluate(run, held_out, max(run.at.epoch - (run.at.batch == 0), 0), speed, listener)
+    return {
+        "epochs": run.samples / contract.dataset if contract.dataset is not None else run.at.epoch,
+        "steps": run.clock,
+        "updates": run.updates,
+        "skipped": skipped,
+        "loss_scale": None if run.loss_scale is None else run.loss_scale.value,
+        "samples": run.samples,
+        "train": means.summary(),
+        "eval": None if evaluated is None else evaluated.values,
+        **_chosen(run, saver),
+        **run.exchange.facts(),
+        **speed.overall(),
+        "weights_sha256": run.weights_sha256(),
+        "diagnoses": run.checks.diagnoses.found,
+    }
+
+
+def _look(windows: Sequence[Window], speed: Speed) -> None:
+    """Open or close profiles and traces that are due; their time does not count as training."""
+    if windows:
+        start = time.perf_counter()
+        for window in windows:
+            window.look()
+        speed.pause(start)
+
+
+def _samples(total: Length, epochs: Epochs) -> float:
+    """Return the number of samples in the whole run; infinite if unknown."""
+    if isinstance(total, Duration):
+        return total.value if total.unit == "sa" else math.inf
+    return epochs.consumed(total) if epochs.first.dataset is not None else total * epochs.first.batch
+
+
+def _report(run: Run, epoch: int, speed: Speed, means: Means, listener: Listener) -> int:
+    """Report the last step to the listener; return 1 if its update was skipped, else 0."""
+    stats, updated = run.stats, run.updated
+    if stats is None or updated is None:
+        raise ValueError("no step has been made")
+    means.add(stats.loss, stats.count, stats.metrics)
+    groups = [group for optimizer in run.exchange.optimizers for group in optimizer.param_groups]
+    record = StepRecord(
+        step=run.clock,
+        epoch=epoch + 1,
+        samples=run.samples,
+        updates=run.updates,
+        loss=stats.loss,
+        metrics=stats.metrics,
+        grad_norm=stats.grad_norm,
+        lr=float(groups[0]["lr"]) if groups else None,
+        skipped=updated.skipped,
+        loss_scale=None if run.loss_scale is None else run.loss_scale.used,
+        adascale={} if run.adascale is None else run.adascale.values(),
+    )
+    if updated.skipped:
+        where = ", ".join(updated.nonfinite[:3])
+        kept = "weights are unchanged" if not updated.updates else "the workers concerned kept their weights"
+        text = f"step {run.clock} skipped: the gradient of {where} is not finite{_scales(run.loss_scale)}; {kept}"
+        listener.warned(text)
+    listener.stepped(record, speed.mark(run.samples))
+    return int(updated.skipped)
+
+
+def _scales(scale: LossScale | None) -> str:
+    """Return text with the loss scale of a skipped step and, if it falls, the next one."""
+    if scale is None:
+        return ""
+    falls = f", the next is {scale.value:g}" if scale.value != scale.used else ""
+    return f" at loss scale {scale.used:g}{falls}"
+
+
+def _chosen(run: Run, saver: Checkpoints | None) -> dict[str, Any]:
+    """Return the summary's entries on lost ranks, AdaScale, the average and the best checkpoint. Collective."""
+    found: dict[str, Any] = {}
+    if run.losses is not None:
+        run.losses.look()
+        found |= {"lost_ranks": run.losses.found} if run.losses.found else {}
+    if run.adascale is not None:
+        mean = run.adascale.tau / run.updates if run.updates else None
+        found["adascale"] = {**run.adascale.values(), "gain": mean}
+    if run.average is not None:
+        found["eval_weights"] = "ema"
+        found["ema_sha256"] = run.weights_sha256(averaged=True)
+    if saver is not None and saver.best is not None:
+        found["best"] = saver.best_kept()
+    return found
+
+
+def _save(
+    run: Run,
+    due: bool,
+    means: Means,
+    evaluated: EvalRecord | None,
+    saver: Checkpoints | None,
+    speed: Speed,
+    clock: Clock,
+) -> None:
+    """Write a checkpoint if one is due, may be the best, or a rank was asked to stop. Collective.
+
+    Args:
+        run: the run.
+        due: whether a checkpoint is due by its interval or at the end.
+        means: means of the epoch under way, for the checkpoint.
+        evaluated: held-out values of this step, None without an evaluation.
+        saver: writes checkpoints; None for none.
+        speed: excludes the time of the save.
+        clock: first start of the run, for the checkpoint.
+
+    Raises:
+        Preempted: a rank was asked to stop.
+    """
+    stop = run.stats is not None and run.stats.stop
+    if saver is not None and (stop or due or (saver.best is not None and evaluated is not None)):
+        start = time.perf_counter()
+        spent = {"started": clock.started, "seconds": speed.elapsed()}
+        saver.save({"means": means.facts(), **spent}, None if evaluated is None else evaluated.values)
+        speed.pause(start)
+    if stop:
+        if saver is not None:
+            saver.wait()
+        saved = "state saved, continue with --resume" if saver is not None else "nothing was saved"
+        raise Preempted("the run was asked to stop", where=f"step {run.clock}", remedy=saved)
+
+
+def _evaluate(run: Run, held_out: Source, epoch: int, speed: Speed, listener: Listener) -> EvalRecord:
+    """Evaluate the average of the weights, if any, and the model; report and return the record. Collective."""
+    # Without synchronous steps the first rank waits here for the last: the wait counts as training, not as evaluation.
+    run.together("an evaluation")
+    start = time.perf_counter()
+    seconds = speed.elapsed()
+    first = run.evaluate(held_out)
+    raw = run.evaluate(held_out, averaged=False).values if first.averaged else None
+    record = EvalRecord(run.clock, epoch + 1, first.loss, first.metrics, first.samples, raw, seconds)
+    listener.evaluated(record)
+    speed.pause(start)
+    return record

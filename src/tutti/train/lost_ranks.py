@@ -1,0 +1,41 @@
+"""Ranks that were killed while the run continued: rank, step and consequence."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tutti.train.steps import Steps
+
+
+class LostRanks:
+    """Tracker of one run's lost ranks, on rank 0.
+
+    Attributes:
+        found: one dict a lost rank, as in ``summary.json``.
+        tell: receives each warning; default: prints to stderr.
+    """
+
+    def __init__(self, run: Steps) -> None:
+        self._run = run
+        self.found: list[dict[str, Any]] = []
+        self.tell: Callable[[str], None] = lambda text: print(f"tutti: {text}", file=sys.stderr, flush=True)
+
+    def look(self) -> None:
+        """Warn of ranks that were lost since the last call. Not collective."""
+        lost = self._run.context.comms.world.lost_ranks()
+        if len(lost) == len(self.found):
+            return
+        known, contract = {line["rank"] for line in self.found}, self._run.feed.contract
+        [first, *_] = self._run.exchange.facts()["servers"]
+        for rank in sorted(lost.keys() - known):
+            workers = list(contract.mine(rank))
+            steps = max(first["steps"][worker] for worker in workers)
+            share = sum(len(contract.worker(contract.batch, worker)) for worker in workers)
+            self.found.append({"rank": rank, "workers": workers, "steps": steps, "cause": lost[rank]})
+            missed = f"its share of every further batch, {share} of {contract.batch} samples, is not trained on"
+            if self._run.updated is not None and self._run.updated.global_step is not None:
+                missed = "make its steps as well"
+            self.tell(f"rank {rank} {lost[rank]} after step {steps}: the others go on without it, and {missed}")

@@ -1,0 +1,354 @@
+"""One rank of ``tutti train``: from the configuration to the run, its listeners and the training loop."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from fractions import Fraction
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from tutti import parallel
+from tutti.checkpoint.manager import Checkpoints
+from tutti.checkpoint.warm_start import load_warm_start
+from tutti.checkpoint.weights_source import FOLDER
+from tutti.config.optimizer_config import check_schedule
+from tutti.config.spec import Duration
+from tutti.config.train_config import TrainConfig
+from tutti.data.adapt import adapt
+from tutti.data.epochs import Epochs
+from tutti.data.source import Source
+from tutti.errors import Preempted, UsageError
+from tutti.launcher import context, heartbeat
+from tutti.launcher.context import World
+from tutti.metrics.events import TensorBoard
+from tutti.metrics.listener import Clock, Listener, Listeners, RunHeader
+from tutti.metrics.profile import TABLE as PROFILE
+from tutti.metrics.profile import Window, profiled
+from tutti.metrics.progress import terminal_listener
+from tutti.metrics.records import RunDirectory, config_sha256
+from tutti.metrics.trace import TABLE as TRACE
+from tutti.metrics.trace import traced
+from tutti.nn.init_on_disk import spilling
+from tutti.optim.scaling import AdaptiveRule, check_rule
+from tutti.optim.schedules import Schedule, make_schedule
+from tutti.tasks import task_registry
+from tutti.tasks.task import Task
+from tutti.train.batch_size_schedule import of_model, of_plan, said_elsewhere
+from tutti.train.header import derived, run_identity, title
+from tutti.train.loop import Length, Means, TrainPlan, train_loop
+from tutti.train.preemption import stop_on_signals
+from tutti.train.prepare import prepare
+from tutti.train.run import Run
+from tutti.workload.tensor_memory import free_memory
+
+
+def train_rank(task: str, config: TrainConfig, directory: str | None) -> int:
+    """Train on this rank. Rank 0 reports progress and writes into ``directory``. Collective.
+
+    Args:
+        task: name of a built-in task, or ``file.py:function``.
+        config: the resolved configuration.
+        directory: the run directory; None for none.
+
+    Returns:
+        0, the exit code.
+
+    Raises:
+        TuttiError: an expected failure, with its exit code.
+    """
+    world = context.init(config.device, config.timeout)
+    threads = prepare_process(config, world)
+    chosen = task_registry.load_task(task, data=config.data, model=config.model, augment=config.augment)
+    config = _with_direction(config, chosen)
+    model = built(chosen, config, world)
+    size = sum(p.numel() for p in model.parameters())
+    run = prepared(chosen, model, config, world)
+    epochs = run.feed.epochs
+    plan, total = _plan(config, epochs)
+    run.lr_factor = _schedule(config, epochs, total)
+    held_out = _held_out(chosen, task, config)
+    facts = run_identity(task, config, run, world, size, threads)
+    # A restart by the launcher continues like --resume.
+    again = config.resume is not None or world.identity.attempt > 0
+    place = _place(run, directory)
+    listeners = Listeners(())
+    # Warnings from before the listeners exist, also about skipped checkpoints.
+    early = [*of_model(epochs, model, config.batch_norm), *of_plan(epochs, config, total)]
+    try:
+        with stop_on_signals(run) as reason:
+            saver = _saver(run, place, world, config, facts, early.append)
+            restored = saver.restore() if saver is not None and again else None
+            origin = _begin(run, config, restored, facts)
+            clock = Clock.saved(restored or {}) if again else Clock(time.time())
+            if world.identity.rank == 0:
+                found: list[Listener] = [terminal_listener(sys.stderr, config)]
+                if directory:
+                    records = RunDirectory(directory, config, task, run.clock if again else None, clock)
+                    clock = records.clock
+                    found += [records, *_tensorboard(directory, config, run.clock if again else 0)]
+                listeners = Listeners(found)
+            for text in early:
+                listeners.warned(text)
+            run.checks.diagnoses.tell = listeners.warned
+            if run.losses is not None:
+                run.losses.tell = listeners.warned
+            steps = total if run.adascale is None else None
+            if steps is not None and not config.regime_batch:
+                run.checks.planned(steps)
+            if saver is not None:
+                saver.warn = listeners.warned
+            windows = _windows(config, run, steps, place, again, listeners)
+            lines = {**derived(chosen, config, run, world, total, facts), **origin}
+            header = RunHeader(title(task, config), lines, steps, _per_epoch(epochs))
+            means = Means.saved(restored) if restored else None
+            result = train_loop(run, plan, held_out, header, listeners, saver, means, windows, clock)
+        declared = {"directions": dict(chosen.directions)} if chosen.directions else {}
+        listeners.finished({**facts, **result, **declared, "started": clock.started, "exit_code": 0})
+    except Preempted as stop:
+        listeners.warned(str(stop))
+        raise reason.error(stop) from None
+    finally:
+        listeners.close()
+    for window in windows:
+        _show(window, world)
+    context.shutdown()
+    return 0
+
+
+def _show(window: Window, world: World) -> None:
+    """Close a profile or trace; rank 0 prints its table."""
+    window.close()
+    if world.identity.rank == 0:
+        print(window.table())
+
+
+def _place(run: Run, directory: str | None) -> str | None:
+    """Return the run directory, broadcast from rank 0; it also becomes the watchdog's directory if that is not set."""
+    place = run.context.comms.world.broadcast_json(directory, 0, "run directory")
+    if place is not None and heartbeat.process.directory() is None:
+        heartbeat.process.report_to(Path(place).absolute() / "logs")
+    return None if place is None else str(place)
+
+
+def _schedule(config: TrainConfig, epochs: Epochs, total: int | None) -> Schedule:
+    scaled = check_rule(config.lr_scale).factor(epochs.first.batch)
+    return make_schedule(check_schedule(config.schedule), total, _steps(config, epochs), scaled)
+
+
+def _steps(config: TrainConfig, epochs: Epochs) -> Callable[[Duration], int]:
+    """Return the function from a duration to steps, which may count batches of another size than the run's.
+
+    Regime adaptation: Hoffer et al. 2017, arXiv 1705.08741, §5. AdaScale counts scale-invariant steps: those of one
+    worker with its own share of the batch.
+    """
+    batch: int | Fraction | None = config.regime_batch
+    if isinstance(check_rule(config.lr_scale), AdaptiveRule):
+        batch = Fraction(epochs.first.batch, epochs.first.workers)
+    return epochs.steps if batch is None else partial(Duration.steps, dataset=epochs.first.dataset, batch=batch)
+
+
+def _per_epoch(epochs: Epochs) -> int | None:
+    """Return the number of steps of an epoch; None if epochs differ or a stream's length is unknown."""
+    alike = epochs.growth is None and epochs.first.dataset is not None
+    return epochs.first.steps_per_epoch if alike else None
+
+
+def _tensorboard(directory: str, config: TrainConfig, step: int) -> list[Listener]:
+    """Return the TensorBoard listener, which continues after ``step``, if the configuration asks for it."""
+    return [TensorBoard(Path(directory) / "tensorboard", step)] if config.tensorboard else []
+
+
+def _windows(
+    config: TrainConfig, run: Run, total: int | None, place: str | None, again: bool, listener: Listener
+) -> list[Window]:
+    """Return the windows of steps to profile and to trace.
+
+    Args:
+        config: the configuration.
+        run: the run.
+        total: steps of the run; None if unknown.
+        place: the run directory; None for no windows.
+        again: whether the run is resumed.
+        listener: is warned if a resumed run has too few steps left.
+
+    Raises:
+        UsageError: a fresh run has too few steps.
+    """
+    found = []
+    for name, watch, table_ in (("profile", profiled, PROFILE), ("trace", traced, TRACE)):
+        asked = config.window(name)
+        if asked is None or place is None:
+            continue
+        first, steps = asked
+        left = math.inf if total is None else total - run.clock
+        if first + steps - 1 <= left:
+            found.append(Window(run, watch, Path(place) / name, table_, first, steps))
+            continue
+        said = f"--{name} {getattr(config, name)} needs {first + steps - 1} steps, and the run has {left}"
+        if not again:
+            raise UsageError(said, remedy=f"write --{name} FIRST:STEPS within the run")
+        listener.warned(f"{said} left: there will be no {name}")
+    return found
+
+
+def _plan(config: TrainConfig, epochs: Epochs) -> tuple[TrainPlan, int | None]:
+    """Return the plan of lengths and intervals, and the total of steps (None for a stream of unknown length)."""
+    dataset = epochs.first.dataset
+
+    def count(duration: Duration, option: str) -> Length:
+        if duration.unit == "st" or (dataset is not None and epochs.growth is None):
+            return max(1, epochs.steps(duration))
+        if dataset is not None:
+            # As samples: the number of steps in an epoch changes when the batch size grows.
+            return Duration(max(1, round(duration.value * (dataset if duration.unit == "ep" else 1))), "sa")
+        if duration.unit == "ep" and duration.value != int(duration.value):
+            raise UsageError(
+                f"{duration} of a stream of unknown length cannot be counted",
+                where=option,
+                remedy="give whole epochs, or steps (500st) or samples (20000sa)",
+            )
+        return duration
+
+    length, every = config.length(), (config.every("eval_every"), config.every("checkpoint_every"))
+    evaluate, save = (duration and count(duration, "how often") for duration in every)
+    adaptive = isinstance(check_rule(config.lr_scale), AdaptiveRule)
+    if dataset is not None or config.regime_batch or adaptive:
+        total = _steps(config, epochs)(length)
+        return TrainPlan(total, evaluate, save), total
+    steps = None if length.unit == "ep" else epochs.steps(length)
+    return TrainPlan(count(length, "how long"), evaluate, save), steps
+
+
+def _with_direction(config: TrainConfig, chosen: Task) -> TrainConfig:
+    """Complete ``--keep-best NAME`` to ``NAME:lower`` or ``NAME:higher`` if the task declares the direction.
+
+    Later readers of the run directory do not load the task. Raises UsageError if the direction is unknown.
+    """
+    best = config.best(chosen.directions)
+    if best is None or best.metric not in chosen.directions:
+        return config
+    return dataclasses.replace(config, keep_best=f"{best.metric}:{'higher' if best.more else 'lower'}")
+
+
+def _held_out(chosen: Task, task: str, config: TrainConfig) -> Source | None:
+    """Return the task's held-out samples, or None. Raises UsageError if ``--keep-best`` needs them."""
+    if chosen.eval is not None:
+        return adapt(chosen.eval)
+    if config.best() is not None:
+        raise UsageError(
+            f"the task '{task}' has no held-out samples to keep the best by", remedy="leave --keep-best out"
+        )
+    return None
+
+
+def _begin(run: Run, config: TrainConfig, restored: Mapping[str, Any] | None, facts: dict[str, Any]) -> dict[str, str]:
+    """Warm-start the run if ``init_from`` is set and no checkpoint was restored. Collective.
+
+    Args:
+        run: the run.
+        config: the configuration.
+        restored: facts of the run's own checkpoint, whose weights take precedence; None without a checkpoint.
+        facts: gets an entry ``init_from``.
+
+    Returns:
+        The header's line about the initial weights, if any.
+    """
+    if config.init_from is None:
+        return {}
+    if restored is not None:
+        return {"initial weights": f"this run's at step {run.clock}; {config.init_from} is not read again"}
+    facts["init_from"] = load_warm_start(run, config.init_from)
+    return {"initial weights": facts["init_from"]}
+
+
+def _saver(
+    run: Run,
+    place: str | None,
+    world: World,
+    config: TrainConfig,
+    facts: Mapping[str, Any],
+    warn: Callable[[str], None],
+) -> Checkpoints | None:
+    if place is None:
+        return None
+    kept = {**facts, "training_samples": run.feed.contract.dataset, "config_sha256": config_sha256(config)}
+    saver = Checkpoints(run, Path(place) / FOLDER, world, kept, config.keep, warn, best=config.best())
+    saver.open()
+    return saver
+
+
+def built(task: Task, config: TrainConfig, world: World) -> nn.Module:
+    """Return the task's model, with large tensors on disk if the strategy leaves each rank a part of the model.
+
+    Tensors go to disk beyond a quarter of the free memory (a guess): the rank's part, gradients and optimizer state
+    must fit, too.
+
+    Args:
+        task: the task.
+        config: the resolved configuration.
+        world: all ranks.
+    """
+    if not parallel.parse_strategy(config.strategy).parts(world.identity.size):
+        return task.model()
+    with spilling(above=free_memory(world.identity.local_size) // 4):
+        return task.model()
+
+
+@said_elsewhere()
+def prepared(task: Task, model: nn.Module, config: TrainConfig, world: World) -> Run:
+    """Call ``tutti.prepare`` with the task and the options of the configuration. Collective.
+
+    Args:
+        task: the task, for its data and loss function.
+        model: the task's model.
+        config: the resolved configuration.
+        world: all ranks.
+    """
+    return prepare(
+        model,
+        config.optimizer,
+        task.train,
+        task.loss,
+        strategy=config.strategy,
+        workers=config.workers,
+        batch_size=config.batch_size,
+        batch_growth=config.growth(),
+        micro_batch=config.micro_batch,
+        precision=config.precision,
+        loss_scale=config.loss_scale,
+        channels_last=task.images if config.channels_last is None else config.channels_last,
+        lr_scale=config.lr_scale,
+        batch_norm=config.batch_norm,
+        identical_batches=config.identical_batches,
+        clip=config.clip,
+        gradient_noise=config.gradient_noise,
+        ema=config.averaging(),
+        reproducible=config.reproducible,
+        activation_checkpointing=config.activation_checkpointing,
+        compile=config.compile,
+        seed=config.seed,
+        max_nonfinite=config.max_nonfinite,
+        data_workers=config.data_workers,
+        slow=config.slowness(),
+    )
+
+
+def prepare_process(config: TrainConfig, world: World) -> int:
+    """Seed PyTorch and set the number of CPU threads, which is returned.
+
+    Threads: ``config.threads``, else one in reproducible mode, else this process's cores / ranks on this node.
+    """
+    torch.manual_seed(config.seed)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = config.threads or (1 if config.reproducible else max(1, cores // world.identity.local_size))
+    torch.set_num_threads(threads)
+    return threads

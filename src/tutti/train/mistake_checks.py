@@ -1,0 +1,382 @@
+"""Check a run for common mistakes in its first steps and at its first evaluation.
+
+Three checks take a small collective each: logical workers with the same samples, workers with batch-norm statistics of
+their own, and ranks with different held-out samples. All others need rank 0 alone. No check changes a weight, a buffer
+or an RNG stream.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from tutti.config.variables import is_off
+from tutti.data.batches import length, map_tensors, slice_batch
+from tutti.data.digest import digest
+from tutti.data.global_generators import own_generators
+from tutti.data.source import Source
+from tutti.data.stream import Stream
+from tutti.metrics import suspicion
+from tutti.metrics.diagnoses import Diagnoses
+from tutti.nn.swap import buffers, training_mode
+from tutti.types import Batch, LossFn, MicroBatch
+
+if TYPE_CHECKING:
+    from tutti.train.steps import Steps
+
+Work: TypeAlias = Sequence[tuple[int, Sequence[MicroBatch]]]
+"""Each logical worker of this rank with its micro-batches of one step."""
+
+_STEPS = 8
+"""Largest number of steps in which samples are collected, for workers with small shares."""
+_SAMPLES = 8
+_FEW = 4
+_BEGINNING = range(16, 33)
+"""Numbers of samples at the start of a held-out set to compare with its end; with fewer, equality may be chance."""
+
+# Hooks by model; a second run of the same model removes those of the first.
+_WATCHED: WeakKeyDictionary[nn.Module, list[Any]] = WeakKeyDictionary()
+
+
+class Rate(NamedTuple):
+    """Learning rate of a parameter group.
+
+    Attributes:
+        kind: name of the optimizer's class, in lower case.
+        peak: largest of ``lr``, ``initial_lr`` and ``max_lr``.
+        momentum: momentum, 0 without.
+    """
+
+    kind: str
+    peak: float
+    momentum: float
+
+
+class Checks:
+    """The checks of one run.
+
+    Attributes:
+        diagnoses: the findings.
+        looking: whether ``look`` must be called in the next step; without synchronous steps only in the first.
+        ended: function to call after the next global batch of a custom loop, or None.
+    """
+
+    def __init__(self, run: Steps) -> None:
+        self._run, self._steps = run, 0
+        self._speaks = run.context.grid.rank == 0
+        self.diagnoses = Diagnoses(run.context.grid.rank)
+        self._enabled = self.looking = not is_off("DIAGNOSTICS", os.environ)
+        self.ended: Callable[[], None] | None = None
+        self._first: dict[int, list[str]] = {worker: [] for worker in run.context.mine}
+        self._rates = group_rates(run.exchange.optimizers)
+        self._evaluated = self._aside = False
+        for hook in _WATCHED.pop(run.model, ()):
+            hook.remove()
+
+    # --- the first steps -------------------------------------------------------------------------------------------
+
+    def look(self, batch: Batch, work: Work, loss: LossFn | None, given: bool) -> None:
+        """Check the first steps. Collective with several logical workers.
+
+        Args:
+            batch: this rank's batch of the step that begins.
+            work: its micro-batches by worker.
+            loss: the loss function; None in a custom loop.
+            given: whether the caller made the batch.
+        """
+        self._steps += 1
+        several = self._run.context.workers > 1
+        if self._steps == 1 and self._speaks:
+            micro_batches = sum(len(micro_batches) for _, micro_batches in work)
+            if several or micro_batches > 1:
+                self._denominator(
+                    loss,
+                    batch,
+                    max((micro_batch.samples for _, micro_batches in work for micro_batch in micro_batches), default=2),
+                )
+            if several:
+                self._rate()
+            if micro_batches > 1 and self._run.optimizer is not None:
+                self.ended = self._schedules(self._run.optimizer, micro_batches)
+        if several and self._steps == 2:
+            self._statistics()
+        if self._first:
+            self._collect(work)
+            # In steps 1, 2, 4 and 8: few collectives, for large and small shares.
+            if several and self._steps & (self._steps - 1) == 0 and self._same_data(given):
+                self._first = {}
+        more = self._steps < 2 or (bool(self._first) and self._steps < _STEPS)
+        self.looking = several and self._run.context.in_step and more
+
+    def _collect(self, work: Work) -> None:
+        for worker, micro_batches in work:
+            seen = self._first[worker]
+            for micro_batch in micro_batches:
+                seen += _digests(micro_batch.batch, min(_SAMPLES - len(seen), micro_batch.samples))
+
+    def _same_data(self, given: bool) -> bool:
+        """Compare the first samples of all workers; return whether each has seen enough. Collective: an all-gather."""
+        contract, comm = self._run.feed.contract, self._run.context.comms.replica
+        table = torch.zeros(len(contract.mine(0)), 2, dtype=torch.int64)
+        for row, seen in zip(table, self._first.values(), strict=False):
+            key = _number(digest(seen)) if suspicion.tells(seen, _SAMPLES) else 0
+            row.copy_(torch.tensor([len(seen) >= _SAMPLES, key]))
+        enough, keys, where = True, [], []
+        tables = comm.all_gather(table, "digests of the first samples")
+        for rank, rows in zip(comm.alive_ranks, tables, strict=True):
+            for whole, key in rows[: len(contract.mine(rank))].tolist():
+                enough = enough and bool(whole)
+                keys.append(key or None)
+                where.append(comm.ranks[rank])
+        for one, other in suspicion.equal_pairs(keys)[:1]:
+            said = f"workers {one} (rank {where[one]}) and {other} (rank {where[other]}) train on the same samples"
+            self.diagnoses.report("same-data", said, self._run.clock + 1, self._remedy(given))
+        return enough
+
+    def _remedy(self, given: bool) -> str:
+        """Return how to give each worker samples of its own."""
+        if given:
+            return "give tutti.prepare the data set and loop over run.epoch, or shard your loader (DistributedSampler)"
+        if self._run.feed.contract.identical:
+            return "leave identical_batches out"
+        if isinstance(self._run.feed.source, Stream):
+            return "shard by rank inside the data set, or leave tutti.data.Sharded out"
+        return "let __getitem__ depend on its index, and draw from the global generators, which are keyed by it"
+
+    def _denominator(self, loss: LossFn | None, batch: Batch, micro: int = 2 * _FEW) -> None:
+        """Compare the loss of a few samples with the loss of the same samples twice, to detect a sum without a mean.
+
+        Args:
+            loss: the loss function; None for no check.
+            batch: a batch of which to take the samples.
+            micro: samples of a micro-batch, the most to evaluate.
+        """
+        setting = self._run.context
+        # Another shape would recompile; the forward of a split model would need the other ranks.
+        split = setting.comms.model.size > 1 or bool(self._run.replica.sharded)
+        if loss is None or setting.compile != "none" or split:
+            return
+        try:
+            few = slice_batch(batch, 0, min(_FEW, length(batch), max(micro // 2, 1)))
+            with self._untouched():
+                once = self._value(loss, few)
+                twice = self._value(loss, map_tensors(few, lambda tensor: torch.cat([tensor, tensor])))
+        except Exception:
+            # The model may need a fixed batch size, or gradients; the step itself will raise real errors.
+            return
+        values = f"{length(few)} samples give {once:.4g}, the same twice over {twice:.4g}"
+        if suspicion.is_sum(once, twice):
+            said = f"the loss is a sum, or a sum with a count that does not grow with the samples: {values}"
+            self.diagnoses.report("loss-denominator", said, self._run.clock + 1)
+        elif suspicion.is_sum(twice, once):
+            said = f"the loss is divided by the number of samples twice: {values}"
+            self.diagnoses.report("loss-denominator", said, self._run.clock + 1)
+
+    def _value(self, loss: LossFn, batch: Batch) -> float:
+        """Return the mean loss over a batch, by the loss function's own count."""
+        micro_batch = MicroBatch(0, 0, batch, length(batch), 1.0, 0, True)
+        total, count = self._run.replica.run([micro_batch], loss, None).sums[:2].tolist()
+        return float(total / count)
+
+    @contextmanager
+    def _untouched(self) -> Iterator[None]:
+        """Within the block forwards run in eval mode, and do not change buffers or RNG streams."""
+        parts = self._run.replica.parts
+        kept = [(slot, slot.get()) for slot in buffers(parts, persistent=False)]
+        try:
+            for slot, tensor in kept:
+                slot.put(tensor.clone())
+            with own_generators(), torch.no_grad(), training_mode(parts, training=False), self.aside():
+                yield
+        finally:
+            for slot, tensor in kept:
+                slot.put(tensor)
+
+    def _update_batch(self) -> int:
+        """Return the number of samples of one update: the global batch, or a worker's share of it."""
+        contract = self._run.feed.contract
+        return contract.batch if self._run.exchange.loss_normalisation == "step" else contract.batch // contract.workers
+
+    def _rate(self) -> None:
+        """Compare each group's largest known learning rate with a rule of thumb."""
+        batch = self._update_batch()
+        for prepared, now in zip(self._rates, group_rates(self._run.exchange.optimizers), strict=False):
+            peak = max(prepared.peak, now.peak)
+            usual = suspicion.far_from_usual(now.kind, peak, batch, now.momentum)
+            if usual is not None:
+                said = (
+                    f"the learning rate is {peak:g} for a batch of {batch}, where {usual:.2g} is usual for {now.kind}"
+                )
+                self.diagnoses.report("far-rate", said, self._run.clock + 1)
+
+    def _schedules(self, optimizer: Optimizer, micro_batches: int) -> Callable[[], None]:
+        """Return a function that reports schedulers of ``optimizer`` with more than one step since this call."""
+        found = [
+            item
+            for item in gc.get_objects()
+            if issubclass(type(item), LRScheduler) and getattr(item, "optimizer", None) is optimizer
+        ]
+        before = [getattr(scheduler, "last_epoch", 0) for scheduler in found]
+
+        def look() -> None:
+            self.ended = None
+            for scheduler, then in zip(found, before, strict=True):
+                steps = getattr(scheduler, "last_epoch", 0) - then
+                if steps > 1:
+                    name = type(scheduler).__name__
+                    said = (
+                        f"{name} took {steps} steps in one global batch, which has {micro_batches} micro-batches here"
+                    )
+                    self.diagnoses.report("fast-schedule", said, self._run.clock)
+
+        return look
+
+    def planned(self, steps: int) -> None:
+        """Report a run of ``steps`` steps that has too few updates."""
+        if not self._enabled:
+            return
+        contract, batch = self._run.feed.contract, self._update_batch()
+        if contract.dataset is not None and suspicion.too_few_updates(steps, contract.dataset, batch, contract.workers):
+            part = f"{batch / contract.dataset:.0%} of the data"
+            self.diagnoses.report("few-updates", f"{steps} updates in the whole run, in batches of {batch}, {part}")
+
+    # --- the script's own use of the model -------------------------------------------------------------------------
+
+    def _statistics(self) -> None:
+        """Hook the model if workers' batch-norm statistics differ, to report a script that uses one worker's alone.
+
+        Collective: merges buffers over workers.
+        """
+        run = self._run
+        slots = [slot for slot in buffers(run.replica.parts) if slot.key.startswith("running_")]
+        own_script = self.diagnoses.tell is None and run.context.comms.model.size == 1
+        if not slots or not own_script or run.exchange.loss_normalisation != "step":
+            return
+        merged = run.exchange.merged()
+        if self._speaks and any(not torch.allclose(slot.get(), merged[slot.name]) for slot in slots):
+            _WATCHED[run.model] = [
+                run.model.register_forward_pre_hook(Hook(self._evaluates)),
+                run.model.register_state_dict_post_hook(Hook(self._saves)),
+            ]
+
+    def _evaluates(self, model: nn.Module) -> None:
+        # Within a global batch a worker uses its own statistics, as it should.
+        if not (model.training or self._aside or self._run.within_batch):
+            _WATCHED[model][0].remove()
+            self.diagnoses.report("one-rank-statistics", "the model is evaluated by itself", self._run.clock)
+
+    def _saves(self, model: nn.Module) -> None:
+        self.diagnoses.report("one-rank-statistics", "the model's state_dict() is read", self._run.clock)
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Within the block forwards are tutti's own, and are not reported."""
+        before, self._aside = self._aside, True
+        try:
+            yield
+        finally:
+            self._aside = before
+
+    # --- evaluation ------------------------------------------------------------------------------------------------
+
+    def held_out(self, source: Source, loss: LossFn | None) -> None:
+        """Check the first evaluation. Collective in the first call: an all-gather.
+
+        Args:
+            source: held-out samples.
+            loss: a loss function of this evaluation alone; None for that of training.
+        """
+        if self._evaluated or not self._enabled:
+            return
+        self._evaluated = True
+        self._same_source(source)
+        if not self._speaks:
+            return
+        if repeated := _repeated(source):
+            said = f"the last {repeated} of {len(source)} held-out samples are the first {repeated} again"
+            self.diagnoses.report("padded-evaluation", said, self._run.clock)
+        if loss is not None and self._run.context.workers > 1:
+            self._denominator(loss, self._run.feed.place(source.fetch(np.arange(min(_FEW, len(source))), None)))
+
+    def _same_source(self, source: Source) -> None:
+        """Report ranks with other held-out samples than rank 0, by the first and the last one. Collective."""
+        comm = self._run.context.comms.world
+        if comm.size == 1:
+            return
+        ends = (0, len(source) - 1)
+        seen = [_samples(source, end, end + 1) for end in ends]
+        # Samples that differ between two reads (augmentation) cannot be compared.
+        key = _number(digest(seen)) if seen == [_samples(source, end, end + 1) for end in ends] else 0
+        keys = [int(row) for row in comm.all_gather(torch.tensor([key]), "digests of held-out samples")]
+        other = next((rank for rank, key in zip(comm.alive_ranks, keys, strict=True) if key != keys[0]), None)
+        if all(keys) and other is not None:
+            said = f"rank {other} was given other held-out samples than rank 0, a part of them for each"
+            self.diagnoses.report("padded-evaluation", said, self._run.clock)
+
+
+class Hook:
+    """A hook of the model that does nothing in copies and pickles of the model."""
+
+    def __init__(self, look: Callable[[nn.Module], None]) -> None:
+        self._look = look
+
+    def __call__(self, model: nn.Module, *rest: Any) -> None:
+        self._look(model)
+
+    def __reduce__(self) -> Any:
+        return Hook, (_nothing,)
+
+
+def _nothing(model: nn.Module) -> None:
+    """Do nothing: the hook of a copy."""
+
+
+def group_rates(optimizers: Sequence[Optimizer]) -> list[Rate]:
+    """Return the rates of each group of the first optimizer (with local updates, all have the same)."""
+    return [
+        Rate(
+            getattr(type(optimizer), "_ungated", type(optimizer)).__name__.lower(),
+            max(float(group.get(name, 0.0)) for name in ("lr", "initial_lr", "max_lr")),
+            float(group.get("momentum", 0.0)),
+        )
+        for optimizer in optimizers[:1]
+        for group in optimizer.param_groups
+    ]
+
+
+def _number(text: str) -> int:
+    """Convert a hexadecimal digest to a positive number of 63 bits; 0 stands for no digest."""
+    return (int(text, 16) >> 1) or 1
+
+
+def _digests(batch: Batch, count: int) -> list[str]:
+    """Return digests of the first ``count`` samples of a batch."""
+    return [digest(slice_batch(batch, place, place + 1)) for place in range(count)]
+
+
+def _samples(source: Source, first: int, end: int) -> list[str]:
+    """Return digests of held-out samples ``first`` to ``end - 1``."""
+    return _digests(source.fetch(np.arange(first, end), None), end - first)
+
+
+def _repeated(source: Source) -> int:
+    """Return how many samples at the end repeat those at the start, like the padding of DistributedSampler."""
+    total = len(source)
+    count = min(_BEGINNING[-1], total // 2)
+    if count not in _BEGINNING:
+        return 0
+    first, last = _samples(source, 0, count), _samples(source, total - 1, total)
+    if len(set(first)) < count or last[0] not in first:
+        return 0
+    repeated = first.index(last[0]) + 1
+    return repeated if _samples(source, total - repeated, total) == first[:repeated] else 0

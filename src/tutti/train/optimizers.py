@@ -1,0 +1,128 @@
+"""Optimizers of a run, given as options or made by the user: their factory, checks and description."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from tutti.config.optimizer_config import check_optimizer
+from tutti.errors import UsageError, did_you_mean
+from tutti.nn.sparse_layers import check_sparse_step
+from tutti.optim.factory import from_config, from_instance
+from tutti.optim.scaling import check_rule, scaled
+from tutti.optim.several import several
+from tutti.types import OptimizerFactory
+
+
+def factory(
+    optimizer: Sequence[Optimizer] | str, lr_scale: str, batch_size: int, sparse: Collection[str] = ()
+) -> OptimizerFactory:
+    """Return a factory of the optimizer, with the learning rate of ``lr_scale``.
+
+    Args:
+        optimizer: options, or the script's optimizers.
+        lr_scale: rule for the learning rate at ``batch_size``, or ``none``.
+        batch_size: samples of the global batch.
+        sparse: names of parameters that may have sparse gradients.
+
+    Raises:
+        UsageError: a rule for the script's own optimizers.
+    """
+    rule = check_rule(lr_scale)
+    if not isinstance(optimizer, str):
+        if lr_scale != "none":
+            raise UsageError(
+                "lr_scale is for an optimizer given as text",
+                why="a scheduler that you made of yours would put its own rates back",
+                remedy="make it with the scaled rate: see tutti.optim.learning_rate",
+            )
+        return several([from_instance(each) for each in optimizer])
+    return from_config(scaled(check_optimizer(optimizer), rule, batch_size), bool(sparse))
+
+
+def check_takes_sparse(optimizer: Sequence[Optimizer] | str, model: nn.Module, sparse: Collection[str]) -> None:
+    """Raise UsageError if an optimizer cannot step with sparse gradients of these parameters.
+
+    A trial step of a similar optimizer on a parameter of two rows tells.
+
+    Args:
+        optimizer: options, or the script's optimizers.
+        model: the script's model.
+        sparse: names of its parameters with sparse gradients.
+    """
+    toy = nn.Parameter(torch.zeros(2, 1))
+    toy.grad = torch.sparse_coo_tensor(
+        torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, 1), (2, 1), check_invariants=False
+    )
+    for trial in _trials(optimizer, model, sparse, toy):
+        try:
+            trial.step()
+        except (RuntimeError, UsageError) as error:
+            check_sparse_step(trial, error, where=", ".join(sorted(sparse)[:3]))
+        except TypeError:
+            # Its step() needs a closure.
+            continue
+
+
+def _trials(
+    optimizer: Sequence[Optimizer] | str, model: nn.Module, sparse: Collection[str], toy: nn.Parameter
+) -> Iterator[Optimizer]:
+    """Yield optimizers of ``toy`` with the settings of each group that has a parameter of ``sparse``."""
+    if isinstance(optimizer, str):
+        made = factory(optimizer, "none", 1, sparse)([("toy", toy)])
+        yield from () if made is None else (made,)
+        return
+    wanted = {id(p) for name, p in model.named_parameters() if name in sparse}
+    for each in optimizer:
+        kind: Any = getattr(type(each), "_ungated", type(each))
+        known = set(inspect.signature(kind).parameters)
+        for group in each.param_groups:
+            if any(id(p) in wanted for p in group["params"]):
+                settings = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+                # A custom class's constructor may not take its groups' settings; then its first real step will tell.
+                with suppress(Exception):
+                    yield kind([{**settings, "params": [toy]}], **{k: v for k, v in settings.items() if k in known})
+
+
+def describe_optimizers(optimizer: Sequence[Optimizer] | str, lr_scale: str) -> list[str]:
+    """Return one line for each optimizer's class and one for each group's settings, to compare over ranks."""
+    if isinstance(optimizer, str):
+        return [f"optimizer {optimizer}, lr_scale {lr_scale}"]
+    return [line for each in optimizer for line in _described(each)]
+
+
+def _described(optimizer: Optimizer) -> list[str]:
+    lines = [f"optimizer {type(optimizer).__name__}"]
+    for number, group in enumerate(optimizer.param_groups):
+        said = {key: value for key, value in sorted(group.items()) if key != "params"}
+        lines.append(f"optimizer group {number} of {len(group['params'])} parameters: {said}")
+    return lines
+
+
+def check_fits(optimizer: Sequence[Optimizer] | str, model: nn.Module) -> None:
+    """Raise UsageError if an optimizer has a parameter, or its options a name pattern, that the model does not have."""
+    if not isinstance(optimizer, str):
+        known = {id(p) for p in model.parameters()}
+        if any(id(p) not in known for each in optimizer for group in each.param_groups for p in group["params"]):
+            raise UsageError(
+                "the optimizer has parameters that the model does not have",
+                remedy="make it of model.parameters(), and everything that is trained a part of the model",
+            )
+        return
+    options, names = check_optimizer(optimizer), [name for name, _ in model.named_parameters()]
+    for option in ("adam", "exclude"):
+        usual = getattr(type(options), option, ())
+        for pattern in getattr(options, option, ()):
+            if pattern not in (*usual, "none") and not any(fnmatchcase(name, pattern) for name in names):
+                raise UsageError(
+                    f"the model has no parameter '{pattern}'",
+                    where=f"--optimizer {optimizer}, {option}",
+                    remedy=did_you_mean(pattern, names),
+                )

@@ -1,0 +1,61 @@
+"""Preemption: signals after which a run finishes its step, saves a checkpoint and exits with its own exit code."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from tutti.errors import ExitCode, Interrupted, Preempted
+
+if TYPE_CHECKING:
+    from tutti.train.run import Run
+
+_PREEMPT = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+
+
+class StopReason:
+    """Signal that asked this process to stop; another rank may have received it instead.
+
+    Attributes:
+        interrupted: whether it was Ctrl-C (SIGINT).
+    """
+
+    def __init__(self) -> None:
+        self.interrupted = False
+
+    @property
+    def exit_code(self) -> int:
+        """Exit code for after the checkpoint: 130 after Ctrl-C, else 75 (preempted, resumable)."""
+        return int(ExitCode.INTERRUPTED if self.interrupted else ExitCode.PREEMPTED)
+
+    def error(self, stop: Preempted) -> Preempted | Interrupted:
+        """Return ``stop`` as it is (exit code 75), or as ``Interrupted`` (130) after Ctrl-C."""
+        return Interrupted(stop.what, where=stop.where, remedy=stop.remedy) if self.interrupted else stop
+
+
+@contextmanager
+def stop_on_signals(run: Run) -> Iterator[StopReason]:
+    """Within the block SIGTERM, SIGUSR1, SIGUSR2 and the first Ctrl-C ask all ranks to stop; a second ends at once."""
+    reason = StopReason()
+    if threading.current_thread() is not threading.main_thread():
+        yield reason
+        return
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        reason.interrupted = number == signal.SIGINT
+        run.ask_to_stop()
+        for each in before:
+            signal.signal(each, signal.default_int_handler if each == signal.SIGINT else signal.SIG_DFL)
+
+    before = {number: signal.getsignal(number) for number in (*_PREEMPT, signal.SIGINT)}
+    for number in before:
+        signal.signal(number, ask)
+    try:
+        yield reason
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler if handler is not None else signal.SIG_DFL)

@@ -1,0 +1,452 @@
+"""``tutti.prepare``: from a plain model, optimizer, data set and loss to a run on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from tutti import parallel
+from tutti.checkpoint.warm_start import load_warm_start
+from tutti.comm.communicator import Communicators, everybody
+from tutti.comm.grid import Grid
+from tutti.config.averaging import Averaging
+from tutti.config.growth import BatchGrowth
+from tutti.config.module_config import Ghost as GhostConfig
+from tutti.config.module_config import Sync as SyncConfig
+from tutti.config.module_config import check_batch_norm
+from tutti.config.slowness import Slowness
+from tutti.data.adapt import adapt_training
+from tutti.data.batches import placer
+from tutti.data.contract import BatchContract
+from tutti.data.epochs import Epochs
+from tutti.data.feed import Feed
+from tutti.data.loader import Prefetch
+from tutti.data.reading import make_reader
+from tutti.data.source import Source
+from tutti.data.stream import Stream
+from tutti.data.transfer import make_transfer
+from tutti.errors import UsageError
+from tutti.launcher import context
+from tutti.launcher.malloc_tuning import free_at_once
+from tutti.nn import ghost, norms, sync
+from tutti.nn.init_on_disk import as_built
+from tutti.nn.overlapping import check_memory
+from tutti.nn.sparse_layers import sparse_parameters
+from tutti.optim.adascale import AdaScale
+from tutti.optim.factory import check_fresh
+from tutti.optim.gradient_noise import by_worker, check_noise
+from tutti.optim.loss_scale import LossScale, chosen
+from tutti.optim.scaling import AdaptiveRule, check_rule
+from tutti.optim.several import check_apart
+from tutti.parallel import Choice
+from tutti.train.accumulating_optimizer import accumulate_steps
+from tutti.train.batch_size_schedule import batch_size_schedule
+from tutti.train.hook_watch import HookWatch
+from tutti.train.lost_ranks import LostRanks
+from tutti.train.optimizers import check_fits, check_takes_sparse, describe_optimizers, factory
+from tutti.train.partial_reads import PartialReads
+from tutti.train.prepared_before import check_earlier, note
+from tutti.train.run import Run
+from tutti.train.slow_replica import slow_down
+from tutti.train.state_loads import StateLoads
+from tutti.types import GradientSync, LossFn, RunContext
+from tutti.workload.tensor_memory import bytes_of, free_memory
+
+Models: TypeAlias = "nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]"
+Optimizers: TypeAlias = "Optimizer | Sequence[Optimizer]"
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.float32, "fp16": torch.float32, "fp64": torch.float64}
+_CAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def prepare(
+    model: Models,
+    optimizer: Optimizers | str,
+    dataset: Any,
+    loss_fn: LossFn | None = None,
+    *,
+    strategy: str = "mirrored",
+    workers: int | None = None,
+    batch_size: int = 128,
+    batch_growth: BatchGrowth | str | None = None,
+    micro_batch: int | None = None,
+    precision: str | None = None,
+    loss_scale: str | None = None,
+    channels_last: bool = False,
+    lr_scale: str = "none",
+    batch_norm: str = "worker",
+    identical_batches: bool = False,
+    clip: float | None = None,
+    gradient_noise: str = "none",
+    ema: Averaging | str | float | None = None,
+    init_from: str | Path | None = None,
+    reproducible: bool = False,
+    activation_checkpointing: str | Sequence[str | type[nn.Module]] = "none",
+    compile: str | bool = "none",
+    seed: int = 0,
+    max_nonfinite: int = 10,
+    data_workers: int = 0,
+    slow: Sequence[Slowness] | str = (),
+) -> Run:
+    """Prepare ``model`` for training on every rank of the job as if on one device. Collective.
+
+    Calls ``tutti.init`` if needed. Rank 0's initial parameters and buffers are broadcast. From now on
+    ``optimizer.step()`` in a custom training loop acts once a global batch.
+
+    Args:
+        model: a plain model without any code for ranks; or several in a list or a dict, such as a generator and a
+            discriminator, whose parameters are then named ``0.weight`` or by the dict's keys.
+        optimizer: an optimizer of the model's parameters, several of disjoint parameters in a list, or
+            ``name:key=value``.
+        dataset: tensors, a ``TensorDataset``, any map-style dataset, a ``tutti.data.Source``, or an iterable (also
+            inside ``tutti.data.Sharded``), or a function that returns one.
+        loss_fn: ``loss_fn(model, batch)`` → mean over samples, ``(sum, count)`` or ``(sum, count, metric_sums)``; one
+            loss a sample in place of mean or sum. Optional for custom training loops.
+        strategy: ``name:key=value``.
+        workers: number of logical workers N; default: the number of data ranks.
+        batch_size: samples of the *global* batch.
+        batch_growth: ``milestones=30ep+60ep,factor=5``: each milestone multiplies the batch size by the factor, up to a
+            tenth of the data set or ``largest=N``. Beyond that the learning rate is divided instead, within the update
+            alone.
+        micro_batch: largest number of samples in one forward pass.
+        precision: fp32, bf16 or fp16 (autocast) or fp64; default: the model's dtype, without autocast.
+        loss_scale: a number or ``dynamic:key=value``; default: dynamic for fp16, else none.
+        channels_last: memory layout of 4-dimensional inputs and weights.
+        lr_scale: rule for the learning rate at this batch size, such as ``linear:base_batch=256``, or ``adascale``; for
+            an optimizer given as text.
+        batch_norm: ``worker``: over a worker's micro-batch, with the model's own layers; ``ghost:size=32``: over this
+            many samples; ``sync``: over the global batch.
+        identical_batches: every worker draws worker 0's samples, like an unsharded DataLoader with the same seed on all
+            ranks; shows the cost of this common mistake.
+        clip: largest gradient norm; None for no clipping.
+        gradient_noise: ``multiplicative:base_batch=512`` makes the gradient as noisy as that of 512 samples; the
+            loss must be one number a sample.
+        ema: decay per update of an average of the weights, ``0.999`` or ``"0.999:warmup"``, which ``run.evaluate``
+            then uses; None for no average.
+        init_from: warm start from the weights and buffers of a run directory (its newest checkpoint), a checkpoint
+            directory or a ``.safetensors`` file, on every rank.
+        reproducible: bit-identical weights on any number of devices; sets one CPU thread.
+        activation_checkpointing: ``blocks``, or names and classes of modules, whose activations are recomputed in
+            backward; ``selective``: except for expensive operators; ``blocks:every=2``: in every other block.
+        compile: mode of ``torch.compile``; True for ``default``.
+        seed: seed of the order of samples and of all RNG streams.
+        max_nonfinite: number of skipped steps in a row that raises NonFiniteError.
+        data_workers: loader processes of each rank; the result does not depend on their number.
+        slow: ranks or workers with a delay, to simulate stragglers: ``rank=1,factor=3`` or ``worker=2,ms=20``.
+
+    Returns:
+        The run, ready to train.
+
+    Raises:
+        UsageError, DataError: arguments that do not go together or cannot be trained.
+        CheckpointError: ``init_from`` is damaged, or of another model.
+        MismatchError: models or arguments differ between ranks.
+    """
+    model, optimizers = one_module(model), given_optimizers(optimizer)
+    check_earlier(model, optimizers)
+    optimizer = optimizer if isinstance(optimizer, str) else optimizers
+    averaging = ema if ema is None or isinstance(ema, Averaging) else Averaging.parse(str(ema), "ema")
+    world = context.init()
+    identity = world.identity
+    adaptive = isinstance(check_rule(lr_scale), AdaptiveRule)
+    compiled = compile if isinstance(compile, str) else "default" if compile else "none"
+    asked = {"reproducible": reproducible, "adaptive": adaptive, "averaging": averaging is not None}
+    sparse = [name for name, p in sparse_parameters([model]).items() if p.requires_grad]
+    asked |= {"compiled": compiled != "none", "cuda": world.device.type == "cuda", "sparse": bool(sparse)}
+    choice = parallel.check_strategy(strategy, identity.size, workers=workers, **asked)
+    grid = Grid(**choice.shape(identity.size), rank=identity.rank)
+    data = _data(dataset, choice, data_workers, reproducible, identical_batches)
+    _check_trainable(model, optimizer, sparse)
+    contract = _contract(choice, grid.data_ranks, _count(data), batch_size, workers, micro_batch, identical_batches)
+    epochs = batch_size_schedule(contract, batch_growth, model, batch_norm, lr_scale, gradient_noise)
+    for each in optimizers if not choice.row.optimizer_here else ():
+        check_fresh(each)
+    if reproducible:
+        torch.set_num_threads(1)
+    scale, noise = _scale(loss_scale, precision, loss_fn), check_noise(gradient_noise, batch_size, adaptive)
+    together = _together(batch_norm, choice, epochs, reproducible, by_worker(adaptive, noise))
+    # Before any process group is made: with different device meshes ranks would wait for each other forever.
+    told = [
+        f"max_nonfinite {max_nonfinite}, batch norm {batch_norm}, loss_scale {loss_scale}, gradient noise {noise}",
+        f"compile {compiled}, activation_checkpointing {_named(activation_checkpointing)}",
+        f"ema {averaging}, {'given' if init_from is not None else 'own'} initial weights",
+    ]
+    told = [
+        *_settings(choice, epochs, precision, clip, reproducible, seed),
+        *told,
+        *describe_optimizers(optimizer, lr_scale),
+    ]
+    everybody(world).agree(told, "the configuration", "call tutti.prepare with the same arguments on every rank")
+    comms = Communicators(world, grid)
+    run_context = RunContext(
+        *(grid, comms, contract.workers, contract.mine(grid.data_rank), reproducible, clip),
+        *(averaging, activation_checkpointing, compiled, adaptive),
+        rows=choice.exchange.shards_parameters(choice.shape(identity.size)),
+    )
+    whole = model
+    model, dtype = _remade(model, batch_norm, run_context, precision, channels_last)
+    place, loss = placer(world.device, dtype, channels_last), _cast(loss_fn, world.device.type, precision)
+    run_context = replace(run_context, in_step=choice.row.synchronous, trial=_trial(data, contract, place, loss))
+    layout, exchange = choice.counted(epochs.steps).make(_as_one(run_context, together))
+    hooks, reads = HookWatch(model, run_context, _alone(contract, exchange)), PartialReads(model, run_context)
+    replica = slow_down(layout.build(model), slow, world, contract.workers)
+    sink = exchange.attach(replica, factory(optimizer, lr_scale, batch_size, sparse))
+    prefetch = Prefetch(data_workers, identity.rank, world.timeout)
+    feed = _feed(data, epochs, grid.data_rank, seed, comms, place, prefetch, together)
+    hooks.watch(replica.parts)
+    reads.refuse()
+    average = parallel.average(replica, exchange, run_context)
+    run = Run(
+        replica,
+        exchange,
+        sink,
+        feed,
+        loss,
+        run_context,
+        max_nonfinite,
+        average,
+        scale,
+        optimizers,
+        hooks=hooks,
+        choice=choice,
+        noise=noise,
+        adascale=AdaScale(batch_size, contract.workers) if adaptive else None,
+        named_workers=workers is not None,
+    )
+    for index, each in enumerate(optimizers):
+        accumulate_steps(each, run, choice, index)
+    note(whole, optimizers, choice.name, run_context)
+    StateLoads(whole, run, choice)
+    if init_from is not None:
+        load_warm_start(run, init_from)
+    run.losses = _losses(run, choice, data)
+    return run
+
+
+def _feed(
+    data: Source | Stream, epochs: Epochs, rank: int, seed: int, comms: Communicators,
+    place: Callable[[Any], Any], prefetch: Prefetch, together: bool,
+) -> Feed:  # fmt: skip
+    """Build the feed of this data rank's part of every global batch, on the device."""
+    reader = make_reader(data, epochs, rank, seed, comms, prefetch)
+    return Feed(reader, epochs, rank, seed, place, prefetch, together, make_transfer(comms.world.device, data))
+
+
+def _losses(run: Run, choice: Choice, data: Source | Stream) -> LostRanks | None:
+    """Return the tracker of lost ranks on rank 0, if the run continues without killed ranks; else None. Collective."""
+    # Ranks read a stream in step, and so cannot continue without one of them.
+    alone = choice.row.fault_tolerant and not isinstance(data, Stream) and run.context.comms.tolerate_loss()
+    return LostRanks(run) if alone and run.context.grid.rank == 0 else None
+
+
+def _data(dataset: Any, choice: Choice, data_workers: int, reproducible: bool, identical: bool) -> Source | Stream:
+    """Wrap the data set as a ``Source`` or ``Stream``. Raises UsageError for options that do not go with it."""
+    data = adapt_training(dataset)
+    if data_workers < 0:
+        raise UsageError(f"data_workers is {data_workers}", remedy="give 0 or more")
+    if isinstance(data, Stream) and not choice.row.synchronous:
+        raise UsageError(
+            "steps=all does not go with a stream",
+            why="ranks read a stream in step, and here each makes as many steps as it can",
+            remedy="leave it out, or take a data set with __len__ and __getitem__",
+        )
+    if identical and isinstance(data, Stream):
+        raise UsageError(
+            "identical_batches needs a data set with __len__ and __getitem__", remedy="leave one of them out"
+        )
+    if reproducible and isinstance(data, Stream) and data.sharded:
+        raise UsageError(
+            "reproducible does not go with a data set that shards itself",
+            why="what a global batch holds depends on the number of devices",
+            remedy="leave out one of the two",
+        )
+    return data
+
+
+def one_module(model: Models) -> nn.Module:
+    """Return a module as it is, several as children of one module. Raises UsageError for other types."""
+    if isinstance(model, nn.Module):
+        return model
+    if isinstance(model, Mapping) and all(isinstance(each, nn.Module) for each in model.values()):
+        return nn.ModuleDict(model)
+    if isinstance(model, Sequence) and all(isinstance(each, nn.Module) for each in model):
+        return nn.ModuleList(model)
+    raise UsageError(
+        f"the model is a {type(model).__name__}", remedy="give a torch.nn.Module, or several in a list or a dict"
+    )
+
+
+def given_optimizers(optimizer: Optimizers | str) -> list[Optimizer]:
+    """Return the script's optimizers as a list; empty for options as text. Raises UsageError for other types."""
+    if isinstance(optimizer, str):
+        return []
+    several = isinstance(optimizer, Sequence)
+    found = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer) if several else []
+    if not found or not all(isinstance(each, Optimizer) for each in found):
+        raise UsageError(
+            f"the optimizer is a {type(optimizer).__name__}",
+            remedy="give a torch.optim.Optimizer, several in a list, or options such as 'adamw:lr=1e-3'",
+        )
+    check_apart(found)
+    return found
+
+
+def _check_trainable(model: nn.Module, optimizer: Sequence[Optimizer] | str, sparse: Sequence[str]) -> None:
+    """Raise UsageError if no parameter is trainable, or the optimizer cannot train the model."""
+    _check_not_on_meta(model)
+    check_memory(model)
+    if not any(p.requires_grad for p in model.parameters()):
+        raise UsageError("no parameter of the model can be trained", remedy="leave some with requires_grad")
+    check_fits(optimizer, model)
+    if sparse:
+        check_takes_sparse(optimizer, model, sparse)
+
+
+def _check_not_on_meta(model: nn.Module) -> None:
+    """Raise UsageError if parameters or buffers are on the meta device."""
+    empty = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
+    if empty:
+        raise UsageError(
+            f"{len(empty)} parameters or buffers of the model have no numbers",
+            where=", ".join(empty[:3]),
+            why="they are on the meta device, which knows shapes alone",
+            remedy="build the model without torch.device('meta'), inside tutti.spilling() if it is too large; or "
+            "call model.to_empty(device='cpu') and initialise it before tutti.prepare",
+        )
+
+
+def _alone(contract: BatchContract, exchange: GradientSync) -> bool:
+    """Return whether every gradient is that of a single micro-batch."""
+    single = contract.workers == 1 or exchange.loss_normalisation == "worker"
+    return single and len(contract.micro_batches(len(contract.worker(contract.batch, 0)))) == 1
+
+
+def _contract(
+    choice: Choice, ranks: int, count: int | None, batch: int, workers: int | None, micro: int | None, identical: bool
+) -> BatchContract:
+    """Return the batch contract; the strategy may determine the size of micro-batches."""
+    number = workers or ranks
+    return BatchContract(count, batch, number, ranks, parallel.micro_batch(choice, micro, batch, number), identical)
+
+
+def _count(data: Source | Stream) -> int | None:
+    """Return the number of samples in an epoch; None for a stream of unknown length."""
+    return data.samples if isinstance(data, Stream) else len(data)
+
+
+def _scale(loss_scale: str | None, precision: str | None, loss_fn: LossFn | None) -> LossScale | None:
+    """Return the run's loss scale, None for none. Raises UsageError if it or the precision has no effect."""
+    if loss_fn is None and precision in _CAST:
+        raise UsageError(
+            f"precision={precision} casts inside loss_fn, and there is none",
+            remedy="give a loss_fn, or wrap your own forward in torch.autocast"
+            + " and set loss_scale='dynamic'" * (precision == "fp16"),
+        )
+    return chosen(loss_scale, precision)
+
+
+def _cast(loss_fn: LossFn | None, device: str, precision: str | None) -> LossFn | None:
+    """Return the loss function under autocast to the precision's 16-bit dtype; as it is for other precisions."""
+    dtype = _CAST.get(precision or "")
+    if loss_fn is None or dtype is None:
+        return loss_fn
+
+    def cast(model: Any, batch: Any) -> Any:
+        with torch.autocast(device, dtype):
+            return loss_fn(model, batch)
+
+    return cast
+
+
+def _remade(
+    model: nn.Module, batch_norm: str, run_context: RunContext, precision: str | None, channels_last: bool
+) -> tuple[nn.Module, torch.dtype]:
+    """Convert the model's batch norm, dtype and memory layout; return it, and the dtype for floating-point inputs."""
+    if run_context.rows and run_context.comms.world.device.type == "cpu" and _is_large(model):
+        free_at_once()
+    with as_built(model):
+        model = _normalised(model, batch_norm, run_context)
+        return model, _precise(model, precision, channels_last)
+
+
+def _is_large(model: nn.Module) -> bool:
+    """Return whether the model is so large that malloc should return freed memory of gathered layers to the system.
+
+    Kept memory is about three times the memory in use. With Adam a model of a sixteenth of the free memory needs a
+    quarter of it, and three times that leaves little (the threshold is a guess).
+    """
+    return bytes_of([*model.parameters(), *model.buffers()]) > free_memory(context.local_size()) // 16
+
+
+def _normalised(model: nn.Module, batch_norm: str, run_context: RunContext) -> nn.Module:
+    """Convert the model's batch norm as ``batch_norm`` says. Collective for ``sync``: makes a process group."""
+    norm, model = check_batch_norm(batch_norm), norms.restore_norms(model)
+    if isinstance(norm, SyncConfig):
+        line = run_context.comms.new_group("batch norm")
+        return sync.convert_sync_batch_norm(model, line, run_context.workers, run_context.grid.data_ranks)
+    return ghost.convert_ghost_batch_norm(model, norm.size) if isinstance(norm, GhostConfig) else model
+
+
+def _together(batch_norm: str, choice: Choice, epochs: Epochs, reproducible: bool, needs: str | None) -> bool:
+    """Return whether a rank's workers run as one (synchronised batch norm). Raises UsageError if they cannot."""
+    if not isinstance(check_batch_norm(batch_norm), SyncConfig):
+        return False
+    parallel.check_sync(choice, context.current().identity.size, reproducible, needs)
+    for phase in epochs.phases:
+        phase.contract.check_whole()
+    return True
+
+
+def _as_one(run_context: RunContext, together: bool) -> RunContext:
+    """Return a context with a single worker that spans all data ranks, for workers that run as one."""
+    if not together:
+        return run_context
+    alone = run_context.workers == run_context.grid.data_ranks
+    return replace(run_context, workers=1, mine=run_context.mine[:1], draws=alone)
+
+
+def _trial(
+    data: Source | Stream, contract: BatchContract, place: Callable[[Any], Any], loss: LossFn | None
+) -> Callable[..., Any] | None:
+    """Return ``RunContext.trial``: a call of the loss function on the data set's first micro-batch, or None."""
+    if loss is None or isinstance(data, Stream):
+        return None
+    first = np.arange(len(contract.first_micro_batch(contract.samples(0))))
+    return lambda model, most=None: loss(model, place(data.fetch(first[:most], None)))
+
+
+def _precise(model: nn.Module, precision: str | None, channels_last: bool) -> torch.dtype:
+    """Convert the model's dtype and memory layout in place; return the dtype for floating-point inputs."""
+    if precision is not None and precision not in _DTYPES:
+        raise UsageError(f"unknown precision '{precision}'", remedy=f"choices: {', '.join(_DTYPES)}")
+    if precision is not None:
+        model.to(_DTYPES[precision])
+    if channels_last:
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+
+
+def _settings(
+    choice: Choice, epochs: Epochs, precision: str | None, clip: float | None, reproducible: bool, seed: int
+) -> list[str]:
+    contract = epochs.first
+    return [
+        f"strategy {choice.name} {choice.layout} {choice.exchange}",
+        f"{contract.workers} workers",
+        f"a global batch of {contract.batch}, micro-batches of {contract.micro}, identical {contract.identical}",
+        f"batch growth {epochs.growth}",
+        f"{contract.dataset} training samples",
+        f"precision {precision}, clip {clip}, reproducible {reproducible}, seed {seed}",
+    ]
+
+
+def _named(units: str | Sequence[str | type[nn.Module]]) -> str | list[str]:
+    """Return activation checkpointing's modules as names, which are the same text on every rank."""
+    return units if isinstance(units, str) else [u if isinstance(u, str) else u.__qualname__ for u in units]

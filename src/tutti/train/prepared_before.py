@@ -1,0 +1,66 @@
+"""Models and optimizers of an earlier ``tutti.prepare``: which of them a second call may take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from weakref import WeakKeyDictionary
+
+from torch import nn
+from torch.optim import Optimizer
+
+from tutti.errors import UsageError
+from tutti.optim.factory import kind_of
+from tutti.types import RunContext
+
+_WHOLE, _BY_WORKER = ("single", "mirrored"), ("local_sgd", "diloco")
+"""Strategies under which the script's optimizer holds the full state, or on each rank the state of one worker."""
+
+_models: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+_optimizers: WeakKeyDictionary[Optimizer, str] = WeakKeyDictionary()
+
+
+def check_earlier(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    """Raise UsageError, on every rank, if an earlier run has split the model, or the optimizers' state.
+
+    Otherwise restores the class, and so the ``step``, of the optimizers.
+    """
+    for module in model.modules():
+        if module in _models:
+            _refuse("the model", "numbers", _models[module])
+    for optimizer in optimizers:
+        if optimizer in _optimizers:
+            _refuse(f"the {kind_of(optimizer).__name__}", "moments", _optimizers[optimizer])
+    for optimizer in optimizers:
+        optimizer.__class__ = kind_of(optimizer)
+
+
+def note(model: nn.Module, optimizers: Sequence[Optimizer], strategy: str, setting: RunContext) -> None:
+    """Record a run's model if it is split over ranks, and its optimizers if they do not hold all their state.
+
+    Args:
+        model: the script's model.
+        optimizers: the script's optimizers.
+        strategy: name of the strategy.
+        setting: context of the run.
+    """
+    grid = setting.grid
+    if grid.stage > 1 or grid.tensor > 1 or grid.shard > 1:
+        _models.update(dict.fromkeys(model.modules(), strategy))
+    if not keeps_state(strategy, setting):
+        _optimizers.update(dict.fromkeys(optimizers, strategy))
+
+
+def keeps_state(strategy: str, setting: RunContext) -> bool:
+    """Return whether the script's optimizer holds all optimizer state of this rank's model."""
+    alone = setting.grid.size == 1 and strategy not in (*_BY_WORKER, "parameter_server")
+    one_each = strategy in _BY_WORKER and setting.workers == setting.grid.data_ranks
+    return alone or one_each or strategy in _WHOLE
+
+
+def _refuse(subject: str, what: str, strategy: str) -> None:
+    raise UsageError(
+        f"{subject} was given to an earlier tutti.prepare with strategy {strategy}",
+        why=f"since then its {what} live in parts, and this run would begin with others",
+        remedy="take --strategy mirrored; or build both anew, with run.save and run.restore for the same data set, or "
+        "init_from=… for the weights alone",
+    )

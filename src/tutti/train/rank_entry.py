@@ -1,0 +1,44 @@
+"""Entry point of a rank of ``tutti train``. Importing it loads no torch, as the launcher imports it, too."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from pathlib import Path
+
+from tutti.config.train_config import TrainConfig
+from tutti.errors import no_memory
+from tutti.launcher import heartbeat
+from tutti.launcher.heartbeat import Phase
+
+PRELOADED = ("tutti.train.main", "torch._dynamo")
+"""Modules that every rank imports before its first step, the second because every optimizer of torch imports it."""
+
+
+def run_rank(task: str, config: TrainConfig, directory: Path | None) -> int:
+    """Train on this rank, and return its exit code. Output goes to stderr: stdout is for the result alone.
+
+    Args:
+        task: name of a built-in task, or ``file.py:function``.
+        config: the resolved configuration.
+        directory: the run directory; None for none.
+
+    Raises:
+        TuttiError: an expected failure, with its exit code; a failed allocation is ``NotEnoughMemory``.
+    """
+    heartbeat.training.enter(Phase.START, 0)
+    from tutti.train.main import train_rank
+
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            return train_rank(task, config, None if directory is None else str(directory))
+    except Exception as error:
+        if (foreseen := no_memory(error)) is not None:
+            raise foreseen from error
+        raise
+
+
+def run_launched_rank(task: str, config: TrainConfig, directory: Path) -> None:
+    """Call ``run_rank`` in a process of ``launch``, which reads a non-zero exit code from SystemExit."""
+    if code := run_rank(task, config, directory):
+        raise SystemExit(code)

@@ -1,0 +1,94 @@
+"""Check that copies of a tensor on several ranks are still bit-identical."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from tutti.checkpoint.fingerprint import tensor_digest
+from tutti.errors import MismatchError
+from tutti.types import ShardSpec
+
+if TYPE_CHECKING:
+    from tutti.train.steps import Steps
+
+SELDOM = 100
+"""Least number of steps between two comparisons at ends of epochs, as an epoch may be one step (a guess)."""
+
+
+def check_replicas(run: Steps, what: str) -> None:
+    """Compare, over all ranks, 64-bit digests of the tensors of which several ranks hold a copy.
+
+    Copies are those of data parallelism, HSDP and hybrids, tensors that tensor parallelism leaves whole, and weights
+    that are tied over stages. Reads each tensor once. Collective: two small all-gathers, none if ranks keep no copies.
+
+    Args:
+        run: the run.
+        what: the next action, for messages.
+
+    Raises:
+        MismatchError: on every rank, with the parameter's name and the ranks that differ from the others.
+    """
+    comm = run.context.comms.world
+    held = run.exchange.replicated() if comm.size > 1 else None
+    if held is None:
+        return
+    run.compared = run.taken
+    names = list(held)
+    keys = [_key(name, held[name], run.replica.specs) for name in names]
+    digests = torch.stack([tensor_digest(held[name]).to(comm.device) for name in names]).tolist() if names else []
+    most = max(int(count) for count in comm.all_gather(torch.tensor([len(names)]), f"copies before {what}"))
+    table = torch.zeros(most, 2, dtype=torch.int64)
+    table[: len(names)] = torch.tensor([*zip(keys, digests, strict=True)], dtype=torch.int64).view(-1, 2)
+    found: dict[int, dict[int, int]] = {}
+    for rank, rows in enumerate(comm.all_gather(table, f"digests of the copies before {what}")):
+        for key, digest in rows.tolist():
+            if key:
+                found.setdefault(key, {})[rank] = digest
+    wrong = next((key for key, holders in found.items() if len(set(holders.values())) > 1), None)
+    if wrong is None:
+        return
+    said = comm.all_gather_strings(
+        names[keys.index(wrong)] if wrong in keys else "", "name of the parameter that differs"
+    )
+    other = sum(len(set(holders.values())) > 1 for holders in found.values()) - 1
+    more = f", and of {other} other tensor{'s' * (other > 1)}" * (other > 0)
+    raise MismatchError(
+        f"ranks hold different copies of '{next(filter(None, said))}'{more}: {_sides(found[wrong])}",
+        where=f"rank {comm.global_rank}, after step {run.clock}, before {what}",
+        why="something has written it on some ranks alone, or a device computes wrongly",
+        remedy="make every rank write the same into the model, and go on from the last checkpoint",
+    )
+
+
+def seldom(run: Steps) -> bool:
+    """Return whether the last comparison was at least ``SELDOM`` steps ago, for the ends of epochs."""
+    return run.taken - run.compared >= SELDOM
+
+
+def _key(name: str, tensor: Tensor, specs: Mapping[str, ShardSpec]) -> int:
+    """Return a key of the tensor slice, equal on all ranks with a copy, under any name of a tied tensor; never 0."""
+    spec = specs.get(name, ShardSpec(tuple(tensor.shape), (0,) * tensor.dim()))
+    first = min(name, *spec.tied) if spec.tied else name
+    place = (first, str(tensor.dtype), tuple(tensor.shape), spec.shape, spec.offset, spec.blocks, spec.rows)
+    raw = hashlib.blake2b(repr(place).encode(), digest_size=8).digest()
+    return int.from_bytes(raw, signed=True) or 1
+
+
+def _sides(holders: Mapping[int, int]) -> str:
+    """Return text with the ranks that differ from the copy of most ranks, or with all ranks if no copy has most."""
+    (usual, most), *rest = Counter(holders.values()).most_common(2)
+    alike = [rank for rank, digest in holders.items() if digest == usual]
+    differ = [rank for rank, digest in holders.items() if digest != usual]
+    if rest and rest[0][1] == most:
+        return f"{_ranks(sorted(holders))} differ"
+    return f"{_ranks(differ)} differ{'s' * (len(differ) == 1)} from {_ranks(alike)}"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

@@ -1,0 +1,70 @@
+"""Simulate stragglers: delay the backward passes of some ranks or logical workers.
+
+The delay comes after each backward pass and before any collective, so that it is the same in every strategy. ``tutti
+chaos slow`` slows a machine from outside, as another program on it would.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from tutti.config.slowness import Slowness
+from tutti.launcher.context import World
+from tutti.types import MicroBatch, ReplicaRunner
+
+
+def slow_down(replica: ReplicaRunner, slow: Sequence[Slowness] | str, world: World, workers: int) -> ReplicaRunner:
+    """Return ``replica``, with delays if ``slow`` names this rank or one of its workers.
+
+    Args:
+        replica: this rank's part of the model; its methods are replaced.
+        slow: ranks or logical workers and their delays.
+        world: all ranks.
+        workers: number of logical workers N.
+
+    Raises:
+        UsageError: a rank or worker that does not exist, or a delay that the device does not allow.
+    """
+    if isinstance(slow, str):
+        slow = Slowness.parse(slow, "slow") if slow else ()
+    for each in slow:
+        each.check(world.identity.size, workers, cuda=world.device.type == "cuda")
+        rank = world.identity.rank
+        if each.worker or rank in each.rank:
+            # No wrapper class: callers tell by a replica's methods whether it supports custom training loops.
+            delay = _delay_micro_batches if hasattr(replica, "begin") else _delay_workers
+            delay(replica, each, rank)
+    return replica
+
+
+def _delay_micro_batches(replica: Any, slow: Slowness, rank: int) -> None:
+    """Delay each micro-batch's backward pass, in ``run`` and in a custom training loop."""
+    begin, backward, begun = replica.begin, replica.backward, 0.0
+
+    def note(micro_batch: MicroBatch) -> None:
+        nonlocal begun
+        begun = time.thread_time()
+        begin(micro_batch)
+
+    def late(result: Any, micro_batch: MicroBatch, *rest: Any) -> Any:
+        totals = backward(result, micro_batch, *rest)
+        time.sleep(slow.seconds(rank, micro_batch, time.thread_time() - begun))
+        return totals
+
+    replica.begin, replica.backward = note, late
+
+
+def _delay_workers(replica: Any, slow: Slowness, rank: int) -> None:
+    """Delay once after all micro-batches of a worker."""
+    run = replica.run
+
+    def late(micro_batches: Any, loss: Any, sink: Any) -> Any:
+        begun = time.thread_time()
+        totals = run(micro_batches, loss, sink)
+        if sink is not None:
+            time.sleep(slow.seconds(rank, micro_batches[-1], time.thread_time() - begun))
+        return totals
+
+    replica.run = late

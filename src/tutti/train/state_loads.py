@@ -1,0 +1,193 @@
+"""``load_state_dict`` of a model in training: distribute the weights to ranks, logical workers and servers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+from torch import Tensor, nn
+
+from tutti.checkpoint.checkpoint_reader import catalogue, check_model
+from tutti.checkpoint.fingerprint import tensor_digest
+from tutti.errors import UsageError
+from tutti.nn.swap import buffers, parameters
+from tutti.parallel import Choice
+from tutti.types import ShardSpec
+
+if TYPE_CHECKING:
+    from tutti.train.run import Run
+
+_HANDLES: WeakKeyDictionary[nn.Module, Sequence[Any]] = WeakKeyDictionary()
+"""Hooks of a module for its newest run."""
+
+
+class StateLoads:
+    """Hooks ``load_state_dict`` of a run's model and of its modules.
+
+    PyTorch copies a state dict into the tensors that the model holds on this rank. If these are slices or shards of the
+    parameters, ``GradientSync.load`` replaces that copy; otherwise it distributes the state afterwards to this rank's
+    other logical workers, to the owner of a shared copy (central storage) and to parameter servers. The call is
+    collective except under ``single`` and ``mirrored``.
+
+    Args:
+        model: the script's model, whose names the state dict has.
+        run: the run that trains it.
+        choice: the strategy.
+    """
+
+    def __init__(self, model: nn.Module, run: Run, choice: Choice) -> None:
+        self._run, self._row = run, choice.row
+        grid = run.context.grid
+        self._in_parts = run.context.rows or grid.tensor > 1 or grid.stage > 1
+        self._several = run.context.workers > grid.data_ranks
+        self._names = {module: name for name, module in model.named_modules()}
+        self._loaded: tuple[nn.Module, Collection[str]] | None = None
+        for module in self._names:
+            for handle in _HANDLES.pop(module, ()):
+                handle.remove()
+            _HANDLES[module] = (
+                module.register_load_state_dict_pre_hook(ModelHook(self._before)),
+                module.register_load_state_dict_post_hook(ModelHook(self._after)),
+            )
+
+    def _before(
+        self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Mapping[str, Any], *_: Any
+    ) -> None:
+        """Check the state dict and, for split models, load it. Collective unless every rank has its own copy."""
+        if prefix:
+            return
+        if metadata.get("assign_to_params_buffers"):
+            raise UsageError(
+                "load_state_dict(assign=True) after tutti.prepare",
+                why="the optimizer would go on with tensors that the model no longer has",
+                remedy="leave out assign=True, or load before tutti.prepare",
+            )
+        place = f"{name}." if (name := self._names[module]) else ""
+        given = {place + key: value for key, value in state.items() if isinstance(value, Tensor)}
+        own = catalogue(self._run) if self._in_parts else self._run.replica.specs
+        known = {name: t for name, t in given.items() if any(name in (n, *spec.tied) for n, spec in own.items())}
+        self._check(own, known)
+        if not self._row.own_copies:
+            self._compare(known)
+        if self._in_parts:
+            self._become(own, known)
+            # PyTorch now copies the tensors onto themselves, and still checks the names.
+            state.update((key, t) for key, t in _tensors(module).items() if key in state)
+        self._loaded = module, known
+
+    def _after(self, module: nn.Module, *_: Any) -> None:
+        """Distribute the state that PyTorch has copied into this rank's model. Collective as ``_before``."""
+        loaded, there = self._loaded, self._loaded is not None and self._loaded[0] is module
+        if loaded is None or not there:
+            return
+        self._loaded = None
+        if self._in_parts or (self._row.own_copies and not self._several):
+            return
+        parts = self._run.replica.parts
+        whole = {name: p.data for name, p in parameters(parts)} | {slot.name: slot.get() for slot in buffers(parts)}
+        optim = {} if self._row.optimizer_here else self._run.exchange.state()["optim"]
+        # Parameter servers have one optimizer, whose tensors are full.
+        kept = {name: value for name, value in optim.items() if isinstance(value, Tensor)}
+        self._run.exchange.load(GivenState(whole, self._run.replica.specs, kept))
+
+    def _become(self, own: Mapping[str, ShardSpec], given: Mapping[str, Tensor]) -> None:
+        """Load each rank's slices of ``given``; tensors that are missing keep their values. Collective."""
+        check_model({n: s for n, s in own.items() if {n, *s.tied} & given.keys()}, _shapes(given), "load_state_dict")
+        rest = [name for name, spec in own.items() if not {name, *spec.tied} & given.keys()]
+        whole = self._run.state() if rest else {}
+        self._run.exchange.load(GivenState({**{name: whole[name] for name in rest}, **given}, own))
+
+    def _check(self, own: Mapping[str, ShardSpec], given: Mapping[str, Tensor]) -> None:
+        """Raise UsageError, on every rank, if the strategy cannot load these tensors now."""
+        trained = {name for name, _ in parameters(self._run.replica.parts)}
+        missing = [name for name, spec in own.items() if not {name, *spec.tied} & given.keys()]
+        if missing and not self._row.shared_weights:
+            self._refuse_part(missing[0], "each logical worker has parameters of its own")
+        statistics = [name for name in missing if name not in trained and name in self._run.replica.specs]
+        if statistics and self._run.context.workers > 1 and (self._several or self._in_parts):
+            self._refuse_part(statistics[0], "each logical worker has statistics of its own")
+        if not self._row.averages and self._run.taken:
+            raise UsageError(
+                "load_state_dict of the model in the middle of a run does not go with this strategy",
+                where=f"step {self._run.clock}",
+                why="gradients of other weights are on their way to the servers",
+                remedy="call it before the first step, or take --strategy mirrored",
+            )
+
+    def _refuse_part(self, name: str, why: str) -> None:
+        raise UsageError(
+            "load_state_dict of a part of the model after tutti.prepare",
+            where=f"without {name}",
+            why=f"{why}, of which the model here holds one",
+            remedy="give all of the model's tensors (run.state() has them), or load before tutti.prepare",
+        )
+
+    def _compare(self, given: Mapping[str, Tensor]) -> None:
+        """Raise MismatchError if ranks load different parameters. Collective: compares digests."""
+        names = sorted({name for name, _ in parameters([*self._names][:1])} & given.keys())
+        said = [f"{name} {tuple(given[name].shape)} {tensor_digest(given[name].detach()).item():x}" for name in names]
+        self._run.together("load_state_dict of the model")
+        self._run.context.comms.world.agree(
+            said,
+            "the weights that load_state_dict is given",
+            "call it on every rank with the same weights, such as those of run.state()",
+        )
+
+
+class GivenState:
+    """Full tensors in memory as a ``SavedState``; optimizers on ranks keep their state.
+
+    Args:
+        tensors: full tensors by name.
+        specs: specs of the full model, with the names of tied tensors.
+        optim: optimizer state by ``{parameter}/{key}``, for optimizers on servers, which would otherwise start afresh.
+    """
+
+    def __init__(
+        self, tensors: Mapping[str, Tensor], specs: Mapping[str, ShardSpec], optim: Mapping[str, Tensor] | None = None
+    ) -> None:
+        self._tensors, self._specs, self._optim = tensors, specs, optim or {}
+
+    def names(self, group: str) -> Collection[str]:
+        return {"model": self._tensors, "optim": self._optim}.get(group, {}).keys()
+
+    def get(self, group: str, name: str) -> Tensor:
+        if group == "optim":
+            return self._optim[name]
+        tied = self._specs[name].tied if name in self._specs else ()
+        return next(self._tensors[n].detach() for n in (name, *tied) if n in self._tensors)
+
+    def shape(self, group: str, name: str) -> tuple[int, ...]:
+        return tuple(self.get(group, name).shape)
+
+    def part(self, group: str, name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
+        region = tuple(slice(begin, begin + length) for begin, length in zip(offset, shape, strict=True))
+        return self.get(group, name)[region]
+
+
+class ModelHook:
+    """A hook of a model that does nothing in copies and pickles of the model."""
+
+    def __init__(self, act: Callable[..., None]) -> None:
+        self._act = act
+
+    def __call__(self, *args: Any) -> None:
+        self._act(*args)
+
+    def __reduce__(self) -> Any:
+        return ModelHook, (_nothing,)
+
+
+def _nothing(*_: Any) -> None:
+    """Do nothing: the hook of a copy."""
+
+
+def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
+
+def _tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors into which ``load_state_dict`` copies, under all names of tied tensors."""
+    named = dict[str, Tensor](module.named_parameters(remove_duplicate=False))
+    return named | dict(module.named_buffers(remove_duplicate=False))

@@ -1,0 +1,63 @@
+"""One training step; the same function for every strategy. "Worker" is the logical worker.
+
+data.next → place → for each worker here: begin_worker · run · end_worker → reduce_gradients → optimizer_step → clear
+global      local    load its state · forward, backward · save its state     over ranks     parameters         gradients
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from tutti.train.hook_watch import HookWatch
+from tutti.types import (
+    GradientReadyHook,
+    GradientSync,
+    LossFn,
+    MicroBatch,
+    ReplicaRunner,
+    StepContext,
+    StepStats,
+    UpdateResult,
+)
+
+
+def train_step(
+    replica: ReplicaRunner,
+    sync: GradientSync,
+    sink: GradientReadyHook,
+    work: Sequence[tuple[int, Sequence[MicroBatch]]],
+    loss: LossFn,
+    step_context: StepContext,
+    hooks: HookWatch,
+    adapt: Callable[[StepStats, StepContext], StepContext] | None = None,
+) -> tuple[StepStats, UpdateResult]:
+    """Train on one global batch. Collective: the gradient synchronisation of the strategy.
+
+    Args:
+        replica: this rank's part of the model.
+        sync: gradient synchronisation, which owns the update.
+        sink: gradient-ready hook.
+        work: each worker of this rank, in order, with its micro-batches (none where its share is empty).
+        loss: the loss function.
+        step_context: facts of the step that all workers share.
+        hooks: raises UsageError before the update if the script's gradient hooks saw gradients of another scale.
+        adapt: returns the step context of the update from the reduced results (AdaScale); None: ``step_context``.
+
+    Returns:
+        The reduced results, and the result of the update.
+    """
+    for worker, micro_batches in work:
+        sync.begin_worker(worker, step_context)
+        part = None
+        if micro_batches:
+            part = replace(replica.run(micro_batches, loss, sink), whole=micro_batches[0].whole)
+            if sync.loss_normalisation == "worker":
+                hooks.check_part(part)
+        sync.end_worker(worker, part)
+    stats = sync.reduce_gradients(step_context)
+    if sync.loss_normalisation == "step":
+        hooks.check_sum(stats, step_context)
+    updated = sync.optimizer_step(stats, step_context if adapt is None else adapt(stats, step_context))
+    sync.clear()
+    return stats, updated

@@ -1,1 +1,0 @@
-"""Who am I: rank, size, device; ranks as a named grid; launching processes."""

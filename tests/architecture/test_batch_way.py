@@ -1,0 +1,57 @@
+"""The calls from a rank's entry point to ``backward`` and ``optimizer.step`` are those in docs/architecture.md."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.architecture.sources import ROOT
+
+SCRIPT = """
+import sys
+import torch
+from tutti.cli.app import main
+
+def watched(owner, name, real):
+    def call(*args, **kwargs):
+        frames, frame = [], sys._getframe(1)
+        while frame is not None:
+            path, _, file = frame.f_code.co_filename.rpartition("/tutti/")
+            if path:
+                frames.append(f"{file} {frame.f_code.co_qualname}")
+            frame = frame.f_back
+        print(name, *reversed(frames), sep="|", flush=True)
+        setattr(owner, name, real)
+        return real(*args, **kwargs)
+    setattr(owner, name, call)
+
+watched(torch.Tensor, "backward", torch.Tensor.backward)
+watched(torch.optim.Adam, "step", torch.optim.Adam.step)
+sys.stdout.reconfigure(line_buffering=True)
+sys.stderr = sys.stdout
+sys.argv = ["tutti", "train", "digits", "--strategy", "mirrored", "--devices", "1", "--steps", "1", "--out", "run"]
+main()
+"""
+MOST_CALLS = 10
+
+
+def blocks() -> list[list[str]]:
+    """The two chains in the page."""
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    found = re.findall(r"^```\n((?:\w+/[\w/]*\.py [\w.]+\n)+)```$", page, re.MULTILINE)
+    return [block.splitlines() for block in found]
+
+
+def test_the_page_shows_the_chain_of_calls(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", SCRIPT], cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    calls = {line.split("|")[0]: line.split("|")[1:] for line in done.stdout.splitlines() if "|" in line}
+    assert calls.keys() == {"backward", "step"}, done.stdout + done.stderr
+    backward, step = blocks()
+    assert calls["backward"][-len(backward) :] == backward
+    assert calls["step"][-len(step) :] == step
+    entry = calls["backward"].index(backward[0])
+    assert calls["step"][: entry + 5] == calls["backward"][: entry + 5]
+    assert len(backward) <= MOST_CALLS
+    assert not any(call.startswith("cli/") for call in calls["backward"][entry:])

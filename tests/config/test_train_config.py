@@ -1,0 +1,76 @@
+"""The configuration of a run: durations that exclude each other, and values that mean nothing."""
+
+from __future__ import annotations
+
+from itertools import combinations
+from typing import Any
+
+import pytest
+
+from tutti.config.spec import Duration
+from tutti.config.train_config import TrainConfig
+from tutti.errors import UsageError
+
+LENGTHS = {
+    "epochs": (2.5, Duration(2.5, "ep")),
+    "steps": (7, Duration(7, "st")),
+    "samples": (900, Duration(900, "sa")),
+    "duration": ("3st", Duration(3, "st")),
+}
+
+
+def test_three_epochs_unless_said_otherwise() -> None:
+    assert TrainConfig().length() == Duration(3, "ep")
+    for name, (value, length) in LENGTHS.items():
+        assert TrainConfig(**{name: value}).length() == length
+
+
+@pytest.mark.parametrize("names", [pair for n in (2, 3, 4) for pair in combinations(LENGTHS, n)])
+def test_lengths_exclude_each_other(names: tuple[str, ...]) -> None:
+    with pytest.raises(UsageError) as caught:
+        TrainConfig(**{name: LENGTHS[name][0] for name in names})
+    assert all(f"--{name}" in str(caught.value) for name in names)
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("workers", [0, -1]),
+        ("batch_size", [0, -64]),
+        ("micro_batch", [0]),
+        ("steps", [0, -1]),
+        ("samples", [0]),
+        ("threads", [0]),
+        ("max_nonfinite", [0]),
+        ("log_every", [0]),
+        ("epochs", [0.0, -1.0, float("nan"), float("inf")]),
+        ("clip", [0.0, -1.0, float("nan"), float("inf")]),
+        ("timeout", [0.0, -5.0, float("nan"), float("inf")]),
+        ("max_restarts", [-1]),
+        ("data_workers", [-1]),
+        ("profile", ["", "3", "0:3", "3:0", "-1:3", "3:", "a:b", "1:2:3"]),
+        ("start_timeout", [0.5, -1.0, float("nan"), float("inf")]),
+        ("step_timeout", [0.5, -1.0, float("nan"), float("inf")]),
+        ("save_timeout", [0.5, -1.0, float("nan"), float("inf")]),
+        ("devices", ["0", "-1", "two", "1.5", ""]),
+        ("seed", [-1]),
+        ("duration", ["3", "3 epochs", "", "0ep", "0st"]),
+        ("eval_every", ["0st", "0ep", "1", "never"]),
+        ("checkpoint_every", ["0st", "0ep", "1", "never"]),
+    ],
+)
+def test_values_that_mean_nothing_are_refused_by_their_flag(name: str, values: list[Any]) -> None:
+    for value in values:
+        with pytest.raises(UsageError) as caught:
+            TrainConfig(**{name: value})
+        assert f"--{name.replace('_', '-')}" in str(caught.value), value
+
+
+def test_the_edges_are_let_through() -> None:
+    TrainConfig(start_timeout=0, step_timeout=0, save_timeout=1)
+    TrainConfig(workers=1, batch_size=1, micro_batch=1, steps=1, threads=1, devices="1", seed=0, clip=1e-9)
+    assert TrainConfig(eval_every="none").every("eval_every") is None
+    assert TrainConfig().every("eval_every") == Duration(1, "ep")
+    assert TrainConfig(checkpoint_every="none").every("checkpoint_every") is None
+    assert TrainConfig(eval_every="0.5ep").every("eval_every") == Duration(0.5, "ep")
+    assert TrainConfig(profile="1:1").window("profile") == (1, 1) and TrainConfig().window("trace") is None

@@ -1,0 +1,168 @@
+"""``TUTTI_*``: the one table of them, and what is refused wherever they are read."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin
+
+import pytest
+
+from tutti.config import variables
+from tutti.config.settings import HINTS
+from tutti.config.variables import KNOWN, OPTIONS, Values, check_variables, without_settings
+from tutti.errors import UsageError
+
+ROOT = Path(__file__).parents[2]
+PLAIN = {name: value for name, value in os.environ.items() if not name.startswith("TUTTI_")}
+
+
+def values_of(hint: Any) -> Values:
+    members = get_args(hint)
+    if get_origin(hint) is Literal:
+        return variables.choice(*members)
+    plain = next(member for member in members or (hint,) if member is not NoneType)
+    name = {int: "WHOLE", float: "NUMBER", bool: "TRUTH", str: "TEXT"}[plain]
+    return getattr(variables, name if NoneType not in members or plain is str else f"{name}_OR_NONE")  # type: ignore[no-any-return]
+
+
+def test_the_options_are_those_of_the_configuration() -> None:
+    assert {name: values.words for name, values in OPTIONS.items()} == {
+        name: values_of(hint).words for name, hint in HINTS.items()
+    }
+
+
+def test_every_variable_in_the_sources_is_in_the_table() -> None:
+    found = {
+        name
+        for folder in ("src", "benchmarks", "docs", "examples")
+        for path in (ROOT / folder).rglob("*")
+        if path.suffix in {".py", ".md", ".cpp", ".sbatch"}
+        for name in re.findall(r"\bTUTTI_[A-Z_]*[A-Z]\b", path.read_text(encoding="utf-8"))
+    }
+    assert found - {"TUTTI_BATHSIZE"} <= KNOWN.keys()
+    assert found >= {"TUTTI_KERNELS", "TUTTI_CACHE", "TUTTI_LOG_RANKS", "TUTTI_STORE", "TUTTI_TETHER", "TUTTI_TIMEOUT"}
+
+
+REFUSED = [
+    ({"TUTTI_BATHSIZE": "3"}, "there is no variable TUTTI_BATHSIZE. Did you mean TUTTI_BATCH_SIZE?"),
+    ({"TUTTI_CACHES": "x"}, "Did you mean TUTTI_CACHE?"),
+    ({"TUTTI_KERNEL": "off"}, "Did you mean TUTTI_KERNELS?"),
+    ({"TUTTI_QQQ": "1"}, "Unset it; variables are TUTTI_ with an option of tutti train in capitals"),
+    ({"TUTTI_LOG_RANKS": "0,3"}, "TUTTI_LOG_RANKS is '0,3'. Give all, or unset it."),
+    ({"TUTTI_KERNELS": "no"}, "TUTTI_KERNELS is 'no'. Give on or 1 or off or 0, or unset it."),
+    ({"TUTTI_BATCH_SIZE": "many"}, "TUTTI_BATCH_SIZE is 'many'. Give a whole number, or unset it."),
+    ({"TUTTI_REPRODUCIBLE": "perhaps"}, "TUTTI_REPRODUCIBLE is 'perhaps'. Give true or false, or unset it."),
+    ({"TUTTI_PRECISION": "fp23"}, "Give fp32 or bf16 or fp16 or fp64, or unset it."),
+    ({"TUTTI_CLIP": "inf"}, "TUTTI_CLIP is 'inf'. Give a number, or none, or unset it."),
+]
+
+
+@pytest.mark.parametrize(("environ", "message"), REFUSED, ids=[next(iter(environ)) for environ, _ in REFUSED])
+def test_refused(environ: Mapping[str, str], message: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        check_variables(environ)
+    assert message in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {"TUTTI_BATCH_SIZE": "3", "TUTTI_CLIP": "none", "TUTTI_REPRODUCIBLE": "No", "TUTTI_KERNELS": "on"},
+        {"tutti_x": "1", "MY_TUTTI_X": "1"},
+        # A service of Kubernetes that is called tutti-store.
+        {
+            "TUTTI_STORE_SERVICE_HOST": "10.0.0.1",
+            "TUTTI_STORE_SERVICE_PORT": "80",
+            "TUTTI_STORE_PORT": "tcp://10.0.0.1:80",
+            "TUTTI_STORE_PORT_80_TCP_ADDR": "10.0.0.1",
+        },
+    ],
+)
+def test_accepted(environ: Mapping[str, str]) -> None:
+    check_variables(environ)
+
+
+def test_a_run_whose_configuration_is_complete_keeps_what_is_said_of_the_machine() -> None:
+    environ = {"TUTTI_STEPS": "3", "TUTTI_KERNELS": "off", "TUTTI_CACHE": "x", "PATH": "y"}
+    assert without_settings(environ) == {"TUTTI_KERNELS": "off", "TUTTI_CACHE": "x", "PATH": "y"}
+
+
+def ran(*words: str, cwd: Path, **environ: str) -> subprocess.CompletedProcess[str]:
+    environment = PLAIN | {"PYTHONPATH": str(ROOT / "src")} | environ
+    return subprocess.run(
+        [sys.executable, *words], capture_output=True, text=True, timeout=300, cwd=cwd, env=environment
+    )
+
+
+@pytest.mark.parametrize(
+    "words", ["train digits", "run script.py", "compare digits", "export runs/a", "chaos kill train digits"]
+)
+def test_every_command_refuses_before_it_does_anything(words: str, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("print('ran')")
+    for environ in ({"TUTTI_BATHSIZE": "3"}, {"TUTTI_KERNELS": "no"}):
+        done = ran("-m", "tutti", *words.split(), cwd=tmp_path, **environ)
+        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+        assert next(iter(environ)) in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["script.py"]
+
+
+def test_help_and_version_answer_all_the_same(tmp_path: Path) -> None:
+    for word in ("--help", "--version"):
+        assert ran("-m", "tutti", word, cwd=tmp_path, TUTTI_BATHSIZE="3").returncode == 0
+
+
+def test_a_script_is_refused_where_it_calls_init(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("import tutti\ntutti.init()\nprint('ran')")
+    done = ran("script.py", cwd=tmp_path, TUTTI_BATHSIZE="3")
+    assert done.returncode == 1 and done.stdout == ""
+    assert "UsageError: there is no variable TUTTI_BATHSIZE. Did you mean TUTTI_BATCH_SIZE?" in done.stderr
+
+
+def test_the_page_names_them() -> None:
+    page = (ROOT / "docs" / "environment.md").read_text(encoding="utf-8")
+    hidden = {"TUTTI_STORE", "TUTTI_TEST_DATA"}
+    own = {f"TUTTI_{name}" for name in (*variables.MACHINE, *variables.INTERNAL)} - hidden
+    assert own <= set(re.findall(r"^\| `(TUTTI_\w+)`", page, re.MULTILINE))
+
+
+@pytest.mark.parametrize(("value", "changed"), [("on", True), ("off", False)])
+def test_the_process_is_left_alone_where_asked(value: str, changed: bool, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(
+        "import sys, os, tutti\n"
+        "tutti.init()\n"
+        "from tutti.launcher import malloc_tuning\n"
+        "children = open(f'/proc/self/task/{os.getpid()}/children').read().split()\n"
+        "hook = type(sys.excepthook).__module__.startswith('tutti')\n"
+        "print(hook, malloc_tuning.keep_freed_memory(), bool(children))\n"
+    )
+    one = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    done = ran("script.py", cwd=tmp_path, TUTTI_PROCESS_SETUP=value, MASTER_PORT="0", **one)
+    assert (done.returncode, done.stdout) == (0, f"{changed} {changed} {changed}\n"), done.stderr
+
+
+@pytest.mark.parametrize(("value", "calls"), [("on", 4), ("off", 2)])
+def test_diagnostics_call_the_loss_unless_they_are_off(value: str, calls: int, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(
+        "import torch, tutti\n"
+        "from torch.utils.data import TensorDataset\n"
+        "calls = 0\n"
+        "def loss(model, batch):\n"
+        "    global calls\n"
+        "    calls += 1\n"
+        "    return model(batch[0]).sum()\n"
+        "model = torch.nn.Linear(3, 1)\n"
+        "data = TensorDataset(torch.randn(8, 3))\n"
+        "run = tutti.prepare(model, torch.optim.SGD(model.parameters(), 0.1), data, loss, workers=2, batch_size=8)\n"
+        "for batch in run.epoch(0):\n"
+        "    run.step(batch)\n"
+        "print(calls)\n"
+    )
+    done = ran("script.py", cwd=tmp_path, TUTTI_DIAGNOSTICS=value)
+    assert (done.returncode, done.stdout) == (0, f"{calls}\n"), done.stderr
+    assert ("loss is a sum" in done.stderr) == (value == "on")

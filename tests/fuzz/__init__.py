@@ -1,0 +1,1 @@
+"""Training scripts as data: drawn at random, played under every strategy, and compared with plain PyTorch."""

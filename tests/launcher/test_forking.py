@@ -1,0 +1,56 @@
+"""Children that are stuck before their first line are ended, and others take their place."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import psutil
+import pytest
+
+from tutti.launcher import forking
+
+
+def forks(monkeypatch: pytest.MonkeyPatch, stuck: int) -> list[int]:
+    """Have the first children wait for ever in ``os.fork``; the list gets all children."""
+    fork, made = os.fork, list[int]()
+
+    def wrapped() -> int:
+        pid = fork()
+        if pid == 0 and len(made) < stuck:
+            while True:
+                signal.pause()
+        made.append(pid)
+        return pid
+
+    monkeypatch.setattr(os, "fork", wrapped)
+    monkeypatch.setattr(forking, "_PATIENCE", 0.3)
+    return made
+
+
+@pytest.mark.parametrize("stuck", [0, 2])
+def test_a_stuck_child_is_replaced(stuck: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = forks(monkeypatch, stuck)
+    before = len(os.listdir("/proc/self/fd"))
+    pid = forking.fork()
+    if pid == 0:
+        # The place of the line is free again in the child, too.
+        os._exit(40 + len(os.listdir("/proc/self/fd")) - before)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 40
+    assert len(made) == stuck + 1 and made[-1] == pid
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert not any(map(psutil.pid_exists, made))
+
+
+def test_none_that_runs_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = forks(monkeypatch, 100)
+    with pytest.raises(OSError, match="of 5 processes that were forked, none ran"):
+        forking.fork()
+    assert len(made) == 5 and not any(map(psutil.pid_exists, made))
+
+
+def test_a_child_that_ends_at_once_is_a_child() -> None:
+    pid = forking.fork()
+    if pid == 0:
+        os._exit(3)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 3

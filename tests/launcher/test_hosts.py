@@ -1,0 +1,172 @@
+"""Several hosts over SSH, played by a stand-in for ssh that runs the command here in an empty environment."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tutti.errors import UsageError
+from tutti.launcher.hosts import Host, command, meeting, parse_hosts, plan_processes
+
+SSH = """#!/bin/sh
+while [ "$#" -gt 2 ]; do shift; done
+echo "$1" >> {calls}
+[ "$1" = gone ] && exit 255
+exec env -i PATH="$PATH" HOME="$HOME" sh -c "$2"
+"""
+
+SCRIPT = """
+import sys, time
+import torch
+import tutti
+
+tutti.init()
+net = torch.nn.Linear(2, 1)
+run = tutti.prepare(net, "sgd:lr=0.1", torch.ones(12, 2), lambda m, b: m(b).square().mean(), batch_size=6)
+for batch in run.epoch(0):
+    run.step(batch)
+print("rank", tutti.rank(), tutti.size(), tutti.local_rank(), tutti.cross_rank(), sys.argv[1:], flush=True)
+if "fail" in sys.argv and tutti.rank() == 2:
+    raise SystemExit(7)
+if "wait" in sys.argv:
+    with run.stopping() as reason:
+        while not run._stop:
+            time.sleep(0.05)
+        raise SystemExit(reason.exit_code)
+"""
+
+
+def test_hosts_are_read_and_filled_in_order() -> None:
+    processes = plan_processes(parse_hosts("a:2,me@b:3,c"), 4, "a", 29500)
+    assert [p.host.name for p in processes] == ["a", "a", "me@b", "me@b"]
+    assert [p.environment["GROUP_RANK"] for p in processes] == ["0", "0", "1", "1"]
+    assert processes[3].environment | {"RANK": "3", "LOCAL_RANK": "1"} == processes[3].environment
+    assert {p.environment["WORLD_SIZE"] + p.environment["GROUP_WORLD_SIZE"] for p in processes} == {"42"}
+    assert len(plan_processes(parse_hosts("a:2,b:3"), None, "a", 1)) == 5
+
+
+@pytest.mark.parametrize("text", ["", "a:0", "a:x", "-oProxyCommand=x:2", "a b:1", "a:1,a:2", "a;rm:1", "a:1,me@a:1"])
+def test_what_is_no_list_of_hosts_is_refused(text: str) -> None:
+    with pytest.raises(UsageError):
+        parse_hosts(text)
+
+
+def test_more_processes_than_room() -> None:
+    with pytest.raises(UsageError, match="5 processes do not fit on hosts with room for 4"):
+        plan_processes(parse_hosts("a:2,b:2"), 5, "a", 29500)
+
+
+def test_words_reach_another_host_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TUTTI_X", "it's $HOME; `x`")
+    [process] = plan_processes([Host("far", 1)], None, "far", 29500)
+    ssh = command(process, ["python", "a b.py", "$(rm)"], Path("/some dir"))
+    assert ssh[:-1] == ["ssh", "-T", "-o", "BatchMode=yes", "far"]
+    shown = subprocess.run(
+        ["sh", "-c", ssh[-1].replace("cd '/some dir' && exec env", "printf '%s\\n'")], capture_output=True, text=True
+    ).stdout.splitlines()
+    assert "TUTTI_X=it's $HOME; `x`" in shown and shown[-3:] == ["python", "a b.py", "$(rm)"]
+
+
+def test_where_they_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    monkeypatch.delenv("MASTER_PORT", raising=False)
+    address, port = meeting(parse_hosts("me@far:2,b:2"))
+    assert address == "far" and 10_000 <= port < 30_000
+    monkeypatch.setenv("MASTER_PORT", "29511")
+    monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
+    assert meeting(parse_hosts("far:2")) == ("10.0.0.1", 29511)
+
+
+class Launched:
+    """``tutti run -H`` of the script, with the stand-in first on the path."""
+
+    def __init__(self, folder: Path, hosts: str, *arguments: str) -> None:
+        calls = folder / "calls"
+        (folder / "ssh").write_text(SSH.format(calls=calls))
+        (folder / "ssh").chmod(0o755)
+        (folder / "script.py").write_text(SCRIPT)
+        self.folder = folder
+        words = [sys.executable, "-m", "tutti", "run", "-H", hosts, "--logs", "logs"]
+        words += [str(folder / "script.py"), *arguments]
+        environment = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "MASTER_ADDR": "127.0.0.1"}
+        # What a host needs of the environment is passed on by name.
+        environment["PYTHONPATH"] = str(Path(__file__).parents[2] / "src")
+        self.process = subprocess.Popen(
+            words, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+
+    def log(self, rank: int) -> str:
+        path = self.folder / "logs" / f"rank{rank}.log"
+        return path.read_text() if path.is_file() else ""
+
+    def running(self) -> list[str]:
+        """Processes of this script that are still there."""
+        shown = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout
+        return [line for line in shown.splitlines() if str(self.folder) in line]
+
+    def until(self, rank: int, text: str) -> None:
+        end = time.monotonic() + 120
+        while text not in self.log(rank) and time.monotonic() < end:
+            time.sleep(0.1)
+        assert text in self.log(rank)
+
+
+def test_three_processes_on_two_hosts(tmp_path: Path) -> None:
+    launched = Launched(tmp_path, "localhost:1,127.0.0.2:2", "a b")
+    out, err = launched.process.communicate(timeout=180)
+    assert (launched.process.returncode, out) == (0, "rank 0 3 0 0 ['a b']\n"), err
+    assert "rank 1 3 0 1 ['a b']" in launched.log(1) and "rank 2 3 1 1 ['a b']" in launched.log(2)
+    assert (tmp_path / "calls").read_text().split() == ["127.0.0.2"] * 2
+
+
+def test_the_first_failure_ends_all_and_is_named(tmp_path: Path) -> None:
+    launched = Launched(tmp_path, "localhost:1,127.0.0.2:2", "fail", "wait")
+    _, err = launched.process.communicate(timeout=180)
+    assert launched.process.returncode == 7
+    assert "rank 2 on 127.0.0.2 ended with exit code 7" in err and "rank 2 3 1 1" in err
+    assert launched.running() == []
+
+
+def test_a_host_that_cannot_be_reached(tmp_path: Path) -> None:
+    launched = Launched(tmp_path, "localhost:1,gone:1")
+    _, err = launched.process.communicate(timeout=180)
+    assert launched.process.returncode == 5
+    assert "no connection to gone by ssh" in err
+    assert launched.running() == []
+
+
+def test_a_signal_reaches_every_host_once(tmp_path: Path) -> None:
+    launched = Launched(tmp_path, "localhost:1,127.0.0.2:2", "wait")
+    launched.until(2, "rank 2")
+    launched.until(1, "rank 1")
+    time.sleep(0.5)
+    launched.process.send_signal(signal.SIGTERM)
+    launched.process.communicate(timeout=120)
+    assert launched.process.returncode == 75
+    assert launched.running() == []
+
+
+def test_nothing_outlives_a_launcher_that_is_killed(tmp_path: Path) -> None:
+    launched = Launched(tmp_path, "127.0.0.2:1,127.0.0.3:1", "wait")
+    launched.until(1, "rank 1")
+    time.sleep(0.5)
+    launched.process.kill()
+    launched.process.wait()
+    end = time.monotonic() + 60
+    while launched.running() and time.monotonic() < end:
+        time.sleep(0.2)
+    assert launched.running() == []
+
+
+@pytest.mark.parametrize("option", ["--max-restarts=1", "--show-all"])
+def test_what_does_not_go_with_hosts(option: str, tmp_path: Path) -> None:
+    (tmp_path / "s.py").write_text("")
+    words = [sys.executable, "-m", "tutti", "run", "-H", "localhost:2", option, "s.py"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2 and "does not go with -H" in done.stderr

@@ -1,0 +1,203 @@
+"""Under torchrun, mpirun and srun the same command joins the processes that are there, and trains the same weights."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.launching import SAFETY_NET, SOURCE
+
+TRAIN = ["train", "digits", "--workers", "2", "--steps", "4", "--batch-size", "32", "--reproducible", "--json"]
+TUTTI = [sys.executable, "-m", "tutti", *TRAIN, "--device", "cpu"]
+FOREIGN = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "MASTER_", "TUTTI_", "SLURM_", "OMPI_", "PMI", "HOROVOD_")
+FOREIGN += ("MPI_", "PALS_", "FLUX_", "MV2_", "JSM_")
+
+
+def environment(**more: str) -> dict[str, str]:
+    """Nothing of a job that the tests themselves may run in."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(FOREIGN)}
+    return clean | {"PYTHONPATH": str(SOURCE), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"} | more
+
+
+def start(command: list[str], folder: Path, **more: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        command, cwd=folder, env=environment(**more), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def finished(process: subprocess.Popen[str]) -> str:
+    try:
+        out, err = process.communicate(timeout=SAFETY_NET)
+    finally:
+        process.kill()
+    assert process.returncode == 0, err
+    return out
+
+
+def summary(out: str) -> dict[str, Any]:
+    """The one summary that rank 0 printed: whoever else printed one made two."""
+    found: dict[str, Any] = json.loads(out)
+    return found
+
+
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("launched")
+    return summary(finished(start([*TUTTI, "--devices", "2"], folder)))
+
+
+def check(joined: dict[str, Any], launched: dict[str, Any], folder: Path) -> None:
+    assert launched["devices"] == joined["devices"] == 2
+    assert joined["weights_sha256"] == launched["weights_sha256"]
+    assert joined["exit_code"] == 0
+    assert len(list(folder.glob("runs/*/summary.json"))) == 1
+
+
+def test_torchrun(launched: dict[str, Any], tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    check(summary(finished(start([*torchrun, *TUTTI[1:]], tmp_path))), launched, tmp_path)
+
+
+def test_slurm(launched: dict[str, Any], tmp_path: Path) -> None:
+    """Two processes with the variables that srun sets on one host of two tasks."""
+    step = {
+        "SLURM_JOB_ID": str(os.getpid()),
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_NUM_NODES": "1",
+        "SLURM_STEP_TASKS_PER_NODE": "2",
+        "SLURM_STEP_NODELIST": socket.gethostname(),
+        "SLURM_NODEID": "0",
+    }
+    ranks = [start(TUTTI, tmp_path, **step, SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank)) for rank in range(2)]
+    try:
+        first, second = (finished(rank) for rank in ranks)
+    finally:
+        for rank in ranks:
+            rank.kill()
+    check(summary(first), launched, tmp_path)
+    assert second == ""
+
+
+@lru_cache(maxsize=1)
+def has_open_mpi() -> bool:
+    if shutil.which("mpirun") is None:
+        return False
+    version = subprocess.run(["mpirun", "--version"], capture_output=True, text=True).stdout
+    return "Open MPI" in version or "OpenRTE" in version
+
+
+@pytest.mark.skipif(not has_open_mpi(), reason="there is no mpirun of Open MPI")
+def test_open_mpi(launched: dict[str, Any], tmp_path: Path) -> None:
+    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    process = start(["mpirun", "--oversubscribe", "-np", "2", *TUTTI], tmp_path, **root)
+    check(summary(finished(process)), launched, tmp_path)
+
+
+HYDRA = {"PMI_SIZE": "{size}", "PMI_RANK": "{rank}", "MPI_LOCALRANKID": "{rank}", "MPI_LOCALNRANKS": "{size}"}
+PALS = {"PALS_APID": "{job}", "PALS_RANKID": "{rank}", "PALS_NODEID": "0", "PALS_LOCAL_RANKID": "{rank}"}
+PALS |= {"PALS_LOCAL_SIZE": "{size}", "PMI_SIZE": "{size}", "PMI_RANK": "{rank}"}
+FLUX = {"FLUX_JOB_ID": "ƒ{job}", "FLUX_JOB_SIZE": "{size}", "FLUX_JOB_NNODES": "1", "FLUX_TASK_RANK": "{rank}"}
+FLUX |= {"FLUX_TASK_LOCAL_ID": "{rank}", "PMI_SIZE": "{size}", "PMI_RANK": "{rank}"}
+
+
+def started_as(launcher: dict[str, str], size: int, command: list[str], folder: Path) -> list[subprocess.Popen[str]]:
+    """Processes of one host with the variables that a launcher sets."""
+    told = [{n: v.format(rank=r, size=size, job=os.getpid()) for n, v in launcher.items()} for r in range(size)]
+    return [start(command, folder, **own) for own in told]
+
+
+@pytest.mark.parametrize("launcher", [HYDRA, PALS, FLUX], ids=["hydra", "pals", "flux"])
+def test_played(launcher: dict[str, str], launched: dict[str, Any], tmp_path: Path) -> None:
+    ranks = started_as(launcher, 2, TUTTI, tmp_path)
+    try:
+        first, second = (finished(rank) for rank in ranks)
+    finally:
+        for rank in ranks:
+            rank.kill()
+    check(summary(first), launched, tmp_path)
+    assert second == ""
+
+
+SCRIPT = """
+import sys
+
+import torch
+import tutti
+
+tutti.init()
+net = torch.nn.Linear(2, 1)
+run = tutti.prepare(net, "sgd:lr=0.1", torch.ones(12, 2), lambda m, b: m(b).square().mean(), batch_size=6)
+for batch in run.epoch(0):
+    run.step(batch)
+sys.stdout.write(f"rank {tutti.rank()} of {tutti.size()} {tutti.local_rank()} {tutti.cross_size()}\\n")
+"""
+
+
+def test_a_script_of_three_ranks_that_a_shell_of_each_starts(tmp_path: Path) -> None:
+    """The ranks' parents are shells of their own: what they have in common is above these."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    command = ["bash", "-c", f"{sys.executable} -m tutti run script.py; exit $?"]
+    ranks = started_as(HYDRA, 3, command, tmp_path)
+    try:
+        outs = [finished(rank) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert outs == [f"rank {rank} of 3 {rank} 1\n" for rank in range(3)]
+
+
+needs_hydra = pytest.mark.skipif(shutil.which("mpiexec.hydra") is None, reason="there is no mpiexec.hydra (MPICH)")
+
+
+@needs_hydra
+def test_mpich(launched: dict[str, Any], tmp_path: Path) -> None:
+    check(summary(finished(start(["mpiexec.hydra", "-n", "2", *TUTTI], tmp_path))), launched, tmp_path)
+
+
+@needs_hydra
+def test_mpich_with_a_script_and_three_ranks_in_shells(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    command = ["mpiexec.hydra", "-n", "3", "bash", "-c", f"{sys.executable} script.py; exit $?"]
+    out = finished(start(command, tmp_path))
+    assert sorted(out.splitlines()) == [f"rank {rank} of 3 {rank} 1" for rank in range(3)]
+
+
+def test_the_ranks_of_a_launcher_that_is_not_understood_begin_no_runs_of_their_own(tmp_path: Path) -> None:
+    for environ in ({"PMI_RANK": "1", "PMI_SIZE": "2"}, {"MV2_COMM_WORLD_RANK": "1", "MV2_COMM_WORLD_SIZE": "2"}):
+        process = start(TUTTI, tmp_path, **environ)
+        _, err = process.communicate(timeout=SAFETY_NET)
+        assert process.returncode == 2 and err.count("\n") == 1
+        assert "is missing" in err or "MV2_COMM_WORLD_SIZE is '2'" in err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_study_is_not_made_once_a_rank(tmp_path: Path) -> None:
+    environ = {name: value.format(rank=0, size=2) for name, value in HYDRA.items()}
+    process = start([sys.executable, "-m", "tutti", "compare", "digits"], tmp_path, **environ)
+    _, err = process.communicate(timeout=SAFETY_NET)
+    assert process.returncode == 2 and "tutti compare starts processes of its own" in err
+
+
+def test_ranks_on_several_hosts_ask_where_to_meet(tmp_path: Path) -> None:
+    more = {"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1"}
+    process = start(TUTTI, tmp_path, **more)
+    _, err = process.communicate(timeout=SAFETY_NET)
+    assert process.returncode == 2 and "MASTER_ADDR is missing (rank 0 of 2, started by hydra)" in err
+
+
+def test_a_number_of_devices_that_the_job_has_not_is_refused(tmp_path: Path) -> None:
+    job = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+    process = start([*TUTTI, "--devices", "3"], tmp_path, **job)
+    _, err = process.communicate(timeout=SAFETY_NET)
+    assert process.returncode == 2
+    assert "this job was started with 2 processes" in err

@@ -1,0 +1,119 @@
+"""Hosts with different numbers of ranks, as their launchers describe them: no strategy counts on equal ones."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tutti.errors import UsageError
+from tutti.process_context import read_identity
+
+SCRIPT = """
+import json
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+import tutti
+
+draw = torch.Generator().manual_seed(1)
+data = TensorDataset(torch.randn(22, 4, generator=draw).double(), torch.randn(22, 1, generator=draw).double())
+found = {}
+for strategy in ("mirrored", "sharded:stage=1", "sharded:stage=3", "tensor:least=1", "central_storage",
+                 "local_sgd:period=1", "hybrid:shards=2,tensor=2"):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+    workers = 1 if strategy.startswith("tensor") else 4
+    run = tutti.prepare(model, "sgd:lr=0.1", data, lambda m, b: nn.functional.mse_loss(m(b[0]), b[1]),
+                        strategy=strategy, batch_size=11, workers=workers)
+    for epoch in range(2):
+        for batch in run.epoch(epoch):
+            run.step(batch)
+    found[strategy] = [float(t.double().sum()) for t in run.state().values()]
+if tutti.rank() == 0:
+    print(json.dumps(found))
+"""
+HOSTS = (1, 1, 2)
+
+
+def environments(hosts: tuple[int, ...]) -> list[dict[str, str]]:
+    """What torchrun tells each rank of hosts with these numbers of ranks."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    return [
+        {
+            **{"RANK": str(sum(hosts[:host]) + local), "WORLD_SIZE": str(sum(hosts)), "LOCAL_RANK": str(local)},
+            **{"LOCAL_WORLD_SIZE": str(size), "GROUP_RANK": str(host), "GROUP_WORLD_SIZE": str(len(hosts))},
+            **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"},
+        }
+        for host, size in enumerate(hosts)
+        for local in range(size)
+    ]
+
+
+def results(hosts: tuple[int, ...], script: Path) -> dict[str, list[float]]:
+    told = environments(hosts)
+    command = [sys.executable, str(script)]
+    ranks = [
+        subprocess.Popen(command, env={**os.environ, **own, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, text=True)
+        for own in told
+    ]
+    try:
+        said = [rank.communicate(timeout=240)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0] * len(ranks), said
+    found: dict[str, list[float]] = json.loads(said[0].splitlines()[-1])
+    return found
+
+
+def test_strategies_on_uneven_hosts(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    uneven, even = results(HOSTS, script), results((sum(HOSTS),), script)
+    assert uneven.keys() == even.keys()
+    for strategy, sums in even.items():
+        assert uneven[strategy] == pytest.approx(sums, abs=1e-12), strategy
+
+
+def test_hosts_that_cannot_be_told_apart_are_refused() -> None:
+    told = [{k: v for k, v in own.items() if not k.startswith("GROUP")} for own in environments((2, 2, 3))]
+    refused = 0
+    for own in told:
+        try:
+            read_identity(own)
+        except UsageError as error:
+            assert "cannot be told apart" in str(error)
+            refused += 1
+    assert refused == len(told)
+
+
+def test_identity_on_uneven_hosts() -> None:
+    found = [read_identity(own) for own in environments((2, 2, 4))]
+    assert [identity.local_size for identity in found] == [2, 2, 2, 2, 4, 4, 4, 4]
+    assert [identity.cross_rank for identity in found] == [0, 0, 1, 1, 2, 2, 2, 2]
+
+
+def test_ranks_that_count_different_nodes_are_refused(tmp_path: Path) -> None:
+    """Two, two and four ranks a host, without a launcher that numbers the hosts: some ranks would count four."""
+    (tmp_path / "script.py").write_text("import tutti\ntutti.init()\n")
+    ranks = [
+        {name: value for name, value in environ.items() if not name.startswith("GROUP_")}
+        for environ in environments((2, 2, 4))
+    ]
+    started = [
+        subprocess.Popen(
+            [sys.executable, "script.py"], cwd=tmp_path, env={**os.environ, **rank}, stderr=subprocess.PIPE
+        )
+        for rank in ranks
+    ]
+    for process in started:
+        _, said = process.communicate(timeout=120)
+        assert process.returncode != 0 and b"ranks count different numbers of nodes" in said, said

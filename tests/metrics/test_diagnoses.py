@@ -1,0 +1,390 @@
+"""Each classic mistake is told of once, by name, by rank 0; sound runs are silent."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+import random
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, MultiStepLR, OneCycleLR, SequentialLR
+from torch.utils.data import DistributedSampler, IterableDataset, Subset, TensorDataset
+
+import tutti
+from tests import worlds
+from tutti.data import Sharded
+from tutti.metrics.diagnoses import CLASSICS
+
+WORKERS = 4
+BATCH = 48
+SAMPLES = 400
+
+
+def rows(count: int = SAMPLES, seed: int = 1) -> Tensor:
+    return torch.randn(count, 3, generator=torch.Generator().manual_seed(seed))
+
+
+def model(norm: bool = False) -> nn.Sequential:
+    torch.manual_seed(0)
+    middle = nn.BatchNorm1d(4) if norm else nn.Dropout(0.2)
+    return nn.Sequential(nn.Linear(3, 4), middle, nn.Linear(4, 1))
+
+
+def mean(net: Any, batch: Any) -> Any:
+    return net(batch).square().mean()
+
+
+def prepare(loss: Any = mean, data: Any = None, norm: bool = False, rate: float = 0.1, **options: Any) -> Any:
+    net = model(norm)
+    optimizer = torch.optim.SGD(net.parameters(), lr=rate)
+    options = {"workers": WORKERS, "batch_size": BATCH, **options}
+    return tutti.prepare(net, optimizer, rows() if data is None else data, loss, **options)
+
+
+def rank() -> int:
+    return int(os.environ["RANK"])
+
+
+def size() -> int:
+    return int(os.environ["WORLD_SIZE"])
+
+
+def steps(run: Any, count: int = 3) -> None:
+    for _, batch in zip(range(count), run.epoch(0), strict=False):
+        run.step(batch)
+
+
+def told(what: Callable[[], Any]) -> list[str]:
+    """What this rank was told by Python's warnings."""
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        what()
+    return [str(w.message) for w in seen if issubclass(w.category, tutti.DiagnosisWarning)]
+
+
+def names(ranks: int, what: Callable[[], Any]) -> list[str]:
+    """The names that rank 0 was told; the others are told nothing."""
+    first, *others = worlds.run(ranks, told, what=what)
+    assert not any(others)
+    assert all(text.split(":")[0] in CLASSICS for text in first)
+    return [text.split(":")[0] for text in first]
+
+
+class Stream(IterableDataset[Any]):
+    def __init__(self, first: int, by: int) -> None:
+        self.first, self.by = first, by
+
+    def __iter__(self) -> Iterator[Tensor]:
+        yield from rows()[self.first :: self.by]
+
+
+class OwnDraws:
+    """Its samples follow a generator of its own, whatever the index."""
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(7)
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.randn(3, generator=self.generator)
+
+
+def brought(seed_of: Callable[[], int], count: int = 12) -> None:
+    run, generator = prepare(), torch.Generator().manual_seed(seed_of())
+    for _ in range(6):
+        run.step(torch.randn(count, 3, generator=generator))
+
+
+def one_seed() -> int:
+    return 3
+
+
+def unsharded() -> None:
+    steps(prepare(data=Sharded(Stream(0, 1))))
+
+
+def sharded() -> None:
+    steps(prepare(data=Sharded(Stream(rank(), size()))))
+
+
+def own_draws() -> None:
+    steps(prepare(data=OwnDraws()))
+
+
+def identical() -> None:
+    steps(prepare(identical_batches=True))
+
+
+@pytest.mark.parametrize("what", [partial(brought, one_seed), partial(brought, one_seed, 5), unsharded, own_draws])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_ranks_that_draw_the_same(ranks: int, what: Callable[[], Any]) -> None:
+    assert names(ranks, what) == ["same-data"]
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_workers_of_one_device_that_draw_the_same(ranks: int) -> None:
+    assert names(ranks, identical) == ["same-data"]
+
+
+def cosine(optimizer: Any) -> LRScheduler:
+    return CosineAnnealingLR(optimizer, 100)
+
+
+def milestones(optimizer: Any) -> LRScheduler:
+    """At multiples of the micro-batches, where the rate changes between global batches."""
+    return MultiStepLR(optimizer, [8, 16])
+
+
+def sequence(optimizer: Any) -> LRScheduler:
+    return SequentialLR(optimizer, [MultiStepLR(optimizer, [90]), cosine(optimizer)], [50])
+
+
+def one_cycle(optimizer: Any) -> LRScheduler:
+    return OneCycleLR(optimizer, 0.1, total_steps=1000)
+
+
+def scheduled(make: Callable[[Any], LRScheduler], guarded: bool, micro: int | None = None, alone: bool = False) -> None:
+    run = prepare(None, micro_batch=micro, workers=size() if alone else WORKERS)
+    scheduler = make(run.optimizer)
+    for batch in run.microbatches(0):
+        run.backward(mean(run.model, batch))
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+        if run.stepped or not guarded:
+            scheduler.step()
+
+
+@pytest.mark.parametrize("make", [cosine, milestones, sequence, one_cycle])
+def test_a_schedule_that_steps_once_a_micro_batch(make: Callable[[Any], LRScheduler]) -> None:
+    assert names(1, partial(scheduled, make, False)) == ["fast-schedule"]
+    assert names(3, partial(scheduled, make, False)) == ["fast-schedule"]
+    assert names(2, partial(scheduled, make, False, micro=6, alone=True)) == ["fast-schedule"]
+    assert names(1, partial(scheduled, make, True)) == []
+    assert names(3, partial(scheduled, make, True, micro=2)) == []
+    assert names(4, partial(scheduled, make, False)) == [], "one worker a rank: once a global batch"
+
+
+def total(net: Any, batch: Any) -> Any:
+    return net(batch).square().sum()
+
+
+def counted(net: Any, batch: Any) -> Any:
+    return net(batch).square().sum(), len(batch)
+
+
+def one_for_all(net: Any, batch: Any) -> Any:
+    return net(batch).square().sum(), 1
+
+
+def divided_twice(net: Any, batch: Any) -> Any:
+    return net(batch).square().mean(), len(batch)
+
+
+def stubborn(net: Any, batch: Any) -> Any:
+    if not torch.is_grad_enabled():
+        raise RuntimeError("only training")
+    return mean(net, batch)
+
+
+def trained(loss: Any, **options: Any) -> None:
+    steps(prepare(loss, **options))
+
+
+def evaluated(loss: Any) -> None:
+    run = prepare(None)
+    run.evaluate(rows(50, 2), loss=loss)
+
+
+@pytest.mark.parametrize(
+    ("loss", "fires"),
+    [(mean, 0), (counted, 0), (stubborn, 0), (total, 1), (one_for_all, 1), (divided_twice, 1)],
+)
+def test_a_loss_over_another_number_than_its_samples(loss: Any, fires: int) -> None:
+    assert names(1, partial(trained, loss)) == ["loss-denominator"] * fires
+    assert names(3, partial(trained, loss, micro_batch=4)) == ["loss-denominator"] * fires
+    assert names(2, partial(trained, loss, strategy="local_sgd")) == ["loss-denominator"] * fires
+    assert names(1, partial(trained, loss, workers=1)) == [], "one worker and one micro-batch: as on one device"
+
+
+def test_the_loss_of_an_evaluation() -> None:
+    assert names(2, partial(evaluated, total)) == ["loss-denominator"]
+    assert names(2, partial(evaluated, counted)) == []
+
+
+def alone(run: Any) -> None:
+    run.model.eval()
+    run.model(rows(5))
+    run.model.train()
+
+
+def saved(run: Any) -> None:
+    run.model.state_dict()
+
+
+def copied(run: Any) -> None:
+    """A copy with the merged statistics is sound; so is what is written whole."""
+    for other in (copy.deepcopy(run.model), pickle.loads(pickle.dumps(run.model))):
+        other.load_state_dict(run.state())
+        other.eval()(rows(5))
+        other.state_dict()
+
+
+def proper(run: Any) -> None:
+    run.evaluate(rows(50, 2), loss=mean)
+    run.state()
+    run.weights_sha256()
+
+
+def again(run: Any) -> None:
+    """The model is another run's now."""
+    tutti.prepare(run.model, "sgd:lr=0.1", rows(), mean, workers=WORKERS).evaluate(rows(50, 2))
+
+
+def normalised(then: Any, own: bool, norm: bool = True, frozen: bool = False, workers: int = WORKERS) -> None:
+    run = prepare(None if own else mean, norm=norm, workers=workers)
+    if frozen:
+        run.model[1].eval()
+    for batch in run.microbatches(0) if own else run.epoch(0):
+        if own:
+            # A teacher, say: in its turn a worker uses what is its own.
+            alone(run)
+            run.model[1].train(not frozen)
+            run.model.zero_grad()
+            run.backward(mean(run.model, batch))
+            run.optimizer.step()
+        else:
+            run.step(batch)
+        if own and run.stepped and run.clock == 3 and then is not again:
+            then(run)
+            run.model[1].train(not frozen)
+    then(run)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("what", [alone, saved])
+def test_the_statistics_of_one_worker(ranks: int, what: Any) -> None:
+    assert names(ranks, partial(normalised, what, True)) == ["one-rank-statistics"]
+    assert names(ranks, partial(normalised, what, False)) == ["one-rank-statistics"]
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_statistics_that_are_everybodys_are_nobodys_alone(ranks: int) -> None:
+    for own in (True, False):
+        assert names(ranks, partial(normalised, proper, own)) == []
+        assert names(ranks, partial(normalised, copied, own)) == []
+        assert names(ranks, partial(normalised, again, own)) == []
+        assert names(ranks, partial(normalised, alone, own, norm=False)) == []
+        assert names(ranks, partial(normalised, alone, own, frozen=True)) == []
+    assert names(1, partial(normalised, alone, True, workers=1)) == []
+
+
+class Counter(nn.Module):
+    """Counts its calls, in evaluation too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, values: Tensor) -> Tensor:
+        self.calls.add_(1)  # type: ignore[operator]
+        return values
+
+
+def drawing(net: Any, batch: Any) -> Any:
+    return mean(net, batch) * (1 + random.random() + np.random.rand() + torch.rand(()))
+
+
+def watched(looking: bool) -> tuple[str, float, float]:
+    net = model(norm=True).append(Counter())
+    run = tutti.prepare(net, "sgd:lr=0.1", rows(), drawing, workers=WORKERS, batch_size=BATCH)
+    random.seed(1)
+    np.random.seed(1)
+    run.checks.looking = looking
+    steps(run)
+    return run.weights_sha256(), random.random(), np.random.rand()
+
+
+def test_looking_changes_no_weight_no_statistic_and_no_draw() -> None:
+    assert worlds.run(1, watched, looking=True) == worlds.run(1, watched, looking=False)
+
+
+def held_out(kind: str, count: int) -> Any:
+    data = TensorDataset(rows(count, 2))
+    if kind == "whole":
+        return data
+    if kind == "few values":
+        return TensorDataset(rows(count, 2).sign())
+    if kind == "padded":
+        return Subset(data, [*range(count), *range(-count % (size() + 1))])
+    sampler: Any = DistributedSampler(data, size(), rank(), shuffle=False)
+    return Subset(data, list(sampler))
+
+
+def scored(kind: str, count: int) -> None:
+    run = prepare(lambda net, batch: mean(net, batch if isinstance(batch, Tensor) else batch[0]))
+    for _ in range(2):
+        run.evaluate(held_out(kind, count))
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_held_out_samples_that_are_not_each_there_once(ranks: int) -> None:
+    assert names(ranks, partial(scored, "padded", (ranks + 1) * 20 + 1)) == ["padded-evaluation"]
+    assert names(ranks, partial(scored, "shard", 50)) == ["padded-evaluation"]
+    for kind in ("whole", "few values"):
+        assert names(ranks, partial(scored, kind, 50)) == []
+        assert names(ranks, partial(scored, kind, 3)) == []
+
+
+def rated(rate: float, **options: Any) -> None:
+    steps(prepare(rate=rate, data=rows(40_000), **options), 1)
+
+
+def warmed_up() -> None:
+    run = prepare(None, rate=1.6, data=rows(100_000), batch_size=4096)
+    OneCycleLR(run.optimizer, 1.6, total_steps=1000)
+    next(iter(run.microbatches(0)))
+
+
+def planned(epochs: int) -> None:
+    prepare(data=rows(1000), batch_size=60).epochs(epochs)
+
+
+def test_a_rate_far_from_the_usual() -> None:
+    for ranks in (1, 3):
+        assert names(ranks, partial(rated, 100.0)) == ["far-rate"]
+        assert names(ranks, partial(rated, 0.1, batch_size=4096)) == ["far-rate"]
+        assert names(ranks, partial(rated, 0.1)) == []
+        assert names(ranks, partial(rated, 0.1, batch_size=4096, strategy="local_sgd")) == [], "1,024 a worker"
+    assert names(1, partial(rated, 100.0, workers=1)) == []
+    assert names(2, warmed_up) == []
+
+
+def test_few_updates_of_a_large_batch() -> None:
+    for ranks in (1, 2):
+        assert names(ranks, partial(planned, 4)) == ["few-updates"]
+        assert names(ranks, partial(planned, 1)) == [], "few with one worker's batch as well"
+        assert names(ranks, partial(planned, 30)) == []
+
+
+def silenced() -> list[str]:
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        warnings.filterwarnings("ignore", "same-data", tutti.DiagnosisWarning)
+        run = prepare(total, identical_batches=True)
+        steps(run)
+    assert run.checks.diagnoses.found == ["loss-denominator", "same-data"]
+    return [f"{w.filename.rsplit('/', 1)[-1]} {str(w.message).split(':')[0]}" for w in seen]
+
+
+def test_a_name_can_be_silenced_and_the_others_point_at_the_caller() -> None:
+    assert worlds.run(1, silenced) == [["test_diagnoses.py loss-denominator"]]

@@ -1,0 +1,280 @@
+"""Forwards replaced from outside: the same numbers, names, draws, statistics and copies."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import spectral_norm
+from torch.utils.checkpoint import checkpoint
+
+import tutti
+from tests import worlds
+from tests.contract.table import largest_difference
+from tutti.config.task_config import CnnConfig, GptConfig, LineConfig, Resnet18Config, UnetConfig
+from tutti.errors import UsageError
+from tutti.nn.ac_policy import check_units, find_units
+from tutti.nn.rng_streams import RngStreams
+from tutti.nn.swap import describe_tensors
+from tutti.tasks.gpt import gpt
+from tutti.tasks.models import cnn, line_model, resnet18
+from tutti.tasks.unet import unet
+
+CPU = torch.device("cpu")
+BACKEND = "default:backend=aot_eager"
+
+
+class Own(nn.Module):
+    """Draws by modules and by functions, moves statistics, keeps a buffer that it replaces and reads."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(spectral_norm(nn.Linear(width, width)), nn.Dropout(0.2), nn.Linear(width, width))
+        self.norm, self.drop = nn.BatchNorm1d(width), nn.Dropout(0.3)
+        self.register_buffer("seen", torch.ones(1), persistent=False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        out: Tensor = self.drop(self.norm(self.inner(inputs))) * self.seen
+        self.seen = self.seen * 1.5
+        return inputs + nn.functional.dropout(out, 0.1, self.training)
+
+
+def blocks() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(6, 6), *(Own(6) for _ in range(3)), nn.Dropout(0.2), nn.Linear(6, 2))
+
+
+def characters(count: int = 20) -> tuple[Tensor, Tensor]:
+    drawn = torch.randint(0, 9, (count, 13), generator=torch.Generator().manual_seed(1))
+    return drawn[:, :-1], drawn[:, 1:]
+
+
+def grey(size: int) -> Callable[[], tuple[Tensor, Tensor]]:
+    def make(count: int = 20) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(1)
+        return torch.randn(count, 1, size, size, generator=generator), torch.randint(
+            0, 4, (count,), generator=generator
+        )
+
+    return make
+
+
+def vectors(count: int = 20) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(count, 6, generator=generator), torch.randint(0, 2, (count,), generator=generator)
+
+
+def loss(net: Any, batch: Any) -> Tensor:
+    scores = net(batch[0])
+    if scores.dim() == 4:
+        return scores.square().mean()
+    return nn.functional.cross_entropy(scores.reshape(-1, scores.shape[-1]), batch[1].reshape(-1))
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, Tensor]]]] = {
+    "own blocks": (blocks, vectors),
+    "cnn": (lambda: cnn(CnnConfig(batch_norm=True, dropout=0.3), 4), grey(8)),
+    "gpt": (lambda: gpt(GptConfig(layers=3, heads=2, width=8, block=12, dropout=0.2), 9), characters),
+    "unet": (lambda: unet(UnetConfig(depth=2, width=2, batch_norm=True)), grey(8)),
+}
+
+
+def made(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    return MODELS[name][0]()
+
+
+@contextmanager
+def counting(kept: list[int]) -> Iterator[None]:
+    """Count the bytes that autograd keeps of a forward, each tensor once."""
+    places: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        places[tensor.data_ptr()] = max(places.get(tensor.data_ptr(), 0), tensor.nbytes)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield
+    kept.append(sum(places.values()))
+
+
+def train(name: str, **options: Any) -> tuple[dict[str, Any], list[float], list[int], list[int]]:
+    """State and losses of a few epochs of three workers; bytes kept in each cell; graphs compiled until each epoch."""
+    from torch._dynamo.utils import counters
+
+    counters.clear()
+    kept: list[int] = []
+
+    def counted(net: Any, batch: Any) -> Tensor:
+        with counting(kept):
+            return loss(net, batch)
+
+    model = made(name)
+    arguments: dict[str, Any] = {"workers": 3, "batch_size": 12, **options}
+    run = tutti.prepare(model, "adam:lr=0.01", MODELS[name][1](), counted, **arguments)
+    assert describe_tensors([model]) == describe_tensors([made(name).to(next(model.parameters()).dtype)])
+    losses: list[float] = []
+    graphs = []
+    for epoch in range(3):
+        losses += [run.step(batch) for batch in run.epoch(epoch)]
+        graphs.append(counters["stats"]["unique_graphs"])
+    return {n: t.numpy().copy() for n, t in run.state().items()}, losses, kept, graphs
+
+
+# --- computed again in backward ----------------------------------------------------------------------------------
+
+
+def compared(names: Sequence[str], ways: Sequence[dict[str, Any]]) -> list[Any]:
+    """For each model and way: difference of states and of losses, part of the bytes kept, graphs."""
+    told = []
+    for name in names:
+        for way in ways:
+            precision = way.get("precision", "fp32")
+            plain = train(name, precision=precision)
+            other = train(name, **{"precision": precision, **way})
+            apart = max(abs(a - b) for a, b in zip(other[1], plain[1], strict=True))
+            part = sum(other[2]) / sum(plain[2])
+            told.append((name, largest_difference(other[0], plain[0]), apart, part, other[3]))
+    return told
+
+
+def test_checkpointing_changes_no_bit_and_keeps_less() -> None:
+    """Dropout by modules and functions, batch norm, power iterations, a replaced buffer; also under autocast."""
+    choices = (("blocks", "fp32"), ("blocks", "bf16"), ("selective", "bf16"), ("selective:every=2", "fp32"))
+    ways = [{"activation_checkpointing": choice, "precision": precision} for choice, precision in choices]
+    [told] = worlds.run(1, compared, names=list(MODELS), ways=ways)
+    assert [(apart, losses) for _, apart, losses, *_ in told] == [(0, 0)] * len(choices) * len(MODELS)
+    most = {"own blocks": 0.3, "cnn": 0.2, "gpt": 0.2, "unet": 0.4}
+    assert all(part < most[name] for i, (name, _, _, part, _) in enumerate(told) if i % len(choices) < 2), told
+
+
+def test_units_may_be_named() -> None:
+    """One inside another, too: what is computed again computes again."""
+    ways: list[dict[str, Any]] = [
+        {"activation_checkpointing": choice} for choice in (["1", "2.inner"], [Own], [Own, nn.Sequential, "2.norm"])
+    ]
+    [told] = worlds.run(1, compared, names=["own blocks"], ways=ways)
+    assert [(apart, losses) for _, apart, losses, *_ in told] == [(0, 0)] * 3
+    assert told[1][3] < told[0][3] < 1
+
+
+def unit_names(model: nn.Module) -> list[Any]:
+    units, names = find_units(model, "blocks"), {module: name for name, module in model.named_modules()}
+    return [names[m] for m in units.whole] + [(names[m], runs) for m, runs in units.runs.items()]
+
+
+class Plain(nn.Module):
+    """Blocks in a list, below another module, as libraries write them."""
+
+    def __init__(self, blocks: int, features: nn.Module | None = None) -> None:
+        super().__init__()
+        self.body = nn.Module()
+        self.body.embed = nn.Embedding(50, 4)
+        self.body.h = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(blocks))
+        self.features, self.head = features or nn.Identity(), nn.Linear(4, 4)
+
+
+def test_units_follow_the_models_structure() -> None:
+    assert unit_names(gpt(GptConfig(layers=3), 9)) == ["embed", "block1", "block2", "block3"]
+    assert unit_names(resnet18(Resnet18Config(), 10))[:3] == ["stem", "block1a", "block1b"]
+    scales = ["scales.down", "scales.below.down", "scales.below.join", "scales.join"]
+    assert unit_names(unet(UnetConfig(depth=2))) == ["stem", *scales]
+    assert unit_names(cnn(CnnConfig(), 10)) == [
+        ("", [("conv1", "relu1", "conv2", "relu2"), ("pool", "conv3", "relu3", "flatten"), ("fc1", "relu4", "fc2")])
+    ]
+    layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(9)))
+    assert unit_names(Plain(2, layers)) == [
+        "body.h.0",
+        "body.h.1",
+        ("features", [("0", "1", "2"), ("3", "4", "5"), ("6", "7", "8")]),
+    ]
+
+
+WRONG: list[tuple[nn.Module, Any, str]] = [
+    (gpt(GptConfig(layers=1), 9), ["blok1"], "no module 'blok1'. Did you mean 'block1'"),
+    (gpt(GptConfig(layers=1), 9), "blok", "Did you mean 'blocks'"),
+    (gpt(GptConfig(layers=1), 9), [nn.LSTM], "finds nothing"),
+    (line_model(LineConfig()), "blocks", "finds nothing"),
+    (nn.LSTM(2, 2), "blocks", "finds nothing"),
+]
+
+
+@pytest.mark.parametrize(("model", "choice", "words"), WRONG, ids=[str(choice) for _, choice, _ in WRONG])
+def test_what_would_compute_nothing_again_is_refused(model: nn.Module, choice: Any, words: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        check_units(model, choice)
+    assert words in str(caught.value)
+
+
+def copied(compile: str) -> list[Any]:
+    """A copy of a prepared model computes with its own weights; prepared anew, a model has its own classes back."""
+    model, data = made("gpt"), characters()
+    options: dict[str, Any] = {"activation_checkpointing": "blocks", "compile": compile}
+    tutti.prepare(model, "sgd", data, loss, batch_size=8, **options)
+    other, kinds = copy.deepcopy(model).eval(), [type(m) for m in model.modules()]
+    before = model.eval()(data[0])
+    for parameter in other.parameters():
+        parameter.data.zero_()
+    other(data[0]).sum().backward()
+    trained = [any(p.grad is not None for p in each.parameters()) for each in (model, other)]
+    told = [torch.equal(model(data[0]), before), bool(other(data[0]).any()), *trained]
+    tutti.prepare(model, "sgd", data, loss, batch_size=8)
+    plain = [type(m) for m in made("gpt").modules()]
+    return [
+        *told,
+        [k.__name__ for k in kinds] == [k.__name__ for k in plain],
+        [type(m) for m in model.modules()] == plain,
+    ]
+
+
+def test_a_copy_is_its_own_and_classes_come_back() -> None:
+    for compile in ("none", BACKEND):
+        assert worlds.run(1, copied, compile=compile) == [[True, False, False, True, True, True]]
+
+
+class OwnCheckpoint(nn.Module):
+    """Calls a module that draws, and has it computed again by itself."""
+
+    def __init__(self, calls: int, again: bool) -> None:
+        super().__init__()
+        self.drop, self.calls, self.again = nn.Dropout(0.5), calls, again
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        for _ in range(self.calls):
+            inputs = checkpoint(self.once, inputs, use_reentrant=False) if self.again else self.once(inputs)
+        return inputs
+
+    def once(self, inputs: Tensor) -> Tensor:
+        return self.drop(inputs * self.weight).exp() * self.weight
+
+
+def test_a_models_own_checkpoint_draws_the_same_again_or_is_refused() -> None:
+    gradients = []
+    for again in (False, True):
+        model = OwnCheckpoint(1, again)
+        RngStreams(model, CPU).enter(3)
+        model(torch.ones(5, 4)).sum().backward()
+        gradients.append(model.weight.grad)
+    assert gradients[0] is not None and gradients[1] is not None and torch.equal(*gradients)
+    model = OwnCheckpoint(2, again=True)
+    RngStreams(model, CPU).enter(3)
+    with pytest.raises(UsageError, match="called 2 times"):
+        model(torch.ones(5, 4)).sum().backward()
+
+
+# --- compiled ----------------------------------------------------------------------------------------------------
+
+
+def test_compiling_changes_nothing_and_ends() -> None:
+    """Draws, statistics of workers that share a device, smaller last batches; alone and with checkpointing."""
+    ways = [{"compile": BACKEND, "precision": "fp64", "activation_checkpointing": c} for c in ("none", "blocks")]
+    [told] = worlds.run(1, compared, names=["own blocks", "gpt"], ways=ways)
+    for name, apart, losses, _, made in told:
+        assert max(apart, losses) <= 1e-10, name
+        assert made[0] and made == [made[0]] * len(made), "later epochs have no new shapes"
+    assert told[2][3] > 5 * told[3][3], "checkpointing was lost"

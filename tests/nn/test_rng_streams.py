@@ -1,0 +1,154 @@
+"""Random draws inside a model: functions of (cell, module, call), not of who computes or what was drawn before."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import tutti
+from tests import worlds
+from tutti.nn.rng_streams import RngStreams
+
+CPU = torch.device("cpu")
+
+
+class Noise(nn.Module):
+    """Draws by a function."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs * torch.rand_like(inputs) if self.training else inputs
+
+
+def sequential() -> nn.Sequential:
+    return nn.Sequential(nn.Dropout(0.5), nn.Identity(), Noise(), nn.Dropout(0.5), nn.Dropout(0.5), Noise())
+
+
+def test_a_part_draws_what_the_whole_would() -> None:
+    whole, part = sequential(), sequential()[2:]
+    first, second = RngStreams(whole, CPU), RngStreams(part, CPU)
+    ones = torch.ones(3, 5)
+    first.enter(77)
+    middle = whole[1](whole[0](ones))
+    want = middle
+    for block in whole[2:]:
+        want = block(want)
+    second.enter(77)
+    torch.rand(13)  # somebody else's draws in between
+    assert torch.equal(part(middle), want)
+
+
+def test_modules_calls_and_cells_draw_differently_and_again_alike() -> None:
+    model = nn.Sequential(nn.Dropout(0.5), nn.Dropout(0.5))
+    draws, ones = RngStreams(model, CPU), torch.ones(64)
+
+    def masks(key: int) -> list[list[bool]]:
+        draws.enter(key)
+        return [(block(ones) > 0).tolist() for block in (model[0], model[0], model[1], model[1])]
+
+    first = masks(1)
+    assert len({tuple(m) for m in first}) == 4
+    assert masks(2) != first
+    assert masks(1) == first
+    assert masks(1 + 2**63)[0] != masks(2)[0]
+
+
+def test_evaluation_draws_nothing() -> None:
+    model = sequential().eval()
+    draws, ones = RngStreams(model, CPU), torch.ones(4)
+    draws.enter(5)
+    before = torch.get_rng_state()
+    assert torch.equal(model(ones), ones)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_every_kind_of_module_that_draws_is_keyed() -> None:
+    """What was drawn before must not matter to any of them."""
+    kinds: dict[str, tuple[nn.Module, Tensor]] = {
+        "Dropout": (nn.Dropout(0.5), torch.ones(8, 8)),
+        "Dropout2d": (nn.Dropout2d(0.5), torch.ones(2, 8, 3, 3)),
+        "AlphaDropout": (nn.AlphaDropout(0.5), torch.ones(8, 8)),
+        "RReLU": (nn.RReLU(), -torch.ones(8, 8)),
+        "FractionalMaxPool2d": (nn.FractionalMaxPool2d(2, 7), torch.arange(256.0).view(1, 1, 16, 16)),
+        "LSTM": (nn.LSTM(4, 4, 2, dropout=0.5), torch.ones(5, 2, 4)),
+        "MultiheadAttention": (nn.MultiheadAttention(4, 2, dropout=0.5), torch.ones(5, 2, 4)),
+        "TransformerEncoderLayer": (nn.TransformerEncoderLayer(4, 2, 8, dropout=0.5), torch.ones(5, 2, 4)),
+        "own block": (nn.Sequential(Noise()), torch.ones(8, 8)),
+        "own block inside": (nn.Sequential(nn.Sequential(nn.Identity(), Noise())), torch.ones(8, 8)),
+    }
+    for name, (module, inputs) in kinds.items():
+        draws = RngStreams(module, CPU)
+        arguments = (inputs,) * (3 if name == "MultiheadAttention" else 1)
+        found = []
+        for key, disturb in ((1, 0), (1, 7), (2, 0)):
+            draws.enter(key)
+            torch.rand(disturb)
+            result = module(*arguments)
+            found.append(result[0] if isinstance(result, tuple) else result)
+        assert torch.equal(found[0], found[1]), name
+        assert not torch.equal(found[0], found[2]), name
+
+
+class Recorder(nn.Module):
+    """Writes down what each sample looks like when it comes by."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        for sample, row in zip(NOW, inputs.detach().tolist(), strict=True):
+            SEEN.append((sample, self.name, self.training, row))
+        return inputs
+
+
+NOW: list[int] = []
+SEEN: list[tuple[int, str, bool, list[float]]] = []
+
+
+def masks(strategy: str, workers: int) -> list[tuple[int, str, bool, list[float]]]:
+    """What reaches three places of a model with dropout, sample by sample, on this rank: training and evaluation."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(3, 6),
+        nn.Dropout(0.5),
+        Recorder("a"),
+        nn.Linear(6, 6),
+        nn.Dropout(0.5),
+        Recorder("b"),
+        nn.Linear(6, 1),
+    ).double()
+    generator = torch.Generator().manual_seed(1)
+    data = (torch.arange(22), torch.randn(22, 3, generator=generator, dtype=torch.float64))
+
+    def loss(called: Any, batch: Any) -> Any:
+        NOW[:] = batch[0].tolist()
+        return called(batch[1]).sum(), len(batch[0])
+
+    SEEN.clear()
+    run = tutti.prepare(model, "sgd:lr=0", data, loss, strategy=strategy, workers=workers, batch_size=12, micro_batch=2)
+    for batch in run.epoch(0):
+        run.step(batch)
+    # What the checks of the first step looked at is no training.
+    SEEN[:] = [entry for entry in SEEN if entry[2]]
+    run.evaluate(run.feed.source, batch=5)
+    return list(SEEN)
+
+
+@pytest.mark.parametrize("workers", [4, 5])
+def test_masks_depend_neither_on_rank_nor_on_stage(workers: int) -> None:
+    [want] = worlds.run(1, masks, strategy="single", workers=workers)
+    train = [entry for entry in want if entry[2]]
+    assert len({tuple(x != 0 for x in row) for _, _, _, row in train}) > 8, "the masks should differ"
+    assert all(0.0 not in row for _, _, training, row in want if not training)
+    for devices, strategy in [
+        (3, "mirrored"),
+        (4, "mirrored"),
+        (3, "model_parallel"),
+        (4, "model_parallel"),
+        (4, "model_parallel:stages=2"),
+    ]:
+        parts = worlds.run(devices, masks, strategy=strategy, workers=workers)
+        assert sorted(entry for part in parts for entry in part) == sorted(want), (devices, strategy)

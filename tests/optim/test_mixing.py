@@ -1,0 +1,145 @@
+"""What a trial finds that an optimizer mixes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.parallel import mixers
+from tutti.optim import LAMB, Muon, mixing
+from tutti.optim.mixing import Mixing, mixing_of
+
+ALONE = Mixing()
+MIXED = Mixing(rows=False, columns=False, flat=False)
+TOGETHER = Mixing(rows=False, columns=False, flat=False, tensors=False)
+
+KINDS: dict[str, tuple[Any, Mixing]] = {
+    "sgd": (mixers.of(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1), ALONE),
+    "adam": (mixers.of(torch.optim.Adam, amsgrad=True), ALONE),
+    "adamw, fused": (mixers.of(torch.optim.AdamW, fused=True), ALONE),
+    "adamw, foreach": (mixers.of(torch.optim.AdamW, foreach=True), ALONE),
+    "adamw, tensor as rate": (mixers.of(torch.optim.AdamW, lr=torch.tensor(0.01), capturable=True), ALONE),
+    "adagrad": (mixers.of(torch.optim.Adagrad), ALONE),
+    "adadelta": (mixers.of(torch.optim.Adadelta), ALONE),
+    "adamax": (mixers.of(torch.optim.Adamax), ALONE),
+    "nadam": (mixers.of(torch.optim.NAdam), ALONE),
+    "radam": (mixers.of(torch.optim.RAdam), ALONE),
+    "rmsprop": (mixers.of(torch.optim.RMSprop, centered=True, momentum=0.9), ALONE),
+    "rprop": (mixers.of(torch.optim.Rprop), ALONE),
+    "asgd": (mixers.of(torch.optim.ASGD), ALONE),
+    "muon": (mixers.muon, MIXED),
+    "adafactor": (mixers.of(torch.optim.Adafactor), MIXED),
+    "adafactor of two groups": (mixers.grouped, MIXED),
+    "normalized": (mixers.of(mixers.Normalized), MIXED),
+    "centralized": (mixers.of(mixers.Centralized), Mixing(columns=False, flat=False)),
+    "columns": (mixers.of(mixers.Columns), MIXED),
+    "decayed": (mixers.of(mixers.Decayed), Mixing(flat=False)),
+    "together": (mixers.of(mixers.Together), TOGETHER),
+    "drawing": (mixers.of(mixers.Drawing), Mixing(False, False, False, False, draws=True)),
+    "lbfgs": (mixers.of(torch.optim.LBFGS), Mixing(False, False, False, False, closure=True)),
+    "ours": (mixers.of(LAMB), Mixing(flat=False)),
+    "ours, matrices": (mixers.of(Muon), Mixing(flat=False)),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_mixed_is_found(kind: str) -> None:
+    make, want = KINDS[kind]
+    net = mixers.model()
+    before = [p.detach().clone() for p in net.parameters()]
+    torch.manual_seed(5)
+    optimizer = make(net)
+    drawn, state = torch.get_rng_state(), {p: dict(s) for p, s in optimizer.state.items()}
+    assert mixing_of(optimizer) == want
+    assert torch.equal(drawn, torch.get_rng_state()) and state == {p: dict(s) for p, s in optimizer.state.items()}
+    assert all(torch.equal(p, old) and p.grad is None for p, old in zip(net.parameters(), before, strict=True))
+
+
+class Large(mixers.Own):
+    """Treats large tensors in another way than small ones."""
+
+    def direction(self, p: torch.Tensor) -> torch.Tensor:
+        return p.grad / p.grad.norm() if p.numel() > 1000 else p.grad
+
+
+class Limited(mixers.Own):
+    """Limits the update of a tensor, where it is much larger than the one before."""
+
+    def direction(self, p: torch.Tensor) -> torch.Tensor:
+        last = self.state[p].get("norm")
+        self.state[p]["norm"] = norm = p.grad.norm()
+        return p.grad if last is None or norm < 20 * last else p.grad * (last / norm)
+
+
+class Counting(mixers.Own):
+    """Steps alike on any slices, but keeps a number of each tensor that no slice has."""
+
+    def direction(self, p: torch.Tensor) -> torch.Tensor:
+        self.state[p]["largest"] = p.grad.abs().max() if p.numel() else p.new_zeros(())
+        return p.grad
+
+
+def test_large_tensors_large_updates_and_states_are_tried() -> None:
+    small, large = [nn.Parameter(torch.ones(4, 5))], [nn.Parameter(torch.ones(300, 200))]
+    assert mixing_of(Large(small)) == ALONE and mixing_of(Large(large)) == MIXED
+    assert not mixing_of(Limited(small)).rows
+    assert not mixing_of(Counting(small)).rows
+
+
+class Later(mixers.Own):
+    """Normalizes each tensor's gradient after some plain steps."""
+
+    def __init__(self, params: Any, warm_up: int = 10) -> None:
+        super().__init__(params)
+        self.warm_up = warm_up
+
+    def direction(self, p: torch.Tensor) -> torch.Tensor:
+        taken = self.state[p]["step"] = self.state[p].get("step", 0) + 1
+        return p.grad / p.grad.norm() if taken > self.warm_up else p.grad
+
+
+@pytest.mark.parametrize("warm_up", [6, 10, 40, 150])
+def test_mixing_after_a_warm_up_is_found(warm_up: int) -> None:
+    for shape in ((4, 5), (300, 200), (3, 2, 5, 5), (9,)):
+        assert mixing_of(Later([nn.Parameter(torch.ones(shape))], warm_up)) == MIXED
+    assert mixing_of(Later([nn.Parameter(torch.ones(4, 5))], 10**6)) == ALONE
+
+
+def test_groups_are_tried_with_their_own_settings_and_together() -> None:
+    class Chosen(mixers.Own):
+        def __init__(self, params: Any, how: str = "plain") -> None:
+            super().__init__(params)
+            for group in self.param_groups:
+                group.setdefault("how", how)
+
+        def direction(self, p: torch.Tensor) -> torch.Tensor:
+            how = {id(m): group["how"] for group in self.param_groups for m in group["params"]}
+            return p.grad / p.grad.norm() if how[id(p)] == "normalized" else p.grad
+
+    one, two = nn.Parameter(torch.ones(4, 5)), nn.Parameter(torch.ones(3))
+    assert mixing_of(Chosen([{"params": [one]}, {"params": [two]}])) == ALONE
+    assert mixing_of(Chosen([{"params": [one]}, {"params": [two], "how": "normalized"}])) == MIXED
+
+
+def test_what_cannot_be_tried_needs_all() -> None:
+    found = mixing_of(mixers.OPTIMIZERS["mode"](mixers.model()))
+    assert (found.rows, found.tensors) == (False, False) and "_mode is 'normalized'" in str(found.untried)
+
+
+def test_a_trial_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    tried = mixing._tried
+    monkeypatch.setattr(mixing, "_found", {})
+    monkeypatch.setattr(mixing, "_tried", lambda *given: (asked.append(given), tried(*given))[1])
+    net = mixers.model()
+    for rate in (0.1, 0.1, 0.2):
+        mixing_of(torch.optim.SGD(net.parameters(), lr=rate))
+    assert len(asked) == 2
+
+
+def test_a_rank_with_empty_slices_alone_mixes_nothing() -> None:
+    empty = [nn.Parameter(torch.zeros(0, 6)), nn.Parameter(torch.zeros(0))]
+    assert mixing.mixing_of(torch.optim.SGD(empty, lr=0.1)) == mixing.Mixing()

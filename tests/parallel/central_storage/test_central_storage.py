@@ -1,0 +1,167 @@
+"""Central storage: what there is once, who writes it, and that nobody reads what is half written."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import tutti
+from tests import worlds
+from tutti.comm import shared_memory as segments
+from tutti.comm.partition import owners
+from tutti.parallel.central_storage import central_storage
+from tutti.parallel.central_storage.central_storage import CentralAverage, CentralStorageSync
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    frozen = nn.Linear(8, 8).requires_grad_(False)
+    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 8), nn.BatchNorm1d(8), frozen, nn.Linear(8, 1))
+
+
+def data() -> Tensor:
+    return torch.randn(32, 6, generator=torch.Generator().manual_seed(1))
+
+
+def loss(net: Any, batch: Tensor) -> Tensor:
+    return (net(batch).squeeze(-1) - batch.sum(dim=1)).square().mean()
+
+
+def prepare(optimizer: Any = "adam:lr=0.01", **options: Any) -> tutti.Run:
+    arguments = {"strategy": "central_storage", "workers": 4, "batch_size": 16, **options}
+    return tutti.prepare(model(), optimizer, data(), loss, **arguments)
+
+
+def train(run: tutti.Run, epochs: int = 2) -> str:
+    for epoch in range(epochs):
+        for batch in run.epoch(epoch):
+            run.step(batch)
+    return run.weights_sha256()
+
+
+def once() -> tuple[set[str], set[str], int, list[str]]:
+    """Names that this rank owns, that it has optimizer state of, that of the average; and a write that all see."""
+    run = prepare(ema="0.9")
+    train(run)
+    exchange, average = run.exchange, run.average
+    assert isinstance(exchange, CentralStorageSync) and isinstance(average, CentralAverage)
+    named = dict(run.replica.parts[0].named_parameters())
+    of = {id(p): name for name, p in named.items()}
+    kept = {of[id(p)] for optimizer in exchange.optimizers for p in optimizer.state}
+    assert set(average.state()["ema"]) == kept
+    for number, (_, parameter) in enumerate(exchange._owned):
+        parameter.data.fill_(number + 10 * tutti.rank())
+    exchange._segment.barrier("all have written")
+    return (
+        {name for name, _ in exchange._owned},
+        kept,
+        sum(p.numel() for name, p in exchange._owned if p.requires_grad),
+        sorted(f"{name} {float(p.max()):g}" for name, p in named.items()),
+    )
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_every_tensor_has_one_owner_one_state_and_one_place(size: int) -> None:
+    answers = worlds.run(size, once)
+    names = {name for name, _ in model().named_parameters()}
+    trained = {name for name, p in model().named_parameters() if p.requires_grad}
+    owned, kept = [a[0] for a in answers], [a[1] for a in answers]
+    assert set.union(*owned) == names and sum(map(len, owned)) == len(names)
+    assert set.union(*kept) == trained and sum(map(len, kept)) == len(trained)
+    sizes = [a[2] for a in answers]
+    assert max(sizes) - min(sizes) <= max(p.numel() for p in model().parameters())
+    assert all(a[3] == answers[0][3] for a in answers), "all ranks read what each has written"
+
+
+def test_owners_are_even() -> None:
+    assert owners([4, 4, 4, 4], 2) == [0, 1, 0, 1]
+    assert owners([], 3) == []
+    for sizes in ([100, 1, 1, 1], [7, 6, 5, 4, 3, 2, 1], [0, 0, 3]):
+        for parts in (1, 2, 3):
+            of = owners(sizes, parts)
+            loads = [sum(s for s, o in zip(sizes, of, strict=True) if o == part) for part in range(parts)]
+            assert max(loads) - min(loads) <= max(sizes)
+
+
+def late(rank: int) -> str:
+    """One rank writes its slice long after the others; nobody may compute with what is still old there."""
+    run = prepare("sgd:lr=0.1")
+    if tutti.rank() == rank:
+        for optimizer in run.exchange.optimizers:
+            optimizer.register_step_pre_hook(lambda *_: time.sleep(0.05))
+    return train(run)
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_nobody_reads_a_slice_that_is_not_written_yet(rank: int) -> None:
+    want = worlds.run(3, late, rank=-1)
+    assert worlds.run(3, late, rank=rank) == want
+
+
+def late_average(rank: int) -> list[float]:
+    """One rank takes its slice into the average long after the others; nobody may read what is still old there."""
+    run = prepare("sgd:lr=0.1", ema="0.5")
+    assert run.average is not None
+    train(run, 1)
+    merged = run.exchange.merged()
+    if tutti.rank() == rank:
+        time.sleep(0.1)
+    run.average.update()
+    within = run.average.within(merged)
+    return [float(tensor.double().sum()) for tensor in within.values()]
+
+
+def test_nobody_reads_an_average_that_is_not_written_yet() -> None:
+    want = worlds.run(3, late_average, rank=-1)
+    assert want[0] == want[1] == want[2]
+    for rank in range(3):
+        assert worlds.run(3, late_average, rank=rank) == want
+
+
+def refused(hosts: list[str], directory: str) -> str:
+    names, before = central_storage.socket.gethostname, segments._DIRECTORY
+    try:
+        if hosts:
+            central_storage.socket.gethostname = lambda: hosts[tutti.rank()]  # type: ignore[attr-defined]
+        segments._DIRECTORY = segments.Path(directory)
+        prepare()
+    except tutti.errors.UsageError as error:
+        return str(error)
+    finally:
+        central_storage.socket.gethostname, segments._DIRECTORY = names, before  # type: ignore[attr-defined]
+    return ""
+
+
+def test_several_hosts_and_no_shared_memory_are_refused_on_every_rank() -> None:
+    for said in worlds.run(3, refused, hosts=["a", "b", "a"], directory="/dev/shm"):
+        assert "is for one host, and these ranks are on a, b" in said and "--strategy mirrored" in said
+    for said in worlds.run(2, refused, hosts=[], directory="/dev/no-such-thing"):
+        assert "cannot share" in said and "--shm-size" in said
+
+
+def given() -> tuple[str, list[float]]:
+    """An optimizer of the caller's own with a scheduler, in a loop that stays as it is."""
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.02, weight_decay=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    run = tutti.prepare(net, optimizer, data(), strategy="central_storage", workers=4, batch_size=16, reproducible=True)
+    rates = []
+    for epoch in range(2):
+        for batch in run.microbatches(epoch):
+            optimizer.zero_grad()
+            run.backward(loss(net, batch))
+            optimizer.step()
+        rates += [group["lr"] for o in run.exchange.optimizers for group in o.param_groups]
+        scheduler.step()
+    return run.weights_sha256(), rates
+
+
+def test_a_custom_loop_with_its_optimizer_and_scheduler() -> None:
+    [(want, rates)] = worlds.run(1, given)
+    assert rates == [0.02, 0.01]
+    for digest, own in worlds.run(3, given):
+        assert (digest, own) == (want, rates)

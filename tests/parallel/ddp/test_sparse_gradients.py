@@ -1,0 +1,362 @@
+"""Sparse gradients: several devices do what one does, and plain PyTorch where there is one worker."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import tutti
+from tests import worlds
+from tests.parallel.models import NATIVE, trained
+from tests.worlds import RankError
+
+VOCABULARY = 11
+WORDS = torch.randint(0, VOCABULARY - 3, (24, 4), generator=torch.Generator().manual_seed(0))
+"""The last three words never come."""
+TARGETS = torch.randn(24, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+class Words(nn.Module):
+    """Two tables of word vectors, one of them summed over a sample's words, and perhaps a layer that is dense."""
+
+    def __init__(self, dense: bool) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.each = nn.Embedding(VOCABULARY, 3, sparse=True)
+        self.bag = nn.EmbeddingBag(VOCABULARY, 3, mode="sum", sparse=True)
+        self.last = nn.Linear(3, 3) if dense else nn.Identity()
+        self.double()
+
+    def forward(self, words: Tensor) -> Tensor:
+        result: Tensor = self.last(self.each(words[:, :2]).prod(1) + self.bag(words[:, 2:]))
+        return result
+
+
+def squared(called: Any, batch: Any) -> Tensor:
+    words, targets = batch
+    loss: Tensor = ((called(words) - targets) ** 2).sum(1).mean()
+    return loss
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "sgd": lambda p: torch.optim.SGD(p, 0.1),
+    "sgd, momentum": lambda p: torch.optim.SGD(p, 0.05, momentum=0.9),
+    "sgd, nesterov": lambda p: torch.optim.SGD(p, 0.05, momentum=0.9, nesterov=True),
+    "adagrad": lambda p: torch.optim.Adagrad(p, 0.1),
+    "sparse adam": lambda p: torch.optim.SparseAdam(p, 0.01),
+    "text": lambda p: "sgd:lr=0.05,momentum=0.9",
+}
+
+
+def words(optimizer: str, workers: int, **options: Any) -> Any:
+    model = Words(dense=optimizer != "sparse adam")
+    given = OPTIMIZERS[optimizer](list(model.parameters()))
+    return trained(model, given, (WORDS, TARGETS), squared, steps=7, workers=workers, batch_size=8, **options)
+
+
+def close(got: Any, want: Any) -> None:
+    assert got[0].keys() == want[0].keys()
+    for name in want[0]:
+        assert got[0][name] == pytest.approx(want[0][name], rel=1e-10, abs=1e-10), name
+    for mine, other in zip(got[1], want[1], strict=True):
+        assert mine[:3] == pytest.approx(other[:3], rel=1e-10)
+
+
+def plain(optimizer: str, clip: float | None) -> dict[str, Any]:
+    """One worker in plain PyTorch, over the batches that a run with one worker sees."""
+    seen = []
+    run = tutti.prepare(Words(dense=False), "sgd", (WORDS, TARGETS), squared, batch_size=8, strategy="single")
+    for epoch in range(3):
+        seen += list(run.epoch(epoch))
+    model = Words(dense=optimizer != "sparse adam")
+    made = OPTIMIZERS[optimizer](list(model.parameters()))
+    made = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9) if isinstance(made, str) else made
+    for batch in seen[:7]:
+        made.zero_grad()
+        squared(model, batch).backward()
+        if clip is not None:
+            norm = torch.stack([p.grad.to_dense().norm() for p in model.parameters() if p.grad is not None]).norm()
+            for p in model.parameters():
+                assert p.grad is not None
+                p.grad *= min(clip / (float(norm) + 1e-6), 1.0)
+        made.step()
+    return {name: p.detach().numpy() for name, p in model.named_parameters()}
+
+
+def both(optimizer: str, clip: float | None) -> tuple[Any, Any]:
+    return words(optimizer, 1, strategy="single", clip=clip), plain(optimizer, clip)
+
+
+@pytest.mark.parametrize("clip", [None, 0.05])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_one_worker_does_what_plain_pytorch_does(optimizer: str, clip: float | None) -> None:
+    [(got, want)] = worlds.run(1, both, optimizer=optimizer, clip=clip)
+    for name in want:
+        assert got[0][name] == pytest.approx(want[name], rel=1e-12, abs=1e-12), name
+
+
+SEVERAL = ["mirrored", NATIVE, "mirrored:algorithm=native,bucket_mb=0.0001", "central_storage"]
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("strategy", SEVERAL)
+def test_several_devices_do_what_one_does(strategy: str, optimizer: str) -> None:
+    options: dict[str, Any] = {"clip": 0.5, "micro_batch": 1, "loss_scale": "8"}
+    [want] = worlds.run(1, words, optimizer=optimizer, workers=5, strategy="single", **options)
+    for devices in (2, 3):
+        for got in worlds.run(devices, words, optimizer=optimizer, workers=5, strategy=strategy, **options):
+            close(got, want)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd, momentum", "sparse adam"])
+def test_reproducible_runs_have_the_same_bits_on_any_number_of_devices(optimizer: str) -> None:
+    hashes = [
+        got[2]
+        for devices, strategy in [(1, "single"), (2, "mirrored"), (3, "mirrored"), (3, "central_storage")]
+        for got in worlds.run(devices, words, optimizer=optimizer, workers=4, strategy=strategy, reproducible=True)
+    ]
+    assert len(set(hashes)) == 1
+
+
+@pytest.mark.parametrize("strategy", ["local_sgd:period=2", "local_sgd:period=2,post=3", "diloco:period=2"])
+@pytest.mark.parametrize("optimizer", ["sgd", "sparse adam"])
+def test_workers_that_train_alone_have_sparse_gradients_too(strategy: str, optimizer: str) -> None:
+    options: dict[str, Any] = {"optimizer": optimizer, "workers": 3, "strategy": strategy, "clip": 0.5}
+    [want] = worlds.run(1, words, **options)
+    for devices in (2, 3):
+        for got in worlds.run(devices, words, **options):
+            close(got, want)
+
+
+def moving(strategy: str) -> Any:
+    """Two steps in which worker 0 reads row 1 and worker 1 row 2, the second with gradients of zero."""
+    model, factor = nn.Embedding(4, 2, sparse=True).double(), [1.0]
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+    run = tutti.prepare(
+        model,
+        torch.optim.SparseAdam(model.parameters(), 0.1),
+        torch.tensor([1, 2]),
+        lambda called, batch: called(batch).mean() * factor[0],
+        strategy=strategy,
+        workers=2,
+        batch_size=2,
+    )
+    seen = []
+    for epoch in range(2):
+        for batch in run.epoch(epoch):
+            run.step(batch)
+        seen.append(run.state()["weight"].numpy().copy())
+        factor[0] = 0.0
+    return seen
+
+
+@pytest.mark.parametrize("strategy", SEVERAL)
+def test_rows_are_those_that_samples_name_whatever_their_gradient(strategy: str) -> None:
+    [want] = worlds.run(1, moving, strategy="single")
+    first, second = want
+    assert (first[[0, 3]] == 1).all() and (second[[0, 3]] == 1).all()
+    assert (first[[1, 2]] < 1).all() and (second[[1, 2]] < first[[1, 2]]).all()
+    for got in worlds.run(2, moving, strategy=strategy):
+        for mine, other in zip(got, want, strict=True):
+            assert mine == pytest.approx(other, rel=1e-12)
+
+
+class Tied(nn.Module):
+    """A table whose weight another layer uses, so that its gradient is dense; on ranks with long samples alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.table = nn.Embedding(VOCABULARY, 3, sparse=True).double()
+
+    def forward(self, words: Tensor) -> Tensor:
+        read: Tensor = self.table(words).sum(1)
+        return read + self.table.weight.sum(0) if bool((words[:, 0] == 7).any()) else read
+
+
+def tied(strategy: str) -> Any:
+    model = Tied()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    options: dict[str, Any] = {"workers": 4, "batch_size": 8, "micro_batch": 1}
+    return trained(model, optimizer, (WORDS, TARGETS), squared, strategy=strategy, **options)
+
+
+@pytest.mark.parametrize("strategy", SEVERAL)
+def test_a_weight_with_dense_gradients_too_has_a_dense_one(strategy: str) -> None:
+    [want] = worlds.run(1, tied, strategy="single")
+    for devices in (2, 3):
+        for got in worlds.run(devices, tied, strategy=strategy):
+            close(got, want)
+
+
+def resumed(optimizer: str, strategy: str, folder: str, stop: int | None) -> Any:
+    """Six steps, with a save after the third; or from there."""
+    model = Words(dense=optimizer != "sparse adam")
+    given = OPTIMIZERS[optimizer](list(model.parameters()))
+    run = tutti.prepare(
+        *(model, given, (WORDS, TARGETS), squared),
+        strategy=strategy,
+        workers=3,
+        batch_size=8,
+        reproducible=True,
+    )
+    if stop is None:
+        run.restore(folder)
+    for epoch in run.epochs(2):
+        for batch in run.epoch(epoch):
+            run.step(batch)
+            if run.clock == stop:
+                run.save(folder)
+    return run.weights_sha256()
+
+
+@pytest.mark.parametrize("optimizer", ["sgd, momentum", "sgd, nesterov", "sparse adam", "text"])
+def test_a_run_goes_on_from_a_checkpoint_with_the_same_bits(tmp_path: Any, optimizer: str) -> None:
+    folder = str(tmp_path / "saved")
+    [want] = worlds.run(1, resumed, optimizer=optimizer, strategy="single", folder=folder, stop=2)
+    for devices, strategy in [(1, "single"), (2, "mirrored"), (3, "central_storage")]:
+        got = worlds.run(devices, resumed, optimizer=optimizer, strategy=strategy, folder=folder, stop=None)
+        assert set(got) == {want}
+
+
+REFUSED = ["sharded", "sharded:stage=2", "pipeline", "model_parallel", "tensor", "hybrid:tensor=2", "parameter_server"]
+
+
+@pytest.mark.parametrize("strategy", REFUSED)
+def test_other_strategies_refuse_by_name_on_every_rank(strategy: str) -> None:
+    with pytest.raises(RankError) as caught:
+        worlds.run(2, words, optimizer="sgd", workers=2, strategy=strategy)
+    for failure in caught.value.failures:
+        assert failure is not None
+        assert failure.kind == "UsageError"
+        assert "does not go with sparse gradients" in failure.text
+        assert "mirrored" in failure.text
+
+
+@pytest.mark.parametrize("strategy", ["sharded", "pipeline", "model_parallel", "tensor"])
+def test_other_strategies_run_on_one_device(strategy: str) -> None:
+    [want] = worlds.run(1, words, optimizer="sgd", workers=2, strategy="single")
+    [got] = worlds.run(1, words, optimizer="sgd", workers=2, strategy=strategy)
+    close(got, want)
+
+
+def with_optimizer(optimizer: str) -> None:
+    model = Words(dense=True)
+    given: Any = optimizer
+    if optimizer.startswith("torch."):
+        kind = getattr(torch.optim, optimizer.removeprefix("torch."))
+        given = kind(model.parameters(), weight_decay=0.1) if "SGD" in optimizer else kind(model.parameters())
+    tutti.prepare(model, given, (WORDS, TARGETS), squared, batch_size=8)
+
+
+DENSE_ALONE = ["torch.Adam", "torch.SGD", "torch.RMSprop", "adam", "adamw", "lars", "larc", "lamb", "novograd", "muon"]
+
+
+@pytest.mark.parametrize("optimizer", DENSE_ALONE)
+def test_optimizers_that_take_no_sparse_gradients_are_refused_in_prepare(optimizer: str) -> None:
+    with pytest.raises(RankError) as caught:
+        worlds.run(2, with_optimizer, optimizer=optimizer)
+    for failure in caught.value.failures:
+        assert failure is not None
+        assert failure.kind == "UsageError"
+        assert "cannot step with sparse gradients" in failure.text
+        assert "sparse=False" in failure.text
+
+
+class Functional(nn.Module):
+    """Asks for a sparse gradient in the call alone."""
+
+    def __init__(self, said: bool) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.weight = nn.Parameter(torch.randn(VOCABULARY, 3, dtype=torch.float64))
+        self.sparse = said
+
+    def forward(self, words: Tensor) -> Tensor:
+        return nn.functional.embedding(words, self.weight, sparse=True).sum(1)
+
+
+def functional(said: bool, strategy: str = "mirrored") -> Any:
+    model = Functional(said)
+    optimizer = torch.optim.SparseAdam(model.parameters(), 0.01)
+    return trained(model, optimizer, (WORDS, TARGETS), squared, strategy=strategy, workers=2, batch_size=8)
+
+
+def test_a_module_that_says_so_may_have_a_sparse_gradient() -> None:
+    [want] = worlds.run(1, functional, said=True, strategy="single")
+    [other] = worlds.run(1, functional, said=False, strategy="single")
+    close(other, want)
+    for got in worlds.run(2, functional, said=True):
+        close(got, want)
+
+
+@pytest.mark.parametrize("strategy", ["mirrored", NATIVE])
+def test_a_sparse_gradient_that_no_module_announces_is_refused(strategy: str) -> None:
+    with pytest.raises(RankError) as caught:
+        worlds.run(2, functional, said=False, strategy=strategy)
+    for failure in caught.value.failures:
+        assert failure is not None
+        assert failure.kind == "UsageError"
+        assert "attribute sparse = True" in failure.text
+
+
+def not_finite(strategy: str) -> Any:
+    model = Words(dense=True)
+    with torch.no_grad():
+        model.each.weight[3] = float("nan")
+    run = tutti.prepare(model, "sgd:lr=0.1", (WORDS, TARGETS), squared, strategy=strategy, batch_size=8, workers=2)
+    for batch in run.epoch(0):
+        run.step(batch)
+    assert run.updated is not None
+    return run.updates, run.updated.nonfinite[:1]
+
+
+def test_a_sparse_gradient_that_is_not_finite_is_skipped_by_name() -> None:
+    for devices, strategy in [(1, "single"), (2, "mirrored"), (2, NATIVE)]:
+        for updates, names in worlds.run(devices, not_finite, strategy=strategy):
+            assert (updates, names) == (0, ("each.weight",))
+
+
+def custom_loop(strategy: str) -> Any:
+    model = Words(dense=False)
+    optimizer = torch.optim.SparseAdam(model.parameters(), 0.01)
+    run = tutti.prepare(model, optimizer, (WORDS, TARGETS), strategy=strategy, workers=3, batch_size=8, micro_batch=2)
+    for batch in run.microbatches(0):
+        optimizer.zero_grad()
+        run.backward(squared(run.model, batch))
+        optimizer.step()
+    return {n: t.numpy().copy() for n, t in run.state().items()}
+
+
+def test_custom_loops_have_sparse_gradients_too() -> None:
+    [want] = worlds.run(1, custom_loop, strategy="single")
+    for devices, strategy in [(2, "mirrored"), (3, NATIVE)]:
+        for got in worlds.run(devices, custom_loop, strategy=strategy):
+            for name in want:
+                assert got[name] == pytest.approx(want[name], rel=1e-10, abs=1e-10)
+
+
+def on_meta(buffer: bool) -> None:
+    model: nn.Module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    if buffer:
+        model[1].running_mean = torch.zeros(3, device="meta")  # type: ignore[index]
+    else:
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Linear(3, 3))
+    tutti.prepare(model, "sgd", (torch.zeros(8, 3), torch.zeros(8, 3)), squared)
+
+
+@pytest.mark.parametrize(("buffer", "name"), [(False, "0.weight"), (True, "1.running_mean")])
+def test_a_model_on_the_meta_device_is_refused_by_name(buffer: bool, name: str) -> None:
+    for devices in (1, 2):
+        with pytest.raises(RankError) as caught:
+            worlds.run(devices, on_meta, buffer=buffer)
+        for failure in caught.value.failures:
+            assert failure is not None
+            assert failure.kind == "UsageError"
+            assert name in failure.text
+            assert "to_empty" in failure.text

@@ -1,0 +1,151 @@
+"""Workers that meet rarely: the outer optimizer's formulas, what the limits are, and how many bytes are sent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+import tutti
+from tests import worlds
+from tests.contract.models import loss, model, samples
+from tests.contract.table import OPTIMIZERS, largest_difference, train
+from tutti.comm.communicator import Communicator
+from tutti.errors import UsageError
+from tutti.parallel.local_sgd.diloco import outer_step
+
+
+def test_outer_updates_by_hand() -> None:
+    """θ = 1, workers at 0.90 and 0.94, then at 0.85 and 0.87; γ = 0.7, μ = 0.9, Nesterov."""
+    theta, velocity = torch.ones(1, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
+    for workers, want in (((0.90, 0.94), 0.8936), ((0.85, 0.87), 0.803552)):
+        mean = torch.tensor([sum(workers) / 2], dtype=torch.float64)
+        outer_step([theta], [mean], [velocity], 0.7, 0.9, True)
+        assert theta.item() == pytest.approx(want, rel=1e-14)
+
+
+def test_the_outer_optimizer_is_that_of_pytorch() -> None:
+    draw = torch.Generator().manual_seed(0)
+    for lr, momentum, nesterov in ((0.7, 0.9, True), (0.3, 0.5, False), (1.0, 0.0, False)):
+        theta = torch.randn(5, generator=draw, dtype=torch.float64)
+        theirs, velocity = torch.nn.Parameter(theta.clone()), torch.zeros_like(theta)
+        optimizer = torch.optim.SGD([theirs], lr=lr, momentum=momentum, nesterov=nesterov)
+        for _ in range(4):
+            mean = theta + torch.randn(5, generator=draw, dtype=torch.float64)
+            theirs.grad = theirs.detach() - mean
+            optimizer.step()
+            outer_step([theta], [mean], [velocity], lr, momentum, nesterov)
+            assert torch.allclose(theta, theirs.detach(), rtol=1e-14, atol=1e-14)
+            if (lr, momentum) == (1.0, 0.0):
+                assert torch.allclose(theta, mean, rtol=1e-14, atol=1e-14), "only the average is left"
+
+
+@pytest.mark.parametrize("post", ["", ",post=2"])
+def test_without_momentum_at_rate_one_it_is_local_sgd(post: str) -> None:
+    arguments = {"optimizer": OPTIMIZERS["adamw"], "workers": 4, "steps": 6}
+    [(want, losses, _)] = worlds.run(1, train, strategy=f"local_sgd:period=2{post}", **arguments)
+    for got, own, _ in worlds.run(
+        3, train, strategy=f"diloco:period=2,outer_lr=1,outer_momentum=0,nesterov=false{post}", **arguments
+    ):
+        assert largest_difference(got, want) <= 1e-12
+        assert own == pytest.approx(losses, rel=1e-12)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd momentum", "lamb", "muon"])
+@pytest.mark.parametrize("strategy", ["local_sgd:period=2,post=9", "diloco:period=2,post=2ep"])
+def test_before_workers_part_it_is_synchronous_training(strategy: str, optimizer: str) -> None:
+    arguments = {"optimizer": OPTIMIZERS[optimizer], "workers": 4, "clip": 0.5, "micro_batch": 3}
+    [(want, losses, _)] = worlds.run(1, train, strategy="single", **arguments)
+    for got, own, _ in worlds.run(3, train, strategy=strategy, **arguments):
+        # bfloat16 inside Muon amplifies what is left of rounding.
+        assert largest_difference(got, want) <= (1e-4 if optimizer == "muon" else 1e-10)
+        assert own == pytest.approx(losses, rel=1e-4 if optimizer == "muon" else 1e-9)
+
+
+def parted(strategy: str, until: int) -> list[bool]:
+    """After each step, whether all workers here have the same parameters."""
+    run = tutti.prepare(model(), "sgd:lr=0.1", samples(), loss, strategy=strategy, workers=4, batch_size=25)
+    same = []
+    while run.clock < until:
+        for batch in run.epoch(run.at.epoch):
+            run.step(batch)
+            copies = list(run.exchange._copies.values())
+            same.append(all(torch.equal(a, b) for row in copies[1:] for a, b in zip(copies[0], row, strict=True)))
+            assert run.updated is not None and run.updated.together == same[-1]
+    return same[:until]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "want"),
+    [
+        ("local_sgd:period=2", [False, True, False, True, False, True]),
+        ("local_sgd:period=2,post=3", [True, True, True, False, True, False]),
+        ("local_sgd:period=3,post=1ep", [True, True, True, False, False, True]),
+        ("diloco:period=3,post=1", [True, False, False, True, False, False]),
+    ],
+)
+def test_when_workers_part_and_meet(strategy: str, want: list[bool]) -> None:
+    assert worlds.run(1, parted, strategy=strategy, until=6) == [want]
+
+
+@contextmanager
+def counting() -> Iterator[list[int]]:
+    """Bytes that this rank sends to others in collectives over tensors."""
+    sent = [0]
+    exchange, gather, reduce = Communicator.exchange_slices, Communicator.gather_slices, Communicator.start_all_reduce
+
+    def exchanged(self: Communicator, send: Any, *rest: Any) -> None:
+        sent[0] += send.nbytes * (self.size - 1) // self.size
+        exchange(self, send, *rest)
+
+    def gathered(self: Communicator, mine: Any, *rest: Any) -> Any:
+        sent[0] += mine.nbytes * (self.size - 1)
+        return gather(self, mine, *rest)
+
+    def reduced(self: Communicator, flat: Any, *rest: Any) -> Any:
+        sent[0] += 2 * flat.nbytes * (self.size - 1) // self.size
+        return reduce(self, flat, *rest)
+
+    Communicator.exchange_slices, Communicator.gather_slices = exchanged, gathered  # type: ignore[method-assign]
+    Communicator.start_all_reduce = reduced  # type: ignore[method-assign]
+    try:
+        yield sent
+    finally:
+        Communicator.exchange_slices, Communicator.gather_slices = exchange, gather  # type: ignore[method-assign]
+        Communicator.start_all_reduce = reduce  # type: ignore[method-assign]
+
+
+def sent(strategy: str, steps: int) -> float:
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.Tanh(), torch.nn.Linear(256, 1))
+    inputs = torch.randn(steps * 8, 64)
+    run = tutti.prepare(
+        net, "adamw", (inputs, inputs.sum(1, keepdim=True)), _squares, strategy=strategy, workers=4, batch_size=8
+    )
+    with counting() as bytes_:
+        for batch in run.epoch(0):
+            run.step(batch)
+    return bytes_[0] / steps
+
+
+def _squares(net: Any, batch: Any) -> Any:
+    return (net(batch[0]) - batch[1]).square().mean()
+
+
+@pytest.mark.parametrize("strategy", ["local_sgd", "diloco"])
+def test_bytes_a_step_are_one_part_in_the_period(strategy: str) -> None:
+    """Of what summing gradients by messages sends; beside it go some hundred bytes of totals in each step."""
+    parallel = worlds.run(4, sent, strategy="mirrored:algorithm=native", steps=16)
+    for period in (1, 4, 16):
+        rare = worlds.run(4, sent, strategy=f"{strategy}:period={period}", steps=16)
+        for all_, few in zip(parallel, rare, strict=True):
+            assert few / all_ == pytest.approx(1 / period, rel=0.1)
+
+
+def test_what_is_no_length_is_refused() -> None:
+    for text in ("two", "-1", "1.5st"):
+        with pytest.raises(UsageError):
+            tutti.prepare(model(), "sgd", samples(), loss, strategy=f"local_sgd:post={text}", batch_size=25)

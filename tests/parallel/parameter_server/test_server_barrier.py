@@ -1,0 +1,67 @@
+"""The barrier: the same bits whoever comes first, and backup workers that are not waited for."""
+
+from __future__ import annotations
+
+from itertools import permutations
+
+import torch
+
+from tutti.parallel.parameter_server.server_barrier import ServerBarrier
+
+
+def pushed(leaf: int) -> list[torch.Tensor]:
+    return [torch.randn(7, generator=torch.Generator().manual_seed(leaf))]
+
+
+def test_the_sum_does_not_depend_on_who_comes_first() -> None:
+    want = None
+    for order in permutations(range(5)):
+        rounds = ServerBarrier(5)
+        for leaf in order:
+            assert rounds.total() is None
+            memory = pushed(leaf)
+            assert rounds.push(leaf, 3, memory, torch.tensor([1.0, leaf]))
+            memory[0].fill_(float("nan"))  # the sender writes there again
+        total = rounds.total()
+        assert total is not None and total.totals.tolist() == [5.0, 10.0]
+        want = total.vectors[0].clone() if want is None else want
+        assert torch.equal(total.vectors[0], want)
+    [a, b, c, d, e] = [pushed(leaf)[0] for leaf in range(5)]
+    assert want is not None and torch.equal(want, ((a + b) + (c + d)) + e)
+
+
+def test_steps_follow_each_other_and_twice_is_once() -> None:
+    rounds = ServerBarrier(2)
+    for clock in (4, 5):
+        assert rounds.push(0, clock, pushed(0), torch.zeros(1))
+        assert not rounds.push(0, clock, pushed(0), torch.zeros(1))
+        assert rounds.total() is None
+        assert rounds.push(1, clock, pushed(1), torch.zeros(1))
+        total = rounds.total()
+        assert total is not None and torch.equal(total.vectors[0], pushed(0)[0] + pushed(1)[0])
+        rounds.finish([float(clock)])
+        assert rounds.result(clock) == [clock]
+        assert not rounds.push(0, clock, pushed(0), torch.zeros(1))
+
+
+def test_the_slowest_are_not_waited_for() -> None:
+    rounds = ServerBarrier(4, backup=1)
+    for leaf in (3, 0):
+        rounds.push(leaf, 0, pushed(leaf), torch.ones(1))
+        assert rounds.total() is None
+    rounds.push(1, 0, pushed(1), torch.ones(1))
+    total = rounds.total()
+    assert total is not None and rounds.counted == {0, 1, 3} and total.totals.item() == 3
+    assert torch.equal(total.vectors[0], (pushed(0)[0] + pushed(1)[0]) + pushed(3)[0])
+    assert not rounds.push(2, 0, pushed(2), torch.ones(1))
+    rounds.finish([1.0])
+    assert not rounds.push(2, 0, pushed(2), torch.ones(1)) and rounds.late == 2
+    assert rounds.push(2, 1, pushed(2), torch.ones(1))
+
+
+def test_another_server_decides_who_is_in() -> None:
+    rounds = ServerBarrier(3, backup=1)
+    for leaf in (0, 1, 2):
+        rounds.push(leaf, 0, pushed(leaf), torch.ones(1))
+    total = rounds.total({0, 2})
+    assert total is not None and torch.equal(total.vectors[0], pushed(0)[0] + pushed(2)[0])

@@ -1,0 +1,182 @@
+"""What a pipeline must not get wrong: draws, backward in halves, weights read from outside of their layer, time."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import tutti
+from tests import worlds
+
+
+class Outside(nn.Module):
+    """Reads its layer's weight from outside of the layer, too, and has one of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(4, 4), nn.Parameter(torch.ones(4))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.layer(inputs) * self.scale + inputs @ self.layer.weight
+
+
+class Again(nn.Module):
+    """Computes its layers again in backward by itself, a dropout among them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Tanh())
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        out: Tensor = checkpoint(self.layers, inputs, use_reentrant=False)
+        return out
+
+
+class Attending(nn.Module):
+    """An attention, whose output layer is not called but read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True, dropout=0.25)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        x = inputs[:, None].expand(-1, 3, -1)
+        return self.attention(x, x, x, need_weights=False)[0].sum(1)
+
+
+class Slow(nn.Linear):
+    """Takes time and has few parameters."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        time.sleep(0.02)
+        return super().forward(inputs)
+
+
+def build(kind: str) -> nn.Module:
+    torch.manual_seed(0)
+    twice = nn.Dropout(0.5)
+    middle = {
+        "outside": [Outside(), Outside()],
+        "again": [Again(), Again()],
+        "attention": [Attending(), Attending()],
+        "twice": [nn.Linear(4, 4), twice, nn.Linear(4, 4), twice, nn.Linear(4, 4), twice],
+        "lstm": [nn.Linear(4, 4), Recurrent(), nn.Linear(4, 4)],
+    }[kind]
+    return nn.Sequential(nn.Linear(4, 4), *middle, nn.Linear(4, 2)).double()
+
+
+class Recurrent(nn.LSTM):
+    """A layer whose output has several parts inside."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4, batch_first=True)
+
+    def forward(self, inputs: Tensor) -> Tensor:  # type: ignore[override]
+        out: Tensor = super().forward(inputs[:, None])[0][:, 0]
+        return out
+
+
+def train(kind: str, strategy: str, micro_batch: int | None = None) -> Any:
+    generator = torch.Generator().manual_seed(0)
+    data = torch.randn(22, 4, generator=generator, dtype=torch.float64)
+    arguments = {"strategy": strategy, "workers": 2, "batch_size": 15, "micro_batch": micro_batch, "clip": 0.5}
+    run = tutti.prepare(build(kind), "adamw:lr=0.01", data, mean, reproducible=True, **arguments)
+    return [run.step(batch) for epoch in range(2) for batch in run.epoch(epoch)], run.weights_sha256()
+
+
+def mean(model: Any, batch: Tensor) -> Tensor:
+    out: Tensor = model(batch).square().mean()
+    return out
+
+
+@pytest.mark.parametrize("kind", ["outside", "again", "attention", "twice", "lstm"])
+def test_layers_that_are_not_simple_are_exact(kind: str) -> None:
+    [want] = worlds.run(1, train, kind=kind, strategy="single", micro_batch=2)
+    for schedule in ("1f1b", "zero_bubble", "interleaved"):
+        got = worlds.run(2, train, kind=kind, strategy=f"pipeline:schedule={schedule},micro_batches=4")
+        assert got == [want] * 2, schedule
+
+
+def slow(strategy: str) -> str:
+    layers = [nn.Linear(4, 4), Slow(4, 4), Slow(4, 4), nn.Linear(4, 400), nn.Linear(400, 4)]
+    model = nn.Sequential(OrderedDict((name, layer) for name, layer in zip("abcde", layers, strict=True)))
+    run = tutti.prepare(model, "sgd:lr=0.1", torch.randn(8, 4), mean, strategy=strategy, batch_size=8)
+    return run.replica.summary["stages"]
+
+
+def test_stages_are_even_in_time_where_that_can_be_measured() -> None:
+    for said in worlds.run(2, slow, strategy="pipeline"):
+        assert "cut before c" in said and "of the time" in said
+    for said in worlds.run(2, slow, strategy="model_parallel"):
+        assert "cut before e" in said and "of the parameters" in said
+    for said in worlds.run(2, slow, strategy="pipeline:cuts=b"):
+        assert "cut before b" in said
+
+
+def traces() -> bool:
+    """Measuring leaves nothing behind: statistics, random streams, hooks, gradients."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 4))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    drawn = torch.get_rng_state()
+    run = tutti.prepare(model, "sgd:lr=0.1", torch.randn(8, 4, generator=torch.Generator()), mean, strategy="pipeline")
+    same = all(torch.equal(before[name], tensor) for name, tensor in run.state().items())
+    return same and torch.equal(drawn, torch.get_rng_state()) and not any(m._forward_hooks for m in model.modules())
+
+
+def test_measuring_leaves_no_trace() -> None:
+    assert worlds.run(2, traces) == [True] * 2
+
+
+def without_a_call() -> str:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    arguments = {"strategy": "model_parallel", "batch_size": 8}
+    run = tutti.prepare(model, "sgd", torch.randn(8, 4), lambda model, batch: batch.mean(), **arguments)
+    try:
+        run.step(next(run.epoch(0)))
+    except tutti.errors.UsageError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def test_a_loss_that_never_calls_the_model_is_refused() -> None:
+    for said in worlds.run(2, without_a_call):
+        assert "did not call the model" in said
+
+
+class Scaled(nn.Module):
+    """Has an argument that may be left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, inputs: Tensor, scale: float | None = None) -> Tensor:
+        out: Tensor = self.last(self.first(inputs))
+        return out if scale is None else out * scale
+
+
+def scaled(given: float | None) -> Any:
+    def loss(model: Any, batch: Tensor) -> Tensor:
+        out: Tensor = model(inputs=batch, scale=given).square().mean()
+        return out
+
+    torch.manual_seed(0)
+    arguments = {"strategy": "pipeline" if tutti.size() > 1 else "single", "batch_size": 8, "reproducible": True}
+    run = tutti.prepare(Scaled(), "sgd:lr=0.1", torch.ones(8, 4), loss, **arguments)
+    try:
+        return run.step(next(run.epoch(0)))
+    except tutti.errors.UsageError as error:
+        return str(error)
+
+
+def test_an_argument_that_was_taken_by_its_default_is_refused() -> None:
+    assert worlds.run(2, scaled, given=None) == worlds.run(1, scaled, given=None) * 2
+    for said in worlds.run(2, scaled, given=2.0):
+        assert "gives the model 'scale'" in said

@@ -1,0 +1,239 @@
+"""Models of several shapes, with data and losses, for tests of layouts that split them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from tutti.config.task_config import GptConfig, UnetConfig
+from tutti.tasks.gpt import gpt
+from tutti.tasks.text import next_character
+from tutti.tasks.unet import unet
+
+VOCABULARY, BLOCK, WIDTH = 11, 8, 12
+
+
+def tied_gpt(dropout: float = 0.0, heads: int = 4) -> nn.Sequential:
+    """Our GPT whose last layer has the weights of its first."""
+    torch.manual_seed(0)
+    model = gpt(GptConfig(layers=2, heads=heads, width=WIDTH, block=BLOCK, dropout=dropout), VOCABULARY)
+    model.head.weight = model.embed.character.weight  # type: ignore[union-attr]
+    return model
+
+
+class Nano(nn.Module):
+    """Attention as it is often written: one matrix for queries, keys and values, sizes of the whole in every view."""
+
+    def __init__(self, width: int = WIDTH, heads: int = 4, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.n_head, self.n_embd = heads, width
+        self.c_attn, self.c_proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.attn_dropout, self.resid_dropout = nn.Dropout(dropout), nn.Dropout(dropout)
+        self.register_buffer("seen", torch.ones(64, 64).tril().view(1, 1, 64, 64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        B, T, C = x.size()
+        q, k, v = self.c_attn(x).split(self.n_embd, dim=2)
+        k = k.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)
+        q = q.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)
+        v = v.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)
+        att = (q @ k.transpose(-2, -1)) * (k.size(-1) ** -0.5)
+        att = att.masked_fill(self.seen[:, :, :T, :T] == 0, float("-inf"))  # type: ignore[index]
+        y = self.attn_dropout(functional.softmax(att, dim=-1)) @ v
+        y = y.transpose(1, 2).contiguous().view(B, T, C)
+        return self.resid_dropout(self.c_proj(y))  # type: ignore[no-any-return]
+
+
+class Separate(nn.Module):
+    """Queries, keys and values by a matrix each; ``kv`` heads of keys and values."""
+
+    def __init__(self, width: int = WIDTH, heads: int = 4, kv: int = 4) -> None:
+        super().__init__()
+        self.head = width // heads
+        self.q, self.o = nn.Linear(width, width, bias=False), nn.Linear(width, width)
+        self.k, self.v = (nn.Linear(width, kv * self.head, bias=False) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (m(x).view(*x.shape[:-1], -1, self.head).transpose(1, 2) for m in (self.q, self.k, self.v))
+        out = functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+        result: Tensor = self.o(out.transpose(1, 2).flatten(2))
+        return result
+
+
+class Gated(nn.Module):
+    """A feed-forward with a gate (Shazeer 2020, arXiv 2002.05202), and dropout by a function."""
+
+    def __init__(self, width: int = WIDTH, hidden: int = 20, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(width, hidden), nn.Linear(width, hidden), nn.Linear(hidden, width)
+        self.probability = dropout
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = functional.silu(self.gate(x)) * self.up(x)
+        result: Tensor = self.down(functional.dropout(hidden, self.probability, self.training))
+        return result
+
+
+class Normed(nn.Module):
+    """Looks like a feed-forward, and is none that can be split: it normalises over what would be divided."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(width, 16), nn.Linear(16, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.second(functional.layer_norm(self.first(x), (16,)))
+        return result
+
+
+class Leaking(Normed):
+    """Its outputs can be summed over ranks, but not the gradient of its input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.second(self.first(x) * x.mean(-1, keepdim=True))
+        return result
+
+
+class Inline(nn.Module):
+    """A whole transformer block in one forward, with norms, residual branches and a module for the feed-forward."""
+
+    def __init__(self, width: int = WIDTH, heads: int = 4, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.heads, self.probability = heads, dropout
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.mix = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width)
+        self.feed = nn.Sequential(nn.Linear(width, 20), nn.GELU(), nn.Dropout(dropout), nn.Linear(20, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        samples, length, width = x.shape
+        split = self.qkv(self.norm1(x)).view(samples, length, 3, self.heads, width // self.heads)
+        query, key, value = split.permute(2, 0, 3, 1, 4)
+        p = self.probability if self.training else 0.0
+        seen = functional.scaled_dot_product_attention(query, key, value, dropout_p=p, is_causal=True)
+        x = x + self.mix(seen.transpose(1, 2).reshape(samples, length, width))
+        result: Tensor = x + functional.dropout(self.feed(self.norm2(x)), self.probability, self.training)
+        return result
+
+
+class Around(nn.Module):
+    """A feed-forward in the forward of a block, around an attention that is a module."""
+
+    def __init__(self, width: int = WIDTH, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.norm, self.attention = nn.LayerNorm(width), Nano(width, dropout=dropout)
+        self.fc1, self.fc2, self.dropout = nn.Linear(width, 20), nn.Linear(20, width), nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(x)
+        result: Tensor = x + self.fc2(self.dropout(self.fc1(self.norm(x)).relu()))
+        return result
+
+
+def decoder(*blocks: nn.Module) -> nn.Sequential:
+    """Characters through ``blocks`` with residual branches to scores."""
+    layers = [layer for block in blocks for layer in (Residual(block),)]
+    return nn.Sequential(nn.Embedding(VOCABULARY, WIDTH), *layers, nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY))
+
+
+class Translating(nn.Module):
+    """PyTorch's encoder and decoder, with masks of both kinds, positions first."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        options = {"dim_feedforward": 20, "dropout": dropout}
+        self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(WIDTH, 4, batch_first=True, **options), 1)
+        self.decoder = nn.TransformerDecoderLayer(WIDTH, 4, activation=functional.gelu, **options)
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, texts: Tensor) -> Tensor:
+        embedded, padding = self.embed(texts), (texts == 0) & (torch.arange(texts.shape[1]) > 0)
+        memory = self.encoder(embedded, src_key_padding_mask=padding)
+        memory = memory.masked_fill(padding.unsqueeze(-1), 0).transpose(0, 1)
+        later = nn.Transformer.generate_square_subsequent_mask(texts.shape[1], dtype=embedded.dtype)
+        out = self.decoder(embedded.transpose(0, 1), memory, tgt_mask=later, memory_key_padding_mask=padding)
+        result: Tensor = self.head(out.transpose(0, 1))
+        return result
+
+
+class Residual(nn.Module):
+    """x + block(norm(x))."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.block = nn.LayerNorm(WIDTH), block
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.block(self.norm(x))  # type: ignore[no-any-return]
+
+
+def encoder(dropout: float = 0.0) -> nn.Sequential:
+    """PyTorch's own layer, whose keys have no bias that counts."""
+    layer = nn.TransformerEncoderLayer(WIDTH, 4, 20, dropout, batch_first=True)
+    return nn.Sequential(nn.Embedding(VOCABULARY, WIDTH), layer, nn.Linear(WIDTH, VOCABULARY))
+
+
+def convolutions() -> nn.Sequential:
+    """Convolutions, a batch norm, two linear layers."""
+    return nn.Sequential(
+        nn.Conv2d(1, 5, 3, padding=1, bias=False),
+        nn.BatchNorm2d(5),
+        nn.ReLU(),
+        nn.Conv2d(5, 6, 3, stride=2),
+        nn.Flatten(),
+        nn.Linear(54, 10),
+        nn.ReLU(),
+        nn.Dropout(0.25),
+        nn.Linear(10, 4),
+    )
+
+
+def small_unet() -> nn.Sequential:
+    """Skip connections, transposed convolutions."""
+    return unet(UnetConfig(depth=1, width=4))
+
+
+SHAPES: dict[str, Callable[[], nn.Module]] = {
+    "gpt": tied_gpt,
+    "gpt, dropout": lambda: tied_gpt(0.2),
+    "gpt, 3 heads": lambda: tied_gpt(heads=3),
+    "nano": lambda: decoder(Nano(dropout=0.2), Gated(dropout=0.2)),
+    "separate": lambda: decoder(Separate(), Normed()),
+    "few keys": lambda: decoder(Separate(kv=2), Leaking()),
+    "inline": lambda: decoder(Inline(dropout=0.2), Around(dropout=0.2)),
+    "translating": lambda: Translating(0.2),
+    "encoder": lambda: encoder(0.2),
+    "convolutions": convolutions,
+    "convolutions, no dropout": lambda: nn.Sequential(*(m for m in convolutions() if not isinstance(m, nn.Dropout))),
+    "unet": small_unet,
+}
+
+
+def build(shape: str) -> nn.Module:
+    """The same on every call and rank."""
+    torch.manual_seed(0)
+    return SHAPES[shape]().double()
+
+
+def data(shape: str, count: int = 20) -> Any:
+    """Samples and targets."""
+    generator = torch.Generator().manual_seed(1)
+    if shape.startswith(("convolutions", "unet")):
+        images = torch.randn(count, 1, 8, 8, generator=generator, dtype=torch.float64)
+        labels = torch.randint(0, 4, (count,), generator=generator)
+        return (images, labels) if shape != "unet" else (images, (images > 0).double())
+    texts = torch.randint(0, VOCABULARY, (count, BLOCK + 1), generator=generator)
+    return texts[:, :-1], texts[:, 1:].contiguous()
+
+
+def loss(shape: str) -> Any:
+    """Of the model on a batch."""
+    if shape == "unet":
+        return lambda model, batch: ((model(batch[0]) - batch[1]).square().sum(), batch[1].numel())
+    if shape.startswith("convolutions"):
+        return lambda model, batch: functional.cross_entropy(model(batch[0]), batch[1])
+    return next_character

@@ -1,0 +1,58 @@
+"""Runs of split models against those of one device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import tutti
+from tests import worlds
+from tests.contract.table import MADE, largest_difference
+from tests.parallel.shapes import build, data, loss
+
+TOLERANCE = 1e-10
+SPLIT, SEQUENCE = "tensor:least=1", "tensor:least=1,sequence=true"
+
+
+def prepare(shape: str, strategy: str, optimizer: str = "adamw:lr=0.01", **options: Any) -> tutti.Run:
+    arguments = {"workers": 1, "batch_size": 8, "micro_batch": 3, "precision": "fp64", "ema": 0.8, **options}
+    plain = build(shape)
+    made = MADE[optimizer](plain) if optimizer in MADE else optimizer
+    return tutti.prepare(plain, made, data(shape), loss(shape), strategy=strategy, **arguments)
+
+
+def train(run: tutti.Run, steps: int) -> list[Any]:
+    said: list[Any] = []
+    while len(said) < steps:
+        for batch in run.epoch(*run.at):
+            run.step(batch)
+            said.append(run.stats and (run.stats.loss, run.stats.grad_norm))
+            if len(said) == steps:
+                break
+    return said
+
+
+def outcome(run: tutti.Run) -> dict[str, Any]:
+    state = {name: tensor.numpy().copy() for name, tensor in run.state().items()}
+    return state | {f"average of {n}": t.numpy().copy() for n, t in run.state(averaged=True).items()}
+
+
+def trained(shape: str, strategy: str, steps: int = 4, **options: Any) -> Any:
+    """State, what was said of each step, the evaluation, and what this rank holds of how much."""
+    run = prepare(shape, strategy, **options)
+    said = train(run, steps)
+    evaluation = run.evaluate(run.feed.source, batch=7)
+    here = sum(p.numel() for p in run.model.parameters())
+    return outcome(run), said, evaluation.loss, here
+
+
+def check(shape: str, strategy: str, devices: int, **options: Any) -> list[int]:
+    [(want, told, evaluated, whole)] = worlds.run(1, trained, shape=shape, strategy="single", **options)
+    answers = worlds.run(devices, trained, shape=shape, strategy=strategy, **options)
+    for got, said, loss_, _ in answers:
+        assert largest_difference(got, want) <= TOLERANCE
+        for mine, other in zip(said, told, strict=True):
+            assert mine == pytest.approx(other, rel=1e-9)
+        assert loss_ == pytest.approx(evaluated, rel=1e-9)
+    return [whole, *(here for *_, here in answers)]

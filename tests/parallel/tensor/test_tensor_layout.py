@@ -1,0 +1,252 @@
+"""Split layers train as on one device: models of several shapes, uneven shares, dropout, every optimizer, one state."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import tutti
+from tests import worlds
+from tests.contract.table import OPTIMIZERS, largest_difference
+from tests.parallel.shapes import SHAPES, build, data, loss
+from tests.parallel.splitting import SEQUENCE, SPLIT, TOLERANCE, check, outcome, prepare, train, trained
+from tutti.errors import UsageError
+
+
+@pytest.mark.parametrize("shape", [shape for shape in SHAPES if "no dropout" not in shape])
+@pytest.mark.parametrize("devices", [2, 3])
+def test_equals_one_device(shape: str, devices: int) -> None:
+    # A bias of keys has a gradient that is zero by construction, of whose noise Adam makes full steps.
+    optimizer = (
+        "adamw:lr=0.01" if shape not in ("encoder", "translating", "nano", "inline") else OPTIMIZERS["sgd momentum"]
+    )
+    whole, *here = check(shape, SPLIT, devices, clip=0.5, optimizer=optimizer)
+    assert max(here) < 0.75 * whole, "nothing was split"
+
+
+ADAPTED = {"novograd, every tensor": "novograd:lr=0.01,adapt_1d=true,decay_1d=true"}
+
+
+@pytest.mark.parametrize("optimizer", [*OPTIMIZERS, *ADAPTED])
+def test_every_optimizer(optimizer: str) -> None:
+    """Norms of layers are those of whole ones, and what ranks hold alike counts once in them."""
+    text = {**OPTIMIZERS, **ADAPTED}[optimizer].format(last="*embed*+*head*")
+    check("gpt", SPLIT, 3, optimizer=text, clip=0.5, steps=3)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "devices"),
+    [("tensor:tensor=2,least=1", 4), ("hybrid:tensor=2,replicas=2,least=1,algorithm=native", 4)],
+)
+def test_replicas_of_split_layers(strategy: str, devices: int) -> None:
+    for optimizer in ("lamb", "sgd momentum"):
+        check("gpt, dropout", strategy, devices, workers=2, clip=0.1, optimizer=OPTIMIZERS[optimizer])
+
+
+STAGES = [
+    ("nano", "hybrid:stages=2,tensor=2,least=1", 4, "lars"),
+    ("nano", "hybrid:replicas=2,stages=2,tensor=2,least=1", 8, "adamw"),
+    ("gpt, dropout", "hybrid:stages=2,tensor=2,least=1,schedule=zero_bubble", 4, "adamw"),
+    ("gpt", "hybrid:stages=2,tensor=2,least=1,schedule=interleaved", 4, "novograd"),
+    ("gpt, dropout", "hybrid:stages=2,tensor=3,least=1", 6, "lamb"),
+    ("unet", "hybrid:stages=3,tensor=2,least=1", 6, "sgd momentum"),
+]
+
+
+@pytest.mark.parametrize(("shape", "strategy", "devices", "optimizer"), STAGES)
+def test_stages_of_split_layers(shape: str, strategy: str, devices: int, optimizer: str) -> None:
+    """Weights tied over stages and split, skip connections, dropout."""
+    check(shape, strategy, devices, workers=2, clip=0.1, optimizer=OPTIMIZERS[optimizer])
+
+
+def test_activations_computed_again() -> None:
+    check("gpt, dropout", SPLIT, 2, activation_checkpointing="blocks")
+    check("nano", SPLIT, 2, activation_checkpointing="blocks")
+    check("gpt, dropout", SPLIT, 2, activation_checkpointing="selective")
+
+
+def test_compiled() -> None:
+    """Split layers and blocks stay out of the graphs; what is between them is compiled."""
+    for shape in ("gpt, dropout", "encoder"):
+        optimizer = OPTIMIZERS["sgd momentum"]
+        check(shape, SPLIT, 2, compile="default:backend=eager", optimizer=optimizer, steps=2)
+
+
+@pytest.mark.parametrize("batch_norm", ["sync", "ghost:size=2"])
+def test_other_batch_norms(batch_norm: str) -> None:
+    shape, options = "convolutions, no dropout", {"workers": 2, "batch_norm": batch_norm, "micro_batch": None}
+    check(shape, "tensor:tensor=2,least=1", 4, optimizer=OPTIMIZERS["sgd momentum"], **options)
+
+
+@pytest.mark.parametrize("options", [{"channels_last": True}, {"lr_scale": "adascale", "workers": 2}])
+def test_memory_formats_and_gains(options: dict[str, Any]) -> None:
+    check("convolutions", SPLIT, 3, optimizer=OPTIMIZERS["sgd momentum"], **options)
+
+
+def test_every_rank_begins_as_the_first() -> None:
+    for other in worlds.run(3, differently, strategy=SPLIT):
+        assert other == worlds.run(1, differently, strategy="single")[0]
+
+
+def differently(strategy: str) -> Any:
+    model = build("gpt")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(tutti.rank())
+    run = tutti.prepare(model, "sgd", data("gpt"), loss("gpt"), strategy=strategy, batch_size=8)
+    return run.weights_sha256()
+
+
+def custom_loop(strategy: str, workers: int) -> Any:
+    model = build("gpt, dropout")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    run = tutti.prepare(model, optimizer, data("gpt"), strategy=strategy, batch_size=8, workers=workers, micro_batch=3)
+    function = loss("gpt")
+    for batch in run.microbatches(0):
+        total, count, _ = function(run.model, batch)
+        run.backward((total.sum(), count))
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: tensor.numpy().copy() for name, tensor in run.state().items()}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "devices"),
+    [(SPLIT, 3), ("hybrid:tensor=2,least=1", 2), ("hybrid:shards=2,stage=3,tensor=2,least=1", 4)],
+)
+def test_custom_loops_and_optimizers(strategy: str, devices: int) -> None:
+    workers = 2 if "shards" in strategy else 1
+    [want] = worlds.run(1, custom_loop, strategy="single", workers=workers)
+    for got in worlds.run(devices, custom_loop, strategy=strategy, workers=workers):
+        assert largest_difference(got, want) <= TOLERANCE
+
+
+# One state.
+
+PLACES = [("single", 1), (SPLIT, 3), ("mirrored", 2), (SPLIT, 2), ("hybrid:tensor=2,replicas=2,least=1", 4)]
+PLACES += [("hybrid:shards=2,stage=3,tensor=2,least=1", 4)]
+PLACES += [("hybrid:shards=2,tensor=2,least=1", 4), ("hybrid:shards=2,stages=2", 4), (SEQUENCE, 2)]
+
+
+def save(strategy: str, folder: str, shape: str, optimizer: str) -> None:
+    run = prepare(shape, strategy, optimizer, workers=2)
+    train(run, 2)
+    run.save(folder)
+
+
+def resume(strategy: str, folder: str, shape: str, optimizer: str) -> Any:
+    run = prepare(shape, strategy, optimizer, workers=2)
+    run.restore(folder)
+    assert run.clock == 2
+    train(run, 2)
+    return outcome(run)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "novograd", "muon"])
+def test_a_checkpoint_goes_on_anywhere(optimizer: str, tmp_path: Path) -> None:
+    arguments = {"shape": "gpt", "optimizer": OPTIMIZERS[optimizer].format(last="*embed*+*head*")}
+    [(want, *_)] = worlds.run(1, trained, strategy="single", workers=2, **arguments)
+    for number, (strategy, devices) in enumerate(PLACES):
+        folder = str(tmp_path / str(number))
+        worlds.run(devices, save, strategy=strategy, folder=folder, **arguments)
+        for other, ranks in (PLACES[number - 1], PLACES[(number + 1) % len(PLACES)]):
+            for got in worlds.run(ranks, resume, strategy=other, folder=folder, **arguments):
+                assert largest_difference(got, want) <= TOLERANCE, (strategy, devices, other, ranks)
+
+
+def written(folder: str) -> Any:
+    run = prepare("gpt", SPLIT, workers=1)
+    train(run, 1)
+    state = run.exchange.state()
+    names = {group: sorted(tensors) for group, tensors in state.items()}
+    return names, {
+        group: sum(getattr(t, "tensor", t).nbytes for t in tensors.values()) for group, tensors in state.items()
+    }
+
+
+def test_what_ranks_hold_alike_is_written_once() -> None:
+    answers = worlds.run(3, written, folder="")
+    whole = sum(p.numel() for p in build("gpt").parameters()) * 8
+    assert sum(sizes["model"] for _, sizes in answers) == whole
+    first, *others = [names for names, _ in answers]
+    assert "norm.weight" in first["model"] and "norm.weight/step" in first["optim"]
+    assert all("norm.weight" not in names["model"] for names in others)
+    assert all(not any(entry.endswith("/step") for entry in names["optim"]) for names in others)
+
+
+def begin(strategy: str, source: str) -> Any:
+    run = prepare("gpt", strategy, init_from=source)
+    return outcome(run)
+
+
+def test_weights_from_elsewhere(tmp_path: Path) -> None:
+    worlds.run(2, save, strategy=SPLIT, folder=str(tmp_path), shape="gpt", optimizer="sgd")
+    [source] = map(str, tmp_path.iterdir())
+    [want] = worlds.run(1, begin, strategy="single", source=source)
+    for got in worlds.run(3, begin, strategy=SPLIT, source=source):
+        assert largest_difference(got, want) == 0
+
+
+# Reduced precision, overflow, refusals.
+
+
+def test_float16_skips_the_same_steps() -> None:
+    scale = "dynamic:init=1073741824,max=1073741824,backoff_factor=9.5367431640625e-07,growth_interval=2"
+    options = {"precision": "fp16", "loss_scale": scale, "optimizer": "sgd:lr=0.1", "ema": None}
+    want = worlds.run(1, halves, strategy="single", **options)[0]
+    for got, skipped in worlds.run(3, halves, strategy=SPLIT, **options):
+        assert skipped == want[1] and True in skipped
+        assert largest_difference(got, want[0]) <= 2e-3
+
+
+def halves(strategy: str, **options: Any) -> Any:
+    run = prepare("gpt", strategy, **options)
+    skipped = []
+    for batch in run.epoch(0):
+        run.step(batch)
+        skipped.append(bool(run.updated and run.updated.skipped))
+    return {name: tensor.numpy().copy() for name, tensor in run.state().items()}, skipped
+
+
+def refused(kind: str) -> str:
+    model, strategy = build("gpt"), SEQUENCE if kind in ("compiled", "hooked") else SPLIT
+    options: dict[str, Any] = {"reproducible": True} if kind == "exact" else {}
+    if kind == "compiled":
+        options["compile"] = "default:backend=eager"
+    elif kind == "hooked":
+        model.block1.register_full_backward_hook(lambda *_: None)  # type: ignore[operator,union-attr]
+    try:
+        for _ in range(2):
+            tutti.prepare(model, "sgd", data("gpt"), loss("gpt"), strategy=strategy, **options)
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+REFUSED = {
+    "twice": "given to an earlier tutti.prepare with strategy tensor",
+    "exact": "not reproducible",
+    "compiled": "sequence=true does not go with --compile",
+    "hooked": "does not go with hooks on the gradients of modules",
+}
+
+
+@pytest.mark.parametrize(("kind", "words"), REFUSED.items())
+def test_refusals(kind: str, words: str) -> None:
+    assert all(words in said for said in worlds.run(2, refused, kind=kind))
+
+
+def header() -> dict[str, str]:
+    run = tutti.prepare(build("gpt"), "sgd", data("gpt"), loss("gpt"), strategy=SPLIT)
+    assert isinstance(run.model, nn.Module)
+    return dict(run.replica.summary)
+
+
+def test_the_header_says_what_is_split() -> None:
+    [said, *_] = worlds.run(2, header)
+    assert said["split"].startswith("over 2: 4 column (block1.attention.queries_keys_values block1.feed_forward.widen")
+    assert "5 whole (block1.norm1" in said["split"]

@@ -1,0 +1,208 @@
+"""Plans of models of several shapes: what is split how, and what must not be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.parallel.shapes import SHAPES, Gated, Leaking, Nano, Normed, Residual, Separate, build, decoder, tied_gpt
+from tutti.parallel.tensor.tp_plan import PlanEntry, PlanFinder, summary
+from tutti.parallel.tensor.tp_verify import TensorCut, find_block_split
+
+
+def plan(
+    model: nn.Module, ranks: int = 2, least: int = 1, whole: tuple[str, ...] = (), drops: bool = True
+) -> list[PlanEntry]:
+    return PlanFinder(model, ranks, least, whole, drops).find()
+
+
+def roles(model: nn.Module, ranks: int = 2, **options: object) -> dict[str, str]:
+    return {entry.name: entry.role for entry in plan(model, ranks, **options)}  # type: ignore[arg-type]
+
+
+def test_gpt() -> None:
+    found = roles(tied_gpt(0.1))
+    assert found == {
+        "embed.character": "vocabulary",
+        "embed.position": "vocabulary",
+        "head": "gathered",
+        **{
+            f"block{n}.{name}": role
+            for n in (1, 2)
+            for name, role in {
+                "attention": "within",
+                "attention.queries_keys_values": "column",
+                "attention.merge": "row",
+                "feed_forward.widen": "column",
+                "feed_forward.shrink": "row",
+            }.items()
+        },
+    }
+    entries = {entry.name: entry for entry in plan(tied_gpt())}
+    assert entries["block1.attention.queries_keys_values"].cuts == {"weight": TensorCut(0, 4, 3)}
+    assert entries["block1.attention.merge"].cuts == {"weight": TensorCut(1, 4)}
+    assert entries["block1.feed_forward.widen"].cuts == {"weight": TensorCut(0, 48), "bias": TensorCut(0, 48)}
+    assert entries["head"].cuts == entries["embed.character"].cuts == {"weight": TensorCut(0, 11)}
+
+
+def test_what_stays_whole_is_named() -> None:
+    model = tied_gpt()
+    found = summary(model, plan(model))
+    assert found["whole"] == [*(f"block{n}.norm{i}" for n in (1, 2) for i in (1, 2)), "norm"]
+
+
+def test_too_few_heads_are_gathered() -> None:
+    found = roles(tied_gpt(heads=3), ranks=4)
+    assert found["block1.attention.queries_keys_values"] == "gathered"
+    assert found["block1.feed_forward.widen"] == "column"
+    assert roles(tied_gpt(heads=3), ranks=3)["block1.attention"] == "within"
+
+
+def test_attention_that_drops_in_a_fused_kernel_is_gathered() -> None:
+    assert roles(tied_gpt(0.1), drops=False)["block1.attention.merge"] == "gathered"
+    assert roles(tied_gpt(0.0), drops=False)["block1.attention.merge"] == "row"
+    layer = nn.TransformerEncoderLayer(12, 4, 20, dropout=0.1)
+    assert roles(layer, drops=False) == {"linear1": "column", "dropout": "dropout", "linear2": "row", "": "slow"}
+
+
+def test_encoder_layer() -> None:
+    layer = nn.TransformerEncoderLayer(12, 4, 20, dropout=0.1)
+    assert roles(layer) == {
+        "": "slow",
+        "self_attn": "heads",
+        "self_attn.out_proj": "row",
+        "linear1": "column",
+        "dropout": "dropout",
+        "linear2": "row",
+    }
+    entries = {entry.name: entry for entry in plan(layer)}
+    assert entries["self_attn"].cuts == {"in_proj_weight": TensorCut(0, 4, 3), "in_proj_bias": TensorCut(0, 4, 3)}
+
+
+def test_layers_in_a_sequence() -> None:
+    model = nn.Sequential(
+        nn.Flatten(), nn.Linear(4, 8), nn.ReLU(), nn.Dropout(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3)
+    )
+    assert roles(model) == {"1": "column", "3": "dropout", "4": "row", "6": "gathered"}
+    assert roles(model, least=50) == {"1": "column", "3": "dropout", "4": "row"}
+    assert roles(model, whole=("1",)) == {"4": "column", "6": "row"}
+    assert roles(model, ranks=9) == {}
+
+
+@pytest.mark.parametrize(
+    "between", [nn.Softmax(-1), nn.LayerNorm(8), nn.RReLU(), nn.AlphaDropout(), Residual(nn.Identity()), nn.Flatten()]
+)
+def test_what_mixes_features_does_not_stand_between(between: nn.Module) -> None:
+    found = roles(nn.Sequential(nn.Linear(4, 8), between, nn.Linear(8, 4)))
+    assert (found["0"], found["2"]) == ("gathered", "gathered")
+
+
+def test_convolutions() -> None:
+    assert roles(build("convolutions")) == {
+        "0": "gathered",
+        "3": "gathered",
+        "5": "column",
+        "7": "dropout",
+        "8": "row",
+    }
+    unet = summary(build("unet"), plan(build("unet")))
+    assert set(unet) == {"gathered", "whole"} and "scales.up" in unet["gathered"] and unet["whole"] == ["head"]
+    assert {entry.name: entry for entry in plan(build("unet"))}["scales.up"].cuts["weight"] == TensorCut(1, 4)
+    assert roles(nn.Sequential(nn.Conv2d(4, 4, 3, groups=2))) == {}
+
+
+@pytest.mark.parametrize(
+    ("block", "blocks"), [(Nano(), {3}), (Separate(), {1}), (Separate(kv=2), {1}), (Gated(), {1}), (Nano(9, 3), {3})]
+)
+def test_blocks_of_any_code_are_split_where_that_is_shown_to_be_right(block: nn.Module, blocks: set[int]) -> None:
+    region = find_block_split(block, 2 if not isinstance(block, Nano) or block.n_head == 4 else 3)
+    assert region is not None
+    assert {cut.blocks for cut in region.columns.values()} == blocks
+
+
+def test_blocks_are_cut_by_head_where_heads_are_outermost() -> None:
+    class ByHead(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv, self.out = nn.Linear(12, 36), nn.Linear(12, 12)
+
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = self.qkv(x).view(*x.shape[:2], 4, 3, 3).permute(3, 0, 2, 1, 4)
+            out = nn.functional.scaled_dot_product_attention(q, k, v)
+            result: Tensor = self.out(out.transpose(1, 2).reshape(*x.shape[:2], 12))
+            return result
+
+    torch.manual_seed(0)
+    region = find_block_split(ByHead(), 2)
+    assert region is not None and region.columns == {"qkv": TensorCut(0, 4)}
+
+
+@pytest.mark.parametrize("block", [Normed(), Leaking(), Separate(kv=1), Nano(heads=1)])
+def test_what_would_be_wrong_is_not_split(block: nn.Module) -> None:
+    assert find_block_split(block, 2) is None
+
+
+def test_blocks_that_hold_more_than_what_is_split() -> None:
+    found = summary(model := build("inline"), plan(model))
+    assert found["column"] == [
+        *("1.block.qkv", "1.block.feed.0"),
+        *("2.block.attention.c_attn", "2.block.fc1"),
+    ]
+    assert found["row"] == ["1.block.mix", "1.block.feed.3", "2.block.attention.c_proj", "2.block.fc2"]
+    assert {"1.block", "2.block", "2.block.attention"} <= {e.name for e in plan(model) if e.role == "within"}
+
+
+def test_a_norm_of_keys_is_not_split_with_its_heads() -> None:
+    class Normal(Separate):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.LayerNorm(self.head)
+
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = (m(x).view(*x.shape[:-1], -1, self.head).transpose(1, 2) for m in (self.q, self.k, self.v))
+            out = nn.functional.scaled_dot_product_attention(q, self.norm(k), v)
+            result: Tensor = self.o(out.transpose(1, 2).flatten(2))
+            return result
+
+    assert find_block_split(Normal(), 2) is None
+
+
+def test_a_block_that_may_be_given_a_mask_is_not_split() -> None:
+    class Masked(Gated):
+        def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+            return super().forward(x)
+
+    assert roles(Masked())["up"] == "gathered"
+    assert roles(decoder(Masked()))["1.block.up"] == "column", "the block around it never gives one"
+
+
+def test_a_layer_used_twice_is_gathered() -> None:
+    again = nn.Linear(6, 6)
+    assert roles(nn.Sequential(again, nn.Tanh(), nn.Linear(6, 6), again)) == {"0": "gathered", "2": "gathered"}
+
+
+def test_tied_layers_that_cannot_be_split_alike_stay_whole() -> None:
+    model = nn.Sequential(nn.Embedding(6, 6, max_norm=1.0), nn.Linear(6, 6, bias=False))
+    model[1].weight = model[0].weight
+    assert roles(model) == {}
+
+
+def test_blocks_that_are_built_alike_are_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[nn.Module] = []
+
+    def counted(block: nn.Module, *rest: Any) -> Any:
+        tried.append(block)
+        return find_block_split(block, *rest)
+
+    monkeypatch.setattr("tutti.parallel.tensor.tp_plan.find_block_split", counted)
+    found = roles(decoder(Nano(), Nano(), Nano(heads=3), Nano()))
+    assert len(tried) == 2 and [found[f"{n}.block"] for n in (1, 2, 3, 4)] == ["within"] * 4
+
+
+def test_plans_travel() -> None:
+    for shape in SHAPES:
+        for entry in plan(build(shape)):
+            assert PlanEntry.from_json(entry.as_json()) == entry or entry.role == "within"

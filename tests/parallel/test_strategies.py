@@ -1,0 +1,167 @@
+"""The table of strategies: every row can be made, and what cannot run is refused with what can."""
+
+from __future__ import annotations
+
+import dataclasses
+from importlib import import_module
+
+import pytest
+
+from tutti import parallel
+from tutti.errors import UsageError
+from tutti.parallel import TABLE
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_every_row_is_whole(name: str) -> None:
+    row = TABLE[name]
+    for text, methods in (
+        (row.layout, ["build"]),
+        (
+            row.exchange,
+            [
+                "attach",
+                "begin_worker",
+                "end_worker",
+                "reduce_gradients",
+                "optimizer_step",
+                "merged",
+                "replicated",
+                "state",
+                "load",
+            ],
+        ),
+    ):
+        module, _, kind = text.partition(":")
+        made = getattr(import_module(f"tutti.parallel.{module}"), kind)
+        assert all(callable(getattr(made, method)) for method in methods)
+    fields = [{f.name for f in dataclasses.fields(c)} for c in (row.layout_config, row.exchange_config)]
+    assert not fields[0] & fields[1]
+    assert row.summary
+    choice = parallel.parse_strategy(name)
+    assert (choice.layout, choice.exchange) == (row.layout_config(), row.exchange_config())
+
+
+def test_options_reach_their_owner() -> None:
+    assert parallel.parse_strategy("mirrored:wire=bf16,bucket_mb=2").exchange.bucket_mb == 2
+    assert parallel.parse_strategy("local_sgd:period=3").exchange.period == 3
+    choice = parallel.parse_strategy("model_parallel:stages=2,algorithm=native")
+    assert (choice.layout.stages, choice.exchange.algorithm) == (2, "native")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("miror", "did you mean 'mirrored'"),
+        ("mirrored:bucket=3", "did you mean 'bucket_mb'"),
+        ("mirrored:stages=2", "unknown option 'stages'"),
+        ("mirrored:bucket_mb=0", "bucket_mb is 0"),
+        ("mirrored:wire=int8", "'int8' is not possible"),
+        ("mirrored:algorithm=shared_memory,wire=bf16", "shared_memory has no wire"),
+        ("local_sgd:period=0", "period is 0"),
+        ("model_parallel:stages=0", "stages is 0"),
+        ("tensor:tensor=0", "tensor is 0"),
+        ("tensor:least=-1", "least is -1"),
+        ("hybrid:replicas=0", "replicas is 0"),
+        ("hybrid:stages=2,tensor=0", "tensor is 0"),
+        ("hybrid:sequence=true", "sequence does nothing with tensor=1"),
+        ("tensor:sequence=perhaps", "sequence"),
+        ("hybrid:shards=0", "shards is 0"),
+        ("hybrid:tensor=2,stage=3", "stage=3 shares out nothing without shards=2"),
+        ("hybrid:shards=2,tensor=2,stage=4", "stage is 4"),
+        ("hybrid:shards=2,tensor=2,units=block", "units is for stages 2 and 3"),
+        ("hybrid:shards=2,wire=bf16", "wire does nothing with shards=2"),
+        ("tensor:shards=2", "unknown option 'shards'"),
+        ("local_sgd:post=-1", "cannot read '-1' as a duration"),
+        ("diloco:outer_lr=0", "outer_lr is 0"),
+        ("diloco:outer_momentum=1", "must be at least 0 and below 1"),
+        ("sharded:stage=4", "stage is 4"),
+        ("sharded:shards=0", "shards is 0"),
+        ("sharded:stage=1,param_dtype=bf16", "param_dtype is for stages 2 and 3"),
+        ("sharded:stage=1,units=block", "units is for stages 2 and 3"),
+    ],
+)
+def test_bad_specifications_are_refused(text: str, words: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        parallel.parse_strategy(text)
+    assert words in str(caught.value).lower()
+
+
+@pytest.mark.parametrize(
+    ("text", "devices", "shape"),
+    [
+        ("single", 1, (1, 1)),
+        ("mirrored", 4, (4, 1)),
+        ("local_sgd", 3, (3, 1)),
+        ("model_parallel", 3, (1, 3)),
+        ("model_parallel:stages=2", 4, (2, 2)),
+        ("model_parallel:stages=1", 4, (4, 1)),
+        ("tensor", 3, (1, 1)),
+        ("tensor:tensor=2", 4, (2, 1)),
+        ("hybrid:stages=2,tensor=2", 8, (2, 2)),
+        ("hybrid", 3, (3, 1)),
+        ("hybrid:shards=2,stages=2", 8, (2, 2)),
+    ],
+)
+def test_shape_of_the_grid(text: str, devices: int, shape: tuple[int, int]) -> None:
+    got = parallel.check_strategy(text, devices).shape(devices)
+    assert (got["replica"], got["stage"]) == shape
+
+
+@pytest.mark.parametrize(
+    ("alias", "name"),
+    [
+        ("ddp", "mirrored"),
+        ("fsdp", "sharded"),
+        ("zero:stage=2", "sharded:stage=2"),
+        ("tp", "tensor"),
+        ("pp", "pipeline"),
+    ],
+)
+def test_the_names_of_the_field_are_accepted(alias: str, name: str) -> None:
+    assert parallel.parse_strategy(alias) == parallel.parse_strategy(name)
+
+
+@pytest.mark.parametrize(
+    ("text", "devices", "options", "words"),
+    [
+        ("single", 2, {}, ["runs on 1 device, not 2", "take --strategy mirrored"]),
+        ("model_parallel:stages=2", 3, {}, ["3 devices cannot hold 2 stages", "stages=1"]),
+        ("model_parallel:stages=4", 6, {}, ["multiple of 4 devices, or stages=3"]),
+        ("tensor:tensor=2", 3, {}, ["3 devices cannot hold 2 tensor", "multiple of 2 devices, or tensor=1"]),
+        ("tensor", 2, {"reproducible": True}, ["'tensor' is not reproducible"]),
+        ("hybrid:stages=2,tensor=2", 6, {}, ["6 devices cannot hold 2 stages × 2 tensor", "a multiple of 4 devices"]),
+        ("hybrid:replicas=2,stages=2,tensor=2", 6, {}, ["2 replicas × 2 stages × 2 tensor", "take 8 devices"]),
+        ("hybrid:stages=2,tensor=2", 8, {"workers": 1}, ["1 workers cannot be spread over 2 data ranks"]),
+        (
+            "hybrid:shards=3,tensor=2",
+            8,
+            {},
+            ["8 devices cannot hold 3 shards × 2 tensor ranks", "a multiple of 6 devices"],
+        ),
+        ("hybrid:shards=2,tensor=2", 4, {"workers": 1}, ["1 workers cannot be spread over 2 data ranks"]),
+        ("hybrid:shards=2,tensor=2", 4, {"adaptive": True}, ["adascale does not go with strategy 'hybrid'"]),
+        ("mirrored", 4, {"workers": 3}, ["3 workers cannot be spread over 4 data ranks", "--devices 3"]),
+        ("model_parallel:stages=2", 8, {"workers": 3}, ["over 4 data ranks", "--workers 4", "--devices 6"]),
+        ("sharded:shards=3", 4, {}, ["4 devices cannot hold 3 shards", "shards=2"]),
+        ("sharded", 4, {"workers": 3}, ["3 workers cannot be spread over 4 data ranks"]),
+        ("sharded", 2, {"reproducible": True}, ["'sharded' is not reproducible"]),
+        ("sharded", 2, {"adaptive": True}, ["--lr-scale adascale does not go with strategy 'sharded'"]),
+        ("mirrored:wire=fp16", 2, {"reproducible": True}, ["--reproducible does not go with a compressed wire"]),
+        ("model_parallel", 2, {"custom_loop": True}, ["needs run.step(batch)", "take one of single, mirrored"]),
+        ("local_sgd", 2, {"custom_loop": True}, ["needs run.step(batch)"]),
+    ],
+)
+def test_what_cannot_run_is_refused_with_what_can(
+    text: str, devices: int, options: dict[str, bool], words: list[str]
+) -> None:
+    with pytest.raises(UsageError) as caught:
+        parallel.check_strategy(text, devices, **options)
+    for word in words:
+        assert word.lower() in str(caught.value).lower()
+
+
+def test_what_can_run_is_let_through() -> None:
+    parallel.check_strategy("single", 1, workers=8, reproducible=True, custom_loop=True)
+    parallel.check_strategy("mirrored", 4, workers=4, reproducible=True, custom_loop=True)
+    parallel.check_strategy("model_parallel", 4, workers=1, reproducible=True)

@@ -1,0 +1,207 @@
+"""Optimizers that mix the numbers of one tensor, or of several, where ranks hold slices."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import tutti
+from tests import worlds
+from tests.parallel.mixers import loss, prepared, state, trained
+from tutti.checkpoint.manager import Checkpoints
+from tutti.comm.communicator import Communicator
+from tutti.errors import UsageError
+from tutti.launcher import context
+
+PLACES = [
+    (2, "sharded:units=Linear"),
+    (3, "sharded:stage=2,units=Linear"),
+    (3, "sharded:stage=1"),
+    (4, "sharded:stage=1"),
+    (4, "sharded:shards=2,units=Linear"),
+    (3, "tensor:least=1"),
+    (4, "tensor:tensor=2,least=1"),
+    (4, "hybrid:shards=2,tensor=2,least=1"),
+    (4, "hybrid:shards=2,stage=3,units=Linear,tensor=2,least=1"),
+]
+OTHERS = [
+    (3, "mirrored"),
+    (3, "central_storage"),
+    (2, "parameter_server:servers=2"),
+    (2, "pipeline"),
+    (4, "hybrid:stages=2,tensor=2,least=1"),
+    (4, "hybrid:shards=2,stages=2"),
+]
+MIXED = ["muon", "grouped", "normalized", "columns"]
+
+
+def check(optimizer: str, devices: int, strategy: str) -> None:
+    [want] = worlds.run(1, trained, strategy="single", optimizer=optimizer)
+    for got in worlds.run(devices, trained, strategy=strategy, optimizer=optimizer):
+        assert got.keys() == want.keys()
+        assert max(np.abs(got[name] - want[name]).max() for name in want) <= 1e-10
+
+
+@pytest.mark.parametrize("optimizer", MIXED)
+@pytest.mark.parametrize(("devices", "strategy"), PLACES)
+def test_whole_tensors_are_mixed(devices: int, strategy: str, optimizer: str) -> None:
+    check(optimizer, devices, strategy)
+
+
+@pytest.mark.parametrize(("devices", "strategy"), PLACES)
+def test_rows_are_mixed_by_themselves(devices: int, strategy: str) -> None:
+    """Which needs no more where whole rows are here, and whole tensors where columns are split."""
+    check("centralized", devices, strategy)
+
+
+@pytest.mark.parametrize(("devices", "strategy"), PLACES)
+def test_all_tensors_are_mixed(devices: int, strategy: str) -> None:
+    check("together", devices, strategy)
+
+
+def test_all_tensors_where_no_trial_can_be_made() -> None:
+    """A new one would be another algorithm."""
+    check("mode", 3, "sharded:units=Linear")
+
+
+@pytest.mark.parametrize(("devices", "strategy"), PLACES)
+def test_state_that_a_constructor_makes_is_cut(devices: int, strategy: str) -> None:
+    check("adagrad", devices, strategy)
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "grouped", "decayed", "adagrad"])
+@pytest.mark.parametrize(("devices", "strategy"), OTHERS)
+def test_where_tensors_are_shared_out(devices: int, strategy: str, optimizer: str) -> None:
+    """Flattened ones, too, in which an optimizer may see no matrix."""
+    check(optimizer, devices, strategy)
+
+
+def held(strategy: str, optimizer: str) -> tuple[int, int]:
+    """How often tensors were gathered in one step, and numbers in this rank's part of the optimizer's state."""
+    run, gathered = prepared(strategy, optimizer), []
+    with pytest.MonkeyPatch.context() as patch:
+        real = Communicator.exchange_parts
+        patch.setattr(Communicator, "exchange_parts", lambda *given: (gathered.append(given[-1]), real(*given))[1])
+        run.step(next(run.epoch(0)))
+    [made] = run.exchange.optimizers
+    states = [value for s in made.state.values() for value in s.values()]
+    return len(gathered), sum(value.numel() for value in states if value.dim())
+
+
+@pytest.mark.parametrize("strategy", ["sharded:units=Linear", "sharded:stage=1", "tensor:least=1"])
+def test_each_number_by_itself_needs_no_message(strategy: str) -> None:
+    for optimizer in ("sgd", "adamw", "decayed"):
+        assert [count for count, _ in worlds.run(3, held, strategy=strategy, optimizer=optimizer)] == [0] * 3
+    assert [count for count, _ in worlds.run(3, held, strategy=strategy, optimizer="normalized")] == [2] * 3
+
+
+def test_each_tensors_state_is_on_one_rank() -> None:
+    whole = sum(numbers for _, numbers in worlds.run(1, held, strategy="single", optimizer="normalized"))
+    mine = [numbers for _, numbers in worlds.run(3, held, strategy="sharded:units=Linear", optimizer="normalized")]
+    assert sum(mine) == whole and max(mine) < whole
+    made = [numbers for _, numbers in worlds.run(3, held, strategy="sharded:stage=1", optimizer="ready")]
+    frozen = 10 * 10 + 10
+    assert [numbers - frozen for numbers in made] == mine
+
+
+def custom_loop(strategy: str, optimizer: str) -> dict[str, Any]:
+    """A loop of the user's own, with the optimizer that the user made."""
+    run = prepared(strategy, optimizer)
+    made = run.optimizer
+    assert made is not None
+    for batch in run.microbatches(0):
+        run.backward(loss(run.model, batch))
+        made.step()
+        made.zero_grad()
+    return state(run)
+
+
+@pytest.mark.parametrize("strategy", ["sharded:units=Linear", "sharded:stage=1"])
+def test_a_loop_of_the_users_own(strategy: str) -> None:
+    [want] = worlds.run(1, custom_loop, strategy="single", optimizer="grouped")
+    for got in worlds.run(3, custom_loop, strategy=strategy, optimizer="grouped"):
+        assert max(np.abs(got[name] - want[name]).max() for name in want) <= 1e-10
+
+
+def saver(run: tutti.Run, folder: str) -> Checkpoints:
+    facts = {"workers": run.context.workers, "seed": 0, "config_sha256": "0" * 64}
+    return Checkpoints(run, Path(folder), context.current(), facts, keep=2, warn=print)
+
+
+def save(strategy: str, optimizer: str, folder: str) -> None:
+    """After the first epoch."""
+    run = prepared(strategy, optimizer)
+    for batch in run.epoch(0):
+        run.step(batch)
+    checkpoints = saver(run, folder)
+    checkpoints.save({})
+    checkpoints.wait()
+
+
+def resume(strategy: str, optimizer: str, folder: str) -> dict[str, Any]:
+    """The second epoch."""
+    run = prepared(strategy, optimizer)
+    assert saver(run, folder).restore() is not None and run.clock == 3
+    for batch in run.epoch(1):
+        run.step(batch)
+    return state(run)
+
+
+STATES = [
+    ("sharded:units=Linear", 3),
+    ("single", 1),
+    ("tensor:least=1", 2),
+    ("sharded:stage=1", 2),
+    ("hybrid:shards=2,stage=3,units=Linear,tensor=2,least=1", 4),
+    ("mirrored", 2),
+    ("hybrid:shards=2,tensor=2,least=1", 4),
+    ("parameter_server:servers=2", 2),
+    ("sharded:shards=2,units=Linear", 4),
+    ("central_storage", 3),
+]
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "grouped", "adagrad"])
+def test_state_is_continued_by_any(optimizer: str, tmp_path: Path) -> None:
+    """Row and column factors, which have another shape than their parameter; each strategy by the next two."""
+    [want] = worlds.run(1, trained, strategy="single", optimizer=optimizer)
+    for number, (strategy, devices) in enumerate(STATES):
+        folder = str(tmp_path / str(number))
+        worlds.run(devices, save, strategy=strategy, optimizer=optimizer, folder=folder)
+        for other, ranks in (STATES[number - 1], STATES[number - 4]):
+            for got in worlds.run(ranks, resume, strategy=other, optimizer=optimizer, folder=folder):
+                assert max(np.abs(got[name] - want[name]).max() for name in want) <= 1e-10, (strategy, other)
+
+
+def refused(strategy: str, optimizer: str) -> str:
+    try:
+        prepared(strategy, optimizer)
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("devices", "strategy", "optimizer", "words"),
+    [
+        (2, "pipeline", "together", "Together needs all tensors together, and 2 stages of the model have some each"),
+        (2, "central_storage", "together", "2 ranks that own tensors have some each"),
+        (1, "parameter_server:servers=2", "together", "2 parameter servers have some each"),
+        (2, "sharded:units=Linear", "lbfgs", "LBFGS needs whole tensors and a closure"),
+        (2, "mirrored", "drawing", "Drawing draws random numbers in its step"),
+        (2, "local_sgd:period=2", "drawing", "Drawing draws random numbers in its step"),
+        (1, "parameter_server", "drawing", "Drawing draws random numbers in its step"),
+        (2, "pipeline", "mode", "Mode cannot be made anew"),
+    ],
+)
+def test_the_rest_is_refused(devices: int, strategy: str, optimizer: str, words: str) -> None:
+    for said in worlds.run(devices, refused, strategy=strategy, optimizer=optimizer):
+        assert words in said
+
+
+@pytest.mark.parametrize(("devices", "strategy"), [(2, "mirrored"), (2, "sharded:units=Linear"), (2, "tensor:least=1")])
+def test_what_a_refusal_names_works(devices: int, strategy: str) -> None:
+    check("together", devices, strategy)

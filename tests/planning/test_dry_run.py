@@ -1,0 +1,149 @@
+"""``tutti train --dry-run``: figures before anything runs, a step's beside them, and what cannot fit refused."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.forkserver import run
+from tutti.config.train_config import TrainConfig
+from tutti.planning import dry_run as command_line
+from tutti.planning.dry_run import _notes
+from tutti.planning.memory_plan import model_facts, nearest_plan, plan_memory
+from tutti.workload.tensor_memory import Tracker, parse_bytes
+
+BASE = {"batch_size": 32, "device": "cpu", "devices": "2"}
+
+
+def command(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    command = ["-m", "tutti", "train", "digits", "--device", "cpu", "--dry-run", *words]
+    return run(command, folder, {**os.environ, "COLUMNS": "100"}, 240)
+
+
+def figures(out: str) -> dict[str, list[str]]:
+    """The numbers of each line, as they are printed."""
+    return {line[:16].strip(): line[16:].split() for line in out.splitlines()[1:]}
+
+
+def test_state_is_predicted_as_it_is(tmp_path: Path) -> None:
+    result = command(tmp_path, "--devices", "2", "--strategy", "sharded:stage=1", "--optimizer", "adam", "--ema", "0.9")
+    assert result.returncode == 0, result.stderr
+    said = figures(result.stdout)
+    for name in ("parameters", "optimizer"):
+        value, unit, own, own_unit = said[name]
+        assert unit == own_unit and float(own) == pytest.approx(float(value), rel=0.03), name
+    assert len(said["total"]) == 4
+    assert list(tmp_path.iterdir()) == [], "nothing is left of it"
+
+
+def test_what_cannot_fit_is_refused_with_what_does(tmp_path: Path) -> None:
+    result = command(tmp_path, "--devices", "2", "--memory", "700KB")
+    assert result.returncode == 2
+    assert "a device needs" in result.stderr and "has 684 KiB" in result.stderr
+    assert "sharded:stage=" in result.stderr and "--devices" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_plans_fit_and_share_out_no_more_than_needed() -> None:
+    config = TrainConfig(**BASE)
+    found = model_facts("digits", config)
+    total = plan_memory(found, config).total
+    assert (
+        nearest_plan(found, config, total) == config
+        or plan_memory(found, nearest_plan(found, config, total)).total <= total
+    )
+    tight = nearest_plan(found, config, total * 0.6)
+    assert tight is not None and plan_memory(found, tight).total <= total * 0.6
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_stage_divides_what_it_shares_out(stage: int) -> None:
+    whole = plan_memory(found := model_facts("digits", TrainConfig(**BASE)), TrainConfig(**BASE))
+    part = plan_memory(found, TrainConfig(**{**BASE, "strategy": f"sharded:stage={stage}"}))
+    assert part.optimizer == whole.optimizer / 2
+    assert part.gradients == whole.gradients / (2 if stage > 1 else 1)
+    assert part.parameters == whole.parameters / (2 if stage > 2 else 1)
+
+
+def test_recomputation_and_smaller_batches_take_less() -> None:
+    text = {**BASE, "model": "gpt:layers=4,width=64"}
+    data = {"data": __file__}
+    whole = model_facts("text", TrainConfig(**text, **data)).activations
+    again, chosen = (
+        model_facts("text", TrainConfig(**text, **data, activation_checkpointing=kind)).activations
+        for kind in ("blocks", "selective")
+    )
+    half = model_facts("text", TrainConfig(**{**text, "batch_size": 16}, **data)).activations
+    assert whole is not None and again is not None and chosen is not None and half is not None
+    assert again < 0.7 * whole and 0.4 * whole < half < 0.7 * whole
+    assert again < chosen < 0.9 * whole
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("cuts=fc1", "stages: 2, cut before fc1 (30% | 70% of the parameters;"),
+        ("schedule=interleaved,cuts=conv3+fc1+fc2", "stages: 4, cut before conv3, fc1, fc2 (10% | 19% | 69% | 1%"),
+    ],
+)
+def test_a_pipeline_is_looked_at_where_it_is_cut(options: str, words: str, tmp_path: Path) -> None:
+    result = command(tmp_path, "--devices", "2", "--strategy", f"pipeline:micro_batches=4,{options}")
+    assert result.returncode == 0, result.stderr
+    assert words in result.stdout
+    said = figures(result.stdout)
+    for name in ("parameters", "optimizer"):
+        value, unit, own, own_unit = said[name]
+        assert unit == own_unit and float(own) == pytest.approx(float(value), rel=0.03), name
+    assert list(tmp_path.iterdir()) == [], "nothing is left of it"
+
+
+def test_a_cut_that_does_not_fit_is_moved(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """All the time is in the first convolution, and most parameters in the first linear layer."""
+    monkeypatch.setattr(command_line, "_seconds", lambda *_: {"conv1": 1.0, "conv2": 1e-3, "fc1": 1e-3})
+    config = TrainConfig(**{**BASE, "strategy": "pipeline:micro_batches=8"})
+    found = model_facts("digits", config)
+    own, other, chosen = command_line._of_stages("digits", config, found, 10**9, ())
+    assert (other, chosen.strategy) == (None, "pipeline:micro_batches=8,cuts=conv2")
+    room = 0.97 * own.total
+    moved, other, chosen = command_line._of_stages("digits", config, found, int(room), ())
+    said = capsys.readouterr().out.splitlines()
+    assert moved.total <= room and other is None
+    assert "most even in time: 2, cut before conv2" in said[1] and "which does not fit" in said[1]
+    assert said[2].startswith("most even that fits: 2, cut before ") and said[3] == f"to train so: {chosen.strategy}"
+    own, other, chosen = command_line._of_stages("digits", config, found, 100_000, ())
+    assert own.total > 100_000 and other is None, "one layer alone takes more"
+
+
+def test_what_this_host_has_no_room_for_is_not_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It fits into the devices that were told of, which need not be here."""
+    monkeypatch.setattr("tutti.workload.tensor_memory.free_memory", lambda processes: 2**29 // processes)
+    monkeypatch.setattr(command_line, "launch", lambda *_, **__: pytest.fail("a process was started"))
+    assert command_line.dry_run("digits", TrainConfig(**BASE), "16GB", ()) == 0
+    *table, said = capsys.readouterr().out.splitlines()
+    assert table[-1].startswith("total")
+    assert said == "not measured: this host has 256 MiB free for each of 2 processes, too little for that"
+
+
+def test_what_is_taken_for_granted_is_said() -> None:
+    told = {s: _notes(TrainConfig(**BASE, strategy=s), known=True) for s in ("pipeline", "tensor", "central_storage")}
+    assert told["pipeline"] == []
+    assert "into equal parts" in told["tensor"][0] and "not one copy for all" in told["central_storage"][0]
+    assert "without activations" in _notes(TrainConfig(**BASE), known=False)[0]
+
+
+def test_bytes_are_counted_while_they_are_there() -> None:
+    import torch
+
+    with Tracker() as tracker:
+        first = torch.zeros(1000, dtype=torch.float64)
+        second = first + 1
+        assert tracker.now == 16000
+        del first
+        assert tracker.now == 8000
+        second.add_(1)
+    assert (tracker.peak, parse_bytes("1.5KiB", "")) == (16000, 1536)

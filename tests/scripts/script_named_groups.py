@@ -1,0 +1,57 @@
+"""Parameter groups by name: no decay for biases and norms, a smaller rate for the first layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.optim import Optimizer
+from torch.utils.data import TensorDataset
+
+from tests.scripts import Batches, Prepare, State
+
+BATCH = 7
+
+
+def dataset() -> TensorDataset:
+    draw = torch.Generator().manual_seed(1)
+    return TensorDataset(
+        torch.randn(25, 5, generator=draw, dtype=torch.float64), torch.randint(0, 3, (25,), generator=draw)
+    )
+
+
+def build() -> tuple[nn.Module, Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 3))
+    model = model.double()
+    groups = []
+    for name, parameter in model.named_parameters():
+        decay = 0.0 if name.endswith("bias") or parameter.dim() == 1 else 0.1
+        groups.append({"params": [parameter], "weight_decay": decay, "lr": 0.002 if name.startswith("0.") else 0.01})
+    return model, torch.optim.AdamW(groups)
+
+
+def loss_fn(model: Any, batch: Any) -> Tensor:
+    inputs, targets = batch
+    return functional.cross_entropy(model(inputs), targets)
+
+
+def plain(batches: Batches) -> State:
+    model, optimizer = build()
+    for epoch in range(2):
+        for batch in batches(epoch):
+            optimizer.zero_grad()
+            loss_fn(model, batch).backward()
+            optimizer.step()
+    return model.state_dict()
+
+
+def script(prepare: Prepare) -> State:
+    model, optimizer = build()
+    run = prepare(model, optimizer, dataset(), loss_fn, batch_size=BATCH)
+    for epoch in range(2):
+        for batch in run.epoch(epoch):
+            run.step(batch)
+    return run.state()

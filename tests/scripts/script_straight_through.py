@@ -1,0 +1,69 @@
+"""A binarized network: weights are rounded in forward by a custom autograd function inside a layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.optim import Optimizer
+from torch.utils.data import TensorDataset
+
+from tests.scripts import Batches, Prepare, State
+
+BATCH = 8
+
+
+class Sign(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(weight)
+        return weight.sign() * weight.abs().mean()
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor) -> Tensor:
+        [weight] = ctx.saved_tensors
+        return slope * (weight.abs() < 1)
+
+
+class Binary(nn.Linear):
+    def forward(self, inputs: Tensor) -> Tensor:
+        return functional.linear(inputs, Sign.apply(self.weight), self.bias)
+
+
+def dataset() -> TensorDataset:
+    draw = torch.Generator().manual_seed(1)
+    return TensorDataset(
+        torch.randn(26, 6, generator=draw, dtype=torch.float64), torch.randint(0, 3, (26,), generator=draw)
+    )
+
+
+def build() -> tuple[nn.Module, Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(Binary(6, 8), nn.Hardtanh(), Binary(8, 8), nn.Hardtanh(), nn.Linear(8, 3)).double()
+    return model, torch.optim.Adam(model.parameters(), lr=0.01)
+
+
+def loss_fn(model: Any, batch: Any) -> Tensor:
+    inputs, targets = batch
+    return functional.cross_entropy(model(inputs), targets)
+
+
+def plain(batches: Batches) -> State:
+    model, optimizer = build()
+    for epoch in range(2):
+        for batch in batches(epoch):
+            optimizer.zero_grad()
+            loss_fn(model, batch).backward()
+            optimizer.step()
+    return model.state_dict()
+
+
+def script(prepare: Prepare) -> State:
+    model, optimizer = build()
+    run = prepare(model, optimizer, dataset(), loss_fn, batch_size=BATCH)
+    for epoch in range(2):
+        for batch in run.epoch(epoch):
+            run.step(batch)
+    return run.state()

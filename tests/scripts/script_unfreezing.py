@@ -1,0 +1,61 @@
+"""Gradual unfreezing: layers begin to learn in a later epoch, by requires_grad_(True)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.optim import Optimizer
+from torch.utils.data import TensorDataset
+
+from tests.scripts import Batches, Prepare, State
+
+BATCH = 7
+
+
+def dataset() -> TensorDataset:
+    draw = torch.Generator().manual_seed(1)
+    return TensorDataset(
+        torch.randn(25, 5, generator=draw, dtype=torch.float64), torch.randint(0, 3, (25,), generator=draw)
+    )
+
+
+def build() -> tuple[nn.Sequential, Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+    model[:4].requires_grad_(False)
+    return model, torch.optim.Adam(model.parameters(), lr=0.01)
+
+
+def loss_fn(model: Any, batch: Any) -> Tensor:
+    inputs, targets = batch
+    return functional.cross_entropy(model(inputs), targets)
+
+
+def plain(batches: Batches) -> State:
+    model, optimizer = build()
+    for epoch in range(3):
+        if epoch == 1:
+            model[2].requires_grad_(True)
+        if epoch == 2:
+            model[0].requires_grad_(True)
+        for batch in batches(epoch):
+            optimizer.zero_grad()
+            loss_fn(model, batch).backward()
+            optimizer.step()
+    return model.state_dict()
+
+
+def script(prepare: Prepare) -> State:
+    model, optimizer = build()
+    run = prepare(model, optimizer, dataset(), loss_fn, batch_size=BATCH)
+    for epoch in range(3):
+        if epoch == 1:
+            model[2].requires_grad_(True)
+        if epoch == 2:
+            model[0].requires_grad_(True)
+        for batch in run.epoch(epoch):
+            run.step(batch)
+    return run.state()

@@ -1,0 +1,61 @@
+"""A model with parameters that the loss never sees, under an optimizer that decays weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.optim import Optimizer
+from torch.utils.data import TensorDataset
+
+from tests.scripts import Batches, Prepare, State
+
+BATCH = 7
+
+
+class Spare(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.idle, self.last = nn.Linear(5, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.last(self.first(inputs).tanh())
+
+
+def dataset() -> TensorDataset:
+    draw = torch.Generator().manual_seed(1)
+    return TensorDataset(
+        torch.randn(25, 5, generator=draw, dtype=torch.float64), torch.randint(0, 3, (25,), generator=draw)
+    )
+
+
+def build() -> tuple[nn.Module, Optimizer]:
+    torch.manual_seed(0)
+    model = Spare().double()
+    return model, torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+
+
+def loss_fn(model: Any, batch: Any) -> Tensor:
+    inputs, targets = batch
+    return functional.cross_entropy(model(inputs), targets)
+
+
+def plain(batches: Batches) -> State:
+    model, optimizer = build()
+    for epoch in range(2):
+        for batch in batches(epoch):
+            optimizer.zero_grad()
+            loss_fn(model, batch).backward()
+            optimizer.step()
+    return model.state_dict()
+
+
+def script(prepare: Prepare) -> State:
+    model, optimizer = build()
+    run = prepare(model, optimizer, dataset(), loss_fn, batch_size=BATCH)
+    for epoch in range(2):
+        for batch in run.epoch(epoch):
+            run.step(batch)
+    return run.state()

@@ -1,0 +1,449 @@
+"""Each private name of PyTorch does here what tutti uses it for; a release that changes one fails by its name."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import tempfile
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing.api import MultiprocessContext
+from torch.distributed.fsdp import FSDPModule
+from torch.overrides import TorchFunctionMode
+
+from tutti import torch_compat
+from tutti.torch_compat import (
+    ELASTIC_AGENT_MEMBERS,
+    FUSED_ACTIVATION,
+    FUSED_PRODUCTS,
+    FX_CONSTANT,
+    GRADIENT_HOOK_ATTRIBUTES,
+    IS_VIEW,
+    MODULE_ATTRIBUTES,
+    OPTIMIZER_ATTRIBUTES,
+    VERSION_ATTRIBUTE,
+    BatchNormBase,
+    ConvBase,
+    ConvTransposeBase,
+    DropoutBase,
+    FakeTensorMode,
+    NormBase,
+    TorchDispatchMode,
+    TorchFunctionDisabled,
+    accumulation_hooks,
+    all_gather_single,
+    assert_async,
+    chunk_cat,
+    default_store,
+    dispatch_mode_depth,
+    draws_samples,
+    elastic_processes,
+    flight_recorder,
+    foreach_add_,
+    foreach_copy_,
+    foreach_div_,
+    foreach_lerp_,
+    foreach_mul,
+    foreach_mul_,
+    foreach_norm,
+    foreach_sqrt,
+    foreach_sub,
+    foreach_sub_,
+    function_mode_depth,
+    functorch_level,
+    gradient_hooks,
+    has_backward_hook,
+    has_forward_hook,
+    has_packed_projection,
+    in_backward,
+    inductor_mode_options,
+    is_hook_of_fsdp,
+    is_wrapped_by_scheduler,
+    make_wrapper_subclass,
+    mark_stepped,
+    mark_wrapped_by_scheduler,
+    module_buffers,
+    module_parameters,
+    non_persistent_buffers,
+    operator_arguments,
+    order_members,
+    reduce_scatter_single,
+    saved_tensor_hooks,
+    set_fsdp_collectives,
+    set_gradient_hooks,
+    sparse_indices,
+    storage_key,
+    tensor_version,
+    tree_flatten,
+    tree_leaves,
+    tree_map,
+    tree_map_only,
+    tree_unflatten,
+    version_counting_view,
+    write_event,
+)
+
+
+def lists() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    return [torch.tensor([3.0, 4.0]), torch.tensor([16.0])], [torch.tensor([1.0, 2.0]), torch.tensor([4.0])]
+
+
+def numbers(tensors: object) -> list[list[float]]:
+    return [t.reshape(-1).tolist() for t in tensors]  # type: ignore[attr-defined]
+
+
+def in_place(function: Callable[..., object], *rest: object, **options: float) -> list[list[float]]:
+    first, second = lists()
+    function(first, second, *rest, **options)
+    return numbers(first)
+
+
+def scaled(function: Callable[..., object], factors: object) -> list[list[float]]:
+    first, _ = lists()
+    return numbers(function(first, factors) or first)
+
+
+def lists_are_computed_with_at_once() -> None:
+    first, second = lists()
+    assert in_place(foreach_add_) == [[4, 6], [20]] and in_place(foreach_add_, alpha=2) == [[5, 8], [24]]
+    assert in_place(foreach_sub_) == numbers(foreach_sub(first, second)) == [[2, 2], [12]]
+    assert in_place(foreach_copy_) == numbers(second)
+    assert in_place(foreach_div_) == [[3, 2], [4]]
+    assert in_place(foreach_lerp_, 0.5) == [[2, 3], [10]]
+    assert scaled(foreach_mul, [2.0, 3.0]) == scaled(foreach_mul_, [2.0, 3.0]) == [[6, 8], [48]]
+    assert in_place(foreach_mul_) == numbers(foreach_mul(first, second)) == [[3, 8], [64]]
+    assert numbers(foreach_norm(first)) == numbers(foreach_norm(first, 2)) == [[5], [16]]
+    assert numbers(foreach_sqrt(second))[1] == [2]
+
+
+def expensive_operators_are_in_aten() -> None:
+    found = [getattr(torch.ops.aten, name).default for name in FUSED_PRODUCTS]
+    arguments = {argument.name: argument.default_value for argument in operator_arguments(found[3])}
+    assert arguments["dropout_p"] == 0.0
+
+
+def rows_are_written_in_the_order_of_ranks() -> None:
+    out = torch.empty(2, 3)
+    chunk_cat([torch.tensor([[1.0], [2.0]]), torch.tensor([[3.0, 4.0], [5.0, 6.0]])], 0, 2, out=out)
+    assert out.tolist() == [[1, 3, 4], [2, 5, 6]]
+
+
+def a_false_condition_stops() -> None:
+    assert_async(torch.tensor(True))
+    with pytest.raises(RuntimeError):
+        assert_async(torch.tensor(False))
+
+
+def writes_are_counted() -> None:
+    tensor = torch.zeros(3)
+    before = tensor_version(tensor)
+    tensor.view(3)[0] = 1
+    assert tensor_version(tensor) == before + 1 == getattr(tensor, VERSION_ATTRIBUTE)
+    assert getattr(tensor.view(3), IS_VIEW)() and not getattr(tensor, IS_VIEW)()
+
+
+def memory_is_told_apart() -> None:
+    for device in ("cpu", "meta"):
+        tensor = torch.empty(4, device=device)
+        assert storage_key(tensor) == storage_key(tensor[2:]) != storage_key(torch.empty(4, device=device))
+
+
+def indices_need_no_coalescing() -> None:
+    twice = torch.sparse_coo_tensor([[1, 1]], [2.0, 3.0], (4,), check_invariants=True)
+    assert not twice.is_coalesced() and sparse_indices(twice).tolist() == [[1, 1]]
+
+
+def subclasses_have_no_memory() -> None:
+    class Empty(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, *call: object) -> str:
+            return "asked"
+
+        @classmethod
+        def __torch_dispatch__(cls, *call: object) -> None:
+            raise AssertionError
+
+    made = make_wrapper_subclass(Empty, (2, 3), dtype=torch.float64)
+    assert made + 1 == "asked"
+    with TorchFunctionDisabled():
+        assert made.shape == (2, 3) and made.dtype is torch.float64
+
+
+def hooks_of_tensors_are_found() -> None:
+    own, other = (torch.zeros(2, requires_grad=True) for _ in range(2))
+    assert not gradient_hooks(own) and not accumulation_hooks(own)
+    called: list[float] = []
+    handle = own.register_hook(lambda gradient: called.append(float(gradient.sum())))
+    own.register_post_accumulate_grad_hook(lambda parameter: called.append(-1))
+    assert len(gradient_hooks(own) or ()) == len(accumulation_hooks(own) or ()) == 1
+    set_gradient_hooks(other, gradient_hooks(own))
+    other.sum().backward()
+    assert called == [2]
+    handle.remove()
+    assert not gradient_hooks(other)
+    assert all(getattr(own, name) is not None for name in GRADIENT_HOOK_ATTRIBUTES)
+
+
+def backward_is_noticed() -> None:
+    tensor, found = torch.zeros(1, requires_grad=True), []
+    tensor.register_hook(lambda gradient: found.append(in_backward()))
+    tensor.sum().backward()
+    assert found == [True] and not in_backward()
+
+
+def modes_are_counted() -> None:
+    seen = []
+
+    class Functions(TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            return function(*args, **(kwargs or {}))
+
+    class Operators(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            seen.append(function)
+            return function(*args, **(kwargs or {}))
+
+    assert function_mode_depth() == dispatch_mode_depth() == 0
+    with Functions(), Operators():
+        assert function_mode_depth() == dispatch_mode_depth() == 1
+        tensor = torch.zeros(2) + 1
+        view = version_counting_view(tensor)
+        before = tensor_version(view)
+        tensor.add_(1)
+    assert seen and tensor_version(view) == before + 1
+
+
+def transforms_are_counted() -> None:
+    found: list[int | None] = []
+
+    def loss(value: torch.Tensor) -> torch.Tensor:
+        found.append(functorch_level())
+        return value**2
+
+    torch.func.grad(loss)(torch.ones(()))
+    assert found == [1] and functorch_level() is None
+
+
+def saving_of_tensors_is_noticed() -> None:
+    assert saved_tensor_hooks() is None
+    with torch.autograd.graph.saved_tensors_hooks(str, len):
+        assert saved_tensor_hooks() == (str, len)
+
+
+def trees_are_walked() -> None:
+    tree = {"a": [1, (2, 3)], "b": 4}
+    leaves, form = tree_flatten(tree)
+    assert leaves == tree_leaves(tree) == [1, 2, 3, 4]
+    assert tree_unflatten(leaves, form) == tree and tree_map(lambda leaf: -leaf, tree) == {"a": [-1, (-2, -3)], "b": -4}
+    assert tree_map_only(str, str.upper, ["a", 1]) == ["A", 1]
+
+
+def fake_tensors_take_no_memory() -> None:
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        made = torch.empty(1 << 20, 1 << 20) + torch.zeros(1)
+    assert made.shape == (1 << 20, 1 << 20)
+
+
+def modes_of_compiling_stand_for_options() -> None:
+    assert inductor_mode_options("max-autotune-no-cudagraphs")["max_autotune"] is True
+    assert inductor_mode_options("reduce-overhead") == {"triton.cudagraphs": True}
+
+
+def classes_of_layers_are_found() -> None:
+    assert isinstance(nn.BatchNorm2d(2), BatchNormBase) and not isinstance(nn.InstanceNorm2d(2), BatchNormBase)
+    assert isinstance(nn.InstanceNorm2d(2), NormBase) and isinstance(nn.BatchNorm1d(2), NormBase)
+    assert isinstance(nn.Conv1d(1, 1, 1), ConvBase) and not isinstance(nn.Conv1d(1, 1, 1), ConvTransposeBase)
+    assert isinstance(nn.ConvTranspose3d(1, 1, 1), ConvTransposeBase)
+    assert isinstance(nn.Dropout2d(), DropoutBase)
+
+
+def members_of_modules_are_tables() -> None:
+    module = nn.BatchNorm1d(2, affine=False)
+    module.register_buffer("scratch", torch.zeros(1), persistent=False)
+    assert module_parameters(module) == {"weight": None, "bias": None}
+    assert list(module_buffers(module)) == ["running_mean", "running_var", "num_batches_tracked", "scratch"]
+    assert non_persistent_buffers(module) == {"scratch"}
+    module_parameters(module)["bias"] = parameter = nn.Parameter(torch.zeros(2))
+    module_buffers(module)["scratch"] = buffer = torch.ones(1)
+    assert module.bias is parameter and module.scratch is buffer
+
+
+def members_are_put_in_order() -> None:
+    def made(names: str) -> nn.Module:
+        module = nn.Module()
+        for name in names:
+            module.register_buffer(name, torch.zeros(1), persistent=name != "c")
+        return module
+
+    own, like = made("cba"), made("abcd")
+    own.register_buffer("c", torch.zeros(1), persistent=True)
+    order_members(own, like)
+    assert list(module_buffers(own)) == ["a", "b", "c"] and list(own.state_dict()) == ["a", "b"]
+    children, order = nn.ModuleDict({"b": nn.ReLU(), "a": nn.ReLU()}), nn.ModuleDict({"a": nn.ReLU(), "b": nn.ReLU()})
+    order_members(children, order)
+    assert list(children) == ["a", "b"]
+
+
+def hooks_of_modules_are_noticed() -> None:
+    for register, has in (
+        (nn.Module.register_forward_hook, has_forward_hook),
+        (nn.Module.register_forward_pre_hook, has_forward_hook),
+        (nn.Module.register_full_backward_hook, has_backward_hook),
+        (nn.Module.register_full_backward_pre_hook, has_backward_hook),
+    ):
+        module = nn.ReLU()
+        handle = register(module, print)
+        assert has(module) and has_forward_hook(module) != has_backward_hook(module)
+        handle.remove()
+        assert not has(module)
+
+
+def hooks_of_fsdp_are_told_from_others() -> None:
+    assert not is_hook_of_fsdp(print) and not is_hook_of_fsdp(partial(print)) and not is_hook_of_fsdp(nn.ReLU.forward)
+    assert is_hook_of_fsdp(FSDPModule.reshard)
+
+
+def options_of_layers_are_known() -> None:
+    assert draws_samples(nn.FractionalMaxPool2d(2, output_size=2)) and draws_samples(nn.FractionalMaxPool3d(2, 2))
+    assert not draws_samples(nn.FractionalMaxPool2d(2, output_size=2, _random_samples=torch.rand(1, 1, 2)))
+    assert has_packed_projection(nn.MultiheadAttention(4, 2))
+    assert not has_packed_projection(nn.MultiheadAttention(4, 2, kdim=3))
+    assert getattr(nn.TransformerEncoderLayer(4, 2, activation="gelu"), FUSED_ACTIVATION) == 2
+
+
+def a_modules_own_attributes_are_known() -> None:
+    module = nn.ReLU()
+    module.register_full_backward_hook(print)
+    module.compile()
+    assert vars(module).keys() - MODULE_ATTRIBUTES == {"inplace"} and "training" in MODULE_ATTRIBUTES
+
+    class Adding(nn.Module):
+        def forward(self, value: torch.Tensor) -> torch.Tensor:
+            return value + torch.ones(2)
+
+    plain = Adding()
+    torch.fx.Tracer().trace(plain)
+    (added,) = vars(plain).keys() - MODULE_ATTRIBUTES or {FX_CONSTANT}
+    assert added.startswith(FX_CONSTANT)
+
+
+def optimizers_and_schedulers_keep_their_books() -> None:
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+
+    def step() -> None:
+        mark_stepped(optimizer)
+
+    mark_wrapped_by_scheduler(step)
+    optimizer.step = own = step  # type: ignore[method-assign]
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    assert optimizer.step is own
+    with warnings.catch_warnings(action="error"):
+        optimizer.step()
+        scheduler.step()
+    assert vars(optimizer).keys() - OPTIMIZER_ATTRIBUTES == {"step"}
+    other = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+    torch.optim.lr_scheduler.StepLR(other, 1)
+    assert is_wrapped_by_scheduler(other.step) and is_wrapped_by_scheduler(step) and not is_wrapped_by_scheduler(None)
+
+
+def collectives_of_one_rank_pass() -> None:
+    # An earlier test of this process may have made the group.
+    own = not dist.is_initialized()
+    if own:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        default_store().set("key", "value")
+        recorder = flight_recorder()
+        assert recorder is not None and "version" in json.loads(recorder())
+        for collective in (all_gather_single, reduce_scatter_single):
+            result = torch.zeros(2)
+            collective(result, torch.ones(2), group=dist.group.WORLD, async_op=True).wait()
+            assert result.tolist() == [1, 1]
+    finally:
+        if own:
+            dist.destroy_process_group()
+
+
+def fsdp_takes_other_collectives() -> None:
+    found: list[object] = []
+    unit = SimpleNamespace(set_custom_all_gather=found.append, set_custom_reduce_scatter=found.append)
+    set_fsdp_collectives(unit, "gather", "scatter")
+    assert found == ["gather", "scatter"]
+    assert hasattr(FSDPModule, "set_custom_all_gather") and hasattr(FSDPModule, "set_custom_reduce_scatter")
+
+
+def agents_are_written_by_overriding() -> None:
+    source = "".join(inspect.getsource(kind) for kind in LocalElasticAgent.__mro__[:2])
+    assert all(f"def {name}(" in source or f"self.{name}" in source for name in ELASTIC_AGENT_MEMBERS)
+    assert "self._pc" in inspect.getsource(MultiprocessContext)
+    agent = SimpleNamespace(_pcontext=SimpleNamespace(_pc=SimpleNamespace(processes=(1, 2))))
+    assert elastic_processes(agent) == [1, 2]
+
+
+def events_are_written_at_once() -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.compat.proto.summary_pb2 import Summary
+    from torch.utils.tensorboard import SummaryWriter
+
+    with tempfile.TemporaryDirectory() as folder:
+        writer = SummaryWriter(folder)
+        write_event(writer, Summary(value=[Summary.Value(tag="loss", simple_value=1.0)]), 3)
+        writer.close()
+        (written,) = Path(folder).iterdir()
+        assert b"loss" in written.read_bytes()
+
+
+TOUCHED: dict[Callable[[], None], str] = {
+    lists_are_computed_with_at_once: """
+        foreach_add_ foreach_copy_ foreach_div_ foreach_lerp_ foreach_mul foreach_mul_ foreach_norm foreach_sqrt
+        foreach_sub foreach_sub_
+    """,
+    expensive_operators_are_in_aten: "FUSED_PRODUCTS operator_arguments",
+    rows_are_written_in_the_order_of_ranks: "chunk_cat",
+    a_false_condition_stops: "assert_async",
+    writes_are_counted: "tensor_version VERSION_ATTRIBUTE IS_VIEW",
+    memory_is_told_apart: "storage_key",
+    indices_need_no_coalescing: "sparse_indices",
+    subclasses_have_no_memory: "make_wrapper_subclass TorchFunctionDisabled",
+    hooks_of_tensors_are_found: "gradient_hooks set_gradient_hooks accumulation_hooks GRADIENT_HOOK_ATTRIBUTES",
+    backward_is_noticed: "in_backward",
+    modes_are_counted: "function_mode_depth dispatch_mode_depth TorchDispatchMode version_counting_view",
+    transforms_are_counted: "functorch_level",
+    saving_of_tensors_is_noticed: "saved_tensor_hooks",
+    trees_are_walked: "tree_flatten tree_leaves tree_map tree_map_only tree_unflatten",
+    fake_tensors_take_no_memory: "FakeTensorMode",
+    classes_of_layers_are_found: "BatchNormBase NormBase ConvBase ConvTransposeBase DropoutBase",
+    members_of_modules_are_tables: "module_parameters module_buffers non_persistent_buffers",
+    members_are_put_in_order: "order_members",
+    hooks_of_modules_are_noticed: "has_forward_hook has_backward_hook",
+    hooks_of_fsdp_are_told_from_others: "is_hook_of_fsdp",
+    options_of_layers_are_known: "draws_samples has_packed_projection FUSED_ACTIVATION",
+    a_modules_own_attributes_are_known: "MODULE_ATTRIBUTES FX_CONSTANT",
+    optimizers_and_schedulers_keep_their_books: """
+        OPTIMIZER_ATTRIBUTES is_wrapped_by_scheduler mark_stepped mark_wrapped_by_scheduler
+    """,
+    collectives_of_one_rank_pass: "all_gather_single reduce_scatter_single default_store flight_recorder",
+    fsdp_takes_other_collectives: "set_fsdp_collectives",
+    agents_are_written_by_overriding: "ELASTIC_AGENT_MEMBERS elastic_processes",
+    events_are_written_at_once: "write_event",
+    modes_of_compiling_stand_for_options: "inductor_mode_options",
+}
+"""Each check, with the names that it touches."""
+
+
+@pytest.mark.parametrize("check", TOUCHED, ids=lambda check: check.__name__)
+def test_a_private_name_does_what_it_is_used_for(check: Callable[[], None]) -> None:
+    check()
+
+
+def test_every_name_is_touched() -> None:
+    assert sorted(name for names in TOUCHED.values() for name in names.split()) == sorted(torch_compat.__all__)

@@ -1,0 +1,79 @@
+"""``p.grad = None`` in a script of several optimizers clears gradients, or is refused where it would clear nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from torch import Tensor, nn, optim
+
+import tutti
+from tests import worlds
+from tests.contract.table import largest_difference
+from tests.parity.loops import numbers
+from tests.train.test_custom_loop import BATCH, DATA, batches, made
+
+Backward = Callable[[Any], None]
+
+
+def clear(part: nn.Module) -> None:
+    for parameter in part.parameters():
+        parameter.grad = None
+
+
+def generator_and_critic(
+    models: Any, optimizers: Any, batch: Any, backward: Backward, before: Callable[[int], None], within: Any
+) -> None:
+    """Two updates, of which the second's backward goes through both models; cleared before or after a forward."""
+    before(0)
+    loss = nn.functional.mse_loss(models[0](batch[0]), batch[1])
+    within(0)
+    backward(loss)
+    optimizers[0].step()
+    before(1)
+    loss = nn.functional.mse_loss(models[1](models[0](batch[0]).expand(-1, 4)), batch[1])
+    within(1)
+    backward(loss)
+    optimizers[1].step()
+
+
+def trained(strategy: str, way: str) -> dict[str, Any] | str:
+    """Weights after two epochs; ``way``: how gradients are cleared."""
+    models = nn.ModuleList([made(), made()])
+    optimizers = [optim.Adam(model.parameters(), lr=0.01) for model in models]
+    run = None
+    if strategy != "plain":
+        run = tutti.prepare(models, optimizers, DATA, strategy=strategy, workers=2, batch_size=BATCH)
+
+    def by_hand(index: int) -> None:
+        clear(models[index])
+
+    def by_optimizer(index: int) -> None:
+        optimizers[index].zero_grad()
+
+    def nothing(index: int) -> None:
+        """Gradients stay."""
+
+    before = {"before": by_hand, "optimizer before": by_optimizer}.get(way, nothing)
+    within = {"within": by_hand, "optimizer within": by_optimizer}.get(way, nothing)
+    try:
+        for epoch in range(2):
+            for batch in batches(epoch) if run is None else run.microbatches(epoch):
+                backward = Tensor.backward if run is None else run.backward
+                generator_and_critic(models, optimizers, batch, backward, before, within)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return numbers(models) if run is None else {n: t.numpy().copy() for n, t in run.state().items()}
+
+
+@pytest.mark.parametrize("way", ["before", "within", "optimizer before", "optimizer within"])
+@pytest.mark.parametrize("strategy", ["mirrored", "sharded:stage=1", "sharded:stage=2", "sharded:stage=3"])
+def test_gradients_of_several_optimizers(strategy: str, way: str) -> None:
+    want = trained("plain", way)
+    for got in worlds.run(2, trained, strategy=strategy, way=way):
+        if way == "within" and strategy in ("sharded:stage=2", "sharded:stage=3"):
+            assert isinstance(got, str) and "were not cleared before the next (step 2" in got, got
+        else:
+            assert isinstance(got, dict) and isinstance(want, dict), got
+            assert largest_difference(got, want) <= 1e-10

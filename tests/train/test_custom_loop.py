@@ -1,0 +1,561 @@
+"""Custom training loops do what the same loop does in plain PyTorch, or are refused before an update that is wrong."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import tutti
+from tests import worlds
+from tests.contract.table import largest_difference
+from tests.parity.loops import numbers
+from tutti.data.order import permutation
+
+INPUTS = torch.randn(25, 4, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+TARGETS = INPUTS.sin().sum(dim=1, keepdim=True)
+DATA = TensorDataset(INPUTS, TARGETS)
+BATCH = 6
+
+
+def batches(epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Global batches as tutti orders them."""
+    order = permutation(0, epoch, len(DATA))
+    for start in range(0, len(DATA), BATCH):
+        yield DATA[torch.as_tensor(order[start : start + BATCH].copy())]
+
+
+def made() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 7), nn.Tanh(), nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 1)).double()
+
+
+def error_of(model: nn.Module, batch: Any) -> Tensor:
+    return nn.functional.mse_loss(model(batch[0]), batch[1])
+
+
+# --- the loops: ``backward`` is Tensor.backward in plain PyTorch ------------------------------------------------------
+
+Body = Callable[[nn.Module, torch.optim.Optimizer, Any, Callable[..., None], int], None]
+
+
+def ordinary(model: Any, optimizer: Any, batch: Any, backward: Any, step: int) -> None:
+    optimizer.zero_grad()
+    backward(error_of(model, batch))
+    optimizer.step()
+
+
+def adversarial(model: Any, optimizer: Any, batch: Any, backward: Any, step: int) -> None:
+    """FGSM: Goodfellow et al. 2015, arXiv 1412.6572. The first backward is for the inputs alone."""
+    inputs = batch[0].clone().requires_grad_(True)
+    nn.functional.mse_loss(model(inputs), batch[1]).backward()
+    optimizer.zero_grad()
+    backward(nn.functional.mse_loss(model(inputs.detach() + 0.1 * inputs.grad.sign()), batch[1]))
+    optimizer.step()
+
+
+def cleared_by_the_model(model: Any, optimizer: Any, batch: Any, backward: Any, step: int) -> None:
+    error_of(model, batch).backward()
+    model.zero_grad()
+    backward(error_of(model, batch))
+    optimizer.step()
+    model.zero_grad()
+
+
+def zeroed_in_place(model: Any, optimizer: Any, batch: Any, backward: Any, step: int) -> None:
+    optimizer.zero_grad(set_to_none=False)
+    backward(error_of(model, batch))
+    optimizer.step()
+
+
+def two_losses(model: Any, optimizer: Any, batch: Any, backward: Any, step: int) -> None:
+    optimizer.zero_grad()
+    backward(error_of(model, batch))
+    backward(0.1 * model(batch[0]).abs().mean())
+    optimizer.step()
+
+
+def two_losses_of_one_forward(model: Any, optimizer: Any, batch: Any, backward: Any, step: int) -> None:
+    optimizer.zero_grad()
+    outputs = model(batch[0])
+    backward(nn.functional.mse_loss(outputs, batch[1]), retain_graph=True)
+    backward(0.1 * outputs.abs().mean())
+    optimizer.step()
+
+
+def accumulated(model: Any, optimizer: Any, batch: Any, backward: Any, step: int) -> None:
+    backward(error_of(model, batch) / 2)
+    if step % 2:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def gradient_penalty(model: Any, optimizer: Any, batch: Any, backward: Any, step: int) -> None:
+    inputs = batch[0].clone().requires_grad_(True)
+    optimizer.zero_grad()
+    [slope] = torch.autograd.grad(model(inputs).sum(), inputs, create_graph=True)
+    backward(error_of(model, batch) + (slope.norm(dim=1) - 1).square().mean())
+    optimizer.step()
+
+
+def clipped_by_hand(model: Any, optimizer: Any, batch: Any, backward: Any, step: int) -> None:
+    optimizer.zero_grad()
+    backward(error_of(model, batch))
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    optimizer.step()
+
+
+def clipped_in_the_group(model: Any, optimizer: Any, batch: Any, backward: Any, step: int) -> None:
+    optimizer.zero_grad()
+    backward(error_of(model, batch))
+    for parameters in optimizer.param_groups[0]["params"][:2], optimizer.param_groups[0]["params"][2:]:
+        nn.utils.clip_grad_norm_(parameters, 0.05)
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.grad.mul_(0.5).clamp_(-0.01, 0.01)
+    optimizer.step()
+
+
+def left_out(model: Any, optimizer: Any, batch: Any, backward: Any, step: int) -> None:
+    optimizer.zero_grad()
+    backward(error_of(model, batch))
+    optimizer.param_groups[0]["params"][step % 4].grad = None
+    optimizer.step()
+
+
+def decayed_by_hand(model: Any, optimizer: Any, batch: Any, backward: Any, step: int) -> None:
+    optimizer.zero_grad()
+    backward(error_of(model, batch))
+    for parameter in model.parameters():
+        parameter.grad.add_(parameter.detach(), alpha=0.1)
+    optimizer.step()
+
+
+def decayed_out_of_place(model: Any, optimizer: Any, batch: Any, backward: Any, step: int) -> None:
+    optimizer.zero_grad()
+    backward(error_of(model, batch))
+    for parameter in model.parameters():
+        parameter.grad = parameter.grad.sign() * 0.1 + 0.1 * parameter.detach()
+    optimizer.step()
+
+
+def computed_by_hand(model: Any, optimizer: Any, batch: Any, backward: Any, step: int) -> None:
+    optimizer.zero_grad()
+    parameters = list(model.parameters())
+    for parameter, gradient in zip(parameters, torch.autograd.grad(error_of(model, batch), parameters), strict=True):
+        parameter.grad = gradient
+    optimizer.step()
+
+
+def plain_backward(model: Any, optimizer: Any, batch: Any, backward: Any, step: int) -> None:
+    optimizer.zero_grad()
+    error_of(model, batch).backward()
+    optimizer.step()
+
+
+def one_loss_forgotten(model: Any, optimizer: Any, batch: Any, backward: Any, step: int) -> None:
+    optimizer.zero_grad()
+    (0.1 * model(batch[0]).abs().mean()).backward()
+    backward(error_of(model, batch))
+    optimizer.step()
+
+
+def skipped(model: Any, optimizer: Any, batch: Any, backward: Any, step: int) -> None:
+    if step % 3 != 1:
+        ordinary(model, optimizer, batch, backward, step)
+
+
+def written_by_hand(model: Any, optimizer: Any, batch: Any, backward: Any, step: int) -> None:
+    ordinary(model, optimizer, batch, backward, step)
+    for parameter in model.parameters():
+        parameter.data.mul_(0.9)
+
+
+def closure_step(model: Any, optimizer: Any, batch: Any, backward: Any, step: int) -> None:
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = error_of(model, batch)
+        backward(loss)
+        return loss
+
+    optimizer.step(closure)
+
+
+def mixed(model: Any, optimizer: Any, batch: Any, backward: Any, step: int) -> None:
+    optimizer.zero_grad()
+    backward(error_of(model, batch))
+    (0.1 * model(batch[0]).abs().mean()).backward()
+    optimizer.step()
+
+
+def clipped_before_the_exchange(model: Any, optimizer: Any, batch: Any, backward: Any, step: int) -> None:
+    optimizer.zero_grad()
+    error_of(model, batch).backward()
+    nn.utils.clip_grad_value_(model.parameters(), 0.02)
+    optimizer.step()
+
+
+def assigned_and_clipped(model: Any, optimizer: Any, batch: Any, backward: Any, step: int) -> None:
+    parameters = list(model.parameters())
+    for parameter, gradient in zip(parameters, torch.autograd.grad(error_of(model, batch), parameters), strict=True):
+        parameter.grad = gradient
+    nn.utils.clip_grad_value_(parameters, 0.02)
+    optimizer.step()
+
+
+def counted_otherwise(model: Any, optimizer: Any, batch: Any, backward: Any, step: int) -> None:
+    """A mean over samples, and a loss that counts something else."""
+    optimizer.zero_grad()
+    (0.1 * model(batch[0]).abs().mean()).backward()
+    weights = 1 + (batch[1] > 0).double()
+    total, count = (weights * (model(batch[0]) - batch[1]).square()).sum(), weights.sum()
+    backward(total / count if backward.__name__ == "<lambda>" else (total, count))
+    optimizer.step()
+
+
+def frozen_in_the_body(model: Any, optimizer: Any, batch: Any, backward: Any, step: int) -> None:
+    optimizer.zero_grad()
+    backward(error_of(model, batch))
+    if step == 2:
+        model[0].requires_grad_(False)
+    optimizer.step()
+
+
+def thawed(model: Any, optimizer: Any, batch: Any, backward: Any, step: int) -> None:
+    if step == 5:
+        model[0].requires_grad_(True)
+    ordinary(model, optimizer, batch, backward, step)
+
+
+def thawed_by_the_optimizer(model: Any, optimizer: Any, batch: Any, backward: Any, step: int) -> None:
+    if step == 5:
+        for parameter in optimizer.param_groups[0]["params"]:
+            parameter.requires_grad_(True)
+    ordinary(model, optimizer, batch, backward, step)
+
+
+def thawed_after_a_look(model: Any, optimizer: Any, batch: Any, backward: Any, step: int) -> None:
+    with torch.no_grad():
+        model(batch[0])
+    thawed(model, optimizer, batch, backward, step)
+
+
+def thawed_after_the_forward(model: Any, optimizer: Any, batch: Any, backward: Any, step: int) -> None:
+    optimizer.zero_grad()
+    error = error_of(model, batch)
+    if step == 5:
+        model[0].requires_grad_(True)
+    backward(error)
+    optimizer.step()
+
+
+def frozen_for_a_while(model: Any, optimizer: Any, batch: Any, backward: Any, step: int) -> None:
+    ordinary(model, optimizer, batch, backward, step)
+    if step in (2, 3):
+        model[0].requires_grad_(step == 3)
+
+
+LOOPS: dict[str, Body] = {
+    body.__name__: body
+    for body in (
+        ordinary,
+        adversarial,
+        cleared_by_the_model,
+        zeroed_in_place,
+        two_losses,
+        two_losses_of_one_forward,
+        accumulated,
+        gradient_penalty,
+        clipped_by_hand,
+        clipped_in_the_group,
+        left_out,
+        decayed_by_hand,
+        decayed_out_of_place,
+        computed_by_hand,
+        plain_backward,
+        one_loss_forgotten,
+        skipped,
+        written_by_hand,
+        closure_step,
+        mixed,
+        clipped_before_the_exchange,
+        assigned_and_clipped,
+        counted_otherwise,
+        frozen_in_the_body,
+        thawed,
+        thawed_by_the_optimizer,
+        thawed_after_a_look,
+        thawed_after_the_forward,
+        frozen_for_a_while,
+    )
+}
+BODIES = dict(LOOPS)
+
+
+def optimizer_of(name: str, model: nn.Module) -> torch.optim.Optimizer:
+    if name == "closure_step":
+        return torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def plain(name: str) -> dict[str, Any]:
+    model = made()
+    if name in THAWED:
+        model[0].requires_grad_(False)
+    optimizer, step = optimizer_of(name, model), 0
+    for epoch in range(2):
+        for batch in batches(epoch):
+            BODIES[name](model, optimizer, batch, lambda loss, **options: loss.backward(**options), step)
+            step += 1
+    return numbers(model)
+
+
+def through(name: str, strategy: str, workers: int, **options: Any) -> Any:
+    """The same loop through tutti, or what refuses it and whether a parameter had changed by then."""
+    model = made()
+    if name in THAWED:
+        model[0].requires_grad_(False)
+    optimizer, before = optimizer_of(name, model), numbers(model)
+    try:
+        run = tutti.prepare(model, optimizer, DATA, strategy=strategy, workers=workers, batch_size=BATCH, **options)
+        for epoch in range(2):
+            for batch in run.microbatches(epoch):
+                BODIES[name](model, optimizer, batch, run.backward, run.clock)
+        return {name: tensor.numpy().copy() for name, tensor in run.state().items()}
+    except Exception as error:
+        return type(error).__name__, getattr(error, "exit_code", 1), str(error), before
+
+
+WHOLE = ("single", "mirrored", "mirrored:algorithm=native")
+THAWED = ("thawed", "thawed_by_the_optimizer", "thawed_after_a_look", "thawed_after_the_forward")
+EDITS = ("clipped_by_hand", "clipped_in_the_group", "decayed_by_hand", "decayed_out_of_place")
+
+# What is refused, and a part of the reason; everything else is equal to plain PyTorch.
+SEVERAL = {
+    "written_by_hand": "must see the same parameters",
+    "closure_step": "sees the samples of one micro-batch",
+    # The second body's forward trains what the first one's did not.
+    **dict.fromkeys(
+        ("frozen_in_the_body", "frozen_for_a_while", "thawed_after_the_forward"),
+        "did not do the same for each micro-batch",
+    ),
+}
+LOCAL_EDITS = {
+    "clipped_before_the_exchange": "edited a gradient that is not complete",
+    "assigned_and_clipped": "edited a gradient that is not complete",
+    "counted_otherwise": "counts something else than samples",
+}
+PARTS = {"closure_step": "LBFGS needs"}
+MIXED = {"mixed": "can no longer be told apart", **LOCAL_EDITS}
+REFUSED: dict[str, dict[str, str]] = {
+    "central_storage": {**PARTS, **MIXED, "written_by_hand": "one copy of the parameters"},
+    "sharded:stage=1": {**PARTS, **MIXED, **dict.fromkeys(EDITS, "in rows over the ranks")},
+    "sharded:stage=3": {
+        **PARTS,
+        **dict.fromkeys(("mixed", "plain_backward", "one_loss_forgotten"), "can no longer be told apart"),
+        **dict.fromkeys(("clipped_before_the_exchange", "counted_otherwise"), "can no longer be told apart"),
+        # PyTorch's own words: the graph has the gathered parameters, and the model shows its shards.
+        **dict.fromkeys(("computed_by_hand", "assigned_and_clipped"), "appears to not have been used in the graph"),
+    },
+    "tensor:least=1": {
+        **PARTS,
+        **MIXED,
+        **dict.fromkeys(EDITS, "in slices over the ranks"),
+        **dict.fromkeys(("computed_by_hand", "plain_backward", "one_loss_forgotten"), "did not make"),
+        "counted_otherwise": "did not make",
+        "left_out": "cannot edit gradients of split layers",
+    },
+    "parameter_server": {
+        **PARTS,
+        **MIXED,
+        **dict.fromkeys(EDITS, "on the parameter servers"),
+        **dict.fromkeys(("two_losses", "two_losses_of_one_forward"), "second gradient before"),
+        "accumulated": "global batch without an update",
+        "skipped": "global batch without an update",
+        "written_by_hand": "servers' parameters replace",
+        "left_out": "have added it up already",
+        **dict.fromkeys((*THAWED, "frozen_for_a_while"), "started with the parameters"),
+    },
+}
+CASES = [
+    *((strategy, devices, workers) for strategy in WHOLE[1:] for devices, workers in ((2, 2), (3, 3))),
+    ("mirrored", 2, 4),
+    ("central_storage", 2, 2),
+    ("central_storage", 3, 3),
+    ("sharded:stage=1", 2, 2),
+    ("sharded:stage=1", 2, 4),
+    ("sharded:stage=3", 3, 3),
+    ("tensor:least=1", 2, 1),
+    ("parameter_server", 2, 2),
+]
+
+
+def expected(name: str, strategy: str, devices: int, workers: int) -> str | None:
+    """What a loop comes to: None for equal to plain PyTorch, else a part of what refuses it."""
+    several = strategy not in ("tensor:least=1",) and workers > devices
+    if several and name in SEVERAL and (strategy in WHOLE or name not in PARTS):
+        return SEVERAL[name]
+    if strategy in WHOLE:
+        return MIXED.get(name) if devices > 1 or several else None
+    return REFUSED[strategy].get(name)
+
+
+def judge(got: Any, name: str, strategy: str, devices: int, workers: int) -> None:
+    said = expected(name, strategy, devices, workers)
+    if said is None:
+        assert isinstance(got, dict), got[2]
+        assert largest_difference(got, plain(name)) <= 1e-10
+        return
+    assert isinstance(got, tuple), "not refused"
+    assert re.search(re.escape(said), got[2]), got[2]
+    assert got[1] == 2 or got[0] == "RuntimeError"
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize("name", LOOPS)
+def test_one_device(name: str, workers: int) -> None:
+    [got] = worlds.run(1, through, name=name, strategy="single", workers=workers)
+    judge(got, name, "single", 1, workers)
+
+
+@pytest.mark.parametrize(("strategy", "devices", "workers"), CASES)
+@pytest.mark.parametrize("name", LOOPS)
+def test_several_devices(name: str, strategy: str, devices: int, workers: int) -> None:
+    for got in worlds.run(devices, through, name=name, strategy=strategy, workers=workers):
+        judge(got, name, strategy, devices, workers)
+
+
+@pytest.mark.parametrize("strategy", ["mirrored", "sharded:stage=1", "sharded:stage=3"])
+def test_thawing_between_a_forward_and_its_backward(strategy: str) -> None:
+    name = "thawed_after_the_forward"
+    for got in worlds.run(2, through, name=name, strategy=strategy, workers=2):
+        judge(got, name, strategy, 2, 2)
+
+
+@pytest.mark.parametrize("name", ["ordinary", "two_losses", "accumulated", "adversarial"])
+def test_reproducible_bits_do_not_depend_on_the_devices(name: str) -> None:
+    [want] = worlds.run(1, through, name=name, strategy="single", workers=4, reproducible=True)
+    for devices in (2, 3):
+        for got in worlds.run(devices, through, name=name, strategy="mirrored", workers=4, reproducible=True):
+            assert largest_difference(got, want) == 0
+
+
+# --- what one rank alone does ----------------------------------------------------------------------------------------
+
+
+def own_noise(model: Any, optimizer: Any, batch: Any, backward: Any, step: int) -> None:
+    optimizer.zero_grad()
+    backward(error_of(model, batch))
+    for parameter in model.parameters():
+        parameter.grad.add_(torch.randn_like(parameter), alpha=0.01 * (1 + tutti.rank()))
+    optimizer.step()
+
+
+BODIES["own_noise"] = own_noise
+
+
+def test_an_edit_that_differs_over_the_ranks_is_refused() -> None:
+    for got in worlds.run(2, through, name="own_noise", strategy="mirrored", workers=2):
+        assert got[0] == "MismatchError" and "changed the gradient of 0.weight" in got[2], got
+
+
+# --- two models, two optimizers --------------------------------------------------------------------------------------
+
+
+def pair() -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(1)
+    generator = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4)).double()
+    return generator, nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1)).double()
+
+
+def adversaries(generator: Any, critic: Any, optimizers: Any, batch: Any, backward: Any) -> None:
+    """A generator's backward goes through the discriminator: Goodfellow et al. 2014, arXiv 1406.2661, algorithm 1."""
+    real, noise = batch[0], batch[0].flip(1)
+    bce = nn.functional.binary_cross_entropy_with_logits
+    of_critic, of_generator = optimizers
+    of_critic.zero_grad()
+    fake = generator(noise)
+    backward(
+        bce(critic(real), torch.ones(len(real), 1).double())
+        + bce(critic(fake.detach()), torch.zeros(len(real), 1).double())
+    )
+    of_critic.step()
+    of_generator.zero_grad()
+    backward(bce(critic(fake), torch.ones(len(real), 1).double()))
+    of_generator.step()
+
+
+def two_players(strategy: str | None, workers: int, as_dict: bool = False) -> Any:
+    generator, critic = pair()
+    optimizers = [torch.optim.Adam(critic.parameters(), lr=0.02), torch.optim.SGD(generator.parameters(), lr=0.05)]
+    if strategy is None:
+        for batch in batches(0):
+            adversaries(generator, critic, optimizers, batch, lambda loss: loss.backward())
+        return {
+            f"{name}.{key}": value
+            for name, model in (("g", generator), ("d", critic))
+            for key, value in numbers(model).items()
+        }
+    models: Any = {"g": generator, "d": critic} if as_dict else [generator, critic]
+    try:
+        run = tutti.prepare(models, optimizers, DATA, strategy=strategy, workers=workers, batch_size=BATCH)
+        for batch in run.microbatches(0):
+            adversaries(generator, critic, optimizers, batch, run.backward)
+        names = {"0": "g", "1": "d"}
+        state = {key: tensor.numpy().copy() for key, tensor in run.state().items()}
+        return {names.get(key[0], key[0]) + key[1:]: value for key, value in state.items()}
+    except Exception as error:
+        return type(error).__name__, str(error)
+
+
+@pytest.mark.parametrize("as_dict", [False, True])
+@pytest.mark.parametrize(
+    ("strategy", "devices"),
+    [("single", 1), ("mirrored", 2), ("mirrored", 3), ("central_storage", 2), ("sharded:stage=1", 2)],
+)
+def test_two_models_with_two_optimizers(strategy: str, devices: int, as_dict: bool) -> None:
+    want = two_players(None, 1)
+    for got in worlds.run(devices, two_players, strategy=strategy, workers=devices, as_dict=as_dict):
+        assert isinstance(got, dict), got
+        assert largest_difference(got, want) <= 1e-10
+
+
+def test_two_updates_in_a_body_need_one_micro_batch_a_rank() -> None:
+    for devices in (1, 2):
+        for kind, said in worlds.run(devices, two_players, strategy="mirrored", workers=4):
+            assert kind == "UsageError" and "two updates in one body" in said and "test_custom_loop.py" in said
+
+
+def wrongly_given(what: str) -> str:
+    generator, critic = pair()
+    own = torch.optim.SGD(generator.parameters(), lr=0.1)
+    given: dict[str, tuple[Any, Any]] = {
+        "twice": ([generator, critic], [own, torch.optim.SGD(generator.parameters(), lr=0.1)]),
+        "nothing": ([generator, critic], []),
+        "no model": ([generator, "critic"], own),
+        "a class": (generator, torch.optim.SGD),
+    }
+    try:
+        tutti.prepare(*given[what], DATA, batch_size=BATCH)
+    except Exception as error:
+        return f"{type(error).__name__} {error}"
+    return "nothing was raised"
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("twice", "two optimizers have a parameter in common"),
+        ("nothing", "the optimizer is a list"),
+        ("no model", "the model is a list"),
+        ("a class", "the optimizer is a"),
+    ],
+)
+def test_what_is_no_model_or_optimizer_is_refused(what: str, said: str) -> None:
+    [got] = worlds.run(1, wrongly_given, what=what)
+    assert got.startswith("UsageError") and said in got

@@ -1,0 +1,198 @@
+"""A prepared run: one step for every strategy, custom loops, and what would train wrongly without a word."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import tutti
+from tests import worlds
+from tutti.errors import TuttiError
+
+BATCH = 6
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.2), nn.Tanh(), nn.Linear(4, 1)).double()
+
+
+def data(count: int = 20) -> Tensor:
+    return torch.randn(count, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def loss(net: Any, batch: Tensor) -> Any:
+    return net(batch).square().mean()
+
+
+def own_and_step(count: int, clip: float | None, micro: int | None) -> list[Any]:
+    """The same training by ``run.step`` and by a custom loop with a scheduler: hashes, counts, gated steps."""
+    told = []
+    for own in (False, True):
+        net = model()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+        options: dict[str, Any] = {"workers": 4, "batch_size": BATCH, "micro_batch": micro, "clip": clip}
+        run = tutti.prepare(net, optimizer, data(count), None if own else loss, reproducible=True, **options)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+        for epoch in range(2):
+            if not own:
+                for batch in run.epoch(epoch):
+                    run.step(batch)
+                    scheduler.step()
+                continue
+            for batch in run.microbatches(epoch):
+                before = run.clock
+                run.backward(loss(run.model, batch))
+                optimizer.step()
+                optimizer.zero_grad()
+                if run.clock > before:
+                    scheduler.step()
+        told.append((run.weights_sha256(), run.clock, run.updates, optimizer.param_groups[0]["lr"]))
+    return told
+
+
+@pytest.mark.parametrize(("clip", "micro"), [(None, None), (0.01, 1)])
+def test_a_custom_loop_is_the_step_on_any_devices(clip: float | None, micro: int | None) -> None:
+    [[want, own]] = worlds.run(1, own_and_step, count=22, clip=clip, micro=micro)
+    assert want == own
+    assert want[1:] == (8, 8, 0.1 / 2**4)
+    for devices in (3, 4):
+        assert worlds.run(devices, own_and_step, count=22, clip=clip, micro=micro) == [[want, want]] * devices
+
+
+def test_a_custom_loop_misses_no_turn_where_a_last_batch_leaves_a_rank_without_samples() -> None:
+    """20 samples in batches of 6: the last two go to the first two of four workers, with and without a scheduler."""
+    [[want, own]] = worlds.run(1, own_and_step, count=20, clip=None, micro=None)
+    assert want == own and want[1:] == (8, 8, 0.1 / 2**4)
+    for devices in (2, 3, 4):
+        assert worlds.run(devices, own_and_step, count=20, clip=None, micro=None) == [[want, want]] * devices
+
+
+def no_loss(run: Any, optimizer: Any) -> None:
+    run.step(next(run.epoch(0)))
+
+
+def backward_without_cells(run: Any, optimizer: Any) -> None:
+    run.model.zero_grad()
+    run.backward(loss(run.model, data(2)))
+
+
+def closure(run: Any, optimizer: Any) -> None:
+    optimizer.step(lambda: 0.0)
+
+
+WRONG = {
+    no_loss: "give tutti.prepare a loss_fn",
+    backward_without_cells: "loop over run.microbatches(epoch)",
+    closure: "loop over run.microbatches(epoch)",
+}
+
+
+def wrong(what: Any) -> str:
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    run = tutti.prepare(net, optimizer, data(22), workers=4, batch_size=BATCH)
+    try:
+        what(run, optimizer)
+    except TuttiError as error:
+        return f"{type(error).__name__} {error}"
+    return "nothing was raised"
+
+
+@pytest.mark.parametrize("what", WRONG, ids=lambda f: f.__name__)
+def test_what_would_train_wrongly_is_refused(what: Any) -> None:
+    for text in worlds.run(3, wrong, what=what):
+        assert text.startswith("UsageError") and WRONG[what].lower() in text.lower(), text
+
+
+def prepared_wrongly() -> list[str]:
+    said = []
+    for options in (
+        {"precision": "fp8"},
+        {"strategy": "miror"},
+        {"optimizer": "adm"},
+        {"workers": 2},
+        {"batch_size": 3, "workers": 4},
+        {"model": model().requires_grad_(False)},
+    ):
+        arguments: dict[str, Any] = {
+            "model": model(),
+            "optimizer": "sgd",
+            "dataset": data(),
+            "loss_fn": loss,
+            **options,
+        }
+        try:
+            tutti.prepare(**arguments)
+            said.append("nothing was raised")
+        except TuttiError as error:
+            said.append(f"{type(error).__name__} {error}")
+    return said
+
+
+def test_what_cannot_be_prepared_is_refused_on_every_rank() -> None:
+    words = ["fp32, bf16, fp16, fp64", "'mirrored'", "'adam'", "--workers 3", "--batch-size 4", "requires_grad"]
+    for said in worlds.run(3, prepared_wrongly):
+        for text, word in zip(said, words, strict=True):
+            assert text.startswith("UsageError") and word in text
+
+
+def own_batches(each: list[int], strategy: str) -> list[Any]:
+    """A batch of the caller's making: every rank brings as many as ``each`` says, whatever the data set's batches."""
+    torch.manual_seed(0)
+    options = {"workers": tutti.size() + 1, "batch_size": BATCH, "strategy": strategy}
+    run = tutti.prepare(nn.Linear(3, 1).double(), "sgd:lr=1", data(), loss, **options)
+    start = sum(each[: tutti.rank()])
+    value = run.step(data(12)[start : start + each[tutti.rank()]])
+    return [value, run.stats and run.stats.count, {n: t.flatten().tolist() for n, t in run.state().items()}]
+
+
+@pytest.mark.parametrize("strategy", ["mirrored", "mirrored:algorithm=native"])
+@pytest.mark.parametrize("each", [[1, 1, 1], [2, 2, 2], [4, 4, 4], [5, 0, 1], [0, 3, 8], [2, 1, 2]], ids=str)
+def test_a_batch_of_the_callers_own_is_a_share_of_a_global_one(each: list[int], strategy: str) -> None:
+    torch.manual_seed(0)
+    plain = nn.Linear(3, 1).double()
+    mean = loss(plain, data(12)[: sum(each)])
+    mean.backward()
+    for value, count, state in worlds.run(3, own_batches, each=each, strategy=strategy):
+        assert (value, count) == (pytest.approx(float(mean.detach())), sum(each))
+        for name, parameter in plain.named_parameters():
+            assert parameter.grad is not None
+            assert state[name] == pytest.approx((parameter - parameter.grad).detach().flatten().tolist())
+
+
+def asked_to_stop(asking: int) -> list[bool]:
+    run = tutti.prepare(model(), "sgd", data(), loss, workers=4, batch_size=BATCH)
+    said = []
+    for number, batch in enumerate(run.epoch(0)):
+        if number == 2 and tutti.rank() == asking:
+            run.ask_to_stop()
+        run.step(batch)
+        said.append(bool(run.stats and run.stats.stop))
+    return said
+
+
+def test_one_rank_asks_and_all_know() -> None:
+    assert worlds.run(3, asked_to_stop, asking=2) == [[False, False, True, True]] * 3
+
+
+def failing() -> list[Any]:
+    def broken(net: Any, batch: Tensor) -> Any:
+        if run.clock == 2:
+            raise ZeroDivisionError("mine")
+        return loss(net, batch)
+
+    run = tutti.prepare(model(), "sgd", data(), broken, workers=4, batch_size=BATCH)
+    try:
+        for batch in run.epoch(0):
+            run.step(batch)
+    except ZeroDivisionError as error:
+        return [error.args, error.step, run.clock]  # type: ignore[attr-defined]
+    return []
+
+
+def test_an_error_in_a_step_is_the_users_own_and_knows_its_step() -> None:
+    assert worlds.run(3, failing) == [[("mine",), 3, 2]] * 3
