@@ -13,13 +13,17 @@ if TYPE_CHECKING:
 class LostRanks:
     """Tracker of one run's lost ranks, on rank 0.
 
+    Args:
+        run: the run.
+        steps_remade: the other ranks make the steps of a lost rank (asynchronous servers with ``steps=all``).
+
     Attributes:
         found: one dict a lost rank, as in ``summary.json``.
         tell: receives each warning; default: prints to stderr.
     """
 
-    def __init__(self, run: Steps) -> None:
-        self._run = run
+    def __init__(self, run: Steps, steps_remade: bool) -> None:
+        self._run, self._steps_remade = run, steps_remade
         self.found: list[dict[str, Any]] = []
         self.tell: Callable[[str], None] = lambda text: print(f"tutti: {text}", file=sys.stderr, flush=True)
 
@@ -36,6 +40,6 @@ class LostRanks:
             share = sum(len(contract.worker(contract.batch, worker)) for worker in workers)
             self.found.append({"rank": rank, "workers": workers, "steps": steps, "cause": lost[rank]})
             missed = f"its share of every further batch, {share} of {contract.batch} samples, is not trained on"
-            if self._run.updated is not None and self._run.updated.global_step is not None:
+            if self._steps_remade:
                 missed = "make its steps as well"
             self.tell(f"rank {rank} {lost[rank]} after step {steps}: the others go on without it, and {missed}")

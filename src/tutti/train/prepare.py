@@ -243,7 +243,7 @@ def _losses(run: Run, choice: Choice, data: Source | Stream) -> LostRanks | None
     """Return the tracker of lost ranks on rank 0, if the run continues without killed ranks; else None. Collective."""
     # Ranks read a stream in step, and so cannot continue without one of them.
     alone = choice.row.fault_tolerant and not isinstance(data, Stream) and run.context.comms.tolerate_loss()
-    return LostRanks(run) if alone and run.context.grid.rank == 0 else None
+    return LostRanks(run, steps_remade=not choice.row.synchronous) if alone and run.context.grid.rank == 0 else None
 
 
 def _data(dataset: Any, choice: Choice, data_workers: int, reproducible: bool, identical: bool) -> Source | Stream:
