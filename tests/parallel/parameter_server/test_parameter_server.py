@@ -146,6 +146,33 @@ def test_periods_of_pushing_and_fetching() -> None:
     assert answer["after"] < answer["before"]
 
 
+def slope_of(model: Any, batch: Any) -> Any:
+    """A loss whose gradient is the mean of the batch, whatever the weights are."""
+    return model(batch[0]).mean()
+
+
+def pushed(bad: int, push: int) -> Any:
+    """Train one linear layer for four steps, of which one has a gradient that is not finite."""
+    net = torch.nn.Linear(3, 1, bias=False).double()
+    torch.nn.init.zeros_(net.weight)
+    data = torch.utils.data.TensorDataset(torch.arange(24).reshape(8, 3).double())
+    strategy = f"parameter_server:mode=async,push={push}"
+    options = {"strategy": strategy, "workers": 1, "batch_size": 2}
+    run = tutti.prepare(net, "sgd:lr=1", data, slope_of, **options)
+    seen = []
+    for step, (inputs,) in enumerate(run.epoch(0)):
+        seen.append(inputs.mean(dim=0).numpy().copy())
+        run.step((inputs * float("nan") if step == bad else inputs,))
+    return run.state()["weight"].numpy()[0], -sum(seen[step] for step in range(4) if step != bad)
+
+
+@pytest.mark.parametrize("push", [2, 4])
+@pytest.mark.parametrize("bad", range(4))
+def test_a_push_period_leaves_out_what_is_not_finite_alone(bad: int, push: int) -> None:
+    [(got, want)] = worlds.run(1, pushed, bad=bad, push=push)
+    assert got == pytest.approx(want, abs=1e-12)
+
+
 def alone(strategy: str) -> tuple[Any, list[float], str]:
     run = prepare(strategy, OPTIMIZERS["adamw"], workers=1, clip=0.3)
     losses = go_on(run, 5)

@@ -134,14 +134,15 @@ class AsynchronousServerSync(RemoteGradients):
     def end_worker(self, worker: int, part: LossSums | None) -> None:
         """Push ``worker``'s gradient every ``push`` steps and read the parameters every ``fetch`` steps.
 
-        A non-finite gradient makes no update.
+        A non-finite gradient makes no update, and is left out of the sum of a push period.
         """
-        gradients = [p.grad for _, p in self._trained]
-        sound = part is not None and self._prepare(part, gradients)
-        if sound and self._config.push > 1:
+        gradients: list[Tensor | None] = [p.grad for _, p in self._trained]
+        if part is None or not self._prepare(part, gradients):
+            gradients = [None] * len(gradients)
+        if self._config.push > 1:
             gradients = self._add(worker, gradients)
         due = (self._step_context.global_step + 1) % self._config.push == 0 and any(g is not None for g in gradients)
-        used = write_gradients(self._link.gradients, gradients) if due and (sound or self._config.push > 1) else []
+        used = write_gradients(self._link.gradients, gradients) if due else []
         back = (self._step_context.global_step + 1) % self._config.fetch == 0
         norm = math.sqrt(sum(squares_of([g for g in gradients if g is not None]))) if used else 0.0
         settings = self._link.settings(self._step_context.lr_factor)
