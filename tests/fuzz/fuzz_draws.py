@@ -165,7 +165,7 @@ def sensible(script: Script) -> Script:
     if script.place.stages:
         # As many layers with parameters as there may be stages.
         script = replace(script, layers=(*script.layers, *("Linear", "Tanh") * (script.place.devices - 1)))
-    if script.loop is not None and script.loop.backward in ("assigned", "run_then_plain"):
+    if script.loop is not None and script.loop.backward == "run_then_plain":
         # An edit that makes new tensors of such gradients cannot be told from gradients that were assigned.
         middle = tuple(name for name in script.loop.middle if name != "decay_anew")
         script = replace(script, loop=replace(script.loop, middle=middle))

@@ -187,6 +187,8 @@ class Player:
             return
         for parameter, gradient in zip(trained, torch.autograd.grad(loss, trained, allow_unused=True), strict=True):
             parameter.grad = gradient
+        if self.by == "tutti":
+            self.run.reduce_gradients()
 
     def by_adversarial(self, batch: Any) -> None:
         inputs = batch[0].clone().requires_grad_(True)

@@ -22,7 +22,7 @@ _HANGS_AFTER = 60.0
 _TWO = Place("mirrored", 2, 2, 2)
 KNOWN = {
     "clipped before the exchange": Script(place=_TWO, layers=("Linear",), loop=Loop("plain", ("clip_value",))),
-    "assigned and clipped": Script(place=_TWO, layers=("Linear",), loop=Loop("assigned", ("clip_value",))),
+    "assigned, reduced and clipped": Script(place=_TWO, layers=("Linear",), loop=Loop("assigned", ("clip_value",))),
     "two counts in one exchange": Script(
         place=_TWO, layers=("Linear",), loss="weighted", samples=10, batch=5, loop=Loop("plain_then_run")
     ),

@@ -328,7 +328,7 @@ class OracleRun:
         def step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
             self._opt_called = True  # type: ignore[attr-defined]
             if closure is None:
-                run._complete_by_hand(self)
+                run._complete_by_hand([p for group in self.param_groups for p in group["params"]])
                 result = kind.step(self)
             else:
                 result = kind.step(self, lambda: run._evaluated(closure))  # type: ignore[arg-type]
@@ -340,10 +340,14 @@ class OracleRun:
         optimizer._plain_step = MethodType(kind.step, optimizer)  # type: ignore[attr-defined]
         optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
 
-    def _complete_by_hand(self, optimizer: Optimizer) -> None:
+    def reduce_gradients(self) -> None:
+        """Leaves the gradient of the global batch in ``.grad``, where each worker has put the mean over its samples."""
+        self._complete_by_hand(self._parameters())
+        self._went_back = True
+
+    def _complete_by_hand(self, members: Sequence[nn.Parameter]) -> None:
         if self._went_back:
             return
-        members = [p for group in optimizer.param_groups for p in group["params"]]
         count, n = float(self._samples), self._global()
         sums = [None if p.grad is None or not count else p.grad * (count / n) for p in members]
         for parameter, gradient in zip(members, self._complete(sums, count, n), strict=True):

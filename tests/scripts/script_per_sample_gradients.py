@@ -57,5 +57,6 @@ def script(prepare: Prepare) -> State:
             slopes = clipped_gradients(model, inputs, targets)
             for name, parameter in model.named_parameters():
                 parameter.grad = slopes[name]
+            run.reduce_gradients()
             optimizer.step()
     return run.state()

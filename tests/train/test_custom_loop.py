@@ -144,11 +144,35 @@ def decayed_out_of_place(model: Any, optimizer: Any, batch: Any, backward: Any, 
     optimizer.step()
 
 
-def computed_by_hand(model: Any, optimizer: Any, batch: Any, backward: Any, step: int) -> None:
-    optimizer.zero_grad()
+def assign(model: Any, batch: Any, limit: float | None = None) -> list[Any]:
+    """Assign gradients of ``torch.autograd.grad`` to ``.grad``, clipped if there is a ``limit``."""
     parameters = list(model.parameters())
     for parameter, gradient in zip(parameters, torch.autograd.grad(error_of(model, batch), parameters), strict=True):
-        parameter.grad = gradient
+        parameter.grad = gradient if limit is None else gradient.clamp(-limit, limit)
+    return parameters
+
+
+def reduce_gradients(backward: Any) -> None:
+    """Call ``run.reduce_gradients`` of the run whose ``backward`` is given; plain PyTorch has nothing to reduce."""
+    run = getattr(backward, "__self__", None)
+    if run is not None:
+        run.reduce_gradients()
+
+
+def computed_by_hand(model: Any, optimizer: Any, batch: Any, backward: Any, step: int) -> None:
+    optimizer.zero_grad()
+    assign(model, batch)
+    reduce_gradients(backward)
+    optimizer.step()
+
+
+def assigned_undeclared(model: Any, optimizer: Any, batch: Any, backward: Any, step: int) -> None:
+    assign(model, batch)
+    optimizer.step()
+
+
+def clipped_and_assigned(model: Any, optimizer: Any, batch: Any, backward: Any, step: int) -> None:
+    assign(model, batch, limit=0.02)
     optimizer.step()
 
 
@@ -201,9 +225,9 @@ def clipped_before_the_exchange(model: Any, optimizer: Any, batch: Any, backward
 
 
 def assigned_and_clipped(model: Any, optimizer: Any, batch: Any, backward: Any, step: int) -> None:
-    parameters = list(model.parameters())
-    for parameter, gradient in zip(parameters, torch.autograd.grad(error_of(model, batch), parameters), strict=True):
-        parameter.grad = gradient
+    optimizer.zero_grad()
+    parameters = assign(model, batch)
+    reduce_gradients(backward)
     nn.utils.clip_grad_value_(parameters, 0.02)
     optimizer.step()
 
@@ -285,6 +309,8 @@ LOOPS: dict[str, Body] = {
         mixed,
         clipped_before_the_exchange,
         assigned_and_clipped,
+        assigned_undeclared,
+        clipped_and_assigned,
         counted_otherwise,
         frozen_in_the_body,
         thawed,
@@ -334,6 +360,7 @@ def through(name: str, strategy: str, workers: int, **options: Any) -> Any:
 WHOLE = ("single", "mirrored", "mirrored:algorithm=native")
 THAWED = ("thawed", "thawed_by_the_optimizer", "thawed_after_a_look", "thawed_after_the_forward")
 EDITS = ("clipped_by_hand", "clipped_in_the_group", "decayed_by_hand", "decayed_out_of_place")
+ASSIGNED = ("computed_by_hand", "assigned_and_clipped", "assigned_undeclared", "clipped_and_assigned")
 
 # What is refused, and a part of the reason; everything else is equal to plain PyTorch.
 SEVERAL = {
@@ -347,33 +374,37 @@ SEVERAL = {
 }
 LOCAL_EDITS = {
     "clipped_before_the_exchange": "edited a gradient that is not complete",
-    "assigned_and_clipped": "edited a gradient that is not complete",
+    **dict.fromkeys(("assigned_undeclared", "clipped_and_assigned"), "assigned .grad, and did not say"),
     "counted_otherwise": "counts something else than samples",
 }
 PARTS = {"closure_step": "LBFGS needs"}
 MIXED = {"mixed": "can no longer be told apart", **LOCAL_EDITS}
 REFUSED: dict[str, dict[str, str]] = {
     "central_storage": {**PARTS, **MIXED, "written_by_hand": "one copy of the parameters"},
-    "sharded:stage=1": {**PARTS, **MIXED, **dict.fromkeys(EDITS, "in rows over the ranks")},
+    "sharded:stage=1": {
+        **PARTS,
+        **MIXED,
+        **dict.fromkeys((*EDITS, "assigned_and_clipped"), "in rows over the ranks"),
+    },
     "sharded:stage=3": {
         **PARTS,
         **dict.fromkeys(("mixed", "plain_backward", "one_loss_forgotten"), "can no longer be told apart"),
         **dict.fromkeys(("clipped_before_the_exchange", "counted_otherwise"), "can no longer be told apart"),
         # PyTorch's own words: the graph has the gathered parameters, and the model shows its shards.
-        **dict.fromkeys(("computed_by_hand", "assigned_and_clipped"), "appears to not have been used in the graph"),
+        **dict.fromkeys(ASSIGNED, "appears to not have been used in the graph"),
     },
     "tensor:least=1": {
         **PARTS,
         **MIXED,
         **dict.fromkeys(EDITS, "in slices over the ranks"),
-        **dict.fromkeys(("computed_by_hand", "plain_backward", "one_loss_forgotten"), "did not make"),
-        "counted_otherwise": "did not make",
+        **dict.fromkeys(("plain_backward", "one_loss_forgotten", "counted_otherwise"), "did not make"),
+        **dict.fromkeys(("computed_by_hand", "assigned_and_clipped"), "did not make"),
         "left_out": "cannot edit gradients of split layers",
     },
     "parameter_server": {
         **PARTS,
         **MIXED,
-        **dict.fromkeys(EDITS, "on the parameter servers"),
+        **dict.fromkeys((*EDITS, "assigned_and_clipped"), "on the parameter servers"),
         **dict.fromkeys(("two_losses", "two_losses_of_one_forward"), "second gradient before"),
         "accumulated": "global batch without an update",
         "skipped": "global batch without an update",

@@ -211,15 +211,18 @@ class CustomLoop:
             remedy="take sharded:stage=1 or --strategy mirrored",
         ) from error
 
-    def _contribute(self, micro_batch: MicroBatch, work: Callable[[LossSums | None], LossSums]) -> None:
+    def _contribute(
+        self, micro_batch: MicroBatch, work: Callable[[LossSums | None], LossSums], means: bool = False
+    ) -> None:
         """Add the gradient that ``work`` computes to that of the global batch. Collective in a rank's last body.
 
         Args:
             micro_batch: the micro-batch of the body.
             work: adds this micro-batch's weighted gradient to ``.grad``; takes the worker's loss sums so far (None at
                 first) and returns them including this micro-batch.
+            means: see ``GradientOrigin.local``.
         """
-        local = self._take_local(micro_batch)
+        local = self._take_local(micro_batch, means)
         call, self._calls = self._calls, self._calls + 1
         if self._final:
             self._complete(micro_batch, call, local, work)
@@ -329,15 +332,16 @@ class CustomLoop:
             self._bodies.retrained()
             self._origin.watch()
 
-    def _take_local(self, micro_batch: MicroBatch) -> Gradients:
+    def _take_local(self, micro_batch: MicroBatch, means: bool) -> Gradients:
         """Remove and return this micro-batch's gradients that the script computed without ``run.backward``, weighted.
 
-        The weight is the factor on the micro-batch's mean loss in ``run.backward``.
+        The weight is the factor on the micro-batch's mean loss in ``run.backward``. ``means``: see
+        ``GradientOrigin.local``.
         """
         if self._exchange.gradient_at == "shards":
             self._origin.check_shards()
             return {}
-        local = self._origin.local(self._origin.seen())
+        local = self._origin.local(self._origin.seen(), means)
         if local and self._exchange.gradient_at == "slices":
             raise UsageError(
                 "gradients of split layers that run.backward did not make",
@@ -396,8 +400,24 @@ class CustomLoop:
         self._after(stats, updated)
         return True
 
-    def _exchange_local(self, micro_batch: MicroBatch) -> None:
-        """Contribute gradients that the script computed without ``run.backward``, as means over the micro-batch."""
+    def reduce_gradients(self) -> None:
+        """See ``Run.reduce_gradients``."""
+        micro_batch = self._micro_batch
+        if micro_batch is None or not self._inside:
+            raise UsageError(
+                "run.reduce_gradients needs a batch of run.microbatches()", remedy="loop over run.microbatches(epoch)"
+            )
+        self._look_at_trainability()
+        if self._exchange.gradient_at == "shards":
+            self._origin.check_shards()
+        elif not self._origin.alone or self._origin.local(self._origin.seen(), means=True):
+            self._exchange_local(micro_batch, means=True)
+
+    def _exchange_local(self, micro_batch: MicroBatch, means: bool = False) -> None:
+        """Contribute gradients that the script computed without ``run.backward``, as means over the micro-batch.
+
+        ``means``: see ``GradientOrigin.local``.
+        """
         self._bodies.note("gradients", 0)
         parameter = self._origin.seen()[0]
         dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
@@ -407,7 +427,7 @@ class CustomLoop:
             own = LossSums(sums.to(parameter.device), (), micro_batch.samples)
             return own if before is None else before + own
 
-        self._contribute(micro_batch, work)
+        self._contribute(micro_batch, work, means)
 
     def _stats_for(self, members: Sequence[nn.Parameter], edited: bool) -> StepStats:
         """Return the reduced results of the gradients of ``members``.

@@ -119,29 +119,47 @@ class GradientOrigin:
 
     # --- local gradients: of one micro-batch alone -----------------------------------------------------------------
 
-    def local(self, members: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+    def local(self, members: Sequence[nn.Parameter], means: bool = False) -> list[nn.Parameter]:
         """Return the members whose ``.grad`` is local.
+
+        Args:
+            members: parameters to look at.
+            means: gradients that the script assigned to ``.grad`` are means over the micro-batch's samples, as
+                ``run.reduce_gradients`` declares.
 
         Raises:
             UsageError: the script has edited a local gradient (a mean over micro-batches of clipped gradients is not
-                the clipped mean), or a gradient is the sum of a complete and a local one.
+                the clipped mean), or assigned one without ``means``, or a gradient is the sum of a complete and a
+                local one.
         """
         found = [p for p in members if p.grad is not None and self._is_local(p)]
         for parameter in found:
             gradient, made = parameter.grad, self._made.get(parameter)
-            before = (gradient, 0) if made is None else made
-            if gradient is None or (gradient is before[0] and tensor_version(gradient) == before[1]):
+            if gradient is None or (made is None and means):
+                continue
+            if made is not None and gradient is made[0] and tensor_version(gradient) == made[1]:
                 continue
             if bool(gradient.detach().any()):
-                raise UsageError(
-                    "the script edited a gradient that is not complete",
-                    where=f"step {self._run.clock + 1}",
-                    why="loss.backward() and gradients put into .grad by hand are of one micro-batch until"
-                    " optimizer.step(), and an edit such as clipping belongs to that of the global batch",
-                    remedy="call run.backward(loss), after which .grad is complete, and edit it then; a gradient that"
-                    " was computed in place goes into .grad as a copy (clone)",
-                )
+                self._refuse_local("assigned" if made is None else "edited")
         return found
+
+    def _refuse_local(self, done: str) -> NoReturn:
+        if done == "assigned":
+            raise UsageError(
+                "the script assigned .grad, and did not say what it is a mean over",
+                where=f"step {self._run.clock + 1}, {script_line()}",
+                why="it was computed from one micro-batch; averaging over micro-batches gives the gradient of the global"
+                " batch if it is a mean over samples, and not if it was clipped, normalised or projected before",
+                remedy="call run.reduce_gradients() after the assignment if it is a mean over the micro-batch's samples;"
+                " .grad is complete afterwards: clip or edit it then",
+            )
+        raise UsageError(
+            "the script edited a gradient that is not complete",
+            where=f"step {self._run.clock + 1}, {script_line()}",
+            why="what loss.backward() leaves in .grad is of one micro-batch until optimizer.step(), and an edit such as"
+            " clipping belongs to the gradient of the global batch",
+            remedy="call run.backward(loss), after which .grad is complete, and edit it then",
+        )
 
     def _is_local(self, parameter: nn.Parameter) -> bool:
         """Return whether ``.grad`` is local. Raises UsageError if it is the sum of a complete and a local gradient."""

@@ -105,6 +105,20 @@ class Run(Steps):
         """
         self.custom.backward(loss, retain_graph)
 
+    def reduce_gradients(self) -> None:
+        """Reduce gradients that the script has assigned to ``.grad`` over the global batch.
+
+        For gradients made without a backward into ``.grad``: ``torch.autograd.grad``, ``torch.func``, or by formula.
+        Call it once in the loop's body after the assignments. Each ``.grad`` must be a mean over the samples of the
+        body's batch; in a rank's last body it is complete afterwards, and may be clipped or edited. Collective in a
+        rank's last body: call it on every rank.
+
+        Raises:
+            UsageError: outside of ``run.microbatches()``, or the strategy keeps gradients where a script cannot assign
+                them (``tensor``, stages 2 and 3 of ``sharded``).
+        """
+        self.custom.reduce_gradients()
+
     @property
     def stepped(self) -> bool:
         """Whether the last ``optimizer.step()`` of a custom loop was in a rank's last body and acted."""
