@@ -48,7 +48,7 @@ def owned(run: tutti.Run) -> list[Any]:
     """What the objects have of their own that a profile puts names around."""
     named = {"_draw", "begin_worker", "end_worker", "reduce_gradients", "optimizer_step", "forward"}
     found = [sorted(named & vars(owner).keys()) for owner in (run, run.exchange, run.model)]
-    return [*found, torch.autograd.backward, run._loss]
+    return [*found, torch.autograd.backward, run.loss_fn]
 
 
 def profiled(strategy: str, custom_loop: bool, folder: str | None) -> Any:

@@ -71,7 +71,7 @@ def train(loss: Any, strategy: str, **options: Any) -> Any:
         lr_scale="adascale",
         **options,
     )
-    run.lr_factor = falling
+    run.lr_schedule = falling
     said = trained(run, STEPS)
     return {name: tensor.numpy().copy() for name, tensor in run.state().items()}, said, run.weights_sha256()
 
@@ -132,7 +132,7 @@ def prepare(strategy: str, **options: Any) -> tutti.Run:
         **{"strategy": strategy, "workers": 4, "batch_size": 25, "lr_scale": "adascale", "reproducible": True}
         | options,
     )
-    run.lr_factor = falling
+    run.lr_schedule = falling
     return run
 
 

@@ -30,8 +30,7 @@ def run_that_lost(rank: int) -> Any:
 )
 def test_the_consequence_is_known_in_the_first_step(remade: bool, consequence: str) -> None:
     told: list[str] = []
-    lost = LostRanks(run_that_lost(1), steps_remade=remade)
-    lost.tell = told.append
+    lost = LostRanks(run_that_lost(1), remade, told.append)
     lost.look()
     lost.look()
     [warning] = told

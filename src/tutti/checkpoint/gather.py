@@ -9,9 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tutti.comm.communicator import Communicator
+from tutti.comm.communicator import Communicator, Communicators
 from tutti.comm.partition import block
-from tutti.types import ShardSpec
+from tutti.types import ReplicaRunner, ShardSpec
 
 
 class GatheredModel(Mapping[str, Tensor], ABC):
@@ -163,3 +163,25 @@ class GatheredRows(GatheredModel):
         if name not in self._cut:
             return tensor
         return gather_rows({name: tensor}, {name: self._specs[name].shape}, self._comm)[name]
+
+
+def gathered_model(
+    replica: ReplicaRunner, comms: Communicators, merged: Mapping[str, Tensor], at_first_shard: bool
+) -> GatheredModel:
+    """Return lazy access to the whole tensors of the plain model. Collective, as each access is.
+
+    Args:
+        replica: this rank's part of the model.
+        comms: this rank's communicators.
+        merged: this rank's tensors of the merged model, or of its average.
+        at_first_shard: whether this rank is the first on the mesh axis of row shards.
+    """
+    if replica.sharded and comms.model.size == 1:
+        return GatheredRows(merged, replica.sharded, replica.specs, comms.axis("shard"))
+    if not replica.sharded:
+        return GatheredParts(merged, replica.specs, replica.not_owned, comms.model)
+    # Rows of tensor slices; tensors that are not sharded into rows are equal on all shards: the first one's count.
+    borrowed = set(replica.not_owned)
+    if not at_first_shard:
+        borrowed |= merged.keys() - replica.sharded.keys()
+    return GatheredParts(merged, replica.specs, borrowed, comms.axis("shard", "stage", "tensor"))

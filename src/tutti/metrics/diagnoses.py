@@ -63,15 +63,17 @@ CLASSICS: Mapping[str, Classic] = {
 class Diagnoses:
     """The mistakes found in one run, each reported once, by rank 0.
 
+    Args:
+        rank: this rank.
+        warn: receives a report's text; None for Python's ``warnings``, whose filters apply in either case.
+
     Attributes:
         found: names, in the order in which they were found.
-        tell: receives a report's text; None for Python's ``warnings``, whose filters apply in either case.
     """
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, warn: Callable[[str], None] | None = None) -> None:
         self.found: list[str] = []
-        self.tell: Callable[[str], None] | None = None
-        self._rank = rank
+        self._rank, self._warn = rank, warn
 
     def report(self, name: str, seen: str, step: int | None = None, remedy: str | None = None) -> None:
         """Report a mistake, unless it has been reported.
@@ -89,13 +91,13 @@ class Diagnoses:
             return
         classic, where = CLASSICS[name], None if step is None else f"rank 0, step {step}"
         text = str(TuttiError(f"{name}: {seen}", where=where, why=classic.why, remedy=remedy or classic.remedy))
-        if self.tell is None:
+        if self._warn is None:
             warnings.warn(text, DiagnosisWarning, stacklevel=_outside())
             return
         with warnings.catch_warnings(record=True) as passed:
             warnings.warn(text, DiagnosisWarning, stacklevel=1)
         for warning in passed:
-            self.tell(str(warning.message))
+            self._warn(str(warning.message))
 
 
 def _outside() -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -108,6 +108,23 @@ class Listener(Protocol):
     def finished(self, summary: Mapping[str, Any]) -> None: ...
 
     def close(self) -> None: ...
+
+
+class EarlyWarnings:
+    """Forward warnings to a listener; keep those from before there is one."""
+
+    def __init__(self) -> None:
+        self._kept: list[str] = []
+        self._warned: Callable[[str], None] = self._kept.append
+
+    def __call__(self, text: str) -> None:
+        self._warned(text)
+
+    def pass_to(self, warned: Callable[[str], None]) -> None:
+        """Forward all warnings, the kept ones first, to ``warned``."""
+        self._warned = warned
+        for text in self._kept:
+            warned(text)
 
 
 class Listeners:

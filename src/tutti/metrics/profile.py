@@ -52,7 +52,7 @@ def profiled(run: Run, folder: Path) -> Iterator[None]:
 @contextmanager
 def phases(run: Run, region: Callable[[str], AbstractContextManager[Any]] = record_function) -> Iterator[None]:
     """Run every phase of a step within the block in a ``region`` of the phase's name."""
-    forward = (run, "_loss") if run._loss is not None else (run.model, "forward")
+    forward = (run, "loss_fn") if run.loss_fn is not None else (run.model, "forward")
     named: list[tuple[Any, str, str]] = [
         (run, "_draw", "data"),
         (*forward, "forward"),

@@ -21,7 +21,7 @@ from tutti.train.mistake_checks import Hook
 from tutti.types import CustomLoopSync
 
 if TYPE_CHECKING:
-    from tutti.train.steps import Steps
+    from tutti.train.run import Run
 
 _COMPARED = 2
 """Number of first global batches in which parameters are also compared by value; in all by version counter."""
@@ -37,7 +37,7 @@ class BodyComparison:
         several: whether a rank runs several bodies in this global batch.
     """
 
-    def __init__(self, run: Steps) -> None:
+    def __init__(self, run: Run) -> None:
         self._run, self._exchange = run, cast(CustomLoopSync, run.exchange)
         self.several = self._final = False
         self._batches = 0

@@ -27,7 +27,7 @@ from tutti.train.gradient_origin import GradientOrigin
 from tutti.types import Batch, CustomLoopRunner, CustomLoopSync, LossSums, MicroBatch, StepStats, UpdateResult
 
 if TYPE_CHECKING:
-    from tutti.train.steps import Steps
+    from tutti.train.run import Run
 
 Gradients: TypeAlias = dict[nn.Parameter, Tensor]
 
@@ -59,7 +59,7 @@ class CustomLoop:
         stepped: whether the last ``optimizer.step()`` was in the body of a rank's last micro-batch, and so acted.
     """
 
-    def __init__(self, run: Steps, optimizers: Sequence[Optimizer], choice: Choice) -> None:
+    def __init__(self, run: Run, optimizers: Sequence[Optimizer], choice: Choice) -> None:
         self._run, self.optimizers, self._choice = run, optimizers, choice
         self._exchange = cast(CustomLoopSync, run.exchange)
         self._replica = cast(CustomLoopRunner, run.replica)

@@ -22,7 +22,7 @@ from tutti.torch_compat import tensor_version
 from tutti.types import CustomLoopSync
 
 if TYPE_CHECKING:
-    from tutti.train.steps import Steps
+    from tutti.train.run import Run
 
 
 class GradientOrigin:
@@ -37,7 +37,7 @@ class GradientOrigin:
         exchanged: whether gradients of the current body have been reduced.
     """
 
-    def __init__(self, run: Steps, optimizers: Sequence[Optimizer]) -> None:
+    def __init__(self, run: Run, optimizers: Sequence[Optimizer]) -> None:
         self._run, self._optimizers = run, optimizers
         self._exchange = cast(CustomLoopSync, run.exchange)
         self.alone = self.exchanged = False
@@ -148,10 +148,10 @@ class GradientOrigin:
             raise UsageError(
                 "the script assigned .grad, and did not say what it is a mean over",
                 where=f"step {self._run.clock + 1}, {script_line()}",
-                why="it was computed from one micro-batch; averaging over micro-batches gives the gradient of the global"
-                " batch if it is a mean over samples, and not if it was clipped, normalised or projected before",
-                remedy="call run.reduce_gradients() after the assignment if it is a mean over the micro-batch's samples;"
-                " .grad is complete afterwards: clip or edit it then",
+                why="it was computed from one micro-batch; averaging over micro-batches gives the gradient of the"
+                " global batch if it is a mean over samples, and not if it was clipped, normalised or projected before",
+                remedy="call run.reduce_gradients() after the assignment if it is a mean over the micro-batch's"
+                " samples; .grad is complete afterwards: clip or edit it then",
             )
         raise UsageError(
             "the script edited a gradient that is not complete",

@@ -51,7 +51,11 @@ def derived(
         "training": f"{length}, {config.precision}{exact}{_forward(config)}",
         "learning rate": _rate(config, run.context.workers),
         **_noise(config, run),
-        **({"a killed rank": "is gone on without, but for rank 0"} if run.losses is not None else {}),
+        **(
+            {"a killed rank": "is gone on without, but for rank 0"}
+            if run.context.comms.world.meetings is not None
+            else {}
+        ),
         **_kept(config),
         "kernels": facts["kernels"],
         **({"slowed": "; ".join(map(str, config.slowness()))} if config.slowness() else {}),

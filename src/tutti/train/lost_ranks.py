@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tutti.train.steps import Steps
+    from tutti.train.run import Run
 
 
 class LostRanks:
@@ -15,17 +15,17 @@ class LostRanks:
 
     Args:
         run: the run.
-        steps_remade: the other ranks make the steps of a lost rank (asynchronous servers with ``steps=all``).
+        steps_remade: whether the other ranks make the steps of a lost rank (asynchronous servers with ``steps=all``).
+        warn: receives each warning; None prints to stderr.
 
     Attributes:
         found: one dict a lost rank, as in ``summary.json``.
-        tell: receives each warning; default: prints to stderr.
     """
 
-    def __init__(self, run: Steps, steps_remade: bool) -> None:
+    def __init__(self, run: Run, steps_remade: bool, warn: Callable[[str], None] | None) -> None:
         self._run, self._steps_remade = run, steps_remade
+        self._warn = warn or (lambda text: print(f"tutti: {text}", file=sys.stderr, flush=True))
         self.found: list[dict[str, Any]] = []
-        self.tell: Callable[[str], None] = lambda text: print(f"tutti: {text}", file=sys.stderr, flush=True)
 
     def look(self) -> None:
         """Warn of ranks that were lost since the last call. Not collective."""
@@ -42,4 +42,4 @@ class LostRanks:
             missed = f"its share of every further batch, {share} of {contract.batch} samples, is not trained on"
             if self._steps_remade:
                 missed = "make its steps as well"
-            self.tell(f"rank {rank} {lost[rank]} after step {steps}: the others go on without it, and {missed}")
+            self._warn(f"rank {rank} {lost[rank]} after step {steps}: the others go on without it, and {missed}")

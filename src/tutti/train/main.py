@@ -30,7 +30,7 @@ from tutti.errors import Preempted, UsageError
 from tutti.launcher import context, heartbeat
 from tutti.launcher.context import World
 from tutti.metrics.events import TensorBoard
-from tutti.metrics.listener import Clock, Listener, Listeners, RunHeader
+from tutti.metrics.listener import Clock, EarlyWarnings, Listener, Listeners, RunHeader
 from tutti.metrics.profile import TABLE as PROFILE
 from tutti.metrics.profile import Window, profiled
 from tutti.metrics.progress import terminal_listener
@@ -46,7 +46,7 @@ from tutti.train.batch_size_schedule import of_model, of_plan, said_elsewhere
 from tutti.train.header import derived, run_identity, title
 from tutti.train.loop import Length, Means, TrainPlan, train_loop
 from tutti.train.preemption import stop_on_signals
-from tutti.train.prepare import prepare
+from tutti.train.prepare import RunOptions, prepare_run
 from tutti.train.run import Run
 from tutti.workload.tensor_memory import free_memory
 
@@ -71,21 +71,21 @@ def train_rank(task: str, config: TrainConfig, directory: str | None) -> int:
     config = _with_direction(config, chosen)
     model = built(chosen, config, world)
     size = sum(p.numel() for p in model.parameters())
-    run = prepared(chosen, model, config, world)
+    warnings = EarlyWarnings()
+    run = prepared(chosen, model, config, world, warnings)
     epochs = run.feed.epochs
     plan, total = _plan(config, epochs)
-    run.lr_factor = _schedule(config, epochs, total)
     held_out = _held_out(chosen, task, config)
     facts = run_identity(task, config, run, world, size, threads)
     # A restart by the launcher continues like --resume.
     again = config.resume is not None or world.identity.attempt > 0
     place = _place(run, directory)
     listeners = Listeners(())
-    # Warnings from before the listeners exist, also about skipped checkpoints.
-    early = [*of_model(epochs, model, config.batch_norm), *of_plan(epochs, config, total)]
+    for text in (*of_model(epochs, model, config.batch_norm), *of_plan(epochs, config, total)):
+        warnings(text)
     try:
         with stop_on_signals(run) as reason:
-            saver = _saver(run, place, world, config, facts, early.append)
+            saver = _saver(run, place, world, config, facts, warnings)
             restored = saver.restore() if saver is not None and again else None
             origin = _begin(run, config, restored, facts)
             clock = Clock.saved(restored or {}) if again else Clock(time.time())
@@ -96,16 +96,10 @@ def train_rank(task: str, config: TrainConfig, directory: str | None) -> int:
                     clock = records.clock
                     found += [records, *_tensorboard(directory, config, run.clock if again else 0)]
                 listeners = Listeners(found)
-            for text in early:
-                listeners.warned(text)
-            run.checks.diagnoses.tell = listeners.warned
-            if run.losses is not None:
-                run.losses.tell = listeners.warned
+            warnings.pass_to(listeners.warned)
             steps = total if run.adascale is None else None
             if steps is not None and not config.regime_batch:
                 run.checks.planned(steps)
-            if saver is not None:
-                saver.warn = listeners.warned
             windows = _windows(config, run, steps, place, again, listeners)
             lines = {**derived(chosen, config, run, world, total, facts), **origin}
             header = RunHeader(title(task, config), lines, steps, _per_epoch(epochs))
@@ -139,7 +133,8 @@ def _place(run: Run, directory: str | None) -> str | None:
     return None if place is None else str(place)
 
 
-def _schedule(config: TrainConfig, epochs: Epochs, total: int | None) -> Schedule:
+def _schedule(config: TrainConfig, epochs: Epochs) -> Schedule:
+    total = _plan(config, epochs)[1]
     scaled = check_rule(config.lr_scale).factor(epochs.first.batch)
     return make_schedule(check_schedule(config.schedule), total, _steps(config, epochs), scaled)
 
@@ -304,20 +299,19 @@ def built(task: Task, config: TrainConfig, world: World) -> nn.Module:
 
 
 @said_elsewhere()
-def prepared(task: Task, model: nn.Module, config: TrainConfig, world: World) -> Run:
-    """Call ``tutti.prepare`` with the task and the options of the configuration. Collective.
+def prepared(
+    task: Task, model: nn.Module, config: TrainConfig, world: World, warn: Callable[[str], None] | None = None
+) -> Run:
+    """Prepare the run of the task with the options of the configuration. Collective.
 
     Args:
         task: the task, for its data and loss function.
         model: the task's model.
         config: the resolved configuration.
         world: all ranks.
+        warn: see ``prepare_run``.
     """
-    return prepare(
-        model,
-        config.optimizer,
-        task.train,
-        task.loss,
+    options = RunOptions(
         strategy=config.strategy,
         workers=config.workers,
         batch_size=config.batch_size,
@@ -340,6 +334,8 @@ def prepared(task: Task, model: nn.Module, config: TrainConfig, world: World) ->
         data_workers=config.data_workers,
         slow=config.slowness(),
     )
+    schedule = partial(_schedule, config)
+    return prepare_run(model, config.optimizer, task.train, task.loss, options, schedule, warn)
 
 
 def prepare_process(config: TrainConfig, world: World) -> int:

@@ -32,7 +32,7 @@ from tutti.nn.swap import buffers, training_mode
 from tutti.types import Batch, LossFn, MicroBatch
 
 if TYPE_CHECKING:
-    from tutti.train.steps import Steps
+    from tutti.train.run import Run
 
 Work: TypeAlias = Sequence[tuple[int, Sequence[MicroBatch]]]
 """Each logical worker of this rank with its micro-batches of one step."""
@@ -65,16 +65,20 @@ class Rate(NamedTuple):
 class Checks:
     """The checks of one run.
 
+    Args:
+        run: the run.
+        warn: receives a finding's text; None for Python's ``warnings``, as in a script of the user's own.
+
     Attributes:
         diagnoses: the findings.
         looking: whether ``look`` must be called in the next step; without synchronous steps only in the first.
         ended: function to call after the next global batch of a custom loop, or None.
     """
 
-    def __init__(self, run: Steps) -> None:
-        self._run, self._steps = run, 0
+    def __init__(self, run: Run, warn: Callable[[str], None] | None) -> None:
+        self._run, self._steps, self._warn = run, 0, warn
         self._speaks = run.context.grid.rank == 0
-        self.diagnoses = Diagnoses(run.context.grid.rank)
+        self.diagnoses = Diagnoses(run.context.grid.rank, warn)
         self._enabled = self.looking = not is_off("DIAGNOSTICS", os.environ)
         self.ended: Callable[[], None] | None = None
         self._first: dict[int, list[str]] = {worker: [] for worker in run.context.mine}
@@ -259,7 +263,7 @@ class Checks:
         """
         run = self._run
         slots = [slot for slot in buffers(run.replica.parts) if slot.key.startswith("running_")]
-        own_script = self.diagnoses.tell is None and run.context.comms.model.size == 1
+        own_script = self._warn is None and run.context.comms.model.size == 1
         if not slots or not own_script or run.exchange.loss_normalisation != "step":
             return
         merged = run.exchange.merged()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -49,11 +49,10 @@ from tutti.parallel import Choice
 from tutti.train.accumulating_optimizer import accumulate_steps
 from tutti.train.batch_size_schedule import batch_size_schedule
 from tutti.train.hook_watch import HookWatch
-from tutti.train.lost_ranks import LostRanks
 from tutti.train.optimizers import check_fits, check_takes_sparse, describe_optimizers, factory
 from tutti.train.partial_reads import PartialReads
 from tutti.train.prepared_before import check_earlier, note
-from tutti.train.run import Run
+from tutti.train.run import Run, RunSettings
 from tutti.train.slow_replica import slow_down
 from tutti.train.state_loads import StateLoads
 from tutti.types import GradientSync, LossFn, RunContext
@@ -64,6 +63,34 @@ Optimizers: TypeAlias = "Optimizer | Sequence[Optimizer]"
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.float32, "fp16": torch.float32, "fp64": torch.float64}
 _CAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """The options of ``tutti.prepare``, which documents them."""
+
+    strategy: str = "mirrored"
+    workers: int | None = None
+    batch_size: int = 128
+    batch_growth: BatchGrowth | str | None = None
+    micro_batch: int | None = None
+    precision: str | None = None
+    loss_scale: str | None = None
+    channels_last: bool = False
+    lr_scale: str = "none"
+    batch_norm: str = "worker"
+    identical_batches: bool = False
+    clip: float | None = None
+    gradient_noise: str = "none"
+    ema: Averaging | str | float | None = None
+    init_from: str | Path | None = None
+    reproducible: bool = False
+    activation_checkpointing: str | Sequence[str | type[nn.Module]] = "none"
+    compile: str | bool = "none"
+    seed: int = 0
+    max_nonfinite: int = 10
+    data_workers: int = 0
+    slow: Sequence[Slowness] | str = ()
 
 
 def prepare(
@@ -149,84 +176,142 @@ def prepare(
         CheckpointError: ``init_from`` is damaged, or of another model.
         MismatchError: models or arguments differ between ranks.
     """
-    model, optimizers = one_module(model), given_optimizers(optimizer)
-    check_earlier(model, optimizers)
+    options = RunOptions(
+        strategy=strategy,
+        workers=workers,
+        batch_size=batch_size,
+        batch_growth=batch_growth,
+        micro_batch=micro_batch,
+        precision=precision,
+        loss_scale=loss_scale,
+        channels_last=channels_last,
+        lr_scale=lr_scale,
+        batch_norm=batch_norm,
+        identical_batches=identical_batches,
+        clip=clip,
+        gradient_noise=gradient_noise,
+        ema=ema,
+        init_from=init_from,
+        reproducible=reproducible,
+        activation_checkpointing=activation_checkpointing,
+        compile=compile,
+        seed=seed,
+        max_nonfinite=max_nonfinite,
+        data_workers=data_workers,
+        slow=slow,
+    )
+    return prepare_run(model, optimizer, dataset, loss_fn, options)
+
+
+def prepare_run(
+    model: Models,
+    optimizer: Optimizers | str,
+    dataset: Any,
+    loss_fn: LossFn | None,
+    options: RunOptions,
+    lr_schedule: Callable[[Epochs], Callable[[int], float]] | None = None,
+    warn: Callable[[str], None] | None = None,
+) -> Run:
+    """``tutti.prepare`` with its options in one object. Collective; raises as ``tutti.prepare``.
+
+    The order: checks → device mesh → model surgery (batch norm, dtype) → layout (tensor slices, stages, activation
+    checkpointing, compilation) → gradient synchronisation and optimizer (shards) → data → run.
+
+    Args:
+        model: see ``tutti.prepare``, as for the next three.
+        optimizer: an optimizer, several, or options.
+        dataset: the training samples.
+        loss_fn: the loss function.
+        options: all other arguments of ``tutti.prepare``.
+        lr_schedule: makes the schedule of the learning rate, a factor by step, from the run's epochs; None leaves the
+            rate to the caller.
+        warn: receives warnings about the run's mistakes and lost ranks; None for Python's ``warnings`` and stderr.
+    """
+    o, (whole, optimizers) = options, (one_module(model), given_optimizers(optimizer))
+    check_earlier(whole, optimizers)
     optimizer = optimizer if isinstance(optimizer, str) else optimizers
-    averaging = ema if ema is None or isinstance(ema, Averaging) else Averaging.parse(str(ema), "ema")
+    averaging = o.ema if o.ema is None or isinstance(o.ema, Averaging) else Averaging.parse(str(o.ema), "ema")
     world = context.init()
     identity = world.identity
-    adaptive = isinstance(check_rule(lr_scale), AdaptiveRule)
-    compiled = compile if isinstance(compile, str) else "default" if compile else "none"
-    asked = {"reproducible": reproducible, "adaptive": adaptive, "averaging": averaging is not None}
-    sparse = [name for name, p in sparse_parameters([model]).items() if p.requires_grad]
+    adaptive = isinstance(check_rule(o.lr_scale), AdaptiveRule)
+    compiled = o.compile if isinstance(o.compile, str) else "default" if o.compile else "none"
+    asked = {"reproducible": o.reproducible, "adaptive": adaptive, "averaging": averaging is not None}
+    sparse = [name for name, p in sparse_parameters([whole]).items() if p.requires_grad]
     asked |= {"compiled": compiled != "none", "cuda": world.device.type == "cuda", "sparse": bool(sparse)}
-    choice = parallel.check_strategy(strategy, identity.size, workers=workers, **asked)
+    choice = parallel.check_strategy(o.strategy, identity.size, workers=o.workers, **asked)
     grid = Grid(**choice.shape(identity.size), rank=identity.rank)
-    data = _data(dataset, choice, data_workers, reproducible, identical_batches)
-    _check_trainable(model, optimizer, sparse)
-    contract = _contract(choice, grid.data_ranks, _count(data), batch_size, workers, micro_batch, identical_batches)
-    epochs = batch_size_schedule(contract, batch_growth, model, batch_norm, lr_scale, gradient_noise)
+    data = _data(dataset, choice, o.data_workers, o.reproducible, o.identical_batches)
+    _check_trainable(whole, optimizer, sparse)
+    contract = _contract(
+        choice, grid.data_ranks, _count(data), o.batch_size, o.workers, o.micro_batch, o.identical_batches
+    )
+    epochs = batch_size_schedule(contract, o.batch_growth, whole, o.batch_norm, o.lr_scale, o.gradient_noise)
     for each in optimizers if not choice.row.optimizer_here else ():
         check_fresh(each)
-    if reproducible:
+    if o.reproducible:
         torch.set_num_threads(1)
-    scale, noise = _scale(loss_scale, precision, loss_fn), check_noise(gradient_noise, batch_size, adaptive)
-    together = _together(batch_norm, choice, epochs, reproducible, by_worker(adaptive, noise))
+    scale, noise = _scale(o.loss_scale, o.precision, loss_fn), check_noise(o.gradient_noise, o.batch_size, adaptive)
+    together = _together(o.batch_norm, choice, epochs, o.reproducible, by_worker(adaptive, noise))
     # Before any process group is made: with different device meshes ranks would wait for each other forever.
-    told = [
-        f"max_nonfinite {max_nonfinite}, batch norm {batch_norm}, loss_scale {loss_scale}, gradient noise {noise}",
-        f"compile {compiled}, activation_checkpointing {_named(activation_checkpointing)}",
-        f"ema {averaging}, {'given' if init_from is not None else 'own'} initial weights",
+    settings = [
+        *_settings(choice, epochs, o.precision, o.clip, o.reproducible, o.seed),
+        f"max_nonfinite {o.max_nonfinite}, batch norm {o.batch_norm}, loss_scale {o.loss_scale},"
+        f" gradient noise {noise}",
+        f"compile {compiled}, activation_checkpointing {_named(o.activation_checkpointing)}",
+        f"ema {averaging}, {'given' if o.init_from is not None else 'own'} initial weights",
+        *describe_optimizers(optimizer, o.lr_scale),
     ]
-    told = [
-        *_settings(choice, epochs, precision, clip, reproducible, seed),
-        *told,
-        *describe_optimizers(optimizer, lr_scale),
-    ]
-    everybody(world).agree(told, "the configuration", "call tutti.prepare with the same arguments on every rank")
+    everybody(world).agree(settings, "the configuration", "call tutti.prepare with the same arguments on every rank")
+
+    # The device mesh.
     comms = Communicators(world, grid)
     run_context = RunContext(
-        *(grid, comms, contract.workers, contract.mine(grid.data_rank), reproducible, clip),
-        *(averaging, activation_checkpointing, compiled, adaptive),
+        *(grid, comms, contract.workers, contract.mine(grid.data_rank), o.reproducible, o.clip),
+        *(averaging, o.activation_checkpointing, compiled, adaptive),
         rows=choice.exchange.shards_parameters(choice.shape(identity.size)),
     )
-    whole = model
-    model, dtype = _remade(model, batch_norm, run_context, precision, channels_last)
-    place, loss = placer(world.device, dtype, channels_last), _cast(loss_fn, world.device.type, precision)
+
+    # Model surgery.
+    converted, dtype = _remade(whole, o.batch_norm, run_context, o.precision, o.channels_last)
+    place, loss = placer(world.device, dtype, o.channels_last), _cast(loss_fn, world.device.type, o.precision)
     run_context = replace(run_context, in_step=choice.row.synchronous, trial=_trial(data, contract, place, loss))
-    layout, exchange = choice.counted(epochs.steps).make(_as_one(run_context, together))
-    hooks, reads = HookWatch(model, run_context, _alone(contract, exchange)), PartialReads(model, run_context)
-    replica = slow_down(layout.build(model), slow, world, contract.workers)
-    sink = exchange.attach(replica, factory(optimizer, lr_scale, batch_size, sparse))
-    prefetch = Prefetch(data_workers, identity.rank, world.timeout)
-    feed = _feed(data, epochs, grid.data_rank, seed, comms, place, prefetch, together)
+
+    # Layout: tensor slices, stages, activation checkpointing, compilation.
+    layout, sync = choice.counted(epochs.steps).make(_as_one(run_context, together))
+    hooks, reads = HookWatch(converted, run_context, _alone(contract, sync)), PartialReads(converted, run_context)
+    replica = slow_down(layout.build(converted), o.slow, world, contract.workers)
+
+    # Gradient synchronisation, which shards parameters and makes the optimizer.
+    sink = sync.attach(replica, factory(optimizer, o.lr_scale, o.batch_size, sparse))
     hooks.watch(replica.parts)
     reads.refuse()
-    average = parallel.average(replica, exchange, run_context)
-    run = Run(
-        replica,
-        exchange,
-        sink,
-        feed,
-        loss,
-        run_context,
-        max_nonfinite,
-        average,
-        scale,
-        optimizers,
-        hooks=hooks,
-        choice=choice,
+
+    # Data.
+    prefetch = Prefetch(o.data_workers, identity.rank, world.timeout)
+    feed = _feed(data, epochs, grid.data_rank, o.seed, comms, place, prefetch, together)
+
+    # Ranks read a stream in step, and so cannot continue without one of them.
+    fault_tolerant = choice.row.fault_tolerant and not isinstance(data, Stream)
+    around = RunSettings(
+        max_nonfinite=o.max_nonfinite,
+        average=parallel.average(replica, sync, run_context),
+        loss_scale=scale,
         noise=noise,
-        adascale=AdaScale(batch_size, contract.workers) if adaptive else None,
-        named_workers=workers is not None,
+        adascale=AdaScale(o.batch_size, contract.workers) if adaptive else None,
+        lr_schedule=None if lr_schedule is None else lr_schedule(epochs),
+        named_workers=o.workers is not None,
+        fault_tolerant=fault_tolerant,
+        warn=warn,
     )
+    run = Run(replica, sync, sink, feed, loss, run_context, choice, optimizers, hooks, around)
     for index, each in enumerate(optimizers):
         accumulate_steps(each, run, choice, index)
     note(whole, optimizers, choice.name, run_context)
     StateLoads(whole, run, choice)
-    if init_from is not None:
-        load_warm_start(run, init_from)
-    run.losses = _losses(run, choice, data)
+    if o.init_from is not None:
+        load_warm_start(run, o.init_from)
+    if fault_tolerant:
+        run.context.comms.tolerate_loss()
     return run
 
 
@@ -237,13 +322,6 @@ def _feed(
     """Build the feed of this data rank's part of every global batch, on the device."""
     reader = make_reader(data, epochs, rank, seed, comms, prefetch)
     return Feed(reader, epochs, rank, seed, place, prefetch, together, make_transfer(comms.world.device, data))
-
-
-def _losses(run: Run, choice: Choice, data: Source | Stream) -> LostRanks | None:
-    """Return the tracker of lost ranks on rank 0, if the run continues without killed ranks; else None. Collective."""
-    # Ranks read a stream in step, and so cannot continue without one of them.
-    alone = choice.row.fault_tolerant and not isinstance(data, Stream) and run.context.comms.tolerate_loss()
-    return LostRanks(run, steps_remade=not choice.row.synchronous) if alone and run.context.grid.rank == 0 else None
 
 
 def _data(dataset: Any, choice: Choice, data_workers: int, reproducible: bool, identical: bool) -> Source | Stream:

@@ -15,13 +15,13 @@ from tutti.errors import MismatchError
 from tutti.types import ShardSpec
 
 if TYPE_CHECKING:
-    from tutti.train.steps import Steps
+    from tutti.train.run import Run
 
 SELDOM = 100
 """Least number of steps between two comparisons at ends of epochs, as an epoch may be one step (a guess)."""
 
 
-def check_replicas(run: Steps, what: str) -> None:
+def check_replicas(run: Run, what: str) -> None:
     """Compare, over all ranks, 64-bit digests of the tensors of which several ranks hold a copy.
 
     Copies are those of data parallelism, HSDP and hybrids, tensors that tensor parallelism leaves whole, and weights
@@ -66,7 +66,7 @@ def check_replicas(run: Steps, what: str) -> None:
     )
 
 
-def seldom(run: Steps) -> bool:
+def seldom(run: Run) -> bool:
     """Return whether the last comparison was at least ``SELDOM`` steps ago, for the ends of epochs."""
     return run.taken - run.compared >= SELDOM
 
