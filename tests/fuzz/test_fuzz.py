@@ -44,6 +44,13 @@ KNOWN = {
     "an unused layer under stages": Script(
         place=Place("model_parallel", 2), layers=("Linear", "Tanh", "Linear"), unused=True
     ),
+    "a hook on one stage and a loss that counts something else": Script(
+        place=Place("pipeline", 2),
+        layers=("Linear", "Linear", "Tanh"),
+        loss="weighted",
+        samples=9,
+        edits=(Edit(where="end", kind="hook"),),
+    ),
     "a group that is added and a layer that is frozen under stages": Script(
         place=Place("pipeline", 2, 3),
         layers=("Linear", "Linear", "Tanh"),

@@ -1,4 +1,4 @@
-"""Formulas of learning-rate scaling by batch size, warm-up and momentum correction.
+"""Formulas of learning-rate scaling by batch size, warm-up and momentum correction; and what writes ``group["lr"]``.
 
 Symbols: κ = current batch ÷ the batch that the rate was tuned for.
 """
@@ -6,6 +6,10 @@ Symbols: κ = current batch ÷ the batch that the rate was tuned for.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+from typing import Any, TypeAlias
+
+Group: TypeAlias = dict[str, Any]
 
 
 def linear_scaling(kappa: float) -> float:
@@ -78,3 +82,39 @@ def momentum_correction(new: float, old: float) -> float:
     2.0
     """
     return new / old if old else 1.0
+
+
+def set_learning_rates(groups: Iterable[Group], factor: float | None) -> None:
+    """Set each parameter group's learning rate to ``factor`` × its initial one; None leaves it as it is.
+
+    >>> group = {"lr": 0.5}
+    >>> for factor in (0.5, 0.2): set_learning_rates([group], factor)
+    >>> group
+    {'lr': 0.1, 'initial_lr': 0.5}
+    """
+    if factor is None:
+        return
+    for group in groups:
+        initial: Any = group.setdefault("initial_lr", group["lr"])
+        group["lr"] = initial * factor
+
+
+def multiply_learning_rates(groups: Iterable[Group], factor: float) -> list[tuple[Group, Any]]:
+    """Multiply each parameter group's learning rate by ``factor``, a group that occurs twice once.
+
+    Returns:
+        The groups with their rates before, for ``restore_learning_rates``; none for a factor of 1.
+    """
+    if factor == 1:
+        return []
+    before: list[tuple[Group, Any]] = []
+    for group in {id(group): group for group in groups}.values():
+        before.append((group, group["lr"]))
+        group["lr"] = before[-1][1] * factor
+    return before
+
+
+def restore_learning_rates(before: Iterable[tuple[Group, Any]]) -> None:
+    """Set each parameter group's learning rate to that of ``multiply_learning_rates``."""
+    for group, rate in before:
+        group["lr"] = rate

@@ -1,4 +1,4 @@
-"""Loss sums of a rank, step statistics of all ranks, gradient normalisation, and gradient clipping."""
+"""Loss sums of a rank, and step statistics of all ranks."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from torch import Tensor
 
 from tutti.errors import UsageError
 from tutti.parallel.ddp.buckets import METRICS, ReducedSums
-from tutti.parallel.ddp.reducers import scale_all, squares_of
-from tutti.types import GradientVariance, LossSums, StepContext, StepStats
+from tutti.types import GradientVariance, LossSums, StepStats
 
 
 class LossCounter:
@@ -59,45 +58,3 @@ class LossCounter:
         """
         count = sums.samples or math.nan
         return StepStats(sums.loss / count, sums.samples, self.means(sums.metrics, count), norm, finite, stop, spread)
-
-
-def share_of_batch(sums: ReducedSums, step_context: StepContext) -> float:
-    """Return the factor that turns the summed gradient into the mean over the loss's own count.
-
-    Backward weights a sample by 1 / samples of the global batch. The loss may count something else (tokens), or the
-    caller may use a batch of another size. With one micro-batch as the whole batch the factor is 1, because its
-    backward starts at the final scale.
-    """
-    if step_context.whole:
-        return 1.0
-    return step_context.samples / sums.samples if sums.samples else 1.0
-
-
-def own_mean(gradients: Sequence[Tensor], part: LossSums, loss_scale: float) -> float:
-    """Scale a worker's own gradient in place to the mean over its loss's count (samples, tokens).
-
-    Args:
-        gradients: the worker's gradients.
-        part: the worker's loss sums.
-        loss_scale: divisor for the loss scale that the gradients contain.
-
-    Returns:
-        The norm of the scaled gradient.
-    """
-    count = float(part.sums[1])
-    factor = (part.samples / count if count and not part.whole else 1.0) / loss_scale
-    if factor != 1.0:
-        scale_all(gradients, factor)
-    return math.sqrt(sum(squares_of(gradients)))
-
-
-def clipped(norm: float, largest: float | None) -> tuple[float, float]:
-    """Return the factor that clips a gradient as ``torch.nn.utils.clip_grad_norm_`` does, and the norm afterwards.
-
-    >>> clipped(0.5, 1.0), clipped(2.0, None)
-    ((1.0, 0.5), (1.0, 2.0))
-    """
-    if largest is None or norm <= largest:
-        return 1.0, norm
-    factor = largest / (norm + 1e-6)
-    return factor, norm * factor

@@ -34,7 +34,7 @@ class HookWatch:
 
     def __init__(self, model: nn.Module, run_context: RunContext, alone: bool) -> None:
         self._rows, self._tensor = run_context.rows, run_context.grid.tensor > 1
-        self._stages = run_context.grid.stage > 1
+        self._stages, self._model_ranks = run_context.grid.stage > 1, run_context.comms.model
         self._originals = {name: ref(p) for name, p in parameters([model])}
         self._elsewhere: str | None = None
         self._containers = [(n, ref(m)) for n, m in model.named_modules() if next(m.children(), None) is not None]
@@ -128,8 +128,17 @@ class HookWatch:
             self._refuse(float(part.sums[1]), part.samples)
 
     def check_sum(self, stats: StepStats, step_context: StepContext) -> None:
-        """Raise UsageError as ``check_part``, for the complete gradient of the global batch before its update."""
-        if self._hooked is not None and not step_context.whole and stats.count != step_context.samples:
+        """Raise UsageError as ``check_part``, for the complete gradient of the global batch before its update.
+
+        Collective under stages, if the loss counts another unit than samples: an all-gather of the hooks' names, as a
+        stage sees only its own, and all must raise.
+        """
+        if step_context.whole or stats.count == step_context.samples:
+            return
+        if self._stages:
+            found = self._model_ranks.all_gather_strings(self._hooked or "", "hooks on gradients")
+            self._hooked = next(filter(None, found), None)
+        if self._hooked is not None:
             self._refuse(stats.count, step_context.samples)
 
     def _refuse(self, count: float, samples: int) -> None:

@@ -28,6 +28,7 @@ from tutti.metrics.profile import profiled
 from tutti.metrics.trace import traced
 from tutti.optim.adascale import AdaScale
 from tutti.optim.gradient_noise import Multiplicative
+from tutti.optim.learning_rate import multiply_learning_rates, restore_learning_rates
 from tutti.optim.loss_scale import LossScale
 from tutti.optim.mixing import needs_closure
 from tutti.optim.several import SeveralOptimizers
@@ -337,24 +338,15 @@ class Run:
     @contextmanager
     def _open_gate(self) -> Iterator[None]:
         self._stepping = True
-        rates = self._divided() if self._rate != 1 and self.lr_schedule is None else []
+        # The phase's rate is below 1 where the batch size could not grow as much as its schedule asks.
+        given = self.exchange.optimizers if self.optimizer is None else (self.optimizer,)
+        groups = [group for optimizer in given for group in optimizer.param_groups]
+        rates = multiply_learning_rates(groups, self._rate if self.lr_schedule is None else 1)
         try:
             yield
         finally:
             self._stepping = False
-            for group, rate in rates:
-                group["lr"] = rate
-
-    def _divided(self) -> list[tuple[dict[str, Any], Any]]:
-        """Multiply the caller's learning rates by the phase's rate for one update; return the original rates.
-
-        The rate is below 1 where the batch size could not grow as much as its schedule asks.
-        """
-        given = self.exchange.optimizers if self.optimizer is None else (self.optimizer,)
-        rates = [(group, group["lr"]) for optimizer in given for group in optimizer.param_groups]
-        for group, rate in rates:
-            group["lr"] = rate * self._rate
-        return rates
+            restore_learning_rates(rates)
 
     def _cells(self, batch: Batch, step_context: StepContext) -> list[tuple[int, list[MicroBatch]]]:
         noise = 0.0 if self.noise is None else self.noise.sigma(step_context.samples)

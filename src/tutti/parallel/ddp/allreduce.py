@@ -21,8 +21,9 @@ from tutti.errors import UsageError
 from tutti.nn.incomplete_gradient import conceal, is_cleared
 from tutti.nn.sparse_layers import check_sparse_step
 from tutti.nn.swap import parameters
+from tutti.optim.learning_rate import set_learning_rates
 from tutti.optim.several import acting, members_of, slots, stepping
-from tutti.parallel.ddp.buckets import DIGESTS, digests, digests_agree, is_finite
+from tutti.parallel.ddp.buckets import DIGESTS, digests, digests_agree
 from tutti.parallel.ddp.reducers import (
     Named,
     OverlappedReducer,
@@ -36,7 +37,8 @@ from tutti.parallel.ddp.shared_memory_reducer import attach_shared
 from tutti.parallel.ddp.sparse_gradients import with_sparse_gradients
 from tutti.parallel.ddp.sync_module_states import agree_on_state, broadcast_state
 from tutti.parallel.ddp.worker_buffers import WorkerBuffers
-from tutti.parallel.loss_stats import LossCounter, clipped, share_of_batch
+from tutti.parallel.loss_stats import LossCounter
+from tutti.parallel.normalisation import clipped, divisor_of_backward, is_finite, mean_factor, nonfinite_names
 from tutti.parallel.split_optimizer import SliceRegions, support_split_tensors
 from tutti.parallel.whole_tensors import (
     WholeTensors,
@@ -135,7 +137,7 @@ class AllReduceSync:
 
     def reduce_gradients(self, step_context: StepContext) -> StepStats:
         sums = self._reducer.finish(step_context, self._counting.take())
-        whole = share_of_batch(sums, step_context)
+        whole = mean_factor(divisor_of_backward(step_context), sums.samples)
         factor = whole / step_context.loss_scale
         if factor != 1.0:
             self._reducer.scale(factor)
@@ -418,7 +420,7 @@ class AllReduceSync:
         """
         if self._run_context.comms.model.size > 1:
             return False
-        return all(p.grad is None or is_finite(p.grad) for p in self._parameters)
+        return all(is_finite(p.grad) for p in self._parameters)
 
 
 def _sum(row: Sequence[float]) -> float:
@@ -434,7 +436,7 @@ def culprits(comm: Communicator, named: Named) -> tuple[str, ...]:
 
     Collective: an all-gather of the names.
     """
-    found = [name for name, p in named if p.grad is not None and not is_finite(p.grad)]
+    found = nonfinite_names((name, p.grad) for name, p in named)
     said = comm.all_gather_strings("\n".join(found[:3]), "names of gradients that are not finite")
     return tuple(dict.fromkeys(name for text in said for name in text.splitlines()))
 
@@ -460,9 +462,7 @@ def optimizer_step(
     for member in members_of(optimizer):
         if hasattr(member, "grad_norm"):
             member.grad_norm = grad_norm
-    if lr_factor is not None:
-        for group in optimizer.param_groups:
-            group["lr"] = group.setdefault("initial_lr", group["lr"]) * lr_factor
+    set_learning_rates(optimizer.param_groups, lr_factor)
     for member in stepping(optimizer):
         gathered = None if whole is None else whole.of(member)
         try:

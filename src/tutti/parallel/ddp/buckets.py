@@ -218,11 +218,6 @@ def values_of(gradient: Tensor) -> Tensor:
     return gradient.coalesce().values() if gradient.is_sparse else gradient
 
 
-def is_finite(gradient: Tensor) -> bool:
-    """Return whether all elements of a dense or sparse gradient are finite."""
-    return bool(torch.isfinite(values_of(gradient)).all())
-
-
 def _check_dense(gradients: Sequence[Tensor]) -> None:
     """Raise UsageError for a sparse gradient of a parameter that the bucket layout took for dense."""
     for gradient in gradients:

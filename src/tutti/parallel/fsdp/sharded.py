@@ -38,7 +38,8 @@ from tutti.parallel.fsdp.sharded_parameter import (
     optimizer_pieces,
 )
 from tutti.parallel.grad_norm import norm_across_model
-from tutti.parallel.loss_stats import LossCounter, clipped, share_of_batch
+from tutti.parallel.loss_stats import LossCounter
+from tutti.parallel.normalisation import clipped, divisor_of_backward, is_finite, mean_factor
 from tutti.parallel.split_optimizer import SliceRegions, support_split_tensors
 from tutti.parallel.whole_tensors import (
     WholeTensors,
@@ -226,7 +227,7 @@ class ShardedSync:
             if not flag:
                 # FSDP2 sets zeros where no backward reached a parameter; the optimizer would still decay it.
                 rows.parameter.grad = seen.grad = None
-        factor = share_of_batch(sums, step_context) / step_context.loss_scale
+        factor = mean_factor(divisor_of_backward(step_context), sums.samples) / step_context.loss_scale
         if factor != 1.0:
             scale_all(self._gradients(), factor)
         norm = math.sqrt(square) * factor
@@ -485,6 +486,6 @@ class ShardedSync:
         if math.isfinite(norm) or self._run_context.comms.model.size > 1:
             return math.isfinite(norm)
         bad = torch.zeros(1, device=self._run_context.comms.replica.device)
-        bad += sum(not bool(torch.isfinite(g).all()) for g in self._gradients())
+        bad += sum(not is_finite(g) for g in self._gradients())
         self._run_context.comms.replica.start_all_reduce(bad, "all_reduce of what is not finite").wait()
         return not bool(bad)

@@ -23,13 +23,14 @@ from tutti.config.sync_config import LocalSGDConfig
 from tutti.nn.swap import parameters
 from tutti.optim.several import slots
 from tutti.parallel.ddp.allreduce import culprits, optimizer_step
-from tutti.parallel.ddp.buckets import DIGESTS, METRICS, digests, digests_agree, is_finite
+from tutti.parallel.ddp.buckets import DIGESTS, METRICS, digests, digests_agree
 from tutti.parallel.ddp.reducers import Reducer, TreeReducer, refuse_mismatch, scale_all
 from tutti.parallel.ddp.sparse_gradients import with_sparse_gradients
 from tutti.parallel.ddp.sync_module_states import agree_on_state, broadcast_state
 from tutti.parallel.ddp.worker_buffers import WorkerBuffers
 from tutti.parallel.ddp.write_guard import WriteGuard
-from tutti.parallel.loss_stats import LossCounter, clipped, own_mean
+from tutti.parallel.loss_stats import LossCounter
+from tutti.parallel.normalisation import clipped, is_finite, nonfinite_names, own_mean, own_sum
 from tutti.parallel.whole_tensors import agreed_mixing
 from tutti.torch_compat import foreach_copy_
 from tutti.types import (
@@ -123,9 +124,7 @@ class LocalSGDSync:
                 optimizer_step(self._of[worker], self._step_context.lr_factor, left)
             else:
                 bad = 1
-                self._culprits |= {
-                    name: None for name, p in self._trained if p.grad is not None and not is_finite(p.grad)
-                }
+                self._culprits |= dict.fromkeys(nonfinite_names((name, p.grad) for name, p in self._trained))
         for _, parameter in self._trained:
             parameter.grad = None
         self._note()
@@ -274,8 +273,7 @@ class LocalSGDSync:
         if part is not None:
             self._counting.note(part)
             gradients = [p.grad for _, p in self._trained if p.grad is not None]
-            size = float(part.sums[1]) or 1.0 if part.whole else part.samples
-            scale_all(gradients, size / self._step_context.loss_scale)
+            own_sum(gradients, part, self._step_context.loss_scale)
         reducer.collect(self._step_context, worker, None if part is None else part.sums)
 
     def _together(self, reducer: Reducer, step_context: StepContext) -> StepStats:
@@ -284,7 +282,7 @@ class LocalSGDSync:
         count = sums.samples or math.nan
         reducer.scale(1 / count)
         norm = math.sqrt(sum(reducer.squares()))
-        finite = math.isfinite(norm) or all(p.grad is None or is_finite(p.grad) for _, p in self._trained)
+        finite = math.isfinite(norm) or all(is_finite(p.grad) for _, p in self._trained)
         return self._counting.stats(sums, norm, finite, sums.stop)
 
     def _update_all(self, reducer: Reducer, stats: StepStats, step_context: StepContext) -> UpdateResult:

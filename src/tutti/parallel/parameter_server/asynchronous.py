@@ -11,7 +11,6 @@ import math
 from collections.abc import Collection, Mapping
 from typing import Literal
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -23,7 +22,8 @@ from tutti.nn.swap import parameters
 from tutti.parallel.ddp.reducers import scale_all, squares_of
 from tutti.parallel.ddp.sync_module_states import agree_on_state, broadcast_state
 from tutti.parallel.ddp.worker_buffers import WorkerBuffers
-from tutti.parallel.loss_stats import LossCounter, clipped, own_mean
+from tutti.parallel.loss_stats import LossCounter
+from tutti.parallel.normalisation import clipped, nonfinite_names, own_mean
 from tutti.parallel.parameter_server.client import Reply
 from tutti.parallel.parameter_server.flat_views import write_gradients
 from tutti.parallel.parameter_server.parameter_shard import ParameterShard
@@ -169,8 +169,7 @@ class AsynchronousServerSync(RemoteGradients):
         there = [g for g in gradients if g is not None]
         norm = own_mean(there, part, self._step_context.loss_scale)
         if not math.isfinite(norm):
-            pairs = zip(self._trained, gradients, strict=True)
-            self._culprits += [n for (n, _), g in pairs if g is not None and not bool(torch.isfinite(g).all())]
+            self._culprits += nonfinite_names(zip([name for name, _ in self._trained], gradients, strict=True))
             return False
         factor, _ = clipped(norm, self._run_context.clip)
         if factor != 1.0:

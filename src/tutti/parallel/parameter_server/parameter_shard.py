@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tutti.checkpoint.state_shards import Named, load_optimizer, optimizer_tensors
+from tutti.optim.learning_rate import multiply_learning_rates
 from tutti.parallel.parameter_server import hyperparameters
 from tutti.parallel.parameter_server.flat_views import in_order, shaped, strides
 from tutti.parallel.parameter_server.server_partition import ServerPiece, ServerPlan
@@ -89,9 +90,7 @@ class ParameterShard:
             parameter.grad = gradient
         if hasattr(self.optimizer, "grad_norm"):
             self.optimizer.grad_norm = grad_norm
-        groups = [group for pair in self._groups for group in pair] if rate != 1.0 else []
-        for group in {id(group): group for group in groups}.values():
-            group["lr"] = group["lr"] * rate
+        multiply_learning_rates([group for pair in self._groups for group in pair], rate)
         self.optimizer.step()
 
     def _set(self, settings: Sequence[float]) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tutti.parallel.ddp.buckets import DIGESTS, METRICS, read_sums
 from tutti.parallel.ddp.reducers import scale_all, squares_of
+from tutti.parallel.normalisation import mean_factor
 from tutti.parallel.parameter_server.parameter_shard import ParameterShard, Vectors
 from tutti.parallel.parameter_server.server_barrier import MOST_BEHIND, ServerBarrier
 from tutti.parallel.parameter_server.server_wire import (
@@ -143,7 +144,7 @@ class SyncHandler:
             return None
         if self._result is None:
             sums = read_sums(total.totals[DIGESTS:].tolist())
-            factor = (samples / sums.samples if samples and sums.samples else 1.0) / scale
+            factor = mean_factor(samples, sums.samples) / scale
             if factor != 1.0:
                 for vector in total.vectors:
                     vector.mul_(factor)

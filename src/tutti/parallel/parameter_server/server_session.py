@@ -19,6 +19,7 @@ from tutti.config.sync_config import ParameterServerConfig
 from tutti.errors import PeerError, UsageError
 from tutti.launcher import context
 from tutti.launcher.interface import address_of
+from tutti.optim.learning_rate import set_learning_rates
 from tutti.optim.several import SeveralOptimizers
 from tutti.parallel.ddp.reducers import Named, layout_key
 from tutti.parallel.parameter_server import curve_keys, flat_views, hyperparameters, server_wire
@@ -257,9 +258,7 @@ class ServerSession:
 
         None leaves the learning rates as they are.
         """
-        if lr_factor is not None:
-            for group in self._handle.param_groups:
-                group["lr"] = group.setdefault("initial_lr", group["lr"]) * lr_factor
+        set_learning_rates(self._handle.param_groups, lr_factor)
         return hyperparameters.values(self._handle, self.keys)
 
     def ask(self, kind: int, text: str, clock: int = 0, **more: object) -> list[Reply]:

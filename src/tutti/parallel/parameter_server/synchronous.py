@@ -24,7 +24,7 @@ from tutti.parallel.ddp.reducers import Named, layout_key, own_part, refuse_mism
 from tutti.parallel.ddp.sync_module_states import agree_on_state, broadcast_state
 from tutti.parallel.ddp.worker_buffers import WorkerBuffers
 from tutti.parallel.ddp.write_guard import WriteGuard
-from tutti.parallel.loss_stats import clipped
+from tutti.parallel.normalisation import clipped, divisor_of_backward
 from tutti.parallel.parameter_server.flat_views import write_gradients
 from tutti.parallel.parameter_server.parameter_shard import ParameterShard
 from tutti.parallel.parameter_server.remote_gradients import RemoteGradients
@@ -111,8 +111,7 @@ class ServerReducer:
         worker, client = self._run_context.mine[0], self._link.client
         # With backup workers ranks may well be in different steps.
         ranks = (self._link.comm.global_rank,) if self._backup else self._link.comm.ranks
-        divided = 0.0 if step_context.whole else float(step_context.samples)
-        asked, servers = [divided, step_context.loss_scale], list(range(self._link.servers))
+        asked, servers = [divisor_of_backward(step_context), step_context.loss_scale], list(range(self._link.servers))
         first = servers[:1] if self._backup else servers
         client.send(SUM, worker, step_context.global_step, extras=[*asked, *[NONE] * self._leaves], servers=first)
         replies = client.wait(text, ranks, patient=True)

@@ -1,0 +1,84 @@
+"""What a gradient is divided by, clipped to, and whether it is finite: the same rules for every strategy.
+
+Backward weights each sample by 1 / samples of the global batch and multiplies by the loss scale. The loss may count
+something else than samples (tokens), and the number of samples may differ from the contract's. Each strategy therefore
+multiplies its gradient by a factor once, after summing; the factors are here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from tutti.parallel.ddp.buckets import values_of
+from tutti.parallel.ddp.reducers import scale_all, squares_of
+from tutti.types import LossSums, StepContext
+
+
+def divisor_of_backward(step_context: StepContext) -> float:
+    """Return the samples by which backward has divided; 0 where one micro-batch is the whole batch.
+
+    Such a backward starts at 1 / count of the loss, the final scale.
+    """
+    return 0.0 if step_context.whole else float(step_context.samples)
+
+
+def mean_factor(divisor: float, counted: float) -> float:
+    """Return the factor that turns a summed gradient into the mean over what the loss counts.
+
+    Args:
+        divisor: of backward, see ``divisor_of_backward``.
+        counted: sum of the loss's counts over the global batch.
+
+    >>> mean_factor(8, 32), mean_factor(0, 32), mean_factor(8, 0)
+    (0.25, 1.0, 1.0)
+    """
+    return divisor / counted if divisor and counted else 1.0
+
+
+def own_mean(gradients: Sequence[Tensor], part: LossSums, loss_scale: float) -> float:
+    """Scale a worker's own gradient in place to the mean over its loss's count (samples, tokens).
+
+    Args:
+        gradients: the worker's gradients.
+        part: the worker's loss sums.
+        loss_scale: divisor for the loss scale that the gradients contain.
+
+    Returns:
+        The norm of the scaled gradient.
+    """
+    factor = mean_factor(0.0 if part.whole else part.samples, float(part.sums[1])) / loss_scale
+    if factor != 1.0:
+        scale_all(gradients, factor)
+    return math.sqrt(sum(squares_of(gradients)))
+
+
+def own_sum(gradients: Sequence[Tensor], part: LossSums, loss_scale: float) -> None:
+    """Scale a worker's own gradient in place to the sum over its loss's count. Arguments as for ``own_mean``."""
+    size = float(part.sums[1]) or 1.0 if part.whole else part.samples
+    scale_all(gradients, size / loss_scale)
+
+
+def clipped(norm: float, largest: float | None) -> tuple[float, float]:
+    """Return the factor that clips a gradient as ``torch.nn.utils.clip_grad_norm_`` does, and the norm afterwards.
+
+    >>> clipped(0.5, 1.0), clipped(2.0, None)
+    ((1.0, 0.5), (1.0, 2.0))
+    """
+    if largest is None or norm <= largest:
+        return 1.0, norm
+    factor = largest / (norm + 1e-6)
+    return factor, norm * factor
+
+
+def is_finite(gradient: Tensor | None) -> bool:
+    """Return whether all elements of a dense or sparse gradient are finite; True where there is none."""
+    return gradient is None or bool(torch.isfinite(values_of(gradient)).all())
+
+
+def nonfinite_names(named: Iterable[tuple[str, Tensor | None]]) -> list[str]:
+    """Return the names of the gradients that are not finite."""
+    return [name for name, gradient in named if not is_finite(gradient)]
