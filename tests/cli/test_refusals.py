@@ -57,7 +57,11 @@ REFUSALS = [
     (f"{ADASCALE} --workers 2 --strategy mirrored:wire=bf16", 2, "does not go with a compressed wire"),
     (f"{ADASCALE} --workers 2 --strategy mirrored:algorithm=shared_memory", 2, "through one fixed tree"),
     (f"{ADASCALE} --workers 2 --regime-batch 32", 2, "--regime-batch does not go with --lr-scale adascale"),
-    (f"{ADASCALE} --workers 2 --gradient-noise multiplicative:base_batch=8", 2, "adascale raises the rate"),
+    (
+        f"{ADASCALE} --workers 2 --gradient-noise multiplicative:base_batch=8",
+        2,
+        "adascale would measure the added noise",
+    ),
     (f"{ADASCALE} --workers 2 --batch-norm sync", 2, "--batch-norm sync does not go with --lr-scale adascale"),
     (
         "train digits --batch-norm sync --gradient-noise multiplicative:base_batch=8",
@@ -67,7 +71,7 @@ REFUSALS = [
     ("train digits --gradient-noise additive", 2, "unknown gradient noise 'additive'"),
     ("train digits --gradient-noise multiplicative", 2, "base_batch=N"),
     ("train digits --gradient-noise multiplicative:base_batch=65", 2, "larger than the global batch of 64"),
-    ("train digits --batch-growth milestones=1.5ep,factor=2", 2, "within an epoch all batches are of one size"),
+    ("train digits --batch-growth milestones=1.5ep,factor=2", 2, "all batches of an epoch have one size"),
     ("train digits --batch-growth milestones=1ep", 2, "its factor is 0. Write milestones=30ep+60ep,factor=5."),
     ("train digits --batch-growth milestones=1ep,factor=2,largest=64", 2, "a batch of 64 cannot grow"),
     (
@@ -86,7 +90,7 @@ REFUSALS = [
     ("train digits --ema 1.5", 2, "the decay of the weights' average is 1.5"),
     ("train digits --ema 0.9:warm", 2, "Write 0.999 or 0.999:warmup."),
     ("train digits --keep-best cosiness", 2, "Write cosiness:min or cosiness:max"),
-    ("train digits --init-from gone", 2, "there are no weights to begin with (gone)"),
+    ("train digits --init-from gone", 2, "there are no weights to start from (gone)"),
     ("export", 2, "requires an argument"),
     ("train digits --precision fp31", 2, '"fp32", "bf16", "fp16", "fp64"'),
     ("train digits --loss-scale dynamic", 2, "--loss-scale does nothing for fp32"),

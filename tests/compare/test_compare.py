@@ -212,5 +212,5 @@ def test_a_ladder_in_which_nothing_can_hold_is_refused(tmp_path: Path) -> None:
     two = LADDER.replace('name = "many"', 'name = "many"\noptimizer = "adam:lr=0.001"')
     (tmp_path / "own.toml").write_text(two)
     result = tutti(tmp_path, *WORDS, "--require-held")
-    assert result.code == 2 and "no rung of this ladder can be held against another" in result.err
+    assert result.code == 2 and "no rung of this ladder can be compared with another" in result.err
     assert not (tmp_path / "runs").exists()

@@ -224,7 +224,7 @@ def refused(case: str, folder: str = "") -> str:
         ("sharded", "UsageError the batch cannot grow with a stream whose length is not known"),
         ("adascale", "UsageError a batch that grows does not go with --lr-scale adascale"),
         ("noise", "UsageError a batch that grows does not go with --gradient-noise"),
-        ("own batch", "UsageError a batch of your own does not grow"),
+        ("own batch", "UsageError a batch that does not come from the run cannot grow"),
         ("per epoch", "UsageError the batch grows, and epochs have fewer steps. Call run.steps_of(epoch)"),
         ("restore", f"CheckpointError the checkpoint was made with batch_growth {GROWTH}, not None"),
     ],

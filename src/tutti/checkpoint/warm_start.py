@@ -35,7 +35,7 @@ def load_warm_start(run: Run, path: str | Path) -> str:
         CheckpointError: the weights are damaged or of another model; the error names the tensors that differ.
     """
     if run.clock:
-        raise UsageError("a run that has stepped cannot begin anew", where=f"step {run.clock}")
+        raise UsageError("a run that has already made steps cannot load initial weights", where=f"step {run.clock}")
     own = catalogue(run)
     found = Path(_asked_of_first(run.context.comms.world, lambda: str(_find(Path(path), own))))
     saved = WeightsReader(open_weights(found), run.replica.specs)

@@ -89,9 +89,9 @@ def compare(
     _measure(task, asked, trials)
     if held and not any(baselines(chosen, rung) for rung in recipes(chosen)):
         raise UsageError(
-            "no rung of this ladder can be held against another",
+            "no rung of this ladder can be compared with another",
             where="--require-held",
-            why="each differs from those at the first rung's number of workers in more than that",
+            why="each differs in more than the number of workers from every rung with the first rung's workers",
             remedy="add a rung with the first rung's workers and batch_size and the other's options",
         )
     if dry_run:

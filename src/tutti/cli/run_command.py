@@ -89,7 +89,7 @@ def run(
     script, *arguments = command
     if script.startswith("-"):
         raise UsageError(
-            f"unknown option {script}", remedy="see tutti run --help; what is the script's comes after its name"
+            f"unknown option {script}", remedy="see tutti run --help; write the script's own options after its name"
         )
     check_script(script, module)
     stdin_control.control_by_stdin(os.environ)

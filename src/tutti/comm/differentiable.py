@@ -55,7 +55,7 @@ class TensorRanks:
                     raise
                 raise UsageError(
                     f"torch.func.grad and vmap do not go with the split layer {name}",
-                    why="its messages to the other ranks are not among what they transform",
+                    why="torch.func cannot transform the collectives of the layer",
                     remedy="take --strategy mirrored",
                 ) from error
             self._copied = whole, tensor_version(whole), copied

@@ -63,7 +63,7 @@ class BatchGrowth:
             if duration.unit != "ep" or duration.value != int(duration.value):
                 raise UsageError(
                     f"the batch cannot grow at {duration}",
-                    why="within an epoch all batches are of one size, which its position and its order are counted in",
+                    why="all batches of an epoch have one size, in which data position and order are counted",
                     remedy="give whole epochs, such as 30ep",
                 )
         return tuple(int(duration.value) for duration in durations)

@@ -70,7 +70,7 @@ class PipelineConfig(StrategyOptions):
         if self.schedule == "zero_bubble" and compiled:
             raise UsageError(
                 "schedule=zero_bubble does not go with --compile",
-                why="a compiled backward cannot be split in that of the input and that of the weights",
+                why="a compiled backward cannot be split into input backward and weight backward",
                 remedy="take schedule=1f1b, or leave out --compile",
             )
         if shape["stage"] > 1:
@@ -112,7 +112,7 @@ class TensorConfig(StrategyOptions):
         if self.sequence and compiled:
             raise UsageError(
                 "sequence=true does not go with --compile",
-                why="what is compiled would be given a share of the positions",
+                why="a compiled module would get only a share of the positions",
                 remedy="leave out one of the two",
             )
 

@@ -76,7 +76,7 @@ def check_compile(text: str, reproducible: bool = False) -> tuple[str, Compile] 
     if spec.name in _CUDA_GRAPHS:
         raise UsageError(
             f"{_COMPILE} {spec.name} records CUDA graphs",
-            why="they hold tensors by address, and workers that share a device are swapped by address",
+            why="they record tensor addresses, and buffers of workers that share a device are swapped by address",
             remedy="take default or max-autotune-no-cudagraphs",
         )
     options = spec.build(spec.choose(MODES, "mode of torch.compile"), _COMPILE)
@@ -85,7 +85,7 @@ def check_compile(text: str, reproducible: bool = False) -> tuple[str, Compile] 
     if reproducible:
         raise UsageError(
             f"--reproducible does not go with {_COMPILE}",
-            why="code that is made for one shape, or for one stage of a model, rounds differently than for another",
+            why="compiled code rounds differently for different shapes and stages of a model",
             remedy="leave out one of the two",
         )
     return spec.name, options
@@ -159,7 +159,7 @@ def check_checkpointing(choice: str | Sequence[Any], compiled: bool = False) -> 
     if compiled and isinstance(options, Selective):
         raise UsageError(
             f"{_CHECKPOINTING} selective does not go with {_COMPILE}",
-            why="code that is compiled is one whole, whose products cannot be kept apart",
+            why="selective checkpointing cannot see the operations inside compiled code",
             remedy=f"take {_CHECKPOINTING} blocks, blocks:every=2, or leave out {_COMPILE}",
         )
     return options if isinstance(options, Blocks) else None

@@ -267,7 +267,7 @@ class TrainConfig:
             if duration.unit == "ep" and duration.value in growth.epochs:
                 raise UsageError(
                     f"at {duration} the batch grows and the schedule lowers the rate",
-                    why="the batch grows instead of that: the noise would fall twice",
+                    why="the larger batch replaces a lower rate: the noise would fall twice",
                     remedy="take --schedule constant, or other milestones",
                 )
         return growth

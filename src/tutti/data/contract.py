@@ -45,7 +45,7 @@ class BatchContract:
             )
         if self.workers < self.ranks:
             raise UsageError(
-                f"{self.workers} workers cannot be spread over {self.ranks} data ranks",
+                f"{self.workers} workers cannot be distributed over {self.ranks} data ranks",
                 remedy=f"take {self.ranks} workers or more, or fewer devices",
             )
 

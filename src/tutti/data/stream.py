@@ -320,7 +320,7 @@ class ShardedStream:
         if saved != self._contract.ranks:
             raise CheckpointError(
                 f"the run had {saved} data ranks and now has {self._contract.ranks}",
-                why="its data set shards itself, so that each rank goes on in a stream of its own",
+                why="its data set shards itself, so that each rank continues its own stream",
                 remedy="resume on as many devices",
             )
 

@@ -54,7 +54,7 @@ def check_strategy(
     ranks = choice.data_ranks(devices)
     if workers is not None and workers < ranks:
         raise UsageError(
-            f"{workers} workers cannot be spread over {ranks} data ranks",
+            f"{workers} workers cannot be distributed over {ranks} data ranks",
             why="a worker's share is never split over devices",
             remedy=f"take --workers {ranks} or more, or --devices {workers * (devices // ranks)} or fewer",
         )
@@ -67,7 +67,7 @@ def check_strategy(
         raise UsageError(
             f"--ema does not go with these options of strategy '{choice.name}'",
             why="no two devices see the same parameters after an update",
-            remedy="leave out --ema, or let all workers be waited for (mode=sync, no backup)",
+            remedy="leave out --ema, or take mode=sync without backup",
         )
     if sparse:
         _check_sparse(choice, devices)
@@ -86,9 +86,9 @@ def check_custom_loop(choice: Choice) -> None:
         able = ", ".join(name for name, other in TABLE.items() if other.custom_loop)
         raise UsageError(
             f"strategy '{choice.name}' needs run.step(batch)",
-            why="no rank has a model whose forward a script could call"
+            why="no rank has the whole model, whose forward the script could call"
             if choice.row.shared_weights
-            else "each worker has a model of its own, and makes updates of its own",
+            else "each worker has its own weights and makes its own updates",
             remedy=f"give tutti.prepare a loss_fn; or take one of {able}",
         )
 
@@ -130,7 +130,7 @@ def _check_sparse(choice: Choice, devices: int) -> None:
         able = ", ".join(name for name, row in TABLE.items() if row.sparse_devices is None and row.most_devices is None)
         raise UsageError(
             f"strategy '{choice.name}' does not go with sparse gradients" + " on several devices" * (most > 0),
-            why="it exchanges parts of dense gradients, which do not say what rows a sparse one names",
+            why="it exchanges parts of dense gradients, which do not carry the row indices of a sparse one",
             remedy=f"take one of {able}, or sparse=False in nn.Embedding: with SGD and Adagrad that is the same update",
         )
 
@@ -142,7 +142,7 @@ def _check_tree(choice: Choice, option: str) -> None:
     if choice.exchange.wire != "fp32":
         raise UsageError(
             f"{option} does not go with a compressed wire",
-            why="compression acts once a device, so the result would depend on how many there are",
+            why="compression is applied once per device, so that the result would depend on their number",
             remedy="leave out one of the two",
         )
     if choice.exchange.algorithm == "shared_memory":
@@ -165,7 +165,7 @@ def check_sync(choice: Choice, devices: int, reproducible: bool, by_worker: str 
     if by_worker is not None:
         raise UsageError(
             f"--batch-norm sync does not go with {by_worker}",
-            why="a device's workers compute as one, and it needs each by itself",
+            why="a device computes its workers as one batch, and this needs each worker separately",
             remedy="leave out one of the two, or take --batch-norm ghost:size=32",
         )
     if not choice.row.shared_weights:
@@ -177,6 +177,6 @@ def check_sync(choice: Choice, devices: int, reproducible: bool, by_worker: str 
     if reproducible and choice.data_ranks(devices) > 1:
         raise UsageError(
             "--batch-norm sync is not reproducible on several devices",
-            why="each sums over its own samples first, so that the last bits depend on how many there are",
+            why="each device first sums over its own samples, so that the last bits depend on their number",
             remedy="leave out --reproducible, or take --devices 1 or --batch-norm ghost:size=32",
         )

@@ -384,8 +384,9 @@ def agreed_mixing(optimizer: Optimizer | None, run_context: RunContext, elsewher
     if not fixed:
         raise UsageError(
             f"{_named(optimizer)} draws random numbers in its step",
-            why="every process that steps would draw others, and parameters would part",
-            remedy="let it draw from a torch.Generator of its own, seeded alike everywhere, or take --strategy single",
+            why="every process would draw different numbers, and the parameters would diverge",
+            remedy="let it draw from a torch.Generator of its own, with the same seed on every rank, or take"
+            " --strategy single",
         )
     return Mixing(rows, columns, flat, tensors, False, not closed, found.untried)
 

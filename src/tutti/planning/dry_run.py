@@ -241,6 +241,6 @@ def _too_large(config: TrainConfig, other: TrainConfig | None, room: int, total:
     return UsageError(
         f"a device needs {format_bytes(total)} and has {format_bytes(room)}",
         where=f"--strategy {config.strategy} on {config.devices} devices",
-        why="parameters, gradients, optimizer state and activations together are more than fits",
+        why="parameters, gradients, optimizer state and activations together do not fit",
         remedy=remedy,
     )

@@ -70,7 +70,8 @@ def _check_state(run: Run, choice: Choice, call: str) -> None:
         raise UsageError(
             f"{call} of the optimizer after tutti.prepare does not go with strategy '{choice.name}'",
             where=f"step {run.clock}",
-            why="its state is shared out over ranks, logical workers or servers",
-            remedy="call run.save(folder) and run.restore(folder), which have all of it; optimizer.param_groups has the"
+            why="its state is distributed over ranks, logical workers or servers",
+            remedy="call run.save(folder) and run.restore(folder), which handle all of it; optimizer.param_groups has"
+            " the"
             " settings; or take --strategy mirrored",
         )

@@ -61,8 +61,8 @@ def check_replicas(run: Run, what: str) -> None:
     raise MismatchError(
         f"ranks hold different copies of '{next(filter(None, said))}'{more}: {_sides(found[wrong])}",
         where=f"rank {comm.global_rank}, after step {run.clock}, before {what}",
-        why="something has written it on some ranks alone, or a device computes wrongly",
-        remedy="make every rank write the same into the model, and go on from the last checkpoint",
+        why="the script wrote it on some ranks only, or a device computes wrongly",
+        remedy="make every rank write the same into the model, and resume from the last checkpoint",
     )
 
 

@@ -158,9 +158,9 @@ class CentralStorageSync(AllReduceSync):
         hosts = dict.fromkeys(comm.all_gather_strings(socket.gethostname(), "names of the hosts"))
         if len(hosts) > 1:
             raise UsageError(
-                f"central_storage is for one host, and these ranks are on {', '.join(hosts)}",
+                f"central_storage is for one node, and these ranks are on {', '.join(hosts)}",
                 why="all devices compute from one copy of the parameters in its memory",
-                remedy="take --strategy mirrored, or the devices of one host",
+                remedy="take --strategy mirrored, or the devices of one node",
             )
         starts = [0]
         for tensor, dtype in wanted:

@@ -87,7 +87,7 @@ class AllReduceSync:
         if (run_context.reproducible or run_context.gradient_variance) and config.wire != "fp32":
             raise UsageError(
                 f"{'reproducible' if run_context.reproducible else 'adascale'} does not go with wire={config.wire}",
-                why="compression acts once a device, so the result would depend on how many there are",
+                why="compression is applied once per device, so that the result would depend on their number",
                 remedy="leave out one of the two",
             )
         self._config, self._run_context = config, run_context
@@ -293,7 +293,7 @@ class AllReduceSync:
         elif None in slots(self._optimizer):
             raise UsageError(
                 "a group added to one of several optimizers does not go with a model on several devices",
-                why="the optimizer may have had no parameter on this one, which is why there is none here",
+                why="the optimizer may have no parameters on this device",
                 remedy="add the group before tutti.prepare, or take --strategy mirrored",
             )
 
