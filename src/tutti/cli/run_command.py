@@ -104,7 +104,7 @@ def run(
     if hosts is not None:
         if max_restarts or show_all:
             raise UsageError(
-                f"--{'max-restarts' if max_restarts else 'show-all'} does not go with -H",
+                f"--{'max-restarts' if max_restarts else 'show-all'} cannot be combined with -H",
                 remedy="leave out one of the two; with torchrun on every host --max-restarts works",
             )
         os.environ["TUTTI_TIMEOUT"] = f"{timeout:g}"

@@ -54,7 +54,7 @@ class TensorRanks:
                 if "functorch" not in str(error):
                     raise
                 raise UsageError(
-                    f"torch.func.grad and vmap do not go with the split layer {name}",
+                    f"torch.func.grad and vmap cannot be combined with the split layer {name}",
                     why="torch.func cannot transform the collectives of the layer",
                     remedy="take --strategy mirrored",
                 ) from error

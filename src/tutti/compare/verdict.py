@@ -181,7 +181,7 @@ def _drop_told(ladder: Ladder, rows: Mapping[str, RungResult], metric: Metric, f
     bar = f"; seeds alone differ by {difference(noise, fraction, sign=False)}."
     told = [said + (" (one seed: no error bar)." if one else bar)]
     if lost <= noise:
-        told.append("That is no drop beyond what the seeds alone make.")
+        told.append("That is not a drop beyond the difference between seeds.")
     return told
 
 

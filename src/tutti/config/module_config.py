@@ -84,7 +84,7 @@ def check_compile(text: str, reproducible: bool = False) -> tuple[str, Compile] 
         return None
     if reproducible:
         raise UsageError(
-            f"--reproducible does not go with {_COMPILE}",
+            f"--reproducible cannot be combined with {_COMPILE}",
             why="compiled code rounds differently for different shapes and stages of a model",
             remedy="leave out one of the two",
         )
@@ -158,7 +158,7 @@ def check_checkpointing(choice: str | Sequence[Any], compiled: bool = False) -> 
     options = spec.build(CHECKPOINTING[spec.name], _CHECKPOINTING)
     if compiled and isinstance(options, Selective):
         raise UsageError(
-            f"{_CHECKPOINTING} selective does not go with {_COMPILE}",
+            f"{_CHECKPOINTING} selective cannot be combined with {_COMPILE}",
             why="selective checkpointing cannot see the operations inside compiled code",
             remedy=f"take {_CHECKPOINTING} blocks, blocks:every=2, or leave out {_COMPILE}",
         )

@@ -106,7 +106,7 @@ class SplitConfig(RowsConfig, AllReduceConfig):
         super().check(shape, cuda, compiled)
         if self.shards_parameters(shape) and shape["stage"] > 1:
             raise UsageError(
-                f"stage={self.stage} does not go with stages={shape['stage']}",
+                f"stage={self.stage} cannot be combined with stages={shape['stage']}",
                 why="every micro-batch of a pipeline would gather the parameters once more",
                 remedy="take stage=1, which shares out the optimizer's state of each stage of the pipeline",
             )

@@ -66,7 +66,7 @@ def check_noise(text: str, batch: int, adaptive: bool) -> Multiplicative | None:
         )
     if adaptive:
         raise UsageError(
-            "--gradient-noise does not go with --lr-scale adascale",
+            "--gradient-noise cannot be combined with --lr-scale adascale",
             why="adascale would measure the added noise, too, and raise the rate",
             remedy="leave out one of the two",
         )

@@ -79,13 +79,13 @@ def check_growth(lr_scale: str, gradient_noise: str) -> None:
     """Raise UsageError for options that contradict a growing batch."""
     if isinstance(check_rule(lr_scale), AdaptiveRule):
         raise UsageError(
-            "a batch that grows does not go with --lr-scale adascale",
+            "a batch that grows cannot be combined with --lr-scale adascale",
             why="adascale measures the rate for a batch that stays N times one worker's",
             remedy="leave out one of the two",
         )
     if gradient_noise != "none":
         raise UsageError(
-            "a batch that grows does not go with --gradient-noise",
+            "a batch that grows cannot be combined with --gradient-noise",
             why="growth lowers the noise that this option adds",
             remedy="leave out one of the two",
         )

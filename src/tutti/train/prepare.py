@@ -325,13 +325,13 @@ def _feed(
 
 
 def _data(dataset: Any, choice: Choice, data_workers: int, reproducible: bool, identical: bool) -> Source | Stream:
-    """Wrap the data set as a ``Source`` or ``Stream``. Raises UsageError for options that do not go with it."""
+    """Wrap the data set as a ``Source`` or ``Stream``. Raises UsageError if an option excludes it."""
     data = adapt_training(dataset)
     if data_workers < 0:
         raise UsageError(f"data_workers is {data_workers}", remedy="give 0 or more")
     if isinstance(data, Stream) and not choice.row.synchronous:
         raise UsageError(
-            "steps=all does not go with a stream",
+            "steps=all cannot be combined with a stream",
             why="ranks read a stream in step, and here each makes as many steps as it can",
             remedy="leave it out, or take a data set with __len__ and __getitem__",
         )
@@ -341,7 +341,7 @@ def _data(dataset: Any, choice: Choice, data_workers: int, reproducible: bool, i
         )
     if reproducible and isinstance(data, Stream) and data.sharded:
         raise UsageError(
-            "reproducible does not go with a data set that shards itself",
+            "reproducible cannot be combined with a data set that shards itself",
             why="the content of a global batch depends on the number of devices",
             remedy="leave out one of the two",
         )

@@ -227,7 +227,8 @@ class CentralAverage(ParameterAverage):
     def adopt(self, names: Collection[str]) -> None:
         """Raise UsageError: the shared memory of the average has no room for further parameters."""
         raise UsageError(
-            f"{next(iter(names))} is thawed after tutti.prepare, which does not go with ema= under central_storage",
+            f"{next(iter(names))} is thawed after tutti.prepare, which cannot be combined with ema= under"
+            f" central_storage",
             why="the average lives in shared memory, which was laid out for the parameters that were trained then",
             remedy="freeze after tutti.prepare, leave out ema, or take --strategy mirrored",
         )

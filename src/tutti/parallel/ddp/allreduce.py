@@ -86,7 +86,8 @@ class AllReduceSync:
     def __init__(self, config: AllReduceConfig, run_context: RunContext) -> None:
         if (run_context.reproducible or run_context.gradient_variance) and config.wire != "fp32":
             raise UsageError(
-                f"{'reproducible' if run_context.reproducible else 'adascale'} does not go with wire={config.wire}",
+                f"{'reproducible' if run_context.reproducible else 'adascale'} cannot be combined with"
+                f" wire={config.wire}",
                 why="compression is applied once per device, so that the result would depend on their number",
                 remedy="leave out one of the two",
             )
@@ -292,7 +293,7 @@ class AllReduceSync:
             self.optimizers = (self._optimizer,) if self._optimizer else ()
         elif None in slots(self._optimizer):
             raise UsageError(
-                "a group added to one of several optimizers does not go with a model on several devices",
+                "a group added to one of several optimizers cannot be combined with a model on several devices",
                 why="the optimizer may have no parameters on this device",
                 remedy="add the group before tutti.prepare, or take --strategy mirrored",
             )

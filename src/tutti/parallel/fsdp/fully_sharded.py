@@ -346,7 +346,7 @@ def _refuse_functional_call(*_: Any) -> None:
     while frame is not None:
         if frame.f_code is _FUNCTIONAL_CALL.__code__:
             raise UsageError(
-                "torch.func.functional_call does not go with sharded parameters",
+                "torch.func.functional_call cannot be combined with sharded parameters",
                 why="FSDP2 gathers the model's own parameters, and not the tensors that are passed in their place",
                 remedy="take sharded:stage=1 or --strategy mirrored",
             )

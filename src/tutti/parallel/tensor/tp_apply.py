@@ -156,7 +156,7 @@ def _tensors(module: nn.Module) -> list[Tensor]:
 def _check_sequence(plain: nn.Module) -> None:
     if hooked(plain):
         raise UsageError(
-            "sequence=true does not go with hooks on the gradients of modules",
+            "sequence=true cannot be combined with hooks on the gradients of modules",
             why="they would get only a share of the positions",
             remedy="leave out one of the two",
         )
