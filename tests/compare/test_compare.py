@@ -59,7 +59,7 @@ def test_a_ladder_that_is_stopped_goes_on(tmp_path: Path) -> None:
         running.launcher.send_signal(signal.SIGTERM)
         result = running.finish()
     assert result.code == 75, result.err
-    assert "The same command goes on with it" in result.err
+    assert "The same command continues it" in result.err
     prepare(tmp_path, 0.0)
     result = tutti(tmp_path, *WORDS, "--seeds", "2", "--json")
     assert result.code == 0, result.err

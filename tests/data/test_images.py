@@ -146,7 +146,7 @@ def test_bad_parquet_files(tmp_path: Path) -> None:
 def test_missing_and_empty_folders(tmp_path: Path) -> None:
     refused(tmp_path / "nowhere", "no such folder", "nowhere")
     (tmp_path / "file").write_text("")
-    refused(tmp_path / "file", "no folder")
+    refused(tmp_path / "file", "not a folder")
     (tmp_path / "d/train/cat").mkdir(parents=True)
     refused(tmp_path / "d", "held-out")
     (tmp_path / "d/test").mkdir()

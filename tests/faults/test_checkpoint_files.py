@@ -228,7 +228,7 @@ def first_slice(position: int, value: Any) -> Callable[[dict[str, Any]], None]:
 FORGERIES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "version": (lambda d: d.update(version=2), "format version 2, and this tutti reads version 1"),
     "another document": (lambda d: {"name": "package"}, "'format' is missing"),
-    "no document": (lambda d: {"x": 1} and {"format": [1]}, "'format' is missing or no str"),
+    "no document": (lambda d: {"x": 1} and {"format": [1]}, "'format' is missing or not of type str"),
     "step": (lambda d: d.update(step=-1), "-1 is not a size"),
     "step that is a word": (lambda d: d.update(step="20"), "'step' is missing or not of type int"),
     "facts": (lambda d: d.pop("facts") and None, "'facts' is missing"),

@@ -109,7 +109,7 @@ def test_options_are_refused_without_torch(tmp_path: Path) -> None:
     ):
         with pytest.raises(UsageError, match=what):
             task_registry.check_task("text", model=model)
-    with pytest.raises(UsageError, match="no use for --augment"):
+    with pytest.raises(UsageError, match="does not use --augment"):
         task_registry.check_task("text", augment=True)
     code = (
         "import sys\nfrom tutti.errors import DataError\n"

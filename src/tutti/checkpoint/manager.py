@@ -384,10 +384,10 @@ def share_folder(comm: Communicator, folder: Path) -> None:
     end = time.monotonic() + _APPEARS
     while not (seen := (folder / name).exists()) and time.monotonic() < end:
         time.sleep(_POLL)
-    said = comm.all_gather_strings("" if seen else socket.gethostname(), "who sees the folder of the checkpoints")
+    hosts = comm.all_gather_strings("" if seen else socket.gethostname(), "who sees the folder of the checkpoints")
     if comm.rank == 0:
         mark.unlink(missing_ok=True)
-    blind = [f"rank {rank} on {host}" for rank, host in enumerate(said) if host]
+    blind = [f"rank {rank} on {host}" for rank, host in enumerate(hosts) if host]
     if blind:
         raise CheckpointError(
             f"{', '.join(blind)} cannot see rank 0's folder of checkpoints",

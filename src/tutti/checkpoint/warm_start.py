@@ -79,9 +79,9 @@ def _asked_of_first(comm: Communicator, function: Callable[[], Any]) -> Any:
             answer = {"value": function()}
         except TuttiError as error:
             kind = "usage" if isinstance(error, UsageError) else "checkpoint"
-            answer = {"kind": kind, "said": [error.what, error.where, error.why, error.remedy]}
+            answer = {"kind": kind, "message": [error.what, error.where, error.why, error.remedy]}
     answer = comm.broadcast_json(answer, 0, "initial weights")
     if "value" in answer:
         return answer["value"]
-    what, where, why, remedy = answer["said"]
+    what, where, why, remedy = answer["message"]
     raise (UsageError if answer["kind"] == "usage" else CheckpointError)(what, where=where, why=why, remedy=remedy)

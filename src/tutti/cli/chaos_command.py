@@ -284,8 +284,8 @@ def _play(fault: Fault, rank: str, words: Sequence[str], options: Options, rules
 
 
 def _tell(planned: int, number: int, outcome: FaultOutcome) -> None:
-    said = "; ".join(outcome.problems()) or f"{outcome.lost_steps} steps lost"
-    print(f"{number}/{planned} step {outcome.step}: {outcome.fault}: {said}", file=sys.stderr, flush=True)
+    result = "; ".join(outcome.problems()) or f"{outcome.lost_steps} steps lost"
+    print(f"{number}/{planned} step {outcome.step}: {outcome.fault}: {result}", file=sys.stderr, flush=True)
 
 
 def _row(outcome: FaultOutcome) -> list[str]:

@@ -149,8 +149,8 @@ def _run(chosen: ladder.Ladder, trials: list[runs.Trial], task: str, asked: str,
 
 def _list(chosen: ladder.Ladder, trials: list[runs.Trial]) -> None:
     for rung in chosen.rungs:
-        said = ", ".join(f"{key}={value}" for key, value in rung.changes.items())
-        print(f"{rung.name}: {rung.cause}" + (f" (over '{rung.parent}')" if rung.parent else "") + f"\n    {said}")
+        changes = ", ".join(f"{key}={value}" for key, value in rung.changes.items())
+        print(f"{rung.name}: {rung.cause}" + (f" (over '{rung.parent}')" if rung.parent else "") + f"\n    {changes}")
     done = sum(runs.finished(trial) for trial in trials)
     print(f"{len(trials)} runs, {done} of them finished")
 

@@ -54,17 +54,17 @@ def export(
     """
     manifest = _chosen(run, step)
     weights = SavedWeights(manifest, ema)
-    said = {
+    facts = {
         "step": manifest.step,
         "weights": "ema" if ema else "model",
         "config_sha256": manifest.config_sha256,
         "task": str(manifest.facts.get("task", "")),
     }
-    metadata = {name: str(value) for name, value in said.items()}
+    metadata = {name: str(value) for name, value in facts.items()}
     digest, size = write(weights, output, metadata, overwrite)
     found: dict[str, Any] = {
         "path": str(output),
-        **said,
+        **facts,
         "checkpoint": str(manifest.path),
         "tensors": len(weights.records),
     }

@@ -126,8 +126,8 @@ def run(
 
 def _again(start_timeout: float | None, step_timeout: float | None, module: bool) -> list[str]:
     """Return the options that are passed on to every process."""
-    said = {"--start-timeout": start_timeout, "--step-timeout": step_timeout}
-    words = [f"{name}={value:g}" for name, value in said.items() if value is not None]
+    timeouts = {"--start-timeout": start_timeout, "--step-timeout": step_timeout}
+    words = [f"{name}={value:g}" for name, value in timeouts.items() if value is not None]
     return [*words, *(["-m"] if module else []), "--"]
 
 

@@ -321,10 +321,10 @@ def along_slices(
         None if split is None else [[[part.start, part.stop] for part in region] for region in split.regions]
         for _, _, split in here
     ]
-    told = [comm.broadcast_json(mine, rank, "slices of the tensors") for rank in range(comm.size)]
+    tables = [comm.broadcast_json(mine, rank, "slices of the tensors") for rank in range(comm.size)]
     found = []
     for index, (parameter, local, split) in enumerate(here):
-        places = [table[index] for table in told]
+        places = [table[index] for table in tables]
         if all(place is None for place in places):
             if every:
                 whole = tuple(slice(0, size) for size in local)

@@ -101,8 +101,8 @@ def describe_optimizers(optimizer: Sequence[Optimizer] | str, lr_scale: str) -> 
 def _described(optimizer: Optimizer) -> list[str]:
     lines = [f"optimizer {type(optimizer).__name__}"]
     for number, group in enumerate(optimizer.param_groups):
-        said = {key: value for key, value in sorted(group.items()) if key != "params"}
-        lines.append(f"optimizer group {number} of {len(group['params'])} parameters: {said}")
+        options = {key: value for key, value in sorted(group.items()) if key != "params"}
+        lines.append(f"optimizer group {number} of {len(group['params'])} parameters: {options}")
     return lines
 
 

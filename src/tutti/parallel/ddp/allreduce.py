@@ -436,8 +436,8 @@ def culprits(comm: Communicator, named: Named) -> tuple[str, ...]:
     Collective: an all-gather of the names.
     """
     found = [name for name, p in named if p.grad is not None and not is_finite(p.grad)]
-    said = comm.all_gather_strings("\n".join(found[:3]), "names of gradients that are not finite")
-    return tuple(dict.fromkeys(name for text in said for name in text.splitlines()))
+    gathered = comm.all_gather_strings("\n".join(found[:3]), "names of gradients that are not finite")
+    return tuple(dict.fromkeys(name for text in gathered for name in text.splitlines()))
 
 
 def optimizer_step(

@@ -318,13 +318,13 @@ class PipelineRunner(ReplicaPart):
         if self._knows(turn):
             return
         names = None if turn.total is None else list(turn.total.names)
-        told = {"names": names} if turn.failure is None else _told(turn.failure)
-        told = self._comm.broadcast_json(told, self._ranks - 1, "what the loss function returns")
+        reply = {"names": names} if turn.failure is None else _as_reply(turn.failure)
+        reply = self._comm.broadcast_json(reply, self._ranks - 1, "what the loss function returns")
         if turn.failure is not None:
             raise turn.failure
-        if "what" in told:
-            raise UsageError(**told)
-        self._known[turn.sink is not None] = turn.loss, tuple(told["names"])
+        if "what" in reply:
+            raise UsageError(**reply)
+        self._known[turn.sink is not None] = turn.loss, tuple(reply["names"])
 
     def _check_constants(self) -> None:
         """Raise UsageError where the script has changed an attribute that the traced forward holds as a constant."""
@@ -449,7 +449,7 @@ class _Turn:
         self.armed = True
 
 
-def _told(error: Exception) -> dict[str, Any]:
+def _as_reply(error: Exception) -> dict[str, Any]:
     """Return the fields of the UsageError that other ranks raise where the loss function fails on the last stage."""
     if isinstance(error, TuttiError):
         return {"what": error.what, "where": error.where, "why": error.why, "remedy": error.remedy}
