@@ -211,7 +211,7 @@ def saving(given: argparse.Namespace) -> tuple[dict[str, Any], bool]:
     limit = free["bytes"] + 3 * parameters // way.devices // 2
     limited = train(way, given.model, given.steps, limit, save="1st")
     print(table({"sharded": free}, {"sharded": limited}, limit), *limited["said"], sep="\n")
-    waited = any("training waits while it is saved" in line for line in limited["said"])
+    waited = any("training waits until the checkpoint is written" in line for line in limited["said"])
     good = waited and limited["exit_code"] == 0 and free["loss"] == limited["loss"]
     return {"model": given.model, "limit": limit, "free": free, "limited": limited}, good
 

@@ -84,15 +84,15 @@ def no_memory(error: BaseException) -> NotEnoughMemory | None:
 
     Recognises MemoryError, PyTorch's OutOfMemoryError and RuntimeErrors about allocations and threads.
     """
-    said = str(error).splitlines()[0] if str(error) else type(error).__name__
-    if isinstance(error, RuntimeError) and ("can't start new thread" in said or said == _NO_THREAD):
+    text = str(error).splitlines()[0] if str(error) else type(error).__name__
+    if isinstance(error, RuntimeError) and ("can't start new thread" in text or text == _NO_THREAD):
         return NotEnoughMemory(
             "a thread could not be started",
-            why=said,
+            why=text,
             remedy="raise the limits on memory (ulimit -d, -v) or on processes (ulimit -u); "
             "ulimit -s 1024 makes the stack of every thread smaller",
         )
-    if not (isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or "can't allocate" in said):
+    if not (isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or "can't allocate" in text):
         return None
     step = getattr(error, "step", None)
     frames = [f for f in traceback.extract_tb(error.__traceback__) if "site-packages" not in f.filename]
@@ -101,7 +101,7 @@ def no_memory(error: BaseException) -> NotEnoughMemory | None:
     return NotEnoughMemory(
         "there is not enough memory",
         where=", ".join(places) or None,
-        why=said,
+        why=text,
         remedy="add --dry-run to see what each device needs; --strategy sharded, tensor or pipeline, a smaller "
         "--micro-batch and --activation-checkpointing blocks need less",
     )

@@ -229,7 +229,7 @@ def _refuse_ignored(environ: Mapping[str, str], identity: Identity) -> None:
         raise UsageError(
             f"{name} is '{environ[name]}'{counted}",
             why="a launcher has started several processes and does not say which of them this is, "
-            "so each would begin a run of its own",
+            "so that each would start a separate run",
             remedy="start with torchrun, srun, mpirun, mpiexec.hydra or tutti run -H, or set RANK, WORLD_SIZE, "
             f"LOCAL_RANK and LOCAL_WORLD_SIZE; for independent runs unset {name}",
         )
@@ -331,8 +331,9 @@ def _build(
 def _uneven(what: str) -> UsageError:
     return UsageError(
         what,
-        why="hosts with different numbers of processes, or with ranks that are not consecutive, cannot be told apart",
-        remedy="start with torchrun, or with the same number of processes on every host, one host after the other",
+        why="nodes with different numbers of processes, or with ranks that are not consecutive, cannot be"
+        " distinguished",
+        remedy="start with torchrun, or with the same number of processes on every node, one node after the other",
     )
 
 
@@ -396,6 +397,6 @@ def _nowhere(name: str, identity: Identity) -> UsageError:
     return UsageError(
         f"{name} is missing",
         where=f"rank {identity.rank} of {identity.size}, started by {identity.source}",
-        why="nothing says where the ranks meet",
+        why="no variable gives the address of the rendezvous",
         remedy="set MASTER_ADDR to rank 0's host and MASTER_PORT to a free port there, the same on every rank",
     )

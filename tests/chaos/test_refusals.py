@@ -14,8 +14,8 @@ TRAIN = ("train", "linear", "--devices", "3", "--workers", "4", "--checkpoint-ev
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("kill", "--run", "nowhere"), "no process of this run is found"),
-        (("kill", "--run", "nowhere", "--verify"), "--run names a run that goes on already"),
+        (("kill", "--run", "nowhere"), "no process of this run was found"),
+        (("kill", "--run", "nowhere", "--verify"), "--run names a run that is running already"),
         (("kill",), "no tutti train command is given"),
         (("kill", "--", "tutti", "run", "x.py"), "no tutti train command is given"),
         (("kill", "--rank", "3", "--", "tutti", *TRAIN), "there is no rank 3"),
@@ -25,13 +25,13 @@ TRAIN = ("train", "linear", "--devices", "3", "--workers", "4", "--checkpoint-ev
         (("kill", "--times", "0", "--", "tutti", *TRAIN), "--times is 0"),
         (("stop", "--for", "0", "--", "tutti", *TRAIN), "--for is 0"),
         (("slow", "--factor", "1", "--", "tutti", *TRAIN), "--factor is 1"),
-        (("kill", "--reference", "nowhere", "--", "tutti", *TRAIN), "the reference is no finished run"),
+        (("kill", "--reference", "nowhere", "--", "tutti", *TRAIN), "the reference is not a finished run"),
         (("soak", "--kinds", "kil", "--", "tutti", *TRAIN), "Did you mean 'kill'"),
         (("soak", "--kinds", "kill,fill", "--", "tutti", *TRAIN), "too large to fill"),
-        (("soak", "--devices", "9", "--", "tutti", *TRAIN, "--reproducible"), "4 workers cannot be spread over 9"),
+        (("soak", "--devices", "9", "--", "tutti", *TRAIN, "--reproducible"), "4 workers cannot be distributed over 9"),
         (("soak", "--devices", "2", "--", "tutti", *TRAIN), "--devices needs a run with --reproducible"),
         (("soak", "--faults", "0", "--", "tutti", *TRAIN), "--faults is 0"),
-        (("fill", "--leave", "much", "--", "tutti", *TRAIN), "'much' is no size"),
+        (("fill", "--leave", "much", "--", "tutti", *TRAIN), "'much' is not a size"),
         (("kill", "--", "tutti", *TRAIN, "--strategy", "miror"), "Did you mean 'mirrored'"),
     ],
 )

@@ -48,7 +48,7 @@ def test_without_a_copy_the_same_is_saved(strategy: str, tmp_path: Path) -> None
         assert files == want and len(files) == 2
         assert written == [True] * 3
         assert not quiet and said == [
-            "training waits while it is saved: there is no memory for a copy of a device's state"
+            "training waits until the checkpoint is written: there is no memory for a copy of a device's state"
         ]
 
 

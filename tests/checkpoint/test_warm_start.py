@@ -171,7 +171,7 @@ def test_damage_is_found_by_hash_and_an_older_checkpoint_taken(saved: Path, tmp_
         assert text.startswith("CheckpointError") and "do not have the weights_sha256 that it states" in text
     worlds.run(1, save, name="plain", folder=str(tmp_path))
     flip(next((step(tmp_path) / "model").glob("rank0*")))
-    for path, word in ((step(tmp_path), "damaged"), (tmp_path, "no checkpoint that can be used")):
+    for path, word in ((step(tmp_path), "damaged"), (tmp_path, "no valid checkpoint")):
         for text in worlds.run(3, told, name="plain", path=str(path)):
             assert text.startswith("CheckpointError") and word in text and "SHA-256" in text
     shutil.copytree(step(saved / "plain"), tmp_path / "checkpoints" / "step-00000002")
@@ -191,7 +191,7 @@ class Canary:
 
 def test_what_is_no_source_is_refused_before_anything_starts(saved: Path, tmp_path: Path) -> None:
     for path in (tmp_path / "gone", tmp_path):
-        with pytest.raises(UsageError, match="there are no weights to begin with"):
+        with pytest.raises(UsageError, match="there are no weights to start from"):
             check_source(path)
     (tmp_path / "checkpoints").mkdir()
     with pytest.raises(CheckpointError, match="it has none"):

@@ -177,12 +177,12 @@ REFUSED = {
     "export first --step 7": (2, "there is no checkpoint of step 7"),
     "export first --step last": (2, "--step is 'last'"),
     "export first --step best:nothing:max": (4, "none was evaluated so"),
-    "export first -o first": (2, "there is something already (first)"),
+    "export first -o first": (2, "the file exists already (first)"),
     "export first -o net.py": (2, "Choose another -o, or add --overwrite"),
     "export first -o gone/x": (8, "the weights could not be written (gone/x): No such file"),
     "export first/checkpoints/step-00000014 --step 14": (2, "give the run directory"),
-    "train own.py:task --init-from gone": (2, "there are no weights to begin with (gone)"),
-    "train own.py:task --init-from .": (2, "there are no weights to begin with (.)"),
+    "train own.py:task --init-from gone": (2, "there are no weights to start from (gone)"),
+    "train own.py:task --init-from .": (2, "there are no weights to start from (.)"),
     "train own.py:task --init-from net.py": (4, "it is no safetensors file"),
 }
 

@@ -29,7 +29,7 @@ def test_what_does_not_fit_is_refused_with_what_needs_less(devices: int, tmp_pat
     assert "own.py:" in said
     log = tmp_path / "out" / "logs" / f"rank{devices - 1}.log"
     assert devices == 1 or "torch.empty(1 << 60" in log.read_text(), "where it was asked for"
-    assert "report it" not in result.err and "starting again" not in result.err
+    assert "report it" not in result.err and "restarting" not in result.err
 
 
 @pytest.mark.parametrize(("error", "there"), [(MemoryError(), True), (RuntimeError("shapes"), False)])

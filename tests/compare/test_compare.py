@@ -59,7 +59,7 @@ def test_a_ladder_that_is_stopped_goes_on(tmp_path: Path) -> None:
         running.launcher.send_signal(signal.SIGTERM)
         result = running.finish()
     assert result.code == 75, result.err
-    assert "The same command goes on with it" in result.err
+    assert "The same command continues it" in result.err
     prepare(tmp_path, 0.0)
     result = tutti(tmp_path, *WORDS, "--seeds", "2", "--json")
     assert result.code == 0, result.err
@@ -212,5 +212,5 @@ def test_a_ladder_in_which_nothing_can_hold_is_refused(tmp_path: Path) -> None:
     two = LADDER.replace('name = "many"', 'name = "many"\noptimizer = "adam:lr=0.001"')
     (tmp_path / "own.toml").write_text(two)
     result = tutti(tmp_path, *WORDS, "--require-held")
-    assert result.code == 2 and "no rung of this ladder can be held against another" in result.err
+    assert result.code == 2 and "no rung of this ladder can be compared with another" in result.err
     assert not (tmp_path / "runs").exists()

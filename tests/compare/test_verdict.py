@@ -45,7 +45,7 @@ def test_causes_with_their_share_and_noise_without(ladder: Ladder) -> None:
 
 def test_no_drop_no_shares(ladder: Ladder) -> None:
     said = verdict.verdict(ladder, rows(ladder, {"a": [0.70, 0.74], "b": [0.70, 0.72], "d": [0.60, 0.61]}))
-    assert said[1] == "That is no drop beyond what the seeds alone make."
+    assert said[1] == "That is not a drop beyond the difference between seeds."
     assert said[2] == "D costs 10.5 points ('d' over 'b')."
     assert "of the drop" not in "".join(said)
 
@@ -84,7 +84,7 @@ def test_golden_verdict_of_a_loss(ladder: Ladder) -> None:
 
 def test_a_loss_that_falls_is_no_drop(ladder: Ladder) -> None:
     said = verdict.verdict(ladder, rows(ladder, {"a": [0.50, 0.52], "b": [0.30, 0.32]}), LOSS)
-    assert said[1] == "That is no drop beyond what the seeds alone make."
+    assert said[1] == "That is not a drop beyond the difference between seeds."
 
 
 def test_a_loss_is_never_written_in_per_cent(ladder: Ladder) -> None:

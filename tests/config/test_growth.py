@@ -67,7 +67,7 @@ def test_it_is_read_and_written_alike() -> None:
         ("milestones=30ep,factor=1", "its factor is 1"),
         ("milestones=30ep,factor=inf", "not a finite number"),
         ("milestones=30ep,facto=2", "Did you mean 'factor'?"),
-        ("milestones=0.5ep,factor=2", "cannot grow at 0.5ep: within an epoch all batches are of one size"),
+        ("milestones=0.5ep,factor=2", "cannot grow at 0.5ep: all batches of an epoch have one size"),
         ("milestones=500st,factor=2", "Give whole epochs"),
         ("milestones=0ep,factor=2", "the first at 1ep or later"),
         ("milestones=60ep+30ep,factor=2", "cannot grow at 60ep and then at 30ep"),

@@ -198,8 +198,8 @@ def test_an_average_may_begin_and_end_in_the_middle(tmp_path: Path) -> None:
         assert all(answer[1:] == hashes for answer in map(list, answers))
         told[number] = warnings, *hashes
     assert [told[n][0] for n in (0, 2)] == [[], []]
-    assert told[1][0] == ["the checkpoint has no average of the weights: it begins at step 2"]
-    assert told[3][0] == ["the average of the weights ends at step 4: the run goes on without --ema"]
+    assert told[1][0] == ["the checkpoint has no average of the weights: it starts at step 2"]
+    assert told[3][0] == ["the average of the weights is dropped at step 4: the run continues without --ema"]
     [(_, without, _)] = worlds.run(
         1, averaging, strategy="single", folder=str(tmp_path / "whole"), ema=None, until=STEPS
     )
@@ -237,7 +237,7 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
     (good / "manifest.json").write_bytes(b"")
     # To begin again would give up all the work without a word.
     for said in worlds.run(3, resume, strategy="mirrored", optimizer="sgd:lr=0.1", workers=4, folder=str(tmp_path)):
-        assert said.startswith("no checkpoint of the run can be trusted") and "step-00000003/model/rank0" in said
+        assert said.startswith("no checkpoint of the run is valid") and "step-00000003/model/rank0" in said
 
 
 @pytest.mark.parametrize("data", ["streamed", "stateful"])

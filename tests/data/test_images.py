@@ -146,7 +146,7 @@ def test_bad_parquet_files(tmp_path: Path) -> None:
 def test_missing_and_empty_folders(tmp_path: Path) -> None:
     refused(tmp_path / "nowhere", "no such folder", "nowhere")
     (tmp_path / "file").write_text("")
-    refused(tmp_path / "file", "no folder")
+    refused(tmp_path / "file", "not a folder")
     (tmp_path / "d/train/cat").mkdir(parents=True)
     refused(tmp_path / "d", "held-out")
     (tmp_path / "d/test").mkdir()
@@ -197,7 +197,7 @@ def test_links_out_of_the_folder(tmp_path: Path, make: Callable[[Path, Path], No
     outside.mkdir()
     (outside / "secret.png").write_bytes(png(0))
     make(root, outside)
-    refused(root, "leads out of the data folder")
+    refused(root, "points outside the data folder")
 
 
 def test_links_inside_and_a_link_as_the_folder(tmp_path: Path) -> None:
@@ -206,17 +206,17 @@ def test_links_inside_and_a_link_as_the_folder(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(root)
     assert load(tmp_path / "link")[0][1].tolist() == [0, 0, 0, 0, 1, 1, 1]
     (root / "train/cat/y.png").symlink_to(root / "train/cat/nothing.png")
-    refused(root, "leads nowhere")
+    refused(root, "has no target")
 
 
 def test_what_only_looks_like_an_image(tmp_path: Path) -> None:
     root = folder(tmp_path / "d")
     os.mkfifo(root / "train/cat/pipe.png")
-    refused(root, "no image file", "pipe.png")
+    refused(root, "not an image file", "pipe.png")
     os.remove(root / "train/cat/pipe.png")
     (root / "train/cat/data.txt").write_bytes(png(0))
     (root / "train/cat/z.png").symlink_to(root / "train/cat/data.txt")
-    refused(root, "no image file", "z.png")
+    refused(root, "not an image file", "z.png")
 
 
 class Canary:

@@ -186,7 +186,7 @@ def test_a_process_that_ends_is_named(what: str, words: str) -> None:
 
 def test_a_process_that_hangs_is_named() -> None:
     [(_, kind, said, _)] = worlds.run(1, faulty, what="stop", workers=1, timeout=2.0)
-    assert kind == "LoaderError" and "data worker 0 gave no batch for 2 s (rank 4)" in said
+    assert kind == "LoaderError" and "data worker 0 returned no batch for 2 s (rank 4)" in said
 
 
 def left_behind(how: str) -> tuple[int, list[str]]:

@@ -249,7 +249,7 @@ def test_which_data_are_a_stream() -> None:
 
 REFUSED = [
     (iter([1, 2]), UsageError, "can be read only once. Give an iterable, or a function that returns one"),
-    (DataLoader([1, 2]), UsageError, "a DataLoader makes batches of its own"),
+    (DataLoader([1, 2]), UsageError, "a DataLoader makes its own batches"),
     (7, UsageError, "cannot read samples from a int. Give an iterable, or tensors"),
     (Sharded(7), UsageError, "cannot read samples from a int. Give an iterable"),
     (Lying(3, 0), DataError, "(Lying) is empty"),

@@ -78,10 +78,10 @@ def pickled(file: Path, outside: Path, canary: Path) -> None:
 
 Spoil = Callable[[Path, Path, Path], None]
 CASES: list[tuple[str, Callable[[Path], Path], Spoil, str]] = [
-    ("cifar10", cifar, linked, "leads out of the data folder"),
-    ("cifar10", cifar, linked_folder, "leads out of the data folder"),
+    ("cifar10", cifar, linked, "points outside the data folder"),
+    ("cifar10", cifar, linked_folder, "points outside the data folder"),
     ("cifar10", cifar, pickled, "an image is broken"),
-    ("membranes", membranes, linked, "no image file of the folder"),
+    ("membranes", membranes, linked, "not an image file of the folder"),
     ("membranes", membranes, broken, "an image is broken"),
 ]
 

@@ -113,7 +113,9 @@ def played(folder: Path, fault: dict[str, object], *command: str, **environ: str
 def goes_on(folder: Path, result: Result, rank: int, devices: int, step: int, cause: str) -> None:
     """The others came to the end, every evaluation has every sample, and it is said who is missing."""
     assert result.code == 0, result.err
-    assert f"warning: rank {rank} {cause}" in result.err and f"after step {step}: the others go on" in result.err
+    assert (
+        f"warning: rank {rank} {cause}" in result.err and f"after step {step}: the other ranks continue" in result.err
+    )
     found = summary(folder)
     assert (found["exit_code"], found["steps"], found["devices"]) == (0, STEPS, devices)
     [lost] = found["lost_ranks"]
@@ -231,7 +233,7 @@ def test_the_run_ends_with_rank_0(tmp_path: Path) -> None:
 def test_a_run_that_may_start_again_does_so_with_all_its_workers(tmp_path: Path) -> None:
     result = played(tmp_path, {"rank": 1, "in": "step", "step": 35}, *words("async", 3, "--max-restarts", "1"))
     assert result.code == 0, result.err
-    assert "starting again, 0 restarts left (from step " in result.err
+    assert "restarting, 0 restarts left (from step " in result.err
     assert "lost_ranks" not in summary(tmp_path) and summary(tmp_path)["steps"] == STEPS
 
 
@@ -262,4 +264,6 @@ def test_a_script_goes_on_without_a_killed_worker(tmp_path: Path) -> None:
     result = tutti(tmp_path, "run", "-np", "4", "script.py")
     assert result.code == 0, result.err
     assert "weights" in result.out and "41.0" in result.out
-    assert "tutti: rank 2 was killed by SIGKILL" in result.err and "after step 20: the others go on" in result.err
+    assert (
+        "tutti: rank 2 was killed by SIGKILL" in result.err and "after step 20: the other ranks continue" in result.err
+    )

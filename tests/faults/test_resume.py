@@ -147,7 +147,7 @@ def test_a_run_without_a_good_checkpoint_does_not_start_anew(run: Path, seed: in
         damage(path, DAMAGES[(seed + turn + 1) % len(DAMAGES)], random.Random(f"{seed} {turn}"))
         for turn, path in enumerate(checkpoints(run))
     ]
-    refused(train(run, seed + 1, *RESUME), "no checkpoint of the run can be trusted", *names)
+    refused(train(run, seed + 1, *RESUME), "no checkpoint of the run is valid", *names)
 
 
 # --- forgery --------------------------------------------------------------------------------------------------------

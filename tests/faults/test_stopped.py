@@ -32,7 +32,7 @@ def test_a_stopped_rank_is_named_and_the_run_restarts(
         result = running.finish()
     assert result.code == 0, result.err
     assert re.search(rf"tutti: rank {rank} made no progress for \d+ s", result.err), result.err
-    assert ", stopped by a signal" in result.err and "starting again, " in result.err
+    assert ", stopped by a signal" in result.err and "restarting, " in result.err
     record_property(
         f"recovery with a limit of {LIMIT} s, s", when(tmp_path, "began-0") - when(tmp_path, f"frozen-{rank}")
     )

@@ -132,7 +132,7 @@ def test_a_script_of_ones_own_is_started_again(tmp_path: Path) -> None:
     )
     result = tutti(tmp_path, "run", "-np", "2", "--max-restarts", "1", "script.py", "--max-restarts", "7")
     assert (result.code, result.out) == (0, "attempt 0 --max-restarts 7\nattempt 1 --max-restarts 7\n")
-    assert "AssertionError" in result.err and "starting again, 0 restarts left" in result.err
+    assert "AssertionError" in result.err and "restarting, 0 restarts left" in result.err
 
 
 SCRIPT = """

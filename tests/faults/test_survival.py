@@ -48,7 +48,7 @@ def test_kill_9_of_a_rank_and_of_the_launcher(
         killed = time.time()
         kill_the_launcher(running, record_property)
         said = running.finish().err
-    first, again, rest = said.partition("starting again, 0 restarts left")
+    first, again, rest = said.partition("restarting, 0 restarts left")
     assert again and f"rank {rank} was killed by SIGKILL" in first, said
     record_property("1: recovery after a rank, s", recovered - when(tmp_path, f"killed-{rank}"))
     record_property("1: steps lost", lost(printed(first), printed(rest)))

@@ -34,7 +34,7 @@ def test_progress_makes_the_budget_full_again() -> None:
     saved = 55
     assert budget.spend() == Restart(1, 0, 60), "a checkpoint went away"
     assert budget.spend() is None
-    assert budget.describe() == "not started again: 3 failures since step 60 was saved, and --max-restarts is 2"
+    assert budget.describe() == "not restarted: 3 failures since step 60 was saved, and --max-restarts is 2"
 
 
 def test_without_restarts_nothing_is_said_of_them() -> None:
@@ -43,8 +43,8 @@ def test_without_restarts_nothing_is_said_of_them() -> None:
 
 
 def test_what_is_said() -> None:
-    assert Restart(0, 1, 0).describe() == "starting again, 1 restarts left"
-    assert Restart(4, 0, 20).describe() == "starting again, 0 restarts left (in 4 s, from step 20)"
+    assert Restart(0, 1, 0).describe() == "restarting, 1 restarts left"
+    assert Restart(4, 0, 20).describe() == "restarting, 0 restarts left (in 4 s, from step 20)"
 
 
 def test_a_run_that_progresses_survives_more_failures_than_restarts(tmp_path: Path) -> None:
@@ -66,7 +66,7 @@ def test_a_run_that_progresses_survives_more_failures_than_restarts(tmp_path: Pa
     )
     assert result.code == 0, result.err
     said = [line for line in result.err.splitlines() if "restarts left" in line]
-    assert said == [f"tutti: starting again, 0 restarts left (from step {step})" for step in (1, 2, 3)]
+    assert said == [f"tutti: restarting, 0 restarts left (from step {step})" for step in (1, 2, 3)]
     names = [json.loads((tmp_path / f"saved-{attempt}").read_text()) for attempt in range(4)]
     assert names == [["attempt-0", "1"], ["attempt-1", "1"], ["attempt-2", "2"], ["attempt-3", "3"]]
 
@@ -75,9 +75,9 @@ def test_a_run_that_never_progresses_ends_when_the_restarts_are_spent(tmp_path: 
     result = launched(tmp_path, "def entry():\n    raise ValueError('always')\n", restarts=2)
     assert result.code == 1
     said = [line for line in result.err.splitlines() if "restarts left" in line]
-    assert said == ["tutti: starting again, 1 restarts left", "tutti: starting again, 0 restarts left (in 1 s)"]
+    assert said == ["tutti: restarting, 1 restarts left", "tutti: restarting, 0 restarts left (in 1 s)"]
     last = result.err.splitlines()[-1]
-    assert last == "tutti: not started again: 3 failures before anything was saved, and --max-restarts is 2"
+    assert last == "tutti: not restarted: 3 failures before anything was saved, and --max-restarts is 2"
 
 
 FINAL = {
@@ -94,11 +94,11 @@ FINAL = {
 def test_what_cannot_change_is_not_tried_again(leave: str, tmp_path: Path) -> None:
     result = launched(tmp_path, f"from tutti import errors\ndef entry():\n    {leave}\n", restarts=2)
     assert result.code == FINAL[leave], result.err
-    assert "starting again" not in result.err and "not started" not in result.err
+    assert "restarting" not in result.err and "not restarted" not in result.err
 
 
 @pytest.mark.parametrize("leave", ["raise errors.LoaderError('data worker 0 was killed')", "sys.exit(8)"])
 def test_a_lost_loader_process_and_a_code_of_the_scripts_own_are_tried_again(leave: str, tmp_path: Path) -> None:
     result = launched(tmp_path, f"from tutti import errors\ndef entry():\n    {leave}\n", restarts=1, processes=1)
     assert result.code in (3, 8)
-    assert result.err.count("starting again") == 1, result.err
+    assert result.err.count("restarting") == 1, result.err

@@ -229,7 +229,7 @@ def test_a_restart_has_a_store_of_its_own(tmp_path: Path) -> None:
         restarts=1,
     )
     assert (result.code, result.out) == (0, "attempt-0\nattempt-1\n")
-    assert result.err == "tutti: rank 1 exited with code 3\ntutti: starting again, 0 restarts left\n"
+    assert result.err == "tutti: rank 1 exited with code 3\ntutti: restarting, 0 restarts left\n"
     assert not list((tmp_path / "logs").glob("failure-*"))
 
 

@@ -90,7 +90,7 @@ def test_hosts_that_cannot_be_told_apart_are_refused() -> None:
         try:
             read_identity(own)
         except UsageError as error:
-            assert "cannot be told apart" in str(error)
+            assert "cannot be distinguished" in str(error)
             refused += 1
     assert refused == len(told)
 

@@ -69,7 +69,7 @@ def test_any_step_without_those_before_it() -> None:
 
 @pytest.mark.parametrize("text", ["cosine", "linear:final=0.1"])
 def test_what_falls_over_the_whole_run_needs_its_length(text: str) -> None:
-    with pytest.raises(UsageError, match="falls over the whole run, whose length is not known"):
+    with pytest.raises(UsageError, match="decreases over the whole run, whose length is not known"):
         make_schedule(check_schedule(text), None, of_a_stream)
     assert make_schedule(check_schedule(text), 10, of_a_stream)(0) == 1.0
 

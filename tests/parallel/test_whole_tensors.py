@@ -194,7 +194,7 @@ def refused(strategy: str, optimizer: str) -> str:
         (2, "mirrored", "drawing", "Drawing draws random numbers in its step"),
         (2, "local_sgd:period=2", "drawing", "Drawing draws random numbers in its step"),
         (1, "parameter_server", "drawing", "Drawing draws random numbers in its step"),
-        (2, "pipeline", "mode", "Mode cannot be made anew"),
+        (2, "pipeline", "mode", "Mode cannot be constructed again"),
     ],
 )
 def test_the_rest_is_refused(devices: int, strategy: str, optimizer: str, words: str) -> None:

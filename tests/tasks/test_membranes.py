@@ -106,7 +106,7 @@ def test_files_that_do_not_pair_are_refused(data: Path) -> None:
     outside.write_bytes(kept)
     mask.unlink()
     mask.symlink_to(outside)
-    refused(data, "no image file of the folder", mask)
+    refused(data, "not an image file of the folder", mask)
 
 
 def test_images_that_are_refused(data: Path) -> None:

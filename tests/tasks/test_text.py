@@ -87,7 +87,7 @@ def test_files_that_are_refused(tmp_path: Path) -> None:
     file.write_text("short")
     refused("too short for a window of 5", file)
     file.write_bytes(b"text " * 20 + b"\xff\xfe")
-    refused(r"no text in UTF-8 .*, byte 100\)", file)
+    refused(r"not UTF-8 text .*, byte 100\)", file)
 
 
 def test_number_of_different_characters(tmp_path: Path) -> None:
@@ -109,7 +109,7 @@ def test_options_are_refused_without_torch(tmp_path: Path) -> None:
     ):
         with pytest.raises(UsageError, match=what):
             task_registry.check_task("text", model=model)
-    with pytest.raises(UsageError, match="no use for --augment"):
+    with pytest.raises(UsageError, match="does not use --augment"):
         task_registry.check_task("text", augment=True)
     code = (
         "import sys\nfrom tutti.errors import DataError\n"

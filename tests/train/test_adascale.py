@@ -246,7 +246,7 @@ def test_what_contradicts_it_is_refused() -> None:
         make(workers=1)
     with pytest.raises(UsageError, match="updates of their own"):
         make(workers=2, strategy="local_sgd")
-    with pytest.raises(UsageError, match="adascale raises the rate"):
+    with pytest.raises(UsageError, match="adascale would measure the added noise"):
         make(workers=2, gradient_noise="multiplicative:base_batch=3")
     net = weight()
     with pytest.raises(UsageError, match="for an optimizer given as text"):

@@ -276,4 +276,4 @@ def test_a_thawed_layer_is_averaged_too(strategy: str, devices: int) -> None:
 
 def test_a_thawed_layer_has_no_average_in_shared_memory() -> None:
     for said in worlds.run(2, thawing, strategy="central_storage", workers=2):
-        assert "does not go with ema= under central_storage" in said
+        assert "cannot be combined with ema= under central_storage" in said

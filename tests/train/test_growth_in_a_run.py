@@ -103,9 +103,9 @@ def test_what_undoes_it_is_said(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"lr_scale": "adascale"}, "does not go with --lr-scale adascale"),
-        ({"gradient_noise": "multiplicative:base_batch=8"}, "does not go with --gradient-noise"),
-        ({"regime_batch": 8}, "--batch-growth does not go with --regime-batch"),
+        ({"lr_scale": "adascale"}, "cannot be combined with --lr-scale adascale"),
+        ({"gradient_noise": "multiplicative:base_batch=8"}, "cannot be combined with --gradient-noise"),
+        ({"regime_batch": 8}, "--batch-growth cannot be combined with --regime-batch"),
         ({"schedule": "step:milestones=2ep,gamma=0.4"}, "at 2ep the batch grows and the schedule lowers the rate"),
         ({"batch_growth": "milestones=1ep,factor=2,largest=16"}, "a batch of 16 cannot grow: the largest is 16"),
     ],

@@ -60,7 +60,7 @@ def test_parts_are_refused(strategy: str, size: int) -> None:
         pytest.skip("two layers")
     for said in worlds.run(size, read, strategy=strategy):
         for name, text in said.items():
-            assert "does not go with" in text and ("run.state()" in text), name
+            assert "cannot be combined with" in text and ("run.state()" in text), name
 
 
 def whole() -> dict[str, str]:

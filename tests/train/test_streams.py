@@ -127,7 +127,7 @@ def test_what_own_streams_cannot_do_is_refused_on_every_rank() -> None:
     for said in worlds.run(3, trained, kind="one empty", devices=3, reproducible=False):
         assert said.startswith("DataError 3 the stream is empty in epoch 0 (Rows, data rank 1)")
     for said in worlds.run(3, trained, kind="sharded", devices=3):
-        assert "reproducible does not go with a data set that shards itself" in said
+        assert "reproducible cannot be combined with a data set that shards itself" in said
     for said in worlds.run(2, trained, kind="sharded", devices=2, reproducible=False, strategy="model_parallel"):
         assert "MismatchError" in said and "Give the stages of one replica the same stream" in said
 

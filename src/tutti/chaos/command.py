@@ -145,7 +145,7 @@ def reference(command: Command, directory: Path, output: IO[str]) -> None:
         finally:
             process.kill()
     if code:
-        raise TuttiError(f"the run fails without any fault, with exit code {code}", remedy="mend that first")
+        raise TuttiError(f"the run fails without any fault, with exit code {code}", remedy="fix the command first")
 
 
 def _popen(words: Sequence[str], output: IO[str], environ: Mapping[str, str]) -> subprocess.Popen[Any]:

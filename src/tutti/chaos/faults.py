@@ -92,7 +92,9 @@ def draw_faults(
     if rank != "random" and not LAUNCHER <= rank < ranks:
         raise UsageError(f"there is no rank {rank}", remedy=f"the run has ranks 0 to {ranks - 1}")
     if step != "random" and times > 1 and step == 0:
-        raise UsageError("only one fault can meet the first checkpoint", remedy="give --at-step a number, or random")
+        raise UsageError(
+            "only one fault can be injected at the first checkpoint", remedy="give --at-step a number, or random"
+        )
     dice = random.Random(seed)
     steps = _random_steps(times, total, dice) if step == "random" else [step * (n + 1) for n in range(times)]
     return tuple(replace(fault, step=at, rank=dice.randrange(ranks) if rank == "random" else rank) for at in steps)

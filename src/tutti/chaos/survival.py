@@ -75,7 +75,7 @@ def disturb(directory: Path, plan: Plan, rules: Rules) -> Report:
     begun = time.monotonic()
     run = Running(directory)
     if not run.devices:
-        raise UsageError("no process of this run is found", where=str(directory), remedy="name a run that goes on")
+        raise UsageError("no process of this run was found", where=str(directory), remedy="name a run that is running")
     faults = plan(run.devices, None)
     play = Play(run, rules)
     play.play(faults)
@@ -110,5 +110,5 @@ def _finished(directory: Path) -> dict[str, Any]:
     """Return the summary of a finished run. Raises UsageError if the run is not finished."""
     summary = read_summary(directory)
     if summary.get("exit_code") != 0 or "weights_sha256" not in summary:
-        raise UsageError("the reference is no finished run", where=str(directory), remedy="give a run directory")
+        raise UsageError("the reference is not a finished run", where=str(directory), remedy="give a run directory")
     return summary

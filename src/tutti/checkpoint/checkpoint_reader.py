@@ -141,8 +141,8 @@ def load_adascale(manifest: Manifest, run: Run) -> None:
         raise CheckpointError(
             f"the checkpoint was made with{'out' * (saved is None)} --lr-scale adascale",
             where=str(manifest.path),
-            why="how far the run is on its schedule is counted in another way",
-            remedy="go on with the --lr-scale that it was made with, or begin anew with --init-from",
+            why="progress on the schedule is counted differently with adascale",
+            remedy="resume with the same --lr-scale, or start a new run with --init-from",
         )
     load_checked(manifest, run.adascale.load, saved, "AdaScale")
 

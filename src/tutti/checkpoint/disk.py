@@ -73,7 +73,7 @@ def on_disk(path: Path, what: str = "the checkpoint", remove: Path | None = None
             f"{what} could not be written",
             where=str(path),
             why=error.strerror or str(error),
-            remedy="free space or choose another directory; what was there before is intact",
+            remedy="free space or choose another directory; existing files are intact",
         ) from error
 
 

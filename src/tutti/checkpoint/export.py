@@ -35,7 +35,7 @@ def export_weights(
     """
     if output.is_dir() or (output.exists() and not overwrite):
         remedy = "choose another -o" if output.is_dir() else "choose another -o, or add --overwrite"
-        raise UsageError("there is something already", where=str(output), remedy=remedy)
+        raise UsageError("the file exists already", where=str(output), remedy=remedy)
     temporary = output.with_name(f".{output.name}.{os.getpid()}.tmp")
     with on_disk(output, "the weights", remove=temporary):
         digest, size = _write(weights, temporary, metadata)

@@ -37,7 +37,7 @@ def encode_json(value: Any, name: str) -> Any:
         return {_TAG: "dict", "items": pairs}
     raise UsageError(
         f"{name} is a {type(value).__name__}, which cannot be saved beside the model",
-        remedy="save numbers, texts, lists, tuples and dicts of them; what has tensors belongs into the model",
+        remedy="save numbers, strings, lists, tuples and dicts of them; tensors belong into the model",
     )
 
 

@@ -152,7 +152,9 @@ class Checkpoints:
     def _hold(self) -> None:
         """Block until this rank's part is written, because the thread reads the live tensors and not a copy."""
         if not self._held:
-            self.warn("training waits while it is saved: there is no memory for a copy of a device's state")
+            self.warn(
+                "training waits until the checkpoint is written: there is no memory for a copy of a device's state"
+            )
         self._held = True
         # The saving thread has a heartbeat of its own.
         with heartbeat.training.during(Phase.IDLE):
@@ -306,7 +308,7 @@ class Checkpoints:
             raise CheckpointError(
                 f"the checkpoint was made with {'; '.join(wrong)}",
                 where=str(manifest.path),
-                remedy="resume with the same settings, or start anew in another --out",
+                remedy="resume with the same settings, or start a new run in another --out",
             )
         clock, updates, position = saved_progress(manifest)
         shapes = {name: record.shape for name, record in manifest.tensors.get("model", {}).items()}
@@ -332,14 +334,14 @@ class Checkpoints:
         updates = facts.get("ema_updates", 0)
         if type(updates) is not int or updates < 0:
             raise CheckpointError(
-                "the checkpoint's 'ema_updates' is no number of updates", why=repr(updates), remedy=REMEDY
+                "the checkpoint's 'ema_updates' is not a number of updates", why=repr(updates), remedy=REMEDY
             )
         if average is not None:
             average.load(saved, updates)
         if average is not None and not there:
-            self.warn(f"the checkpoint has no average of the weights: it begins at step {facts['step']}")
+            self.warn(f"the checkpoint has no average of the weights: it starts at step {facts['step']}")
         if average is None and there:
-            self.warn(f"the average of the weights ends at step {facts['step']}: the run goes on without --ema")
+            self.warn(f"the average of the weights is dropped at step {facts['step']}: the run continues without --ema")
 
     def _find(self) -> Manifest | None:
         answer: list[str] = []
@@ -351,10 +353,10 @@ class Checkpoints:
         path, *damaged = self._run.context.comms.world.broadcast_json(answer, 0, "checkpoint to resume from")
         if not path and damaged:
             raise CheckpointError(
-                "no checkpoint of the run can be trusted",
+                "no checkpoint of the run is valid",
                 where=str(self.folder),
                 why="; ".join(damaged[:3]),
-                remedy="restore one from a copy, or start anew in another --out",
+                remedy="restore one from a copy, or start a new run in another --out",
             )
         return load_manifest(Path(path)) if path else None
 
@@ -382,10 +384,10 @@ def share_folder(comm: Communicator, folder: Path) -> None:
     end = time.monotonic() + _APPEARS
     while not (seen := (folder / name).exists()) and time.monotonic() < end:
         time.sleep(_POLL)
-    said = comm.all_gather_strings("" if seen else socket.gethostname(), "who sees the folder of the checkpoints")
+    hosts = comm.all_gather_strings("" if seen else socket.gethostname(), "who sees the folder of the checkpoints")
     if comm.rank == 0:
         mark.unlink(missing_ok=True)
-    blind = [f"rank {rank} on {host}" for rank, host in enumerate(said) if host]
+    blind = [f"rank {rank} on {host}" for rank, host in enumerate(hosts) if host]
     if blind:
         raise CheckpointError(
             f"{', '.join(blind)} cannot see rank 0's folder of checkpoints",
@@ -413,7 +415,7 @@ def _other_workers(manifest: Manifest, own: Mapping[str, Any]) -> CheckpointErro
     return CheckpointError(
         f"the checkpoint was made with workers {saved}, not {mine}",
         where=str(manifest.path),
-        why="the number of workers is part of the algorithm, and this one follows from the number of devices alone",
+        why="the number of workers is part of the algorithm, and here it would follow from the number of devices",
         remedy=f"name them: --workers {saved} goes on as before on at most as many data ranks, --workers {mine} with "
         f"{mine} from here on (in a script workers={saved} or workers={mine})",
     )
@@ -429,7 +431,7 @@ def other_workers(manifest: Manifest, run: Run) -> str:
         raise CheckpointError(
             f"the checkpoint was made with workers {saved}, not {mine}",
             where=str(manifest.path),
-            why="--lr-scale adascale counts steps of one worker's share of the batch, which would be another one",
+            why="--lr-scale adascale counts steps of one worker's share of the batch, which would change",
             remedy=f"go on with --workers {saved}, or begin anew with --init-from",
         )
     kept = {name.partition("/")[2].partition("/")[0] for name in manifest.tensors.get("workers", {})}
@@ -456,7 +458,7 @@ def saved_progress(manifest: Manifest) -> tuple[int, int, Mapping[str, Any]]:
     numbers = [facts.get("step"), facts.get("updates"), *(place.get(name) for name in ("epoch", "batch", "samples"))]
     if not all(type(number) is int and number >= 0 for number in numbers) or "state" not in place:
         why = f"steps, updates, epoch, batch and samples are {', '.join(map(repr, numbers))}"
-        raise CheckpointError("the checkpoint's progress is no run's", where=str(manifest.path), why=why, remedy=REMEDY)
+        raise CheckpointError("the checkpoint's progress is invalid", where=str(manifest.path), why=why, remedy=REMEDY)
     return facts["step"], facts["updates"], place
 
 

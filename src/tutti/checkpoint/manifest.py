@@ -74,7 +74,7 @@ class FileRecord:
             raise ValueError(f"there is no group {group!r}")
         size, sha256 = _number(_member(value, "size", int)), _member(value, "sha256", str)
         if not _SHA256.fullmatch(sha256):
-            raise ValueError(f"{sha256!r} is no SHA-256")
+            raise ValueError(f"{sha256!r} is not a SHA-256")
         slices = tuple(_slice(entry) for entry in _member(value, "slices", list))
         record = cls(group, rank, size, sha256, slices)
         if (needed := file_layout(slices).size) != size:
@@ -156,7 +156,7 @@ class Manifest:
     @classmethod
     def _from_json(cls, document: object, path: Path) -> Manifest:
         if _member(document, "format", str) != _FORMAT:
-            raise ValueError(f"it is no {_FORMAT}")
+            raise ValueError(f"it is not a {_FORMAT}")
         if (version := _member(document, "version", int)) != _VERSION:
             raise ValueError(f"it has format version {version}, and this tutti reads version {_VERSION}")
         return cls(
@@ -176,19 +176,19 @@ def _seal(body: bytes) -> bytes:
 def _member(value: object, key: str, kind: type[T]) -> T:
     found = value.get(key) if isinstance(value, dict) else None
     if type(found) is not kind:
-        raise ValueError(f"'{key}' is missing or no {kind.__name__}")
+        raise ValueError(f"'{key}' is missing or not of type {kind.__name__}")
     return found
 
 
 def _number(value: object) -> int:
     if type(value) is not int or not 0 <= value < _LARGEST:
-        raise ValueError(f"{value!r} is no size")
+        raise ValueError(f"{value!r} is not a size")
     return value
 
 
 def _numbers(value: object) -> tuple[int, ...]:
     if not isinstance(value, list):
-        raise ValueError(f"{value!r} is no shape")
+        raise ValueError(f"{value!r} is not a shape")
     return tuple(map(_number, value))
 
 

@@ -82,7 +82,7 @@ class PlainFile:
         """Parse and check the header. Raises ValueError, TypeError or KeyError where it is malformed."""
         metadata = header.pop("__metadata__", {}) if isinstance(header, dict) else None
         if not isinstance(metadata, dict):
-            raise ValueError("it is no table of tensors")
+            raise ValueError("it is not a table of tensors")
         self.metadata = metadata
         spans = []
         for name, entry in header.items():
@@ -117,11 +117,11 @@ class PlainFile:
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        raise ValueError("a name comes twice")
+        raise ValueError("a name occurs twice")
     return found
 
 
 def _size(value: Any) -> int:
     if type(value) is not int or value < 0:
-        raise ValueError(f"{value!r} is no size")
+        raise ValueError(f"{value!r} is not a size")
     return value

@@ -35,7 +35,7 @@ def load_warm_start(run: Run, path: str | Path) -> str:
         CheckpointError: the weights are damaged or of another model; the error names the tensors that differ.
     """
     if run.clock:
-        raise UsageError("a run that has stepped cannot begin anew", where=f"step {run.clock}")
+        raise UsageError("a run that has already made steps cannot load initial weights", where=f"step {run.clock}")
     own = catalogue(run)
     found = Path(_asked_of_first(run.context.comms.world, lambda: str(_find(Path(path), own))))
     saved = WeightsReader(open_weights(found), run.replica.specs)
@@ -79,9 +79,9 @@ def _asked_of_first(comm: Communicator, function: Callable[[], Any]) -> Any:
             answer = {"value": function()}
         except TuttiError as error:
             kind = "usage" if isinstance(error, UsageError) else "checkpoint"
-            answer = {"kind": kind, "said": [error.what, error.where, error.why, error.remedy]}
+            answer = {"kind": kind, "message": [error.what, error.where, error.why, error.remedy]}
     answer = comm.broadcast_json(answer, 0, "initial weights")
     if "value" in answer:
         return answer["value"]
-    what, where, why, remedy = answer["said"]
+    what, where, why, remedy = answer["message"]
     raise (UsageError if answer["kind"] == "usage" else CheckpointError)(what, where=where, why=why, remedy=remedy)

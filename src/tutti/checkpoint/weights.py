@@ -54,7 +54,7 @@ class SavedWeights:
         tied = manifest.facts.get("tied", {})
         if not isinstance(tied, dict) or not {*map(str, tied.values())} <= self._from.keys():
             raise CheckpointError(
-                "the checkpoint's 'tied' names no tensors of it", where=str(manifest.path), remedy=REMEDY
+                "the checkpoint's 'tied' names tensors that it does not have", where=str(manifest.path), remedy=REMEDY
             )
         for other, name in tied.items():
             self._from[other] = self._from[str(name)]

@@ -24,7 +24,7 @@ def check_source(path: Path) -> None:
             header.
     """
     if not path.exists():
-        raise UsageError("there are no weights to begin with", where=str(path), remedy=_REMEDY)
+        raise UsageError("there are no weights to start from", where=str(path), remedy=_REMEDY)
     if not path.is_dir():
         PlainFile(path)
     elif (path / MANIFEST).exists():
@@ -33,7 +33,7 @@ def check_source(path: Path) -> None:
         if not scan(path / FOLDER):
             raise _nothing(path, [])
     else:
-        raise UsageError("there are no weights to begin with", where=str(path), remedy=_REMEDY)
+        raise UsageError("there are no weights to start from", where=str(path), remedy=_REMEDY)
 
 
 def verified(path: Path) -> Path:
@@ -61,7 +61,7 @@ def open_weights(path: Path) -> Weights:
 
 def _nothing(path: Path, broken: list[str]) -> CheckpointError:
     why = "; ".join(broken[:3]) or "it has none"
-    return CheckpointError("the run has no checkpoint that can be used", where=str(path), why=why, remedy=_REMEDY)
+    return CheckpointError("the run has no valid checkpoint", where=str(path), why=why, remedy=_REMEDY)
 
 
 _REMEDY = "give a run directory, a checkpoint directory step-N, or a .safetensors file"

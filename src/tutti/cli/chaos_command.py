@@ -270,7 +270,7 @@ def _play(fault: Fault, rank: str, words: Sequence[str], options: Options, rules
         if options.run is not None:
             if words or options.verify or options.reference:
                 remedy = "leave out the command, --verify and --reference"
-                raise UsageError("--run names a run that goes on already", remedy=remedy)
+                raise UsageError("--run names a run that is running already", remedy=remedy)
             report = survival.disturb(options.run, plan, rules)
         else:
             command, known = read_command(words), options.reference
@@ -284,8 +284,8 @@ def _play(fault: Fault, rank: str, words: Sequence[str], options: Options, rules
 
 
 def _tell(planned: int, number: int, outcome: FaultOutcome) -> None:
-    said = "; ".join(outcome.problems()) or f"{outcome.lost_steps} steps lost"
-    print(f"{number}/{planned} step {outcome.step}: {outcome.fault}: {said}", file=sys.stderr, flush=True)
+    result = "; ".join(outcome.problems()) or f"{outcome.lost_steps} steps lost"
+    print(f"{number}/{planned} step {outcome.step}: {outcome.fault}: {result}", file=sys.stderr, flush=True)
 
 
 def _row(outcome: FaultOutcome) -> list[str]:

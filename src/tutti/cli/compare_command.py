@@ -89,9 +89,9 @@ def compare(
     _measure(task, asked, trials)
     if held and not any(baselines(chosen, rung) for rung in recipes(chosen)):
         raise UsageError(
-            "no rung of this ladder can be held against another",
+            "no rung of this ladder can be compared with another",
             where="--require-held",
-            why="each differs from those at the first rung's number of workers in more than that",
+            why="each differs in more than the number of workers from every rung with the first rung's workers",
             remedy="add a rung with the first rung's workers and batch_size and the other's options",
         )
     if dry_run:
@@ -149,8 +149,8 @@ def _run(chosen: ladder.Ladder, trials: list[runs.Trial], task: str, asked: str,
 
 def _list(chosen: ladder.Ladder, trials: list[runs.Trial]) -> None:
     for rung in chosen.rungs:
-        said = ", ".join(f"{key}={value}" for key, value in rung.changes.items())
-        print(f"{rung.name}: {rung.cause}" + (f" (over '{rung.parent}')" if rung.parent else "") + f"\n    {said}")
+        changes = ", ".join(f"{key}={value}" for key, value in rung.changes.items())
+        print(f"{rung.name}: {rung.cause}" + (f" (over '{rung.parent}')" if rung.parent else "") + f"\n    {changes}")
     done = sum(runs.finished(trial) for trial in trials)
     print(f"{len(trials)} runs, {done} of them finished")
 

@@ -54,17 +54,17 @@ def export(
     """
     manifest = _chosen(run, step)
     weights = SavedWeights(manifest, ema)
-    said = {
+    facts = {
         "step": manifest.step,
         "weights": "ema" if ema else "model",
         "config_sha256": manifest.config_sha256,
         "task": str(manifest.facts.get("task", "")),
     }
-    metadata = {name: str(value) for name, value in said.items()}
+    metadata = {name: str(value) for name, value in facts.items()}
     digest, size = write(weights, output, metadata, overwrite)
     found: dict[str, Any] = {
         "path": str(output),
-        **said,
+        **facts,
         "checkpoint": str(manifest.path),
         "tensors": len(weights.records),
     }
@@ -104,9 +104,7 @@ def _chosen(run: Path, step: str) -> Manifest:
     """Return the manifest of the chosen checkpoint, with every byte verified. Raises UsageError and CheckpointError."""
     if (run / MANIFEST).exists():
         if step != "newest":
-            raise UsageError(
-                "--step chooses among a run's checkpoints", where=str(run), remedy="give the run directory"
-            )
+            raise UsageError("--step needs a run directory", where=str(run), remedy="give the run directory")
         return verify(run)
     folder = run / FOLDER
     if not folder.is_dir():
@@ -146,7 +144,7 @@ def _measure(run: Path, step: str) -> Best:
             name = str(tomllib.loads((run / "config.toml").read_text(encoding="utf-8"))["keep_best"])
         except (OSError, ValueError, KeyError):
             raise UsageError(
-                "the run did not say what makes a checkpoint the best",
+                "the run was trained without --keep-best",
                 where=str(run),
                 remedy="give --step best:NAME, such as best:accuracy",
             ) from None

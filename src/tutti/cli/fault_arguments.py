@@ -93,7 +93,7 @@ def read_bytes(text: str) -> int:
     """
     found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMG]iB)?", text)
     if found is None:
-        raise UsageError(f"'{text}' is no size", remedy="write 4096, 64KiB or 1MiB")
+        raise UsageError(f"'{text}' is not a size", remedy="write 4096, 64KiB or 1MiB")
     return int(float(found[1]) * {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}.get(found[2], 1))
 
 

@@ -89,7 +89,7 @@ def run(
     script, *arguments = command
     if script.startswith("-"):
         raise UsageError(
-            f"unknown option {script}", remedy="see tutti run --help; what is the script's comes after its name"
+            f"unknown option {script}", remedy="see tutti run --help; write the script's own options after its name"
         )
     check_script(script, module)
     stdin_control.control_by_stdin(os.environ)
@@ -104,7 +104,7 @@ def run(
     if hosts is not None:
         if max_restarts or show_all:
             raise UsageError(
-                f"--{'max-restarts' if max_restarts else 'show-all'} does not go with -H",
+                f"--{'max-restarts' if max_restarts else 'show-all'} cannot be combined with -H",
                 remedy="leave out one of the two; with torchrun on every host --max-restarts works",
             )
         os.environ["TUTTI_TIMEOUT"] = f"{timeout:g}"
@@ -126,8 +126,8 @@ def run(
 
 def _again(start_timeout: float | None, step_timeout: float | None, module: bool) -> list[str]:
     """Return the options that are passed on to every process."""
-    said = {"--start-timeout": start_timeout, "--step-timeout": step_timeout}
-    words = [f"{name}={value:g}" for name, value in said.items() if value is not None]
+    timeouts = {"--start-timeout": start_timeout, "--step-timeout": step_timeout}
+    words = [f"{name}={value:g}" for name, value in timeouts.items() if value is not None]
     return [*words, *(["-m"] if module else []), "--"]
 
 

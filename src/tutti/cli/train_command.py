@@ -91,7 +91,7 @@ def train(
     if dry_run:
         return _dry_run(name, chosen, memory, joined)
     if memory is not None:
-        raise UsageError("--memory is for --dry-run alone", remedy="add --dry-run, or leave it out")
+        raise UsageError("--memory needs --dry-run", remedy="add --dry-run, or leave it out")
     stdin_control.control_by_stdin(os.environ)
     # Every rank of a joined job runs this code; all ranks share the directory of rank 0.
     first = joined is None or joined.rank == 0
@@ -265,7 +265,7 @@ def count_devices(config: TrainConfig, joined: process_context.Identity | None) 
     if config.devices not in ("auto", str(joined.size)):
         raise UsageError(
             f"--devices is {config.devices}, but this job was started with {joined.size} processes",
-            remedy="leave --devices away under torchrun, srun and mpirun",
+            remedy="leave --devices out under torchrun, srun and mpirun",
         )
     return joined.size
 

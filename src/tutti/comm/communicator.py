@@ -299,10 +299,12 @@ class Communicator:
         padded[: len(lines)] = torch.tensor([name_key(line) for line in lines])
         table = self._gather(padded, f"comparing {name}")
         differ = int((table[0] != table[other]).nonzero()[0])
-        said = self.all_gather_strings(lines[differ] if differ < len(lines) else "(nothing)", f"comparing {name}")
+        descriptions = self.all_gather_strings(
+            lines[differ] if differ < len(lines) else "(nothing)", f"comparing {name}"
+        )
         raise MismatchError(
-            f"ranks disagree about {name}: rank {self.ranks[0]} has {said[0]}, "
-            f"rank {self.ranks[self.alive_ranks[other]]} has {said[other]}",
+            f"ranks disagree about {name}: rank {self.ranks[0]} has {descriptions[0]}, "
+            f"rank {self.ranks[self.alive_ranks[other]]} has {descriptions[other]}",
             where=f"rank {self.global_rank}, entry {differ}",
             remedy=remedy,
         )
@@ -314,11 +316,11 @@ class Communicator:
         headers = torch.stack(self._gather(header, text))
         if bool((headers == headers[0]).all()):
             return
-        said = self.all_gather_strings(f"call {self._sequence}: {text}", "comparing calls")
+        descriptions = self.all_gather_strings(f"call {self._sequence}: {text}", "comparing calls")
         other = int((headers != headers[0]).any(dim=1).nonzero()[0])
         raise MismatchError(
-            f"ranks are in different collectives: rank {self.ranks[0]} in {said[0]}, "
-            f"rank {self.ranks[self.alive_ranks[other]]} in {said[other]}",
+            f"ranks are in different collectives: rank {self.ranks[0]} in {descriptions[0]}, "
+            f"rank {self.ranks[self.alive_ranks[other]]} in {descriptions[other]}",
             where=f"rank {self.global_rank}",
             remedy="nothing was sent; make all ranks call the same collectives with the same shapes, in the same order",
         )

@@ -54,8 +54,8 @@ class TensorRanks:
                 if "functorch" not in str(error):
                     raise
                 raise UsageError(
-                    f"torch.func.grad and vmap do not go with the split layer {name}",
-                    why="its messages to the other ranks are not among what they transform",
+                    f"torch.func.grad and vmap cannot be combined with the split layer {name}",
+                    why="torch.func cannot transform the collectives of the layer",
                     remedy="take --strategy mirrored",
                 ) from error
             self._copied = whole, tensor_version(whole), copied

@@ -182,12 +182,12 @@ class StallInspector:
                 remedy="look at rank 0's log and at the network",
             )
         missing = self._absent(call, waiting) or [r for r in call.ranks if waiting.get(r, call) != call]
-        said = "; ".join(f"rank {r} is in {waiting[r].text}" for r in missing if r in waiting)
+        waiting_in = "; ".join(f"rank {r} is in {waiting[r].text}" for r in missing if r in waiting)
         return PeerError(
             f"{call.text} did not finish within {self._timeout:g} s; missing: "
             f"{', '.join(f'rank {r}' for r in missing) or 'no rank, the transfer itself is slow'}",
             where=f"rank {self._rank}",
-            why=said or "they wait in no call: stopped, busy, or in other code",
+            why=waiting_in or "they wait in no call: stopped, busy, or in other code",
             remedy="look at their logs, or raise --timeout",
         )
 

@@ -74,8 +74,8 @@ def markdown(
     lines += ["| " + " | ".join(line) + " |" for line in cells(ladder, rows, metric)]
     lines += ["", "What each rung changes:", ""]
     for rung in ladder.rungs:
-        said = ", ".join(f"`{key} = {value}`" for key, value in rung.changes.items())
-        lines.append(f"- **{rung.name}**" + (f" (over {rung.parent})" if rung.parent else "") + f": {said}")
+        changes = ", ".join(f"`{key} = {value}`" for key, value in rung.changes.items())
+        lines.append(f"- **{rung.name}**" + (f" (over {rung.parent})" if rung.parent else "") + f": {changes}")
     lines += ["", "Verdict:", "", *(f"- {sentence}" for sentence in sentences), ""]
     return "\n".join(lines)
 

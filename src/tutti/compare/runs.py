@@ -110,7 +110,7 @@ def run_trial(trial: Trial, task: str, watch: Callable[[Progress], None]) -> Non
                 watch(trial_progress(trial))
                 time.sleep(POLL)
     if stopped:
-        raise Preempted("the comparison was asked to stop", where=trial.rung, remedy="the same command goes on with it")
+        raise Preempted("the comparison was asked to stop", where=trial.rung, remedy="the same command continues it")
     if process.returncode != 0:
         raise _failed(trial, process.returncode, log)
 
@@ -141,7 +141,7 @@ def _failed(trial: Trial, code: int, log: Path) -> TuttiError:
         f"the run of '{trial.rung}' with seed {trial.seed} failed with exit code {code}",
         where=str(log),
         why=" / ".join(last),
-        remedy="mend it and give the same command again: finished runs are kept",
+        remedy="fix the cause and run the same command again: finished runs are kept",
     )
     error.exit_code = ExitCode(code) if code in set(ExitCode) else ExitCode.UNEXPECTED
     return error

@@ -128,12 +128,12 @@ def verdict(ladder: Ladder, rows: Mapping[str, RungResult], metric: Metric = ACC
         metric: the metric that is compared.
     """
     first, naive = ladder.rungs[0].name, ladder.naive
-    told, rows = _without_numbers(ladder, rows)
+    sentences, rows = _without_numbers(ladder, rows)
     fraction = is_fraction(rows, metric)
     if first not in rows or naive not in rows:
         known = _holding(ladder, rows, metric, fraction) if first in rows else []
-        return [*told, *(known or ["Not enough runs have finished for a verdict."])]
-    sentences = [*told, *_drop_told(ladder, rows, metric, fraction)]
+        return [*sentences, *(known or ["Not enough runs have finished for a verdict."])]
+    sentences = [*sentences, *_drop_told(ladder, rows, metric, fraction)]
     lost, noise = metric.gain(rows[naive].mean, rows[first].mean), max(rows[first].spread, rows[naive].spread)
     others = [e for e in effects(ladder, rows, metric) if e.name != naive]
     for effect in sorted((e for e in others if e.clear), key=lambda e: -e.gain):
@@ -174,15 +174,15 @@ def _drop_told(ladder: Ladder, rows: Mapping[str, RungResult], metric: Metric, f
     lost, noise = metric.gain(dropped.mean, reference.mean), max(reference.spread, dropped.spread)
     change = f"{format_metric(reference.mean, fraction)} → {format_metric(dropped.mean, fraction)}"
     moved = difference(dropped.mean - reference.mean, fraction)
-    said = f"'{dropped.name}' against '{reference.name}': held-out {metric.name} {change}, {moved}"
+    sentence = f"'{dropped.name}' against '{reference.name}': held-out {metric.name} {change}, {moved}"
     if not metric.higher:
-        said += " (lower is better)"
+        sentence += " (lower is better)"
     one = any(len(row.outcomes) < 2 for row in rows.values())
     bar = f"; seeds alone differ by {difference(noise, fraction, sign=False)}."
-    told = [said + (" (one seed: no error bar)." if one else bar)]
+    sentences = [sentence + (" (one seed: no error bar)." if one else bar)]
     if lost <= noise:
-        told.append("That is no drop beyond what the seeds alone make.")
-    return told
+        sentences.append("That is not a drop beyond the difference between seeds.")
+    return sentences
 
 
 def _holding(ladder: Ladder, rows: Mapping[str, RungResult], metric: Metric, fraction: bool) -> list[str]:
@@ -191,15 +191,15 @@ def _holding(ladder: Ladder, rows: Mapping[str, RungResult], metric: Metric, fra
     if not finished:
         return []
     best = max(finished, key=lambda rung: metric.gain(0.0, rows[rung.name].mean))
-    told = [_reached(ladder, best, rows, metric, fraction)]
+    sentences = [_reached(ladder, best, rows, metric, fraction)]
     if _holds(ladder, best, rows, metric):
-        return told
+        return sentences
     for rung in finished:
         reference = baseline(ladder, rung, rows, metric)
         if rung != best and reference is not None and _holds(ladder, rung, rows, metric):
             ours, theirs = (format_metric(row.mean, fraction) for row in (rows[rung.name], reference))
-            told.append(f"'{rung.name}' ({ours}) reaches '{reference.name}' ({theirs}), like with like.")
-    return told
+            sentences.append(f"'{rung.name}' ({ours}) reaches '{reference.name}' ({theirs}), like with like.")
+    return sentences
 
 
 def _reached(ladder: Ladder, rung: Rung, rows: Mapping[str, RungResult], metric: Metric, fraction: bool) -> str:
@@ -209,14 +209,14 @@ def _reached(ladder: Ladder, rung: Rung, rows: Mapping[str, RungResult], metric:
         word = "reaches" if metric.gain(other.mean, row.mean) >= 0 else "does not reach"
         return f"{word} '{other.name}' ({format_metric(other.mean, fraction)})"
 
-    said = f"The best recipe, '{rung.name}' ({format_metric(row.mean, fraction)}), "
+    sentence = f"The best recipe, '{rung.name}' ({format_metric(row.mean, fraction)}), "
     reference = baseline(ladder, rung, rows, metric)
     if reference is not None and reference.name == first.name:
-        return f"{said}{against(reference)}."
+        return f"{sentence}{against(reference)}."
     causes = ", ".join(other_causes(rung.config, first.config)).replace("_", " ")
     if reference is not None:
         also = f"It {against(rows[first.name])}, from which it differs in {causes} as well."
-        return f"{said}{against(reference)}, its like at that scale. {also}"
+        return f"{sentence}{against(reference)}, its like at that scale. {also}"
     side = "better than" if metric.gain(rows[first.name].mean, row.mean) >= 0 else "worse than"
     missing = baselines(ladder, rung)
     remedy = (
@@ -226,18 +226,19 @@ def _reached(ladder: Ladder, rung: Rung, rows: Mapping[str, RungResult], metric:
         f"batch_size = {first.config.batch_size}"
     )
     across = f"'{first.name}' ({format_metric(rows[first.name].mean, fraction)})"
-    return f"{said}is {side} {across}, but differs from it in {causes} as well. Whether it held is not known: {remedy}."
+    differs = f"{sentence}is {side} {across}, but differs from it in {causes} as well."
+    return f"{differs} Whether it held is not known: {remedy}."
 
 
 def _without_numbers(ladder: Ladder, rows: Mapping[str, RungResult]) -> tuple[list[str], dict[str, RungResult]]:
     """Return a sentence for each rung with a non-finite held-out value, and the rows of the other rungs."""
-    told = [
+    sentences = [
         f"'{rung.name}' ended without a number in {sum(not o.finite for o in rows[rung.name].outcomes)} of "
         f"{len(rows[rung.name].outcomes)} runs, and is not compared."
         for rung in ladder.rungs
         if rung.name in rows and not rows[rung.name].finite
     ]
-    return told, {name: row for name, row in rows.items() if row.finite}
+    return sentences, {name: row for name, row in rows.items() if row.finite}
 
 
 def as_json(ladder: Ladder, rows: Mapping[str, RungResult], metric: Metric) -> dict[str, Any]:

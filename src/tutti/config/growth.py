@@ -38,8 +38,8 @@ class BatchGrowth:
 
     def __post_init__(self) -> None:
         if not self.milestones or not 1 < self.factor < math.inf:
-            said = f"its factor is {self.factor:g}" if self.milestones else "it has no milestones"
-            raise UsageError(f"the batch cannot grow: {said}", remedy=f"write {FORM}")
+            reason = f"its factor is {self.factor:g}" if self.milestones else "it has no milestones"
+            raise UsageError(f"the batch cannot grow: {reason}", remedy=f"write {FORM}")
         if any(later <= earlier for earlier, later in pairwise((0, *self.epochs))):
             raise UsageError(
                 f"the batch cannot grow at {' and then at '.join(self.milestones)}",
@@ -63,7 +63,7 @@ class BatchGrowth:
             if duration.unit != "ep" or duration.value != int(duration.value):
                 raise UsageError(
                     f"the batch cannot grow at {duration}",
-                    why="within an epoch all batches are of one size, which its position and its order are counted in",
+                    why="all batches of an epoch have one size, in which data position and order are counted",
                     remedy="give whole epochs, such as 30ep",
                 )
         return tuple(int(duration.value) for duration in durations)

@@ -69,8 +69,8 @@ class PipelineConfig(StrategyOptions):
         """Raise UsageError if ``cuts`` does not fit the number of stages, or zero bubble meets ``--compile``."""
         if self.schedule == "zero_bubble" and compiled:
             raise UsageError(
-                "schedule=zero_bubble does not go with --compile",
-                why="a compiled backward cannot be split in that of the input and that of the weights",
+                "schedule=zero_bubble cannot be combined with --compile",
+                why="a compiled backward cannot be split into input backward and weight backward",
                 remedy="take schedule=1f1b, or leave out --compile",
             )
         if shape["stage"] > 1:
@@ -111,8 +111,8 @@ class TensorConfig(StrategyOptions):
         """Raise UsageError if ``sequence`` meets ``--compile``."""
         if self.sequence and compiled:
             raise UsageError(
-                "sequence=true does not go with --compile",
-                why="what is compiled would be given a share of the positions",
+                "sequence=true cannot be combined with --compile",
+                why="a compiled module would get only a share of the positions",
                 remedy="leave out one of the two",
             )
 

@@ -70,7 +70,7 @@ class Metric:
         higher = _WORDS[word] if colon else higher_is_better(name, declared)
         if higher is None:
             raise UsageError(
-                f"nobody knows whether a lower or a higher '{name}' is better",
+                f"it is not declared whether a lower or a higher '{name}' is better",
                 where=option,
                 remedy=f"write {name}:min or {name}:max (:lower, :higher), or declare it in a task of your own: "
                 f"Task(directions={{'{name}': 'lower'}})",

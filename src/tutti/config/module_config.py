@@ -76,7 +76,7 @@ def check_compile(text: str, reproducible: bool = False) -> tuple[str, Compile] 
     if spec.name in _CUDA_GRAPHS:
         raise UsageError(
             f"{_COMPILE} {spec.name} records CUDA graphs",
-            why="they hold tensors by address, and workers that share a device are swapped by address",
+            why="they record tensor addresses, and buffers of workers that share a device are swapped by address",
             remedy="take default or max-autotune-no-cudagraphs",
         )
     options = spec.build(spec.choose(MODES, "mode of torch.compile"), _COMPILE)
@@ -84,8 +84,8 @@ def check_compile(text: str, reproducible: bool = False) -> tuple[str, Compile] 
         return None
     if reproducible:
         raise UsageError(
-            f"--reproducible does not go with {_COMPILE}",
-            why="code that is made for one shape, or for one stage of a model, rounds differently than for another",
+            f"--reproducible cannot be combined with {_COMPILE}",
+            why="compiled code rounds differently for different shapes and stages of a model",
             remedy="leave out one of the two",
         )
     return spec.name, options
@@ -158,8 +158,8 @@ def check_checkpointing(choice: str | Sequence[Any], compiled: bool = False) -> 
     options = spec.build(CHECKPOINTING[spec.name], _CHECKPOINTING)
     if compiled and isinstance(options, Selective):
         raise UsageError(
-            f"{_CHECKPOINTING} selective does not go with {_COMPILE}",
-            why="code that is compiled is one whole, whose products cannot be kept apart",
+            f"{_CHECKPOINTING} selective cannot be combined with {_COMPILE}",
+            why="selective checkpointing cannot see the operations inside compiled code",
             remedy=f"take {_CHECKPOINTING} blocks, blocks:every=2, or leave out {_COMPILE}",
         )
     return options if isinstance(options, Blocks) else None

@@ -68,7 +68,7 @@ class Duration:
         if dataset is None:
             if self.unit == "ep":
                 raise UsageError(
-                    f"{self} of a stream of unknown length are no number of steps",
+                    f"{self} of a stream of unknown length cannot be converted to steps",
                     remedy="count in steps (500st) or samples (20000sa), or give the data set __len__",
                 )
             return math.ceil(self.value / batch)
@@ -99,7 +99,7 @@ class Spec:
         name, _, rest = text.strip().partition(":")
         options = read_options(rest, option, "name:key=value,key=value")
         if not name:
-            raise UsageError(f"'{text}' names nothing", where=option, remedy="write name:key=value")
+            raise UsageError(f"'{text}' has no name", where=option, remedy="write name:key=value")
         return cls(name.strip(), options)
 
     def choose(self, table: Mapping[str, T], option: str) -> T:

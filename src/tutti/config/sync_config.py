@@ -74,7 +74,7 @@ class RowsConfig(StrategyOptions):
         if shape["shard"] == 1 and (self.offload or self.param_dtype is not None):
             raise UsageError(
                 f"{'offload' if self.offload else 'param_dtype'} does nothing where one device has a whole copy",
-                why="it is about parameters that are gathered from others",
+                why="it applies only to parameters that are gathered from other devices",
                 remedy="take more shards, or leave it out"
                 + (f" and take --precision {self.param_dtype}" if self.param_dtype else ""),
             )
@@ -96,7 +96,7 @@ class SplitConfig(RowsConfig, AllReduceConfig):
         if self.shards < 1:
             raise ValueError(f"shards is {self.shards}, must be at least 1")
         if self.shards == 1 and self.stage != 1:
-            raise ValueError(f"stage={self.stage} shares out nothing without shards=2 or more")
+            raise ValueError(f"stage={self.stage} shards nothing without shards=2 or more")
         given = {"algorithm": self.algorithm != "auto", "wire": self.wire != "fp32", "bucket_mb": self.bucket_mb}
         for option in filter(given.get, given) if self.shards > 1 else ():
             raise ValueError(f"{option} does nothing with shards={self.shards}, whose gradients are summed by rows")
@@ -106,7 +106,7 @@ class SplitConfig(RowsConfig, AllReduceConfig):
         super().check(shape, cuda, compiled)
         if self.shards_parameters(shape) and shape["stage"] > 1:
             raise UsageError(
-                f"stage={self.stage} does not go with stages={shape['stage']}",
+                f"stage={self.stage} cannot be combined with stages={shape['stage']}",
                 why="every micro-batch of a pipeline would gather the parameters once more",
                 remedy="take stage=1, which shares out the optimizer's state of each stage of the pipeline",
             )

@@ -155,7 +155,7 @@ class TrainConfig:
                 raise UsageError(f"{_flag(name)} is {getattr(self, name)}", remedy="give a whole number of at least 0")
         if self.reproducible and self.threads not in (None, 1):
             raise UsageError(
-                f"--reproducible does not go with --threads {self.threads}",
+                f"--reproducible cannot be combined with --threads {self.threads}",
                 why="the order of a sum inside one operation depends on the number of threads",
                 remedy="leave out one of the two",
             )
@@ -166,7 +166,7 @@ class TrainConfig:
             )
         if self.regime_batch is not None and isinstance(check_rule(self.lr_scale), AdaptiveRule):
             raise UsageError(
-                "--regime-batch does not go with --lr-scale adascale",
+                "--regime-batch cannot be combined with --lr-scale adascale",
                 why="adascale counts the run's length in steps of one worker's batch",
                 remedy="leave out one of the two",
             )
@@ -258,7 +258,7 @@ class TrainConfig:
         check_growth(self.lr_scale, self.gradient_noise)
         if self.regime_batch is not None:
             raise UsageError(
-                "--batch-growth does not go with --regime-batch",
+                "--batch-growth cannot be combined with --regime-batch",
                 why="one is for fewer updates, the other for as many as with a small batch",
                 remedy="leave out one of the two",
             )
@@ -267,7 +267,7 @@ class TrainConfig:
             if duration.unit == "ep" and duration.value in growth.epochs:
                 raise UsageError(
                     f"at {duration} the batch grows and the schedule lowers the rate",
-                    why="the batch grows instead of that: the noise would fall twice",
+                    why="the larger batch replaces a lower rate: the noise would fall twice",
                     remedy="take --schedule constant, or other milestones",
                 )
         return growth

@@ -40,7 +40,7 @@ def _has_numbers(data: Any) -> bool:
 def _stream(data: Any, sharded: bool = False) -> Stream:
     """Wrap ``data`` in a stream. Raises as ``adapt_training``."""
     if isinstance(data, DataLoader):
-        raise UsageError("a DataLoader makes batches of its own", remedy="give its data set, and the batch size")
+        raise UsageError("a DataLoader makes its own batches", remedy="give its data set, and the batch size")
     if hasattr(data, "__next__"):
         raise UsageError(
             f"a {type(data).__name__} can be read only once", remedy="give an iterable, or a function that returns one"

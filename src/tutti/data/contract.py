@@ -45,7 +45,7 @@ class BatchContract:
             )
         if self.workers < self.ranks:
             raise UsageError(
-                f"{self.workers} workers cannot be spread over {self.ranks} data ranks",
+                f"{self.workers} workers cannot be distributed over {self.ranks} data ranks",
                 remedy=f"take {self.ranks} workers or more, or fewer devices",
             )
 
@@ -88,11 +88,13 @@ class BatchContract:
     def check_whole(self) -> None:
         """Raise UsageError unless a rank has one micro-batch of different samples, for synchronised batch norm."""
         if self.identical:
-            raise UsageError("--batch-norm sync does not go with identical batches", remedy="leave out one of the two")
+            raise UsageError(
+                "--batch-norm sync cannot be combined with identical batches", remedy="leave out one of the two"
+            )
         most = len(self.part(self.batch, 0))
         if self.micro is not None and self.micro < most:
             raise UsageError(
-                f"--batch-norm sync does not go with micro-batches of {self.micro} samples",
+                f"--batch-norm sync cannot be combined with micro-batches of {self.micro} samples",
                 why=f"it needs all of a device's samples at once, which are {most}",
                 remedy=f"take --micro-batch {most} or leave it out, and a pipeline's micro_batches too; or take more "
                 "devices, or --batch-norm ghost:size=32",

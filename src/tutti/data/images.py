@@ -118,7 +118,7 @@ def _root(data: str) -> Path:
     except (OSError, RuntimeError):
         raise DataError("there is no such folder", where=data, remedy="check --data") from None
     if not root.is_dir():
-        raise DataError("this is no folder", where=data, remedy=f"give a folder that holds {_LAYOUTS}")
+        raise DataError("this is not a folder", where=data, remedy=f"give a folder that holds {_LAYOUTS}")
     return root
 
 
@@ -127,9 +127,11 @@ def _inside(path: Path, root: Path) -> Path:
     try:
         target = path.resolve(strict=True)
     except (OSError, RuntimeError) as error:
-        raise DataError("a link leads nowhere", where=str(path), remedy="remove it") from error
+        raise DataError("a symbolic link has no target", where=str(path), remedy="remove it") from error
     if not target.is_relative_to(root):
-        raise DataError("a link leads out of the data folder", where=str(path), remedy="put a copy in its place")
+        raise DataError(
+            "a symbolic link points outside the data folder", where=str(path), remedy="put a copy in its place"
+        )
     return target
 
 
@@ -183,7 +185,7 @@ def _image_file(file: Path, root: Path) -> Path:
     target = _inside(file, root) if file.is_symlink() else file
     # Opening a named pipe would block, and a link within the folder may give any file an image's extension.
     if not target.is_file() or target.suffix.lower() not in SUFFIXES:
-        raise DataError("this is no image file", where=str(file), remedy="remove it")
+        raise DataError("this is not an image file", where=str(file), remedy="remove it")
     return target
 
 

@@ -148,7 +148,7 @@ class Loader:
         try:
             if not channel.poll(self._timeout):
                 raise LoaderError(
-                    f"data worker {worker} gave no batch for {self._timeout:g} s",
+                    f"data worker {worker} returned no batch for {self._timeout:g} s",
                     where=f"rank {self._rank}",
                     why="reading a sample hangs, or takes longer than that",
                     remedy="look at what it reads, or raise --timeout",
@@ -164,7 +164,7 @@ class Loader:
         return LoaderError(
             f"data worker {worker} of rank {self._rank} {ended}",
             where=f"rank {self._rank}",
-            why="reading a sample crashed, the host ran out of memory, or somebody ended it",
+            why="reading a sample crashed, the host ran out of memory, or the process was killed",
             remedy="look at the rank's log; fewer --data-workers need less memory, and with 0 the rank itself reads",
         )
 

@@ -153,7 +153,9 @@ def _files(folder: Path, root: Path) -> dict[str, Path]:
         # Opening a named pipe would block, and a link may lead to any file of the machine.
         target = path.resolve()
         if not target.is_file() or not target.is_relative_to(root):
-            raise DataError("this is no image file of the folder", where=str(path), remedy="put a copy in its place")
+            raise DataError(
+                "this is not an image file of the folder", where=str(path), remedy="put a copy in its place"
+            )
         if path.stem in found:
             raise DataError(f"there are two files of the name {path.stem}", where=str(path), remedy="remove one")
         found[path.stem] = path

@@ -222,12 +222,12 @@ class ReplicatedStream:
             self._ranks.agree(lines, "the samples of the stream", _DIFFERENT)
 
     def _check_length(self, number: int, last: bool) -> None:
-        said = self.source.samples
-        if said is None or (number == said if last else number < said):
+        length = self.source.samples
+        if length is None or (number == length if last else number < length):
             return
         found = f"has {number}" if last else f"goes on after {number}"
         raise DataError(
-            f"the data set says that it has {said} samples, and {found}",
+            f"the data set says that it has {length} samples, and {found}",
             where=self.source.name,
             remedy="correct its __len__, or leave it out and give --steps",
         )
@@ -320,7 +320,7 @@ class ShardedStream:
         if saved != self._contract.ranks:
             raise CheckpointError(
                 f"the run had {saved} data ranks and now has {self._contract.ranks}",
-                why="its data set shards itself, so that each rank goes on in a stream of its own",
+                why="its data set shards itself, so that each rank continues its own stream",
                 remedy="resume on as many devices",
             )
 

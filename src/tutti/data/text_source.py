@@ -55,7 +55,7 @@ class WindowSource:
         windows = (len(codes) - 1) // block
         if windows < 1:
             raise DataError(
-                f"a part of {len(codes):,} characters is too short for a window of {block} and the one after it",
+                f"a part of {len(codes):,} characters is too short for a window of {block} characters and the next one",
                 where=name,
                 remedy=f"give a longer text, or take fewer than block={block}",
             )
@@ -104,7 +104,7 @@ def read_text(data: str | None) -> Text:
         raise DataError("this file cannot be read", where=data, why=str(error)) from error
     except UnicodeDecodeError as error:
         raise DataError(
-            "this file is no text in UTF-8",
+            "this file is not UTF-8 text",
             where=f"{data}, byte {error.start:,}",
             why=error.reason,
             remedy="convert it to UTF-8",

@@ -71,14 +71,14 @@ def memory(limits: cgroup.CgroupLimits) -> Iterator[Finding]:
     host = psutil.virtual_memory()
     limit = limits.memory_bytes if (limits.memory_bytes or host.total) < host.total else None
     values = {"total_bytes": host.total, "free_bytes": host.available, "cgroup_limit_bytes": limit}
-    said = "no cgroup limit"
+    limit_text = "no cgroup limit"
     free = host.available
     if limit is not None:
         values["cgroup_used_bytes"] = limits.memory_used_bytes
-        said = f"cgroup allows {format_bytes(limit)}, {format_bytes(limits.memory_used_bytes or 0)} used"
+        limit_text = f"cgroup allows {format_bytes(limit)}, {format_bytes(limits.memory_used_bytes or 0)} used"
         # The cgroup's used memory includes caches that the kernel can reclaim, so only the limit itself is certain.
         free = min(free, limit)
-    text = f"{format_bytes(host.total)}, {format_bytes(host.available)} free, {said}"
+    text = f"{format_bytes(host.total)}, {format_bytes(host.available)} free, {limit_text}"
     remedy = "End other programs or raise the container's memory: each worker needs some 300 MiB and its model."
     little = free < LITTLE_MEMORY
     yield Finding("memory", "problem" if little else "ok", text, values, remedy if little else "")

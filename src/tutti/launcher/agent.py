@@ -171,10 +171,10 @@ class Agent(LocalElasticAgent):
         restart = None if _final(cause) else self._budget.spend()
         self._remaining_restarts = 0
         if restart is not None:
-            said = failure.describe_failure(cause, failure.log_path(self._job.logs, cause.rank))
+            message = failure.describe_failure(cause, failure.log_path(self._job.logs, cause.rank))
             # Print the stack of a stuck rank in full: no exception will show it again.
-            said = said if cause.traceback and not cause.kind else said.splitlines()[0]
-            print(f"{said}\ntutti: {restart.describe()}", file=sys.stderr, flush=True)
+            message = message if cause.traceback and not cause.kind else message.splitlines()[0]
+            print(f"{message}\ntutti: {restart.describe()}", file=sys.stderr, flush=True)
             time.sleep(restart.pause)
             self._remaining_restarts = restart.left + 1
         elif not _final(cause):

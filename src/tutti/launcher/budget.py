@@ -25,7 +25,7 @@ class Restart:
     def describe(self) -> str:
         """Return the message for the user."""
         more = [f"in {self.pause:g} s"] * bool(self.pause) + [f"from step {self.saved}"] * bool(self.saved)
-        return f"starting again, {self.left} restarts left" + (f" ({', '.join(more)})" if more else "")
+        return f"restarting, {self.left} restarts left" + (f" ({', '.join(more)})" if more else "")
 
 
 class Budget:
@@ -67,4 +67,4 @@ class Budget:
         if not self._restarts:
             return ""
         since = f"since step {self._saved} was saved" if self._saved else "before anything was saved"
-        return f"not started again: {self._failures} failures {since}, and --max-restarts is {self._restarts}"
+        return f"not restarted: {self._failures} failures {since}, and --max-restarts is {self._restarts}"

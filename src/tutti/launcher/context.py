@@ -333,7 +333,7 @@ def _await_all(
         raise UsageError(
             f"ranks count different numbers of nodes, this one {identity.cross_size}",
             where=f"rank {identity.rank} of {identity.size}, of {identity.local_size} on its node",
-            why="their launcher tells how many ranks a node has, and nodes have different numbers of them",
+            why="their launcher gives only the number of ranks on a node, which differs between nodes",
             remedy="start with torchrun or tutti train -H, which number the nodes, or with as many ranks on every node",
         )
 

@@ -33,7 +33,7 @@ def fork() -> int:
         with suppress(ProcessLookupError, ChildProcessError):
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
-    raise OSError(errno.EAGAIN, f"of {_ATTEMPTS} processes that were forked, none ran within {_PATIENCE:g} s")
+    raise OSError(errno.EAGAIN, f"of {_ATTEMPTS} forked processes, none started within {_PATIENCE:g} s")
 
 
 class _Line:

@@ -257,12 +257,12 @@ def _conclude(rank: int, code: int, host: Host, logs: Path) -> int:
     if code in _ASKED:
         return code
     log = logs / f"rank{rank}.log"
-    said = f"tutti: rank {rank} on {host.name} ended with exit code {code}"
+    message = f"tutti: rank {rank} on {host.name} ended with exit code {code}"
     if code == _SSH_FAILED and not host.local:
-        said = f"tutti: rank {rank}: no connection to {host.name} by ssh, or it was lost"
-        said += f". 'ssh -o BatchMode=yes {host.name} true' must work without a password."
+        message = f"tutti: rank {rank}: no connection to {host.name} by ssh, or it was lost"
+        message += f". 'ssh -o BatchMode=yes {host.name} true' must work without a password."
         code = int(ExitCode.PEER)
-    print(said, file=sys.stderr)
+    print(message, file=sys.stderr)
     if rank and log.is_file():
         tail = log.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL:]
         print("\n".join([f"The end of {log}:", *tail]), file=sys.stderr, flush=True)

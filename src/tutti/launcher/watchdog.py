@@ -283,7 +283,7 @@ def _report(rank: int, stall: Stall, tools: Dumps, parent: int, launched: bool) 
         with suppress(OSError):
             directory.mkdir(parents=True, exist_ok=True)
     flight = failure.flight_path(directory, rank) if directory and heartbeat.process.has_recorder() else None
-    told = flight is not None and tools.flight(flight)
+    dumped = flight is not None and tools.flight(flight)
     found = Failure(
         rank=rank,
         time=time.time(),
@@ -293,7 +293,7 @@ def _report(rank: int, stall: Stall, tools: Dumps, parent: int, launched: bool) 
         traceback="\n".join(frames[:_INNERMOST]),
         step=stall.seen.step or None,
         remedy=f"The stacks of all its threads are in {log or 'its output'}"
-        + (f", its last collectives in {flight}" if told else "")
+        + (f", its last collectives in {flight}" if dumped else "")
         + f"; {stall.remedy()}.",
         signal=int(signal.SIGKILL),
     )

@@ -176,10 +176,10 @@ def timeline_svg(rows: Sequence[Row], title: str) -> str:
         )
         for s in row:
             left, width = _LEFT + (s.start - begin) * scale, (s.end - s.start) * scale
-            said = escape(f"{s.phase} {1e3 * (s.end - s.start):.2f} ms {s.call}".strip())
+            label = escape(f"{s.phase} {1e3 * (s.end - s.start):.2f} ms {s.call}".strip())
             out.append(
                 f'<rect x="{left:.2f}" y="{y}" width="{max(width, 0.05):.2f}" height="{_HEIGHT}" '
-                f'fill="{COLOURS.get(s.phase, "#FFFFFF")}"><title>{said}</title></rect>'
+                f'fill="{COLOURS.get(s.phase, "#FFFFFF")}"><title>{label}</title></rect>'
             )
     out += list(_axis(begin, end, scale, bottom))
     return "\n".join([*out, "</svg>", ""])

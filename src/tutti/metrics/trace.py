@@ -87,8 +87,8 @@ def traced(run: Run, folder: Path) -> Iterator[None]:
 
 def _gathered(comm: Communicator, own: list[TimelineSegment], start: float) -> list[list[TimelineSegment]]:
     """Return every rank's segments, in seconds since its own start of the trace. Collective: one broadcast a rank."""
-    told = [[s.phase, s.start - start, s.end - start, s.call, s.ranks] for s in own]
-    rows = [comm.broadcast_json(told, source, "the trace") for source in comm.alive_ranks]
+    segments = [[s.phase, s.start - start, s.end - start, s.call, s.ranks] for s in own]
+    rows = [comm.broadcast_json(segments, source, "the trace") for source in comm.alive_ranks]
     return [[TimelineSegment(p, a, b, call, tuple(ranks)) for p, a, b, call, ranks in row] for row in rows]
 
 

@@ -86,8 +86,8 @@ def _digest(source: Path) -> str:
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     flags = next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
-    said = [source.read_text(encoding="utf-8"), *_FLAGS, *map(str, _ATTEMPTS), platform.machine(), flags]
-    return hashlib.sha256("\n".join(said).encode()).hexdigest()[:16]
+    parts = [source.read_text(encoding="utf-8"), *_FLAGS, *map(str, _ATTEMPTS), platform.machine(), flags]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
 def _cache() -> Path | None:
@@ -103,7 +103,7 @@ def _cache() -> Path | None:
 
 
 def _build(compiler: str, source: Path, path: Path) -> ctypes.CDLL | None:
-    said = ""
+    reason = ""
     for extra in _ATTEMPTS:
         try:
             with tempfile.TemporaryDirectory(dir=path.parent) as work:
@@ -113,19 +113,19 @@ def _build(compiler: str, source: Path, path: Path) -> ctypes.CDLL | None:
                     subprocess.run([compiler, *command], capture_output=True, timeout=_SECONDS, check=True)
                 os.replace(made, path)
         except subprocess.CalledProcessError as error:
-            said = said or bytes(error.stderr).decode(errors="replace").strip()
+            reason = reason or bytes(error.stderr).decode(errors="replace").strip()
             continue
         except (OSError, subprocess.TimeoutExpired) as error:
-            said = said or str(error)
+            reason = reason or str(error)
             continue
         found = _open(path)
         if found is not None:
             _failed.pop(source.name, None)
             return found
-        said = said or "the library cannot be loaded"
-    _failed[source.name] = said
+        reason = reason or "the library cannot be loaded"
+    _failed[source.name] = reason
     warnings.warn(
-        f"{source.name} cannot be compiled, PyTorch's own operations are used: {compiler}: {said[-500:]}",
+        f"{source.name} cannot be compiled, PyTorch's own operations are used: {compiler}: {reason[-500:]}",
         RuntimeWarning,
         stacklevel=2,
     )

@@ -140,14 +140,14 @@ def built_alike(
         raise
     except Exception as error:
         raise UsageError(
-            f"{kind.__name__} cannot be made anew for other parameters: {error}",
+            f"{kind.__name__} cannot be constructed again for other parameters: {error}",
             why="its constructor is called with parameter groups and the options in its defaults",
             remedy=remedy,
         ) from error
     for name, value in kept.items() if not is_known(kind) else ():
         if repr(vars(built).get(name)) != repr(value):
             raise UsageError(
-                f"{kind.__name__} cannot be made anew for other parameters",
+                f"{kind.__name__} cannot be constructed again for other parameters",
                 why=f"its attribute {name} is {value!r}, and {vars(built).get(name)!r} in a new one",
                 remedy=remedy,
             )

@@ -61,13 +61,13 @@ def check_noise(text: str, batch: int, adaptive: bool) -> Multiplicative | None:
         raise UsageError(
             f"base_batch={noise.base_batch} is larger than the global batch of {batch}",
             where=_OPTION,
-            why="a smaller batch has more noise already, and none can be taken away",
+            why="a smaller batch has more noise already, and noise cannot be removed",
             remedy=f"take base_batch={batch} or less, or a larger batch",
         )
     if adaptive:
         raise UsageError(
-            "--gradient-noise does not go with --lr-scale adascale",
-            why="adascale raises the rate by as much noise as it measures, that which was added too",
+            "--gradient-noise cannot be combined with --lr-scale adascale",
+            why="adascale would measure the added noise, too, and raise the rate",
             remedy="leave out one of the two",
         )
     return noise

@@ -174,7 +174,8 @@ class LayerWise(Optimizer):
             return tensor
         if self.norms is None:
             raise UsageError(
-                f"a tensor of shape {list(tensor.shape)} is distributed over ranks, and its norm would be a piece's",
+                f"a tensor of shape {list(tensor.shape)} is distributed over ranks, so that its norm would be that of"
+                f" a slice",
                 remedy="give the optimizer norms=",
             )
         piece: Tensor = tensor.to_local()

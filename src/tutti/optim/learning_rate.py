@@ -45,7 +45,7 @@ def adam_sqrt_scaling(kappa: float, beta1: float, beta2: float, eps: float) -> t
         (factor on the rate, β1, β2, ε).
 
     Raises:
-        ValueError: κ(1 - β) is 1 or more, so that a moment would forget everything; take a base batch nearer by.
+        ValueError: κ(1 - β) is 1 or more, so that a moment would forget everything; take a closer base batch.
 
     >>> [round(value, 12) for value in adam_sqrt_scaling(4, 0.9, 0.999, 1e-8)]
     [2.0, 0.6, 0.996, 5e-09]

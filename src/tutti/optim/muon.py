@@ -84,12 +84,14 @@ class Muon(Optimizer):
         Raises UsageError without ``adam``, or for ``adam=False`` with a tensor of fewer than two dimensions.
         """
         if "adam" not in param_group:
-            raise UsageError("a group of Muon must say what it is", remedy='give "adam": True or False')
+            raise UsageError("a parameter group of Muon has no key 'adam'", remedy='give "adam": True or False')
         super().add_param_group(self._kinds[param_group["adam"]] | param_group)
         group = self.param_groups[-1]
         if not group["adam"] and any(p.ndim < 2 for p in group["params"]):
             del self.param_groups[-1]
-            raise UsageError("a group for orthogonal steps has a tensor that is no matrix", remedy='give "adam": True')
+            raise UsageError(
+                "a group for orthogonal steps has a tensor that is not a matrix", remedy='give "adam": True'
+            )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]

@@ -79,14 +79,14 @@ def check_growth(lr_scale: str, gradient_noise: str) -> None:
     """Raise UsageError for options that contradict a growing batch."""
     if isinstance(check_rule(lr_scale), AdaptiveRule):
         raise UsageError(
-            "a batch that grows does not go with --lr-scale adascale",
+            "a batch that grows cannot be combined with --lr-scale adascale",
             why="adascale measures the rate for a batch that stays N times one worker's",
             remedy="leave out one of the two",
         )
     if gradient_noise != "none":
         raise UsageError(
-            "a batch that grows does not go with --gradient-noise",
-            why="it grows for less noise, which would be added again",
+            "a batch that grows cannot be combined with --gradient-noise",
+            why="growth lowers the noise that this option adds",
             remedy="leave out one of the two",
         )
 
@@ -106,7 +106,7 @@ def scaled(optimizer: C, rule: NoRule, batch: int) -> C:
     if isinstance(rule, AdaptiveRule) and not isinstance(optimizer, SGDConfig):
         raise UsageError(
             f"--lr-scale adascale is a rule of SGD, and the optimizer is {name}",
-            why="its gain says what a step along the gradient is worth, which Adam and layer-wise steps are not",
+            why="its gain is defined for steps along the gradient, which Adam and layer-wise optimizers do not take",
             remedy="take --optimizer sgd, or another --lr-scale",
         )
     factor = rule.factor(batch)
@@ -126,7 +126,7 @@ def scaled(optimizer: C, rule: NoRule, batch: int) -> C:
             raise UsageError(
                 f"--lr-scale adam_sqrt cannot go from a batch of {rule.base_batch} to one of {batch}",
                 why=str(error),
-                remedy="take β nearer to 1, a base batch nearer by, or --lr-scale sqrt",
+                remedy="take β nearer to 1, a closer base batch, or --lr-scale sqrt",
             ) from error
         changed |= dict(zip(names, values, strict=True))
     return dataclasses.replace(optimizer, **changed)  # type: ignore[type-var]

@@ -34,7 +34,7 @@ def make_schedule(config: Any, total: int | None, steps: Callable[[Duration], in
     if total is None and isinstance(config, CosineSchedule | LinearSchedule):
         name = type(config).__name__.removesuffix("Schedule").lower()
         raise UsageError(
-            f"the schedule {name} falls over the whole run, whose length is not known",
+            f"the schedule {name} decreases over the whole run, whose length is not known",
             remedy="give --steps or --samples, or the data set __len__",
         )
     warmup = steps(Duration.parse(config.warmup))

@@ -54,7 +54,7 @@ def check_strategy(
     ranks = choice.data_ranks(devices)
     if workers is not None and workers < ranks:
         raise UsageError(
-            f"{workers} workers cannot be spread over {ranks} data ranks",
+            f"{workers} workers cannot be distributed over {ranks} data ranks",
             why="a worker's share is never split over devices",
             remedy=f"take --workers {ranks} or more, or --devices {workers * (devices // ranks)} or fewer",
         )
@@ -65,9 +65,9 @@ def check_strategy(
         )
     if averaging and not row.averages:
         raise UsageError(
-            f"--ema does not go with these options of strategy '{choice.name}'",
+            f"--ema cannot be combined with these options of strategy '{choice.name}'",
             why="no two devices see the same parameters after an update",
-            remedy="leave out --ema, or let all workers be waited for (mode=sync, no backup)",
+            remedy="leave out --ema, or take mode=sync without backup",
         )
     if sparse:
         _check_sparse(choice, devices)
@@ -86,9 +86,9 @@ def check_custom_loop(choice: Choice) -> None:
         able = ", ".join(name for name, other in TABLE.items() if other.custom_loop)
         raise UsageError(
             f"strategy '{choice.name}' needs run.step(batch)",
-            why="no rank has a model whose forward a script could call"
+            why="no rank has the whole model, whose forward the script could call"
             if choice.row.shared_weights
-            else "each worker has a model of its own, and makes updates of its own",
+            else "each worker has its own weights and makes its own updates",
             remedy=f"give tutti.prepare a loss_fn; or take one of {able}",
         )
 
@@ -111,7 +111,7 @@ def _check_adaptive(choice: Choice, workers: int) -> None:
     summed = "the gain compares workers' gradients, which are never whole on one device"
     if not (choice.row.single_update and choice.row.worker_gradients):
         raise UsageError(
-            f"--lr-scale adascale does not go with strategy '{choice.name}'",
+            f"--lr-scale adascale cannot be combined with strategy '{choice.name}'",
             why=summed if choice.row.single_update else alone,
             remedy="take --strategy mirrored, or another --lr-scale",
         )
@@ -129,8 +129,8 @@ def _check_sparse(choice: Choice, devices: int) -> None:
     if most is not None and devices > most:
         able = ", ".join(name for name, row in TABLE.items() if row.sparse_devices is None and row.most_devices is None)
         raise UsageError(
-            f"strategy '{choice.name}' does not go with sparse gradients" + " on several devices" * (most > 0),
-            why="it exchanges parts of dense gradients, which do not say what rows a sparse one names",
+            f"strategy '{choice.name}' cannot be combined with sparse gradients" + " on several devices" * (most > 0),
+            why="it exchanges parts of dense gradients, which do not carry the row indices of a sparse one",
             remedy=f"take one of {able}, or sparse=False in nn.Embedding: with SGD and Adagrad that is the same update",
         )
 
@@ -141,20 +141,20 @@ def _check_tree(choice: Choice, option: str) -> None:
         return
     if choice.exchange.wire != "fp32":
         raise UsageError(
-            f"{option} does not go with a compressed wire",
-            why="compression acts once a device, so the result would depend on how many there are",
+            f"{option} cannot be combined with a compressed wire",
+            why="compression is applied once per device, so that the result would depend on their number",
             remedy="leave out one of the two",
         )
     if choice.exchange.algorithm == "shared_memory":
         raise UsageError(
-            f"{option} does not go with algorithm=shared_memory",
+            f"{option} cannot be combined with algorithm=shared_memory",
             why="its sums go through one fixed tree over messages",
             remedy="leave out the algorithm",
         )
 
 
 def check_sync(choice: Choice, devices: int, reproducible: bool, by_worker: str | None = None) -> None:
-    """Raise UsageError where ``--batch-norm sync`` (statistics of the global batch) does not go with the strategy.
+    """Raise UsageError if ``--batch-norm sync`` (statistics of the global batch) cannot be combined with the strategy.
 
     Args:
         choice: the strategy.
@@ -164,19 +164,19 @@ def check_sync(choice: Choice, devices: int, reproducible: bool, by_worker: str 
     """
     if by_worker is not None:
         raise UsageError(
-            f"--batch-norm sync does not go with {by_worker}",
-            why="a device's workers compute as one, and it needs each by itself",
+            f"--batch-norm sync cannot be combined with {by_worker}",
+            why="a device computes its workers as one batch, and this needs each worker separately",
             remedy="leave out one of the two, or take --batch-norm ghost:size=32",
         )
     if not choice.row.shared_weights:
         raise UsageError(
-            f"--batch-norm sync does not go with strategy '{choice.name}'",
+            f"--batch-norm sync cannot be combined with strategy '{choice.name}'",
             why="its workers hold different weights, so that their activations have no statistics in common",
             remedy="take --strategy mirrored, or --batch-norm ghost:size=32",
         )
     if reproducible and choice.data_ranks(devices) > 1:
         raise UsageError(
             "--batch-norm sync is not reproducible on several devices",
-            why="each sums over its own samples first, so that the last bits depend on how many there are",
+            why="each device first sums over its own samples, so that the last bits depend on their number",
             remedy="leave out --reproducible, or take --devices 1 or --batch-norm ghost:size=32",
         )

@@ -61,7 +61,7 @@ class ParameterAverage:
             rows = self._replica.sharded.get(name)
             if rows is None and self._run_context.rows:
                 raise UsageError(
-                    f"{name} is thawed between a forward and its backward, which does not go with ema= here",
+                    f"{name} is thawed between a forward and its backward, which cannot be combined with ema= here",
                     why="the average is sharded, and this parameter is sharded after the step alone",
                     remedy="thaw before the forward",
                 )

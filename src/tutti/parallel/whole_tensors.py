@@ -321,10 +321,10 @@ def along_slices(
         None if split is None else [[[part.start, part.stop] for part in region] for region in split.regions]
         for _, _, split in here
     ]
-    told = [comm.broadcast_json(mine, rank, "slices of the tensors") for rank in range(comm.size)]
+    tables = [comm.broadcast_json(mine, rank, "slices of the tensors") for rank in range(comm.size)]
     found = []
     for index, (parameter, local, split) in enumerate(here):
-        places = [table[index] for table in told]
+        places = [table[index] for table in tables]
         if all(place is None for place in places):
             if every:
                 whole = tuple(slice(0, size) for size in local)
@@ -384,8 +384,9 @@ def agreed_mixing(optimizer: Optimizer | None, run_context: RunContext, elsewher
     if not fixed:
         raise UsageError(
             f"{_named(optimizer)} draws random numbers in its step",
-            why="every process that steps would draw others, and parameters would part",
-            remedy="let it draw from a torch.Generator of its own, seeded alike everywhere, or take --strategy single",
+            why="every process would draw different numbers, and the parameters would diverge",
+            remedy="let it draw from a torch.Generator of its own, with the same seed on every rank, or take"
+            " --strategy single",
         )
     return Mixing(rows, columns, flat, tensors, False, not closed, found.untried)
 

@@ -59,9 +59,9 @@ def dry_run(task: str, config: TrainConfig, memory: str | None, preload: Sequenc
     if own.total > room:
         print(_table(rows, {}))
         raise _too_large(config, other, room, own.total)
-    if (said := _short(config, own.total)) is not None:
+    if (message := _short(config, own.total)) is not None:
         print(_table(rows, {}))
-        print(said)
+        print(message)
         return ExitCode.DONE
     with tempfile.TemporaryDirectory(prefix="tutti-dry-run-") as folder:
         code = launch(
@@ -149,10 +149,10 @@ def _seconds(task: str, config: TrainConfig, preload: Sequence[str]) -> dict[str
             limits=config.limits(),
         )
         # The launcher has reported any failure; a model too large for one device is partitioned by parameters.
-        told: dict[str, float] = (
+        seconds: dict[str, float] = (
             json.loads((Path(folder) / pipeline_memory.SECONDS).read_text("utf-8")) if code == 0 else {}
         )
-    return told
+    return seconds
 
 
 def _clock(task: str, config: TrainConfig, folder: Path) -> None:
@@ -181,8 +181,8 @@ def _room(config: TrainConfig, memory: str | None) -> int:
     if memory is not None:
         return parse_bytes(memory, "--memory")
     if config.device != "cpu" and count_gpus(os.environ):
-        told = isolated.run_module("tutti.launcher.torch_facts", [], _PATIENCE)
-        gpus = json.loads(told.out)["gpus"] if told.code == 0 else []
+        result = isolated.run_module("tutti.launcher.torch_facts", [], _PATIENCE)
+        gpus = json.loads(result.out)["gpus"] if result.code == 0 else []
         if gpus:
             return min(int(gpu["memory_bytes"]) for gpu in gpus)
     return room(int(config.devices))
@@ -241,6 +241,6 @@ def _too_large(config: TrainConfig, other: TrainConfig | None, room: int, total:
     return UsageError(
         f"a device needs {format_bytes(total)} and has {format_bytes(room)}",
         where=f"--strategy {config.strategy} on {config.devices} devices",
-        why="parameters, gradients, optimizer state and activations together are more than fits",
+        why="parameters, gradients, optimizer state and activations together do not fit",
         remedy=remedy,
     )

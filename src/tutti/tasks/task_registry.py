@@ -132,7 +132,7 @@ def check_task(
         ("--augment", augment and not entry.augment),
     ):
         if unused:
-            raise UsageError(f"the task '{text}' has no use for {flag}", remedy=f"leave {flag} out")
+            raise UsageError(f"the task '{text}' does not use {flag}", remedy=f"leave {flag} out")
     if data is None and entry.ask is not None:
         raise DataError(f"the task '{text}' needs data", remedy=f"give {entry.ask}")
     for package, extra in entry.needs.items():

@@ -90,7 +90,7 @@ def _check_file(path: Path, name: str) -> None:
     try:
         tree = ast.parse(path.read_bytes(), filename=str(path))
     except (SyntaxError, ValueError) as error:
-        raise UsageError("this is no Python file that can be read", where=str(path), why=str(error)) from error
+        raise UsageError("this is not a readable Python file", where=str(path), why=str(error)) from error
     except OSError as error:
         raise UsageError("this file cannot be read", where=str(path), why=str(error)) from error
     names = set(_bound(tree))
@@ -155,7 +155,7 @@ def _options(function: Callable[..., Any], given: Mapping[str, Any], text: str) 
         signature.bind(**options)
     except TypeError as error:
         raise UsageError(
-            f"'{text}' cannot be called", why=str(error), remedy="it may take data, model and augment, and no other"
+            f"'{text}' cannot be called", why=str(error), remedy="its only arguments may be data, model and augment"
         ) from error
     return options
 

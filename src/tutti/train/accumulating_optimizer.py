@@ -68,9 +68,10 @@ def _check_state(run: Run, choice: Choice, call: str) -> None:
     """Raise UsageError if the script's optimizer does not hold all optimizer state of this rank's model."""
     if not keeps_state(choice.name, run.context):
         raise UsageError(
-            f"{call} of the optimizer after tutti.prepare does not go with strategy '{choice.name}'",
+            f"{call} of the optimizer after tutti.prepare cannot be combined with strategy '{choice.name}'",
             where=f"step {run.clock}",
-            why="its state is shared out over ranks, logical workers or servers",
-            remedy="call run.save(folder) and run.restore(folder), which have all of it; optimizer.param_groups has the"
+            why="its state is distributed over ranks, logical workers or servers",
+            remedy="call run.save(folder) and run.restore(folder), which handle all of it; optimizer.param_groups has"
+            " the"
             " settings; or take --strategy mirrored",
         )

@@ -41,7 +41,7 @@ def batch_size_schedule(
         gradient_noise: noise on the gradient, or ``none``.
 
     Raises:
-        UsageError: the schedule is malformed, or does not go with the other arguments.
+        UsageError: the schedule is malformed, or cannot be combined with the other arguments.
     """
     if isinstance(growth, str):
         growth = BatchGrowth.parse(growth, "batch_growth")
@@ -79,7 +79,7 @@ def of_model(epochs: Epochs, model: nn.Module, batch_norm: str) -> Iterator[str]
         other = "" if isinstance(norm, Sync) else f" or a micro-batch of {first}"
         yield (
             f"{_SEEN}, batch norm sees more samples together: {first} at first, {last} in the end. "
-            f"That is another model; batch norm ghost:size={first}{other} keeps what it sees"
+            f"That changes the model; batch norm ghost:size={first}{other}keeps the number of samples"
         )
 
 

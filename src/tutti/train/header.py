@@ -52,7 +52,7 @@ def derived(
         "learning rate": _rate(config, run.context.workers),
         **_noise(config, run),
         **(
-            {"a killed rank": "is gone on without, but for rank 0"}
+            {"a killed rank": "the other ranks continue without it, except without rank 0"}
             if run.context.comms.world.meetings is not None
             else {}
         ),
@@ -87,7 +87,7 @@ def _length(config: TrainConfig, run: Run) -> str:
     if run.adascale is not None:
         counted = " of one worker alone"
     if not run.context.in_step:
-        counted = " of all workers together, of which a slow one makes fewer"
+        counted = "of all workers together; a slow worker makes fewer"
     return f"{config.length()}{counted}"
 
 

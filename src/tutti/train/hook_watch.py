@@ -75,7 +75,7 @@ class HookWatch:
         before, after = has_gradient_hook(parameter), has_accumulation_hook(parameter)
         if not (before or after):
             return
-        what = f"the strategy does not go with the hook on the gradient of {name}"
+        what = f"the strategy cannot be combined with the hook on the gradient of {name}"
         if self._rows:
             raise UsageError(
                 what,
@@ -107,13 +107,13 @@ class HookWatch:
     def _look_at_module(self, name: str, module: nn.Module) -> None:
         if self._tensor:
             raise UsageError(
-                f"the strategy does not go with hooks on the gradients of modules ({name})",
+                f"the strategy cannot be combined with hooks on the gradients of modules ({name})",
                 why="each tensor rank computes slices of the gradients",
                 remedy="take --strategy mirrored",
             )
         if self._stages and next(module.children(), None) is not None:
             raise UsageError(
-                f"the strategy does not go with hooks on the gradients of modules of several layers ({name})",
+                f"the strategy cannot be combined with hooks on the gradients of modules of several layers ({name})",
                 why="the pipeline calls the layers, which may be on several stages, and not the module",
                 remedy="register the hook on its layers, or take --strategy mirrored",
             )
@@ -143,7 +143,7 @@ class HookWatch:
 
     def _refuse(self, count: float, samples: int) -> None:
         raise UsageError(
-            f"a loss that counts {count:g} for {samples} samples does not go with {self._hooked}",
+            f"a loss that counts {count:g} for {samples} samples cannot be combined with {self._hooked}",
             why="the count of the global batch is known only after backward, so that hooks were given gradients of"
             " another scale",
             remedy="return the mean over the samples, or take one worker without micro_batch, or clip= in place of the"

@@ -60,7 +60,7 @@ class Means:
             metrics = {str(name): _number(value) for name, value in kept["metrics"].items()}
             return cls(_number(kept["loss"]), _number(kept["count"]), metrics)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise CheckpointError("the checkpoint's 'means' are no numbers", why=repr(error), remedy=REMEDY) from error
+            raise CheckpointError("the checkpoint's 'means' are not numbers", why=repr(error), remedy=REMEDY) from error
 
     def summary(self) -> dict[str, float]:
         """Return the means by name: ``{"loss": …, "accuracy": …}``."""

@@ -42,4 +42,6 @@ class LostRanks:
             missed = f"its share of every further batch, {share} of {contract.batch} samples, is not trained on"
             if self._steps_remade:
                 missed = "make its steps as well"
-            self._warn(f"rank {rank} {lost[rank]} after step {steps}: the others go on without it, and {missed}")
+            self._warn(
+                f"rank {rank} {lost[rank]} after step {steps}: the other ranks continue without it, and {missed}"
+            )

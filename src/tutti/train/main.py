@@ -188,10 +188,10 @@ def _windows(
         if first + steps - 1 <= left:
             found.append(Window(run, watch, Path(place) / name, table_, first, steps))
             continue
-        said = f"--{name} {getattr(config, name)} needs {first + steps - 1} steps, and the run has {left}"
+        message = f"--{name} {getattr(config, name)} needs {first + steps - 1} steps, and the run has {left}"
         if not again:
-            raise UsageError(said, remedy=f"write --{name} FIRST:STEPS within the run")
-        listener.warned(f"{said} left: there will be no {name}")
+            raise UsageError(message, remedy=f"write --{name} FIRST:STEPS within the run")
+        listener.warned(f"{message} left: there will be no {name}")
     return found
 
 

@@ -143,8 +143,8 @@ class Checks:
                 keys.append(key or None)
                 where.append(comm.ranks[rank])
         for one, other in suspicion.equal_pairs(keys)[:1]:
-            said = f"workers {one} (rank {where[one]}) and {other} (rank {where[other]}) train on the same samples"
-            self.diagnoses.report("same-data", said, self._run.clock + 1, self._remedy(given))
+            finding = f"workers {one} (rank {where[one]}) and {other} (rank {where[other]}) train on the same samples"
+            self.diagnoses.report("same-data", finding, self._run.clock + 1, self._remedy(given))
         return enough
 
     def _remedy(self, given: bool) -> str:
@@ -180,11 +180,11 @@ class Checks:
             return
         values = f"{length(few)} samples give {once:.4g}, the same twice over {twice:.4g}"
         if suspicion.is_sum(once, twice):
-            said = f"the loss is a sum, or a sum with a count that does not grow with the samples: {values}"
-            self.diagnoses.report("loss-denominator", said, self._run.clock + 1)
+            finding = f"the loss is a sum, or a sum with a count that does not grow with the samples: {values}"
+            self.diagnoses.report("loss-denominator", finding, self._run.clock + 1)
         elif suspicion.is_sum(twice, once):
-            said = f"the loss is divided by the number of samples twice: {values}"
-            self.diagnoses.report("loss-denominator", said, self._run.clock + 1)
+            finding = f"the loss is divided by the number of samples twice: {values}"
+            self.diagnoses.report("loss-denominator", finding, self._run.clock + 1)
 
     def _value(self, loss: LossFn, batch: Batch) -> float:
         """Return the mean loss over a batch, by the loss function's own count."""
@@ -218,10 +218,10 @@ class Checks:
             peak = max(prepared.peak, now.peak)
             usual = suspicion.far_from_usual(now.kind, peak, batch, now.momentum)
             if usual is not None:
-                said = (
+                finding = (
                     f"the learning rate is {peak:g} for a batch of {batch}, where {usual:.2g} is usual for {now.kind}"
                 )
-                self.diagnoses.report("far-rate", said, self._run.clock + 1)
+                self.diagnoses.report("far-rate", finding, self._run.clock + 1)
 
     def _schedules(self, optimizer: Optimizer, micro_batches: int) -> Callable[[], None]:
         """Return a function that reports schedulers of ``optimizer`` with more than one step since this call."""
@@ -238,10 +238,10 @@ class Checks:
                 steps = getattr(scheduler, "last_epoch", 0) - then
                 if steps > 1:
                     name = type(scheduler).__name__
-                    said = (
+                    finding = (
                         f"{name} took {steps} steps in one global batch, which has {micro_batches} micro-batches here"
                     )
-                    self.diagnoses.report("fast-schedule", said, self._run.clock)
+                    self.diagnoses.report("fast-schedule", finding, self._run.clock)
 
         return look
 
@@ -307,8 +307,8 @@ class Checks:
         if not self._speaks:
             return
         if repeated := _repeated(source):
-            said = f"the last {repeated} of {len(source)} held-out samples are the first {repeated} again"
-            self.diagnoses.report("padded-evaluation", said, self._run.clock)
+            finding = f"the last {repeated} of {len(source)} held-out samples are the first {repeated} again"
+            self.diagnoses.report("padded-evaluation", finding, self._run.clock)
         if loss is not None and self._run.context.workers > 1:
             self._denominator(loss, self._run.feed.place(source.fetch(np.arange(min(_FEW, len(source))), None)))
 
@@ -324,8 +324,8 @@ class Checks:
         keys = [int(row) for row in comm.all_gather(torch.tensor([key]), "digests of held-out samples")]
         other = next((rank for rank, key in zip(comm.alive_ranks, keys, strict=True) if key != keys[0]), None)
         if all(keys) and other is not None:
-            said = f"rank {other} was given other held-out samples than rank 0, a part of them for each"
-            self.diagnoses.report("padded-evaluation", said, self._run.clock)
+            finding = f"rank {other} was given other held-out samples than rank 0, a part of them for each"
+            self.diagnoses.report("padded-evaluation", finding, self._run.clock)
 
 
 class Hook:

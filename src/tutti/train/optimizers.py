@@ -40,7 +40,7 @@ def factory(
         if lr_scale != "none":
             raise UsageError(
                 "lr_scale is for an optimizer given as text",
-                why="a scheduler that you made of yours would put its own rates back",
+                why="your own scheduler would restore its own rates",
                 remedy="make it with the scaled rate: see tutti.optim.learning_rate",
             )
         return several([from_instance(each) for each in optimizer])
@@ -101,8 +101,8 @@ def describe_optimizers(optimizer: Sequence[Optimizer] | str, lr_scale: str) -> 
 def _described(optimizer: Optimizer) -> list[str]:
     lines = [f"optimizer {type(optimizer).__name__}"]
     for number, group in enumerate(optimizer.param_groups):
-        said = {key: value for key, value in sorted(group.items()) if key != "params"}
-        lines.append(f"optimizer group {number} of {len(group['params'])} parameters: {said}")
+        options = {key: value for key, value in sorted(group.items()) if key != "params"}
+        lines.append(f"optimizer group {number} of {len(group['params'])} parameters: {options}")
     return lines
 
 
@@ -113,7 +113,7 @@ def check_fits(optimizer: Sequence[Optimizer] | str, model: nn.Module) -> None:
         if any(id(p) not in known for each in optimizer for group in each.param_groups for p in group["params"]):
             raise UsageError(
                 "the optimizer has parameters that the model does not have",
-                remedy="make it of model.parameters(), and everything that is trained a part of the model",
+                remedy="make it of model.parameters(), and register everything that is trained in the model",
             )
         return
     options, names = check_optimizer(optimizer), [name for name, _ in model.named_parameters()]

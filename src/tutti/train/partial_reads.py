@@ -36,7 +36,7 @@ class PartialReads:
             _allow(module)
         if self._partial and _has_average(model):
             raise UsageError(
-                "the strategy does not go with torch.optim.swa_utils.AveragedModel",
+                "the strategy cannot be combined with torch.optim.swa_utils.AveragedModel",
                 why="it reads all parameters of the model, of which each rank has a part",
                 remedy="give tutti.prepare ema=… (run.state(averaged=True) is the average), or update the average from"
                 " run.state() on a copy of the model, or take --strategy mirrored",
@@ -91,7 +91,7 @@ def _refuse_pickle(protocol: int) -> NoReturn:
 
 def _refuse(what: str) -> NoReturn:
     raise UsageError(
-        f"{what} after tutti.prepare does not go with this strategy",
+        f"{what} after tutti.prepare cannot be combined with this strategy",
         why="each rank has a part of the parameters",
         remedy="call run.state() on every rank, which gives the whole plain model's state, and save it on rank 0; for"
         " an average of the weights give tutti.prepare ema=…; make copies before tutti.prepare",

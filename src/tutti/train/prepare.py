@@ -325,13 +325,13 @@ def _feed(
 
 
 def _data(dataset: Any, choice: Choice, data_workers: int, reproducible: bool, identical: bool) -> Source | Stream:
-    """Wrap the data set as a ``Source`` or ``Stream``. Raises UsageError for options that do not go with it."""
+    """Wrap the data set as a ``Source`` or ``Stream``. Raises UsageError if an option excludes it."""
     data = adapt_training(dataset)
     if data_workers < 0:
         raise UsageError(f"data_workers is {data_workers}", remedy="give 0 or more")
     if isinstance(data, Stream) and not choice.row.synchronous:
         raise UsageError(
-            "steps=all does not go with a stream",
+            "steps=all cannot be combined with a stream",
             why="ranks read a stream in step, and here each makes as many steps as it can",
             remedy="leave it out, or take a data set with __len__ and __getitem__",
         )
@@ -341,8 +341,8 @@ def _data(dataset: Any, choice: Choice, data_workers: int, reproducible: bool, i
         )
     if reproducible and isinstance(data, Stream) and data.sharded:
         raise UsageError(
-            "reproducible does not go with a data set that shards itself",
-            why="what a global batch holds depends on the number of devices",
+            "reproducible cannot be combined with a data set that shards itself",
+            why="the content of a global batch depends on the number of devices",
             remedy="leave out one of the two",
         )
     return data
@@ -381,7 +381,7 @@ def _check_trainable(model: nn.Module, optimizer: Sequence[Optimizer] | str, spa
     _check_not_on_meta(model)
     check_memory(model)
     if not any(p.requires_grad for p in model.parameters()):
-        raise UsageError("no parameter of the model can be trained", remedy="leave some with requires_grad")
+        raise UsageError("no parameter of the model is trainable", remedy="set requires_grad on some")
     check_fits(optimizer, model)
     if sparse:
         check_takes_sparse(optimizer, model, sparse)
@@ -394,7 +394,7 @@ def _check_not_on_meta(model: nn.Module) -> None:
         raise UsageError(
             f"{len(empty)} parameters or buffers of the model have no numbers",
             where=", ".join(empty[:3]),
-            why="they are on the meta device, which knows shapes alone",
+            why="they are on the meta device, which stores only shapes",
             remedy="build the model without torch.device('meta'), inside tutti.spilling() if it is too large; or "
             "call model.to_empty(device='cpu') and initialise it before tutti.prepare",
         )

@@ -53,16 +53,16 @@ def check_replicas(run: Run, what: str) -> None:
     wrong = next((key for key, holders in found.items() if len(set(holders.values())) > 1), None)
     if wrong is None:
         return
-    said = comm.all_gather_strings(
+    gathered = comm.all_gather_strings(
         names[keys.index(wrong)] if wrong in keys else "", "name of the parameter that differs"
     )
     other = sum(len(set(holders.values())) > 1 for holders in found.values()) - 1
     more = f", and of {other} other tensor{'s' * (other > 1)}" * (other > 0)
     raise MismatchError(
-        f"ranks hold different copies of '{next(filter(None, said))}'{more}: {_sides(found[wrong])}",
+        f"ranks hold different copies of '{next(filter(None, gathered))}'{more}: {_sides(found[wrong])}",
         where=f"rank {comm.global_rank}, after step {run.clock}, before {what}",
-        why="something has written it on some ranks alone, or a device computes wrongly",
-        remedy="make every rank write the same into the model, and go on from the last checkpoint",
+        why="the script wrote it on some ranks only, or a device computes wrongly",
+        remedy="make every rank write the same into the model, and resume from the last checkpoint",
     )
 
 

@@ -367,7 +367,8 @@ class Run:
         """Return the facts that all workers share in the coming step."""
         if self._drawn is None and self.feed.epochs.growth is not None:
             raise UsageError(
-                "a batch of your own does not grow", remedy="loop over run.epoch(), or leave batch_growth out"
+                "a batch that does not come from the run cannot grow",
+                remedy="loop over run.epoch(), or leave batch_growth out",
             )
         samples = self.feed.contract.batch if self._drawn is None else self._drawn.samples
         factor = self.lr_schedule(self.progress) * self._rate if self.lr_schedule is not None else None

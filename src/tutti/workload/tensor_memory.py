@@ -97,5 +97,5 @@ def parse_bytes(text: str, option: str) -> int:
     except (ValueError, KeyError):
         value = 0.0
     if not value > 0:
-        raise UsageError(f"'{text}' is no amount of memory", where=option, remedy="write 16GB or 512MiB")
+        raise UsageError(f"'{text}' is not an amount of memory", where=option, remedy="write 16GB or 512MiB")
     return int(value)

@@ -233,7 +233,7 @@ def test_other_strategies_refuse_by_name_on_every_rank(strategy: str) -> None:
     for failure in caught.value.failures:
         assert failure is not None
         assert failure.kind == "UsageError"
-        assert "does not go with sparse gradients" in failure.text
+        assert "cannot be combined with sparse gradients" in failure.text
         assert "mirrored" in failure.text
 
 

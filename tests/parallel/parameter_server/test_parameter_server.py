@@ -126,7 +126,7 @@ def streamed() -> None:
 
 
 def test_where_the_steps_of_all_count_ranks_cannot_be_in_step() -> None:
-    with pytest.raises(worlds.RankError, match="steps=all does not go with a stream"):
+    with pytest.raises(worlds.RankError, match="steps=all cannot be combined with a stream"):
         worlds.run(1, streamed)
     with pytest.raises(UsageError, match=r"needs run\.step"):
         parallel.check_strategy("parameter_server:mode=async,steps=all", 2, custom_loop=True)
@@ -372,9 +372,9 @@ def test_options_that_do_nothing_are_refused(text: str, words: str) -> None:
     [
         ("mode=async", {"reproducible": True}, "not reproducible"),
         ("backup=1", {"reproducible": True}, "not reproducible"),
-        ("mode=async", {"averaging": True}, "--ema does not go"),
-        ("backup=1", {"averaging": True}, "--ema does not go"),
-        ("mode=async", {"adaptive": True, "workers": 2}, "adascale does not go"),
+        ("mode=async", {"averaging": True}, "--ema cannot be combined"),
+        ("backup=1", {"averaging": True}, "--ema cannot be combined"),
+        ("mode=async", {"adaptive": True, "workers": 2}, "adascale cannot be combined"),
     ],
 )
 def test_promises_that_a_mode_cannot_keep_are_refused(text: str, options: dict[str, Any], words: str) -> None:

@@ -178,7 +178,7 @@ def failures(function: Callable[..., Any] = stepped, **arguments: Any) -> list[A
 def test_an_error_of_the_model_that_the_loss_catches_is_refused_with_its_line(loss: str, place: int) -> None:
     [failed] = [f for f in failures(loss=loss, samples=1, failing=place) if f.kind != "PeerError"]
     assert failed.kind == "UsageError"
-    assert "goes on after an error of the model (test_pipeline_losses.py:" in failed.text
+    assert "continues after an error of the model (test_pipeline_losses.py:" in failed.text
     assert "a batch of one sample" in failed.text
     assert "mirrored" in failed.text
 

@@ -230,8 +230,8 @@ def refused(kind: str) -> str:
 REFUSED = {
     "twice": "given to an earlier tutti.prepare with strategy tensor",
     "exact": "not reproducible",
-    "compiled": "sequence=true does not go with --compile",
-    "hooked": "does not go with hooks on the gradients of modules",
+    "compiled": "sequence=true cannot be combined with --compile",
+    "hooked": "cannot be combined with hooks on the gradients of modules",
 }
 
 

@@ -158,9 +158,9 @@ class CentralStorageSync(AllReduceSync):
         hosts = dict.fromkeys(comm.all_gather_strings(socket.gethostname(), "names of the hosts"))
         if len(hosts) > 1:
             raise UsageError(
-                f"central_storage is for one host, and these ranks are on {', '.join(hosts)}",
+                f"central_storage is for one node, and these ranks are on {', '.join(hosts)}",
                 why="all devices compute from one copy of the parameters in its memory",
-                remedy="take --strategy mirrored, or the devices of one host",
+                remedy="take --strategy mirrored, or the devices of one node",
             )
         starts = [0]
         for tensor, dtype in wanted:
@@ -227,7 +227,8 @@ class CentralAverage(ParameterAverage):
     def adopt(self, names: Collection[str]) -> None:
         """Raise UsageError: the shared memory of the average has no room for further parameters."""
         raise UsageError(
-            f"{next(iter(names))} is thawed after tutti.prepare, which does not go with ema= under central_storage",
+            f"{next(iter(names))} is thawed after tutti.prepare, which cannot be combined with ema= under"
+            f" central_storage",
             why="the average lives in shared memory, which was laid out for the parameters that were trained then",
             remedy="freeze after tutti.prepare, leave out ema, or take --strategy mirrored",
         )

@@ -88,8 +88,9 @@ class AllReduceSync:
     def __init__(self, config: AllReduceConfig, run_context: RunContext) -> None:
         if (run_context.reproducible or run_context.gradient_variance) and config.wire != "fp32":
             raise UsageError(
-                f"{'reproducible' if run_context.reproducible else 'adascale'} does not go with wire={config.wire}",
-                why="compression acts once a device, so the result would depend on how many there are",
+                f"{'reproducible' if run_context.reproducible else 'adascale'} cannot be combined with"
+                f" wire={config.wire}",
+                why="compression is applied once per device, so that the result would depend on their number",
                 remedy="leave out one of the two",
             )
         self._config, self._run_context = config, run_context
@@ -294,8 +295,8 @@ class AllReduceSync:
             self.optimizers = (self._optimizer,) if self._optimizer else ()
         elif None in slots(self._optimizer):
             raise UsageError(
-                "a group added to one of several optimizers does not go with a model on several devices",
-                why="the optimizer may have had no parameter on this one, which is why there is none here",
+                "a group added to one of several optimizers cannot be combined with a model on several devices",
+                why="the optimizer may have no parameters on this device",
                 remedy="add the group before tutti.prepare, or take --strategy mirrored",
             )
 
@@ -437,8 +438,8 @@ def culprits(comm: Communicator, named: Named) -> tuple[str, ...]:
     Collective: an all-gather of the names.
     """
     found = nonfinite_names((name, p.grad) for name, p in named)
-    said = comm.all_gather_strings("\n".join(found[:3]), "names of gradients that are not finite")
-    return tuple(dict.fromkeys(name for text in said for name in text.splitlines()))
+    gathered = comm.all_gather_strings("\n".join(found[:3]), "names of gradients that are not finite")
+    return tuple(dict.fromkeys(name for text in gathered for name in text.splitlines()))
 
 
 def optimizer_step(

@@ -55,7 +55,7 @@ def _named(model: nn.Module, choice: Collection[str]) -> list[nn.Module]:
     for module in found:
         if isinstance(module, _HOLDERS):
             raise UsageError(
-                f"a {type(module).__name__} is never called, so that nothing tells when its parameters are needed",
+                f"a {type(module).__name__} is never called, so that FSDP2 cannot know when its parameters are needed",
                 where="units",
                 remedy="name the modules in it",
             )

@@ -259,7 +259,7 @@ def _shard(
 ) -> list[FSDPModule]:
     """Apply ``fully_shard`` to the modules of the wrap policy, then to the roots for all remaining parameters."""
     if comm.group is None:
-        raise ValueError("one rank has nothing to share out")
+        raise ValueError("one rank has nothing to shard")
     device = comm.device.type
     dtype = _NARROW.get(config.param_dtype or "")
     offload: OffloadPolicy = CPUOffloadPolicy() if config.offload else OffloadPolicy()
@@ -346,8 +346,8 @@ def _refuse_functional_call(*_: Any) -> None:
     while frame is not None:
         if frame.f_code is _FUNCTIONAL_CALL.__code__:
             raise UsageError(
-                "torch.func.functional_call does not go with sharded parameters",
-                why="FSDP2 gathers the model's own parameters, and not what is called in their place",
+                "torch.func.functional_call cannot be combined with sharded parameters",
+                why="FSDP2 gathers the model's own parameters, and not the tensors that are passed in their place",
                 remedy="take sharded:stage=1 or --strategy mirrored",
             )
         frame = frame.f_back

@@ -162,8 +162,10 @@ class LocalSGDSync:
         nonfinite: dict[str, None] = {}
         if not stats.finite:
             found, self._culprits = "\n".join(list(self._culprits)[:3]), {}
-            said = self._run_context.comms.replica.all_gather_strings(found, "names of gradients that are not finite")
-            nonfinite = dict.fromkeys(name for text in said for name in text.splitlines())
+            gathered = self._run_context.comms.replica.all_gather_strings(
+                found, "names of gradients that are not finite"
+            )
+            nonfinite = dict.fromkeys(name for text in gathered for name in text.splitlines())
         return UpdateResult(1, skipped=not stats.finite, nonfinite=tuple(nonfinite), together=self._due(step_context))
 
     def clear(self) -> None:

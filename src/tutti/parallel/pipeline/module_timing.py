@@ -33,8 +33,8 @@ def module_seconds(plain: nn.Module, trial: Callable[[Any], Any] | None, world: 
         # The first step reports any error. A model too large for one device is cut without measured seconds.
         with suppress(Exception), untouched(plain, world.device):
             found = _measure(plain, trial, world.device)
-    told: dict[str, float] = world.broadcast_json(found, 0, "seconds of each module")
-    return told
+    seconds: dict[str, float] = world.broadcast_json(found, 0, "seconds of each module")
+    return seconds
 
 
 @contextmanager

@@ -318,20 +318,20 @@ class PipelineRunner(ReplicaPart):
         if self._knows(turn):
             return
         names = None if turn.total is None else list(turn.total.names)
-        told = {"names": names} if turn.failure is None else _told(turn.failure)
-        told = self._comm.broadcast_json(told, self._ranks - 1, "what the loss function returns")
+        reply = {"names": names} if turn.failure is None else _as_reply(turn.failure)
+        reply = self._comm.broadcast_json(reply, self._ranks - 1, "what the loss function returns")
         if turn.failure is not None:
             raise turn.failure
-        if "what" in told:
-            raise UsageError(**told)
-        self._known[turn.sink is not None] = turn.loss, tuple(told["names"])
+        if "what" in reply:
+            raise UsageError(**reply)
+        self._known[turn.sink is not None] = turn.loss, tuple(reply["names"])
 
     def _check_constants(self) -> None:
         """Raise UsageError where the script has changed an attribute that the traced forward holds as a constant."""
         for name in self._constants.changed():
             raise UsageError(
                 f"the script has changed the model's {name}",
-                why="the model is cut into stages, and its own forward was read when this had another value",
+                why="the model is cut into stages, and its forward was traced when this attribute had another value",
                 remedy="keep it in a buffer, or in the module that uses it alone; or take --strategy mirrored",
             )
 
@@ -449,7 +449,7 @@ class _Turn:
         self.armed = True
 
 
-def _told(error: Exception) -> dict[str, Any]:
+def _as_reply(error: Exception) -> dict[str, Any]:
     """Return the fields of the UsageError that other ranks raise where the loss function fails on the last stage."""
     if isinstance(error, TuttiError):
         return {"what": error.what, "where": error.where, "why": error.why, "remedy": error.remedy}
@@ -507,10 +507,11 @@ class _Relay:
             if isinstance(error, TuttiError):
                 raise error
             raise UsageError(
-                "the loss function goes on after an error of the model",
+                "the loss function continues after an error of the model",
                 where=place,
                 why=f"{type(error).__name__}: {error}; the other stages cannot know what it does instead",
-                remedy="let the error through, look at the batch before calling the model, or take --strategy mirrored",
+                remedy="let the error propagate, look at the batch before calling the model, or take --strategy"
+                " mirrored",
             ) from error
         return None if self._handed_over else result
 
@@ -534,7 +535,7 @@ class _Relay:
         if self.called:
             raise UsageError(
                 "the loss function calls the model twice",
-                why="each stage would have to come back to the loss function between the two",
+                why="each stage would have to return to the loss function between the two calls",
                 remedy="call it once, as model(torch.cat([first, second])), or take --strategy mirrored",
             )
         self.called = True
@@ -546,15 +547,15 @@ class _Relay:
         for name in given.keys() - self._known:
             if given[name] is not self._signature.parameters[name].default:
                 raise UsageError(
-                    f"the loss function gives the model '{name}', which its forward takes by default as something else",
-                    why="where the model is cut was found with the default",
+                    f"the loss function gives the model '{name}', whose default in its forward is different",
+                    why="the stages were cut with the default",
                     remedy="give the argument no default, or do not give it",
                 )
         asked = next((n for n, v in given.items() if isinstance(v, Tensor) and v.requires_grad), None)
         if asked is not None:
             raise UsageError(
                 f"the loss function asks for the gradient of the model's input '{asked}'",
-                why="it would have to come back through all stages before the loss function goes on",
+                why="the gradient would have to return through all stages before the loss function continues",
                 remedy="give the model inputs that do not require a gradient, or take --strategy mirrored",
             )
         self.computed = True

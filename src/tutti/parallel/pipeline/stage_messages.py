@@ -81,7 +81,7 @@ class StageMessages:
             now, before = next((a, b) for a, b in zip(forms, known, strict=True) if a != b)
             raise UsageError(
                 f"a stage's {kind} are {now} and were {before} for an equal batch",
-                remedy="what goes from stage to stage must have a shape that depends on the batch's shape alone",
+                remedy="the shape of every tensor between stages must depend only on the batch's shape",
             )
         for value, form in zip(values, forms, strict=True):
             if form.shape is not None:
@@ -108,9 +108,9 @@ class StageMessages:
         for number, gradient in enumerate(gradients) if known is not None else ():
             if gradient is not None and known is not None and known[number].shape is None:
                 raise UsageError(
-                    "the loss depends on values of an earlier stage in some batches alone",
+                    "the loss depends on values of an earlier stage in some batches only",
                     where=f"value {number} that stage {key[0]} takes",
-                    why="the earlier stage counts on it that the loss does, or that it never does",
+                    why="the earlier stage expects a gradient in every batch or in none",
                     remedy="multiply by zero in place of detach(), or take --strategy mirrored",
                 )
             if known is not None and known[number].shape is not None:
@@ -175,7 +175,7 @@ class StageMessages:
                 "the loss no longer depends on a value of an earlier stage",
                 where=f"value {lost[1]} that stage {lost[0]} takes",
                 why="parameters before it would be updated with gradients of zero (weight decay, momentum), where plain"
-                " PyTorch leaves a parameter without a gradient alone",
+                " PyTorch skips a parameter without a gradient",
                 remedy="freeze them with requires_grad_(False) before tutti.prepare, or take --strategy mirrored",
             )
 
@@ -219,7 +219,7 @@ def _tuples(value: Any) -> Any:
 def _refuse(value: Any) -> Any:
     raise UsageError(
         f"a {type(value).__name__} would have to go from one stage to the next",
-        why="tensors and numbers can, other things cannot",
+        why="only tensors and numbers can be sent",
         remedy="choose other cuts: pipeline:cuts=name+name",
     )
 

@@ -172,7 +172,7 @@ def _check_names(plain: nn.Module, begins: Sequence[str], opened: Collection[str
         if name and not isinstance(known[name], nn.ModuleList | nn.ModuleDict) and not openable(known[name]):
             raise UsageError(
                 f"the model cannot be cut inside {name}",
-                why="its forward cannot be followed, or draws random numbers by itself",
+                why="its forward cannot be traced, or draws random numbers by itself",
                 remedy="cut before or after it",
             )
 

@@ -139,7 +139,7 @@ class LocalShapeMode(TorchFunctionMode):
         raise UsageError(
             f"the layer does {what}, which it did not when its plan was made",
             where=self.slice_.name,
-            why="its code takes another way than before, and how to split that is not known",
+            why="its code takes a different branch than before, which the plan does not cover",
             remedy=f"leave it whole: --strategy tensor:whole={self.slice_.name}",
         )
 

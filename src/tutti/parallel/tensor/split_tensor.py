@@ -142,7 +142,7 @@ def _refuse(value: SplitTensor, func: Any) -> None:
     name = value.slice_.name
     raise UsageError(
         f"the model or the loss function changes the output of {name} in place ({func.__name__})",
-        why="that is split over tensor ranks, and where in it cannot be known",
+        why="the output is split over tensor ranks, and the position of the write is unknown",
         remedy=f"make a new tensor, or leave the layer whole: --strategy tensor:whole={name}",
     )
 

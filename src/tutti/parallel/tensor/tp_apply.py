@@ -156,8 +156,8 @@ def _tensors(module: nn.Module) -> list[Tensor]:
 def _check_sequence(plain: nn.Module) -> None:
     if hooked(plain):
         raise UsageError(
-            "sequence=true does not go with hooks on the gradients of modules",
-            why="they would be given a share of the positions",
+            "sequence=true cannot be combined with hooks on the gradients of modules",
+            why="they would get only a share of the positions",
             remedy="leave out one of the two",
         )
 
@@ -166,8 +166,8 @@ def _check(module: nn.Module) -> None:
     if any(isinstance(m, TensorParallelLayer) for m in module.modules()):
         raise UsageError(
             "the model has been split over ranks before",
-            why="this rank has slices of its weights, and the rest is elsewhere",
-            remedy="build the model anew",
+            why="this rank has slices of its weights, and other ranks have the rest",
+            remedy="build a new model",
         )
 
 

@@ -242,11 +242,11 @@ class PlanFinder:
 
 def _likeness(name: str, module: nn.Module) -> Hashable:
     """Return a key that is equal for modules that compute alike but for their weights."""
-    said = [(k, v) for k, v in vars(module).items() if type(v) in (int, float, str, bool) and k != "training"]
+    attributes = [(k, v) for k, v in vars(module).items() if type(v) in (int, float, str, bool) and k != "training"]
     functions = [(k, v) for k, v in vars(module).items() if isinstance(v, FunctionType | BuiltinFunctionType)]
     members = (*module_parameters(module).items(), *module_buffers(module).items())
     tensors = [(k, t.shape) for k, t in members if t is not None]
-    return name, type(module), repr(module), tuple(said), tuple(functions), tuple(tensors)
+    return name, type(module), repr(module), tuple(attributes), tuple(functions), tuple(tensors)
 
 
 def _within(name: str, patterns: Collection[str]) -> bool:

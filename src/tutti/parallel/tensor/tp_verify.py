@@ -221,16 +221,16 @@ class _Probe(LocalShapeMode):
 
 
 class _Tap(torch.autograd.Function):
-    """Identity at the input of a column-parallel layer; backward returns the result of ``told`` for the gradient."""
+    """Identity at the input of a column-parallel layer; backward applies ``backward_fn`` to the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, told: Callable[[Tensor], Tensor]) -> Tensor:
-        ctx.told = told
+    def forward(ctx: Any, x: Tensor, backward_fn: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.backward_fn = backward_fn
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        return ctx.told(gradients[0]), None
+        return ctx.backward_fn(gradients[0]), None
 
 
 class _Trial:
@@ -369,13 +369,13 @@ class _Run:
     def _column(self, name: str, cut: TensorCut, sums: Mapping[str, Tensor] | None) -> Callable[[Tensor], Tensor]:
         linear, ranks = self._trial.linears[name], self._trial.ranks
 
-        def told(gradient: Tensor) -> Tensor:
+        def backward_fn(gradient: Tensor) -> Tensor:
             self.gradients[name] = gradient
             return gradient if sums is None else sums[name]
 
         def column(inputs: Tensor) -> Tensor:
             bias = None if linear.bias is None else cut.take(linear.bias, self._rank, ranks)
-            tapped: Tensor = _Tap.apply(inputs, told)  # type: ignore[no-untyped-call]
+            tapped: Tensor = _Tap.apply(inputs, backward_fn)  # type: ignore[no-untyped-call]
             return functional.linear(tapped, cut.take(linear.weight, self._rank, ranks), bias)
 
         return column
