@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tutti.errors import UsageError
-from tutti.process_context import Identity, first_host, joined, of_group, read_identity, rendezvous
+from tutti.process_context import Identity, first_host, identity_of_group, joined, read_identity, rendezvous
 
 TORCHRUN = {
     "RANK": "5",
@@ -317,6 +317,6 @@ def test_an_unreadable_node_list_is_refused() -> None:
 
 
 def test_a_group_that_the_user_made() -> None:
-    assert of_group(5, 8, TORCHRUN) == read_identity(TORCHRUN)
-    assert of_group(1, 2, TORCHRUN) == Identity(1, 2, 1, 2)
-    assert of_group(1, 2, {"RANK": "1", "WORLD_SIZE": "2"}) == Identity(1, 2, 1, 2)
+    assert identity_of_group(5, 8, TORCHRUN) == read_identity(TORCHRUN)
+    assert identity_of_group(1, 2, TORCHRUN) == Identity(1, 2, 1, 2)
+    assert identity_of_group(1, 2, {"RANK": "1", "WORLD_SIZE": "2"}) == Identity(1, 2, 1, 2)

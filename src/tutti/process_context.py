@@ -105,7 +105,7 @@ def read_identity(environ: Mapping[str, str]) -> Identity:
     return identity
 
 
-def of_group(rank: int, size: int, environ: Mapping[str, str]) -> Identity:
+def identity_of_group(rank: int, size: int, environ: Mapping[str, str]) -> Identity:
     """Return the identity within a process group that the user made.
 
     If the environment has the same rank and size, its identity holds; otherwise, as after
@@ -116,7 +116,7 @@ def of_group(rank: int, size: int, environ: Mapping[str, str]) -> Identity:
         size: ranks in the group.
         environ: environment variables.
 
-    >>> of_group(1, 2, {})
+    >>> identity_of_group(1, 2, {})
     Identity(rank=1, size=2, local_rank=1, local_size=2, cross_rank=0, cross_size=1, source='single', attempt=0)
     """
     try:

@@ -356,19 +356,19 @@ class ReplicaRunner(Protocol):
     swap_values: Callable[[Mapping[str, Tensor]], AbstractContextManager[None]]
     unify_flags: Callable[[], None]
 
-    def connect(self, sink: GradientReadyHook) -> None:
-        """Call ``sink.gradient_ready`` for every gradient that autograd accumulates from now on."""
+    def connect(self, grad_hook: GradientReadyHook) -> None:
+        """Call ``grad_hook.gradient_ready`` for every gradient that autograd accumulates from now on."""
 
     def replaced(self, by: Mapping[nn.Parameter, nn.Parameter]) -> None:
         """Take note that the parts now compute with ``by[parameter]`` in place of ``parameter``."""
 
-    def run(self, micro_batches: Sequence[MicroBatch], loss: LossFn, sink: GradientReadyHook | None) -> LossSums:
-        """Run one worker's micro-batches in order, forward and, with a sink, backward.
+    def run(self, micro_batches: Sequence[MicroBatch], loss: LossFn, grad_hook: GradientReadyHook | None) -> LossSums:
+        """Run one worker's micro-batches in order, forward and, with a gradient-ready hook, backward.
 
         Args:
             micro_batches: of one worker.
             loss: the loss function.
-            sink: gradient-ready hook; None for forward alone.
+            grad_hook: gradient-ready hook; None for forward alone.
 
         Returns:
             The loss sums over the micro-batches, on every rank of the replica.
@@ -389,7 +389,7 @@ class CustomLoopRunner(ReplicaRunner, Protocol):
         result: Any,
         micro_batch: MicroBatch,
         before: LossSums | None,
-        sink: GradientReadyHook,
+        grad_hook: GradientReadyHook,
         retain_graph: bool = False,
     ) -> LossSums:
         """Run the backward of one micro-batch.
@@ -398,7 +398,7 @@ class CustomLoopRunner(ReplicaRunner, Protocol):
             result: the loss function's result.
             micro_batch: the micro-batch of the last ``begin``.
             before: the worker's loss sums of its earlier micro-batches; None at its first.
-            sink: gradient-ready hook.
+            grad_hook: gradient-ready hook.
             retain_graph: as in PyTorch.
 
         Returns:

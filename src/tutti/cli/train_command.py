@@ -19,8 +19,8 @@ from tutti import parallel, process_context
 from tutti.checkpoint.weights_source import check_source
 from tutti.config.metric_direction import RAW
 from tutti.config.module_config import (
-    OfTheWorker,
     Sync,
+    WorkerBatchNorm,
     check_batch_norm,
     check_checkpointing,
     check_compile,
@@ -37,7 +37,7 @@ from tutti.launcher.devices import count_gpus
 from tutti.launcher.encoding import json_text, toml_text
 from tutti.launcher.launch import launch
 from tutti.metrics.records import config_toml, find_run, make_run_directory, read_summary, record_exit
-from tutti.optim.gradient_noise import by_worker, check_noise
+from tutti.optim.gradient_noise import check_noise, per_worker_option
 from tutti.optim.loss_scale import chosen as check_loss_scale
 from tutti.optim.scaling import AdaptiveRule, check_rule, scaled
 from tutti.tasks import task_registry, user
@@ -235,7 +235,7 @@ def refuse_config(task: str, config: TrainConfig) -> None:
     noise = check_noise(config.gradient_noise, config.batch_size, adaptive)
     norm = check_batch_norm(config.batch_norm)
     if isinstance(norm, Sync):
-        parallel.check_sync(choice, devices, config.reproducible, by_worker(adaptive, noise))
+        parallel.check_sync(choice, devices, config.reproducible, per_worker_option(adaptive, noise))
         contract.check_whole()
     check_loss_scale(config.loss_scale, config.precision)
     check_checkpointing(config.activation_checkpointing, compiled=compiling is not None)
@@ -246,7 +246,7 @@ def refuse_config(task: str, config: TrainConfig) -> None:
             "--tensorboard needs the package tensorboard",
             remedy=f"run {pip_install('tensorboard')}, or leave it out",
         )
-    other = not isinstance(norm, OfTheWorker)
+    other = not isinstance(norm, WorkerBatchNorm)
     task_registry.check_task(task, data=config.data, model=config.model, augment=config.augment, batch_norm=other)
     if not user.is_own(task):
         # A user's task may declare the direction of its metrics, which is known only after loading it.

@@ -18,7 +18,7 @@ _COMPILE, _CHECKPOINTING = "--compile", "--activation-checkpointing"
 
 
 @dataclass(frozen=True, kw_only=True)
-class OfTheWorker:
+class WorkerBatchNorm:
     """The model's own batch norm: statistics of each logical worker's micro-batch."""
 
 
@@ -42,7 +42,7 @@ class Sync:
     """Synchronised batch norm: statistics of the global batch; a device computes all its workers as one batch."""
 
 
-BATCH_NORMS: Mapping[str, type[Any]] = {"worker": OfTheWorker, "ghost": Ghost, "sync": Sync}
+BATCH_NORMS: Mapping[str, type[Any]] = {"worker": WorkerBatchNorm, "ghost": Ghost, "sync": Sync}
 
 
 def check_batch_norm(text: str) -> Any:

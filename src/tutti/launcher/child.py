@@ -59,7 +59,7 @@ class Job:
         return self.logs, self.store
 
 
-def at_last(function: Callable[[], object]) -> None:
+def register_last(function: Callable[[], object]) -> None:
     """Register ``function`` to be called after all exit handlers in a rank that ends without an error."""
     _last.append(function)
 
@@ -117,7 +117,7 @@ def _redirect(log: Path, keep_terminal: bool) -> None:
 
 
 def _finish() -> None:
-    """Do what Python does at interpreter exit, in its order, then call the functions of ``at_last``."""
+    """Do what Python does at interpreter exit, in its order, then call the functions of ``register_last``."""
     join_threads()
     run_exit_handlers()
     for process in multiprocessing.active_children():

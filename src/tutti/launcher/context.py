@@ -339,6 +339,6 @@ def _await_all(
 
 
 def _adopt(device: str, timeout: float) -> World:
-    identity = identities.of_group(dist.get_rank(), dist.get_world_size(), os.environ)
+    identity = identities.identity_of_group(dist.get_rank(), dist.get_world_size(), os.environ)
     store = default_store()
     return World(identity, _device(device, identity), dist.PrefixStore("tutti", store), timeout, owned=False)

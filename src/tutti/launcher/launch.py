@@ -136,7 +136,7 @@ def run_script(script: str, argv: list[str], module: bool = False) -> None:
     if not sys.flags.safe_path:
         sys.path[0] = os.getcwd() if module else str(Path(script).resolve().parent)
     gc.freeze()
-    child.at_last(_end_names)
+    child.register_last(_end_names)
     try:
         if module:
             kept = runpy.run_module(script, run_name="__main__", alter_sys=True)

@@ -58,8 +58,8 @@ def phases(run: Run, region: Callable[[str], AbstractContextManager[Any]] = reco
         (*forward, "forward"),
         # Every model layout and every custom training loop calls this function.
         (torch.autograd, "backward", "backward"),
-        *((halves, "inputs", "backward") for halves in getattr(run.replica, "halves", ())),
-        *((halves, "weights", "weight") for halves in getattr(run.replica, "halves", ())),
+        *((split, "inputs", "backward") for split in getattr(run.replica, "split_backwards", ())),
+        *((split, "weights", "weight") for split in getattr(run.replica, "split_backwards", ())),
         *((run.exchange, method, "exchange") for method in ("begin_worker", "end_worker", "reduce_gradients")),
         (run.exchange, "optimizer_step", "update"),
     ]

@@ -1,7 +1,7 @@
-// Batch normalisation of ghosts: every ghost's statistics, and its normalisation while its numbers are still in cache.
+// Ghost batch normalisation: computes the statistics of each ghost batch and normalises it while it is still in cache.
 //
-// A tensor is [samples][channels][points], or [samples][points][channels] where channels come last. Sums run over short
-// stretches in the numbers' own precision, which are added up in double: the bits do not depend on the number of threads.
+// A tensor is [samples][channels][points], or channels-last [samples][points][channels]. Short partial sums in the
+// tensor's own precision are accumulated in double, in a fixed order: results do not depend on the number of threads.
 
 #include <cmath>
 #include <cstdint>
@@ -9,8 +9,8 @@
 
 namespace {
 
-constexpr int BLOCK = 128;   // channels that one thread takes at a time where channels come last
-constexpr int LANES = 16;    // running sums of one channel where its points lie side by side
+constexpr int BLOCK = 128;   // channels per thread and block in the channels-last layout
+constexpr int LANES = 16;    // partial sums per channel where its points are contiguous
 constexpr int64_t SHORT = 256;
 
 struct Half {  // bfloat16
@@ -30,19 +30,19 @@ inline void store(double* at, double value) { *at = value; }
 inline void store(Half* at, float value) {
   uint32_t wide;
   std::memcpy(&wide, &value, sizeof wide);
-  // To nearest, ties to even; a NaN stays one.
+  // Rounds to nearest, ties to even; a NaN stays a NaN.
   const uint32_t rounded = (wide + 0x7fffu + ((wide >> 16) & 1u)) >> 16;
   at->bits = static_cast<uint16_t>(value == value ? rounded : (wide >> 16) | 0x40u);
 }
 
 struct Shape {
   int64_t channels, points, ghosts;
-  const int64_t* first;  // [ghosts + 1], each ghost's first sample
-  bool last;             // channels come last
+  const int64_t* first;  // [ghosts + 1], index of each ghost batch's first sample
+  bool last;             // channels-last layout
   int threads;
 };
 
-// Runs work(ghost, first channel, channels) for all of them.
+// Calls work(ghost, first channel, number of channels) for every block of channels of every ghost batch, in parallel.
 template <class F> void over(const Shape& shape, F work) {
   const int64_t step = shape.last ? BLOCK : 1;
   const int64_t blocks = (shape.channels + step - 1) / step, all = shape.ghosts * blocks;
@@ -53,7 +53,7 @@ template <class F> void over(const Shape& shape, F work) {
   }
 }
 
-// Adds up f(a, b, x, index, channel of the block) over a ghost's rows, for each channel of a block: a and b.
+// Sums two terms per channel of a block over a ghost batch; f(a, b, x, index, channel) adds those of element x to a, b.
 template <class A, class F>
 void sums_last(const Shape& s, int64_t ghost, int64_t begin, int64_t width, double* a, double* b, F f) {
   const int64_t low = s.first[ghost] * s.points, high = s.first[ghost + 1] * s.points;
@@ -74,7 +74,7 @@ template <class A, class F>
 void sums_first(const Shape& s, int64_t ghost, int64_t channel, double& a, double& b, F f) {
   a = b = 0;
   A run_a[LANES] = {}, run_b[LANES] = {};
-  int64_t terms = 0;  // in each lane: stretches of several samples are added up together
+  int64_t terms = 0;  // terms in each partial sum, over several samples
   const auto flush = [&] {
     for (int lane = 0; lane < LANES; ++lane) a += run_a[lane], b += run_b[lane], run_a[lane] = run_b[lane] = 0;
     terms = 0;
@@ -95,7 +95,7 @@ void sums_first(const Shape& s, int64_t ghost, int64_t channel, double& a, doubl
   flush();
 }
 
-// Runs each(index, channel of the block) over a ghost's numbers.
+// Calls each(index, channel of the block) for every element of a ghost batch.
 template <class F> void every(const Shape& s, int64_t ghost, int64_t begin, int64_t width, F each) {
   if (s.last) {
     for (int64_t r = s.first[ghost] * s.points; r < s.first[ghost + 1] * s.points; ++r) {
@@ -112,7 +112,7 @@ template <class F> void every(const Shape& s, int64_t ghost, int64_t begin, int6
   }
 }
 
-// T: the numbers; A: what is computed in, and the type of weights and statistics.
+// T: element type; A: type of the arithmetic, of the weights and of the statistics.
 template <class T, class A>
 void forward(const T* x, T* y, const A* weight, const A* bias, A* means, A* scales, double eps, const Shape& s) {
   over(s, [&](int64_t ghost, int64_t begin, int64_t width) {
@@ -122,7 +122,7 @@ void forward(const T* x, T* y, const A* weight, const A* bias, A* means, A* scal
     for (int64_t c = 0; c < width; ++c) {
       const int64_t at = s.last ? s.first[ghost] * s.points * s.channels + begin + c
                                 : (s.first[ghost] * s.channels + begin) * s.points;
-      shift[c] = load(x + at);  // sums of differences from one of the numbers do not cancel
+      shift[c] = load(x + at);  // shifted sums avoid cancellation: differences from one element
     }
     if (s.last)
       sums_last<A>(s, ghost, begin, width, a, b, [&](A& one, A& two, int64_t at, int64_t c) {

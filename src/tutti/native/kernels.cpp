@@ -1,8 +1,8 @@
-// Passes over many tensors at once, for float and double. One call reads each number once from memory.
+// Fused loops over the tensors of an optimizer, for float and double. One call reads each number once from memory.
 //
-// The bits of a result depend on the numbers alone: sums have a fixed shape (LANES running sums over SHORT numbers, added
-// up in double), a chunk never spans two tensors, chunks are added in order, and no product is fused into a sum. So they
-// are the same for any number of threads, any alignment, any width of vectors and any other tensors in the call.
+// Results are bit-identical for any number of threads, any alignment, any SIMD width and any other tensors in the call:
+// the order of each summation is fixed (LANES partial sums over SHORT numbers, accumulated in double), a chunk never
+// spans two tensors, chunks are added in order, and the compiler does not contract multiplications and additions (FMA).
 
 #include <cmath>
 #include <cstdint>
@@ -13,13 +13,13 @@ constexpr int64_t CHUNK = 16384;
 constexpr int64_t SHORT = 1024;
 constexpr int LANES = 32;
 
-// A row of addresses: parameter, gradient, first and second state (or 0), number of elements.
+// Columns of the address table, one row per tensor: parameter, gradient, first and second state (or 0), element count.
 constexpr int ADDRESSES = 5;
 
 struct Rows {
   int64_t count;
   const int64_t* addresses;  // [count, ADDRESSES]
-  const int64_t* first;      // [count + 1], each row's first chunk
+  const int64_t* first;      // [count + 1], number of each row's first chunk
   int threads;
 
   template <class T> T* at(int64_t row, int which, int64_t start) const {
@@ -43,7 +43,7 @@ template <class F> void over_chunks(const Rows& rows, bool backwards, F each) {
   }
 }
 
-// Adds up two terms of each of n elements: f(i, a, b) adds element i's to a and to b.
+// Sums two terms over n elements: f(i, a, b) adds the terms of element i to a and b. Writes both sums to `sums`.
 template <class T, class F> void sum(int64_t n, double* sums, F f) {
   double whole_a[LANES] = {}, whole_b[LANES] = {};
   for (int64_t begin = 0; begin < n; begin += SHORT) {

@@ -73,7 +73,7 @@ def check_noise(text: str, batch: int, adaptive: bool) -> Multiplicative | None:
     return noise
 
 
-def by_worker(adaptive: bool, noise: Multiplicative | None) -> str | None:
+def per_worker_option(adaptive: bool, noise: Multiplicative | None) -> str | None:
     """Return the option, if any, that needs each logical worker's gradient (AdaScale) or draws (noise) by itself."""
     if adaptive:
         return "--lr-scale adascale"

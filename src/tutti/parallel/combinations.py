@@ -153,18 +153,18 @@ def _check_tree(choice: Choice, option: str) -> None:
         )
 
 
-def check_sync(choice: Choice, devices: int, reproducible: bool, by_worker: str | None = None) -> None:
+def check_sync(choice: Choice, devices: int, reproducible: bool, per_worker_option: str | None = None) -> None:
     """Raise UsageError if ``--batch-norm sync`` (statistics of the global batch) cannot be combined with the strategy.
 
     Args:
         choice: the strategy.
         devices: number of devices.
         reproducible: ``--reproducible``.
-        by_worker: an option in use that needs each logical worker computed separately; None for none.
+        per_worker_option: an option in use that needs each logical worker computed separately; None for none.
     """
-    if by_worker is not None:
+    if per_worker_option is not None:
         raise UsageError(
-            f"--batch-norm sync cannot be combined with {by_worker}",
+            f"--batch-norm sync cannot be combined with {per_worker_option}",
             why="a device computes its workers as one batch, and this needs each worker separately",
             remedy="leave out one of the two, or take --batch-norm ghost:size=32",
         )

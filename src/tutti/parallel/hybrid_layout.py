@@ -30,13 +30,13 @@ class HybridLayout:
         if run_context.grid.stage == 1:
             return TensorLayout(config, run_context).build(plain)
         pipeline, division = PipelineLayout(config, run_context), TensorParallelizer(plain, run_context, config)
-        sections, holding = pipeline.sections(plain, division.closed)
+        virtual_stages, holding = pipeline.cut_stages(plain, division.closed)
         if holding is not None:
             division.check([name for nodes in holding.cuts.stages for name in read_directly(nodes, plain)])
         division.apply()
-        replica = pipeline.replica(plain, sections, holding)
-        for section in sections if division.parted else ():
-            # Only the last section's output, which the loss function takes, may stay split between tensor ranks.
-            Outputs(section.module, keep=not section.outgoing)
+        replica = pipeline.replica(plain, virtual_stages, holding)
+        for virtual_stage in virtual_stages if division.parted else ():
+            # Only the last virtual_stage's output, which the loss function takes, may stay split between tensor ranks.
+            Outputs(virtual_stage.module, keep=not virtual_stage.outgoing)
         division.mark(replica)
         return replica

@@ -180,7 +180,7 @@ class WholeTensorsOf:
             gathers.load(own, named, saved, specs)
 
 
-def of_each(
+def gatherers_of_optimizers(
     optimizer: Optimizer | None, complete: Callable[[Optimizer | None], WholeTensors | None]
 ) -> WholeTensorsOf | None:
     """Build the gatherers of all optimizers that need whole tensors; None where no optimizer does. Collective.

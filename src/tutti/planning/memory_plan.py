@@ -30,7 +30,7 @@ from tutti.tasks import task_registry
 from tutti.tasks.task import Task
 from tutti.torch_compat import FakeTensorMode
 from tutti.train.main import built, prepare_process, prepared
-from tutti.workload.memory_formula import DeviceSplit, Memory, State, of_state
+from tutti.workload.memory_formula import DeviceSplit, Memory, State, state_memory
 from tutti.workload.tensor_memory import Tracker, bytes_of
 
 MEASURED = "memory.json"
@@ -95,7 +95,7 @@ def plan_memory(found: Facts, config: TrainConfig) -> Memory:
     choice, devices = parallel.parse_strategy(config.strategy), int(config.devices)
     split, ranks = _split(choice, devices), choice.data_ranks(devices)
     each = State(*(b / found.parameters for b in (found.whole, found.trained, found.words * found.trained)))
-    memory = of_state(found.parameters, each, split)
+    memory = state_memory(found.parameters, each, split)
     model = split.stages * split.tensor
     workers = -(-(config.workers or ranks) // ranks)
     if not choice.row.single_update:

@@ -49,20 +49,20 @@ def batch_size_schedule(
         check_growth(lr_scale, gradient_noise)
     epochs = Epochs(contract, growth)
     if context.current().identity.rank == 0:
-        for text in of_model(epochs, model, batch_norm):
+        for text in model_warnings(epochs, model, batch_norm):
             warnings.warn(text, stacklevel=3)
     return epochs
 
 
 @contextmanager
-def said_elsewhere() -> Iterator[None]:
+def without_growth_warnings() -> Iterator[None]:
     """Within the block ``batch_size_schedule`` does not warn: ``tutti train`` reports to its listeners instead."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", _SEEN)
         yield
 
 
-def of_model(epochs: Epochs, model: nn.Module, batch_norm: str) -> Iterator[str]:
+def model_warnings(epochs: Epochs, model: nn.Module, batch_norm: str) -> Iterator[str]:
     """Yield a warning if batch norm normalises over more samples in the last epoch than in the first.
 
     Args:
@@ -83,7 +83,7 @@ def of_model(epochs: Epochs, model: nn.Module, batch_norm: str) -> Iterator[str]
         )
 
 
-def of_plan(epochs: Epochs, config: TrainConfig, total: int | None) -> Iterator[str]:
+def plan_warnings(epochs: Epochs, config: TrainConfig, total: int | None) -> Iterator[str]:
     """Yield warnings if the run ends before the batch grows, or its schedule also lowers the learning rate.
 
     Args:

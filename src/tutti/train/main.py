@@ -42,7 +42,7 @@ from tutti.optim.scaling import AdaptiveRule, check_rule
 from tutti.optim.schedules import Schedule, make_schedule
 from tutti.tasks import task_registry
 from tutti.tasks.task import Task
-from tutti.train.batch_size_schedule import of_model, of_plan, said_elsewhere
+from tutti.train.batch_size_schedule import model_warnings, plan_warnings, without_growth_warnings
 from tutti.train.header import derived, run_identity, title
 from tutti.train.loop import Length, Means, TrainPlan, train_loop
 from tutti.train.preemption import stop_on_signals
@@ -81,7 +81,7 @@ def train_rank(task: str, config: TrainConfig, directory: str | None) -> int:
     again = config.resume is not None or world.identity.attempt > 0
     place = _place(run, directory)
     listeners = Listeners(())
-    for text in (*of_model(epochs, model, config.batch_norm), *of_plan(epochs, config, total)):
+    for text in (*model_warnings(epochs, model, config.batch_norm), *plan_warnings(epochs, config, total)):
         warnings(text)
     try:
         with stop_on_signals(run) as reason:
@@ -298,7 +298,7 @@ def built(task: Task, config: TrainConfig, world: World) -> nn.Module:
         return task.model()
 
 
-@said_elsewhere()
+@without_growth_warnings()
 def prepared(
     task: Task, model: nn.Module, config: TrainConfig, world: World, warn: Callable[[str], None] | None = None
 ) -> Run:

@@ -41,7 +41,7 @@ from tutti.nn.overlapping import check_memory
 from tutti.nn.sparse_layers import sparse_parameters
 from tutti.optim.adascale import AdaScale
 from tutti.optim.factory import check_fresh
-from tutti.optim.gradient_noise import by_worker, check_noise
+from tutti.optim.gradient_noise import check_noise, per_worker_option
 from tutti.optim.loss_scale import LossScale, chosen
 from tutti.optim.scaling import AdaptiveRule, check_rule
 from tutti.optim.several import check_apart
@@ -251,7 +251,7 @@ def prepare_run(
     if o.reproducible:
         torch.set_num_threads(1)
     scale, noise = _scale(o.loss_scale, o.precision, loss_fn), check_noise(o.gradient_noise, o.batch_size, adaptive)
-    together = _together(o.batch_norm, choice, epochs, o.reproducible, by_worker(adaptive, noise))
+    together = _together(o.batch_norm, choice, epochs, o.reproducible, per_worker_option(adaptive, noise))
     # Before any process group is made: with different device meshes ranks would wait for each other forever.
     settings = [
         *_settings(choice, epochs, o.precision, o.clip, o.reproducible, o.seed),
@@ -282,7 +282,7 @@ def prepare_run(
     replica = slow_down(layout.build(converted), o.slow, world, contract.workers)
 
     # Gradient synchronisation, which shards parameters and makes the optimizer.
-    sink = sync.attach(replica, factory(optimizer, o.lr_scale, o.batch_size, sparse))
+    grad_hook = sync.attach(replica, factory(optimizer, o.lr_scale, o.batch_size, sparse))
     hooks.watch(replica.parts)
     reads.refuse()
 
@@ -303,7 +303,7 @@ def prepare_run(
         fault_tolerant=fault_tolerant,
         warn=warn,
     )
-    run = Run(replica, sync, sink, feed, loss, run_context, choice, optimizers, hooks, around)
+    run = Run(replica, sync, grad_hook, feed, loss, run_context, choice, optimizers, hooks, around)
     for index, each in enumerate(optimizers):
         accumulate_steps(each, run, choice, index)
     note(whole, optimizers, choice.name, run_context)

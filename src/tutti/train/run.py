@@ -95,7 +95,7 @@ class Run:
     Args:
         replica: this rank's part of the model.
         sync: gradient synchronisation.
-        sink: gradient-ready hook of ``sync``.
+        grad_hook: gradient-ready hook of ``sync``.
         feed: this rank's batches.
         loss_fn: the loss function; None for custom training loops alone.
         run_context: mesh, communicators and workers of this rank.
@@ -134,7 +134,7 @@ class Run:
         self,
         replica: ReplicaRunner,
         sync: GradientSync,
-        sink: GradientReadyHook,
+        grad_hook: GradientReadyHook,
         feed: Feed,
         loss_fn: LossFn | None,
         run_context: RunContext,
@@ -145,7 +145,7 @@ class Run:
     ) -> None:
         self.replica, self.exchange, self.feed, self.context = replica, sync, feed, run_context
         self.model: nn.Module = replica.parts[0]
-        self.loss_fn, self.hooks, self._sink = loss_fn, hooks, sink
+        self.loss_fn, self.hooks, self._sink = loss_fn, hooks, grad_hook
         self.average, self.loss_scale = settings.average, settings.loss_scale
         self.noise, self.adascale = settings.noise, settings.adascale
         self.lr_schedule, self.named_workers = settings.lr_schedule, settings.named_workers

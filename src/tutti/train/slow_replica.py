@@ -60,10 +60,10 @@ def _delay_workers(replica: Any, slow: Slowness, rank: int) -> None:
     """Delay once after all micro-batches of a worker."""
     run = replica.run
 
-    def late(micro_batches: Any, loss: Any, sink: Any) -> Any:
+    def late(micro_batches: Any, loss: Any, grad_hook: Any) -> Any:
         begun = time.thread_time()
-        totals = run(micro_batches, loss, sink)
-        if sink is not None:
+        totals = run(micro_batches, loss, grad_hook)
+        if grad_hook is not None:
             time.sleep(slow.seconds(rank, micro_batches[-1], time.thread_time() - begun))
         return totals
 

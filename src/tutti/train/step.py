@@ -25,7 +25,7 @@ from tutti.types import (
 def train_step(
     replica: ReplicaRunner,
     sync: GradientSync,
-    sink: GradientReadyHook,
+    grad_hook: GradientReadyHook,
     work: Sequence[tuple[int, Sequence[MicroBatch]]],
     loss: LossFn,
     step_context: StepContext,
@@ -37,7 +37,7 @@ def train_step(
     Args:
         replica: this rank's part of the model.
         sync: gradient synchronisation, which owns the update.
-        sink: gradient-ready hook.
+        grad_hook: gradient-ready hook.
         work: each worker of this rank, in order, with its micro-batches (none where its share is empty).
         loss: the loss function.
         step_context: facts of the step that all workers share.
@@ -51,7 +51,7 @@ def train_step(
         sync.begin_worker(worker, step_context)
         part = None
         if micro_batches:
-            part = replace(replica.run(micro_batches, loss, sink), whole=micro_batches[0].whole)
+            part = replace(replica.run(micro_batches, loss, grad_hook), whole=micro_batches[0].whole)
             if sync.loss_normalisation == "worker":
                 hooks.check_part(part)
         sync.end_worker(worker, part)

@@ -65,7 +65,7 @@ class Memory:
         return self.parameters + self.gradients + self.optimizer
 
 
-def of_state(parameters: float, each: State = State(), split: DeviceSplit = DeviceSplit()) -> Memory:
+def state_memory(parameters: float, each: State = State(), split: DeviceSplit = DeviceSplit()) -> Memory:
     """Return the bytes of parameters, gradients and optimizer state on one device, assuming equal stages.
 
     ZeRO stages 1, 2, 3 keep 4Ψ+KΨ/N, 2Ψ+(2+K)Ψ/N and (4+K)Ψ/N bytes of Ψ parameters on N devices (ibid., Fig. 1).
@@ -76,7 +76,7 @@ def of_state(parameters: float, each: State = State(), split: DeviceSplit = Devi
         split: distribution over devices.
 
     >>> mixed = State(2, 2, 12)
-    >>> [of_state(7.5e9, mixed, DeviceSplit(shards=64, zero=z)).state / 1e9 for z in range(4)]
+    >>> [state_memory(7.5e9, mixed, DeviceSplit(shards=64, zero=z)).state / 1e9 for z in range(4)]
     [120.0, 31.40625, 16.640625, 1.875]
     """
     here = parameters / (split.stages * split.tensor)
@@ -112,6 +112,6 @@ def smallest_split(
     for shards in range(1, most_shards + 1):
         for zero in (0,) if shards == 1 else (1, 2, 3):
             split = DeviceSplit(shards, zero)
-            if of_state(parameters, each, split).state + rest <= room:
+            if state_memory(parameters, each, split).state + rest <= room:
                 return split
     return None

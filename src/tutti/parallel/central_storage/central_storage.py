@@ -58,9 +58,9 @@ class CentralStorageSync(AllReduceSync):
 
     def attach(self, replica: ReplicaRunner, make_optimizer: OptimizerFactory) -> GradientReadyHook:
         """As ``AllReduceSync.attach``. Raises UsageError where the ranks cannot share memory."""
-        sink = super().attach(replica, lambda named: make_optimizer(self._owned))
+        grad_hook = super().attach(replica, lambda named: make_optimizer(self._owned))
         self._guard.note(self._owned)
-        return sink
+        return grad_hook
 
     def reduce_gradients(self, step_context: StepContext) -> StepStats:
         """As ``AllReduceSync.reduce_gradients``.

@@ -46,7 +46,7 @@ from tutti.parallel.whole_tensors import (
     agreed_mixing,
     along_slices,
     axis,
-    of_each,
+    gatherers_of_optimizers,
     refuse_closure,
     refuse_growth,
     refuse_parts,
@@ -111,7 +111,7 @@ class AllReduceSync:
         self._reducer = self._new_reducer()
         self._make_optimizer = make_optimizer
         self._optimizer = make_optimizer(named)
-        self._whole = of_each(self._optimizer, lambda member: self._complete(member, replica, named))
+        self._whole = gatherers_of_optimizers(self._optimizer, lambda member: self._complete(member, replica, named))
         self._last = self._run_context.mine[-1] if len(self._run_context.mine) else -1
         self.optimizers: Sequence[Optimizer] = (self._optimizer,) if self._optimizer else ()
         self.gradient_ready = self._reducer.gradient_ready

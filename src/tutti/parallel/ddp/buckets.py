@@ -158,20 +158,20 @@ class Tail:
         self.size = DIGESTS + _TOTALS + flags
         self._key = layout_key
 
-    def fill(self, tail: Tensor, step_context: StepContext, lanes: Tensor | None, used: Sequence[bool]) -> None:
+    def fill(self, tail: Tensor, step_context: StepContext, loss_sums: Tensor | None, used: Sequence[bool]) -> None:
         """Write one rank's or logical worker's contribution.
 
         Args:
             tail: (size,), written in place.
             step_context: the step under way.
-            lanes: ``LossSums.sums``; None for no samples.
+            loss_sums: ``LossSums.sums``; None for no samples.
             used: for each parameter whether it had a gradient.
         """
         tail[:DIGESTS].copy_(torch.tensor(digests(step_context, self._key), dtype=tail.dtype))
         totals = tail[DIGESTS : DIGESTS + _TOTALS]
         totals.zero_()
-        if lanes is not None:
-            totals[: len(lanes)].copy_(lanes)
+        if loss_sums is not None:
+            totals[: len(loss_sums)].copy_(loss_sums)
         if step_context.stop:
             totals[-1] = 1
         flags = tail[DIGESTS + _TOTALS :]

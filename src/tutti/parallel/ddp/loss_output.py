@@ -37,11 +37,11 @@ def read_loss(outcome: Any, micro_batch: MicroBatch) -> tuple[Tensor, Tensor, Lo
     """
     if isinstance(outcome, Tensor) and not _by_sample(outcome, micro_batch):
         objective = _scalar(outcome, micro_batch)
-        lanes = torch.addcmul(
+        loss_sums = torch.addcmul(
             *_mean_lanes(micro_batch.samples, _wide(objective), objective.device),
             objective.detach().to(_wide(objective)),
         )
-        return objective, _start(micro_batch.share, objective), _totals(lanes, (), micro_batch)
+        return objective, _start(micro_batch.share, objective), _totals(loss_sums, (), micro_batch)
     if isinstance(outcome, Tensor):
         outcome = outcome, micro_batch.samples
     if isinstance(outcome, tuple | list) and len(outcome) in (2, 3):
@@ -51,11 +51,11 @@ def read_loss(outcome: Any, micro_batch: MicroBatch) -> tuple[Tensor, Tensor, Lo
         dtype = _wide(objective)
         total = objective.detach().sum() if objective.dim() else objective.detach()
         values = [total, *(torch.as_tensor(v).detach() for v in (outcome[1], *sums.values()))]
-        lanes = torch.stack([v.to(objective.device, dtype) for v in values])
+        loss_sums = torch.stack([v.to(objective.device, dtype) for v in values])
         start = _noisy(micro_batch, objective) if micro_batch.noise else _start(micro_batch.weight, objective)
         if micro_batch.whole:
             start = start / _divisor(outcome[1], start)
-        return objective, start, _totals(lanes, tuple(sums), micro_batch)
+        return objective, start, _totals(loss_sums, tuple(sums), micro_batch)
     raise UsageError(
         f"the loss function returned {type(outcome).__name__}",
         remedy="return a scalar (mean over the batch), (sum, count) or (sum, count, {name: sum})",
@@ -83,8 +83,8 @@ def _divisor(count: Any, start: Tensor) -> Any:
     return torch.where(count > 0, count.detach(), 1).to(start.device, start.dtype).reshape(())
 
 
-def _totals(lanes: Tensor, names: tuple[str, ...], micro_batch: MicroBatch) -> LossSums:
-    return LossSums(lanes if micro_batch.samples else torch.zeros_like(lanes), names, micro_batch.samples)
+def _totals(loss_sums: Tensor, names: tuple[str, ...], micro_batch: MicroBatch) -> LossSums:
+    return LossSums(loss_sums if micro_batch.samples else torch.zeros_like(loss_sums), names, micro_batch.samples)
 
 
 @lru_cache(maxsize=256)

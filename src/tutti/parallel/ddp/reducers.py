@@ -23,30 +23,30 @@ _WIRE = {"bf16": torch.bfloat16, "fp16": torch.float16}
 class Reducer(Protocol):
     """Sums gradients and loss sums over all logical workers; afterwards every parameter's ``.grad`` holds the sum.
 
-    ``lanes`` are the tensor ``LossSums.sums``.
+    ``loss_sums`` are the tensor ``LossSums.sums``.
     """
 
     @property
     def listens(self) -> bool:
         """Whether the reducer needs ``gradient_ready`` as an autograd hook on every parameter."""
 
-    def prepare_for_backward(self, step_context: StepContext, lanes: Tensor | None) -> None:
-        """Announce this rank's last backward of the step; ``lanes``: its loss sums, None if not known yet."""
+    def prepare_for_backward(self, step_context: StepContext, loss_sums: Tensor | None) -> None:
+        """Announce this rank's last backward of the step; ``loss_sums``: its loss sums, None if not known yet."""
 
     def gradient_ready(self, parameter: Tensor) -> None:
         """Note that a parameter's gradient is complete; called by autograd."""
 
-    def collect(self, step_context: StepContext, worker: int, lanes: Tensor | None) -> None:
+    def collect(self, step_context: StepContext, worker: int, loss_sums: Tensor | None) -> None:
         """Take a logical worker's gradients after its last backward.
 
         Args:
             step_context: the step under way.
             worker: number of the worker; workers come in increasing order.
-            lanes: its loss sums, None if it had no samples.
+            loss_sums: its loss sums, None if it had no samples.
         """
 
-    def finish(self, step_context: StepContext, lanes: Tensor | None) -> ReducedSums:
-        """Complete the sums; ``lanes``: this rank's loss sums over its workers. Collective.
+    def finish(self, step_context: StepContext, loss_sums: Tensor | None) -> ReducedSums:
+        """Complete the sums; ``loss_sums``: this rank's loss sums over its workers. Collective.
 
         Raises:
             MismatchError: ranks are in different steps or hold different parameters.
@@ -90,7 +90,7 @@ class OverlappedReducer:
         self._missing: list[int] = []
         self._under_way: list[Pending] = []
         self._used: list[bool] = []
-        self._lanes: Tensor | None = None
+        self._loss_sums: Tensor | None = None
         self._step_context = StepContext(0, 0)
 
     @property
@@ -113,10 +113,10 @@ class OverlappedReducer:
             self._buckets.append(Bucket([], torch.float64, device, self._tail.size))
             self._wires.append(None)
 
-    def prepare_for_backward(self, step_context: StepContext, lanes: Tensor | None) -> None:
+    def prepare_for_backward(self, step_context: StepContext, loss_sums: Tensor | None) -> None:
         self._armed = self._comm.size > 1
         self._missing = list(self._sizes)
-        self._lanes, self._step_context = lanes, step_context
+        self._loss_sums, self._step_context = loss_sums, step_context
 
     def gradient_ready(self, parameter: Tensor) -> None:
         if not self._armed:
@@ -125,7 +125,7 @@ class OverlappedReducer:
         missing[self._of[parameter]] -= 1  # type: ignore[index]
         launched = len(self._under_way)
         # The last bucket carries the loss sums, which only the last stage knows before backward.
-        last = len(missing) - (self._lanes is None)
+        last = len(missing) - (self._loss_sums is None)
         while launched < last and missing[launched] == 0:
             self._launch()
             launched += 1
@@ -136,23 +136,23 @@ class OverlappedReducer:
         bucket, wire = self._buckets[index], self._wires[index]
         self._used += bucket.pack()
         if bucket.tail.numel():
-            self._tail.fill(bucket.tail, self._step_context, self._lanes, self._used)
+            self._tail.fill(bucket.tail, self._step_context, self._loss_sums, self._used)
         if wire is not None:
             wire.copy_(bucket.flat)
         text = f"all_reduce of gradient bucket {index} in step {self._step_context.global_step + 1}"
         self._under_way.append(self._comm.start_all_reduce(bucket.flat if wire is None else wire, text))
 
-    def collect(self, step_context: StepContext, worker: int, lanes: Tensor | None) -> None:
+    def collect(self, step_context: StepContext, worker: int, loss_sums: Tensor | None) -> None:
         """Do nothing: autograd accumulates the gradients of a rank's workers in ``.grad``."""
 
-    def finish(self, step_context: StepContext, lanes: Tensor | None) -> ReducedSums:
+    def finish(self, step_context: StepContext, loss_sums: Tensor | None) -> ReducedSums:
         self._armed = False
         if self._comm.size == 1:
-            totals = [0.0, 0.0] if lanes is None else lanes.tolist()
+            totals = [0.0, 0.0] if loss_sums is None else loss_sums.tolist()
             return ReducedSums(
                 totals[0], totals[1], totals[2:], step_context.stop, [p.grad is not None for p in self._order]
             )
-        self._step_context, self._lanes = step_context, lanes
+        self._step_context, self._loss_sums = step_context, loss_sums
         while len(self._under_way) < len(self._buckets):
             self._launch()
         for pending, bucket, wire in zip(self._under_way, self._buckets, self._wires, strict=True):
@@ -209,27 +209,27 @@ class TreeReducer:
         ]
         self._sums = [TreeSum(self._comm, self._workers, bucket.flat.numel()) for bucket in self._buckets]
 
-    def prepare_for_backward(self, step_context: StepContext, lanes: Tensor | None) -> None:
+    def prepare_for_backward(self, step_context: StepContext, loss_sums: Tensor | None) -> None:
         """Do nothing: ``collect`` takes the gradients."""
 
     def gradient_ready(self, parameter: Tensor) -> None:
         """Do nothing: ``collect`` takes the gradients."""
 
-    def collect(self, step_context: StepContext, worker: int, lanes: Tensor | None) -> None:
+    def collect(self, step_context: StepContext, worker: int, loss_sums: Tensor | None) -> None:
         used: list[bool] = []
-        size, own = self._tail.size, own_part(self.squares(), step_context, lanes) if self._measured else None
+        size, own = self._tail.size, own_part(self.squares(), step_context, loss_sums) if self._measured else None
         for bucket, total in zip(self._buckets, self._sums, strict=True):
             bucket.use(torch.empty_like(bucket.flat))
             used += bucket.pack()
             if bucket.tail.numel():
-                self._tail.fill(bucket.tail[:size], step_context, lanes, used)
+                self._tail.fill(bucket.tail[:size], step_context, loss_sums, used)
                 if own is not None:
                     bucket.tail[size:].copy_(own)
             total.add(worker, bucket.flat)
             for parameter in bucket.parameters:
                 parameter.grad = None
 
-    def finish(self, step_context: StepContext, lanes: Tensor | None) -> ReducedSums:
+    def finish(self, step_context: StepContext, loss_sums: Tensor | None) -> ReducedSums:
         for bucket, total in zip(self._buckets, self._sums, strict=True):
             bucket.use(total.total())
         tail = self._buckets[-1].tail.tolist()
@@ -272,15 +272,15 @@ def squares_by(parameters: Sequence[nn.Parameter], without: Collection[nn.Parame
     return [0.0 if g is None else next(found) for g in gradients]
 
 
-def own_part(squares: Sequence[float], step_context: StepContext, lanes: Tensor | None) -> Tensor:
+def own_part(squares: Sequence[float], step_context: StepContext, loss_sums: Tensor | None) -> Tensor:
     """Return one logical worker's addend of ``ReducedSums.own``, shape (parameters + 1,), float64.
 
     Args:
         squares: sums of squares of the worker's gradients, by parameter.
         step_context: the step under way, with the loss scale.
-        lanes: the worker's loss sums, None if it had no samples.
+        loss_sums: the worker's loss sums, None if it had no samples.
     """
-    count = 0.0 if lanes is None else float(lanes[1])
+    count = 0.0 if loss_sums is None else float(loss_sums[1])
     if not count > 0:
         return torch.zeros(len(squares) + 1, dtype=torch.float64)
     below = count * step_context.loss_scale**2

@@ -98,12 +98,14 @@ class ReplicaPart:
             for _, parameter in parameters(self.parts):
                 parameter.grad = None
 
-    def connect(self, sink: GradientReadyHook) -> None:
-        """Register ``sink`` as the gradient-ready hook of all trainable parameters, in place of an earlier one."""
+    def connect(self, grad_hook: GradientReadyHook) -> None:
+        """Register ``grad_hook`` as the gradient-ready hook of all trainable parameters, in place of an earlier one."""
         for handle in self._connected:
             handle.remove()
         trained = [parameter for _, parameter in parameters(self.parts) if parameter.requires_grad]
-        self._connected = [parameter.register_post_accumulate_grad_hook(sink.gradient_ready) for parameter in trained]
+        self._connected = [
+            parameter.register_post_accumulate_grad_hook(grad_hook.gradient_ready) for parameter in trained
+        ]
 
     def replaced(self, by: Mapping[nn.Parameter, nn.Parameter]) -> None:
         """Do nothing: this class keeps no references to parameters."""

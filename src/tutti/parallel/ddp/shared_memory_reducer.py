@@ -88,7 +88,7 @@ class SharedReducer:
         self._armed = False
         self._square = 0.0
 
-    def prepare_for_backward(self, step_context: StepContext, lanes: Tensor | None) -> None:
+    def prepare_for_backward(self, step_context: StepContext, loss_sums: Tensor | None) -> None:
         self._armed = True
         self._missing = list(self._sizes)
         self._packed = [None] * len(self._buckets)
@@ -101,16 +101,16 @@ class SharedReducer:
             if not self._missing[index]:
                 self._packed[index] = self._pack(self._buckets[index])
 
-    def collect(self, step_context: StepContext, worker: int, lanes: Tensor | None) -> None:
+    def collect(self, step_context: StepContext, worker: int, loss_sums: Tensor | None) -> None:
         """Do nothing: autograd accumulates the gradients of a rank's workers in ``.grad``."""
 
-    def finish(self, step_context: StepContext, lanes: Tensor | None) -> ReducedSums:
+    def finish(self, step_context: StepContext, loss_sums: Tensor | None) -> ReducedSums:
         packed = self._packed if self._armed else [None] * len(self._buckets)
         self._armed = False
         used: list[bool] = []
         for bucket, flags in zip(self._buckets, packed, strict=True):
             used += self._pack(bucket) if flags is None else flags
-        self._write_header(step_context, lanes, used)
+        self._write_header(step_context, loss_sums, used)
         self._segment.barrier(f"sum of gradients in step {step_context.global_step + 1}")
         digest = self._digests[self._comm.rank][_DIGEST]
         if any(other[_DIGEST] != digest for other in self._digests):
@@ -137,11 +137,11 @@ class SharedReducer:
                 parameter.grad = None
         return used
 
-    def _write_header(self, step_context: StepContext, lanes: Tensor | None, used: Sequence[bool]) -> None:
+    def _write_header(self, step_context: StepContext, loss_sums: Tensor | None, used: Sequence[bool]) -> None:
         self._digests[self._comm.rank][_DIGEST] = (
             mix(self._key, step_context.global_step, step_context.samples, step_context.call) >> 1
         )
-        totals = [0.0, 0.0] if lanes is None else lanes.tolist()
+        totals = [0.0, 0.0] if loss_sums is None else loss_sums.tolist()
         self._mine[_TOTALS:_FLAGS] = totals + [0.0] * (_STOP - _TOTALS - len(totals)) + [float(step_context.stop)]
         self._mine[_FLAGS : _FLAGS + len(used)] = used
 

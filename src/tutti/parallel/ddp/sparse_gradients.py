@@ -59,9 +59,9 @@ class SparseReducer:
     def listens(self) -> bool:
         return self._reducer.listens
 
-    def prepare_for_backward(self, step_context: StepContext, lanes: Tensor | None) -> None:
+    def prepare_for_backward(self, step_context: StepContext, loss_sums: Tensor | None) -> None:
         self._armed = True
-        self._reducer.prepare_for_backward(step_context, lanes)
+        self._reducer.prepare_for_backward(step_context, loss_sums)
 
     def gradient_ready(self, parameter: Tensor) -> None:
         # Before this rank's last backward gradients stay sparse: autograd accumulates them by concatenating their rows.
@@ -69,15 +69,15 @@ class SparseReducer:
             self._make_dense(parameter)
         self._reducer.gradient_ready(parameter)
 
-    def collect(self, step_context: StepContext, worker: int, lanes: Tensor | None) -> None:
+    def collect(self, step_context: StepContext, worker: int, loss_sums: Tensor | None) -> None:
         if not self._reducer.listens:
             self._make_all_dense()
-        self._reducer.collect(step_context, worker, lanes)
+        self._reducer.collect(step_context, worker, loss_sums)
 
-    def finish(self, step_context: StepContext, lanes: Tensor | None) -> ReducedSums:
+    def finish(self, step_context: StepContext, loss_sums: Tensor | None) -> ReducedSums:
         self._armed = False
         self._make_all_dense()
-        sums = self._reducer.finish(step_context, lanes)
+        sums = self._reducer.finish(step_context, loss_sums)
         touched, self._touched = self._touched, {}
         states = [touched.get(p) or TouchedRows(_no_rows(p)) for p in self._order]
         table = torch.cat([torch.cat([s.rows, s.rows.new_tensor([int(s.dense)])]) for s in states])

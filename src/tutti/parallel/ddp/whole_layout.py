@@ -29,13 +29,13 @@ class WholeLayout:
 class WholeRunner(ReplicaPart):
     """One whole model on this rank's device."""
 
-    def run(self, micro_batches: Sequence[MicroBatch], loss: LossFn, sink: GradientReadyHook | None) -> LossSums:
-        """Run forward and, with a sink, backward of one logical worker's micro-batches.
+    def run(self, micro_batches: Sequence[MicroBatch], loss: LossFn, grad_hook: GradientReadyHook | None) -> LossSums:
+        """Run forward and, with a gradient-ready hook, backward of one logical worker's micro-batches.
 
         Args:
             micro_batches: at least one.
             loss: ``loss_fn(model, batch)``.
-            sink: gradient-ready hook; None for a forward only.
+            grad_hook: gradient-ready hook; None for a forward only.
 
         Returns:
             The worker's loss sums.
@@ -44,8 +44,8 @@ class WholeRunner(ReplicaPart):
         for micro_batch in micro_batches:
             self.begin(micro_batch)
             result = loss(model, micro_batch.batch)
-            if sink is not None:
-                total = self.backward(result, micro_batch, total, sink)
+            if grad_hook is not None:
+                total = self.backward(result, micro_batch, total, grad_hook)
             else:
                 part = loss_output.read_loss(result, micro_batch)[2]
                 total = part if total is None else total + part
@@ -62,7 +62,7 @@ class WholeRunner(ReplicaPart):
         result: Any,
         micro_batch: MicroBatch,
         before: LossSums | None,
-        sink: GradientReadyHook,
+        grad_hook: GradientReadyHook,
         retain_graph: bool = False,
     ) -> LossSums:
         """Run backward of one micro-batch.
@@ -71,7 +71,7 @@ class WholeRunner(ReplicaPart):
             result: what the loss function returned (see ``loss_output.read_loss``).
             micro_batch: the micro-batch of the forward.
             before: loss sums of the worker's earlier micro-batches; None for the first.
-            sink: gradient-ready hook, told before the worker's last backward.
+            grad_hook: gradient-ready hook, told before the worker's last backward.
             retain_graph: as of ``Tensor.backward``.
 
         Returns:
@@ -86,7 +86,7 @@ class WholeRunner(ReplicaPart):
         total = part if before is None else before + part
         # A dummy micro-batch runs backward only where that has collectives (SyncBatchNorm, FSDP2), with zero gradient.
         if micro_batch.samples and micro_batch.last:
-            sink.prepare_for_backward(total)
+            grad_hook.prepare_for_backward(total)
         if micro_batch.samples or self.peers is not None or self.sharded:
             objective.backward(start, retain_graph=retain_graph)
         if not micro_batch.samples:

@@ -47,7 +47,7 @@ from tutti.parallel.whole_tensors import (
     along_rows,
     along_slices,
     axis,
-    of_each,
+    gatherers_of_optimizers,
     refuse_closure,
     refuse_growth,
     refuse_parts,
@@ -100,7 +100,7 @@ class ShardedSync:
         self._named = list(named)
         self._index()
         self._optimizer = make_optimizer(self._named)
-        self._whole = of_each(self._optimizer, lambda member: self._complete(member, self._slices))
+        self._whole = gatherers_of_optimizers(self._optimizer, lambda member: self._complete(member, self._slices))
         self.optimizers: Sequence[Optimizer] = (self._optimizer,) if self._optimizer else ()
         return self
 
@@ -455,7 +455,7 @@ class ShardedSync:
             foreach_copy_(gradients, views)
 
     def _agree(
-        self, step_context: StepContext, lanes: Tensor | None, used: Sequence[bool]
+        self, step_context: StepContext, loss_sums: Tensor | None, used: Sequence[bool]
     ) -> tuple[ReducedSums, float]:
         """Sum loss sums, used flags and the squared gradient norm over all data ranks.
 
@@ -463,14 +463,14 @@ class ShardedSync:
 
         Args:
             step_context: the step under way.
-            lanes: ``LossSums.sums`` of this rank; None for no samples.
+            loss_sums: ``LossSums.sums`` of this rank; None for no samples.
             used: for each trained parameter whether it had a gradient here.
         """
         comm = self._run_context.comms.replica
         # All copies (HSDP) have the same gradient: count the first one's only.
         square = sum(squares_of(self._counted())) if self._copies.rank == 0 else 0.0
         message = torch.zeros(self._tail.size + 1, dtype=torch.float64, device=comm.device)
-        self._tail.fill(message[:-1], step_context, lanes, used)
+        self._tail.fill(message[:-1], step_context, loss_sums, used)
         message[-1] = square
         comm.start_all_reduce(message, f"all_reduce of totals in step {step_context.global_step + 1}").wait()
         numbers = message.tolist()

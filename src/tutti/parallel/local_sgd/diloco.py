@@ -41,10 +41,10 @@ class DiLoCoSync(LocalSGDSync):
         self._options = config
 
     def attach(self, replica: ReplicaRunner, make_optimizer: OptimizerFactory) -> GradientReadyHook:
-        sink = super().attach(replica, make_optimizer)
+        grad_hook = super().attach(replica, make_optimizer)
         self._outer = [p.data.clone() for _, p in self._trained]
         self._velocities = [torch.zeros_like(outer) for outer in self._outer]
-        return sink
+        return grad_hook
 
     def optimizer_step(self, stats: StepStats, step_context: StepContext) -> UpdateResult:
         """As ``LocalSGDSync.optimizer_step``; the last synchronous step also sets the outer parameters."""

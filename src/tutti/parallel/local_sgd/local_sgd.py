@@ -128,13 +128,13 @@ class LocalSGDSync:
         for _, parameter in self._trained:
             parameter.grad = None
         self._note()
-        lanes = torch.zeros(_LANES, dtype=torch.float64)
-        lanes[:4] = torch.tensor([norm if not bad else 0.0, bad, part is not None, self._step_context.stop])
+        message = torch.zeros(_LANES, dtype=torch.float64)
+        message[:4] = torch.tensor([norm if not bad else 0.0, bad, part is not None, self._step_context.stop])
         if part is not None:
             self._counting.note(part)
-            lanes[4 : 4 + len(part.sums)] = part.sums.double().cpu()
-        lanes[-DIGESTS:] = torch.tensor(digests(self._step_context))
-        self._totals.add(worker, lanes)
+            message[4 : 4 + len(part.sums)] = part.sums.double().cpu()
+        message[-DIGESTS:] = torch.tensor(digests(self._step_context))
+        self._totals.add(worker, message)
 
     def reduce_gradients(self, step_context: StepContext) -> StepStats:
         """Sum the loss sums of all workers, and every H steps average their parameters. Collective.

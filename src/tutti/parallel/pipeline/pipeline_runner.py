@@ -45,22 +45,22 @@ class PipelineLayout:
         self._config, self._run_context = config, run_context
 
     def build(self, plain: nn.Module) -> PipelineRunner:
-        """Cut ``plain`` into stages and keep this rank's. Collective. Raises as ``sections``."""
-        return self.replica(plain, *self.sections(plain))
+        """Cut ``plain`` into stages and keep this rank's. Collective. Raises as ``cut_stages``."""
+        return self.replica(plain, *self.cut_stages(plain))
 
     def replica(
-        self, plain: nn.Module, sections: Sequence[VirtualStage], holding: StageOwnership | None
+        self, plain: nn.Module, virtual_stages: Sequence[VirtualStage], holding: StageOwnership | None
     ) -> PipelineRunner:
         """Build the runner of this rank's virtual stages. Collective.
 
         Args:
             plain: the whole model.
-            sections: this rank's virtual stages.
-            holding: ownership of tensors over ranks, from ``sections`` as well; None where the model is not cut.
+            virtual_stages: this rank's virtual stages.
+            holding: ownership of tensors over ranks, from ``virtual_stages`` as well; None where the model is not cut.
         """
-        return PipelineRunner(self._config, self._run_context, plain, sections, holding)
+        return PipelineRunner(self._config, self._run_context, plain, virtual_stages, holding)
 
-    def sections(
+    def cut_stages(
         self, plain: nn.Module, closed: Collection[str] = ()
     ) -> tuple[Sequence[VirtualStage], StageOwnership | None]:
         """Cut the model into stages. Collective.
@@ -109,7 +109,7 @@ class MicroBatchState:
         leaving: activations sent to the next stage whose gradients come back.
         roots: where backward starts; None until the gradients are here.
         calls: outputs of layers, recorded for split backward.
-        halves: gradients of ``calls``, left by the input backward for the weight backward.
+        call_gradients: gradients of ``calls``, left by the input backward for the weight backward.
     """
 
     training: bool
@@ -121,7 +121,7 @@ class MicroBatchState:
     leaving: list[Tensor] = field(default_factory=list)
     roots: BackwardRoots | None = None
     calls: list[LayerOutput] = field(default_factory=list)
-    halves: Sequence[Tensor | None] = ()
+    call_gradients: Sequence[Tensor | None] = ()
 
 
 class PipelineRunner(ReplicaPart):
@@ -131,12 +131,12 @@ class PipelineRunner(ReplicaPart):
         config: options of the layout, among them the schedule.
         run_context: mesh, communicators and flags of the run.
         plain: the whole model.
-        sections: this rank's virtual stages, in order.
+        virtual_stages: this rank's virtual stages, in order.
         holding: ownership of tensors over ranks; None where the model is not cut.
 
     Attributes:
         cuts: the stage partition; None where the model is not cut.
-        halves: one ``SplitBackward`` a virtual stage for the schedule ``zero_bubble``, otherwise empty.
+        split_backwards: one ``SplitBackward`` a virtual stage for the schedule ``zero_bubble``, otherwise empty.
     """
 
     def __init__(
@@ -144,18 +144,18 @@ class PipelineRunner(ReplicaPart):
         config: PipelineConfig | LayersConfig,
         run_context: RunContext,
         plain: nn.Module,
-        sections: Sequence[VirtualStage],
+        virtual_stages: Sequence[VirtualStage],
         holding: StageOwnership | None,
     ) -> None:
-        modules = [section.module for section in sections]
+        modules = [virtual_stage.module for virtual_stage in virtual_stages]
         super().__init__(modules[0], run_context, others=modules[1:], plain=plain)
-        self._comm, self._sections = run_context.comms.axis("stage"), sections
+        self._comm, self._virtual_stages = run_context.comms.axis("stage"), virtual_stages
         self._schedule, self._ranks, self._here = config.schedule, self._comm.size, self._comm.rank
-        self._last = self._ranks * len(sections) - 1
+        self._last = self._ranks * len(virtual_stages) - 1
         self._messages = StageMessages(self._comm)
         self._known: dict[bool, tuple[LossFn, tuple[str, ...]]] = {}
-        self.halves = [SplitBackward(m) for m in modules] if config.schedule == "zero_bubble" else []
-        self._before: list[Mapping[str, int]] = [{} for _ in sections]
+        self.split_backwards = [SplitBackward(m) for m in modules] if config.schedule == "zero_bubble" else []
+        self._before: list[Mapping[str, int]] = [{} for _ in virtual_stages]
         self._drawing = False
         self._learns = [False] * (self._last + 2)
         self._held: list[list[nn.Parameter]] = []
@@ -172,7 +172,7 @@ class PipelineRunner(ReplicaPart):
             self._drawing = holding.draws
         self._shared = SharedGradients(groups, run_context.reproducible)
         self._relay = _Relay(self, inspect.signature(plain.forward))
-        self._sink: GradientReadyHook | None = None
+        self._grad_hook: GradientReadyHook | None = None
         self._reporting = False
         if holding is not None:
             places = {name: f"on stage {rows[0]} of the model" for name, rows in holding.stages.items()}
@@ -181,30 +181,30 @@ class PipelineRunner(ReplicaPart):
     def _look_what_learns(self) -> None:
         """Look up which stages receive values that depend on trained parameters: scripts freeze and unfreeze some."""
         self._shared.look()
-        for each in self.halves:
+        for each in self.split_backwards:
             each.look()
         trained = [any(p.requires_grad for p in row) for row in self._held]
         self._learns = [any(trained[:stage]) for stage in range(len(trained) + 1)] if trained else self._learns
 
-    def connect(self, sink: GradientReadyHook) -> None:
-        """Report each parameter's gradient to ``sink`` once, in the last backward that adds to it."""
+    def connect(self, grad_hook: GradientReadyHook) -> None:
+        """Report each parameter's gradient to ``grad_hook`` once, in the last backward that adds to it."""
         for handle in self._connected:
             handle.remove()
         trained = [p for _, p in parameters(self.parts) if p.requires_grad and p not in self._shared.parameters]
         self._connected = [parameter.register_post_accumulate_grad_hook(self._ready) for parameter in trained]
-        self._sink = sink
+        self._grad_hook = grad_hook
 
     def replaced(self, by: Mapping[nn.Parameter, nn.Parameter]) -> None:
         """Use the parameter objects that are values of ``by`` in place of its keys."""
         self._shared.replace(by)
-        for each in self.halves:
+        for each in self.split_backwards:
             each.replace(by)
 
     def _ready(self, parameter: Tensor) -> None:
-        if self._reporting and self._sink is not None:
-            self._sink.gradient_ready(parameter)
+        if self._reporting and self._grad_hook is not None:
+            self._grad_hook.gradient_ready(parameter)
 
-    def run(self, micro_batches: Sequence[MicroBatch], loss: LossFn, sink: GradientReadyHook | None) -> LossSums:
+    def run(self, micro_batches: Sequence[MicroBatch], loss: LossFn, grad_hook: GradientReadyHook | None) -> LossSums:
         """Run one logical worker's micro-batches through all stages, in the schedule's order.
 
         Collective: messages between neighbouring stages, and a broadcast of the loss sums from the last stage.
@@ -212,7 +212,7 @@ class PipelineRunner(ReplicaPart):
         Args:
             micro_batches: the worker's, in order.
             loss: the user's loss function, called for each micro-batch on every virtual stage.
-            sink: gradient-ready hook; None to run forwards only.
+            grad_hook: gradient-ready hook; None to run forwards only.
 
         Returns:
             The loss sums of all micro-batches, on every stage.
@@ -221,13 +221,13 @@ class PipelineRunner(ReplicaPart):
             UsageError: the loss function fails on the last stage (raised on every rank), or calls the model in a way
                 that stages cannot follow; or the script has changed a constant of the traced forward.
         """
-        training = sink is not None
-        count, chunks = len(micro_batches), len(self._sections)
+        training = grad_hook is not None
+        count, chunks = len(micro_batches), len(self._virtual_stages)
         order = (
             make_order(self._schedule, self._ranks, count, chunks) if training else forwards(self._ranks, count, chunks)
         )
         flights: dict[tuple[int, int], MicroBatchState] = {}
-        turn = _Turn(loss, sink)
+        turn = _Turn(loss, grad_hook)
         self._look_what_learns()
         if training:
             self._shared.begin()
@@ -272,11 +272,11 @@ class PipelineRunner(ReplicaPart):
     def _forward(self, action: Action, micro_batch: MicroBatch, turn: _Turn) -> MicroBatchState:
         """Run the loss function up to its call of the model; on the last stage, up to the loss."""
         stage, chunk = action.stage, action.stage // self._ranks
-        training = turn.sink is not None
+        training = turn.grad_hook is not None
         self.enter(micro_batch, self._before[chunk])
         flight = MicroBatchState(training, (training, *shapes(micro_batch.batch)))
-        if self.halves and training:
-            flight.calls = self.halves[chunk].record()
+        if self.split_backwards and training:
+            flight.calls = self.split_backwards[chunk].record()
         self._relay.enter(stage, flight)
         try:
             self._lose(stage, micro_batch, flight, turn)
@@ -307,7 +307,7 @@ class PipelineRunner(ReplicaPart):
 
     def _knows(self, turn: _Turn) -> bool:
         """Return whether the last stage has reported success of this loss function before."""
-        known = self._known.get(turn.sink is not None)
+        known = self._known.get(turn.grad_hook is not None)
         return known is not None and known[0] is turn.loss
 
     def _agree_on_loss(self, turn: _Turn) -> None:
@@ -324,7 +324,7 @@ class PipelineRunner(ReplicaPart):
             raise turn.failure
         if "what" in reply:
             raise UsageError(**reply)
-        self._known[turn.sink is not None] = turn.loss, tuple(reply["names"])
+        self._known[turn.grad_hook is not None] = turn.loss, tuple(reply["names"])
 
     def _check_constants(self) -> None:
         """Raise UsageError where the script has changed an attribute that the traced forward holds as a constant."""
@@ -341,7 +341,7 @@ class PipelineRunner(ReplicaPart):
         chunk = stage // self._ranks
         self.draws.moment = flight.moment
         last = bool(micro_batch.samples) and micro_batch.last and kind != "I"
-        if last and turn.sink is not None:
+        if last and turn.grad_hook is not None:
             turn.arm()
         if kind != "W" and flight.roots is None:
             gradients = self._messages.receive("gradients", (stage + 1, *flight.key))[0] if flight.leaving else []
@@ -356,11 +356,11 @@ class PipelineRunner(ReplicaPart):
             if kind == "B":
                 torch.autograd.backward(roots.tensors, roots.gradients)
             elif kind == "I":
-                found = self.halves[chunk].inputs(roots, flight.entered, flight.calls)
-                entered, flight.halves = found[: len(flight.entered)], found[len(flight.entered) :]
+                found = self.split_backwards[chunk].inputs(roots, flight.entered, flight.calls)
+                entered, flight.call_gradients = found[: len(flight.entered)], found[len(flight.entered) :]
                 flight.gradients |= {i: g for i, g in enumerate(entered) if g is not None}
             else:
-                for parameter in self.halves[chunk].weights(roots, flight.calls, flight.halves):
+                for parameter in self.split_backwards[chunk].weights(roots, flight.calls, flight.call_gradients):
                     if parameter not in self._shared.parameters:
                         self._ready(parameter)
         self._reporting = False
@@ -384,15 +384,15 @@ class PipelineRunner(ReplicaPart):
         Raises:
             StageReached: on every other stage, after the sends of its activations have started.
         """
-        section = self._sections[stage // self._ranks]
+        virtual_stage = self._virtual_stages[stage // self._ranks]
         if stage > 0:
             self._enter(flight, stage)
-        result = section.module(*(given[name] for name in section.given), *flight.values)
-        if self.halves:
-            self.halves[stage // self._ranks].stop()
+        result = virtual_stage.module(*(given[name] for name in virtual_stage.given), *flight.values)
+        if self.split_backwards:
+            self.split_backwards[stage // self._ranks].stop()
         if stage == self._last:
             return result
-        values = crossing_values(result, section)
+        values = crossing_values(result, virtual_stage)
         if self._drawing:
             values.append(self.draws.state.to(self._comm.device))
         forms = self._messages.send("activations", values, (stage + 1, *flight.key))
@@ -414,17 +414,17 @@ class PipelineRunner(ReplicaPart):
 
     def whole(self, args: Any, kwargs: Any) -> Any:
         """Run the forward of a model that is not cut."""
-        return self._sections[0].module(*args, **kwargs)
+        return self._virtual_stages[0].module(*args, **kwargs)
 
     def _finish_shared(self, count: int, turn: _Turn) -> None:
         self._shared.finish(count)
-        if turn.armed and self._sink is not None:
+        if turn.armed and self._grad_hook is not None:
             for parameter in self._shared.parameters:
-                self._sink.gradient_ready(parameter)
+                self._grad_hook.gradient_ready(parameter)
 
     def _spread(self, turn: _Turn, samples: int) -> LossSums:
         """Broadcast the last stage's loss sums to every stage."""
-        _, names = self._known[turn.sink is not None]
+        _, names = self._known[turn.grad_hook is not None]
         sums = torch.zeros(2 + len(names), dtype=torch.float64, device=self._comm.device)
         if turn.total is not None:
             sums.copy_(turn.total.sums)
@@ -437,15 +437,15 @@ class _Turn:
     """State of one ``run``, that is of one logical worker's micro-batches."""
 
     loss: LossFn
-    sink: GradientReadyHook | None
+    grad_hook: GradientReadyHook | None
     total: LossSums | None = None
     armed: bool = False
     failure: Exception | None = None
 
     def arm(self) -> None:
         """Call ``prepare_for_backward`` once, before the first backward after which a gradient is complete."""
-        if not self.armed and self.sink is not None:
-            self.sink.prepare_for_backward(self.total)
+        if not self.armed and self.grad_hook is not None:
+            self.grad_hook.prepare_for_backward(self.total)
         self.armed = True
 
 

@@ -39,12 +39,12 @@ class SplitBackward:
     gradients bit by bit.
     """
 
-    def __init__(self, section: nn.Module) -> None:
-        self._all = list(section.parameters())
+    def __init__(self, stage: nn.Module) -> None:
+        self._all = list(stage.parameters())
         self._trained: list[nn.Parameter] = []
         self._late: set[nn.Parameter] | None = None
         self._calls: list[LayerOutput] | None = None
-        for module in section.modules():
+        for module in stage.modules():
             own = next(module.parameters(recurse=False), None)
             if own is not None and next(module.children(), None) is None:
                 module.register_forward_hook(self._note)

@@ -62,7 +62,7 @@ def stages_here(
     mine = range(here, len(held), ranks)
     also = [_aliases(row.keys(), plain, nodes) for row, nodes in zip(held, found.stages, strict=True)]
     also[0] |= idle
-    sections = cut_into_stages(plain, found.graph, found.bounds, also)
+    virtual_stages = cut_into_stages(plain, found.graph, found.bounds, also)
     borrowed = {n for n, s in holders.items() if here in {i % ranks for i in s} and s[0] % ranks != here}
     groups: dict[tuple[int, ...], list[nn.Parameter]] = {}
     for name, parameter in parameters([plain]):
@@ -74,7 +74,7 @@ def stages_here(
     # Draws of the loss function continue where the model's last draw has ended, which may be on an earlier stage.
     draws = any(map(draws_by_functions, own)) or (bool(calls[-1]) and calls[-1] == last)
     where = {names[i]: [stage for stage, each in enumerate(used) if i in each] or [0] for i in names} | holders
-    return [sections[i] for i in mine], StageOwnership(
+    return [virtual_stages[i] for i in mine], StageOwnership(
         found, frozenset(borrowed), list(groups.items()), calls, where, draws
     )
 

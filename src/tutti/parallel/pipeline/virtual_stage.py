@@ -84,13 +84,13 @@ def cut_into_stages(
     last = last_uses(graph)
     [output] = [n for n in graph.nodes if n.op == "output"]
     crossing = [[n for n in nodes[:bound] if last[n] >= bound] for bound in bounds]
-    sections = []
+    stages = []
     for number, (low, high) in enumerate(pairwise(bounds)):
         end = output if number == len(bounds) - 2 else None
         passed = [] if end else crossing[number + 1]
         given = _given(graph, nodes[low:high], end)
-        sections.append(_section(plain, given, nodes[low:high], crossing[number], passed, end, also[number]))
-    return sections
+        stages.append(_section(plain, given, nodes[low:high], crossing[number], passed, end, also[number]))
+    return stages
 
 
 def last_uses(graph: fx.Graph) -> dict[fx.Node, int]:
@@ -203,9 +203,9 @@ def _tidy(module: nn.Module, plain: nn.Module) -> None:
             own.__class__ = nn.ModuleList
 
 
-def crossing_values(outputs: Any, section: VirtualStage) -> list[Any]:
+def crossing_values(outputs: Any, stage: VirtualStage) -> list[Any]:
     """Return the outputs of a stage as a list."""
-    return [outputs] if section.alone else list(outputs)
+    return [outputs] if stage.alone else list(outputs)
 
 
 def check_buffers(stages: Sequence[Sequence[fx.Node]], plain: nn.Module) -> None:

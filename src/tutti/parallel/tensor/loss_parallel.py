@@ -48,10 +48,10 @@ def cross_entropy(
     _check(target, ignored, slice_.length)
     elsewhere = (target < mine.start) | (target >= mine.stop)
     rows = (target - mine.start).masked_fill(elsewhere, 0).unsqueeze(dim)
-    lanes = [wide.logsumexp(dim), wide.gather(dim, rows).squeeze(dim).masked_fill(elsewhere, 0)]
+    statistics = [wide.logsumexp(dim), wide.gather(dim, rows).squeeze(dim).masked_fill(elsewhere, 0)]
     if label_smoothing:
-        lanes.append(wide.sum(dim))
-    table = slice_.ranks.join(torch.stack(lanes), f"loss of {slice_.name}")
+        statistics.append(wide.sum(dim))
+    table = slice_.ranks.join(torch.stack(statistics), f"loss of {slice_.name}")
     all_, own = table[:, 0].logsumexp(0), table[:, 1].sum(0)
     loss = all_ - own
     if label_smoothing:

@@ -26,7 +26,7 @@ _SAMPLES = 2
 """Samples of the trial: few, because its scores are whole."""
 
 
-def with_scores(
+def add_loss_parallel(
     plain: nn.Module, plan: Sequence[PlanEntry], trial: Callable[..., Any] | None, device: torch.device
 ) -> list[PlanEntry]:
     """Return the plan with the role ``scores`` for gathered linear layers whose outputs only a loss reads.

@@ -40,7 +40,7 @@ class TensorRunner(WholeRunner):
         super().__init__(module, run_context)
         self._outputs = Outputs(module)
 
-    def run(self, micro_batches: Sequence[MicroBatch], loss: LossFn, sink: GradientReadyHook | None) -> LossSums:
+    def run(self, micro_batches: Sequence[MicroBatch], loss: LossFn, grad_hook: GradientReadyHook | None) -> LossSums:
         """Run as a whole model, with outputs left split for the loss function."""
         with self._outputs.kept():
-            return super().run(micro_batches, loss, sink)
+            return super().run(micro_batches, loss, grad_hook)

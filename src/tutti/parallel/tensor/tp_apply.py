@@ -15,7 +15,7 @@ from tutti.nn.swap import buffers, describe_tensors, other_names, parameters
 from tutti.parallel.ddp.replica_part import ReplicaPart
 from tutti.parallel.tensor.head_parallel import HeadParallelAttention
 from tutti.parallel.tensor.local_shape import HeadParallelBlock, run_within
-from tutti.parallel.tensor.loss_parallel_plan import hooked, with_scores
+from tutti.parallel.tensor.loss_parallel_plan import add_loss_parallel, hooked
 from tutti.parallel.tensor.tensor_slice import LayerSlice
 from tutti.parallel.tensor.tp_layers import (
     ColumnParallelLinear,
@@ -127,7 +127,7 @@ class TensorParallelizer:
             finder = PlanFinder(module, comm.size, config.least, config.whole, drops=comm.device.type == "cpu")
             # Compiled code takes no split tensors.
             trial = run_context.trial if run_context.compile == "none" else None
-            found = [entry.as_json() for entry in with_scores(module, finder.find(), trial, comm.device)]
+            found = [entry.as_json() for entry in add_loss_parallel(module, finder.find(), trial, comm.device)]
         return [PlanEntry.from_json(entry) for entry in comm.broadcast_json(found, 0, "plan of the split")]
 
     def _cut(self, parameter: nn.Parameter, cut: TensorCut, tied: tuple[str, ...]) -> ShardSpec:
