@@ -248,7 +248,7 @@ def test_a_script_goes_on_with_the_workers_that_it_names(strategy: str, tmp_path
         for said, (clock, start), _ in answers:
             assert clock == 4 and any(f"workers 4 → {workers} from step 4 on: " in text for text in said)
             assert any("begins with the merged batch-norm statistics" in text for text in said)
-            assert any("average of the saved ones' parameters" in text for text in said) == ("local" in strategy)
+            assert any("average of the saved workers' parameters" in text for text in said) == ("local" in strategy)
             assert start == answers[0][1][1]
         assert len({end for _, _, end in answers}) == 1
     same = worlds.run(3, rescaled, folder=folder, workers=4, strategy=strategy)

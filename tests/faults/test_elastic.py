@@ -130,7 +130,7 @@ def test_workers_that_trained_alone_are_merged_with_a_message(tmp_path: Path) ->
     settings: dict[str, Any] = {"optimizer": OPTIMIZERS[0], "reproducible": True}
     ids, _, _, warnings = chain(tmp_path, places, [3, 8, STEPS], **settings)
     assert mismatches(ids) == 0
-    assert len(warnings) == 1 and "merged into their average" in warnings[0]
+    assert len(warnings) == 1 and "parameters of the saved workers are averaged" in warnings[0]
 
 
 SAME: list[str] = ["single", "mirrored", "mirrored:algorithm=native", "model_parallel", "local_sgd:period=3"]

@@ -282,7 +282,7 @@ class Checkpoints:
         """Restore the run from the newest checkpoint that verifies, on every rank.
 
         The number of workers may differ from the checkpoint's only if the user named it; a warning then says which
-        state begins anew. Collective.
+        state starts afresh. Collective.
 
         Returns:
             The checkpoint's facts; None where the folder has no checkpoint.
@@ -316,9 +316,7 @@ class Checkpoints:
         if rescaled:
             self.warn(other_workers(manifest, self._run))
         elif trained_alone(manifest) and self._run.exchange.loss_normalisation == "step":
-            self.warn(
-                "the saved workers' own parameters are merged into their average, their optimizers' into the first"
-            )
+            self.warn("the parameters of the saved workers are averaged; the first worker's optimizer state is used")
         load_scale(manifest, self._run)
         load_adascale(manifest, self._run)
         saved = CheckpointReader(manifest)
@@ -422,7 +420,7 @@ def _other_workers(manifest: Manifest, own: Mapping[str, Any]) -> CheckpointErro
 
 
 def other_workers(manifest: Manifest, run: Run) -> str:
-    """Return the warning that says which state begins anew with another number of workers.
+    """Return the warning that says which state starts afresh with another number of workers.
 
     Raises CheckpointError with AdaScale, whose step count depends on the number of workers.
     """
@@ -432,7 +430,7 @@ def other_workers(manifest: Manifest, run: Run) -> str:
             f"the checkpoint was made with workers {saved}, not {mine}",
             where=str(manifest.path),
             why="--lr-scale adascale counts steps of one worker's share of the batch, which would change",
-            remedy=f"go on with --workers {saved}, or begin anew with --init-from",
+            remedy=f"resume with --workers {saved}, or start a new run with --init-from",
         )
     kept = {name.partition("/")[2].partition("/")[0] for name in manifest.tensors.get("workers", {})}
     begins = []
@@ -440,7 +438,7 @@ def other_workers(manifest: Manifest, run: Run) -> str:
         begins.append("every worker begins with the merged batch-norm statistics")
     if trained_alone(manifest):
         begins.append(
-            "every worker begins at the average of the saved ones' parameters, with the first one's optimizer"
+            "every worker begins with the average of the saved workers' parameters and the first worker's optimizer"
         )
     begins.append(f"shares of the batch and random draws are those of {mine} workers")
     return f"workers {saved} → {mine} from step {manifest.facts['step']} on: {'; '.join(begins)}"

@@ -75,7 +75,7 @@ def run(
         seconds without progress that end a process, at the start and in a step;
         0: never; default: 1800, timeout of tutti.init
     max_restarts:
-        times to start the script anew after a failure
+        times to restart the script after a failure
     show_all:
         show every process's output, not the first one's only
     """

@@ -60,7 +60,7 @@ def keeps_state(strategy: str, setting: RunContext) -> bool:
 def _refuse(subject: str, what: str, strategy: str) -> None:
     raise UsageError(
         f"{subject} was given to an earlier tutti.prepare with strategy {strategy}",
-        why=f"since then its {what} live in parts, and this run would begin with others",
-        remedy="take --strategy mirrored; or build both anew, with run.save and run.restore for the same data set, or "
-        "init_from=… for the weights alone",
+        why=f"since then this rank has only a part of its {what}, and this run would start from different ones",
+        remedy="take --strategy mirrored; or build both again and load with run.restore for the same data set, or "
+        "init_from=… for the weights only",
     )
