@@ -225,4 +225,4 @@ def begun() -> str:
 
 
 def test_a_run_that_has_stepped_is_not_begun_again() -> None:
-    assert all("has stepped" in text for text in worlds.run(2, begun))
+    assert all("already made steps" in text for text in worlds.run(2, begun))
