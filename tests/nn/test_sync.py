@@ -215,4 +215,4 @@ def twice() -> str:
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_gradients_of_gradients_are_refused(size: int) -> None:
-    assert all("does not go with gradients of gradients" in said for said in worlds.run(size, twice))
+    assert all("cannot be combined with gradients of gradients" in said for said in worlds.run(size, twice))

@@ -183,7 +183,7 @@ REFUSED: list[tuple[dict[str, Any], nn.Module | None, str]] = [
     ({"reproducible": True}, None, "not reproducible on several devices"),
     ({"identical_batches": True}, None, "cannot be combined with identical batches"),
     ({"micro_batch": 5}, None, "take --micro-batch 6 or leave it out"),
-    ({}, nn.Dropout(0.2), "does not go with 8, which draws random numbers"),
+    ({}, nn.Dropout(0.2), "cannot be combined with 8, which draws random numbers"),
     ({}, Noisy(), "by a function such as dropout"),
 ]
 

@@ -130,7 +130,7 @@ def _blocks(sequence: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def refuse_draws(what: str) -> NoReturn:
     """Raise UsageError: ``what`` draws, and a device computes all its workers as one batch."""
     raise UsageError(
-        f"batch_norm='sync' with several workers a device does not go with {what}",
+        f"batch_norm='sync' with several workers a device cannot be combined with {what}",
         why="a device's workers are computed as one batch, so that draws would depend on the number of devices",
         remedy="take as many workers as devices, leave dropout and the like out, or take another batch norm",
     )

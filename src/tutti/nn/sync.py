@@ -158,7 +158,7 @@ class _Normalise(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         if torch.is_grad_enabled():
             raise UsageError(
-                f"batch_norm='sync' does not go with gradients of gradients (batch norm {ctx.norm.number})",
+                f"batch_norm='sync' cannot be combined with gradients of gradients (batch norm {ctx.norm.number})",
                 why="its statistics are of all devices' samples, and so would be the second derivative",
                 remedy="compute the penalty without create_graph=True, or leave out batch_norm='sync'",
             )
@@ -211,7 +211,7 @@ def convert_sync_batch_norm(model: nn.Module, line: StatisticsCommunicator, work
         own = isinstance(module, NormBase) and not isinstance(module, BatchNormBase) and module.track_running_stats
         if own and workers > 1:
             raise UsageError(
-                f"batch_norm='sync' does not go with the running statistics of {name}",
+                f"batch_norm='sync' cannot be combined with the running statistics of {name}",
                 why="they follow each worker's own samples",
                 remedy="make it with track_running_stats=False, or leave out batch_norm='sync'",
             )

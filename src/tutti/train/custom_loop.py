@@ -172,7 +172,7 @@ class CustomLoop:
         if not self._accounted and self._begun and self._final:
             if self._exchange.gradient_at == "servers":
                 raise UsageError(
-                    "a global batch without an update does not go with parameter servers",
+                    "a global batch without an update cannot be combined with parameter servers",
                     where=f"step {self._run.clock + 1}",
                     why="servers wait for a gradient of every rank in every step",
                     remedy="call run.backward and optimizer.step() for each, or take --strategy mirrored",
@@ -205,7 +205,7 @@ class CustomLoop:
 
     def _refuse_twice(self, error: RuntimeError) -> NoReturn:
         raise UsageError(
-            "the loss has a gradient in it (create_graph=True), which does not go with sharded parameters",
+            "the loss has a gradient in it (create_graph=True), which cannot be combined with sharded parameters",
             where=f"step {self._run.clock + 1}",
             why="FSDP2 frees the gathered parameters after the first backward, and the second needs them again",
             remedy="take sharded:stage=1 or --strategy mirrored",
@@ -317,7 +317,7 @@ class CustomLoop:
         """Raise UsageError for a second gradient before an update on parameter servers: one push a global batch."""
         if self._exchange.gradient_at == "servers" and self._unapplied:
             raise UsageError(
-                "a second gradient before optimizer.step() does not go with parameter servers",
+                "a second gradient before optimizer.step() cannot be combined with parameter servers",
                 where=f"step {self._run.clock + 1}",
                 why="the first one is on the servers, where a script cannot add to it",
                 remedy="add the losses up and call run.backward once, or take --strategy mirrored",

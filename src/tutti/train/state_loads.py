@@ -109,7 +109,7 @@ class StateLoads:
             self._refuse_part(statistics[0], "each logical worker has statistics of its own")
         if not self._row.averages and self._run.taken:
             raise UsageError(
-                "load_state_dict of the model in the middle of a run does not go with this strategy",
+                "load_state_dict of the model in the middle of a run cannot be combined with this strategy",
                 where=f"step {self._run.clock}",
                 why="gradients of other weights are on their way to the servers",
                 remedy="call it before the first step, or take --strategy mirrored",

@@ -82,7 +82,7 @@ class ServerSession:
         parameters = [p for _, p in trained]
         if isinstance(handle, SeveralOptimizers):
             raise UsageError(
-                "parameter servers do not go with several optimizers",
+                "parameter servers cannot be combined with several optimizers",
                 why="a server has one optimizer, and updates all of its parameters at once",
                 remedy="put the parameters into groups of one optimizer, or take --strategy mirrored",
             )
