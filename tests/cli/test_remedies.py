@@ -18,9 +18,9 @@ MORE = [
     ("train digits --devices 3 --strategy tensor:tensor=2", 2, "cannot hold"),
     ("train digits --devices 3 --strategy model_parallel:stages=2", 2, "cannot hold"),
     ("train digits --devices 2 --strategy sharded --reproducible", 2, "not reproducible"),
-    ("train digits --devices 2 --strategy sharded --lr-scale adascale --optimizer sgd:lr=0.1", 2, "does not go"),
+    ("train digits --devices 2 --strategy sharded --lr-scale adascale --optimizer sgd:lr=0.1", 2, "cannot be combined"),
     ("train digits --devices 4 --batch-size 3", 2, "less than one sample"),
-    ("train digits --reproducible --threads 2", 2, "does not go"),
+    ("train digits --reproducible --threads 2", 2, "cannot be combined"),
     ("train digits --strategy parameter_server:mode=async --ema 0.9 --devices 2", 2, "--ema cannot be combined"),
 ]
 CASES = [(line, message) for line, code, message in [*REFUSALS, *MORE] if line.startswith("train ") and code == 2]
