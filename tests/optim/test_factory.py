@@ -189,7 +189,7 @@ def test_a_copy_is_the_same_algorithm_or_refused() -> None:
     whole = Needing(trained, 0.5)
     part = from_instance(whole)(list(net.named_parameters())[2:])
     assert isinstance(part, Needing) and part.power == 0.5  # type: ignore[attr-defined]
-    with pytest.raises(UsageError, match=r"Needing cannot be made anew.*power"):
+    with pytest.raises(UsageError, match=r"Needing cannot be constructed again for other parameters.*power"):
         from_instance(Needing(trained, 0.5, kept="_exponent"))(list(net.named_parameters())[2:])
 
     class Moded(torch.optim.SGD):
