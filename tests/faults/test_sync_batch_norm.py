@@ -13,6 +13,8 @@ from torch import nn
 import tutti
 from tests import worlds
 from tests.nn.test_sync import converted
+from tutti.comm.communicator import everybody
+from tutti.launcher import context
 
 pytestmark = pytest.mark.faults
 
@@ -20,6 +22,8 @@ pytestmark = pytest.mark.faults
 def meeting(place: str, action: str) -> str:
     """Rank 2 fails before forward or before backward."""
     norm: Any = converted(nn.BatchNorm1d(3))
+    # No rank may still be connecting when rank 2 fails.
+    everybody(context.current()).agree(["connected"], "the start", "connect on every rank")
     inputs = torch.randn(4, 3, requires_grad=True)
     try:
         for now in ("forward", "backward"):
