@@ -98,7 +98,10 @@ def _remedy(complaint: str) -> str:
 
 
 def probe_main(ranks: int, directory: Path) -> int:
-    """Start the ranks, measure, and return the launcher's exit code."""
+    """Start ``ranks`` local ranks that probe collectives, and return the launcher's exit code.
+
+    Rank 0 writes the measurements into ``directory``.
+    """
     die_with_parent()
     # Imported here so that the measured start does not include the import of torch.
     import torch  # noqa: F401

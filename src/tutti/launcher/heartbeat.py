@@ -152,6 +152,6 @@ saving = Lane()
 
 
 def beat_into(memory: memoryview) -> None:
-    """Move all heartbeats into ``memory``, of ``SIZE`` bytes."""
+    """Keep this process's heartbeats in ``memory`` (``SIZE`` bytes) from now on, the present ones included."""
     for number, block in enumerate((process, training, saving)):
         block.place(memory[number * _BLOCK : (number + 1) * _BLOCK])

@@ -55,7 +55,9 @@ def ghost_backward(
     x: Tensor, dy: Tensor, dx: Tensor, weight: Tensor | None, means: Tensor, scales: Tensor, dweight: Tensor,
     dbias: Tensor, first: Sequence[int], last: bool,
 ) -> None:  # fmt: skip
-    """Write the input's gradient into ``dx``, and each ghost's part of the gradients of weight and bias.
+    """Backward of ghost batch norm: write that of the input into ``dx``, each ghost's into ``dweight`` and ``dbias``.
+
+    A ghost is a part of the batch that is normalised by itself.
 
     Args:
         x: the forward's input; see the module for shapes.

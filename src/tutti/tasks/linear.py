@@ -32,10 +32,10 @@ def linear_task(config: LineConfig) -> Task:
 
 
 def points(count: int) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Return x and y, each float32 (count, 1).
+    """Return x and y = slope · x + intercept + noise, each float32 (count, 1), the same in every call.
 
-    The noise is a sum of twelve uniform numbers, less 6: close to normal, and bit-identical on every machine, unlike
-    logarithms.
+    The noise is a sum of twelve uniform numbers, less 6: close to normal, and bit-identical on every machine, which
+    formulas with logarithms (Box-Muller) are not.
     """
     draws = uniform(hash64(np.arange(13)[:, None], np.arange(count)))
     x = 2 * draws[0] - 1

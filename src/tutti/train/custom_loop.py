@@ -360,7 +360,7 @@ class CustomLoop:
     # --- the update ------------------------------------------------------------------------------------------------
 
     def step(self, index: int | None) -> bool:
-        """Carry out ``optimizer.step()``: in a rank's last body an update of that optimizer's parameters, else nothing.
+        """Carry out ``optimizer.step()``: an update in the rank's last micro-batch of a global batch, else nothing.
 
         Args:
             index: index in ``optimizers``; None for all of them.

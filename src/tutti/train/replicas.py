@@ -67,7 +67,10 @@ def check_replicas(run: Run, what: str) -> None:
 
 
 def seldom(run: Run) -> bool:
-    """Return whether the last comparison was at least ``SELDOM`` steps ago, for the ends of epochs."""
+    """Return whether replicas were last compared over ranks at least ``SELDOM`` steps ago.
+
+    At the end of an epoch they are compared again only then.
+    """
     return run.taken - run.compared >= SELDOM
 
 

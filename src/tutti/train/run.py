@@ -488,7 +488,10 @@ class Run:
         return self.custom.stepped
 
     def gated_step(self) -> bool:
-        """Carry out ``optimizer.step()`` of a custom loop whose optimizer was given as options; return if it acted."""
+        """Carry out ``optimizer.step()`` in a custom loop whose optimizer ``tutti.prepare`` made from options.
+
+        Returns whether it was an update: in a rank's last micro-batch of a global batch; before that it does nothing.
+        """
         return self.custom.step(None)
 
     # ---------------------------------------------------------------------------------------------------------------
