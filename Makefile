@@ -9,7 +9,7 @@ BENCH := $(VENV)/.bench
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help venv test contract scripts fuzz faults peers reliability demo lint bench soak study alike clean
+.PHONY: help venv test full contract scripts fuzz faults peers reliability demo lint bench soak study alike clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
@@ -29,8 +29,11 @@ $(BENCH): $(READY)
 	touch $@
 
 # Three at once on two cores: a good part of the tests waits for processes, timeouts and the disk.
-test: $(READY)  ## every test and doctest
+test: $(READY)  ## every test and doctest; of large tables a pairwise part
 	$(BIN)/pytest -q -n 3 --dist worksteal
+
+full: $(READY)  ## what `make test` leaves out of all tables but those of contract, scripts, fuzz and faults
+	$(BIN)/pytest -q -n 3 --dist worksteal -m full
 
 # The whole table is about a day on two cores; each part of it has something of everything.
 PART ?= 1/1

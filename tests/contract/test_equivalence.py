@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests import worlds
-from tests.contract.table import OPTIMIZERS, STRATEGIES, Case, largest_difference, pairwise, part, train
+from tests.contract.table import DEVICES, OPTIMIZERS, STRATEGIES, Case, largest_difference, pairwise, part, train, whole
 
 TOLERANCE = 1e-10
 PART = os.environ.get("CONTRACT_PART")
@@ -34,10 +34,11 @@ def reference(strategy: str, optimizer: str, case: Case, exact: bool) -> Any:
 
 
 def check(case: Case) -> None:
-    specification, single, exact = STRATEGIES[case.strategy]
+    specification, single, _ = STRATEGIES[case.strategy]
     optimizer = OPTIMIZERS[case.optimizer]
-    for reproducible in (False, True) if exact else (False,):
-        want, losses, digest = reference(single, optimizer, replace(case, strategy="", devices=1), reproducible)
+    for reproducible in case.modes:
+        alone = replace(case, strategy="", devices=1, reproducible=None)
+        want, losses, digest = reference(single, optimizer, alone, reproducible)
         for got, own_losses, own_digest in worlds.run(
             case.devices,
             train,
@@ -60,6 +61,17 @@ def check(case: Case) -> None:
 @pytest.mark.parametrize("case", pairwise(), ids=str)
 def test_equals_one_device(case: Case) -> None:
     check(case)
+
+
+def test_ordinary_runs_hold_every_pair() -> None:
+    """Every strategy with each optimizer, on 1 to 4 devices and in each of its modes, where that runs at all."""
+    chosen = pairwise()
+    assert {(case.strategy, case.optimizer) for case in chosen} == {(c.strategy, c.optimizer) for c in whole()}
+    devices = {(case.strategy, case.devices) for case in whole() if case.devices < 8}
+    assert devices <= {(case.strategy, case.devices) for case in chosen}
+    assert {case.devices for case in chosen} == set(DEVICES)
+    modes = {(case.strategy, mode) for case in chosen for mode in case.modes}
+    assert modes == {(case.strategy, mode) for case in whole() for mode in case.modes}
 
 
 @pytest.mark.contract

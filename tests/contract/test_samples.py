@@ -14,6 +14,7 @@ from torch.utils.data import IterableDataset
 
 import tutti
 from tests import worlds
+from tests.covering import table
 from tutti.data.adapt import adapt
 from tutti.data.order import permutation
 
@@ -137,17 +138,16 @@ def joined(answers: list[Any], case: int, which: int) -> list[list[Any]]:
 CASES: list[tuple[int, int, int | None]] = [(23, 8, None), (23, 8, 2), (70, 25, 3), (24, 8, None), (5, 9, None)]
 
 
-@pytest.mark.parametrize("data", ["numbered", "streamed"])
-@pytest.mark.parametrize(("devices", "strategy"), WORLDS)
-def test_every_sample_once_in_the_global_order(devices: int, strategy: str, data: str) -> None:
-    for workers in (4, 5):
-        answers = worlds.run(devices, seen, strategy=strategy, workers=workers, cases=CASES, data=data)
-        for case, (count, batch_size, _) in enumerate(CASES):
-            for which in (1, 2):
-                batches = [[i for i, _ in batch] for batch in joined(answers, case, which)]
-                shuffled = [permutation(0, epoch, count).tolist() for epoch in range(2)]
-                orders = shuffled if data == "numbered" else [order(epoch, count) for epoch in range(2)]
-                assert batches == [o[i : i + batch_size] for o in orders for i in range(0, count, batch_size)]
+@pytest.mark.parametrize(("world", "data", "workers"), table(WORLDS, ["numbered", "streamed"], [4, 5]), ids=str)
+def test_every_sample_once_in_the_global_order(world: tuple[int, str], data: str, workers: int) -> None:
+    devices, strategy = world
+    answers = worlds.run(devices, seen, strategy=strategy, workers=workers, cases=CASES, data=data)
+    for case, (count, batch_size, _) in enumerate(CASES):
+        for which in (1, 2):
+            batches = [[i for i, _ in batch] for batch in joined(answers, case, which)]
+            shuffled = [permutation(0, epoch, count).tolist() for epoch in range(2)]
+            orders = shuffled if data == "numbered" else [order(epoch, count) for epoch in range(2)]
+            assert batches == [o[i : i + batch_size] for o in orders for i in range(0, count, batch_size)]
 
 
 @pytest.mark.parametrize("data", ["augmented", "generated"])

@@ -14,6 +14,7 @@ import tutti
 from tests import worlds
 from tests.contract.models import loss, model, samples
 from tests.contract.table import OPTIMIZERS, STEPS, largest_difference, optimizer_of
+from tests.covering import covering
 from tutti.checkpoint.manager import Checkpoints
 from tutti.data import Sharded
 from tutti.errors import CheckpointError
@@ -124,17 +125,24 @@ def whole(strategy: str, optimizer: str, workers: int, **changes: Any) -> Any:
     return outcome(run)
 
 
-@pytest.mark.parametrize("optimizer", ["sgd momentum", "adamw"])
+Place = tuple[str, int]
+MATRIX = ["sgd momentum", "adamw", "lars", "larc", "lamb", "novograd", "muon", "torch adafactor"]
+
+
+@pytest.mark.parametrize("optimizer", MATRIX)
+def test_matrix_continues_bit_for_bit(optimizer: str, tmp_path: Path) -> None:
+    """Every pair of places with one optimizer, every place before and after with each: a Latin square."""
+    shift = MATRIX.index(optimizer)
+    check_matrix(optimizer, tmp_path, {place: [PLACES[i - shift]] for i, place in enumerate(PLACES)})
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("optimizer", MATRIX)
 def test_matrix_of_all_pairs_continues_bit_for_bit(optimizer: str, tmp_path: Path) -> None:
     check_matrix(optimizer, tmp_path, {place: PLACES for place in PLACES})
 
 
-@pytest.mark.parametrize("optimizer", ["lars", "larc", "lamb", "novograd", "muon", "torch adafactor"])
-def test_matrix_of_neighbours_continues_bit_for_bit(optimizer: str, tmp_path: Path) -> None:
-    check_matrix(optimizer, tmp_path, {place: [PLACES[i - 1]] for i, place in enumerate(PLACES)})
-
-
-def check_matrix(optimizer: str, folders: Path, pairs: Mapping[tuple[str, int], Sequence[tuple[str, int]]]) -> None:
+def check_matrix(optimizer: str, folders: Path, pairs: Mapping[Place, Sequence[Place]]) -> None:
     arguments = {"optimizer": OPTIMIZERS[optimizer], "workers": 4}
     [(want, digest)] = worlds.run(1, whole, strategy="single", **arguments)
     for number, ((strategy, devices), others) in enumerate(pairs.items()):
@@ -151,15 +159,37 @@ SHARDED += [("hybrid:shards=2,tensor=2,least=1", 4), ("hybrid:shards=2,stages=2"
 ALONE = ["local_sgd:period=4", "local_sgd:period=2,post=3", "diloco:period=2", "diloco:period=2,post=1"]
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "novograd", "muon", "torch muon", "torch adafactor"])
+ROWS = ["adamw", "novograd", "muon", "torch muon", "torch adafactor"]
+
+
+def pairs_of_rows() -> dict[Place, list[Place]]:
+    """Every other way to cut them, devices that have all of it, and the other way round."""
+    others = [("mirrored", 2), ("single", 1)]
+    return {place: [*others, SHARDED[i - 1]] for i, place in enumerate(SHARDED)} | {place: SHARDED for place in others}
+
+
+@pytest.mark.parametrize("optimizer", ROWS)
+def test_rows_are_saved_and_continued(optimizer: str, tmp_path: Path) -> None:
+    """Every pair with one optimizer at least, and every place before and after with each."""
+    every = [(before, after, each) for before, others in pairs_of_rows().items() for after in others for each in ROWS]
+    pairs: dict[Place, list[Place]] = {}
+    for before, after, each in covering(every):
+        if each == optimizer:
+            pairs.setdefault(before, []).append(after)
+    check_rows(optimizer, tmp_path, pairs)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("optimizer", ROWS)
 def test_rows_are_saved_and_continued_by_any(optimizer: str, tmp_path: Path) -> None:
-    """By every other way to cut them, by devices that have all of it, and the other way round."""
+    check_rows(optimizer, tmp_path, pairs_of_rows())
+
+
+def check_rows(optimizer: str, folders: Path, pairs: Mapping[Place, Sequence[Place]]) -> None:
     arguments = {"optimizer": OPTIMIZERS[optimizer], "workers": 4, "reproducible": False}
     [(want, _)] = worlds.run(1, whole, strategy="single", **arguments)
-    others = [("mirrored", 2), ("single", 1)]
-    pairs = {place: [*others, SHARDED[i - 1]] for i, place in enumerate(SHARDED)} | {place: SHARDED for place in others}
     for number, ((strategy, devices), after) in enumerate(pairs.items()):
-        folder = tmp_path / str(number)
+        folder = folders / str(number)
         worlds.run(devices, save, strategy=strategy, folder=str(folder), **arguments)
         for other, ranks in after:
             for got, _ in worlds.run(ranks, resume, strategy=other, folder=str(folder), **arguments):
