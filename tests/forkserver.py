@@ -16,6 +16,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from tests.preloaded import MODULES
+
 _SERVER = Path(__file__).with_name("forkserver_main.py")
 _CLEARED = ("OMP_NUM_THREADS", "TUTTI_LOG_RANKS")
 
@@ -29,7 +31,7 @@ class _Server:
         environ = {name: value for name, value in os.environ.items() if name not in _CLEARED}
         source = Path(__file__).parents[1] / "src"
         subprocess.Popen(
-            [sys.executable, str(_SERVER), str(there.fileno())],
+            [sys.executable, str(_SERVER), str(there.fileno()), *MODULES],
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=[there.fileno()],
             env=environ | {"PYTHONPATH": str(source)}, start_new_session=True,
         )  # fmt: skip

@@ -13,9 +13,9 @@ import select
 import socket
 import sys
 import tempfile
+from contextlib import suppress
 from typing import Any
 
-_IMPORTED = ("torch._dynamo", "tutti.train.main", "tutti.cli.app")
 _CLONE_NEWNET = 0x40000000
 
 
@@ -80,8 +80,9 @@ def run(words: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    for name in _IMPORTED:
-        importlib.import_module(name)
+    for name in sys.argv[2:]:
+        with suppress(ModuleNotFoundError):
+            importlib.import_module(name)
     gc.collect()
     gc.freeze()
     run(serve(socket.socket(fileno=int(sys.argv[1]))))

@@ -17,16 +17,10 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from typing import Any
 
-_PRELOAD = [
-    "torch",
-    "numpy",
-    "torch.distributed",
-    "torch._dynamo",
-    "tutti.train.prepare",
-    "tutti.parallel.ddp.allreduce",
-]
+from tests.preloaded import MODULES
+
 _context = mp.get_context("forkserver")
-_context.set_forkserver_preload(_PRELOAD)
+_context.set_forkserver_preload([*MODULES])
 
 
 @dataclass
