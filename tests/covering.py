@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
 from itertools import combinations, product
 from typing import Any
 
@@ -43,6 +44,22 @@ def fewest(held: Sequence[AbstractSet[Hashable]]) -> set[int]:
 def table(*columns: Sequence[Any], strength: int = 2) -> list[Any]:
     """All rows of a table for ``parametrize``; those outside its covering are marked ``full``."""
     return marked(list(product(*columns)), strength)
+
+
+@dataclass(frozen=True)
+class Directions:
+    """Which of two others a checkpoint is continued by: both, or the one whose turn it is."""
+
+    turn: int | None = None
+
+    def __call__(self, one: Any, other: Any, number: int) -> tuple[Any, ...]:
+        return (one, other) if self.turn is None else ((one, other)[(number + self.turn) % 2],)
+
+
+def both_or_in_turn(*names: str) -> list[Any]:
+    """For ``parametrize``: each name with others in turn, other ones for the next name; marked ``full``: with both."""
+    ordinary = [pytest.param(name, Directions(turn), id=f"{name} in turn") for turn, name in enumerate(names)]
+    return ordinary + [pytest.param(name, Directions(), id=name, marks=pytest.mark.full) for name in names]
 
 
 def marked(rows: Sequence[Row], strength: int = 2) -> list[Any]:

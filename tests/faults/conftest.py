@@ -1,22 +1,31 @@
 """How often each fault is played, and what came out of it.
 
 With ``FAULT_RUNS`` so many times under every strategy, with other ranks and steps. Without, as in ``make test``, once,
-and under a third of the strategies where a fault has many: other ones for other faults.
+and under a third of the strategies where a fault has many: other ones for other faults. Of these again a pairwise part:
+each test, each row of docs/reliability.md with each strategy, mode and number of ranks, each strategy with each number
+of ranks, and every other parameter of a test.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from itertools import combinations
 from pathlib import Path
+from typing import Any
 from zlib import crc32
 
 import pytest
 
+from tests.covering import fewest
 from tests.faults.figures import Figures
 
 RUNS = int(os.environ.get("FAULT_RUNS", "0"))
 MANY = 6
+Told = tuple[Any, ...]
+# Parameters that tests of one row share; the others mean something in their own test alone.
+COMMON = {"strategy": "strategy", "member": "strategy", "mode": "mode"}
+COMMON |= dict.fromkeys(("devices", "ranks", "size"), "ranks")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -38,17 +47,34 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def left_out(items: Sequence[pytest.Item]) -> list[pytest.Item]:
-    """Two thirds of the strategies of each fault that has many."""
+    """Two thirds of the strategies of each fault that has many; of the rest all but few that hold the same pairs."""
     faults: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if {"strategy", "member"} & item.callspec.params.keys():  # type: ignore[attr-defined]
-            faults.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    return [
+        faults.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    thin = [
         item
         for name, each in faults.items()
         for number, item in enumerate(each)
-        if len(each) >= MANY and (number + crc32(name.encode())) % 3
+        if not (len(each) >= MANY and by_strategy(item) and (number + crc32(name.encode())) % 3)
     ]
+    kept = {thin[number] for number in fewest([told(item) for item in thin])}
+    return [item for item in items if item not in kept]
+
+
+def by_strategy(item: pytest.Item) -> bool:
+    return bool({"strategy", "member"} & item.callspec.params.keys())  # type: ignore[attr-defined]
+
+
+def told(item: pytest.Item) -> set[Told]:
+    """What a run of a fault shows: itself, and its parameters, alone or beside its row in docs/reliability.md."""
+    function = item.nodeid.partition("[")[0]
+    shown: set[Told] = {(function,)}
+    parameters = item.callspec.params if hasattr(item, "callspec") else {}
+    common = {COMMON[name]: str(value) for name, value in parameters.items() if name in COMMON}
+    rows = {row for mark in item.iter_markers("row") for row in mark.args}
+    shown |= {(row, column, value) for column, value in common.items() for row in rows or {function}}
+    shown |= set(combinations(sorted(common.items()), 2))
+    return shown | {(function, name, str(value)) for name, value in parameters.items() if name not in {"seed", *COMMON}}
 
 
 @pytest.fixture(scope="session")
