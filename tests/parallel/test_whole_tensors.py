@@ -10,6 +10,7 @@ import pytest
 
 import tutti
 from tests import worlds
+from tests.covering import Directions, both_or_in_turn
 from tests.parallel.mixers import loss, prepared, state, trained
 from tutti.checkpoint.manager import Checkpoints
 from tutti.comm.communicator import Communicator
@@ -164,14 +165,14 @@ STATES = [
 ]
 
 
-@pytest.mark.parametrize("optimizer", ["muon", "grouped", "adagrad"])
-def test_state_is_continued_by_any(optimizer: str, tmp_path: Path) -> None:
-    """Row and column factors, which have another shape than their parameter; each strategy by the next two."""
+@pytest.mark.parametrize(("optimizer", "directions"), both_or_in_turn("muon", "grouped", "adagrad"))
+def test_state_is_continued_by_any(optimizer: str, directions: Directions, tmp_path: Path) -> None:
+    """Row and column factors, which have another shape than their parameter; each strategy by two others."""
     [want] = worlds.run(1, trained, strategy="single", optimizer=optimizer)
     for number, (strategy, devices) in enumerate(STATES):
         folder = str(tmp_path / str(number))
         worlds.run(devices, save, strategy=strategy, optimizer=optimizer, folder=folder)
-        for other, ranks in (STATES[number - 1], STATES[number - 4]):
+        for other, ranks in directions(STATES[number - 1], STATES[number - 4], number):
             for got in worlds.run(ranks, resume, strategy=other, optimizer=optimizer, folder=folder):
                 assert max(np.abs(got[name] - want[name]).max() for name in want) <= 1e-10, (strategy, other)
 

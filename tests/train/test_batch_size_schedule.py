@@ -18,6 +18,7 @@ import tutti
 from tests import worlds
 from tests.contract.models import loss, model, samples
 from tests.contract.table import largest_difference, train
+from tests.covering import table
 from tutti.config.growth import BatchGrowth
 from tutti.data import Sharded
 from tutti.errors import TuttiError
@@ -38,27 +39,26 @@ def trained(devices: int, strategy: str, optimizer: str, reproducible: bool, mic
     return worlds.run(devices, train, strategy=strategy, optimizer=optimizer, reproducible=reproducible, **options)
 
 
-@pytest.mark.parametrize("devices", [2, 3, 4])
-@pytest.mark.parametrize(
-    ("strategy", "optimizer", "micro_batch"),
-    [
-        ("mirrored", MOMENTUM, None),
-        ("mirrored:algorithm=native", "adam:lr=0.01", 3),
-        ("model_parallel", "lars:lr=2,trust=0.01,weight_decay=0.01", None),
-        ("local_sgd:period=2", MOMENTUM, 3),
-    ],
-)
+WAYS = [
+    ("mirrored", MOMENTUM, None),
+    ("mirrored:algorithm=native", "adam:lr=0.01", 3),
+    ("model_parallel", "lars:lr=2,trust=0.01,weight_decay=0.01", None),
+    ("local_sgd:period=2", MOMENTUM, 3),
+]
+
+
+@pytest.mark.parametrize(("way", "devices", "reproducible"), table(WAYS, [2, 3, 4], [False, True]), ids=str)
 def test_any_devices_train_the_same_through_every_phase(
-    strategy: str, optimizer: str, micro_batch: int | None, devices: int
+    way: tuple[str, str, int | None], devices: int, reproducible: bool
 ) -> None:
+    strategy, optimizer, micro_batch = way
     single = strategy if "local" in strategy else "single"
-    for reproducible in (False, True):
-        want, losses, digest = reference(single, optimizer, reproducible, micro_batch)
-        assert len(losses) == sum(STEPS) + 4
-        for got, own_losses, own_digest in trained(devices, strategy, optimizer, reproducible, micro_batch):
-            assert largest_difference(got, want) <= (0 if reproducible else 1e-10)
-            assert own_losses == pytest.approx(losses, rel=0 if reproducible else 1e-9, abs=0)
-            assert own_digest == digest or not reproducible
+    want, losses, digest = reference(single, optimizer, reproducible, micro_batch)
+    assert len(losses) == sum(STEPS) + 4
+    for got, own_losses, own_digest in trained(devices, strategy, optimizer, reproducible, micro_batch):
+        assert largest_difference(got, want) <= (0 if reproducible else 1e-10)
+        assert own_losses == pytest.approx(losses, rel=0 if reproducible else 1e-9, abs=0)
+        assert own_digest == digest or not reproducible
 
 
 def prepared(batch: int, rate: float = 1.0, growth: BatchGrowth | str | None = None) -> tuple[tutti.Run, Any]:

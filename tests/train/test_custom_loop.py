@@ -14,6 +14,7 @@ from torch.utils.data import TensorDataset
 import tutti
 from tests import worlds
 from tests.contract.table import largest_difference
+from tests.covering import marked
 from tests.parity.loops import numbers
 from tutti.data.order import permutation
 
@@ -454,8 +455,10 @@ def test_one_device(name: str, workers: int) -> None:
     judge(got, name, "single", 1, workers)
 
 
-@pytest.mark.parametrize(("strategy", "devices", "workers"), CASES)
-@pytest.mark.parametrize("name", LOOPS)
+TABLE = [(name, strategy, devices, workers) for name in LOOPS for strategy, devices, workers in CASES]
+
+
+@pytest.mark.parametrize(("name", "strategy", "devices", "workers"), marked(TABLE))
 def test_several_devices(name: str, strategy: str, devices: int, workers: int) -> None:
     for got in worlds.run(devices, through, name=name, strategy=strategy, workers=workers):
         judge(got, name, strategy, devices, workers)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 import tutti
 from tests import worlds
 from tests.contract.table import OPTIMIZERS, largest_difference
+from tests.covering import Directions, both_or_in_turn, marked
 from tutti.config.task_config import GptConfig, UnetConfig
 from tutti.tasks.gpt import Block, Embedding, gpt
 from tutti.tasks.unet import unet
@@ -95,15 +97,15 @@ def resumed(name: str, strategy: str, folder: str, first: bool) -> Any:
     return run.weights_sha256() + run.weights_sha256(averaged=True)
 
 
-@pytest.mark.parametrize("name", ["tied gpt", "tied", "unet"])
-def test_saved_by_one_and_continued_by_another(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "directions"), both_or_in_turn("tied gpt", "tied", "unet"))
+def test_saved_by_one_and_continued_by_another(name: str, directions: Directions, tmp_path: Path) -> None:
     """Weights that two stages hold are in a checkpoint once, under their first name."""
     [want] = worlds.run(1, train, name=name, strategy="single", micro_batch=2, reproducible=True)
     places = [(1, "single"), (3, "pipeline"), (4, "pipeline:stages=2,schedule=interleaved"), (2, "mirrored")]
     for number, (devices, strategy) in enumerate(places):
         folder = str(tmp_path / str(number))
         worlds.run(devices, resumed, name=name, strategy=strategy, folder=folder, first=True)
-        for others, other in [places[number - 1], places[number - 2]]:
+        for others, other in directions(places[number - 1], places[number - 2], number):
             for got in worlds.run(others, resumed, name=name, strategy=other, folder=folder, first=False):
                 assert got == want[2], (strategy, other)
 
@@ -118,17 +120,27 @@ PLACES = [
 ]
 
 
-@pytest.mark.parametrize("reproducible", [False, True])
-@pytest.mark.parametrize("name", ["unet", "gpt", "tied gpt", "tied"])
-def test_stages_equal_one_device(name: str, reproducible: bool) -> None:
-    arguments: dict[str, Any] = {"name": name, "reproducible": reproducible}
-    [want] = worlds.run(1, train, strategy="single", micro_batch=2, **arguments)
-    for devices, strategy in PLACES if reproducible else PLACES[2:5]:
-        own = {} if "micro_batches" in strategy else {"micro_batch": 2}
-        for got in worlds.run(devices, train, strategy=strategy, **own, **arguments):
-            assert largest_difference(got[0], want[0]) <= (0 if reproducible else 1e-10), strategy
-            assert got[1] == pytest.approx(want[1], rel=0 if reproducible else 1e-9, abs=0)
-            assert not reproducible or got[2] == want[2]
+STAGED = [
+    (name, place, reproducible)
+    for name in ("unet", "gpt", "tied gpt", "tied")
+    for reproducible in (False, True)
+    for place in (PLACES if reproducible else PLACES[2:5])
+]
+
+
+@cache
+def on_one_device(name: str, reproducible: bool) -> Any:
+    return worlds.run(1, train, strategy="single", micro_batch=2, name=name, reproducible=reproducible)[0]
+
+
+@pytest.mark.parametrize(("name", "place", "reproducible"), marked(STAGED), ids=str)
+def test_stages_equal_one_device(name: str, place: tuple[int, str], reproducible: bool) -> None:
+    want, (devices, strategy) = on_one_device(name, reproducible), place
+    own = {} if "micro_batches" in strategy else {"micro_batch": 2}
+    for got in worlds.run(devices, train, strategy=strategy, name=name, reproducible=reproducible, **own):
+        assert largest_difference(got[0], want[0]) <= (0 if reproducible else 1e-10)
+        assert got[1] == pytest.approx(want[1], rel=0 if reproducible else 1e-9, abs=0)
+        assert not reproducible or got[2] == want[2]
 
 
 @pytest.mark.parametrize("optimizer", ["lamb", "lars", "muon"])

@@ -12,6 +12,7 @@ from torch import nn
 import tutti
 from tests import worlds
 from tests.contract.table import OPTIMIZERS, largest_difference
+from tests.covering import Directions, both_or_in_turn
 from tests.parallel.shapes import SHAPES, build, data, loss
 from tests.parallel.splitting import SEQUENCE, SPLIT, TOLERANCE, check, outcome, prepare, train, trained
 from tutti.errors import UsageError
@@ -146,14 +147,14 @@ def resume(strategy: str, folder: str, shape: str, optimizer: str) -> Any:
     return outcome(run)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "novograd", "muon"])
-def test_a_checkpoint_goes_on_anywhere(optimizer: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("optimizer", "directions"), both_or_in_turn("adamw", "novograd", "muon"))
+def test_a_checkpoint_goes_on_anywhere(optimizer: str, directions: Directions, tmp_path: Path) -> None:
     arguments = {"shape": "gpt", "optimizer": OPTIMIZERS[optimizer].format(last="*embed*+*head*")}
     [(want, *_)] = worlds.run(1, trained, strategy="single", workers=2, **arguments)
     for number, (strategy, devices) in enumerate(PLACES):
         folder = str(tmp_path / str(number))
         worlds.run(devices, save, strategy=strategy, folder=folder, **arguments)
-        for other, ranks in (PLACES[number - 1], PLACES[(number + 1) % len(PLACES)]):
+        for other, ranks in directions(PLACES[number - 1], PLACES[(number + 1) % len(PLACES)], number):
             for got in worlds.run(ranks, resume, strategy=other, folder=folder, **arguments):
                 assert largest_difference(got, want) <= TOLERANCE, (strategy, devices, other, ranks)
 
