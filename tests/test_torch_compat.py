@@ -60,6 +60,7 @@ from tutti.torch_compat import (
     foreach_sub_,
     function_mode_depth,
     functorch_level,
+    fused_optimizer_devices,
     gradient_hooks,
     has_backward_hook,
     has_forward_hook,
@@ -191,6 +192,10 @@ def hooks_of_tensors_are_found() -> None:
     handle.remove()
     assert not gradient_hooks(other)
     assert all(getattr(own, name) is not None for name in GRADIENT_HOOK_ATTRIBUTES)
+
+
+def fused_optimizers_have_devices() -> None:
+    assert "cpu" in fused_optimizer_devices() and "meta" not in fused_optimizer_devices()
 
 
 def backward_is_noticed() -> None:
@@ -415,6 +420,7 @@ TOUCHED: dict[Callable[[], None], str] = {
     indices_need_no_coalescing: "sparse_indices",
     subclasses_have_no_memory: "make_wrapper_subclass TorchFunctionDisabled",
     hooks_of_tensors_are_found: "gradient_hooks set_gradient_hooks accumulation_hooks GRADIENT_HOOK_ATTRIBUTES",
+    fused_optimizers_have_devices: "fused_optimizer_devices",
     backward_is_noticed: "in_backward",
     modes_are_counted: "function_mode_depth dispatch_mode_depth TorchDispatchMode version_counting_view",
     transforms_are_counted: "functorch_level",

@@ -60,6 +60,7 @@ __all__ = [
     "foreach_sub_",
     "function_mode_depth",
     "functorch_level",
+    "fused_optimizer_devices",
     "gradient_hooks",
     "has_backward_hook",
     "has_forward_hook",
@@ -351,6 +352,17 @@ def mark_wrapped_by_scheduler(step: Any) -> None:
 def mark_stepped(optimizer: Any) -> None:
     """Mark the optimizer as stepped, so that schedulers do not warn of the wrong order of calls."""
     optimizer._opt_called = True
+
+
+def fused_optimizer_devices() -> list[str]:
+    """Return the device types for which PyTorch's optimizers accept ``fused=True``.
+
+    The optimizers ask the same function; no public one does.
+    """
+    import torch.utils._foreach_utils
+
+    devices: list[str] = torch.utils._foreach_utils._get_fused_kernels_supported_devices()
+    return devices
 
 
 # --- torch.distributed ---------------------------------------------------------------------------------------------

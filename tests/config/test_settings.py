@@ -12,7 +12,8 @@ from tutti.cli.app import main
 from tutti.cli.run_command import end_options
 from tutti.config.settings import GROUPS, descriptions, read_file, resolve_config
 from tutti.config.train_config import TrainConfig
-from tutti.launcher.devices import count_gpus
+from tutti.device import check_device, count_by_driver, is_device_choice
+from tutti.errors import UsageError
 
 FIELDS = [field.name for field in dataclasses.fields(TrainConfig)]
 
@@ -109,12 +110,31 @@ def test_what_follows_the_script_is_the_scripts(words: str, ours: int | None) ->
 
 
 def test_counting_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tutti.launcher.devices.DEVICE_FILES", tmp_path)
-    monkeypatch.setattr("tutti.launcher.devices._torch_version", lambda: "2.13.0+cu130")
+    monkeypatch.setattr("tutti.device.DEVICE_FILES", tmp_path)
+    monkeypatch.setattr("tutti.device._torch_version", lambda: "2.13.0+cu130")
     for name in ("nvidia0", "nvidia1", "nvidia2", "nvidiactl", "nvidia-uvm"):
         (tmp_path / name).touch()
     visible = {None: 3, "": 0, "1": 1, "0,2": 2, "-1": 0, "0,1,2,3": 3, "1,-1,2": 1, "GPU-a,GPU-b": 2}
     for value, count in visible.items():
-        assert count_gpus({} if value is None else {"CUDA_VISIBLE_DEVICES": value}) == count
-    monkeypatch.setattr("tutti.launcher.devices._torch_version", lambda: "2.13.0+cpu")
-    assert count_gpus({}) == 0
+        assert count_by_driver({} if value is None else {"CUDA_VISIBLE_DEVICES": value}) == count
+    monkeypatch.setattr("tutti.device._torch_version", lambda: "2.13.0+cpu")
+    assert count_by_driver({}) == 0
+
+
+def test_torch_counts_where_the_driver_cannot_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tutti.device._plugins", lambda environ: ())
+    for version in ("2.13.0+rocm6.4", "2.13.0+xpu"):
+        monkeypatch.setattr("tutti.device._torch_version", lambda version=version: version)
+        assert count_by_driver({}) is None
+    monkeypatch.setattr("tutti.device._plugins", lambda environ: ("simgpu",))
+    monkeypatch.setattr("tutti.device._torch_version", lambda: "2.13.0+cpu")
+    assert count_by_driver({}) is None
+    assert is_device_choice("simgpu") and not is_device_choice("sim gpu")
+
+
+def test_a_mistyped_device_is_refused_with_the_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tutti.device._plugins", lambda environ: ())
+    for choice in ("auto", "cpu", "cuda", "xpu"):
+        check_device(choice)
+    with pytest.raises(UsageError, match=r"unknown device 'cud'.*ake cuda"):
+        check_device("cud")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -21,21 +20,20 @@ from tutti.data.transfer import Transfer, one_ahead
 
 
 class Streams:
-    """Stands for ``torch.cuda``'s streams: notes what is asked of them, in order."""
+    """Stands for the streams of an accelerator: notes what is asked of them, in order."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.notes: list[Any] = []
         self.within: list[Any] = []
         self.events = 0
-        monkeypatch.setattr(torch.cuda, "Stream", lambda device: self)
-        monkeypatch.setattr(torch.cuda, "stream", self.use)
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self)
+        monkeypatch.setattr(torch, "Stream", lambda device: self)
+        monkeypatch.setattr("tutti.data.transfer.current_stream", lambda device: self)
         monkeypatch.setattr(Tensor, "record_stream", lambda tensor, stream: self.notes.append(("keep", int(tensor[0]))))
 
-    @contextmanager
-    def use(self, stream: Any) -> Iterator[None]:
-        self.within.append(stream)
-        yield
+    def __enter__(self) -> None:
+        self.within.append(self)
+
+    def __exit__(self, *_: object) -> None:
         self.within.pop()
 
     def record_event(self) -> int:

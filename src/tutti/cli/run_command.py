@@ -13,7 +13,7 @@ from tutti import process_context
 from tutti.errors import ExitCode, UsageError
 from tutti.launcher import hosts as hosts_
 from tutti.launcher import stdin_control, watchdog
-from tutti.launcher.devices import count_gpus
+from tutti.launcher.devices import count_accelerators
 from tutti.launcher.launch import check_script, launch, run_script
 from tutti.launcher.watchdog import WatchdogLimits
 
@@ -109,7 +109,7 @@ def run(
             )
         os.environ["TUTTI_TIMEOUT"] = f"{timeout:g}"
         return _on(hosts, devices, [*_again(start_timeout, step_timeout, module), script, *arguments], logs)
-    processes = count_gpus(os.environ) or 1 if devices == "auto" else int(devices)
+    processes = count_accelerators("auto", os.environ) or 1 if devices == "auto" else int(devices)
     return launch(
         run_script,
         (script, arguments, module),

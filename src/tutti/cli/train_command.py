@@ -30,10 +30,11 @@ from tutti.config.optimizer_config import check_optimizer, check_schedule
 from tutti.config.settings import FILES, HEADINGS, flag_table, resolve_config
 from tutti.config.train_config import TrainConfig
 from tutti.data.contract import BatchContract
+from tutti.device import check_device
 from tutti.distribution import pip_install
 from tutti.errors import DiskError, ExitCode, TuttiError, UsageError
 from tutti.launcher import stdin_control, watchdog
-from tutti.launcher.devices import count_gpus
+from tutti.launcher.devices import count_accelerators
 from tutti.launcher.encoding import json_text, toml_text
 from tutti.launcher.launch import launch
 from tutti.metrics.records import config_toml, find_run, make_run_directory, read_summary, record_exit
@@ -209,10 +210,11 @@ def refuse_config(task: str, config: TrainConfig) -> None:
         CheckpointError: the weights of ``--init-from`` cannot be loaded.
     """
     devices = int(config.devices)
+    check_device(config.device)
     rule = check_rule(config.lr_scale)
     adaptive = isinstance(rule, AdaptiveRule)
     compiling = check_compile(config.compile, config.reproducible)
-    cuda = config.device == "cuda" or (config.device == "auto" and count_gpus(os.environ) > 0)
+    accelerated = config.device not in ("cpu", "auto") or count_accelerators(config.device, os.environ) > 0
     choice = parallel.check_strategy(
         config.strategy,
         devices,
@@ -221,7 +223,7 @@ def refuse_config(task: str, config: TrainConfig) -> None:
         adaptive=adaptive,
         averaging=config.averaging() is not None,
         compiled=compiling is not None,
-        cuda=cuda,
+        accelerated=accelerated,
     )
     ranks = choice.data_ranks(devices)
     # Whether the batch can be divided does not depend on the number of samples, so 1 will do.
@@ -231,7 +233,7 @@ def refuse_config(task: str, config: TrainConfig) -> None:
     scaled(check_optimizer(config.optimizer), rule, config.batch_size)
     check_schedule(config.schedule)
     for slow in config.slowness():
-        slow.check(devices, workers, cuda)
+        slow.check(devices, workers, accelerated)
     noise = check_noise(config.gradient_noise, config.batch_size, adaptive)
     norm = check_batch_norm(config.batch_norm)
     if isinstance(norm, Sync):
@@ -239,7 +241,7 @@ def refuse_config(task: str, config: TrainConfig) -> None:
         contract.check_whole()
     check_loss_scale(config.loss_scale, config.precision)
     check_checkpointing(config.activation_checkpointing, compiled=compiling is not None)
-    if compiling and not cuda:
+    if compiling and not accelerated:
         check_compiler(compiling[1])
     if config.tensorboard and importlib.util.find_spec("tensorboard") is None:
         raise UsageError(
@@ -260,7 +262,7 @@ def count_devices(config: TrainConfig, joined: process_context.Identity | None) 
     """Return the number of processes of the run. Raises UsageError if it differs from that of a joined job."""
     if joined is None:
         if config.devices == "auto":
-            return (count_gpus(os.environ) if config.device != "cpu" else 0) or 1
+            return count_accelerators(config.device, os.environ) or 1
         return int(config.devices)
     if config.devices not in ("auto", str(joined.size)):
         raise UsageError(

@@ -22,6 +22,7 @@ from tutti.comm.grid import Grid
 from tutti.comm.process_groups import process_groups
 from tutti.comm.random_keys import mix, name_key
 from tutti.comm.stall import Call, StallInspector
+from tutti.device import is_accelerator
 from tutti.errors import MismatchError
 from tutti.launcher import lost_rank_notes
 from tutti.launcher.context import World
@@ -173,7 +174,7 @@ class Communicator:
         if self.size == 1:
             mine.copy_(whole)
             return
-        if whole.is_cuda:
+        if is_accelerator(whole.device):
             self._wait(reduce_scatter_single(mine, whole, group=self._fast, async_op=True), text)
             return
         # Gloo's reduce-scatter is an all-reduce, and its work cannot be waited for with a timeout.
@@ -343,8 +344,8 @@ class Communicator:
         return parts
 
     def _carrier(self, tensor: Tensor) -> ProcessGroup | None:
-        """Return the control group (Gloo) for CPU tensors, the fast group for CUDA tensors, which need NCCL."""
-        return self._fast if tensor.is_cuda else self._group
+        """Return the control group (Gloo) for CPU tensors, the fast group for an accelerator's, for its backend."""
+        return self._fast if is_accelerator(tensor.device) else self._group
 
     def _wait(self, work: Work | None, text: str) -> None:
         if work is not None:

@@ -32,7 +32,7 @@ class LayersConfig(StrategyOptions):
     def __post_init__(self) -> None:
         _check_stages(self.stages)
 
-    def check(self, shape: Mapping[str, int], cuda: bool, compiled: bool) -> None:
+    def check(self, shape: Mapping[str, int], accelerated: bool, compiled: bool) -> None:
         """Raise UsageError if ``cuts`` does not make as many stages as the device mesh has."""
         if shape["stage"] > 1:
             check_cuts(self.cuts, shape["stage"])
@@ -65,7 +65,7 @@ class PipelineConfig(StrategyOptions):
         if self.virtual is not None and self.virtual < 2:
             raise ValueError(f"virtual is {self.virtual}, must be at least 2")
 
-    def check(self, shape: Mapping[str, int], cuda: bool, compiled: bool) -> None:
+    def check(self, shape: Mapping[str, int], accelerated: bool, compiled: bool) -> None:
         """Raise UsageError if ``cuts`` does not fit the number of stages, or zero bubble meets ``--compile``."""
         if self.schedule == "zero_bubble" and compiled:
             raise UsageError(
@@ -107,7 +107,7 @@ class TensorConfig(StrategyOptions):
         if self.least < 0:
             raise ValueError(f"least is {self.least}, must be at least 0")
 
-    def check(self, shape: Mapping[str, int], cuda: bool, compiled: bool) -> None:
+    def check(self, shape: Mapping[str, int], accelerated: bool, compiled: bool) -> None:
         """Raise UsageError if ``sequence`` meets ``--compile``."""
         if self.sequence and compiled:
             raise UsageError(
@@ -140,10 +140,10 @@ class HybridConfig(TensorConfig, PipelineConfig):
     def capabilities(self) -> dict[str, Any]:
         return {"custom_loop": self.stages == 1}
 
-    def check(self, shape: Mapping[str, int], cuda: bool, compiled: bool) -> None:
+    def check(self, shape: Mapping[str, int], accelerated: bool, compiled: bool) -> None:
         """Raise UsageError as ``TensorConfig`` and ``PipelineConfig`` do."""
-        TensorConfig.check(self, shape, cuda, compiled)
-        PipelineConfig.check(self, shape, cuda, compiled)
+        TensorConfig.check(self, shape, accelerated, compiled)
+        PipelineConfig.check(self, shape, accelerated, compiled)
 
 
 def check_cuts(cuts: Sequence[str], stages: int) -> None:

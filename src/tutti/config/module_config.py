@@ -63,7 +63,7 @@ class Compile:
 
 
 MODES: Mapping[str, type[Any]] = {"none": Compile, "default": Compile, "max-autotune-no-cudagraphs": Compile}
-_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
+_GRAPHS = ("reduce-overhead", "max-autotune")
 
 
 def check_compile(text: str, reproducible: bool = False) -> tuple[str, Compile] | None:
@@ -73,7 +73,7 @@ def check_compile(text: str, reproducible: bool = False) -> tuple[str, Compile] 
         UsageError: unknown mode or key, naming the nearest, a mode with CUDA graphs, or ``reproducible``.
     """
     spec = Spec.parse(text, _COMPILE)
-    if spec.name in _CUDA_GRAPHS:
+    if spec.name in _GRAPHS:
         raise UsageError(
             f"{_COMPILE} {spec.name} records CUDA graphs",
             why="they record tensor addresses, and buffers of workers that share a device are swapped by address",

@@ -40,15 +40,15 @@ class Slowness:
             build_options(cls, read_options(part, option, "rank=1,factor=3"), option) for part in text.split(";")
         )
 
-    def check(self, ranks: int, workers: int, cuda: bool = False) -> None:
+    def check(self, ranks: int, workers: int, accelerated: bool = False) -> None:
         """Raise UsageError if a rank or worker does not exist, or ``factor``, measured in CPU time, is for GPUs.
 
         Args:
             ranks: number of ranks of the run.
             workers: number of logical workers.
-            cuda: whether devices are GPUs.
+            accelerated: whether devices are accelerators.
         """
-        if cuda and self.factor > 1:
+        if accelerated and self.factor > 1:
             raise UsageError("slow factors count the CPU's time, and devices are GPUs", remedy="give ms=20")
         for kind, given, count in (("rank", self.rank, ranks), ("worker", self.worker, workers)):
             if given and max(given) >= count:

@@ -134,12 +134,12 @@ class StrategyOptions:
         """Return whether the gradient synchronisation shards parameters on a device mesh of this shape."""
         return False
 
-    def check(self, shape: Mapping[str, int], cuda: bool, compiled: bool) -> None:
+    def check(self, shape: Mapping[str, int], accelerated: bool, compiled: bool) -> None:
         """Raise UsageError if the options conflict with the rest of the run.
 
         Args:
             shape: size of each dimension of the device mesh, by name.
-            cuda: whether devices are GPUs.
+            accelerated: whether devices are accelerators.
             compiled: whether the run uses ``--compile``.
         """
 

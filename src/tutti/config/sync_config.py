@@ -42,7 +42,7 @@ class RowsConfig(StrategyOptions):
 
     Attributes:
         stage: 1: shard optimizer state; 2: gradients too; 3: parameters too.
-        offload: keep parameter shards and optimizer state in host memory; for CUDA devices.
+        offload: keep parameter shards and optimizer state in host memory; for accelerators.
         units: FSDP wrap policy: ``auto``, or names and classes of the modules to wrap, ``Block+head``.
         param_dtype: dtype in which parameters are gathered and used in forward and backward; default: their own.
     """
@@ -63,9 +63,9 @@ class RowsConfig(StrategyOptions):
     def shards_parameters(self, shape: Mapping[str, int]) -> bool:
         return self.stage > 1 and shape["shard"] > 1
 
-    def check(self, shape: Mapping[str, int], cuda: bool, compiled: bool) -> None:
+    def check(self, shape: Mapping[str, int], accelerated: bool, compiled: bool) -> None:
         """Raise UsageError if ``offload`` or ``param_dtype`` would have no effect on this device mesh."""
-        if self.offload and not cuda:
+        if self.offload and not accelerated:
             raise UsageError(
                 "offload=true does nothing here",
                 why="it moves rows from the memory of a GPU to the host's, and this run computes on CPUs",
@@ -101,9 +101,9 @@ class SplitConfig(RowsConfig, AllReduceConfig):
         for option in filter(given.get, given) if self.shards > 1 else ():
             raise ValueError(f"{option} does nothing with shards={self.shards}, whose gradients are summed by rows")
 
-    def check(self, shape: Mapping[str, int], cuda: bool, compiled: bool) -> None:
+    def check(self, shape: Mapping[str, int], accelerated: bool, compiled: bool) -> None:
         """Raise UsageError as ``RowsConfig`` does, and if sharded parameters (stages 2 and 3) meet pipeline stages."""
-        super().check(shape, cuda, compiled)
+        super().check(shape, accelerated, compiled)
         if self.shards_parameters(shape) and shape["stage"] > 1:
             raise UsageError(
                 f"stage={self.stage} cannot be combined with stages={shape['stage']}",
@@ -119,9 +119,9 @@ class SplitConfig(RowsConfig, AllReduceConfig):
 class CentralConfig(StrategyOptions):
     """One copy of parameters and optimizer state a node; there are no options."""
 
-    def check(self, shape: Mapping[str, int], cuda: bool, compiled: bool) -> None:
+    def check(self, shape: Mapping[str, int], accelerated: bool, compiled: bool) -> None:
         """Raise UsageError if devices are GPUs."""
-        if cuda:
+        if accelerated:
             raise UsageError(
                 "central_storage is for CPUs, and this run's devices are GPUs",
                 why="the parameters that a device computes with are the ones in the host's memory",

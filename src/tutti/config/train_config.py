@@ -62,7 +62,7 @@ class TrainConfig:
         reproducible: bit-identical weights on any number of devices.
         slow: stragglers on purpose: rank=1,factor=3.
         threads: CPU threads a process; default: cores ÷ local processes.
-        device: auto, cpu or cuda.
+        device: auto, cpu or an accelerator such as cuda.
         max_nonfinite: steps in a row that a NaN or infinity may skip.
         timeout: seconds that ranks wait for each other.
         start_timeout, step_timeout, save_timeout: seconds without progress that end a rank, 0 for never; default: 1800,
@@ -115,7 +115,7 @@ class TrainConfig:
     reproducible: bool = False
     slow: str | None = None
     threads: int | None = None
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: str = "auto"
     max_nonfinite: int = 10
     timeout: float = 300.0
     start_timeout: float | None = None

@@ -66,7 +66,7 @@ OPTIONS: Mapping[str, Values] = {
     **dict.fromkeys(("augment", "identical_batches", "reproducible", "overwrite", "tensorboard"), TRUTH),
     "channels_last": TRUTH_OR_NONE,
     "precision": choice("fp32", "bf16", "fp16", "fp64"),
-    "device": choice("auto", "cpu", "cuda"),
+    "device": TEXT,
     **dict.fromkeys(("data", "model", "batch_norm", "strategy", "optimizer", "schedule", "lr_scale", "devices"), TEXT),
     **dict.fromkeys(("batch_growth", "duration", "loss_scale", "compile", "activation_checkpointing"), TEXT),
     **dict.fromkeys(("gradient_noise", "ema", "eval_every", "checkpoint_every", "keep_best", "init_from"), TEXT),

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tutti.device import pins_memory
 from tutti.errors import DataError, UsageError
 from tutti.types import Batch
 
@@ -51,7 +52,7 @@ def map_tensors(batch: Batch, function: Callable[[Any], Any], leaf: type = Tenso
 
 
 def placer(device: torch.device, dtype: torch.dtype, channels_last: bool) -> Callable[[Batch], Batch]:
-    """Return a function that moves a batch to a device; to a GPU asynchronously, from pinned memory.
+    """Return a function that moves a batch to a device; to an accelerator asynchronously, from pinned memory.
 
     Args:
         device: the device.
@@ -61,7 +62,7 @@ def placer(device: torch.device, dtype: torch.dtype, channels_last: bool) -> Cal
 
     def place(tensor: Tensor) -> Tensor:
         wanted = dtype if tensor.is_floating_point() else tensor.dtype
-        if device.type == "cuda" and tensor.device.type == "cpu":
+        if pins_memory(device) and tensor.device.type == "cpu":
             # Cast before pinning: a cast during the copy would copy once more, from memory that is not pinned.
             tensor = tensor.to(wanted).pin_memory()
         moved = tensor.to(device, wanted, non_blocking=True)

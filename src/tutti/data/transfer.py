@@ -1,4 +1,4 @@
-"""Copy batches to a GPU one step ahead, on a separate CUDA stream, from pinned memory."""
+"""Copy batches to an accelerator one step ahead, on a separate stream, from pinned memory."""
 
 from __future__ import annotations
 
@@ -11,41 +11,43 @@ from torch import Tensor
 from tutti.data.batches import map_tensors
 from tutti.data.reader import RankBatch
 from tutti.data.stream import Stream
+from tutti.device import current_stream, pins_memory
 
 T = TypeVar("T")
 
 
 class _Moving(NamedTuple):
     part: RankBatch
-    done: torch.cuda.Event
+    done: torch.Event
 
 
 class Transfer:
-    """Copy each batch to the GPU while the step before it computes.
+    """Copy each batch to the device while the step before it computes.
 
     Args:
-        device: the GPU.
+        device: the accelerator.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device)
+        self._stream = torch.Stream(device)
 
     def parts(self, parts: Iterator[RankBatch], placed: Callable[[RankBatch], RankBatch]) -> Iterator[RankBatch]:
-        """Yield ``parts`` on the GPU, ready for its current stream; each copy starts before its predecessor is yielded.
+        """Yield ``parts`` on the device, ready for its current stream; each copy starts before its
+        predecessor is yielded.
 
         Args:
             parts: the rank's batches, as they are read.
-            placed: copies a part to the GPU, asynchronously from pinned memory.
+            placed: copies a part to the device, asynchronously from pinned memory.
         """
         return map(self._arrived, one_ahead(self._moving(part, placed) for part in parts))
 
     def _moving(self, part: RankBatch, placed: Callable[[RankBatch], RankBatch]) -> _Moving:
-        with torch.cuda.stream(self._stream):
+        with self._stream:
             return _Moving(placed(part), self._stream.record_event())
 
     def _arrived(self, moving: _Moving) -> RankBatch:
-        current = torch.cuda.current_stream(self._device)
+        current = current_stream(self._device)
         current.wait_event(moving.done)
 
         def keep(tensor: Tensor) -> None:
@@ -63,7 +65,7 @@ def make_transfer(device: torch.device, data: object) -> Transfer | None:
 
     None on the CPU, and for streams: reading ahead would move their data position ahead of the step.
     """
-    return Transfer(device) if device.type == "cuda" and not isinstance(data, Stream) else None
+    return Transfer(device) if pins_memory(device) and not isinstance(data, Stream) else None
 
 
 def one_ahead(items: Iterator[T]) -> Iterator[T]:

@@ -16,6 +16,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
+from tutti.device import describe_toolkit
 from tutti.distribution import DISTRIBUTION, VERSION, pip_install
 from tutti.doctor.finding import Finding, format_bytes
 from tutti.errors import ExitCode
@@ -60,17 +61,16 @@ def software() -> Iterator[Finding]:
 
 def _gpus(torch: dict[str, Any]) -> Iterator[Finding]:
     seen, driver, complaint = _nvidia_smi()
-    values = {"cuda": torch["cuda"], "nccl": torch["nccl"], "driver": driver}
-    built = f"CUDA {torch['cuda']} · NCCL {torch['nccl']}" if torch["cuda"] else "torch is built without CUDA"
-    yield Finding("cuda", "ok", f"{built} · driver {driver or 'not found'}", values)
-    values = {"gpus": torch["gpus"] or seen, "usable_by_torch": torch["cuda_available"]}
+    name, text, values = describe_toolkit(torch, driver)
+    yield Finding(name, "ok", text, values)
+    values = {"gpus": torch["gpus"] or seen, "usable_by_torch": torch["available"]}
     if torch["gpus"]:
         yield Finding("gpus", "ok", _listed(torch["gpus"]), values)
     elif complaint:
         remedy = "Reload or reinstall the NVIDIA driver; nvidia-smi must work first."
         yield Finding("gpus", "problem", f"nvidia-smi fails: {complaint}", values, remedy)
-    elif seen and torch["cuda"]:
-        why = torch["cuda_complaint"] or "it does not say why"
+    elif seen and torch["toolkit"]:
+        why = torch["complaint"] or "it does not say why"
         remedy = "Check CUDA_VISIBLE_DEVICES, and that the driver is as new as torch's CUDA."
         yield Finding("gpus", "problem", f"{_listed(seen)}, but torch cannot use them: {why}", values, remedy)
     elif seen:

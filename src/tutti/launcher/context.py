@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from tutti import process_context as identities
 from tutti.config.variables import check_variables, is_off
+from tutti.device import choose, is_accelerator
 from tutti.errors import PeerError, UsageError
 from tutti.launcher import child, failure, heartbeat, interface, watchdog
 from tutti.launcher.heartbeat import Phase
@@ -57,18 +58,18 @@ def init(device: str = "auto", timeout: float | None = None) -> World:
     """Join the job that the environment describes, or make a world of size 1; a second call returns the first's result.
 
     Reads the variables of torchrun, Horovod, Open MPI, Hydra (MPICH, Intel MPI), PALS, Flux and Slurm. Adopts an
-    existing default process group. Gloo moves CPU tensors, NCCL CUDA tensors. In a job of several processes each gets
-    a watchdog, if it has none yet. On several nodes Gloo takes the interface that leads to rank 0, unless
-    ``GLOO_SOCKET_IFNAME`` names another. An uncaught exception ends this process at once from now on.
+    existing default process group. Gloo moves CPU tensors, the vendor's backend an accelerator's. In a
+    job of several processes each gets a watchdog, if it has none yet. On several nodes Gloo takes the interface that
+    leads to rank 0, unless ``GLOO_SOCKET_IFNAME`` names another. An uncaught exception ends this process at once.
     docs/environment.md lists all its effects on the process; ``TUTTI_PROCESS_SETUP=off`` switches them off.
 
     Args:
-        device: ``auto`` (CUDA if available), ``cpu`` or ``cuda``.
+        device: ``auto`` (the accelerator if there is one), ``cpu``, or the accelerator's type, such as ``cuda``.
         timeout: seconds that ranks may take to arrive, and a collective to finish; default: ``TUTTI_TIMEOUT``, or 300.
 
     Raises:
-        UsageError: the environment contradicts itself or has an unknown ``TUTTI_*`` variable, or CUDA is requested and
-            not available.
+        UsageError: the environment contradicts itself or has an unknown ``TUTTI_*`` variable, or an accelerator is
+            requested and not available.
         PeerError: the other ranks did not arrive in time.
     """
     global _world
@@ -84,10 +85,10 @@ def init(device: str = "auto", timeout: float | None = None) -> World:
     identity = identities.read_identity(os.environ)
     # Fork the watchdog before a device or a thread exists: a fork copies either in part only.
     _watched(identity)
-    place = _device(device, identity)
+    place = _place(device, identity)
     if place.type == "cpu":
         keep_freed_memory()
-    backend = "cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo"
+    backend = _backend(place)
     limit = timedelta(seconds=timeout)
     where = f"rank {identity.rank} of {identity.size}"
     try:
@@ -209,22 +210,14 @@ def _watched(identity: Identity) -> None:
         watchdog.keep_flights(identity.rank, recorder)
 
 
-def _device(choice: str, identity: Identity) -> torch.device:
-    if choice not in ("auto", "cpu", "cuda"):
-        raise UsageError(f"unknown device '{choice}'", remedy="choices: auto, cpu, cuda")
-    if choice == "cpu" or (choice == "auto" and not torch.cuda.is_available()):
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise UsageError("CUDA was asked for, but PyTorch sees no GPU", remedy="take --device cpu")
-    count = torch.cuda.device_count()
-    if identity.local_rank >= count:
-        raise UsageError(
-            f"{identity.local_size} processes on this host share {count} GPUs",
-            where=f"rank {identity.rank}",
-            remedy=f"start at most {count} processes a host, or take --device cpu",
-        )
-    torch.cuda.set_device(identity.local_rank)
-    return torch.device("cuda", identity.local_rank)
+def _place(choice: str, identity: Identity) -> torch.device:
+    return choose(choice, identity.local_rank, identity.local_size, f"rank {identity.rank}")
+
+
+def _backend(device: torch.device) -> str:
+    """Return the backends of the process group: Gloo for the host, and the accelerator's own, by PyTorch's table."""
+    own = dist.Backend.default_device_backend_map.get(device.type)
+    return f"cpu:gloo,{device.type}:{own}" if is_accelerator(device) and own is not None else "gloo"
 
 
 def _timeout() -> float:
@@ -341,4 +334,4 @@ def _await_all(
 def _adopt(device: str, timeout: float) -> World:
     identity = identities.identity_of_group(dist.get_rank(), dist.get_world_size(), os.environ)
     store = default_store()
-    return World(identity, _device(device, identity), dist.PrefixStore("tutti", store), timeout, owned=False)
+    return World(identity, _place(device, identity), dist.PrefixStore("tutti", store), timeout, owned=False)

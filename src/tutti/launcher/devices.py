@@ -1,34 +1,30 @@
-"""Count GPUs for ``--devices auto``, without torch and without a driver library."""
+"""Count the accelerator's devices for ``--devices auto``."""
 
 from __future__ import annotations
 
-import importlib.metadata
-import re
+import json
 from collections.abc import Mapping
-from pathlib import Path
+from functools import cache
 
-DEVICE_FILES = Path("/dev")
+from tutti.device import count_by_driver
+from tutti.launcher import isolated
+
+_PATIENCE = 120.0
 
 
-def count_gpus(environ: Mapping[str, str]) -> int:
-    """Count the NVIDIA GPUs that torch would see: the driver's device files, limited by ``CUDA_VISIBLE_DEVICES``.
+def count_accelerators(choice: str, environ: Mapping[str, str]) -> int:
+    """Count the devices that a process with ``--device choice`` can use; 0 for ``cpu``.
 
-    0 if torch is built without CUDA. Under the Windows subsystem for Linux the driver makes no such files: there,
-    state ``--devices``.
+    Torch is asked in a process of its own, and only where the driver's files cannot tell: this process answers usage
+    errors without torch, and must not touch a driver before it forks.
     """
-    if _torch_version().endswith("+cpu"):
+    if choice == "cpu":
         return 0
-    present = sum(1 for path in DEVICE_FILES.glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name))
-    visible = environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        return present
-    # CUDA ignores everything from the first invalid entry on; "-1" is the usual way to hide all.
-    named = visible.partition("-1")[0].split(",")
-    return min(present, sum(1 for name in named if name.strip()))
+    count = count_by_driver(environ)
+    return _seen_by_torch() if count is None else count
 
 
-def _torch_version() -> str:
-    try:
-        return importlib.metadata.version("torch")
-    except importlib.metadata.PackageNotFoundError:
-        return "+cpu"
+@cache
+def _seen_by_torch() -> int:
+    ended = isolated.run_module("tutti.launcher.torch_facts", (), _PATIENCE)
+    return len(json.loads(ended.out.splitlines()[-1])["gpus"]) if ended.code == 0 else 0

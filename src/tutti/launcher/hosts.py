@@ -21,13 +21,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
+from tutti.device import COLLECTIVE_VARIABLES, VISIBLE_DEVICES
 from tutti.errors import DiskError, ExitCode, UsageError
 from tutti.launcher.stdin_control import TETHER
 
 # A name that begins with a dash would be an option of ssh.
 _NAME = re.compile(r"(?:[A-Za-z0-9_][\w.-]*@)?[A-Za-z0-9_][\w.:-]*")
-_PASSED = ("TUTTI_", "NCCL_", "GLOO_")
-_ALSO_PASSED = ("PYTHONPATH", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
+_PASSED = ("TUTTI_", "GLOO_", *COLLECTIVE_VARIABLES)
+_ALSO_PASSED = ("PYTHONPATH", "OMP_NUM_THREADS", *VISIBLE_DEVICES)
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _SSH_FAILED = 255
 _ASKED = (ExitCode.PREEMPTED, ExitCode.INTERRUPTED, ExitCode.TERMINATED)

@@ -20,6 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from tutti.device import is_compiled_in
 from tutti.errors import DiskError, ExitCode, UsageError
 from tutti.launcher import child, failure
 from tutti.launcher.budget import Budget
@@ -64,8 +65,8 @@ def launch(
             it no attempt makes progress.
         limits: how long a rank may make no progress before its watchdog kills it.
         grace: seconds between a signal and SIGKILL.
-        preload: modules that every rank imports. Not imported early if torch has CUDA, which must not be touched
-            before a fork.
+        preload: modules that every rank imports. Not imported early if torch has an accelerator, which must not
+            be touched before a fork.
 
     Raises:
         UsageError: fewer than one process, or called outside the main thread.
@@ -80,11 +81,9 @@ def launch(
     job = child.Job(entry, args, logs.absolute(), store, os.getpid(), threads, limits or WatchdogLimits())
     try:
         with _environment(_settings(threads, timeout)), _signal_handlers(), _adopting():
-            import torch
-
             from tutti.launcher.agent import Agent, run_agent
 
-            if torch.version.cuda is None:
+            if not is_compiled_in():
                 for module in preload:
                     importlib.import_module(module)
             agent = Agent(job, processes, Budget(restarts, progress), shown, grace)

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.profiler import ProfilerActivity, record_function
+from torch.profiler import record_function
 
+from tutti.device import profiled_activities, profiled_time
 from tutti.errors import DiskError
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ def profiled(run: Run, folder: Path) -> Iterator[None]:
     Raises DiskError where they cannot be written.
     """
     comm, taken = run.context.comms.world, run.taken
-    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (comm.device.type == "cuda")
+    activities = profiled_activities(comm.device)
     # Kineto, the profiler's library, prints every start and stop to standard error.
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     profiler = torch.profiler.profile(activities=activities)
@@ -44,7 +45,9 @@ def profiled(run: Run, folder: Path) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         profiler.export_chrome_trace(str(folder / f"rank{comm.global_rank}.json"))
         if comm.global_rank == 0:
-            (folder / TABLE).write_text(_table(profiler, run.taken - taken, comm.device.type), encoding="utf-8")
+            (folder / TABLE).write_text(
+                _table(profiler, run.taken - taken, profiled_time(comm.device)), encoding="utf-8"
+            )
     except OSError as error:
         raise DiskError("cannot write the profile", where=str(folder), why=error.strerror) from error
 
@@ -106,12 +109,12 @@ def named_as(owner: Any, attribute: str, around: Callable[..., Any]) -> Iterator
             delattr(owner, attribute)
 
 
-def _table(profiler: torch.profiler.profile, steps: int, device: str) -> str:
+def _table(profiler: torch.profiler.profile, steps: int, column: str) -> str:
     """Return a table with milliseconds a step of each phase, and the slowest operations."""
     averages = profiler.key_averages()
     spent = {event.key: event.cpu_time_total / 1e3 / max(steps, 1) for event in averages if event.key in PHASES}
     lines = [f"{phase:<10} {spent[phase]:>10.3f} ms a step" for phase in PHASES if phase in spent]
-    longest = averages.table(sort_by=f"self_{device}_time_total", row_limit=_ROWS, max_name_column_width=_NAME_WIDTH)
+    longest = averages.table(sort_by=column, row_limit=_ROWS, max_name_column_width=_NAME_WIDTH)
     return "\n".join([f"{steps} steps on rank 0", *lines, "", longest, ""])
 
 

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from tutti.config.train_config import TrainConfig
+from tutti.device import device_names, toolkit_versions
 from tutti.distribution import VERSION
 from tutti.errors import DiskError, UsageError
 from tutti.metrics import server_figure
@@ -347,8 +348,8 @@ def environment() -> dict[str, Any]:
         "cpu_count": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "torch_threads": torch.get_num_threads(),
         "kernels": kernels(),
-        "cuda": torch.version.cuda,
-        "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        **toolkit_versions(),
+        "devices": device_names(),
     }
 
 

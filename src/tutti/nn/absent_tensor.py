@@ -8,14 +8,15 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from tutti.device import DEVICE_FLAGS
 from tutti.errors import UsageError
 from tutti.nn.swap import BufferRef, buffers
 from tutti.torch_compat import GRADIENT_HOOK_ATTRIBUTES, VERSION_ATTRIBUTE, TorchFunctionDisabled
 
 _READ = (
     *("shape", "dtype", "device", "layout", "grad", "requires_grad", "is_leaf", "ndim", "grad_fn", "retains_grad"),
-    *("is_cuda", "is_cpu", "is_sparse", "is_sparse_csr", "is_meta", "is_mkldnn", "is_quantized", "is_nested"),
-    *("is_mps", "is_xpu", "is_xla", "is_mtia", "is_maia", "is_ipu", "is_vulkan", "itemsize", "nbytes", "output_nr"),
+    *("is_sparse", "is_sparse_csr", "is_quantized", "is_nested", "itemsize", "nbytes", "output_nr"),
+    *DEVICE_FLAGS,
     *("names", VERSION_ATTRIBUTE, *GRADIENT_HOOK_ATTRIBUTES),
 )
 _WRITTEN = ("grad", "requires_grad", *GRADIENT_HOOK_ATTRIBUTES)

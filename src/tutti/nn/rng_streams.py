@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from tutti.comm.random_keys import mix, name_key
+from tutti.device import default_generator
 from tutti.errors import UsageError
 from tutti.nn.ac_policy import is_sequence
 from tutti.torch_compat import DropoutBase, draws_samples, in_backward
@@ -47,9 +48,7 @@ class RngStreams:
         chosen: Mapping[str, nn.Module] | None = None,
     ) -> None:
         self._allowed, self._before = allowed, torch.empty(0)
-        self._generator = torch.default_generator
-        if device.type == "cuda":
-            self._generator = torch.cuda.default_generators[device.index or 0]
+        self._generator = default_generator(device)
         self._key = 0
         self._calls: dict[str, int] = {}
         self._replaying = False

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from tutti import optim
 from tutti.config import optimizer_config as options
+from tutti.device import has_fused_optimizers
 from tutti.errors import UsageError
 from tutti.optim.layerwise import LayerWise
 from tutti.torch_compat import OPTIMIZER_ATTRIBUTES
@@ -58,13 +59,13 @@ def _make(config: Any, named: Named, sparse: bool) -> Optimizer:
 
 
 def _is_fusible(parameter: nn.Parameter) -> bool:
-    """Whether fused kernels take the parameter: a floating-point tensor on CPU or CUDA, without gaps in memory."""
+    """Whether fused kernels take the parameter: a floating-point tensor without gaps in memory."""
     elements = 1
     for stride, size in sorted(zip(parameter.stride(), parameter.shape, strict=True)):
         if size > 1 and stride != elements:
             return False
         elements *= size
-    return parameter.is_floating_point() and parameter.device.type in ("cpu", "cuda")
+    return parameter.is_floating_point() and has_fused_optimizers(parameter.device)
 
 
 def from_instance(optimizer: Optimizer) -> OptimizerFactory:

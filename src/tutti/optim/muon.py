@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from tutti.config import optimizer_config
+from tutti.device import has_fused_optimizers
 from tutti.errors import UsageError
 from tutti.types import FullTensorGatherer
 
@@ -111,7 +112,7 @@ class Muon(Optimizer):
     def _adam(self, params: list[Tensor], group: dict[str, Any]) -> None:
         if self._adamw is None:
             self._adamw = torch.optim.AdamW(params)
-        fused = all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in params)
+        fused = all(p.is_floating_point() and has_fused_optimizers(p.device) for p in params)
         [own] = self._adamw.param_groups
         own.update({key: group[key] for key in _ADAM}, params=params, fused=fused)
         self._adamw.state = self.state

@@ -21,7 +21,7 @@ def check_strategy(
     adaptive: bool = False,
     averaging: bool = False,
     compiled: bool = False,
-    cuda: bool = False,
+    accelerated: bool = False,
     sparse: bool = False,
 ) -> Choice:
     """Parse a strategy and check that it runs with this number of devices and these options.
@@ -35,7 +35,7 @@ def check_strategy(
         adaptive: ``--lr-scale adascale``.
         averaging: ``--ema``.
         compiled: ``--compile``.
-        cuda: devices are GPUs.
+        accelerated: devices are accelerators.
         sparse: the model has sparse gradients.
 
     Raises:
@@ -50,7 +50,7 @@ def check_strategy(
             remedy="take --strategy mirrored, or --devices 1",
         )
     for config in (choice.layout, choice.exchange):
-        config.check(choice.shape(devices), cuda, compiled)
+        config.check(choice.shape(devices), accelerated, compiled)
     ranks = choice.data_ranks(devices)
     if workers is not None and workers < ranks:
         raise UsageError(

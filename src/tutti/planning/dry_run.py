@@ -14,7 +14,7 @@ from tutti import parallel
 from tutti.config.train_config import TrainConfig
 from tutti.doctor.finding import format_bytes
 from tutti.errors import ExitCode, UsageError
-from tutti.launcher.devices import count_gpus
+from tutti.launcher.devices import count_accelerators
 from tutti.launcher.launch import launch
 
 if TYPE_CHECKING:
@@ -180,7 +180,7 @@ def _room(config: TrainConfig, memory: str | None) -> int:
 
     if memory is not None:
         return parse_bytes(memory, "--memory")
-    if config.device != "cpu" and count_gpus(os.environ):
+    if count_accelerators(config.device, os.environ):
         result = isolated.run_module("tutti.launcher.torch_facts", [], _PATIENCE)
         gpus = json.loads(result.out)["gpus"] if result.code == 0 else []
         if gpus:
@@ -192,7 +192,7 @@ def _short(config: TrainConfig, each: float) -> str | None:
     """Return why no step is measured: this node has too little free memory for the processes. None if it has enough."""
     from tutti.workload.tensor_memory import free_memory
 
-    if config.device != "cpu" and count_gpus(os.environ):
+    if count_accelerators(config.device, os.environ):
         return None
     here = free_memory(int(config.devices))
     if _HEAP * each + _RUNTIME <= here:

@@ -22,6 +22,7 @@ from tutti.data.adapt import adapt_training
 from tutti.data.batches import map_tensors
 from tutti.data.contract import BatchContract
 from tutti.data.stream import Stream
+from tutti.device import peak_memory, reset_peak_memory
 from tutti.launcher import context
 from tutti.nn.ac_and_compile import recompute
 from tutti.parallel import Choice
@@ -245,10 +246,10 @@ def measure(name: str, config: TrainConfig, directory: Path) -> None:
         batches = (batch for epoch in range(2) for batch in run.epoch(epoch))
         run.step(next(batches))
         tracker.peak = 0
-        if world.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
+        reset_peak_memory(world.device)
         run.step(next(batches))
-    peak = torch.cuda.max_memory_allocated() if world.device.type == "cuda" else tracker.peak
+    on_device = peak_memory(world.device)
+    peak = tracker.peak if on_device is None else on_device
     parts = nn.ModuleList(run.replica.parts)
     plain = [p for p in parts.parameters() if not hasattr(p, "to_local")]
     state = bytes_of([*plain, *run.replica.sharded.values()]), bytes_of(list(parts.buffers()))

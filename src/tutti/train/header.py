@@ -8,6 +8,7 @@ from typing import Any
 from tutti import parallel
 from tutti.config.optimizer_config import check_optimizer
 from tutti.config.train_config import TrainConfig
+from tutti.device import is_accelerator
 from tutti.launcher.context import World
 from tutti.native.native_library import kernels
 from tutti.optim.scaling import AdaptiveRule, check_rule, scaled
@@ -37,7 +38,7 @@ def derived(
     grid = run.context.grid
     axes = {"data": grid.data_ranks, "stages": grid.stage, "tensor": grid.tensor}
     split = " × ".join(f"{extent} {name}" for name, extent in axes.items() if extent > 1 or name == "data")
-    kind = world.device.type if world.device.type == "cuda" else f"cpu, {threads} thread{'s' * (threads > 1)} each"
+    kind = world.device.type if is_accelerator(world.device) else f"cpu, {threads} thread{'s' * (threads > 1)} each"
     exact = ", reproducible" if config.reproducible else ""
     worth = "scale-invariant " * (run.adascale is not None)
     length = f"{total} {worth}steps = {_length(config, run)}" if total is not None else str(config.length())

@@ -32,6 +32,7 @@ from tutti.data.reading import make_reader
 from tutti.data.source import Source
 from tutti.data.stream import Stream
 from tutti.data.transfer import make_transfer
+from tutti.device import is_accelerator
 from tutti.errors import UsageError
 from tutti.launcher import context
 from tutti.launcher.malloc_tuning import free_at_once
@@ -237,7 +238,7 @@ def prepare_run(
     compiled = o.compile if isinstance(o.compile, str) else "default" if o.compile else "none"
     asked = {"reproducible": o.reproducible, "adaptive": adaptive, "averaging": averaging is not None}
     sparse = [name for name, p in sparse_parameters([whole]).items() if p.requires_grad]
-    asked |= {"compiled": compiled != "none", "cuda": world.device.type == "cuda", "sparse": bool(sparse)}
+    asked |= {"compiled": compiled != "none", "accelerated": is_accelerator(world.device), "sparse": bool(sparse)}
     choice = parallel.check_strategy(o.strategy, identity.size, workers=o.workers, **asked)
     grid = Grid(**choice.shape(identity.size), rank=identity.rank)
     data = _data(dataset, choice, o.data_workers, o.reproducible, o.identical_batches)

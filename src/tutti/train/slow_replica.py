@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tutti.config.slowness import Slowness
+from tutti.device import is_accelerator
 from tutti.launcher.context import World
 from tutti.types import MicroBatch, ReplicaRunner
 
@@ -30,7 +31,7 @@ def slow_down(replica: ReplicaRunner, slow: Sequence[Slowness] | str, world: Wor
     if isinstance(slow, str):
         slow = Slowness.parse(slow, "slow") if slow else ()
     for each in slow:
-        each.check(world.identity.size, workers, cuda=world.device.type == "cuda")
+        each.check(world.identity.size, workers, accelerated=is_accelerator(world.device))
         rank = world.identity.rank
         if each.worker or rank in each.rank:
             # No wrapper class: callers tell by a replica's methods whether it supports custom training loops.

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from tutti.comm.communicator import Communicator
+from tutti.device import forked_generators, synchronize
 from tutti.nn.swap import buffers, swapped
 from tutti.nn.sync import peers_of
 
@@ -43,7 +44,7 @@ def untouched(plain: nn.Module, device: torch.device) -> Iterator[None]:
     here = next((p.device for p in plain.parameters()), torch.device("cpu"))
     try:
         kept = {slot.name: slot.get().clone() for slot in buffers([plain.to(device)], persistent=False)}
-        with torch.random.fork_rng(), torch.no_grad(), swapped([plain], kept):
+        with forked_generators(device), torch.no_grad(), swapped([plain], kept):
             yield
     finally:
         plain.to(here)
@@ -54,8 +55,7 @@ def _measure(plain: nn.Module, trial: Callable[[Any], Any], device: torch.device
     least: dict[str, float] = {}
 
     def clock() -> float:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        synchronize(device)
         return time.perf_counter()
 
     def begin(name: str) -> Callable[..., None]:

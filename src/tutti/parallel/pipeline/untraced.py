@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from tutti.device import autocast_types
 from tutti.torch_compat import (
     FX_CONSTANT,
     MODULE_ATTRIBUTES,
@@ -84,7 +85,7 @@ def has_hooks(module: nn.Module) -> bool:
 
 def surroundings() -> tuple[Any, ...]:
     """Return the modes that change how PyTorch computes within a block, such as ``torch.no_grad()``, with values."""
-    kinds = ("cpu", "cuda")
+    kinds = autocast_types()
     hooks = saved_tensor_hooks()
     own = "checkpoint" in getattr(hooks[0], "__qualname__", "") if hooks else False
     return (

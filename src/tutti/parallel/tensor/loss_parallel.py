@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tutti.device import is_accelerator
 from tutti.parallel.tensor.tensor_slice import LayerSlice
 from tutti.torch_compat import assert_async
 
@@ -39,7 +40,7 @@ def cross_entropy(
         ignore_index, reduction, label_smoothing: as in PyTorch.
 
     Raises:
-        IndexError: a target is not a class index, on a CPU; on a GPU a device-side assertion fails.
+        IndexError: a target is not a class index, on a CPU; on an accelerator a device-side assertion fails.
     """
     dtype = part.dtype
     # As autocast does for PyTorch's own function of this loss.
@@ -85,7 +86,7 @@ def best_class(part: Tensor, dim: int, slice_: LayerSlice) -> tuple[Tensor, Tens
 
 def _check(target: Tensor, ignored: Tensor, classes: int) -> None:
     right = (((target >= 0) & (target < classes)) | ignored).all()
-    if target.is_cuda:
+    if is_accelerator(target.device):
         assert_async(right)
     elif not right:
         raise IndexError(f"a target is not one of the {classes} classes")

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from tutti.device import DEVICE_FLAGS
 from tutti.errors import UsageError
 from tutti.parallel.tensor import loss_parallel
 from tutti.parallel.tensor.tensor_slice import LayerSlice, dropped
@@ -381,8 +382,8 @@ _EACH = (
     *(f"__{side}{name}__" for name in ("add", "sub", "mul", "truediv", "div", "pow") for side in ("", "r", "i")),
 )
 _ATTRIBUTES = (
-    *("dtype", "device", "layout", "is_cuda", "is_cpu", "ndim"),
-    *("is_nested", "is_sparse", "is_quantized", "is_meta", "itemsize", "requires_grad", "grad_fn", "is_leaf"),
+    *("dtype", "device", "layout", "ndim", *DEVICE_FLAGS),
+    *("is_nested", "is_sparse", "is_quantized", "itemsize", "requires_grad", "grad_fn", "is_leaf"),
     *("output_nr", "grad", VERSION_ATTRIBUTE),
 )
 

@@ -1,0 +1,314 @@
+"""The accelerator of this machine: the only module that knows names of vendors.
+
+All other modules ask the functions below, which ask ``torch.accelerator``, ``torch.get_device_module`` and a device's
+type. So every accelerator that PyTorch knows, or that registers itself with PyTorch, takes the same path as a GPU.
+Torch is imported inside functions, because the command line answers without it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib.metadata
+import os
+import re
+import sys
+import warnings
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tutti.errors import UsageError
+
+if TYPE_CHECKING:
+    import torch
+
+DEVICE_FILES = Path("/dev")
+
+KNOWN = ("cuda", "xpu", "mps", "hpu", "mtia", "xla", "npu")
+"""Accelerators that PyTorch names itself, as ``--device`` takes them; a plugin registers others."""
+
+VISIBLE_DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
+"""Environment variables that limit which devices a process sees; processes on other nodes get them too."""
+
+COLLECTIVE_VARIABLES = ("NCCL_", "RCCL_", "CCL_")
+"""Prefixes of environment variables that configure a vendor's collectives."""
+
+DEVICE_FLAGS = (
+    *("is_cpu", "is_cuda", "is_xpu", "is_mps", "is_xla", "is_mtia", "is_maia", "is_ipu", "is_vulkan"),
+    *("is_meta", "is_mkldnn"),
+)
+"""Attributes of a tensor that tell its device's type."""
+
+_CAPTURED = {"cuda": "CUDA", "xpu": "XPU", "hpu": "HPU", "mtia": "MTIA"}
+_UNPINNED = ("cpu", "mps", "meta")
+
+
+# --- without torch -------------------------------------------------------------------------------------------------
+
+
+def is_device_choice(name: str) -> bool:
+    """Return whether ``--device`` may be ``name``: ``auto``, ``cpu``, one of ``KNOWN``, or a plugin's device.
+
+    The name of a plugin's device is known only once torch has loaded the plugin, so any identifier passes if a plugin
+    is installed; ``choose`` refuses it later if it names no accelerator here.
+
+    >>> is_device_choice("cuda"), is_device_choice("2 gpus")
+    (True, False)
+    """
+    return name in ("auto", "cpu", *KNOWN) or (name.isidentifier() and bool(_plugins(os.environ)))
+
+
+def check_device(choice: str) -> None:
+    """Raise UsageError if ``--device`` cannot be ``choice`` on any machine with these packages."""
+    if not is_device_choice(choice):
+        near = difflib.get_close_matches(choice, ("auto", "cpu", *KNOWN), 1)
+        remedy = f"take {near[0]}" if near else f"choices: auto, cpu, {', '.join(KNOWN)}"
+        raise UsageError(f"unknown device '{choice}'", where="--device", remedy=remedy)
+
+
+def count_by_driver(environ: Mapping[str, str]) -> int | None:
+    """Count the accelerator's devices without torch and without a driver library; None if only torch can tell.
+
+    Counts the device files of NVIDIA's driver, limited by ``CUDA_VISIBLE_DEVICES``. 0 if torch is built for CPUs and no
+    plugin is installed. Under the Windows subsystem for Linux the driver makes no such files: there, state
+    ``--devices``.
+    """
+    version = _torch_version()
+    if _plugins(environ) or re.search(r"\+(rocm|xpu)", version) or (version != "+cpu" and sys.platform == "darwin"):
+        return None
+    if version.endswith("+cpu"):
+        return 0
+    present = sum(1 for path in DEVICE_FILES.glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name))
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return present
+    # CUDA ignores everything from the first invalid entry on; "-1" is the usual way to hide all.
+    named = visible.partition("-1")[0].split(",")
+    return min(present, sum(1 for name in named if name.strip()))
+
+
+def _plugins(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the names of installed packages' devices that ``import torch`` loads, unless that is switched off."""
+    if environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") != "1":
+        return ()
+    return tuple(entry.name for entry in importlib.metadata.entry_points(group="torch.backends"))
+
+
+def _torch_version() -> str:
+    try:
+        return importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        return "+cpu"
+
+
+# --- choice --------------------------------------------------------------------------------------------------------
+
+
+def accelerator_type() -> str | None:
+    """Return the type of this machine's accelerator, such as ``cuda``; None without a usable one."""
+    import torch
+
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return None if found is None else found.type
+
+
+def choose(choice: str, local_rank: int, local_size: int, where: str) -> torch.device:
+    """Return this process's device, and make it the current one: the accelerator's of its local rank, or the CPU.
+
+    Args:
+        choice: ``auto`` (the accelerator if there is one), ``cpu``, or the accelerator's type.
+        local_rank: number of this process among those on this node.
+        local_size: number of processes on this node.
+        where: names the rank in error messages.
+
+    Raises:
+        UsageError: an unknown type, an accelerator that is not here, or more processes than devices.
+    """
+    import torch
+
+    if choice == "cpu":
+        return torch.device("cpu")
+    here = accelerator_type()
+    if choice not in ("auto", here, *KNOWN):
+        known = ", ".join(dict.fromkeys((*filter(None, (here,)), *KNOWN)))
+        raise UsageError(f"unknown device '{choice}'", remedy=f"choices: auto, cpu, {known}")
+    if here is None and choice == "auto":
+        return torch.device("cpu")
+    if here is None:
+        raise UsageError(f"{choice.upper()} was asked for, but PyTorch sees no GPU", remedy="take --device cpu")
+    if choice not in ("auto", here):
+        raise UsageError(
+            f"{choice.upper()} was asked for, but the accelerator that PyTorch sees is {here.upper()}",
+            remedy=f"take --device {here}",
+        )
+    count = torch.accelerator.device_count()
+    if local_rank >= count:
+        raise UsageError(
+            f"{local_size} processes on this host share {count} GPUs",
+            where=where,
+            remedy=f"start at most {count} processes a host, or take --device cpu",
+        )
+    torch.accelerator.set_device_index(local_rank)
+    return torch.device(here, local_rank)
+
+
+def is_accelerator(device: torch.device) -> bool:
+    """Return whether tensors on ``device`` are an accelerator's and not the host's."""
+    return device.type not in ("cpu", "meta")
+
+
+def is_compiled_in() -> bool:
+    """Return whether torch could use an accelerator, without touching its driver.
+
+    A process that has used a driver must not fork.
+    """
+    import torch
+
+    return torch.accelerator.current_accelerator(check_available=False) is not None
+
+
+# --- streams, memory, generators -----------------------------------------------------------------------------------
+
+
+def pins_memory(device: torch.device) -> bool:
+    """Return whether copies to ``device`` are asynchronous from pinned host memory."""
+    return device.type not in _UNPINNED
+
+
+def current_stream(device: torch.device) -> torch.Stream:
+    """Return the stream on which this thread's kernels for ``device`` run."""
+    import torch
+
+    return torch.accelerator.current_stream(device)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until all kernels of ``device`` have finished; nothing on the CPU."""
+    import torch
+
+    if is_accelerator(device):
+        torch.accelerator.synchronize(device)
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    """Start to count ``peak_memory`` anew."""
+    import torch
+
+    if is_accelerator(device):
+        torch.accelerator.reset_peak_memory_stats(device)
+
+
+def peak_memory(device: torch.device) -> int | None:
+    """Return the most bytes of tensors that ``device`` held since ``reset_peak_memory``; None on the CPU."""
+    import torch
+
+    return int(torch.accelerator.max_memory_allocated(device)) if is_accelerator(device) else None
+
+
+def default_generator(device: torch.device) -> torch.Generator:
+    """Return the generator that random operators on ``device`` use by default."""
+    import torch
+
+    if not is_accelerator(device):
+        return torch.default_generator
+    generator: torch.Generator = torch.get_device_module(device).default_generators[device.index or 0]
+    return generator
+
+
+def forked_generators(device: torch.device) -> AbstractContextManager[None]:
+    """Return a block after which the default generators of the CPU and of ``device`` are as before."""
+    import torch
+
+    if not is_accelerator(device):
+        return torch.random.fork_rng(devices=())
+    return torch.random.fork_rng(devices=(device.index or 0,), device_type=device.type)
+
+
+# --- capabilities --------------------------------------------------------------------------------------------------
+
+
+def has_fused_optimizers(device: torch.device) -> bool:
+    """Return whether PyTorch's optimizers have fused kernels on ``device``."""
+    from tutti.torch_compat import fused_optimizer_devices
+
+    return device.type in fused_optimizer_devices()
+
+
+def autocast_types() -> tuple[str, ...]:
+    """Return the device types whose autocast state a computation may depend on: the CPU's and the accelerator's."""
+    here = accelerator_type()
+    return ("cpu",) if here is None else ("cpu", here)
+
+
+def profiled_activities(device: torch.device) -> list[Any]:
+    """Return what torch's profiler records of a run on ``device``: the CPU, and the accelerator's kernels."""
+    from torch.profiler import ProfilerActivity
+
+    if not is_accelerator(device):
+        return [ProfilerActivity.CPU]
+    return [ProfilerActivity.CPU, getattr(ProfilerActivity, _CAPTURED.get(device.type, "PrivateUse1"))]
+
+
+def profiled_time(device: torch.device) -> str:
+    """Return the column of the profiler's table to sort by: time on ``device`` in the operator itself."""
+    return f"self_{'device' if is_accelerator(device) else 'cpu'}_time_total"
+
+
+# --- facts for reports ---------------------------------------------------------------------------------------------
+
+
+def device_names() -> list[str]:
+    """Return the names of this machine's accelerators, one a device."""
+    import torch
+
+    here = accelerator_type()
+    if here is None:
+        return []
+    module = torch.get_device_module(here)
+    name = getattr(module, "get_device_name", lambda index: here)
+    return [str(name(index)) for index in range(torch.accelerator.device_count())]
+
+
+def toolkit_versions() -> dict[str, str | None]:
+    """Return the version of the vendor's toolkit that torch is built with, by the name that env.json gives it."""
+    import torch
+
+    return {"cuda": torch.version.cuda}
+
+
+def accelerator_facts() -> dict[str, Any]:
+    """Return the toolkit, the collectives and the devices that torch sees, for ``tutti doctor``. Loads the driver."""
+    import torch
+
+    present = torch.distributed.is_available()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        available = torch.accelerator.is_available()
+    devices = []
+    for index, name in enumerate(device_names() if available else ()):
+        total = None
+        if accelerator_type() != "mps":
+            total = int(torch.accelerator.get_memory_info(index)[1])
+        devices.append({"name": name, "memory_bytes": total})
+    cuda = torch.version.cuda
+    return {
+        "toolkit": cuda,
+        "collectives": ".".join(map(str, torch.cuda.nccl.version())) if cuda else None,
+        "available": available,
+        "complaint": str(caught[0].message).splitlines()[0] if caught else None,
+        "gpus": devices,
+        "backends": {"nccl": present and torch.distributed.is_nccl_available()},
+    }
+
+
+def describe_toolkit(facts: Mapping[str, Any], driver: str | None) -> tuple[str, str, dict[str, Any]]:
+    """Return name, text and values of the finding of ``tutti doctor`` about the vendor's toolkit.
+
+    Args:
+        facts: of ``accelerator_facts``.
+        driver: version of the driver; None if there is none.
+    """
+    built = f"CUDA {facts['toolkit']} · NCCL {facts['collectives']}" if facts["toolkit"] else ""
+    text = f"{built or 'torch is built without CUDA'} · driver {driver or 'not found'}"
+    return "cuda", text, {"cuda": facts["toolkit"], "nccl": facts["collectives"], "driver": driver}
