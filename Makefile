@@ -37,16 +37,18 @@ full: $(READY)  ## what `make test` leaves out of all tables but those of contra
 
 # The whole table is about a day on two cores; each part of it has something of everything.
 PART ?= 1/1
+# cpu, or simgpu: the simulated accelerator of tests/simulated_accelerator, which a C++ compiler builds.
+DEVICE ?= cpu
 
-contract: $(READY)  ## the whole equivalence table, or PART=1/100 of it
-	CONTRACT_PART=$(PART) $(BIN)/pytest -q -n 2 -m contract tests/contract
+contract: $(READY)  ## the whole equivalence table, or PART=1/100 of it; DEVICE=simgpu for the simulated accelerator
+	TEST_DEVICE=$(DEVICE) CONTRACT_PART=$(PART) $(BIN)/pytest -q -n 2 -m contract tests/contract
 
 RECORD := .scripts-record.jsonl
 
-scripts: $(READY)  ## every training script under every strategy, then docs/what-works.md; or PART=1/10 of it, without the page
+scripts: $(READY)  ## every training script under every strategy, then docs/what-works.md; or PART=1/10 of it or DEVICE=simgpu, without the page
 	rm -f $(RECORD)
-	SCRIPTS_PART=$(PART) SCRIPTS_RECORD=$(RECORD) $(BIN)/pytest -q -n 2 -m scripts tests/scripts
-	$(if $(filter 1/1,$(PART)),$(BIN)/python -m tests.scripts.page $(RECORD))
+	TEST_DEVICE=$(DEVICE) SCRIPTS_PART=$(PART) SCRIPTS_RECORD=$(RECORD) $(BIN)/pytest -q -n 2 -m scripts tests/scripts
+	$(if $(filter 1/1-cpu,$(PART)-$(DEVICE)),$(BIN)/python -m tests.scripts.page $(RECORD))
 
 fuzz: $(READY)  ## 500 drawn training scripts against plain PyTorch; FUZZ_DRAWS=100 FUZZ_SEED=7 for others
 	$(BIN)/pytest -q -s -n 0 -m fuzz tests/fuzz

@@ -1,7 +1,8 @@
 """Worlds of several real processes for tests: started once from a fork server that has torch loaded, used many times.
 
 ``run(size, function, **arguments)`` calls ``function`` on every rank of a world of ``size`` and returns the results in
-rank order; an exception on any rank is raised here as ``RankError`` with every rank's.
+rank order; an exception on any rank is raised here as ``RankError`` with every rank's. ``run_on(device, …)`` does so
+on a device, such as the simulated accelerator; ``TEST_DEVICE=simgpu`` lets all other tests run on it, too.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from multiprocessing.context import ForkServerProcess
 from typing import Any
 
 from tests.preloaded import MODULES
+from tests.simulated_accelerator import build
 
+DEVICE = os.environ.get("TEST_DEVICE", "cpu")
 _context = mp.get_context("forkserver")
 _context.set_forkserver_preload([*MODULES])
 
@@ -44,7 +47,9 @@ class RankError(AssertionError):
 class Pool:
     """A world of ``size`` ranks that lives until ``close``."""
 
-    def __init__(self, size: int, timeout: float = 30.0) -> None:
+    def __init__(self, size: int, timeout: float = 30.0, device: str = DEVICE) -> None:
+        if device == build.DEVICE:
+            build.require()
         self.size, self.runs = size, 0
         self._directory = tempfile.mkdtemp()
         self._pipes: list[Connection] = []
@@ -52,7 +57,7 @@ class Pool:
         for rank in range(size):
             here, there = _context.Pipe()
             process = _context.Process(
-                target=_serve, args=(there, rank, size, f"{self._directory}/store", timeout), daemon=True
+                target=_serve, args=(there, rank, size, f"{self._directory}/store", timeout, device), daemon=True
             )
             process.start()
             there.close()
@@ -103,13 +108,13 @@ class Pool:
         shutil.rmtree(self._directory, ignore_errors=True)
 
 
-_pools: dict[tuple[int, float], Pool] = {}
+_pools: dict[tuple[int, float, str], Pool] = {}
 # Every process group that a run has made keeps a thread that wakes up a hundred times a second.
 _MOST_RUNS = 30
 # So many ranks share no machine with others, not even idle ones.
 _LARGE = 6
 _calls = 0
-_last_call: dict[tuple[int, float], int] = {}
+_last_call: dict[tuple[int, float, str], int] = {}
 
 
 def run(size: int, function: Callable[..., Any], **arguments: Any) -> list[Any]:
@@ -119,22 +124,31 @@ def run(size: int, function: Callable[..., Any], **arguments: Any) -> list[Any]:
 
 def run_within(seconds: float, size: int, function: Callable[..., Any], **arguments: Any) -> list[Any]:
     """The same in a pool whose ranks wait ``seconds`` for one another, and not half a minute."""
+    return _run((size, seconds, DEVICE), function, arguments)
+
+
+def run_on(device: str, size: int, function: Callable[..., Any], **arguments: Any) -> list[Any]:
+    """The same as ``run`` on another device than ``DEVICE``. Skips the test where the device cannot be built."""
+    return _run((size, 30.0, device), function, arguments)
+
+
+def _run(key: tuple[int, float, str], function: Callable[..., Any], arguments: dict[str, Any]) -> list[Any]:
     global _calls
     _calls += 1
-    key = size, seconds
+    size = key[0]
     for other, pool in _pools.items():
         beside = 1 not in (size, other[0]) and size != other[0] and max(size, other[0]) >= _LARGE
         if beside or pool.runs >= _MOST_RUNS or _calls - _last_call[other] > _MOST_RUNS:
             pool.close()
     if key not in _pools or _pools[key].closed:
-        _pools[key] = Pool(size, seconds)
+        _pools[key] = Pool(*key)
     _last_call[key] = _calls
     return _pools[key].run(function, **arguments)
 
 
 def forget(size: int) -> None:
     """Let the next call begin with new processes: those of this size may be in the middle of something."""
-    for (own, _), pool in _pools.items():
+    for (own, *_), pool in _pools.items():
         if own == size:
             pool.close()
 
@@ -145,7 +159,7 @@ def close_all() -> None:
     _pools.clear()
 
 
-def _serve(pipe: Connection, rank: int, size: int, store: str, timeout: float) -> None:
+def _serve(pipe: Connection, rank: int, size: int, store: str, timeout: float, device: str) -> None:
     import torch
 
     import tutti
@@ -155,7 +169,9 @@ def _serve(pipe: Connection, rank: int, size: int, store: str, timeout: float) -
         RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size), TUTTI_STORE=store
     )
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    tutti.init("cpu", timeout=timeout)
+    if device == build.DEVICE:
+        build.load()
+    tutti.init(device, timeout=timeout)
     while True:
         try:
             function, arguments = pipe.recv()

@@ -256,8 +256,8 @@ def train(
     for averaged in (True, False):
         evaluation = run.evaluate(run.feed.source, batch=7, averaged=averaged)
         losses += evaluation.values.values()
-    state = {name: tensor.numpy().copy() for name, tensor in run.state().items()}
-    state |= {f"average of {name}": tensor.numpy().copy() for name, tensor in run.state(averaged=True).items()}
+    state = {name: tensor.cpu().numpy().copy() for name, tensor in run.state().items()}
+    state |= {f"average of {name}": tensor.cpu().numpy().copy() for name, tensor in run.state(averaged=True).items()}
     return state, losses, run.weights_sha256() + run.weights_sha256(averaged=True)
 
 

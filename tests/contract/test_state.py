@@ -114,8 +114,8 @@ def resume(strategy: str, optimizer: str, workers: int | None, folder: str, **ch
 
 def outcome(run: tutti.Run) -> Any:
     """The model and the average of its weights, and the hashes of both."""
-    state = {name: tensor.numpy().copy() for name, tensor in run.state().items()}
-    state |= {f"average of {name}": tensor.numpy().copy() for name, tensor in run.state(averaged=True).items()}
+    state = {name: tensor.cpu().numpy().copy() for name, tensor in run.state().items()}
+    state |= {f"average of {name}": tensor.cpu().numpy().copy() for name, tensor in run.state(averaged=True).items()}
     return state, run.weights_sha256() + run.weights_sha256(averaged=True)
 
 

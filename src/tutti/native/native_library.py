@@ -41,7 +41,7 @@ def kernels() -> str:
     """Describe the kernels of layer-wise optimizers and ghost batch norm on this CPU: compiled, or why PyTorch's."""
     if _off():
         return "PyTorch's own operations (TUTTI_KERNELS=off)"
-    compiler = _compiler()
+    compiler = find_compiler()
     if compiler is None:
         return "PyTorch's own operations (no C++ compiler)"
     if _failed:
@@ -54,10 +54,10 @@ def library(source: Path) -> ctypes.CDLL | None:
 
     None if compiled loops are off, there is no compiler, or, with a RuntimeWarning, the build fails.
     """
-    compiler = _compiler()
+    compiler = find_compiler()
     if compiler is None or _off():
         return None
-    folder = _cache()
+    folder = cache_folder()
     if folder is None:
         with tempfile.TemporaryDirectory() as own:
             return _build(compiler, source, Path(own) / "kernels.so")
@@ -73,7 +73,8 @@ def _off() -> bool:
     return is_off("KERNELS", os.environ)
 
 
-def _compiler() -> str | None:
+def find_compiler() -> str | None:
+    """Return the path of a C++ compiler: ``CXX``, else the first one found; None if there is none."""
     return next(filter(None, map(shutil.which, _compilers())), None)
 
 
@@ -90,8 +91,8 @@ def _digest(source: Path) -> str:
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
-def _cache() -> Path | None:
-    """Return the user's cache folder, if only the user can write to it; None otherwise."""
+def cache_folder() -> Path | None:
+    """Return tutti's folder in the user's cache, if only the user can write to it; None otherwise."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "tutti"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

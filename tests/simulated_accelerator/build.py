@@ -1,0 +1,97 @@
+"""Build the simulated accelerator when a test first needs it, into the user's cache, as tutti builds its C++ loops.
+
+``folder()`` is what a process needs on its path to have the device: the library, ``simgpu.py``, and the entry point by
+which ``import torch`` loads it. ``environment()`` is that for processes that a test starts.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tutti.native.native_library import cache_folder, find_compiler
+
+DEVICE = "simgpu"
+MOST = 8
+"""Devices of the simulated machine: as many as the largest world of the tests has ranks."""
+
+_HERE = Path(__file__).parent
+_SOURCE, _MODULE = _HERE / "simgpu.cpp", _HERE / "simgpu.py"
+_FLAGS = ("-std=c++20", "-O1", "-fPIC", "-shared", "-w", "-DTORCH_EXTENSION_NAME=_simgpu")
+_SECONDS = 280
+
+
+def environment(devices: int = MOST) -> dict[str, str]:
+    """Environment variables with which ``import torch`` loads the device, also in child processes."""
+    path = os.pathsep.join(filter(None, (str(folder()), os.environ.get("PYTHONPATH"))))
+    return {"PYTHONPATH": path, "SIMGPU_DEVICES": str(devices)}
+
+
+def require() -> Path:
+    """Skip the test if the device cannot be built here; else return its folder."""
+    if find_compiler() is None:
+        pytest.skip("the simulated accelerator needs a C++ compiler: install g++")
+    return folder()
+
+
+def load(devices: int = MOST) -> None:
+    """Register the device in this process, which has loaded torch without it."""
+    os.environ["SIMGPU_DEVICES"] = str(devices)
+    spec = importlib.util.spec_from_file_location("simgpu", folder() / "simgpu.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.install()
+
+
+@cache
+def folder() -> Path:
+    """The built device's folder; built by the first process that needs it, in a minute."""
+    cached = cache_folder()
+    compiler = find_compiler()
+    if cached is None or compiler is None:
+        raise RuntimeError("the simulated accelerator needs a C++ compiler and a cache folder of the user's own")
+    made = cached / f"simgpu-{_digest()}"
+    with (cached / "simgpu.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (made / "_simgpu.so").exists():
+            _build(compiler, made)
+    return made
+
+
+def _torch() -> Path:
+    spec = importlib.util.find_spec("torch")
+    assert spec is not None and spec.origin is not None
+    return Path(spec.origin).parent
+
+
+def _digest() -> str:
+    version = (_torch() / "version.py").read_text(encoding="utf-8")
+    parts = [_SOURCE.read_text(encoding="utf-8"), _MODULE.read_text(encoding="utf-8"), *_FLAGS, version]
+    return hashlib.sha256("\n".join([*parts, str(_torch()), sys.version]).encode()).hexdigest()[:16]
+
+
+def _build(compiler: str, made: Path) -> None:
+    torch, work = _torch(), made.with_name(f"{made.name}.{os.getpid()}")
+    shutil.rmtree(work, ignore_errors=True)
+    shutil.rmtree(made, ignore_errors=True)
+    (work / "simgpu-0.1.dist-info").mkdir(parents=True)
+    includes = (torch / "include", torch / "include/torch/csrc/api/include", sysconfig.get_paths()["include"])
+    libraries = ("torch", "torch_cpu", "c10", "torch_python")
+    command = [compiler, *_FLAGS, *(f"-I{path}" for path in includes), str(_SOURCE), "-o", str(work / "_simgpu.so")]
+    command += [f"-L{torch / 'lib'}", *(f"-l{name}" for name in libraries), f"-Wl,-rpath,{torch / 'lib'}"]
+    subprocess.run(command, check=True, timeout=_SECONDS)
+    shutil.copy(_MODULE, work)
+    (work / "simgpu-0.1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: simgpu\nVersion: 0.1\n")
+    (work / "simgpu-0.1.dist-info" / "entry_points.txt").write_text(f"[torch.backends]\n{DEVICE} = simgpu:install\n")
+    work.rename(made)
