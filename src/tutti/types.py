@@ -569,8 +569,13 @@ class CustomLoopSync(GradientSync, Protocol):
     def take_edits(self) -> None:
         """Make the update use the gradients as the script sees them in ``.grad`` now."""
 
-    def cleared(self, optimizer: Optimizer) -> None:
-        """Clear the gradients that the script sees, after ``optimizer.zero_grad()`` has cleared the optimizer's."""
+    def cleared(self, optimizer: Optimizer, set_to_none: bool) -> None:
+        """Clear the gradients that the script sees, after ``optimizer.zero_grad()`` has cleared the optimizer's.
+
+        Args:
+            optimizer: the script's.
+            set_to_none: as ``zero_grad`` takes it: None, else zeros in place.
+        """
 
     def norm(self, members: Sequence[nn.Parameter], step_context: StepContext) -> float:
         """Return the norm of the complete gradients of these parameters. Collective where gradients are split."""

@@ -32,6 +32,21 @@ KNOWN = {
         loop=Loop(),
         edits=(Edit(where="between", kind="freeze"),),
     ),
+    **{
+        f"frozen after zeros under {place.strategy}": Script(
+            place=place,
+            layers=("Linear",),
+            optimizer="momentum",
+            samples=9,
+            loop=Loop(backward="two", how="keep"),
+            edits=(Edit(where="between", kind="freeze"),),
+        )
+        for place in (
+            *(Place(f"sharded:stage={stage}", 2, 2, 2) for stage in (1, 2, 3)),
+            Place("tensor", 2),
+            Place("hybrid:shards=2,stage=3,tensor=2", 4, 2, 2),
+        )
+    },
     "an unused layer that decays": Script(
         place=Place("sharded", 2, 2, 2), layers=("Linear",), unused=True, optimizer="adamw", loop=Loop()
     ),

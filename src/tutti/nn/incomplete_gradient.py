@@ -136,4 +136,30 @@ def conceal(parameters: Sequence[nn.Parameter], place: str) -> None:
 
 def is_cleared(gradient: Tensor | None) -> bool:
     """Whether a script has cleared the gradient that ``conceal`` set: None, or zeroed in place."""
-    return gradient is None or (isinstance(gradient, IncompleteGradient) and gradient.zeroed)
+    return gradient is None or is_zeroed(gradient)
+
+
+def is_zeroed(gradient: Tensor | None) -> bool:
+    """Whether a script has set the gradient that ``conceal`` set to zero in place."""
+    return isinstance(gradient, IncompleteGradient) and gradient.zeroed
+
+
+def clear_gradient(parameter: nn.Parameter, set_to_none: bool) -> None:
+    """Clear one ``.grad`` as ``zero_grad(set_to_none)`` does."""
+    if set_to_none or parameter.grad is None:
+        parameter.grad = None
+        return
+    if parameter.grad.grad_fn is not None:
+        parameter.grad.detach_()
+    parameter.grad.requires_grad_(False).zero_()
+
+
+def after_clearing(gradient: Tensor, shown: Tensor | None) -> Tensor | None:
+    """Return ``gradient`` as the script left ``shown``, its placeholder in ``.grad``.
+
+    None stays None and zeros stay zeros: an optimizer passes over a parameter without gradient, while momentum and
+    weight decay move one whose gradient is zero.
+    """
+    if shown is None:
+        return None
+    return gradient.zero_() if is_zeroed(shown) else gradient

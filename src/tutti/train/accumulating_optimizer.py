@@ -46,7 +46,7 @@ def accumulate_steps(optimizer: Optimizer, run: Run, choice: Choice, index: int 
     def zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
         """Clear the optimizer's gradients, and those that the script sees."""
         kind.zero_grad(self, set_to_none)
-        run.custom.cleared(index)
+        run.custom.cleared(index, set_to_none)
 
     def state_dict(self: Optimizer) -> dict[str, Any]:
         """Return the optimizer's state. Raises UsageError if it is split over ranks, logical workers or servers."""

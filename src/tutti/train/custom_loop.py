@@ -525,7 +525,7 @@ class CustomLoop:
         self._after(stats, UpdateResult(1))
         return loss
 
-    def cleared(self, index: int) -> None:
+    def cleared(self, index: int, set_to_none: bool) -> None:
         """Clear the gradients that the script sees, after ``zero_grad`` of the optimizer ``index``."""
-        self._exchange.cleared(self.optimizers[index])
+        self._exchange.cleared(self.optimizers[index], set_to_none)
         self._origin.cleared(self._origin.members(index))

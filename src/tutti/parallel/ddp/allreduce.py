@@ -18,7 +18,7 @@ from tutti.checkpoint.state_shards import cut_state, load_optimizer, mine_of, op
 from tutti.comm.communicator import Communicator
 from tutti.config.sync_config import AllReduceConfig
 from tutti.errors import UsageError
-from tutti.nn.incomplete_gradient import conceal, is_cleared
+from tutti.nn.incomplete_gradient import after_clearing, conceal
 from tutti.nn.sparse_layers import check_sparse_step
 from tutti.nn.swap import parameters
 from tutti.optim.learning_rate import set_learning_rates
@@ -239,9 +239,9 @@ class AllReduceSync:
             conceal(there, "in slices over the ranks")
 
     def _reveal(self) -> None:
-        """Restore the gradients that ``_conceal`` replaced, except where the script has cleared them."""
+        """Restore the gradients that ``_conceal`` replaced, cleared where the script has cleared them."""
         for parameter, gradient in self._aside.items():
-            parameter.grad = None if is_cleared(parameter.grad) else gradient
+            parameter.grad = after_clearing(gradient, parameter.grad)
         self._aside = {}
 
     def values(self) -> list[Tensor]:
@@ -257,7 +257,7 @@ class AllReduceSync:
         """Restore concealed gradients of slices for the update; all other ``.grad`` are as the script left them."""
         self._reveal()
 
-    def cleared(self, optimizer: Optimizer) -> None:
+    def cleared(self, optimizer: Optimizer, set_to_none: bool) -> None:
         """Do nothing: the script's optimizer and the model share their ``.grad``."""
 
     def norm(self, members: Sequence[nn.Parameter], step_context: StepContext) -> float:

@@ -28,7 +28,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from tutti.comm.communicator import Communicator
 from tutti.config.sync_config import RowsConfig
 from tutti.errors import UsageError
-from tutti.nn.incomplete_gradient import RowGradient, conceal, is_cleared
+from tutti.nn.incomplete_gradient import RowGradient, after_clearing, clear_gradient, conceal
 from tutti.nn.swap import parameters, swapped
 from tutti.parallel.fsdp.fsdp_wrap_policy import root_modules, wrapped_modules
 from tutti.parallel.fsdp.sharded_parameter import ShardedParameter, local_rows
@@ -107,7 +107,8 @@ class FullySharded:
         def zero_grad(module: nn.Module, set_to_none: bool = True) -> None:
             plain(module, set_to_none)
             for each, gathered in pairs if module is root else ():
-                gathered.grad = each.parameter.grad = None
+                clear_gradient(gathered, set_to_none)
+                clear_gradient(each.parameter, set_to_none)
 
         root.zero_grad = MethodType(zero_grad, root)  # type: ignore[method-assign]
 
@@ -189,8 +190,8 @@ class FullySharded:
     def _take_cleared(self) -> None:
         """Clear the model's ``.grad`` where the script has cleared the ``.grad`` of the optimizer's rows."""
         for each, gathered in self._training:
-            if each.parameter in self._concealed and is_cleared(each.parameter.grad):
-                gathered.grad = None
+            if each.parameter in self._concealed and gathered.grad is not None:
+                gathered.grad = after_clearing(gathered.grad, each.parameter.grad)
         self._concealed.clear()
 
     def reduce_scatter_gradients(self, step: int) -> None:

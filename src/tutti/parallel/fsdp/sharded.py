@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from tutti.checkpoint.state_shards import cut_state, mine_of, read_local, written
 from tutti.config.sync_config import RowsConfig
+from tutti.nn.incomplete_gradient import clear_gradient
 from tutti.nn.swap import parameters
 from tutti.optim.several import acting, members_of
 from tutti.parallel.ddp.allreduce import culprits, optimizer_step
@@ -350,12 +351,13 @@ class ShardedSync:
         for engine in self._engines:
             engine.take_edits()
 
-    def cleared(self, optimizer: Optimizer) -> None:
-        """Clear the ``.grad`` of the model's parameters whose rows belong to ``optimizer``."""
+    def cleared(self, optimizer: Optimizer, set_to_none: bool) -> None:
+        """As the protocol: the ``.grad`` of the model's parameters whose rows belong to ``optimizer``."""
         own = {p for group in optimizer.param_groups for p in group["params"]}
         for rows, seen in self._pairs():
             if rows.parameter in own and rows.parameter is not seen:
-                seen.grad = rows.parameter.grad = None
+                clear_gradient(seen, set_to_none)
+                clear_gradient(rows.parameter, set_to_none)
 
     def norm(self, members: Sequence[nn.Parameter], step_context: StepContext) -> float:
         own = set(members)

@@ -14,7 +14,7 @@ from tutti.checkpoint.state_shards import number_tensor
 from tutti.comm.communicator import Communicator
 from tutti.comm.partition import block
 from tutti.nn.gradient_hooks import share_gradient_hooks
-from tutti.nn.incomplete_gradient import conceal, is_cleared
+from tutti.nn.incomplete_gradient import after_clearing, conceal
 from tutti.parallel.ddp.buckets import plan_buckets
 from tutti.torch_compat import chunk_cat, module_parameters
 from tutti.types import SavedState, ShardSpec, TensorSlice
@@ -232,8 +232,9 @@ class ZeroSharding:
         self._reveal()
         for whole, rows in zip(self._whole, self.rows, strict=True):
             gradient = rows.parameter.grad
-            if gradient is not None and not is_cleared(whole.grad):
-                held[rows.parameter] = gradient.clone()
+            left = None if gradient is None else after_clearing(gradient, whole.grad)
+            if left is not None:
+                held[rows.parameter] = left.clone()
             whole.grad = rows.parameter.grad = None
         return held
 
@@ -250,9 +251,9 @@ class ZeroSharding:
             conceal([p for pair in there for p in pair], "in rows over the ranks (sharded:stage=1)")
 
     def _reveal(self) -> None:
-        """Restore the rows' gradients that ``settle`` concealed, except where the script has cleared them."""
+        """Restore the rows' gradients that ``settle`` concealed, cleared where the script has cleared them."""
         for parameter, gradient in self._aside.items():
-            parameter.grad = None if is_cleared(parameter.grad) else gradient
+            parameter.grad = after_clearing(gradient, parameter.grad)
         self._aside = {}
 
     def take_use(self) -> list[bool]:
@@ -264,8 +265,9 @@ class ZeroSharding:
     def take_edits(self) -> None:
         self._reveal()
         for whole, rows in zip(self._whole, self.rows, strict=True):
-            if whole is not rows.parameter and is_cleared(whole.grad):
-                rows.parameter.grad = None
+            gradient = rows.parameter.grad
+            if whole is not rows.parameter and gradient is not None:
+                rows.parameter.grad = after_clearing(gradient, whole.grad)
 
     def _width(self, whole: Tensor) -> int:
         """Return the number of elements of the largest block of rows."""

@@ -71,7 +71,7 @@ class RemoteGradients:
                 remedy="freeze the parameter before the forward (requires_grad_(False)), or take --strategy mirrored",
             )
 
-    def cleared(self, optimizer: Optimizer) -> None:
+    def cleared(self, optimizer: Optimizer, set_to_none: bool) -> None:
         """Do nothing: ``optimizer.zero_grad()`` clears the same ``.grad`` that the script sees."""
 
     def norm(self, members: Sequence[nn.Parameter], step_context: StepContext) -> NoReturn:
