@@ -566,6 +566,12 @@ class CustomLoopSync(GradientSync, Protocol):
     def add_use(self, used: Sequence[bool]) -> None:
         """Mark these parameters as reached in the coming reduction."""
 
+    def take_clearing(self) -> None:
+        """Clear gradients that the script has cleared on unsharded parameters (FSDP2, after a forward)."""
+
+    def show_gradients(self) -> None:
+        """Set the ``.grad`` of unsharded parameters so that ``take_clearing`` knows what the script clears (FSDP2)."""
+
     def take_edits(self) -> None:
         """Make the update use the gradients as the script sees them in ``.grad`` now."""
 

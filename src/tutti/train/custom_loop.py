@@ -189,7 +189,7 @@ class CustomLoop:
             raise UsageError(
                 "run.backward needs a batch of run.microbatches()", remedy="loop over run.microbatches(epoch)"
             )
-        self._look_at_trainability()
+        self._follow_script()
         self._bodies.note("backward", 0)
 
         def work(before: LossSums | None) -> LossSums:
@@ -228,6 +228,7 @@ class CustomLoop:
             self._complete(micro_batch, call, local, work)
         else:
             self._keep(micro_batch, call, local, work)
+        self._exchange.show_gradients()
         self._origin.exchanged = True
         self._origin.remember()
 
@@ -325,7 +326,9 @@ class CustomLoop:
 
     # --- gradients without run.backward ----------------------------------------------------------------------------
 
-    def _look_at_trainability(self) -> None:
+    def _follow_script(self) -> None:
+        """Follow what the script has done to parameters since: cleared gradients, and ``requires_grad``."""
+        self._exchange.take_clearing()
         if self._run._trainability(late=True):
             if self._bank:
                 self._bodies.refuse_different()
@@ -377,11 +380,11 @@ class CustomLoop:
             raise UsageError(
                 "optimizer.step() without a batch of run.microbatches()", remedy="loop over run.microbatches(epoch)"
             )
-        self._look_at_trainability()
+        self._follow_script()
+        self._exchange.show_gradients()
         members = self._origin.members(index)
         if self._exchange.gradient_at == "shards":
             self._origin.check_shards()
-            self._origin.check_stale(members)
         elif self._origin.local(members):
             self._exchange_local(micro_batch)
         self._bodies.note("step", -1 if index is None else index)
@@ -396,7 +399,6 @@ class CustomLoop:
         step_context = run._step_context_now
         with run._open_gate(), self._exchange.acting(index, members):
             updated = run.exchange.optimizer_step(stats, step_context)
-        self._origin.applied(members)
         self._after(stats, updated)
         return True
 
@@ -407,7 +409,8 @@ class CustomLoop:
             raise UsageError(
                 "run.reduce_gradients needs a batch of run.microbatches()", remedy="loop over run.microbatches(epoch)"
             )
-        self._look_at_trainability()
+        self._follow_script()
+        self._exchange.show_gradients()
         if self._exchange.gradient_at == "shards":
             self._origin.check_shards()
         elif not self._origin.alone or self._origin.local(self._origin.seen(), means=True):

@@ -48,10 +48,6 @@ class GradientOrigin:
         # Complete gradients to which a plain loss.backward() added: the script's line that called it.
         self._mixed: dict[nn.Parameter, str] = {}
         self._hooked: set[nn.Parameter] = set()
-        # Under FSDP2: parameters whose gradient an update has used and the script has not cleared since; and those of
-        # them to which a later backward may have added.
-        self._applied: set[nn.Parameter] = set()
-        self._stale: set[nn.Parameter] = set()
         self._in_own_backward = False
 
     def seen(self) -> Sequence[nn.Parameter]:
@@ -98,20 +94,12 @@ class GradientOrigin:
         """Record every current ``.grad`` as complete and unedited."""
         self._complete = {p: (p.grad, tensor_version(p.grad)) for p in self.seen() if p.grad is not None}
         self._mixed.clear()
-        self._applied.clear()
         self._made.clear()
-
-    def applied(self, members: Sequence[nn.Parameter]) -> None:
-        """Record that an update has used the gradients of ``members`` (under FSDP2)."""
-        if self._exchange.gradient_at == "shards":
-            self._applied |= {p for p in members if p.grad is not None}
 
     def cleared(self, members: Sequence[nn.Parameter]) -> None:
         """Record that the script has cleared the gradients of ``members``."""
         for parameter in members:
             self._mixed.pop(parameter, None)
-            self._applied.discard(parameter)
-            self._stale.discard(parameter)
             self._made.pop(parameter, None)
             if parameter.grad is not None:
                 # Zeros, which are the same on every rank.
@@ -190,41 +178,17 @@ class GradientOrigin:
     # --- gradients of FSDP2 ----------------------------------------------------------------------------------------
 
     def check_shards(self) -> None:
-        """Raise UsageError if a ``.grad`` does not come from ``run.backward``, or an update has used it already."""
+        """Raise UsageError if a ``.grad`` does not come from ``run.backward``."""
         there = [p for p in self.seen() if p.grad is not None]
         if any(self._exchange.take_use()) and there:
             self._refuse_mixed("the loop's body")
-        for parameter in self._stale.intersection(self.seen()):
-            complete = self._complete.get(parameter)
-            if complete is None or parameter.grad is not complete[0] or tensor_version(parameter.grad) != complete[1]:
-                # The script has cleared or edited it since.
-                self._stale.discard(parameter)
         for parameter in there:
             complete = self._complete.get(parameter)
-            if complete is not None and parameter in self._applied:
-                if len(self._optimizers) == 1:
-                    self._refuse_applied()
-                # The backward of another optimizer's loss may add to it, if the next zero_grad() clears the sum.
-                self._stale.add(parameter)
             if complete is None or (complete[0] is not parameter.grad and not self.exchanged):
                 if parameter.grad is not None and bool(parameter.grad.abs().sum() > 0):
                     self._refuse_mixed("the loop's body")
                 # All zeros: FSDP2 reduced a backward for gradients of the inputs alone.
                 parameter.grad = None
-
-    def check_stale(self, members: Sequence[nn.Parameter]) -> None:
-        """Raise UsageError if an update of ``members`` would use gradients that an earlier update has used."""
-        if any(p.grad is not None and p in self._stale for p in members):
-            self._refuse_applied()
-
-    def _refuse_applied(self) -> NoReturn:
-        raise UsageError(
-            "gradients of the last update were not cleared before the next",
-            where=f"step {self._run.clock + 1}, {script_line()}",
-            why="between a forward and its backward FSDP2 shows other tensors in model.parameters(), so that clearing"
-            " their .grad there clears nothing",
-            remedy="call optimizer.zero_grad(), or clear before the forward",
-        )
 
     # --- edits of complete gradients -------------------------------------------------------------------------------
 

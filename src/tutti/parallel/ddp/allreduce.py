@@ -253,6 +253,12 @@ class AllReduceSync:
     def add_use(self, used: Sequence[bool]) -> None:
         """Do nothing: a parameter counts as used where its ``.grad`` is not None."""
 
+    def take_clearing(self) -> None:
+        """Do nothing: the script's ``.grad`` are those of the update."""
+
+    def show_gradients(self) -> None:
+        """Do nothing: as ``take_clearing``."""
+
     def take_edits(self) -> None:
         """Restore concealed gradients of slices for the update; all other ``.grad`` are as the script left them."""
         self._reveal()

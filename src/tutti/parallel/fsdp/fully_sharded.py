@@ -34,10 +34,12 @@ from tutti.parallel.fsdp.fsdp_wrap_policy import root_modules, wrapped_modules
 from tutti.parallel.fsdp.sharded_parameter import ShardedParameter, local_rows
 from tutti.parallel.tensor.tp_layers import TensorParallelLayer
 from tutti.parallel.tensor.unwrap_split import seen_as_shares
-from tutti.torch_compat import set_fsdp_collectives
+from tutti.torch_compat import module_parameters, set_fsdp_collectives, tree_leaves
 from tutti.types import ShardSpec
 
 _FUNCTIONAL_CALL: Any = inspect.unwrap(torch.func.functional_call)
+Pairs = Sequence[tuple[ShardedParameter, nn.Parameter]]
+
 _NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -86,6 +88,10 @@ class FullySharded:
         self._flags = {each.name: each.parameter.requires_grad for each in self.rows}
         self._watched: set[str] = set()
         self._concealed: set[nn.Parameter] = set()
+        # Unsharded parameters by name, whose .grad is a placeholder for the rows' gradient.
+        self._standing: dict[str, nn.Parameter] = {}
+        # In custom loops: the module and attribute of each parameter.
+        self._slots: dict[str, tuple[nn.Module, str]] = {}
         for unit in self._units:
             self._watch(unit)
             cast(nn.Module, unit).register_forward_pre_hook(_refuse_functional_call, prepend=True)
@@ -99,18 +105,24 @@ class FullySharded:
         At that point ``root.parameters()`` are the unsharded parameters; backward accumulates in the ``.grad`` of the
         sharded ones.
         """
-        own = {name for name, module in self._model.named_modules() if module is root}
-        prefixes = tuple(f"{name}." if name else "" for name in own)
-        pairs = [(each, g) for each, g in self._pairs if each.name.startswith(prefixes)]
-        plain = type(root).zero_grad
+        pairs, plain = self._pairs_of(root), type(root).zero_grad
 
         def zero_grad(module: nn.Module, set_to_none: bool = True) -> None:
             plain(module, set_to_none)
             for each, gathered in pairs if module is root else ():
-                clear_gradient(gathered, set_to_none)
-                clear_gradient(each.parameter, set_to_none)
+                self._clear(each, gathered, set_to_none)
 
         root.zero_grad = MethodType(zero_grad, root)  # type: ignore[method-assign]
+
+    def _pairs_of(self, root: nn.Module) -> Pairs:
+        names = {name for name, module in self._model.named_modules() if module is root}
+        prefixes = tuple(f"{name}." if name else "" for name in names)
+        return [(each, g) for each, g in self._pairs if each.name.startswith(prefixes)]
+
+    def _clear(self, each: ShardedParameter, gathered: nn.Parameter, set_to_none: bool) -> None:
+        objects = (gathered, each.parameter, self._standing.get(each.name))
+        for parameter in filter(lambda p: p is not None, objects):
+            clear_gradient(cast(nn.Parameter, parameter), set_to_none)
 
     @property
     def trained(self) -> Sequence[ShardedParameter]:
@@ -180,6 +192,54 @@ class FullySharded:
 
     def add_use(self, used: Sequence[bool]) -> None:
         self._used |= {each.name for each, flag in zip(self.trained, used, strict=True) if flag}
+
+    def begin_custom_loop(self) -> None:
+        """Follow from now on what a script does to ``.grad`` between a forward and its backward.
+
+        There ``model.parameters()`` are the unsharded parameters, whose ``.grad`` FSDP2 does not read as what backward
+        has accumulated. A placeholder in it notes what the script clears, and refuses to be read.
+        """
+        if self._slots:
+            return
+        modules = dict(self._model.named_modules())
+        for each, _ in self._pairs:
+            place, _, key = each.name.rpartition(".")
+            self._slots[each.name] = modules[place], key
+        for root in root_modules(self._model):
+            root.register_forward_hook(partial(self._follow, self._pairs_of(root)))
+
+    def _follow(self, pairs: Pairs, module: nn.Module, args: Any, output: Any) -> None:
+        """Set placeholders after a root's forward, and remove them when its backward begins."""
+        if not torch.is_grad_enabled():
+            return
+        self.take_clearing()
+        self.show_gradients()
+        for value in tree_leaves(output) if self._standing else ():
+            if isinstance(value, Tensor) and value.requires_grad:
+                value.register_hook(lambda _: self.take_clearing(pairs))
+
+    def take_clearing(self, pairs: Pairs | None = None) -> None:
+        """As the protocol, and remove the placeholders; ``pairs``: of these parameters only."""
+        for each, gathered in (self._pairs if pairs is None else pairs) if self._standing else ():
+            unsharded = self._standing.pop(each.name, None)
+            if unsharded is not None:
+                if gathered.grad is not None:
+                    gathered.grad = after_clearing(gathered.grad, unsharded.grad)
+                unsharded.grad = None
+
+    def show_gradients(self) -> None:
+        for each, gathered in self._training if self._slots else ():
+            if gathered.grad is not None and each.name not in self._standing:
+                module, key = self._slots[each.name]
+                unsharded = module_parameters(module)[key]
+                if unsharded is not None and unsharded is not gathered:
+                    conceal([unsharded], "in rows over the ranks until the backward of this forward")
+                    self._standing[each.name] = unsharded
+
+    def cleared(self, members: Collection[nn.Parameter], set_to_none: bool) -> None:
+        for each, gathered in self._pairs:
+            if each.parameter in members:
+                self._clear(each, gathered, set_to_none)
 
     def take_edits(self) -> None:
         self._take_cleared()

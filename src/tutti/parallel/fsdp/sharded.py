@@ -21,7 +21,6 @@ from torch.optim import Optimizer
 
 from tutti.checkpoint.state_shards import cut_state, mine_of, read_local, written
 from tutti.config.sync_config import RowsConfig
-from tutti.nn.incomplete_gradient import clear_gradient
 from tutti.nn.swap import parameters
 from tutti.optim.several import acting, members_of
 from tutti.parallel.ddp.allreduce import culprits, optimizer_step
@@ -308,7 +307,9 @@ class ShardedSync:
         return "rows" if self._config.stage == 1 else "shards"
 
     def begin_custom_loop(self) -> None:
-        """Do nothing: gradients stay in rows."""
+        """Follow what the script clears between a forward and its backward; gradients stay in rows."""
+        for engine in self._engines:
+            engine.begin_custom_loop()
 
     def named(self) -> Sequence[tuple[str, nn.Parameter]]:
         return [*((rows.name, seen) for rows, seen in self._pairs()), *self._uncut]
@@ -347,6 +348,14 @@ class ShardedSync:
             engine.add_use(rest[:count])
             rest = rest[count:]
 
+    def take_clearing(self) -> None:
+        for engine in self._engines:
+            engine.take_clearing()
+
+    def show_gradients(self) -> None:
+        for engine in self._engines:
+            engine.show_gradients()
+
     def take_edits(self) -> None:
         for engine in self._engines:
             engine.take_edits()
@@ -354,10 +363,8 @@ class ShardedSync:
     def cleared(self, optimizer: Optimizer, set_to_none: bool) -> None:
         """As the protocol: the ``.grad`` of the model's parameters whose rows belong to ``optimizer``."""
         own = {p for group in optimizer.param_groups for p in group["params"]}
-        for rows, seen in self._pairs():
-            if rows.parameter in own and rows.parameter is not seen:
-                clear_gradient(seen, set_to_none)
-                clear_gradient(rows.parameter, set_to_none)
+        for engine in self._engines:
+            engine.cleared(own, set_to_none)
 
     def norm(self, members: Sequence[nn.Parameter], step_context: StepContext) -> float:
         own = set(members)

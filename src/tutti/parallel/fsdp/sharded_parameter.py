@@ -14,7 +14,7 @@ from tutti.checkpoint.state_shards import number_tensor
 from tutti.comm.communicator import Communicator
 from tutti.comm.partition import block
 from tutti.nn.gradient_hooks import share_gradient_hooks
-from tutti.nn.incomplete_gradient import after_clearing, conceal
+from tutti.nn.incomplete_gradient import after_clearing, clear_gradient, conceal
 from tutti.parallel.ddp.buckets import plan_buckets
 from tutti.torch_compat import chunk_cat, module_parameters
 from tutti.types import SavedState, ShardSpec, TensorSlice
@@ -115,6 +115,18 @@ class ShardingEngine(Protocol):
 
     def add_use(self, used: Sequence[bool]) -> None:
         """Mark these trained parameters as reached by a backward."""
+
+    def begin_custom_loop(self) -> None:
+        """Follow from now on what a script does to gradients between a forward and its backward."""
+
+    def take_clearing(self) -> None:
+        """As ``CustomLoopSync.take_clearing``."""
+
+    def show_gradients(self) -> None:
+        """As ``CustomLoopSync.show_gradients``."""
+
+    def cleared(self, members: Collection[nn.Parameter], set_to_none: bool) -> None:
+        """Clear what the script sees of the gradients of these rows, after ``zero_grad`` of their optimizer."""
 
     def take_edits(self) -> None:
         """Set the rows' gradients to the ``.grad`` that the script has left on the model's parameters."""
@@ -261,6 +273,21 @@ class ZeroSharding:
 
     def add_use(self, used: Sequence[bool]) -> None:
         """Do nothing: a parameter counts as used where its ``.grad`` is not None."""
+
+    def begin_custom_loop(self) -> None:
+        """Do nothing: the model has one object for a parameter at any time."""
+
+    def take_clearing(self) -> None:
+        """Do nothing: as ``begin_custom_loop``."""
+
+    def show_gradients(self) -> None:
+        """Do nothing: as ``begin_custom_loop``."""
+
+    def cleared(self, members: Collection[nn.Parameter], set_to_none: bool) -> None:
+        for whole, rows in zip(self._whole, self.rows, strict=True):
+            if rows.parameter in members and rows.parameter is not whole:
+                clear_gradient(whole, set_to_none)
+                clear_gradient(rows.parameter, set_to_none)
 
     def take_edits(self) -> None:
         self._reveal()

@@ -60,6 +60,12 @@ class RemoteGradients:
     def add_use(self, used: Sequence[bool]) -> None:
         """Do nothing."""
 
+    def take_clearing(self) -> None:
+        """Do nothing: the script sees the ``.grad`` that are pushed."""
+
+    def show_gradients(self) -> None:
+        """Do nothing: as ``take_clearing``."""
+
     def take_edits(self) -> None:
         """Raise UsageError if the script has cleared a gradient after its push."""
         cleared = [name for name, p in self._trained if is_cleared(p.grad)] if self._pushed else []
