@@ -47,6 +47,9 @@ KNOWN = {
             Place("hybrid:shards=2,stage=3,tensor=2", 4, 2, 2),
         )
     },
+    "written by every rank to one copy": Script(
+        place=Place("central_storage", 2, 2, 2), layers=("Linear",), samples=9, loop=Loop(after="shrink")
+    ),
     "an unused layer that decays": Script(
         place=Place("sharded", 2, 2, 2), layers=("Linear",), unused=True, optimizer="adamw", loop=Loop()
     ),

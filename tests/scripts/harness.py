@@ -181,6 +181,9 @@ def _judge_refusal(refused: Sequence[Outcome], want: Reference) -> Verdict:
             return Verdict("wrong", f"rank {rank} ended with exit code {outcome.code}: {outcome.text}")
         if not outcome.remedy:
             return Verdict("wrong", f"rank {rank} was refused without a remedy: {outcome.text}")
+        if "outside of optimizer.step()" in outcome.text and outcome.updates <= 1:
+            # Not an update that is wrong, but the script's own write, which ranks with one copy have all made to it.
+            continue
         if outcome.state is not None:
             state, names = outcome.state, outcome.state.keys() & want.history[0].keys()
             own = {name: state[name] for name in names}

@@ -143,7 +143,7 @@ def test_models_without_buffers_and_modules_that_replace_them() -> None:
         assert worlds.run(ranks, without_and_replaced) == [[{}, {}, {"count": [2 * (1 + 2 + 3 + 4) / 4]}]] * ranks
 
 
-def written_between_steps(strategy: str, workers: int) -> str:
+def written_between_steps(strategy: str, workers: int, steps: int = 4) -> str:
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 1).double()
     inputs = torch.randn(24, 4, dtype=torch.float64)
@@ -158,10 +158,11 @@ def written_between_steps(strategy: str, workers: int) -> str:
         batch_size=6,
     )
     try:
-        for batch in run.epoch(0):
+        for _, batch in zip(range(steps), run.epoch(0), strict=False):
             run.step(batch)
             for parameter in model.parameters():
                 parameter.data.mul_(0.9)
+        run.state()
     except tutti.errors.UsageError as error:
         return str(error)
     return "not refused"
@@ -172,3 +173,14 @@ def test_a_script_that_writes_one_worker_of_several_is_refused(strategy: str) ->
     said = worlds.run(2, written_between_steps, strategy=strategy, workers=4)
     assert all("has written the parameter weight" in text and "step 2" in text for text in said), said
     assert worlds.run(2, written_between_steps, strategy=strategy, workers=2) == ["not refused"] * 2
+
+
+def test_a_write_after_the_last_step_is_refused_when_the_state_is_read() -> None:
+    for strategy, workers in (("local_sgd:period=2", 4), ("central_storage", 2), ("parameter_server:mode=async", 2)):
+        said = worlds.run(2, written_between_steps, strategy=strategy, workers=workers, steps=1)
+        assert any("has written the parameter weight" in text and "after the last step" in text for text in said), said
+
+
+def test_a_write_between_asynchronous_steps_is_refused() -> None:
+    said = worlds.run(2, written_between_steps, strategy="parameter_server:mode=async", workers=2)
+    assert all("has written the parameter weight" in text and "step 2" in text for text in said), said

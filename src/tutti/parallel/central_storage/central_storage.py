@@ -70,7 +70,7 @@ class CentralStorageSync(AllReduceSync):
         """
         stats = super().reduce_gradients(step_context)
         if self._run_context.comms.replica.size > 1:
-            self._guard.check(self._owned, step_context.global_step + 1)
+            self._guard.check(self._owned, f"step {step_context.global_step + 1}")
         return stats
 
     def _complete(self, optimizer: Optimizer | None, replica: ReplicaRunner, named: Named) -> WholeTensors | None:
@@ -115,6 +115,12 @@ class CentralStorageSync(AllReduceSync):
             "optim": optimizer_tensors(self._optimizer, self._owned) if self._optimizer else {},
             "workers": self._buffers.state(),
         }
+
+    def replicated(self) -> Mapping[str, Tensor] | None:
+        """As ``AllReduceSync.replicated``. Raises UsageError where the script has written parameters."""
+        if self._run_context.comms.replica.size > 1:
+            self._guard.check(self._owned, "after the last step")
+        return super().replicated()
 
     def load(self, saved: SavedState) -> None:
         for name, parameter in self._owned:

@@ -28,15 +28,15 @@ class WriteGuard:
         """Record the norms of the parameters after the strategy's own writes."""
         self._norms = _norms([p.data for _, p in named])
 
-    def check(self, named: Sequence[tuple[str, nn.Parameter]], step: int) -> None:
-        """Raise UsageError, naming the first parameter that has been written since ``note``."""
+    def check(self, named: Sequence[tuple[str, nn.Parameter]], where: str) -> None:
+        """Raise UsageError with ``where``, naming the first parameter that has been written since ``note``."""
         if self._norms is None:
             return
         for (name, _), before, now in zip(named, self._norms, _norms([p.data for _, p in named]), strict=True):
             if before != now and not (before != before and now != now):
                 raise UsageError(
                     f"the script has written the parameter {name} outside of optimizer.step()",
-                    where=f"step {step}",
+                    where=where,
                     why=self._why,
                     remedy="put the term into the loss or the optimizer, or take --strategy mirrored",
                 )

@@ -101,7 +101,7 @@ class LocalSGDSync:
         """
         self._step_context = step_context
         if len(self._run_context.mine) > 1:
-            self._guard.check(self._trained, step_context.global_step + 1)
+            self._guard.check(self._trained, f"step {step_context.global_step + 1}")
         self._buffers.enter(worker)
         self._put(worker)
 
@@ -178,7 +178,13 @@ class LocalSGDSync:
         return {**fixed, **averages, **self._buffers.merged()}
 
     def replicated(self) -> Mapping[str, Tensor] | None:
-        """Return the frozen parameters, and also the trained ones where all workers' copies are equal."""
+        """Return the frozen parameters, and also the trained ones where all workers' copies are equal.
+
+        Raises:
+            UsageError: the script has written parameters, and this rank has several workers.
+        """
+        if len(self._run_context.mine) > 1:
+            self._guard.check(self._trained, "after the last step")
         first = next(iter(self._copies.values()))
         trained = {name: copy for (name, _), copy in zip(self._trained, first, strict=True)} if self._equal else {}
         return {**{name: p.data for name, p in self._named if not p.requires_grad}, **trained}

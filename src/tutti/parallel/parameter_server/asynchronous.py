@@ -22,6 +22,7 @@ from tutti.nn.swap import parameters
 from tutti.parallel.ddp.reducers import scale_all, squares_of
 from tutti.parallel.ddp.sync_module_states import agree_on_state, broadcast_state
 from tutti.parallel.ddp.worker_buffers import WorkerBuffers
+from tutti.parallel.ddp.write_guard import WriteGuard
 from tutti.parallel.loss_stats import LossCounter
 from tutti.parallel.normalisation import clipped, nonfinite_names, own_mean
 from tutti.parallel.parameter_server.client import Reply
@@ -83,10 +84,14 @@ class AsynchronousServerSync(RemoteGradients):
         self._copies = {w: first if w == mine[0] else [t.clone() for t in first] for w in mine}
         self._seen = {w: [0] * self._config.servers for w in mine}
         self._allowed = dict.fromkeys(mine, True)
+        self._guards = self._new_guards()
         self._accrued: dict[int, list[Tensor | None]] = {w: [None] * len(self._trained) for w in mine}
         for (_, parameter), copy in zip(self._trained, first, strict=True):
             parameter.data = copy
         return self
+
+    def _new_guards(self) -> dict[int, WriteGuard]:
+        return {w: WriteGuard("the servers' parameters replace those of every worker") for w in self._run_context.mine}
 
     def _desk(self, shelf: ParameterShard) -> AsyncHandler:
         """Make the request handler, in a server's process."""
@@ -125,6 +130,7 @@ class AsynchronousServerSync(RemoteGradients):
         self._buffers.enter(worker)
         for (_, parameter), copy in zip(self._trained, self._copies[worker], strict=True):
             parameter.data = copy
+        self._guards[worker].check(self._trained, f"step {step_context.global_step + 1}")
         if not self._allowed[worker]:
             text = f"waiting for the slowest worker in step {step_context.global_step + 1}"
             self._link.client.send(PULL, worker, step_context.global_step, flags=WAIT, seen=self._seen[worker])
@@ -162,6 +168,7 @@ class AsynchronousServerSync(RemoteGradients):
         for _, parameter in self._trained:
             parameter.grad = None
         self._take(worker, replies, read=back)
+        self._guards[worker].note(self._trained)
         self._counting.add(part)
 
     def _prepare(self, part: LossSums, gradients: list[Tensor | None]) -> bool:
@@ -232,11 +239,18 @@ class AsynchronousServerSync(RemoteGradients):
         return self._whole()
 
     def _read(self) -> None:
-        """Read the servers' parameters after a barrier over all ranks. Collective."""
+        """Read the servers' parameters after a barrier over all ranks. Collective.
+
+        Raises:
+            UsageError: the script has written parameters since the last step.
+        """
+        last = self._run_context.mine[-1]
+        self._guards[last].check(self._trained, "after the last step")
         self._link.barrier("reading the parameters")
         replies = self._link.ask(READ, "reading the parameters")
         if self._alone:
-            self._seen[self._run_context.mine[0]] = [reply.header.seen for reply in replies]
+            self._seen[last] = [reply.header.seen for reply in replies]
+            self._guards[last].note(self._trained)
 
     def _whole(self) -> dict[str, Tensor]:
         fixed = {name: p.data for name, p in self._named if not p.requires_grad}
@@ -271,6 +285,7 @@ class AsynchronousServerSync(RemoteGradients):
                 copy.copy_(read_local(saved, "model", name, self._replica, copy.shape))
             self._seen[worker], self._allowed[worker] = list(versions), True
         self._updates = self._version = versions[0]
+        self._guards = self._new_guards()
         self._stop_at, self._clock = None, 0
 
     def facts(self) -> dict[str, object]:

@@ -230,7 +230,7 @@ class SynchronousServerSync(RemoteGradients, AllReduceSync):
 
         Raises UsageError where the script has written parameters since the last update.
         """
-        self._guard.check(self._trained, step_context.global_step + 1)
+        self._guard.check(self._trained, f"step {step_context.global_step + 1}")
         return super().reduce_gradients(step_context)
 
     def merged(self) -> dict[str, Tensor]:
