@@ -50,6 +50,9 @@ KNOWN = {
     "written by every rank to one copy": Script(
         place=Place("central_storage", 2, 2, 2), layers=("Linear",), samples=9, loop=Loop(after="shrink")
     ),
+    "hooked before the first forward": Script(
+        place=Place("sharded", 2, 2, 2), layers=("Linear",), samples=9, loop=Loop(), edits=(Edit(kind="hook"),)
+    ),
     "an unused layer that decays": Script(
         place=Place("sharded", 2, 2, 2), layers=("Linear",), unused=True, optimizer="adamw", loop=Loop()
     ),

@@ -57,9 +57,13 @@ class HookWatch:
         Raises:
             UsageError: the strategy cannot call a hook.
         """
+        self._alone = alone
+        self._look_at_all()
+
+    def _look_at_all(self) -> None:
         self._hooked = self._elsewhere
         for name, parameter in self._parameters:
-            self._look(name, parameter, alone)
+            self._look(name, parameter, self._alone)
             original = self._originals.get(name, lambda: None)()
             if original is not None and original is not parameter:
                 self._look_at_former(name, original, parameter)
@@ -122,8 +126,10 @@ class HookWatch:
     def check_part(self, part: LossSums) -> None:
         """Raise UsageError if hooks saw gradients scaled by samples, but a worker's loss counts another unit.
 
-        For strategies whose workers make updates of their own.
+        Also for hooks that the script has registered since the step began, as the constructor does. For strategies
+        whose workers make updates of their own.
         """
+        self._look_at_all()
         if self._hooked is not None and not part.whole and float(part.sums[1]) != part.samples:
             self._refuse(float(part.sums[1]), part.samples)
 
@@ -133,6 +139,7 @@ class HookWatch:
         Collective under stages, if the loss counts another unit than samples: an all-gather of the hooks' names, as a
         stage sees only its own, and all must raise.
         """
+        self._look_at_all()
         if step_context.whole or stats.count == step_context.samples:
             return
         if self._stages:
