@@ -43,6 +43,7 @@ from tutti.torch_compat import (
     all_gather_single,
     assert_async,
     chunk_cat,
+    current_autograd_node,
     default_store,
     dispatch_mode_depth,
     draws_samples,
@@ -74,6 +75,8 @@ from tutti.torch_compat import (
     mark_wrapped_by_scheduler,
     module_buffers,
     module_parameters,
+    next_node_sequence,
+    node_sequence,
     non_persistent_buffers,
     operator_arguments,
     order_members,
@@ -203,6 +206,19 @@ def backward_is_noticed() -> None:
     tensor.register_hook(lambda gradient: found.append(in_backward()))
     tensor.sum().backward()
     assert found == [True] and not in_backward()
+
+
+def nodes_are_numbered_in_the_order_of_the_forward() -> None:
+    seen: list[int | None] = []
+    tensor = torch.ones(2, requires_grad=True)
+    assert current_autograd_node() is None
+    first = next_node_sequence()
+    total = (tensor * 2).sum()
+    total.register_hook(lambda gradient: None)
+    tensor.register_hook(lambda gradient: seen.append(node_sequence(current_autograd_node())))
+    assert node_sequence(total.grad_fn) == first + 1 and next_node_sequence() == first + 2
+    total.backward()
+    assert seen == [None]
 
 
 def modes_are_counted() -> None:
@@ -422,6 +438,7 @@ TOUCHED: dict[Callable[[], None], str] = {
     hooks_of_tensors_are_found: "gradient_hooks set_gradient_hooks accumulation_hooks GRADIENT_HOOK_ATTRIBUTES",
     fused_optimizers_have_devices: "fused_optimizer_devices",
     backward_is_noticed: "in_backward",
+    nodes_are_numbered_in_the_order_of_the_forward: "current_autograd_node next_node_sequence node_sequence",
     modes_are_counted: "function_mode_depth dispatch_mode_depth TorchDispatchMode version_counting_view",
     transforms_are_counted: "functorch_level",
     saving_of_tensors_is_noticed: "saved_tensor_hooks",

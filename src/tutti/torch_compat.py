@@ -43,6 +43,7 @@ __all__ = [
     "all_gather_single",
     "assert_async",
     "chunk_cat",
+    "current_autograd_node",
     "default_store",
     "dispatch_mode_depth",
     "draws_samples",
@@ -74,6 +75,8 @@ __all__ = [
     "mark_wrapped_by_scheduler",
     "module_buffers",
     "module_parameters",
+    "next_node_sequence",
+    "node_sequence",
     "non_persistent_buffers",
     "operator_arguments",
     "order_members",
@@ -204,6 +207,20 @@ def in_backward() -> bool:
     """Return whether autograd runs a backward in this thread, for example while it calls a hook or recomputes a
     forward."""
     return bool(torch._C._current_graph_task_id() != -1)
+
+
+current_autograd_node: Callable[[], Any] = torch._C._current_autograd_node
+"""Return the autograd node whose backward this thread runs, or None. No public function does."""
+
+next_node_sequence: Callable[[], int] = torch._C._autograd._get_sequence_nr
+"""Return the number that this thread's next autograd node gets. The profiler relates backward to forward by it; no
+public function returns it."""
+
+
+def node_sequence(node: Any) -> int | None:
+    """Return the number of an autograd node, in the order of the thread's forward; None for ``AccumulateGrad``."""
+    number = int(node._sequence_nr())
+    return None if number >= 1 << 63 else number
 
 
 def version_counting_view(tensor: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from tutti.cli.export_command import export
 from tutti.cli.help_pages import OneScreen
 from tutti.cli.run_command import end_options, run
 from tutti.cli.train_command import bare_options, train
+from tutti.cli.workload_command import workload
 from tutti.config.variables import check_variables
 from tutti.distribution import VERSION
 from tutti.errors import ExitCode, TuttiError
@@ -45,6 +46,7 @@ def build_app() -> App:
     app.command(run, usage="Usage: tutti run [OPTIONS] SCRIPT [ARGUMENTS]")
     app.command(compare, usage="Usage: tutti compare TASK [OPTIONS]")
     app.command(export, usage="Usage: tutti export RUN [OPTIONS]")
+    app.command(workload, usage="Usage: tutti workload TASK [OPTIONS]")
     app.command(doctor, usage="Usage: tutti doctor [--json]")
     app.command(chaos_command.verb())
     return app

@@ -1,0 +1,149 @@
+"""``tutti workload``: trace a task's model and loss, and print what they ask of a device."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from cyclopts import Parameter
+
+from tutti.cli.console_tables import print_table
+from tutti.errors import ExitCode
+from tutti.launcher.encoding import json_text
+from tutti.tasks import task_registry
+
+if TYPE_CHECKING:
+    from tutti.workload.workload_file import Workload
+
+_PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+
+
+def workload(
+    task: Annotated[str, Parameter(show=False)],
+    /,
+    *,
+    data: Annotated[str | None, Parameter(show_default=False)] = None,
+    model: Annotated[str | None, Parameter(show_default=False)] = None,
+    augment: Annotated[bool, Parameter(negative="", show_default=False)] = False,
+    precision: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32",
+    real: Annotated[bool, Parameter(negative="", show_default=False)] = False,
+    output: Annotated[Path | None, Parameter(name=("-o", "--output"), show_default=False)] = None,
+    as_json: Annotated[bool, Parameter(name="--json", negative="", show_default=False)] = False,
+) -> int:
+    """Say what a model and its loss ask of a device: FLOP, bytes, activations.
+
+    Example: tutti workload text --model gpt:layers=4 -o workload.json
+
+    TASK is a built-in task or your own file.py:function. Nothing is computed: the model runs on fake tensors.
+
+    Parameters
+    ----------
+    data:
+        folder, file or hub name that the task reads
+    model:
+        name:key=value; default: the task's first
+    augment:
+        as in tutti train
+    precision:
+        fp32, bf16 or fp16 (autocast, fp32 weights), or fp64
+    real:
+        compute with real tensors, for models that read values
+    output:
+        write workload.json here
+    as_json:
+        print the content of workload.json
+    """
+    task_registry.check_task(task, data=data, model=model, augment=augment)
+    chosen = task_registry.load_task(task, data=data, model=model, augment=augment)
+
+    from tutti.parallel.fsdp.fsdp_wrap_policy import wrapped_modules
+    from tutti.workload.workload_file import workload_json, write_workload
+    from tutti.workload.workload_trace import TracedModel, one_sample, trace_workload
+
+    subject = TracedModel(
+        name=task,
+        build=chosen.model,
+        loss=chosen.loss,
+        sample=one_sample(chosen.train),
+        groups=wrapped_modules,
+        precision=precision,
+    )
+    found = trace_workload(subject, real=real)
+    if output is not None:
+        write_workload(found, output)
+    if as_json:
+        print(json_text(workload_json(found), sys.stdout))
+    else:
+        _show(found)
+        if output is not None:
+            print(f"written to {output}")
+    return ExitCode.DONE
+
+
+def _show(found: Workload) -> None:
+    """Print the table of module groups, the totals and what is uncertain."""
+    kept = [f"{choice} kept" for choice in found.checkpointing()]
+    heads = ["per sample", "module", "parameters", "forward", "backward", "bytes", *kept, "output", "ready"]
+    rows = []
+    for group in found.groups:
+        work = (*group.forward.values(), *group.backward.values())
+        rows.append(
+            [
+                group.name,
+                group.kind,
+                f"{group.parameters:,}",
+                *(quantity(sum(w.flop.per_sample for w in each.values())) for each in (group.forward, group.backward)),
+                quantity(sum(w.bytes.per_sample for w in work)),
+                *(quantity(line.per_sample) for line in group.activation_bytes.values()),
+                quantity(group.output_bytes.per_sample),
+                "" if group.ready is None else str(group.ready),
+            ]
+        )
+    print_table(heads, rows)
+    print()
+    for line in _totals(found):
+        print(line)
+
+
+def _totals(found: Workload) -> list[str]:
+    """Return lines on the whole model, its attention, and quantities that are uncertain."""
+    flop, dense = (_slope(found, masked) for masked in (0.0, 1.0))
+    lines = [
+        f"model FLOP      {quantity(flop)} a sample, forward and backward"
+        + (f"; {quantity(flop / found.tokens_per_sample)} a token" if found.tokens_per_sample else "")
+    ]
+    if dense > flop:
+        lines.append(f"                {quantity(dense)} if causal attention is counted whole, as PaLM's MFU does")
+    for choice in found.checkpointing():
+        again = found.hardware_flop(1, choice) - found.hardware_flop(0, choice) - flop
+        lines.append(f"recomputed      {quantity(again)} a sample with activation checkpointing {choice}")
+    samples = " and ".join(map(str, found.samples[:-1]))
+    lines.append(f"basis           {found.basis}: a line through {samples} samples, checked at {found.samples[-1]}")
+    lines += [f"NOT AFFINE      {text}" for text in found.not_affine]
+    lines += [
+        f"COUNTED AS 0    {name}: no formula of its FLOP ({calls} calls)"
+        for name, calls in _named(found.without_formula).items()
+    ]
+    return lines
+
+
+def _named(calls: Mapping[str, int]) -> Mapping[str, int]:
+    return dict(sorted(calls.items()))
+
+
+def _slope(found: Workload, masked: float) -> float:
+    return found.model_flop(1, masked=masked) - found.model_flop(0, masked=masked)
+
+
+def quantity(value: float) -> str:
+    """Format a number with three digits and a prefix of thousands.
+
+    >>> quantity(240648192.0), quantity(28.0), quantity(0.0)
+    ('241 M', '28', '0')
+    """
+    for size, prefix in _PREFIXES:
+        if abs(value) >= size:
+            return f"{value / size:.3g} {prefix}" if abs(value) < 999.5 * size else f"{value / size:,.0f} {prefix}"
+    return f"{value:.3g}"

@@ -1,0 +1,129 @@
+"""Floating-point operations of PyTorch's operators: formulas that ``torch.utils.flop_counter`` lacks, and its own.
+
+A multiplication and an addition are two operations. Matrix products, convolutions, attention and recurrent layers are
+counted; all other operators count as 0, as is the convention (Chowdhery et al. 2022, arXiv 2204.02311, appendix B).
+
+Attention is counted here and not by PyTorch's formulas (torch 2.13), which lack the CPU's kernel, count causal
+attention as if no score were masked, and count the scores that a fused backward computes again as work of the model.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import Tensor
+from torch.utils.flop_counter import flop_registry
+
+from tutti.torch_compat import operator_arguments
+
+OperatorClass = Literal["matmul", "convolution", "attention", "recurrent", "other"]
+
+_CAUSAL = 0.5
+"""Part of the scores that causal attention computes, as Dao et al. 2022 (arXiv 2205.14135) count it; (T + 1)/2T for T
+positions."""
+
+_ATTENTION = re.compile(r"_scaled_dot_product_\w+_attention\w*|_(flash|efficient)_attention_(forward|backward)")
+_PRODUCT = re.compile(
+    r"(^|_)(mm|bmm|addmm|matmul|linear|einsum|conv\w*|rnn|lstm|gru|attention|fft|linalg|cdist|cholesky|lu|svd|qr)(_|$)"
+    r"|rnn_layer|transformer_encoder_layer|multi_head_attention|trilinear|triangular_solve"
+)
+
+
+@dataclass(frozen=True)
+class OperatorFlop:
+    """Floating-point operations of one operator call.
+
+    Attributes:
+        kind: class of the operator, whose rate on a device is measured together.
+        flop: work of the model.
+        recomputed: work of the kernel beyond it: scores that a fused attention's backward computes again.
+        masked: work that causal masking saves, which ``flop`` does not contain.
+    """
+
+    kind: OperatorClass
+    flop: float
+    recomputed: float = 0.0
+    masked: float = 0.0
+
+
+def count_flop(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> OperatorFlop | None:
+    """Return the floating-point operations of a call; None for an operator without a formula.
+
+    Args:
+        func: the operator, an overload of ``torch.ops``.
+        args, kwargs: its arguments.
+        result: its result.
+    """
+    name = operator_name(func)
+    if _ATTENTION.fullmatch(name):
+        return _attention(func, args, kwargs, backward=name.endswith("backward"))
+    if name in ("mkldnn_rnn_layer", "mkldnn_rnn_layer_backward"):
+        return _recurrent(args, backward=name.endswith("backward"))
+    formula = flop_registry.get(getattr(func, "overloadpacket", func))
+    if formula is None:
+        return None
+    kind: OperatorClass = "convolution" if "conv" in name else "matmul"
+    return OperatorFlop(kind, float(formula(*args, **kwargs, out_val=result)))
+
+
+def operator_name(func: Any) -> str:
+    """Return the name of an operator without namespace and overload: ``mm`` of ``torch.ops.aten.mm.default``."""
+    return str(func).split(".")[1] if "." in str(func) else str(func)
+
+
+def lacks_formula(func: Any) -> bool:
+    """Return whether an operator without a formula may do work that counts: a product by its name, or a custom kernel.
+
+    >>> import torch
+    >>> lacks_formula(torch.ops.aten.linalg_inv_ex.default), lacks_formula(torch.ops.aten.relu.default)
+    (True, False)
+    """
+    namespace = str(func).split(".")[0]
+    return namespace not in ("aten", "prim", "prims") or _PRODUCT.search(operator_name(func)) is not None
+
+
+def decoder_flop_per_token(parameters: float, layers: int, width: int, length: int) -> float:
+    """Return the training FLOP of a token of a decoder, 6N + 12·L·(H·Q)·T, causal masking not subtracted.
+
+    Chowdhery et al. 2022, arXiv 2204.02311, appendix B. Divided by three it is the forward's.
+
+    Args:
+        parameters: N, without embeddings that are only looked up.
+        layers: L.
+        width: H·Q, heads × size of a head.
+        length: T, tokens of a sequence.
+
+    >>> decoder_flop_per_token(1.3e9, 24, 2048, 2048)
+    9007959552.0
+    """
+    return 6.0 * parameters + 12.0 * layers * width * length
+
+
+def _attention(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], backward: bool) -> OperatorFlop:
+    """Count scores Q·Kᵀ and their product with V: forward two products, backward four, and the scores once more."""
+    given = {argument.name: value for argument, value in zip(operator_arguments(func), args, strict=False)}
+    given = {argument.name: argument.default_value for argument in operator_arguments(func)} | given | dict(kwargs)
+    query, key, value = (given[name].shape for name in ("query", "key", "value"))
+    if "scaled" in str(func):
+        # (batch, heads, length, size of a head)
+        lengths, rows = (query[-2], key[-2]), math.prod(query[:-2])
+    else:
+        # (batch, length, heads, size of a head)
+        lengths, rows = (query[-3], key[-3]), math.prod(query[:-3]) * query[-2]
+    scores, mixed = (2.0 * rows * math.prod(lengths) * size for size in (query[-1], value[-1]))
+    causal = bool(given.get("is_causal") or given.get("custom_mask_type"))
+    part = _CAUSAL if causal else 1.0
+    whole = 2 * (scores + mixed) if backward else scores + mixed
+    return OperatorFlop("attention", part * whole, part * scores if backward else 0.0, (1 - part) * whole)
+
+
+def _recurrent(args: tuple[Any, ...], backward: bool) -> OperatorFlop:
+    """Count the products of inputs and of hidden states with their weights, at every position."""
+    inputs: Tensor = args[0]
+    positions = inputs.numel() // inputs.shape[-1]
+    forward = 2.0 * positions * (args[1].numel() + args[2].numel())
+    return OperatorFlop("recurrent", 2 * forward if backward else forward)

@@ -1,0 +1,457 @@
+"""Trace one forward and backward of a model and its loss, and make a ``Workload`` of it.
+
+Operators are counted below autograd, on fake tensors that have shapes and no data. A backward operator belongs to the
+module whose forward made its autograd node, which the nodes' numbers tell; an operator that runs in backward with
+gradients enabled is recomputation.
+"""
+
+from __future__ import annotations
+
+import traceback
+import weakref
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from tutti.data.adapt import adapt_training
+from tutti.data.batches import map_tensors
+from tutti.data.collation import collate
+from tutti.data.stream import Stream
+from tutti.distribution import VERSION
+from tutti.errors import DataError, TuttiError, UsageError
+from tutti.nn.ac_and_compile import recompute
+from tutti.nn.ac_policy import find_units
+from tutti.torch_compat import (
+    FakeTensorMode,
+    TorchDispatchMode,
+    current_autograd_node,
+    next_node_sequence,
+    node_sequence,
+    operator_arguments,
+    storage_key,
+    tree_leaves,
+)
+from tutti.types import Batch, LossFn
+from tutti.workload.flop_formulas import OperatorFlop, count_flop, lacks_formula, operator_name
+from tutti.workload.workload_file import LOSS, REST, Affine, GroupWork, OperatorWork, PassWork, Workload
+
+FIT, CHECK = (2, 4), 7
+"""Samples of the traces that a line is drawn through, and of the trace that checks it."""
+
+CHOICES = ("none", "blocks", "selective")
+_CAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_TOLERANCE = 1e-6
+
+
+@dataclass(frozen=True, kw_only=True)
+class TracedModel:
+    """A model and its loss, to be traced.
+
+    Attributes:
+        name: name of the task.
+        build: builds the plain model, without arguments.
+        loss: loss function of the task.
+        sample: a batch of one sample.
+        groups: returns the modules of the model whose parameters are gathered together, the innermost first.
+        precision: fp32, bf16, fp16 or fp64.
+    """
+
+    name: str
+    build: Callable[[], nn.Module]
+    loss: LossFn
+    sample: Batch
+    groups: Callable[[nn.Module], Sequence[nn.Module]]
+    precision: str = "fp32"
+
+
+@dataclass
+class _Work:
+    """Work of one class of operators: FLOP, bytes, calls, and FLOP that causal masking saves."""
+
+    flop: float = 0.0
+    bytes: float = 0.0
+    calls: float = 0.0
+    masked_flop: float = 0.0
+
+
+_Key = tuple[str, str, str]
+"""Group, pass and class of operator."""
+
+
+@dataclass
+class _Counts:
+    """What one trace counts."""
+
+    work: dict[_Key, _Work] = field(default_factory=lambda: defaultdict(_Work))
+    activations: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    outputs: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    order: list[str] = field(default_factory=list)
+    unknown: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+
+    def values(self) -> Iterator[tuple[tuple[str, ...], float]]:
+        """Yield every number by its key."""
+        for key, work in self.work.items():
+            for name, value in vars(work).items():
+                yield (*key, name), value
+        for name, value in self.activations.items():
+            yield (name, "kept activations"), value
+        for name, value in self.outputs.items():
+            yield (name, "output"), value
+
+
+def trace_workload(subject: TracedModel, *, real: bool = False, choices: Sequence[str] = CHOICES) -> Workload:
+    """Return the workload of a model and its loss, from traces of a few samples.
+
+    Args:
+        subject: the model and its loss.
+        real: compute on real tensors, for models that read values; on fake tensors nothing is computed.
+        choices: activation checkpointing to trace, ``none`` first; choices that find nothing to recompute are left out.
+
+    Raises:
+        UsageError: the model or its loss cannot be traced; the error names the line.
+    """
+    with _mode(real):
+        model = _build(subject)
+    names = {id(module): name for name, module in model.named_modules()}
+    found = [names[id(module)] for module in subject.groups(model)]
+    possible = [choice for choice in choices if choice == "none" or find_units(model, choice)]
+    traces = {
+        choice: [
+            _trace(subject, found, samples, choice, real) for samples in ((*FIT, CHECK) if choice == "none" else FIT)
+        ]
+        for choice in possible
+    }
+    lines, bent = {}, []
+    for choice, counts in traces.items():
+        lines[choice], wrong = _lines(counts)
+        bent += wrong if choice == "none" else []
+    ordered = [name for name in names.values() if name in found]
+    first = traces["none"][0]
+    groups = [_group(name, model, found, lines, first.order) for name in (*ordered, REST, LOSS)]
+    return Workload(
+        task=subject.name,
+        precision=subject.precision,
+        groups=tuple(groups),
+        gradient_order=tuple(first.order),
+        tokens_per_sample=tokens_of(subject.sample),
+        samples=(*FIT, CHECK),
+        basis=f"traced on {'real' if real else 'fake'} tensors",
+        not_affine=tuple(bent),
+        without_formula=dict(first.unknown),
+        versions={"tutti": VERSION, "torch": torch.__version__},
+    )
+
+
+def one_sample(training: Any) -> Batch:
+    """Return a batch of the first sample of a task's training data; of a stream, its first item.
+
+    Raises UsageError or DataError if the data cannot be read, or are empty.
+    """
+    data = adapt_training(training)
+    if not isinstance(data, Stream):
+        return data.fetch(np.arange(1), None)
+    item = next(iter(data.open(0)), None)
+    if item is None:
+        raise DataError("the stream is empty", where=data.name)
+    return collate([item], lambda _: "item 0", data.name)
+
+
+def tokens_of(sample: Batch) -> int | None:
+    """Return the positions of a sample whose first tensor is a sequence of int32 or int64; None for other samples.
+
+    >>> tokens_of((torch.zeros(1, 128, dtype=torch.int64), torch.zeros(1))), tokens_of(torch.zeros(1, 3, 32, 32))
+    (128, None)
+    """
+    leaves = [leaf for leaf in tree_leaves(sample) if isinstance(leaf, Tensor)]
+    first = leaves[0] if leaves else None
+    sequence = first is not None and first.dim() == 2 and first.dtype in (torch.int32, torch.int64)
+    return int(first.shape[1]) if sequence and first is not None else None
+
+
+def _mode(real: bool) -> AbstractContextManager[Any]:
+    return nullcontext() if real else FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def _build(subject: TracedModel) -> nn.Module:
+    try:
+        model = subject.build()
+    except TuttiError:
+        raise
+    except Exception as error:
+        raise _untraceable("the model cannot be built on fake tensors", error) from error
+    return model.double() if subject.precision == "fp64" else model
+
+
+def _trace(subject: TracedModel, groups: Sequence[str], samples: int, choice: str, real: bool) -> _Counts:
+    """Trace forward and backward of ``samples`` samples."""
+    fake = _mode(real)
+    with fake:
+        model = _build(subject)
+    model.train()
+    modules = dict(model.named_modules())
+    recompute(model, choice)
+    meter = _Meter(model, {name: modules[name] for name in groups})
+    wide = subject.precision == "fp64"
+
+    def more(tensor: Tensor) -> Tensor:
+        kind = torch.float64 if wide and tensor.is_floating_point() else tensor.dtype
+        return torch.zeros((samples, *tensor.shape[1:]), dtype=kind) + tensor.to(kind)
+
+    narrow = _CAST.get(subject.precision)
+    try:
+        with fake:
+            batch = map_tensors(subject.sample, more)
+            with meter.watching(), meter:
+                with torch.autocast("cpu", narrow or torch.bfloat16, enabled=narrow is not None):
+                    result = subject.loss(model, batch)
+                meter.forward_ended()
+                (result if isinstance(result, Tensor) else result[0]).sum().backward()
+    except TuttiError:
+        raise
+    except Exception as error:
+        raise _untraceable("the model or its loss cannot be traced" + " on fake tensors" * (not real), error) from error
+    return meter.counts
+
+
+def _untraceable(what: str, error: Exception) -> UsageError:
+    """Return the refusal of a model, with the last line that is neither PyTorch's nor tutti's own machinery."""
+    package = Path(__file__).parents[1]
+    own = tuple(str(package / name) for name in ("tasks", "nn"))
+    frames = traceback.extract_tb(error.__traceback__)
+    theirs = [
+        frame
+        for frame in frames
+        if (not frame.filename.startswith(str(package)) or frame.filename.startswith(own))
+        and "site-packages" not in frame.filename
+        and not frame.filename.startswith("<")
+    ]
+    place = theirs[-1] if theirs else frames[-1]
+    text = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return UsageError(
+        what,
+        where=f"{place.filename}, line {place.lineno}: {place.line}",
+        why=f"{type(error).__name__}: {text}",
+        remedy="fake tensors have shapes and no values: keep .item(), .tolist(), print and branches on values out of "
+        "forward and loss, or trace on real tensors with --real",
+    )
+
+
+class _Meter(TorchDispatchMode):
+    """Within the block, count the work of operators by module group and pass.
+
+    Args:
+        model: the model, whose forward is called within the block.
+        groups: modules by name.
+    """
+
+    def __init__(self, model: nn.Module, groups: Mapping[str, nn.Module]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.counts = _Counts()
+        self._model, self._groups = model, groups
+        self._stack: list[str] = []
+        self._marks: list[tuple[int, str]] = [(0, LOSS)]
+        self._made: dict[int, tuple[weakref.ref[Any], str]] = {}
+        self._backward = False
+        inner: dict[int, str] = {}
+        for name, module in groups.items():
+            for parameter in module.parameters():
+                inner.setdefault(id(parameter), name)
+        self._owners = inner
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Follow the modules' calls and the completion of gradients within the block."""
+        handles: list[Any] = []
+        for name, module in ((REST, self._model), *self._groups.items()):
+            handles.append(module.register_forward_pre_hook(self._entering(name), prepend=True))
+            handles.append(module.register_forward_hook(self._leaving(name), always_call=True))
+        for name, parameter in self._model.named_parameters():
+            if parameter.requires_grad:
+                handles.append(parameter.register_post_accumulate_grad_hook(self._completed(name)))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def forward_ended(self) -> None:
+        """Count the storages that the forward keeps; what follows is backward."""
+        for made, name in self._made.values():
+            storage = made()
+            if storage is not None:
+                self.counts.activations[name] += storage.nbytes()
+        self._made.clear()
+        self._backward = True
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        given = kwargs or {}
+        if str(func).startswith("prim."):
+            return func(*args, **given)
+        # Inference mode leaves compound operators whole.
+        if torch.is_inference_mode_enabled() and hasattr(func, "decompose"):
+            with self:
+                result = func.decompose(*args, **given)
+            if result is not NotImplemented:
+                return result
+        result = func(*args, **given)
+        tensors = [leaf for leaf in tree_leaves((args, given)) if isinstance(leaf, Tensor)]
+        results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        keys = {storage_key(tensor) for tensor in tensors}
+        name, part = self._place()
+        if not self._backward:
+            for tensor in results:
+                key = storage_key(tensor)
+                if key not in keys and key not in self._made:
+                    self._made[key] = weakref.ref(tensor.untyped_storage(), partial(self._freed, key)), name
+        moves = not results or any(storage_key(tensor) not in keys for tensor in results) or _writes(func)
+        if moves:
+            self._count(func, args, given, result, name, part, sum(map(_bytes, (*tensors, *results))))
+        return result
+
+    def _freed(self, key: int, _: Any) -> None:
+        self._made.pop(key, None)
+
+    def _count(
+        self, func: Any, args: tuple[Any, ...], kwargs: Any, result: Any, name: str, part: str, moved: float
+    ) -> None:
+        flop = count_flop(func, args, kwargs, result)
+        if flop is None:
+            flop = OperatorFlop("other", 0.0)
+            if lacks_formula(func):
+                self.counts.unknown[operator_name(func)] += 1
+        entry = self.counts.work[name, part, flop.kind]
+        entry.flop += flop.flop
+        entry.masked_flop += flop.masked
+        entry.bytes += moved
+        entry.calls += 1
+        if flop.recomputed:
+            self.counts.work[name, "recompute", flop.kind].flop += flop.recomputed
+
+    def _place(self) -> tuple[str, str]:
+        """Return group and pass of the operator that is called now."""
+        node = current_autograd_node() if self._backward else None
+        if not self._backward:
+            return (self._stack[-1] if self._stack else LOSS), "forward"
+        again = torch.is_grad_enabled()
+        if again and self._stack:
+            return self._stack[-1], "recompute"
+        name = LOSS
+        if node is not None:
+            number = node_sequence(node)
+            if number is None:
+                name = self._owners.get(id(getattr(node, "variable", None)), REST)
+            else:
+                name = self._marks[bisect_right(self._marks, number, key=lambda mark: mark[0]) - 1][1]
+        return name, "recompute" if again and node is not None else "backward"
+
+    def _entering(self, name: str) -> Callable[..., None]:
+        def enter(*_: Any) -> None:
+            self._stack.append(name)
+            self._marks.append((next_node_sequence(), name))
+
+        return enter
+
+    def _leaving(self, name: str) -> Callable[..., None]:
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            self._stack.pop()
+            self._marks.append((next_node_sequence(), self._stack[-1] if self._stack else LOSS))
+            if not self._backward:
+                leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+                self.counts.outputs[name] += sum(map(_bytes, leaves))
+
+        return leave
+
+    def _completed(self, name: str) -> Callable[[Tensor], None]:
+        return lambda _: self.counts.order.append(name)
+
+
+def _bytes(tensor: Tensor) -> int:
+    """Return the bytes of a tensor that an operator reads or writes: of an expanded one, those that it has."""
+    try:
+        return min(tensor.nbytes, tensor.untyped_storage().nbytes())
+    except NotImplementedError:
+        # Sparse tensors have no storage of their own.
+        return 0
+
+
+def _writes(func: Any) -> bool:
+    """Return whether an operator writes into one of its arguments."""
+    return any(
+        argument.alias_info is not None and argument.alias_info.is_write for argument in operator_arguments(func)
+    )
+
+
+def _lines(counts: Sequence[_Counts]) -> tuple[dict[tuple[str, ...], Affine], list[str]]:
+    """Draw a line through the first two traces; return the lines, and text on each that a third trace is not on."""
+    low, high, *check = (dict(each.values()) for each in counts)
+    lines, bent = {}, []
+    for key in [key for values in (low, high, *check) for key in values]:
+        first, second = low.get(key, 0.0), high.get(key, 0.0)
+        slope = (second - first) / (FIT[1] - FIT[0])
+        line = lines[key] = Affine(first - slope * FIT[0], slope)
+        third = [values.get(key, 0.0) for values in check]
+        if third and abs(line.at(CHECK) - third[0]) > _TOLERANCE * max(abs(third[0]), 1.0):
+            bent.append(f"{' '.join(key)}: {third[0]:,.0f} at {CHECK} samples, on the line {line.at(CHECK):,.0f}")
+    bent = list(dict.fromkeys(bent))
+    return lines, bent
+
+
+def _group(
+    name: str,
+    model: nn.Module,
+    groups: Sequence[str],
+    lines: Mapping[str, Mapping[tuple[str, ...], Affine]],
+    order: Sequence[str],
+) -> GroupWork:
+    """Return the entry of one group.
+
+    Args:
+        name: of the group.
+        model: the model.
+        groups: names of all wrapped modules, the innermost first.
+        lines: quantities by activation checkpointing and key.
+        order: names of parameters in the order of their gradients.
+    """
+    modules = dict(model.named_modules())
+    taken: dict[int, str] = {}
+    for group in groups:
+        for tensor in (*modules[group].parameters(), *modules[group].buffers()):
+            taken.setdefault(id(tensor), group)
+
+    def mine(tensor: Tensor) -> bool:
+        return name != LOSS and taken.get(id(tensor), REST) == name
+
+    own = {key: parameter for key, parameter in model.named_parameters() if mine(parameter)}
+    places = [order.index(key) for key in own if key in order]
+    plain = lines["none"]
+    return GroupWork(
+        name=name,
+        kind={REST: type(model).__name__, LOSS: ""}.get(name) or type(modules.get(name)).__name__ * (name != LOSS),
+        parameters=sum(p.numel() for p in own.values()),
+        trained_parameters=sum(p.numel() for p in own.values() if p.requires_grad),
+        parameter_bytes=sum(p.nbytes for p in own.values()),
+        buffer_bytes=sum(b.nbytes for b in model.buffers() if mine(b)),
+        forward=_pass(plain, name, "forward"),
+        backward=_pass(plain, name, "backward"),
+        recompute={choice: _pass(found, name, "recompute") for choice, found in lines.items()},
+        activation_bytes={c: found.get((name, "kept activations"), Affine()) for c, found in lines.items()},
+        output_bytes=plain.get((name, "output"), Affine()),
+        ready=max(places, default=None),
+    )
+
+
+def _pass(lines: Mapping[tuple[str, ...], Affine], name: str, part: str) -> PassWork:
+    """Return the work of one group in one pass by class of operator."""
+    kinds = {key[2]: None for key in lines if key[:2] == (name, part)}
+    return {kind: OperatorWork(**{n: lines[name, part, kind, n] for n in vars(_Work())}) for kind in kinds}
