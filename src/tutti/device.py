@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import importlib.metadata
 import os
+import platform
 import re
 import sys
 import warnings
@@ -268,6 +269,16 @@ def device_names() -> list[str]:
     module = torch.get_device_module(here)
     name = getattr(module, "get_device_name", lambda index: here)
     return [str(name(index)) for index in range(torch.accelerator.device_count())]
+
+
+def cpu_model() -> str:
+    """Return the processor's name from ``/proc/cpuinfo``, else from ``platform``."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        text = ""
+    named = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    return " ".join(named[1].split()) if named else platform.processor() or platform.machine()
 
 
 def toolkit_versions() -> dict[str, str | None]:

@@ -226,7 +226,7 @@ def test_joined_job_has_its_own_number_of_devices(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "most"),
     [
-        *[("--help", 40), ("train --help", 80), ("run --help", 40), ("export --help", 40)],
+        *[("--help", 40), ("train --help", 80), ("run --help", 40), ("export --help", 40), ("workload --help", 40)],
         *[("chaos --help", 40), ("chaos fill --help", 40)],
     ],
 )
@@ -248,6 +248,7 @@ def test_help_lists_the_verbs(tmp_path: Path) -> None:
         "export",
         "run",
         "train",
+        "workload",
         "--help",
         "--version",
     ]

@@ -38,11 +38,13 @@ from tutti.launcher.devices import count_accelerators
 from tutti.launcher.encoding import json_text, toml_text
 from tutti.launcher.launch import launch
 from tutti.metrics.records import config_toml, find_run, make_run_directory, read_summary, record_exit
+from tutti.metrics.throughput import MFU
 from tutti.optim.gradient_noise import check_noise, per_worker_option
 from tutti.optim.loss_scale import chosen as check_loss_scale
 from tutti.optim.scaling import AdaptiveRule, check_rule, scaled
 from tutti.tasks import task_registry, user
 from tutti.train.rank_entry import PRELOADED, run_launched_rank, run_rank
+from tutti.workload.machine_file import read_machine
 
 _MOMENT = 1.0
 
@@ -243,6 +245,8 @@ def refuse_config(task: str, config: TrainConfig) -> None:
     check_checkpointing(config.activation_checkpointing, compiled=compiling is not None)
     if compiling and not accelerated:
         check_compiler(compiling[1])
+    if config.machine is not None:
+        read_machine(Path(config.machine))
     if config.tensorboard and importlib.util.find_spec("tensorboard") is None:
         raise UsageError(
             "--tensorboard needs the package tensorboard",
@@ -358,6 +362,8 @@ def result_line(task: str, directory: Path, summary: dict[str, Any]) -> str:
     parts = [f"{which if group == 'eval' else 'training'} {numbers}"] if numbers else ["done"]
     if isinstance(speed := summary.get("samples_per_second"), int | float) and speed > 0:
         parts.append(f"{speed:,.0f} samples/s")
+    if isinstance(utilised := summary.get(MFU), int | float):
+        parts.append(f"MFU {utilised:.1%}")
     if digest := summary.get("weights_sha256"):
         parts.append(f"weights {digest[:12]}")
     return f"{task}: {' · '.join([*parts, str(directory)])}"

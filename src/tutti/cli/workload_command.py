@@ -36,7 +36,8 @@ def workload(
 
     Example: tutti workload text --model gpt:layers=4 -o workload.json
 
-    TASK is a built-in task or your own file.py:function. Nothing is computed: the model runs on fake tensors.
+    TASK is a built-in task or your own file.py:function. Nothing is computed:
+    the model runs on fake tensors.
 
     Parameters
     ----------

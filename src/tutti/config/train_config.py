@@ -27,7 +27,7 @@ class TrainConfig:
         data: folder, file or hub name that the task reads.
         model: ``name:key=value``; default: the task's first.
         augment: random crops and flips, if the task has them.
-        batch_norm: statistics of a worker's samples, of few (``ghost:size=32``), or of the global batch (sync).
+        batch_norm: statistics of a worker, of few samples (``ghost:size=32``), or global (sync).
         data_workers: loader processes a device.
         strategy: how devices share the work, ``name:key=value``; also ddp (mirrored), fsdp and zero (sharded), tp
             (tensor), pp (pipeline).
@@ -55,7 +55,7 @@ class TrainConfig:
         checkpoint_every: 1ep, 100st …; none for only when preempted.
         keep: number of newest checkpoints to keep.
         keep_best: keep the best one too, by a held-out value: loss, accuracy, NAME:min or NAME:max.
-        init_from: warm start from the weights of a run, a checkpoint directory or a .safetensors file.
+        init_from: warm start from a run, a checkpoint or a .safetensors file.
         resume: run directory; alone: the newest run of this configuration.
         max_restarts: restarts from the last checkpoint after a failure.
         seed: every RNG stream is derived from it.
@@ -74,6 +74,7 @@ class TrainConfig:
         tensorboard: write TensorBoard events into the run directory.
         profile: time STEPS steps from FIRST on, FIRST:STEPS; alone: 10:5.
         trace: draw a timeline of all devices, FIRST:STEPS; alone: 10:3.
+        machine: file of tutti bench, for MFU.
     """
 
     data: str | None = None
@@ -128,6 +129,7 @@ class TrainConfig:
     tensorboard: bool = False
     profile: str | None = None
     trace: str | None = None
+    machine: str | None = None
 
     def __post_init__(self) -> None:
         for name in (

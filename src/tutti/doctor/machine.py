@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import platform
-import re
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from tutti.device import cpu_model
 from tutti.doctor.finding import Finding, format_bytes
 from tutti.errors import ExitCode
 from tutti.workload import cgroup
@@ -31,16 +31,6 @@ def system() -> Iterator[Finding]:
     remedy = "" if platform.system() == "Linux" else "Nothing to do; only Linux is tested."
     shown = " · ".join(filter(None, (name, distribution, platform.machine())))
     yield Finding("system", "note" if remedy else "ok", shown, values, remedy)
-
-
-def cpu_model() -> str:
-    """Return the processor's name from ``/proc/cpuinfo``, else from ``platform``."""
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:
-        text = ""
-    named = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
-    return " ".join(named[1].split()) if named else platform.processor() or platform.machine()
 
 
 def usable_cores() -> int:

@@ -32,10 +32,11 @@ class TensorBoard:
     def stepped(self, record: StepRecord, pace: Pace) -> None:
         values = {"loss": record.loss, **record.metrics, "grad_norm": record.grad_norm, "lr": record.lr}
         values |= record.adascale
-        self._add("train", {**values, "samples_per_second": pace.samples_per_second}, record.step)
+        named = {f"train/{name}": value for name, value in values.items()}
+        self._add({**named, "train/samples_per_second": pace.samples_per_second, **pace.device}, record.step)
 
     def evaluated(self, record: EvalRecord) -> None:
-        self._add("eval", record.values, record.step)
+        self._add({f"eval/{name}": value for name, value in record.values.items()}, record.step)
 
     def warned(self, text: str) -> None:
         """Write nothing: warnings are in ``metrics.jsonl``."""
@@ -46,8 +47,8 @@ class TensorBoard:
     def close(self) -> None:
         self._writer.close()
 
-    def _add(self, group: str, values: Mapping[str, float | None], step: int) -> None:
+    def _add(self, values: Mapping[str, float | None], step: int) -> None:
         """Write all scalars in one event: an event for each scalar would cost a step four times as much."""
         shown = {name: value for name, value in values.items() if value is not None}
-        scalars = [self._summary.Value(tag=f"{group}/{name}", simple_value=shown[name]) for name in shown]
+        scalars = [self._summary.Value(tag=name, simple_value=shown[name]) for name in shown]
         write_event(self._writer, self._summary(value=scalars), step)

@@ -60,11 +60,13 @@ class Pace:
         samples_per_second: over the last steps.
         elapsed: seconds of training since the run's first start, over all resumes, without evaluations and saves.
         remaining: estimated seconds of training to go.
+        device: figures of one device by name, such as ``throughput/device/mfu``.
     """
 
     samples_per_second: float
     elapsed: float
     remaining: float
+    device: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

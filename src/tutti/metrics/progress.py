@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from tutti.config.train_config import TrainConfig
 from tutti.metrics.listener import EvalRecord, Listener, Pace, RunHeader
+from tutti.metrics.throughput import MFU
 from tutti.types import StepRecord
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ class PlainLines:
         self._total: int | None = None
         self._printed = float("-inf")
         self._columns: tuple[str, ...] | None = None
+        self._utilised = False
 
     def started(self, header: RunHeader) -> None:
         self._total = header.total_steps
@@ -52,6 +54,9 @@ class PlainLines:
             return
         self._printed = now
         cells = [f"{pace.samples_per_second:,.0f}", format_seconds(pace.elapsed), format_seconds(pace.remaining)]
+        self._utilised = MFU in pace.device
+        if self._utilised:
+            cells.append(f"{pace.device[MFU]:.1%}")
         self._row("train", record.step, record.epoch, record.loss, record.metrics, cells)
 
     def evaluated(self, record: EvalRecord) -> None:
@@ -78,10 +83,10 @@ class PlainLines:
         if self._columns != tuple(metrics):
             self._columns = tuple(metrics)
             names = "".join(f"{name:>{_width(name)}}" for name in metrics)
-            ends = f"{'samples/s':>12}{'time':>9}{'ETA':>9}"
+            ends = f"{'samples/s':>12}{'time':>9}{'ETA':>9}" + f"{'MFU':>8}" * self._utilised
             lines.append(f"{'group':<5} {'step':>8} {'epoch':>6} {'loss':>10}{names}{ends}")
         values = "".join(f"{format_number(value):>{_width(name)}}" for name, value in metrics.items())
-        ends = "".join(f"{cell:>{width}}" for cell, width in zip(cells, (12, 9, 9), strict=False))
+        ends = "".join(f"{cell:>{width}}" for cell, width in zip(cells, (12, 9, 9, 8), strict=False))
         self._write(*lines, f"{group:<5} {step:>8} {epoch:>6} {format_number(loss):>10}{values}{ends}")
 
     def _write(self, *lines: str) -> None:
@@ -175,6 +180,8 @@ def _lines(header: RunHeader, last: tuple[StepRecord, Pace] | None) -> Group:
     if record is None or pace is None:
         return Group(bar)
     speed = f"{pace.samples_per_second:,.0f} samples/s"
+    if MFU in pace.device:
+        speed += f"  MFU {pace.device[MFU]:.1%}"
     return Group(bar, Text(f"{_numbers(record.loss, record.metrics)}  {speed}", no_wrap=True, overflow="ellipsis"))
 
 

@@ -37,7 +37,7 @@ MOST_WAITING = 1000
 
 BESIDE_THE_RESULT = frozenset(
     {"out", "runs", "overwrite", "log_every", "resume", "devices", "device", "threads", "timeout", "keep"}
-    | {"data_workers", "tensorboard", "profile", "keep_best"}
+    | {"data_workers", "tensorboard", "profile", "keep_best", "machine"}
     | {"start_timeout", "step_timeout", "save_timeout", "max_restarts"}
 )
 """Options that do not affect a run's result, such as output folders, number of devices, logging and timeouts."""
@@ -207,6 +207,7 @@ class RunDirectory:
         for name, value in record.adascale.items():
             line[name] = _finite(value)
         line["seconds"] = round(pace.elapsed, 6)
+        line |= pace.device
         if record.skipped:
             line["skipped"] = True
         self._elapsed = pace.elapsed

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -19,9 +19,10 @@ from tutti.launcher import heartbeat
 from tutti.launcher.heartbeat import Phase
 from tutti.metrics.listener import Clock, EvalRecord, Listener, Pace, RunHeader
 from tutti.metrics.profile import Window
+from tutti.metrics.throughput import DeviceThroughput, device_rates
 from tutti.optim.loss_scale import LossScale
 from tutti.train.run import Run
-from tutti.types import StepRecord
+from tutti.types import Batch, StepRecord
 
 _WINDOW = 30
 
@@ -93,6 +94,11 @@ class Speed:
         self._first, self._startup = (self._start, done), compiled
         self._marks: deque[tuple[float, int]] = deque([(self._start, done)], maxlen=_WINDOW + 1)
         self._paused = 0.0
+        self._factors: Mapping[str, float] = {}
+
+    def worth(self, throughput: DeviceThroughput) -> None:
+        """Report the figures of a device from now on."""
+        self._factors = throughput.factors()
 
     def mark(self, samples: int) -> Pace:
         """Record the end of a step, after which the run has consumed ``samples``; return the pace."""
@@ -104,7 +110,8 @@ class Speed:
             self._startup, self._first = False, (now, samples)
             self._marks.clear()
             self._marks.append(self._first)
-        return Pace(rate, elapsed, (self._total - samples) / max(rate, 1e-9))
+        remaining = (self._total - samples) / max(rate, 1e-9)
+        return Pace(rate, elapsed, remaining, device_rates(self._factors, rate))
 
     def elapsed(self) -> float:
         """Return seconds of training until now, since the first start of the run."""
@@ -117,8 +124,10 @@ class Speed:
     def overall(self) -> dict[str, float]:
         """Return seconds of training until the last step, seconds of start-up, and samples per second after it."""
         (now, samples), (begun, done) = self._marks[-1], self._first
+        rate = (samples - done) / max(now - begun, 1e-9)
         return {
-            "samples_per_second": (samples - done) / max(now - begun, 1e-9),
+            "samples_per_second": rate,
+            **device_rates(self._factors, rate),
             "seconds": self._spent + now - self._start,
             "startup_seconds": begun - self._start,
         }
@@ -184,6 +193,7 @@ def train_loop(
     means: Means | None = None,
     windows: Sequence[Window] = (),
     clock: Clock | None = None,
+    throughput: Callable[[Batch], DeviceThroughput] | None = None,
 ) -> dict[str, Any]:
     """Train from the position of ``run`` to the end of the plan. Collective.
 
@@ -197,6 +207,8 @@ def train_loop(
         means: means of the epoch under way in a restored run.
         windows: steps to profile or to trace.
         clock: first start of a resumed run, and its seconds of training; default: it starts now.
+        throughput: returns what a sample is worth to a device, from this rank's first batch; None to report no figures
+            of a device.
 
     Returns:
         Entries of the summary: steps, updates, samples, train and eval means, speed, hash.
@@ -217,6 +229,11 @@ def train_loop(
         number, start = run.at
         means = means if start else Means()
         for batch in run.epoch(number, start):
+            if throughput is not None:
+                begin = time.perf_counter()
+                speed.worth(throughput(batch))
+                throughput = None
+                speed.pause(begin)
             run.step(batch)
             heartbeat.training.enter(Phase.REPORT)
             _look(windows, speed)

@@ -48,6 +48,7 @@ from tutti.train.loop import Length, Means, TrainPlan, train_loop
 from tutti.train.preemption import stop_on_signals
 from tutti.train.prepare import RunOptions, prepare_run
 from tutti.train.run import Run
+from tutti.train.utilisation import measured_throughput
 from tutti.workload.tensor_memory import free_memory
 
 
@@ -104,7 +105,9 @@ def train_rank(task: str, config: TrainConfig, directory: str | None) -> int:
             lines = {**derived(chosen, config, run, world, total, facts), **origin}
             header = RunHeader(title(task, config), lines, steps, _per_epoch(epochs))
             means = Means.saved(restored) if restored else None
-            result = train_loop(run, plan, held_out, header, listeners, saver, means, windows, clock)
+            worth = partial(measured_throughput, chosen, config, world, run, listeners.warned)
+            first = worth if world.identity.rank == 0 else None
+            result = train_loop(run, plan, held_out, header, listeners, saver, means, windows, clock, first)
         declared = {"directions": dict(chosen.directions)} if chosen.directions else {}
         listeners.finished({**facts, **result, **declared, "started": clock.started, "exit_code": 0})
     except Preempted as stop:

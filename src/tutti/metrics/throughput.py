@@ -1,0 +1,55 @@
+"""Throughput of a device: samples, tokens and utilisation, as constant factors of a run's samples a second."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+MFU = "throughput/device/mfu"
+
+
+@dataclass(frozen=True)
+class DeviceThroughput:
+    """What one sample of a run is worth to each of its devices.
+
+    MFU is the model's FLOP/s ÷ peak, HFU that of all FLOP that are computed, recomputation included (Chowdhery et al.
+    2022, arXiv 2204.02311, appendix B). Causal attention counts half, unlike in that paper.
+
+    Attributes:
+        devices: devices of the run.
+        tokens: tokens of a sample; None if samples are no sequences.
+        model_flop, hardware_flop: of a sample, forward and backward; None if unknown.
+        peak: FLOP/s of a device; None if unknown.
+    """
+
+    devices: int
+    tokens: int | None = None
+    model_flop: float | None = None
+    hardware_flop: float | None = None
+    peak: float | None = None
+
+    def factors(self) -> dict[str, float]:
+        """Return what a rate in samples a second is multiplied by, by the name of the resulting figure.
+
+        >>> palm = DeviceThroughput(1, 2048, 9.007959552e9 * 2048, 9.007959552e9 * 2048 * 4 / 3, 312e12)
+        >>> {name: round(factor * 1e4 / 2048, 4) for name, factor in palm.factors().items()}["throughput/device/mfu"]
+        0.2887
+        """
+        found = {"samples_per_sec": 1.0 / self.devices}
+        if self.tokens is not None:
+            found["tokens_per_sec"] = self.tokens / self.devices
+        if self.model_flop is not None and self.peak is not None:
+            found["mfu"] = self.model_flop / self.devices / self.peak
+        if self.hardware_flop is not None and self.peak is not None:
+            found["hfu"] = self.hardware_flop / self.devices / self.peak
+        return {f"throughput/device/{name}": factor for name, factor in found.items()}
+
+
+def device_rates(factors: Mapping[str, float], samples_per_second: float) -> dict[str, float]:
+    """Return the figures of a device at this rate of the whole run.
+
+    Args:
+        factors: of ``DeviceThroughput.factors``.
+        samples_per_second: of all devices together.
+    """
+    return {name: float(f"{factor * samples_per_second:.6g}") for name, factor in factors.items()}

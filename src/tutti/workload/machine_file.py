@@ -1,0 +1,161 @@
+"""``machine.json``: what the devices, links, loaders and disks of a machine can do, as ``tutti bench`` measured it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from tutti.errors import DiskError, UsageError
+from tutti.workload.workload_file import versioned_json
+
+FORMAT = "tutti machine"
+VERSION = 1
+
+Basis = Literal["measured", "published", "stated", "guessed"]
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One number of a machine.
+
+    Attributes:
+        value: the number; a median where it was measured.
+        unit: such as ``FLOP/s``, ``byte/s``, ``s``, ``sample/s`` or ``ratio``.
+        n: number of measurements behind it.
+        spread: interquartile range of these measurements, in the same unit; None where there is one alone.
+        basis: where the number comes from.
+    """
+
+    value: float
+    unit: str
+    n: int
+    spread: float | None
+    basis: Basis = "measured"
+
+
+@dataclass(frozen=True)
+class CurvePoint:
+    """Seconds of one size.
+
+    Attributes:
+        size: work or bytes of one call, in the curve's unit.
+        seconds: median.
+        spread: interquartile range in seconds.
+        n: number of measurements.
+    """
+
+    size: float
+    seconds: float
+    spread: float
+    n: int
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Seconds over size, and the line through them: seconds = fixed + size / rate.
+
+    It is a saturating rate r(w) = r∞ · w / (w + w½) with r∞ = rate and w½ = fixed · rate.
+
+    Attributes:
+        unit: of sizes: FLOP, byte, or element.
+        points: by growing size.
+        rate: sizes a second of large calls.
+        fixed: seconds of an empty call.
+        error: largest relative error of the line at a point.
+
+    >>> Curve("byte", (), 1e9, 1e-6, 0.0).seconds(1000)
+    2e-06
+    """
+
+    unit: str
+    points: tuple[CurvePoint, ...]
+    rate: float
+    fixed: float
+    error: float
+
+    def seconds(self, size: float) -> float:
+        """Return the seconds of a call of this size, by the line."""
+        return self.fixed + size / self.rate
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A measured machine.
+
+    Attributes:
+        host: name, CPU, cores, memory and versions.
+        device: type, name, and CPU threads of one device.
+        parts: parts of ``tutti bench`` that were measured.
+        figures: numbers by name, such as ``device/operation/seconds``.
+        curves: curves by name, such as ``device/matmul/fp32`` or ``collectives/all_reduce/2``.
+        measured: date and time (UTC).
+        seconds: time that the measurement took.
+    """
+
+    host: Mapping[str, Any]
+    device: Mapping[str, Any]
+    parts: tuple[str, ...]
+    figures: Mapping[str, Figure] = field(default_factory=dict)
+    curves: Mapping[str, Curve] = field(default_factory=dict)
+    measured: str = ""
+    seconds: float = 0.0
+
+    def figure(self, name: str) -> Figure:
+        """Return a number. Raises UsageError if it was not measured."""
+        if name not in self.figures:
+            raise self._missing(name)
+        return self.figures[name]
+
+    def curve(self, name: str) -> Curve:
+        """Return a curve. Raises UsageError if it was not measured."""
+        if name not in self.curves:
+            raise self._missing(name)
+        return self.curves[name]
+
+    def _missing(self, name: str) -> UsageError:
+        return UsageError(
+            f"this machine file has no {name}",
+            where=str(self.host.get("name", "")),
+            why=f"measured were: {', '.join(self.parts)}",
+            remedy=f"measure it with tutti bench {name.partition('/')[0]}",
+        )
+
+
+def peak_name(precision: str, threads: int | None) -> str:
+    """Return the name of the figure of a device's best matrix product, by CPU threads; None for an accelerator."""
+    return f"device/peak/{precision}" + ("" if threads is None else f"/threads={threads}")
+
+
+def machine_json(machine: Machine) -> dict[str, Any]:
+    """Return the content of ``machine.json``."""
+    return {"format": FORMAT, "version": VERSION, **asdict(machine)}
+
+
+def write_machine(machine: Machine, path: Path) -> None:
+    """Write ``machine.json``. Raises DiskError."""
+    try:
+        path.write_text(json.dumps(machine_json(machine), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise DiskError("cannot write the machine file", where=str(path), why=error.strerror) from error
+
+
+def read_machine(path: Path) -> Machine:
+    """Read ``machine.json``. Raises UsageError for a missing or damaged file, another format or another version."""
+    content = versioned_json(path, FORMAT, VERSION, "tutti bench -o FILE")
+    try:
+        values = {name: content[name] for name in Machine.__dataclass_fields__}
+        values["parts"] = tuple(values["parts"])
+        values["figures"] = {name: Figure(**entry) for name, entry in values["figures"].items()}
+        values["curves"] = {name: _curve(entry) for name, entry in values["curves"].items()}
+        return Machine(**values)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise UsageError(
+            "this machine file is damaged", where=str(path), why=repr(error), remedy="make it with tutti bench -o FILE"
+        ) from error
+
+
+def _curve(entry: Mapping[str, Any]) -> Curve:
+    return Curve(**{**entry, "points": tuple(CurvePoint(**point) for point in entry["points"])})
