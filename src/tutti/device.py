@@ -281,6 +281,11 @@ def cpu_model() -> str:
     return " ".join(named[1].split()) if named else platform.processor() or platform.machine()
 
 
+def usable_cores() -> int:
+    """Return the number of cores in this process's CPU affinity."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def toolkit_versions() -> dict[str, str | None]:
     """Return the version of the vendor's toolkit that torch is built with, by the name that env.json gives it."""
     import torch

@@ -226,8 +226,8 @@ def test_joined_job_has_its_own_number_of_devices(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "most"),
     [
-        *[("--help", 40), ("train --help", 80), ("run --help", 40), ("export --help", 40), ("workload --help", 40)],
-        *[("chaos --help", 40), ("chaos fill --help", 40)],
+        *[("--help", 40), ("train --help", 80), ("run --help", 40), ("export --help", 40)],
+        *[("chaos --help", 40), ("chaos fill --help", 40), ("workload --help", 40), ("bench --help", 40)],
     ],
 )
 def test_help_is_short(words: str, most: int, tmp_path: Path) -> None:
@@ -242,6 +242,7 @@ def test_help_is_short(words: str, most: int, tmp_path: Path) -> None:
 def test_help_lists_the_verbs(tmp_path: Path) -> None:
     lines = tutti("--help", cwd=tmp_path).stdout.splitlines()
     assert [line.split()[0] for line in lines if line.startswith("  ") and line[2] != " "] == [
+        "bench",
         "chaos",
         "compare",
         "doctor",

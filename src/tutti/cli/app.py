@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from cyclopts import App, CycloptsError
 
 from tutti.cli import chaos_command
+from tutti.cli.bench_command import bench
 from tutti.cli.compare_command import compare
 from tutti.cli.doctor_command import doctor
 from tutti.cli.export_command import export
@@ -47,6 +48,7 @@ def build_app() -> App:
     app.command(compare, usage="Usage: tutti compare TASK [OPTIONS]")
     app.command(export, usage="Usage: tutti export RUN [OPTIONS]")
     app.command(workload, usage="Usage: tutti workload TASK [OPTIONS]")
+    app.command(bench, usage="Usage: tutti bench [PARTS] [OPTIONS]")
     app.command(doctor, usage="Usage: tutti doctor [--json]")
     app.command(chaos_command.verb())
     return app

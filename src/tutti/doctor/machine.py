@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from tutti.device import cpu_model
+from tutti.device import cpu_model, usable_cores
 from tutti.doctor.finding import Finding, format_bytes
 from tutti.errors import ExitCode
 from tutti.workload import cgroup
@@ -31,11 +31,6 @@ def system() -> Iterator[Finding]:
     remedy = "" if platform.system() == "Linux" else "Nothing to do; only Linux is tested."
     shown = " · ".join(filter(None, (name, distribution, platform.machine())))
     yield Finding("system", "note" if remedy else "ok", shown, values, remedy)
-
-
-def usable_cores() -> int:
-    """Return the number of cores in this process's CPU affinity."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def cores(limits: cgroup.CgroupLimits) -> Iterator[Finding]:

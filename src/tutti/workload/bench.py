@@ -1,0 +1,132 @@
+"""Measure a machine in parts, each in ranks that tutti's launcher starts, and collect the parts in one ``Machine``."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from tutti.device import cpu_model, usable_cores
+from tutti.distribution import VERSION
+from tutti.errors import ExitCode, TuttiError
+from tutti.launcher.launch import launch
+from tutti.workload.machine_file import Curve, CurvePoint, Figure, Machine
+
+PARTS = ("device", "links", "collectives", "data", "disk", "optimizer")
+_ALONE = ("device", "optimizer", "data", "disk")
+_FACTS = "facts.json"
+_BUSY = 0.3
+"""Load a core above which other processes disturb the measurement: a guess."""
+
+
+def bench_machine(parts: Sequence[str], ranks: Sequence[int], device: str, folder: Path) -> Machine:
+    """Measure parts of this machine.
+
+    Args:
+        parts: some of ``PARTS``.
+        ranks: numbers of ranks to measure links and collectives with.
+        device: auto, cpu or an accelerator.
+        folder: on the disk to measure.
+
+    Raises:
+        TuttiError: a rank failed, whose exit code it has; its own message is printed before.
+    """
+    begin = time.perf_counter()
+    load = os.getloadavg()[0]
+    if load > _BUSY * usable_cores():
+        print(
+            f"warning: {load:.1f} processes were running in the last minute: the numbers are of a busy machine",
+            file=sys.stderr,
+        )
+    figures: dict[str, Figure] = {}
+    curves: dict[str, Curve] = {}
+    facts: Mapping[str, Any] = {}
+    together = [part for part in parts if part not in _ALONE]
+    jobs: list[tuple[tuple[str, ...], int]] = [((part,), 1) for part in parts if part in _ALONE]
+    jobs += [(tuple(together), count) for count in ranks if together]
+    for number, (names, count) in enumerate(jobs, 1):
+        where = f", {count} ranks" if count > 1 else ""
+        print(f"[{number}/{len(jobs)}] {' and '.join(names)}{where}", file=sys.stderr, flush=True)
+        with tempfile.TemporaryDirectory(prefix="tutti-bench-") as scratch:
+            directory = Path(scratch)
+            arguments = (names, device, time.monotonic(), directory, folder.absolute())
+            code = launch(bench_rank, arguments, processes=count, logs=directory / "logs")
+            if code:
+                raise _Failed(names, code)
+            content = json.loads((directory / _FACTS).read_text(encoding="utf-8"))
+        figures |= {name: Figure(**entry) for name, entry in content["figures"].items()}
+        for name, entry in content["curves"].items():
+            curves[name] = Curve(**{**entry, "points": tuple(CurvePoint(**point) for point in entry["points"])})
+        facts = facts or content["device"]
+    host = {
+        "name": platform.node(),
+        "cpu": cpu_model(),
+        "cores": usable_cores(),
+        "load": round(load, 2),
+        "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+        "versions": {"tutti": VERSION, "python": platform.python_version(), "torch": facts.get("torch")},
+    }
+    date = datetime.now(UTC).isoformat(timespec="seconds")
+    return Machine(host, facts, tuple(parts), figures, curves, date, round(time.perf_counter() - begin, 1))
+
+
+class _Failed(TuttiError):
+    """A part whose ranks failed."""
+
+    def __init__(self, names: Sequence[str], code: int) -> None:
+        super().__init__(f"measuring {' and '.join(names)} failed", remedy="see the message above, or leave it out")
+        self.exit_code = ExitCode(code) if code in set(ExitCode) else ExitCode.UNEXPECTED
+
+
+def bench_rank(parts: Sequence[str], device: str, begin: float, directory: Path, folder: Path) -> None:
+    """Measure parts on one rank; rank 0 writes the findings. Collective.
+
+    Args:
+        parts: to measure.
+        device: auto, cpu or an accelerator.
+        begin: ``time.monotonic`` when the launcher was called.
+        directory: for the findings.
+        folder: on the disk to measure.
+    """
+    import torch
+
+    from tutti.device import device_names, is_accelerator
+    from tutti.launcher import context
+    from tutti.workload import bench_device, bench_ranks, bench_storage
+    from tutti.workload.bench_timing import Findings
+
+    world = context.init(device)
+    found = Findings(show=world.identity.rank == 0)
+    if "links" in parts or "collectives" in parts:
+        bench_ranks.bench_start(world, begin, found)
+    if "device" in parts:
+        bench_device.bench_device(world.device, found)
+    if "optimizer" in parts:
+        bench_device.bench_optimizer(world.device, found)
+    if "data" in parts:
+        bench_storage.bench_data(found)
+    if "disk" in parts:
+        bench_storage.bench_disk(folder, found)
+    if "links" in parts:
+        bench_ranks.bench_links(world, found)
+    if "collectives" in parts:
+        bench_ranks.bench_collectives(world, found)
+        bench_ranks.bench_overlap(world, found)
+        bench_ranks.bench_jitter(world, found)
+    if world.identity.rank == 0:
+        accelerator = is_accelerator(world.device)
+        facts = {
+            "type": world.device.type,
+            "name": device_names()[world.device.index or 0] if accelerator else cpu_model(),
+            "threads": None if accelerator else torch.get_num_threads(),
+            "torch": torch.__version__,
+        }
+        (directory / _FACTS).write_text(json.dumps({"device": facts, **found.content()}), encoding="utf-8")
+    context.shutdown()

@@ -1,0 +1,165 @@
+"""Measure what ranks do together: start, links, collectives, overlap of both with computing, jitter."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from tutti.comm.communicator import Communicator, Communicators
+from tutti.comm.grid import Grid
+from tutti.device import synchronize
+from tutti.launcher.context import World
+from tutti.workload.bench_timing import Findings, curve_point
+from tutti.workload.machine_file import CurvePoint
+
+_SIZES = tuple(2**power for power in (10, 12, 14, 16, 18, 20, 22, 24))
+_OVERLAPPED = 2**24
+_STEPS = 60
+
+
+def bench_links(world: World, found: Findings) -> None:
+    """Measure messages from each rank to the next: half of a message there and back. Collective."""
+    comms = Communicators(world, Grid(replica=world.identity.size, rank=world.identity.rank))
+    line = comms.p2p_channels("replica", {"there": 1, "back": -1})
+    for sender in range(line.size - 1):
+        points = [_message(line, sender, size, world.device) for size in _SIZES]
+        _draw(line, f"links/{sender}-{sender + 1}", points, sender, found)
+
+
+def bench_collectives(world: World, found: Findings) -> None:
+    """Measure the collectives of training over all ranks. Bytes are those of the whole tensor. Collective."""
+    ranks = world.identity.size
+    group = Communicators(world, Grid(replica=ranks, rank=world.identity.rank)).world
+    makers: dict[str, Callable[[int], Callable[[], object]]] = {
+        "all_reduce": partial(_all_reduce, group),
+        "all_gather": partial(_all_gather, group),
+        "reduce_scatter": partial(_reduce_scatter, group),
+        "broadcast": partial(_broadcast, group),
+    }
+    for name, make in makers.items():
+        points = [
+            curve_point(size, _together(group, make(size // 4), 30 if size < 2**20 else 8, world.device))
+            for size in _SIZES
+        ]
+        found.draw(f"collectives/{name}/{ranks}", "byte", points)
+
+
+def bench_overlap(world: World, found: Findings) -> None:
+    """Measure by how much an all-reduce and computing beside it slow each other down. Collective."""
+    ranks = world.identity.size
+    group = Communicators(world, Grid(replica=ranks, rank=world.identity.rank)).world
+    flat = torch.zeros(_OVERLAPPED // 4, device=world.device)
+    left = torch.randn(256, 256, device=world.device)
+
+    def compute(products: int) -> None:
+        for _ in range(products):
+            left @ left
+        synchronize(world.device)
+
+    alone = statistics.median(_together(group, _all_reduce(group, flat.numel()), 8, world.device))
+    one = statistics.median(_together(group, partial(compute, 10), 10, world.device)) / 10
+    # Ranks must compute equally much.
+    products = int(group.broadcast_json(max(1, int(alone / one)), 0, "products"))
+    computing = _together(group, partial(compute, products), 10, world.device)
+    slower, longer = [], []
+    for _ in range(10):
+        group.all_gather(torch.zeros(1), "before overlap")
+        begin = time.perf_counter()
+        pending = group.start_all_reduce(flat, "overlapped all-reduce")
+        compute(products)
+        middle = time.perf_counter()
+        pending.wait()
+        synchronize(world.device)
+        slower.append((middle - begin) / statistics.median(computing))
+        longer.append((time.perf_counter() - begin) / max(alone, statistics.median(computing)))
+    found.add(f"overlap/compute/{ranks}", "ratio", slower)
+    found.add(f"overlap/both/{ranks}", "ratio", longer)
+
+
+def bench_jitter(world: World, found: Findings) -> None:
+    """Measure how the seconds of equal computing vary over time, and over ranks that compute at once. Collective."""
+    ranks = world.identity.size
+    group = Communicators(world, Grid(replica=ranks, rank=world.identity.rank)).world
+    left = torch.randn(256, 256, device=world.device)
+    seconds = []
+    for _ in range(_STEPS):
+        group.all_gather(torch.zeros(1), "before computing")
+        begin = time.perf_counter()
+        for _ in range(4):
+            left @ left
+        synchronize(world.device)
+        seconds.append(time.perf_counter() - begin)
+    mine = torch.tensor(seconds, dtype=torch.float64)
+    table = torch.stack(group.all_gather(mine, "seconds of computing"))
+    found.add(f"jitter/time/{ranks}", "ratio", [float(row.std() / row.mean()) for row in table])
+    medians = table.median(dim=1).values
+    found.add(f"jitter/ranks/{ranks}", "ratio", [float(medians.std(correction=0) / medians.mean())])
+
+
+def bench_start(world: World, begin: float, found: Findings) -> None:
+    """Record the seconds from the launcher's call to the meeting of all ranks."""
+    found.add(f"start/{world.identity.size}", "s", [time.monotonic() - begin])
+
+
+def _draw(line: Communicator, name: str, points: list[CurvePoint], sender: int, found: Findings) -> None:
+    """Draw the curve that rank ``sender`` measured, on rank 0."""
+    values = torch.tensor([[p.size, p.seconds, p.spread, p.n] for p in points], dtype=torch.float64)
+    line.broadcast(values, sender, "messages of a pair")
+    known = [CurvePoint(size, seconds, spread, int(n)) for size, seconds, spread, n in values.tolist()]
+    found.draw(name, "byte", known)
+
+
+def _message(line: Communicator, sender: int, size: int, device: torch.device) -> CurvePoint:
+    """Time messages of ``size`` bytes between two ranks; other ranks return a point without meaning."""
+    tensor = torch.zeros(size, dtype=torch.uint8, device=device)
+    rounds = 30 if size < 2**20 else 8
+    seconds = []
+    line.all_gather(torch.zeros(1), "before messages")
+    for _ in range(rounds if line.rank in (sender, sender + 1) else 0):
+        begin = time.perf_counter()
+        if line.rank == sender:
+            line.start_send(tensor, sender + 1, "there").wait()
+            line.receive(tensor, sender + 1, "back")
+        else:
+            line.receive(tensor, sender, "there")
+            line.start_send(tensor, sender, "back").wait()
+        synchronize(device)
+        seconds.append((time.perf_counter() - begin) / 2)
+    return curve_point(size, seconds[2:]) if seconds else CurvePoint(size, 1.0, 0.0, 0)
+
+
+def _together(group: Communicator, call: Callable[[], object], rounds: int, device: torch.device) -> list[float]:
+    """Return the seconds of each call, equally often on each rank, after two that do not count."""
+    found = []
+    group.all_gather(torch.zeros(1), "before timing")
+    for _ in range(rounds + 2):
+        begin = time.perf_counter()
+        call()
+        synchronize(device)
+        found.append(time.perf_counter() - begin)
+    return found[2:]
+
+
+def _all_reduce(group: Communicator, elements: int) -> Callable[[], object]:
+    flat = torch.zeros(elements, device=group.device)
+    return lambda: group.start_all_reduce(flat, "all-reduce").wait()
+
+
+def _all_gather(group: Communicator, elements: int) -> Callable[[], object]:
+    mine = torch.zeros(max(elements // group.size, 1), device=group.device)
+    return lambda: group.gather_slices(mine, "all-gather")
+
+
+def _reduce_scatter(group: Communicator, elements: int) -> Callable[[], object]:
+    mine = torch.zeros(max(elements // group.size, 1), device=group.device)
+    whole = torch.zeros(group.size * mine.numel(), device=group.device)
+    return lambda: group.scatter_sum(mine, whole, "reduce-scatter")
+
+
+def _broadcast(group: Communicator, elements: int) -> Callable[[], object]:
+    flat = torch.zeros(elements, device=group.device)
+    return lambda: group.broadcast_tensors(flat, 0, "broadcast")

@@ -1,0 +1,109 @@
+"""Time calls on a device, and draw the line of seconds over size."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from tutti.device import synchronize
+from tutti.workload.machine_file import Curve, CurvePoint, Figure
+
+_LEAST, _MOST = 5, 100
+
+
+@dataclass
+class Findings:
+    """Figures and curves of one part of a benchmark, as they are measured.
+
+    Attributes:
+        show: print each finding to standard error.
+    """
+
+    show: bool = True
+    figures: dict[str, Figure] = field(default_factory=dict)
+    curves: dict[str, Curve] = field(default_factory=dict)
+
+    def add(self, name: str, unit: str, values: Sequence[float]) -> None:
+        """Add a figure: the median of measured values."""
+        figure = self.figures[name] = Figure(
+            statistics.median(values), unit, len(values), quartile_range(values) if len(values) > 1 else None
+        )
+        self._say(f"{name}: {figure.value:.4g} {unit} (n = {figure.n})")
+
+    def draw(self, name: str, unit: str, points: Sequence[CurvePoint]) -> None:
+        """Add a curve: the line through measured points."""
+        curve = self.curves[name] = fit_line(unit, points)
+        self._say(f"{name}: {curve.rate:.4g} {unit}/s, {curve.fixed * 1e6:.3g} µs a call")
+
+    def _say(self, text: str) -> None:
+        if self.show:
+            print(f"  {text}", file=sys.stderr, flush=True)
+
+    def content(self) -> dict[str, Any]:
+        """Return figures and curves as a JSON value."""
+        return {
+            "figures": {name: asdict(figure) for name, figure in self.figures.items()},
+            "curves": {name: asdict(curve) for name, curve in self.curves.items()},
+        }
+
+
+def time_calls(call: Callable[[], object], device: torch.device, seconds: float = 0.15, calls: int = 1) -> list[float]:
+    """Return the seconds of each call, after two calls that do not count.
+
+    Args:
+        call: what is timed.
+        device: whose kernels each measurement waits for.
+        seconds: to measure for, within 5 and 100 measurements.
+        calls: calls of one measurement, for calls that are shorter than the clock is fine.
+    """
+    found: list[float] = []
+    for _ in range(2):
+        call()
+    synchronize(device)
+    end = time.perf_counter() + seconds
+    while len(found) < _LEAST or (len(found) < _MOST and time.perf_counter() < end):
+        begin = time.perf_counter()
+        for _ in range(calls):
+            call()
+        synchronize(device)
+        found.append((time.perf_counter() - begin) / calls)
+    return found
+
+
+def curve_point(size: float, seconds: Sequence[float]) -> CurvePoint:
+    """Return the point of one size: median and interquartile range."""
+    return CurvePoint(size, statistics.median(seconds), quartile_range(seconds), len(seconds))
+
+
+def quartile_range(values: Sequence[float]) -> float:
+    """Return the interquartile range.
+
+    >>> quartile_range([1, 2, 3, 4, 5])
+    2.0
+    """
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+    return float(high - low)
+
+
+def fit_line(unit: str, points: Sequence[CurvePoint]) -> Curve:
+    """Return the line seconds = fixed + size / rate with the least squares of relative errors; fixed ≥ 0.
+
+    >>> line = fit_line("byte", [CurvePoint(size, 1e-5 + size / 1e9, 0.0, 5) for size in (1e3, 1e5, 1e7)])
+    >>> round(line.rate), round(line.fixed * 1e6, 6), round(line.error, 9)
+    (1000000000, 10.0, 0.0)
+    """
+    rows = [(1 / point.seconds, point.size / point.seconds) for point in points]
+    aa, ab, bb = (sum(row[i] * row[j] for row in rows) for i, j in ((0, 0), (0, 1), (1, 1)))
+    a, b = (sum(row[i] for row in rows) for i in (0, 1))
+    determinant = aa * bb - ab * ab
+    fixed, slope = ((a * bb - b * ab) / determinant, (b * aa - a * ab) / determinant) if determinant else (0.0, b / bb)
+    if fixed < 0 or slope <= 0:
+        fixed, slope = 0.0, b / bb
+    error = max(abs((fixed + point.size * slope) / point.seconds - 1) for point in points)
+    return Curve(unit, tuple(sorted(points, key=lambda point: point.size)), 1 / slope, fixed, error)

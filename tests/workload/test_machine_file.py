@@ -1,0 +1,88 @@
+"""``machine.json`` and what is measured for it: lines, files, refusals, and one real measurement of ranks."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from tests.faults.commands import tutti
+from tutti.errors import UsageError
+from tutti.workload.bench_timing import fit_line
+from tutti.workload.machine_figure import write_machine_figure
+from tutti.workload.machine_file import Curve, CurvePoint, Figure, Machine, machine_json, read_machine, write_machine
+
+PAGE = Path(__file__).parents[2] / "docs" / "bench.md"
+CURVE = Curve("byte", (CurvePoint(8.0, 1e-6, 1e-8, 5), CurvePoint(800.0, 2e-6, 1e-8, 5)), 1e9, 1e-6, 0.1)
+MACHINE = Machine(
+    {"name": "lab"},
+    {"type": "cpu", "name": "Z80"},
+    ("links",),
+    {"start/2": Figure(3.0, "s", 1, None)},
+    {"links/0-1": CURVE},
+)
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    write_machine(MACHINE, tmp_path / "machine.json")
+    assert read_machine(tmp_path / "machine.json") == MACHINE
+
+
+def test_a_number_that_was_not_measured_is_refused_with_its_command() -> None:
+    assert MACHINE.figure("start/2").value == 3.0 and MACHINE.curve("links/0-1").seconds(1000) == pytest.approx(2e-6)
+    for ask in (MACHINE.figure, MACHINE.curve):
+        with pytest.raises(UsageError, match="Measure it with tutti bench device"):
+            ask("device/copy")  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("change", [{"version": 0}, {"version": None}, {"format": "nccl"}, {"curves": {"a": {}}}])
+def test_other_files_are_refused(change: dict[str, object], tmp_path: Path) -> None:
+    (tmp_path / "machine.json").write_text(json.dumps({**machine_json(MACHINE), **change}))
+    with pytest.raises(UsageError) as caught:
+        read_machine(tmp_path / "machine.json")
+    assert caught.value.exit_code == 2 and "tutti bench" in str(caught.value)
+
+
+def test_a_line_has_the_least_relative_errors() -> None:
+    """Noise of 1 % on large sizes must not hide the fixed cost of small ones."""
+    sizes = [1e3, 1e4, 1e5, 1e6, 1e7, 1e8]
+    points = [CurvePoint(s, (2e-5 + s / 5e9) * (1 + 0.01 * (-1) ** i), 0.0, 9) for i, s in enumerate(sizes)]
+    line = fit_line("byte", points)
+    assert line.fixed == pytest.approx(2e-5, rel=0.02) and line.rate == pytest.approx(5e9, rel=0.02)
+    assert 0.005 < line.error < 0.02
+
+
+def test_a_line_never_has_a_negative_fixed_cost() -> None:
+    line = fit_line("FLOP", [CurvePoint(1e3, 1e-6, 0.0, 5), CurvePoint(1e6, 2e-3, 0.0, 5)])
+    assert line.fixed == 0.0 and line.rate > 0
+
+
+def test_curves_are_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    write_machine_figure(MACHINE, tmp_path / "machine.svg")
+    assert "</svg>" in (tmp_path / "machine.svg").read_text(encoding="utf-8")
+
+
+def test_the_examples_of_the_page_run(tmp_path: Path) -> None:
+    block = re.findall(r"^```bash\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.M | re.S)[0]
+    first, second = (shlex.split(line)[1:] for line in block.splitlines())
+    measured = tutti(tmp_path, *first, "--ranks", "2")
+    assert measured.code == 0, measured.err
+    assert "links/0-1" in measured.out and "start/2: " in measured.err
+    found = read_machine(tmp_path / "machine.json")
+    assert set(found.curves) == {"links/0-1", "optimizer/sgd", "optimizer/adam"} and set(found.figures) == {"start/2"}
+    link = found.curve("links/0-1")
+    assert [point.size for point in link.points] == sorted(2.0**power for power in range(10, 26, 2))
+    assert all(point.n >= 5 for point in link.points)
+    assert tutti(tmp_path, *second).code == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "message"), [(("disks",), "Did you mean 'disk'"), (("links", "--ranks", "1"), "numbers of at least 2")]
+)
+def test_unknown_parts_and_too_few_ranks_are_refused(words: tuple[str, ...], message: str, tmp_path: Path) -> None:
+    refused = tutti(tmp_path, "bench", *words)
+    assert refused.code == 2 and message in refused.err
