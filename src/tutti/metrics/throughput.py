@@ -52,4 +52,4 @@ def device_rates(factors: Mapping[str, float], samples_per_second: float) -> dic
         factors: of ``DeviceThroughput.factors``.
         samples_per_second: of all devices together.
     """
-    return {name: float(f"{factor * samples_per_second:.6g}") for name, factor in factors.items()}
+    return {name: factor * samples_per_second for name, factor in factors.items()}
