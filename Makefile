@@ -9,7 +9,7 @@ BENCH := $(VENV)/.bench
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help venv test full contract scripts fuzz faults peers reliability demo lint bench soak study alike clean
+.PHONY: help venv test full contract scripts fuzz faults peers reliability demo lint bench backtest soak study alike clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
@@ -21,7 +21,7 @@ $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed: make PYTHON=python3.11" if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv $(VENV)
 	$(INSTALL) torch==2.13.0
-	$(INSTALL) --editable '.[data,demo,plot,tensorboard,dev]'
+	$(INSTALL) --editable '.[data,demo,planning,plot,tensorboard,dev]'
 	touch $@
 
 $(BENCH): $(READY)
@@ -72,6 +72,12 @@ lint: $(READY)  ## style and types
 
 bench: $(BENCH)  ## what a step through tutti costs beside the same step by hand
 	$(BIN)/python benchmarks/step_tax.py
+
+# DATA is also where the studies below read their images, so only a stated one counts here.
+BACKTEST := $(if $(filter command environment,$(origin DATA)),$(DATA),data/scaling)
+
+backtest: $(READY)  ## predictions against published measurements: DATA=folder, JSON=1 for lines of JSON and no files
+	@$(BIN)/python benchmarks/backtest.py '$(BACKTEST)' $(if $(JSON),--json)
 
 soak: $(READY)  ## one run that meets a hundred faults, about ten minutes
 	$(BIN)/python benchmarks/soak.py

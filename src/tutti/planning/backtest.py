@@ -1,0 +1,165 @@
+"""Back-test predictions on published measurements: fit on a part of each set, predict the rest, count the bands' hits.
+
+Protocols of time: *zero-shot* (nothing of the set is seen), *anchored* (the rows with fewest devices of each series),
+*extrapolated* (at most N/2 devices are fitted, N to 2N are asked; beyond: *extrapolated, more than 4 ×*). Protocols
+of data to a target: batches *at most half* and *at most an eighth* of the one that is asked for, *noise alone*,
+*noise and one batch*.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from tutti.planning.backtest_data import data_to_target, metric_by_epoch
+from tutti.planning.backtest_time import all_reduce, iteration_by_grid, published_jobs, scaling_law, small_cluster
+from tutti.planning.conformal_band import (
+    LEAST_SERIES,
+    NO_BAND,
+    CellScores,
+    CheckedPrediction,
+    Residuals,
+    band_factor,
+    binomial_interval,
+    collect_scores,
+    shipped_residuals,
+)
+from tutti.planning.measurement_table import MeasurementTable, TableRow, read_tables
+from tutti.planning.protocol import Asked
+
+_PROTOCOLS: dict[str, Callable[[Sequence[TableRow]], Iterator[Asked]]] = {
+    "all-reduce": all_reduce,
+    "small cluster": small_cluster,
+    "iteration by grid": iteration_by_grid,
+    "published jobs": published_jobs,
+    "data to target": data_to_target,
+    "metric by epoch": metric_by_epoch,
+    "scaling law": scaling_law,
+}
+
+JsonRow = dict[str, object]
+
+
+@dataclass
+class BacktestResult:
+    """What a back-test found.
+
+    Attributes:
+        rows: one a table's kind, group and protocol, as `make backtest JSON=1` prints them.
+        cells: one a cell: how many independent series, coverage, the interval it must lie in, the median width.
+        refused: groups and protocols without a prediction, with the reason; tables that were not used.
+        checked: every prediction beside its measurement.
+    """
+
+    rows: list[JsonRow] = field(default_factory=list)
+    cells: list[JsonRow] = field(default_factory=list)
+    refused: list[JsonRow] = field(default_factory=list)
+    checked: list[tuple[Asked, CheckedPrediction]] = field(default_factory=list)
+
+    def scores(self) -> dict[str, dict[str, CellScores]]:
+        """Return the scores by cell and set, as they ship with the package."""
+        return collect_scores(one for _, one in self.checked)
+
+
+def run_backtest(folder: Path, shipped: Residuals | None = None) -> BacktestResult:
+    """Back-test every table of a folder.
+
+    Args:
+        folder: CSV files; a table is known by its columns.
+        shipped: scores of other sets that bands may rest on; by default those of the package.
+
+    Returns:
+        The result. A table that cannot be used is in `refused` with the reason; nothing is raised for one.
+    """
+    result = BacktestResult()
+    tables = read_tables(folder)
+    by_kind: dict[str, list[MeasurementTable]] = {}
+    for table in tables:
+        if table.kind:
+            by_kind.setdefault(table.kind, []).append(table)
+        if table.reason:
+            result.refused.append({"table": table.name, "group": "", "protocol": "", "reason": table.reason})
+    if not tables:
+        result.refused.append({"table": str(folder.name), "group": "", "protocol": "", "reason": "no CSV file"})
+    asked: list[tuple[str, Asked]] = []
+    for kind, same in by_kind.items():
+        rows = [row for table in same for row in table.rows]
+        try:
+            asked += [(kind, each) for each in _PROTOCOLS[kind](rows)]
+        except (ArithmeticError, ValueError, np.linalg.LinAlgError) as error:
+            reason = f"cannot be predicted: {error}"
+            result.refused.append({"table": same[0].name, "group": "", "protocol": "", "reason": reason})
+    _summarise(result, asked, shipped_residuals() if shipped is None else shipped)
+    return result
+
+
+def _merged(ours: Residuals, shipped: Residuals) -> dict[str, dict[str, CellScores]]:
+    cells = {cell: dict(sets) for cell, sets in shipped.items()}
+    for cell, sets in ours.items():
+        cells.setdefault(cell, {}).update(sets)
+    return cells
+
+
+def _summarise(result: BacktestResult, asked: Sequence[tuple[str, Asked]], shipped: Residuals) -> None:
+    for kind, each in asked:
+        if each.reason:
+            refusal: JsonRow = {"table": kind, "group": each.group, "protocol": each.protocol, "reason": each.reason}
+            result.refused.append(refusal)
+        result.checked += [(each, one) for one in each.predictions]
+    residuals = _merged(result.scores(), shipped)
+    factors: dict[tuple[str, str], float | None] = {}
+    hits: dict[str, dict[str, list[bool]]] = {}
+    widths: dict[str, list[float]] = {}
+
+    def factor(one: CheckedPrediction) -> float | None:
+        key = (one.cell, one.set_name)
+        if key not in factors:
+            factors[key] = band_factor(residuals, *key)
+        return factors[key]
+
+    for kind, each in asked:
+        if not each.predictions:
+            continue
+        errors = [abs(one.predicted / one.measured - 1) for one in each.predictions]
+        inside, width = [], []
+        for one in each.predictions:
+            q = factor(one)
+            if q is None:
+                continue
+            inside.append(one.score <= q)
+            width.append(float(np.exp(q * one.width) - np.exp(-q * one.width)))
+            hits.setdefault(one.cell, {}).setdefault(f"{one.set_name}|{one.series}", []).append(inside[-1])
+            widths.setdefault(one.cell, []).append(width[-1])
+        row: JsonRow = {
+            "table": kind,
+            "group": each.group,
+            "protocol": each.protocol,
+            "n": len(errors),
+            "mean": statistics.fmean(errors),
+            "median": statistics.median(errors),
+            "worst": max(errors),
+            "coverage90": statistics.fmean(inside) if inside else None,
+            "median_band_width": statistics.median(width) if width else None,
+            "within_25": statistics.fmean(error <= 0.25 for error in errors),
+            "within_2x": statistics.fmean(0.5 <= one.predicted / one.measured <= 2 for one in each.predictions),
+            "bias": statistics.fmean(one.predicted / one.measured - 1 for one in each.predictions),
+        }
+        if not inside:
+            row["band"] = NO_BAND
+        result.rows.append(row)
+    for cell, sets in sorted(result.scores().items()):
+        series = sum(each.series for each in sets.values())
+        line: JsonRow = {"cell": cell, "series": series, "sets": len(sets)}
+        checked = hits.get(cell, {})
+        if len(checked) < LEAST_SERIES:
+            line |= {"coverage90": None, "band": NO_BAND}
+        else:
+            low, high = binomial_interval(len(checked))
+            covered = statistics.fmean(statistics.fmean(each) for each in checked.values())
+            line |= {"coverage90": covered, "low": low, "high": high, "holds": low <= covered <= high}
+            line |= {"median_band_width": statistics.median(widths[cell])}
+        result.cells.append(line)

@@ -1,0 +1,158 @@
+"""Protocols of the back-test for data to a target: from smaller batches, and from gradient noise alone."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from tutti.planning.conformal_band import CheckedPrediction
+from tutti.planning.law_fit import fit_target
+from tutti.planning.measurement_table import TableRow
+from tutti.planning.protocol import Asked, grouped
+from tutti.planning.scaling_laws import Array
+
+AT_MOST_HALF = "batches at most half"
+AT_MOST_EIGHTH = "batches at most an eighth"
+NOISE_ALONE = "noise alone"
+NOISE_AND_ONE = "noise and one batch"
+_UNIT_CHANGES = 20.0
+_LEVELS = (0.5, 0.75, 0.95)
+
+
+def data_to_target(rows: Sequence[TableRow]) -> Iterator[Asked]:
+    """Predict the data that a larger batch needs to the target from smaller batches, by benchmark.
+
+    Rounds of a benchmark change its target and its unit, so each is a series. Within one, values more than 20 times
+    from the median are in another unit (epochs, samples) and are left out by count.
+    """
+    for group, same in grouped(rows, lambda row: row.label("bench", "seq")).items():
+        half, eighth = Asked(group, AT_MOST_HALF), Asked(group, AT_MOST_EIGHTH)
+        left = 0
+        for series, members in grouped(same, lambda row: row.label("bench", "seq", "version")).items():
+            kept = [row for row in members if row.number("last_eval") > 0 and row.number("ok", 1.0) > 0]
+            logs = [math.log(row.number("last_eval")) for row in kept]
+            middle = statistics.median(logs) if logs else 0.0
+            kept = [row for row, log in zip(kept, logs, strict=True) if abs(log - middle) < math.log(_UNIT_CHANGES)]
+            left += len(members) - len(kept)
+            by_batch = grouped(kept, lambda row: row.number("batch"))
+            points = {batch: [row.number("last_eval") for row in each] for batch, each in sorted(by_batch.items())}
+            name = same[0].label("bench")
+            half.predictions += _from_smaller(points, 0.5, f"target {name}", series)
+            eighth.predictions += _from_smaller(points, 0.125, f"target {name}", series)
+        note = f"{left} rows without data to the target, or in another unit than the rest" if left else ""
+        for asked in (half, eighth):
+            asked.reason = note if asked.predictions else "no batch so much smaller than another"
+            yield asked
+
+
+def _from_smaller(points: dict[float, list[float]], share: float, name: str, series: str) -> list[CheckedPrediction]:
+    found = []
+    for batch, values in points.items():
+        below = {each: data for each, data in points.items() if each <= share * batch}
+        if not below:
+            continue
+        batches = np.array(list(below))
+        data = np.array([statistics.median(each) for each in below.values()])
+        runs = np.array([float(len(each)) for each in below.values()])
+        predicted, sigma = fit_target(batches, data, runs).predict(batch)
+        basis = "data to the target at smaller batches"
+        distance = batch / float(batches.max())
+        truth = statistics.median(values)
+        found.append(CheckedPrediction(name, basis, distance, f"{series} {batch:g}", predicted, sigma, truth))
+    return found
+
+
+class _Curve:
+    """A metric over a run at one batch size, with the gradient's noise at each epoch."""
+
+    def __init__(self, batch: float, rows: Sequence[TableRow]) -> None:
+        ordered = sorted(rows, key=lambda row: row.number("iteration"))
+        self.batch = batch
+        self.samples = np.array([row.number("iteration") * batch for row in ordered])
+        self.metric = np.array([row.number("metric") for row in ordered])
+        self.ratio = np.array([row.number("grad_var") / row.number("grad_sqr") for row in ordered])
+
+    def reached(self, level: float) -> float:
+        """Return the samples at which the best metric so far reaches a level, between epochs in proportion."""
+        best = np.maximum.accumulate(self.metric)
+        place = int(np.searchsorted(best, level))
+        if place >= len(best):
+            return math.nan
+        if place == 0:
+            return float(self.samples[0]) if best[0] == level else math.nan
+        share = (level - best[place - 1]) / (best[place] - best[place - 1])
+        return float(self.samples[place - 1] + share * (self.samples[place] - self.samples[place - 1]))
+
+    def noise(self, samples: float, factor: float) -> tuple[Array, Array]:
+        """Return samples of each epoch up to a point, and B_simple in samples of each."""
+        ends = np.minimum(self.samples, samples)
+        spent = np.diff(ends, prepend=0.0)
+        ratio = np.where(np.isfinite(self.ratio), self.ratio, np.nanmedian(self.ratio))
+        return spent[spent > 0], factor * ratio[spent > 0]
+
+
+def metric_by_epoch(rows: Sequence[TableRow]) -> Iterator[Asked]:
+    """Predict the samples to levels of a metric at larger batches from the noise at the smallest one, by workload.
+
+    A step at batch B makes the progress of (φ + B_0)/(φ + B) of its samples, φ being the noise scale then
+    (McCandlish et al.
+    2018, arXiv 1812.06162; Qiao et al., OSDI 2021, arXiv 2008.12260, eq. 7). `grad_var` is the variance of the gradient
+    of the smallest batch, so φ = B_0 · grad_var / grad_sqr.
+    """
+    for group, same in grouped(rows, lambda row: row.label("workload")).items():
+        alone, more = Asked(group, NOISE_ALONE), Asked(group, NOISE_AND_ONE)
+        named = grouped(same, lambda row: row.number("batch"))
+        curves = [_Curve(batch, each) for batch, each in sorted(named.items()) if len(each) > 1]
+        if len(curves) < 2:
+            alone.reason = more.reason = "fewer than two batches with two epochs"
+            yield from (alone, more)
+            continue
+        if _falls(curves[0]):
+            for curve in curves:
+                curve.metric = -curve.metric
+        start = max(float(curve.metric[0]) for curve in curves)
+        end = min(float(curve.metric.max()) for curve in curves)
+        for share in _LEVELS if end > start else ():
+            level = start + share * (end - start)
+            _ask_level(alone, more, curves, level)
+        for asked in (alone, more):
+            asked.reason = "" if asked.predictions else "no level of the metric that every batch reaches"
+            yield asked
+
+
+def _falls(curve: _Curve) -> bool:
+    return bool(np.isfinite(curve.metric).all() and curve.metric[-1] < curve.metric[0])
+
+
+def _ask_level(alone: Asked, more: Asked, curves: Sequence[_Curve], level: float) -> None:
+    first = curves[0]
+    base = first.reached(level)
+    if not math.isfinite(base):
+        return
+    name = f"progress {alone.group}"
+    spent, noise = first.noise(base, first.batch)
+    average = float((spent * noise).sum() / spent.sum())
+    for curve in curves[1:]:
+        truth = curve.reached(level)
+        if not math.isfinite(truth):
+            continue
+        predicted = float((spent * (noise + curve.batch) / (noise + first.batch)).sum())
+        far = curve.batch / first.batch
+        # How far the noise scale is from the critical batch size: a factor of two either way.
+        sigma = math.log(2) * float(curve.batch / (curve.batch + average)) + 0.05
+        label = f"{alone.group} {curve.batch:g}"
+        alone.predictions.append(CheckedPrediction(name, "gradient noise", far, label, predicted, sigma, truth))
+        middle = math.sqrt(first.batch * curve.batch)
+        others = [each for each in curves[1:] if each.batch <= curve.batch / 2]
+        if others:
+            one = min(others, key=lambda each: abs(math.log(each.batch / middle)))
+            measured = np.array([base, one.reached(level)])
+            batches = np.array([first.batch, one.batch])
+            posterior = fit_target(batches, measured, np.ones(2), noise=average)
+            guess, spread = posterior.predict(curve.batch)
+            basis = "gradient noise and one batch"
+            far = curve.batch / one.batch
+            more.predictions.append(CheckedPrediction(name, basis, far, label, guess, spread, truth))

@@ -1,0 +1,440 @@
+"""Protocols of the back-test for time: steps, iterations, throughput, collectives; and for loss over scale."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tutti.planning.conformal_band import CheckedPrediction
+from tutti.planning.hardware_anchor import (
+    HardwareAnchor,
+    anchored_rate,
+    chip_of,
+    peak_flops,
+    precision_class,
+    shipped_anchors,
+)
+from tutti.planning.law_fit import FittedLaw, fit_law
+from tutti.planning.measurement_table import TableRow
+from tutti.planning.protocol import (
+    ANCHORED,
+    EXTRAPOLATED,
+    ONE_LENGTH,
+    ONE_ROW,
+    PUBLISHED_ROWS,
+    SEVERAL_SIZES,
+    ZERO_SHOT,
+    Asked,
+    cuts,
+    grouped,
+)
+from tutti.planning.scaling_laws import (
+    ALLREDUCE_LAW,
+    ANCHORED_LAW,
+    DATA_PARALLEL_LAW,
+    GPT_GRID_LAW,
+    LOSS_LAW,
+    Array,
+    Inputs,
+    ScalingLaw,
+    transformer_flops_per_token,
+)
+
+Mask = NDArray[np.bool_]
+
+_FAR = f"{EXTRAPOLATED}, more than 4 ×"
+_NO_SHAPE = "the table does not say what the model computes"
+
+
+def _inputs(rows: Sequence[TableRow], roles: dict[str, str]) -> dict[str, Array]:
+    return {name: np.array([row.number(role) for row in rows]) for name, role in roles.items()}
+
+
+def _fit_and_ask(
+    law: ScalingLaw,
+    group: str,
+    set_name: str,
+    data: tuple[Inputs, Array, Array, list[str]],
+    enough: Callable[[Mask], bool],
+    first_law: ScalingLaw | None = None,
+) -> Iterator[Asked]:
+    """Fit a law on the smallest size, and on each cut, and ask it for larger sizes.
+
+    Args:
+        law: the law.
+        group: the group's name in results.
+        set_name: the set whose scores must not band it.
+        data: inputs, seconds, sizes and series, row by row.
+        enough: whether the rows of a mask determine the law's constants.
+        first_law: the law with the prior for the smallest size alone; by default the same.
+    """
+    inputs, seconds, sizes, series = data
+
+    def ask(fitted: FittedLaw, rows: Mask, base: float, basis: str) -> list[CheckedPrediction]:
+        places = np.flatnonzero(rows)
+        if not len(places):
+            return []
+        centre, sigma = fitted.predict({name: column[places] for name, column in inputs.items()})
+        return [
+            CheckedPrediction(
+                set_name, basis, float(sizes[i] / base), series[i], float(value), float(wide), float(seconds[i])
+            )
+            for i, value, wide in zip(places, centre, sigma, strict=True)
+        ]
+
+    def fit(rows: Mask, law: ScalingLaw = law) -> FittedLaw:
+        places = np.flatnonzero(rows)
+        return fit_law(law, {name: column[places] for name, column in inputs.items()}, seconds[places])
+
+    least = sizes.min()
+    if sizes.max() > least:
+        yield Asked(group, ANCHORED, ask(fit(sizes == least, first_law or law), sizes > least, float(least), ONE_ROW))
+    else:
+        yield Asked(group, ANCHORED, reason="one size only")
+    near: list[CheckedPrediction] = []
+    far: list[CheckedPrediction] = []
+    for cut in cuts(sizes.tolist()):
+        if enough(sizes <= cut):
+            fitted = fit(sizes <= cut)
+            near += ask(fitted, (sizes >= 2 * cut) & (sizes <= 4 * cut), cut, SEVERAL_SIZES)
+            far += ask(fitted, sizes > 4 * cut, cut, SEVERAL_SIZES)
+    yield Asked(group, EXTRAPOLATED, near, "" if near else "no half of the sizes determines the constants")
+    if far:
+        yield Asked(group, _FAR, far)
+
+
+def all_reduce(rows: Sequence[TableRow]) -> Iterator[Asked]:
+    """Predict all-reduces over more ranks from those over fewer, by hardware."""
+    for group, same in grouped(rows, lambda row: row.label("hardware") or "hardware not stated").items():
+        seconds = np.array([row.number("out_of_place", row.number("in_place")) for row in same])
+        inputs = _inputs(same, {"ranks": "ranks", "bytes": "size"})
+        series = [f"{group} 2^{int(np.log2(size))} B" for size in inputs["bytes"]]
+        many = inputs["ranks"] > 1
+        yield Asked(group, ZERO_SHOT, reason="no all-reduce of another set on this hardware ships with the package")
+        if many.sum() < 2:
+            yield Asked(group, ANCHORED, reason="fewer than two measurements over several ranks")
+            continue
+        kept = np.flatnonzero(many)
+        data = (
+            {name: column[kept] for name, column in inputs.items()},
+            seconds[kept],
+            inputs["ranks"][kept],
+            [series[i] for i in kept],
+        )
+        yield from _fit_and_ask(
+            ALLREDUCE_LAW, group, f"all-reduce {group}", data, lambda fitted: bool(fitted.sum() >= 4)
+        )
+
+
+def small_cluster(rows: Sequence[TableRow]) -> Iterator[Asked]:
+    """Predict steps on more replicas from those on fewer, by workload and GPU."""
+    groups = grouped(rows, lambda row: row.label("workload", "hardware"))
+    networks: dict[str, tuple[str, Array]] = {}
+    for group, same in groups.items():
+        inputs, seconds = _steps(same)
+        if len(set(inputs["nodes"])) >= 3:
+            fitted = fit_law(DATA_PARALLEL_LAW, inputs, seconds)
+            relative = fitted.log_constants - np.log(DATA_PARALLEL_LAW.centre(inputs, seconds))
+            networks[group] = (same[0].label("workload"), relative)
+    for group, same in groups.items():
+        inputs, seconds = _steps(same)
+        workload = same[0].label("workload")
+        others = [relative for other, relative in networks.values() if other != workload]
+        series = [f"{group} {batch:g}" for batch in inputs["local_batch"]]
+        yield Asked(group, ZERO_SHOT, reason=_NO_SHAPE)
+
+        def enough(fitted: Mask, nodes: Array = inputs["nodes"], replicas: Array = inputs["replicas"]) -> bool:
+            below = nodes[fitted]
+            return bool(
+                fitted.sum() >= 6 and (len(set(below)) >= 3 or (nodes.max() == 1 and len(set(replicas[fitted])) >= 2))
+            )
+
+        data = (inputs, seconds, inputs["replicas"], series)
+        first_law = _with_network(others) if others else None
+        yield from _fit_and_ask(DATA_PARALLEL_LAW, group, f"small cluster {workload}", data, enough, first_law)
+
+
+def _steps(rows: Sequence[TableRow]) -> tuple[dict[str, Array], Array]:
+    inputs = _inputs(rows, {"replicas": "replicas", "nodes": "nodes", "local_batch": "local_batch"})
+    inputs["nodes"] = np.minimum(inputs["nodes"], inputs["replicas"])
+    return inputs, np.array([row.number("step_time") for row in rows])
+
+
+def _with_network(others: Sequence[Array]) -> ScalingLaw:
+    """Return the law whose prior of the network, relative to the shortest step, is that of other workloads."""
+    stacked = np.stack(others)
+    shift, wide = np.median(stacked, axis=0), stacked.std(axis=0)
+    law = DATA_PARALLEL_LAW
+    # Two constants of computing come first; the workload's own rows say those.
+    shift[:2] = 0.0
+    spread = (*law.spread[:2], *(float(min(old, new + 0.4)) for old, new in zip(law.spread[2:], wide[2:], strict=True)))
+    return replace(law, centre=lambda inputs, seconds: law.centre(inputs, seconds) * np.exp(shift), spread=spread)
+
+
+def iteration_by_grid(rows: Sequence[TableRow]) -> Iterator[Asked]:
+    """Predict iterations of GPTs on more devices of a host from those on fewer."""
+    roles = {"tensor": "tp", "data": "dp", "pipeline": "pp", "micro_batch": "micro_batch", "hidden": "hidden"}
+    roles |= {"layers": "layers", "seq_len": "seq_len", "global_batch": "global_batch"}
+    for group, same in grouped(rows, lambda row: row.label("hardware") or "hardware not stated").items():
+        inputs = _inputs(same, roles)
+        heads = [row.number("heads", max(1.0, row.number("hidden") // 64)) for row in same]
+        inputs["heads"] = np.array(heads)
+        if all("vocabulary" in row.numbers for row in same):
+            inputs["vocabulary"] = np.array([row.number("vocabulary") for row in same])
+        sizes = np.array([row.number("devices") for row in same])
+        seconds = np.array([row.number("step_time") for row in same])
+        shape = ("hidden", "layers", "seq_len", "micro_batch")
+        series = [" ".join(f"{row.number(role):g}" for role in shape) for row in same]
+        yield Asked(group, ZERO_SHOT, reason="a grid's constants are fitted, not taken from other hardware")
+        data = (inputs, seconds, sizes, series)
+        yield from _fit_and_ask(GPT_GRID_LAW, group, f"grid {group}", data, lambda fitted: bool(fitted.sum() >= 12))
+
+
+class _Job:
+    """A row of published jobs with what the laws need; NaN where the table is silent."""
+
+    def __init__(self, row: TableRow) -> None:
+        number = row.number
+        self.row = row
+        self.set_name = row.label("set") or "set not stated"
+        self.group = " / ".join((self.set_name, row.label("hardware") or "hardware not stated"))
+        self.devices = number("devices")
+        self.length = number("seq_len")
+        roles = ("set", "model", "hardware", "precision", "framework")
+        self.kind = tuple(row.label(role) for role in roles)
+        self.split = number("tp", 1.0) * number("pp", 1.0)
+        batch = number("global_batch")
+        if row.text.get("batch_unit", "").startswith("token"):
+            batch /= self.length
+        micro = number("micro_batch")
+        data = max(1.0, self.devices / self.split)
+        tokens = 1.0 if math.isnan(self.length) else self.length
+        self.flops = self._flops()
+        if "step_time" in row.numbers and not math.isnan(batch):
+            self.seconds = number("step_time") * self.devices / batch
+        elif "samples_per_s" in row.numbers:
+            self.seconds = self.devices / number("samples_per_s")
+        elif "tokens_per_s_per_device" in row.numbers:
+            self.seconds = tokens / number("tokens_per_s_per_device")
+        elif "tflops_per_device" in row.numbers and not math.isnan(self.flops):
+            hardware = row.text.get("tflops_kind", "").startswith("hardware")
+            kept = self.flops if hardware else self.flops / (4 / 3 if self.recompute else 1.0)
+            self.seconds = kept / (number("tflops_per_device") * 1e12)
+        else:
+            self.seconds = math.nan
+        local = batch / data
+        self.passes = max(1.0, local / micro) if not math.isnan(local * micro) else 1.0
+        self.batch = batch if not math.isnan(batch) else data * (micro if not math.isnan(micro) else 64.0)
+        self.call = micro * tokens if not math.isnan(micro) else 1e12
+        self.series = " / ".join((*(part for part in self.kind if part), f"{self.length:g}"))
+
+    @property
+    def recompute(self) -> bool:
+        return self.row.text.get("recompute", "").lower() in ("full", "true", "yes", "1")
+
+    def _flops(self) -> float:
+        """Return the hardware FLOP of a sample with the pipeline's bubble, NaN where the shape is not known."""
+        number = self.row.number
+        shape = [number("params_b") * 1e9, number("layers"), number("hidden"), self.length, float(self.recompute)]
+        one = transformer_flops_per_token(*(np.array([value]) for value in shape))[0] * self.length
+        return float(one)
+
+    def utilisation(self) -> float:
+        """Return the FLOP/s a device, from the shape or else as the table prints it; NaN where neither is known."""
+        shape = self.flops / self.seconds
+        return shape if math.isfinite(shape) else self.row.number("tflops_per_device") * 1e12
+
+    def columns(self) -> dict[str, float]:
+        """Return the inputs of `ANCHORED_LAW` for this row."""
+        number = self.row.number
+        wire = re.search(r"([\d.]+)\s*G(b|B)(?:it)?/?p?s", self.row.text.get("interconnect", ""))
+        per_node = number("per_node", 8.0)
+        rate = float(wire[1]) * 1e9 / (8 if wire[2] == "b" else 1) / per_node if wire else math.nan
+        stages = number("pp", 1.0)
+        bubble = 1 + (stages - 1) / self.passes / number("vpp", 1.0)
+        sharded = re.search(r"zero-?3|fsdp|full", self.row.text.get("sharding", "").lower()) is not None
+        known = {"devices": self.devices, "per_node": per_node, "split": self.split, "sharded": float(sharded)}
+        known |= {"parameters": number("params_b", 0.0) * 1e9, "passes": self.passes, "bytes_per_s": rate}
+        flops = self.flops if not math.isnan(self.flops) else (4 / 3 if self.recompute else 1.0)
+        return known | {"call": self.call, "flops": flops * bubble, "global_batch": self.batch}
+
+
+def _pairs(pairs: Sequence[tuple[_Job, _Job]]) -> dict[str, Array]:
+    """Return the inputs of `ANCHORED_LAW` for pairs of an anchor and a job."""
+    found: dict[str, list[float]] = {}
+    for anchor, job in pairs:
+        both = job.columns() | {f"a_{name}": value for name, value in anchor.columns().items()}
+        for name, value in (both | {"a_seconds": anchor.seconds}).items():
+            found.setdefault(name, []).append(value)
+    return {name: np.array(column) for name, column in found.items()}
+
+
+def _nearest(job: _Job, jobs: Sequence[_Job]) -> _Job:
+    """Return the job that is most like another: in passes over the model first, then in micro-batch and devices."""
+
+    def far(other: _Job) -> tuple[float, float]:
+        size = abs(math.log2(other.devices / job.devices))
+        return abs(math.log2(other.call / job.call)) + float(other.recompute != job.recompute), size
+
+    return min(jobs, key=far)
+
+
+def _predict(fitted: FittedLaw, pairs: Sequence[tuple[_Job, _Job]], basis: str) -> list[CheckedPrediction]:
+    if not pairs:
+        return []
+    centre, sigma = fitted.predict(_pairs(pairs))
+    return [
+        CheckedPrediction(
+            *(job.set_name, basis, job.devices / anchor.devices, job.series),
+            *(float(value), float(wide), job.seconds),
+        )
+        for (anchor, job), value, wide in zip(pairs, centre, sigma, strict=True)
+    ]
+
+
+def _first(same: Sequence[_Job]) -> _Job:
+    """Return the job with fewest devices; of several the one with the largest call, whose kernels are busiest."""
+    least = min(job.devices for job in same)
+    return max((job for job in same if job.devices == least), key=lambda job: job.call)
+
+
+def _middle(same: Sequence[_Job]) -> _Job:
+    """Return the job with fewest devices whose sequence length is nearest to the middle of the lengths."""
+    least = min(job.devices for job in same)
+    few = [job for job in same if job.devices == least]
+    middle = float(np.median([math.log(job.length) for job in few]))
+    return min(few, key=lambda job: (abs(math.log(job.length) - middle), -job.call))
+
+
+def published_jobs(rows: Sequence[TableRow]) -> Iterator[Asked]:
+    """Predict throughput of published training jobs, in device-seconds a sample, by set and hardware."""
+    jobs = [job for job in map(_Job, rows) if math.isfinite(job.seconds) and job.seconds > 0]
+    series = grouped(jobs, lambda job: job.series)
+    several = {name: same for name, same in series.items() if len({job.devices for job in same}) > 1}
+    anchors = [*shipped_anchors(), *utilisation_anchors(rows)]
+    fits: dict[str, FittedLaw] = {}
+
+    def law_without(left_out: str) -> FittedLaw:
+        if left_out not in fits:
+            pairs = [
+                (anchor, job)
+                for same in several.values()
+                if same[0].set_name != left_out
+                for anchor in [_first(same)]
+                for job in same
+                if job.devices > anchor.devices
+            ]
+            inputs = _pairs(pairs)
+            fits[left_out] = fit_law(ANCHORED_LAW, inputs, np.array([job.seconds for _, job in pairs]))
+        return fits[left_out]
+
+    for group, members in grouped(jobs, lambda job: job.group).items():
+        fitted = law_without(members[0].set_name)
+        yield _zero_shot(group, members, fitted, anchors)
+        anchored = [
+            (_first(same), job)
+            for same in grouped(members, lambda job: job.series).values()
+            for job in same
+            if job.devices > _first(same).devices
+        ]
+        reason = "" if anchored else "no series with two numbers of devices"
+        yield Asked(group, ANCHORED, _predict(fitted, anchored, ONE_ROW), reason)
+        lengths = [
+            (_middle(same), job)
+            for same in grouped(members, lambda job: job.kind).values()
+            for job in same
+            if job.length != _middle(same).length and not math.isnan(job.length * _middle(same).length)
+        ]
+        if lengths:
+            yield Asked(group, f"{ANCHORED}, other sequence lengths", _predict(fitted, lengths, ONE_LENGTH))
+        near = [
+            (_nearest(job, below), job)
+            for same in grouped(members, lambda job: job.series).values()
+            for job in same
+            if (below := [other for other in same if other.devices <= job.devices / 2])
+        ]
+        yield Asked(group, EXTRAPOLATED, _predict(fitted, near, SEVERAL_SIZES), "" if near else reason)
+
+
+def _zero_shot(group: str, members: Sequence[_Job], fitted: FittedLaw, anchors: Sequence[HardwareAnchor]) -> Asked:
+    """Predict jobs from the rate that other published sets reached on the same chip."""
+    asked = Asked(group, ZERO_SHOT)
+    pairs: list[dict[str, float]] = []
+    kept: list[tuple[_Job, float]] = []
+    for job in members:
+        if math.isnan(job.flops):
+            asked.reason = _NO_SHAPE
+            continue
+        text = job.row.label
+        rate, spread, reason = anchored_rate(text("hardware"), text("precision"), anchors, job.set_name)
+        if reason:
+            asked.reason = reason
+            continue
+        there = job.columns() | {"devices": 1.0, "split": 1.0, "flops": job.flops, "seconds": job.flops / rate}
+        there |= {"call": max(2048.0, min(job.call, 1e12))}
+        pairs.append(job.columns() | {f"a_{name}": value for name, value in there.items()})
+        kept.append((job, spread))
+    if kept:
+        inputs = {name: np.array([pair[name] for pair in pairs]) for name in pairs[0]}
+        centre, sigma = fitted.predict(inputs)
+        asked.predictions = [
+            CheckedPrediction(
+                *(job.set_name, PUBLISHED_ROWS, 1.0, job.series),
+                *(float(value), float(np.hypot(wide, spread)), job.seconds),
+            )
+            for (job, spread), value, wide in zip(kept, centre, sigma, strict=True)
+        ]
+    return asked
+
+
+def utilisation_anchors(rows: Sequence[TableRow]) -> list[HardwareAnchor]:
+    """Return one anchor a chip, memory, precision and set of published jobs whose shape is known."""
+    jobs = [job for job in map(_Job, rows) if math.isfinite(job.utilisation())]
+    found = []
+
+    def key(job: _Job) -> tuple[tuple[str, int], str, str]:
+        return chip_of(job.row.label("hardware")), precision_class(job.row.label("precision")), job.set_name
+
+    for (chip, precision, name), same in grouped(jobs, key).items():
+        peak = peak_flops(same[0].row.label("hardware"), same[0].row.label("precision"))
+        if math.isnan(peak):
+            continue
+        logs = np.log([job.utilisation() / peak for job in same])
+        found.append(
+            HardwareAnchor(
+                *(chip[0], chip[1], precision, round(float(np.exp(np.median(logs))), 4), round(float(logs.std()), 4)),
+                *(len(same), name, ""),
+            )
+        )
+    return found
+
+
+def scaling_law(rows: Sequence[TableRow]) -> Iterator[Asked]:
+    """Predict the loss of the tenth of the runs with most FLOP from the others."""
+    flop = np.array([row.number("training_flop") for row in rows])
+    inputs = {"parameters": np.array([row.number("model_size") for row in rows]), "flop": flop}
+    loss = np.array([row.number("loss") for row in rows])
+    if len(rows) < 20:
+        yield Asked("loss", EXTRAPOLATED, reason="fewer than 20 runs for five constants")
+        return
+    large = flop >= np.quantile(flop, 0.9)
+    fitted = fit_law(LOSS_LAW, {name: column[~large] for name, column in inputs.items()}, loss[~large])
+    centre, sigma = fitted.predict({name: column[large] for name, column in inputs.items()})
+    base = flop[~large].max()
+    predictions = [
+        CheckedPrediction("scaling law", "loss of smaller runs", *each)
+        for each in zip(
+            (flop[large] / base).tolist(),
+            [f"{size:.3g}" for size in inputs["parameters"][large]],
+            centre.tolist(),
+            sigma.tolist(),
+            loss[large].tolist(),
+            strict=True,
+        )
+    ]
+    yield Asked("loss", EXTRAPOLATED, predictions)

@@ -1,0 +1,158 @@
+"""Bands around predictions, from the errors of earlier ones: split-conformal, by basis and distance of extrapolation.
+
+A prediction has a spread σ from draws of its law's constants. Its score is |log(measured/predicted)| / hypot(σ, 0.03),
+and a band is exp(±q·hypot(σ, 0.03)) with q the 90 % quantile of the scores of a cell (Vovk et al. 2005; Lei et al.
+2018, arXiv 1604.04173, §5.2, normalised residuals). A cell is a basis, such as one measured row, and a distance
+log₂(N/N_measured). Scores of the set that is predicted are never used.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from importlib import resources
+
+import numpy as np
+
+NO_BAND = "no band: nothing like this was checked"
+LEVEL = 0.9
+LEAST_SERIES = 30
+FEW_POINTS = frozenset({"data to the target at smaller batches"})
+"""Bases with so few published points that both near distances are one cell."""
+_FLOOR = 0.03
+_KEPT = 60
+
+
+@dataclass(frozen=True)
+class CheckedPrediction:
+    """One prediction beside its measurement.
+
+    Attributes:
+        set_name: the set whose scores must not band it.
+        basis: what the prediction rests on.
+        distance: times more devices, or samples a batch, than were measured.
+        series: measurements that share it are not independent.
+        predicted: in the measurement's unit.
+        sigma: spread of the predicted logarithm over draws of the constants.
+        measured: the truth.
+    """
+
+    set_name: str
+    basis: str
+    distance: float
+    series: str
+    predicted: float
+    sigma: float
+    measured: float
+
+    @property
+    def cell(self) -> str:
+        """The cell: basis and distance class."""
+        near = self.basis in FEW_POINTS and self.distance < 4
+        return f"{self.basis}, {distance_class(4.0 if near else self.distance)}"
+
+    @property
+    def width(self) -> float:
+        """The spread that a score is measured in."""
+        return float(np.hypot(self.sigma, _FLOOR))
+
+    @property
+    def score(self) -> float:
+        """The error of the logarithm in units of the width."""
+        return float(abs(np.log(self.measured / self.predicted)) / self.width)
+
+
+def distance_class(distance: float) -> str:
+    """Return the class of an extrapolation distance.
+
+    >>> [distance_class(times) for times in (1, 2, 4, 8)]
+    ['at most 2 ×', 'at most 2 ×', 'at most 4 ×', 'more than 4 ×']
+    """
+    steps = np.log2(max(distance, 1.0))
+    return "at most 2 ×" if steps <= 1.001 else "at most 4 ×" if steps <= 2.001 else "more than 4 ×"
+
+
+@dataclass(frozen=True)
+class CellScores:
+    """Scores of one set in one cell: quantiles that stand for all of them, and how many series they come from."""
+
+    scores: tuple[float, ...]
+    series: int
+
+
+Residuals = Mapping[str, Mapping[str, CellScores]]
+"""Scores by cell, then by set."""
+
+
+def collect_scores(checked: Iterable[CheckedPrediction]) -> dict[str, dict[str, CellScores]]:
+    """Return the scores of predictions by cell and set; each series of a set has the same weight."""
+    by: dict[tuple[str, str], dict[str, list[float]]] = {}
+    for one in checked:
+        by.setdefault((one.cell, one.set_name), {}).setdefault(one.series, []).append(one.score)
+    found: dict[str, dict[str, CellScores]] = {}
+    for (cell, name), series in by.items():
+        values = np.concatenate([np.sort(each) for each in series.values()])
+        weights = np.concatenate([np.full(len(each), 1 / len(each)) for each in series.values()])
+        order = np.argsort(values)
+        count = min(_KEPT, len(values))
+        points = (np.arange(count) + 0.5) / count
+        places = (np.cumsum(weights[order]) - weights[order] / 2) / weights.sum()
+        kept = np.interp(points, places, values[order])
+        found.setdefault(cell, {})[name] = CellScores(tuple(round(float(x), 4) for x in kept), len(series))
+    return found
+
+
+def band_factor(residuals: Residuals, cell: str, set_name: str) -> float | None:
+    """Return q of a cell without the named set, or None where fewer than 30 series are left.
+
+    Sets weigh as the square root of their series, so that one large set does not speak for all.
+    """
+    others = {name: scores for name, scores in residuals.get(cell, {}).items() if name != set_name}
+    count = sum(scores.series for scores in others.values())
+    if count < LEAST_SERIES:
+        return None
+    values = np.concatenate([np.asarray(scores.scores) for scores in others.values()])
+    weights = np.concatenate(
+        [np.full(len(each.scores), np.sqrt(each.series) / len(each.scores)) for each in others.values()]
+    )
+    order = np.argsort(values)
+    level = min(1.0, LEVEL * (1 + 1 / count))
+    reached = np.cumsum(weights[order]) / weights.sum()
+    return float(values[order][min(int(np.searchsorted(reached, level)), len(values) - 1)])
+
+
+def binomial_interval(count: int, share: float = LEVEL) -> tuple[float, float]:
+    """Return the central 95 % interval of the share of hits among count independent trials.
+
+    >>> binomial_interval(30)
+    (0.8, 1.0)
+    """
+    from scipy.stats import binom
+
+    low, high = binom.ppf([0.025, 0.975], count, share)
+    return float(low) / count, float(high) / count
+
+
+def read_residuals(text: str) -> dict[str, dict[str, CellScores]]:
+    """Return the scores that `write_residuals` wrote."""
+    stored = json.loads(text)["cells"]
+    return {
+        cell: {name: CellScores(tuple(each["scores"]), int(each["series"])) for name, each in sets.items()}
+        for cell, sets in stored.items()
+    }
+
+
+def write_residuals(residuals: Residuals) -> str:
+    """Return scores as JSON text."""
+    cells = {
+        cell: {name: {"series": each.series, "scores": list(each.scores)} for name, each in sorted(sets.items())}
+        for cell, sets in sorted(residuals.items())
+    }
+    return json.dumps({"version": 1, "cells": cells}, indent=None, separators=(",", ":")) + "\n"
+
+
+def shipped_residuals() -> dict[str, dict[str, CellScores]]:
+    """Return the scores that ship with the package, made by `make backtest` on published measurements."""
+    path = resources.files("tutti.planning") / "residuals.json"
+    return read_residuals(path.read_text(encoding="utf-8")) if path.is_file() else {}

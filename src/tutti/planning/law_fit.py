@@ -1,0 +1,134 @@
+"""Fit a law's constants to measurements, with a prior on each and a posterior to draw from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from tutti.planning.scaling_laws import Array, Inputs, ScalingLaw, samples_to_target
+
+_RESIDUAL = 0.1
+"""Relative error of a law at which a row's influence starts to level off (soft L1): a guess, the same for all laws."""
+
+_INDEPENDENT = 30.0
+"""Rows that count as independent at most: the errors of a law repeat from row to row, so a thousand rows are no
+proof."""
+
+
+@dataclass(frozen=True)
+class FittedLaw:
+    """A law with the posterior of its constants' logarithms (normal, by Laplace's approximation).
+
+    Attributes:
+        law: the law.
+        log_constants: natural logarithms of the constants.
+        covariance: their posterior covariance.
+        rows: measurements that were fitted.
+    """
+
+    law: ScalingLaw
+    log_constants: Array
+    covariance: Array
+    rows: int
+
+    def predict(self, inputs: Inputs) -> tuple[Array, Array]:
+        """Return the predictions in seconds, and the standard deviation of their logarithms over 64 draws."""
+        centre = np.maximum(self.law.seconds(np.exp(self.log_constants), inputs), 1e-300)
+        generator = np.random.default_rng(0)
+        draws = generator.multivariate_normal(self.log_constants, self.covariance, size=64, method="eigh")
+        drawn = np.stack([self.law.seconds(np.exp(draw), inputs) for draw in draws])
+        return centre, np.log(np.maximum(drawn, 1e-300) / centre).std(axis=0)
+
+    def constants(self) -> dict[str, float]:
+        """Return the constants by name."""
+        return dict(zip(self.law.constants, np.exp(self.log_constants).tolist(), strict=True))
+
+
+def fit_law(law: ScalingLaw, inputs: Inputs, seconds: Array) -> FittedLaw:
+    """Fit a law by maximum a posteriori: soft-L1 of log errors, normal priors on log constants.
+
+    Args:
+        law: the law; its prior comes from `law.centre` and `law.spread`.
+        inputs: one array a name, one element a measurement.
+        seconds: measured, positive; may be empty, where the prior is the answer.
+
+    Returns:
+        The fitted law. Its covariance is (JᵀJ)⁻¹ at the optimum, prior included.
+    """
+    from scipy.optimize import least_squares
+
+    start = np.log(law.centre(inputs, seconds))
+    spread = np.asarray(law.spread)
+    if not len(seconds):
+        return FittedLaw(law, start, np.diag(spread**2), 0)
+    weight = np.sqrt(min(1.0, _INDEPENDENT / max(len(seconds), 1))) / _RESIDUAL
+
+    def errors(logs: Array) -> Array:
+        predicted = np.maximum(law.seconds(np.exp(logs), inputs), 1e-300)
+        return np.concatenate([weight * np.log(predicted / seconds), (logs - start) / spread])
+
+    bounds = (start - 6 * spread, start + 6 * spread)
+    found = least_squares(errors, start, loss="soft_l1", max_nfev=200, bounds=bounds)
+    precision = found.jac.T @ found.jac + 1e-9 * np.eye(len(start))
+    return FittedLaw(law, found.x, np.linalg.inv(precision), len(seconds))
+
+
+@dataclass(frozen=True)
+class TargetPosterior:
+    """Posterior of data to a target: weights over a grid of log B_crit, with the log E_min that fits best at each.
+
+    Attributes:
+        log_critical: natural logarithms of critical batch sizes.
+        log_least: natural logarithm of E_min at each.
+        weights: posterior weights, which sum to 1.
+        seed: standard deviation of log E between runs.
+    """
+
+    log_critical: Array
+    log_least: Array
+    weights: Array
+    seed: float
+
+    def predict(self, batch: float) -> tuple[float, float]:
+        """Return the median of the data to target at a batch size, and the standard deviation of its logarithm."""
+        logs = np.log(samples_to_target(np.array(batch), np.exp(self.log_least), np.exp(self.log_critical)))
+        order = np.argsort(logs)
+        middle = float(np.interp(0.5, np.cumsum(self.weights[order]), logs[order]))
+        mean = float(self.weights @ logs)
+        return float(np.exp(middle)), float(np.sqrt(self.weights @ (logs - mean) ** 2 + self.seed**2))
+
+
+_CRITICAL_FACTOR = 32.0
+_CRITICAL_SPREAD = 1.2
+_SEED = 0.05
+_FREEDOM = 3.0
+
+
+def fit_target(
+    batches: Array, data: Array, runs: Array, noise: float | None = None, noise_spread: float = 0.7
+) -> TargetPosterior:
+    """Fit E(B) = E_min(1 + B/B_crit) to data to a target at measured batch sizes, on a grid of B_crit.
+
+    The likelihood is Student's t, since the spread between runs is unknown too; E_min is profiled. Without a noise
+    scale the prior says that people measure at batches well below the critical one: log B_crit ~ N(log 32·max B,
+    1.2²), a guess from published submissions. With one it is log B_crit ~ N(log B_simple, 0.7²).
+
+    Args:
+        batches: batch sizes.
+        data: samples, or epochs, to the target at each.
+        runs: runs behind each; two or more count for more than one, with diminishing returns.
+        noise: B_simple in samples, if it was measured.
+        noise_spread: standard deviation of log B_crit given it.
+    """
+    middle = np.log(_CRITICAL_FACTOR * batches.max() if noise is None else noise)
+    spread = _CRITICAL_SPREAD if noise is None else noise_spread
+    grid = np.linspace(middle - 6 * spread, middle + 6 * spread, 400)
+    weight = 2 * runs / (runs + 1)
+    least = np.log(data)[None] - np.log1p(batches[None] / np.exp(grid)[:, None])
+    centre = (least * weight).sum(1) / weight.sum()
+    square = (weight * (least - centre[:, None]) ** 2).sum(1)
+    freedom = _FREEDOM + len(batches) - 1
+    log_density = -0.5 * freedom * np.log1p(square / (_FREEDOM * _SEED**2)) - 0.5 * ((grid - middle) / spread) ** 2
+    weights = np.exp(log_density - log_density.max())
+    return TargetPosterior(grid, centre, weights / weights.sum(), _SEED)

@@ -1,0 +1,233 @@
+"""Read published measurements: a table is recognised by its columns, its units are read from their names.
+
+Column names are compared in lower case without punctuation, so that `# GPUs`, `gpus` and `GPUs` are one; a suffix
+such as `_ms` or `(GB)` states the unit. A cell that is empty, `N/A`, not a number or not positive is missing. A row
+that lacks what the table's kind needs is left out and counted; a table that is left without rows is named with the
+reason.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+_TIME = {
+    "s": 1.0,
+    "sec": 1.0,
+    "secs": 1.0,
+    "seconds": 1.0,
+    "ms": 1e-3,
+    "us": 1e-6,
+    "min": 60.0,
+    "minutes": 60.0,
+    "h": 3600.0,
+}
+_SIZE = {"bytes": 1.0, "b": 1.0, "kb": 1e3, "mb": 1e6, "gb": 1e9, "kib": 2.0**10, "mib": 2.0**20, "gib": 2.0**30}
+
+# Roles: names that published tables use for one quantity, without their unit.
+_ALIASES: Mapping[str, tuple[str, ...]] = {
+    "set": ("set", "dataset_name", "study"),
+    "model": ("model", "model_name"),
+    "params_b": ("params_b", "parameters_b", "params_billion", "params"),
+    "layers": ("layers", "num_layers", "n_layers"),
+    "hidden": ("hidden", "hidden_size", "d_model"),
+    "heads": ("heads", "attention_heads", "num_heads"),
+    "vocabulary": ("vocab", "vocab_size", "vocabulary"),
+    "seq_len": ("seq_len", "sequence_length", "seqlen"),
+    "hardware": ("hardware", "gpu", "gpu_type", "accelerator", "device_type"),
+    "devices": ("devices", "gpus", "num_gpus", "n_gpus", "num_devices"),
+    "per_node": ("devices_per_node", "gpus_per_node", "per_node"),
+    "interconnect": ("interconnect", "network"),
+    "framework": ("framework",),
+    "precision": ("precision", "dtype"),
+    "recompute": ("recompute", "activation_checkpointing"),
+    "sharding": ("sharding", "zero"),
+    "micro_batch": ("micro_batch", "micro_batch_size"),
+    "global_batch": ("global_batch", "global_batch_size"),
+    "batch_unit": ("batch_unit",),
+    "dp": ("dp", "data_parallelism", "data_parallel"),
+    "tp": ("tp", "tensor_parallelism", "tensor_parallel"),
+    "pp": ("pp", "pipeline_parallelism", "pipeline_parallel"),
+    "vpp": ("vpp",),
+    "step_time": ("step_time", "iteration_time", "iter_time"),
+    "samples_per_s": ("samples_per_s", "samples_per_sec", "throughput_samples_per_s"),
+    "tokens_per_s_per_device": ("tokens_per_s_per_device", "tokens_per_sec_per_device"),
+    "tflops_per_device": ("tflops_per_device",),
+    "tflops_kind": ("tflops_kind",),
+    "workload": ("workload", "application", "job"),
+    "nodes": ("nodes", "num_nodes", "hosts"),
+    "replicas": ("replicas", "num_replicas"),
+    "placement": ("placement",),
+    "local_batch": ("local_batch", "local_bsz", "local_batch_size"),
+    "ranks": ("ranks", "num_ranks", "nranks"),
+    "size": ("bytes", "size", "message", "message_size"),
+    "out_of_place": ("out_of_place", "oop", "out_of_place_time", "time"),
+    "in_place": ("in_place", "in_place_time"),
+    "bench": ("bench", "benchmark"),
+    "version": ("version", "round"),
+    "seq": ("seq",),
+    "batch": ("batch", "batch_size"),
+    "last_eval": ("last_eval",),
+    "runs": ("runs",),
+    "ok": ("ok",),
+    "acc": ("acc",),
+    "system": ("system",),
+    "epoch": ("epoch",),
+    "iteration": ("iteration",),
+    "metric": ("metric",),
+    "grad_sqr": ("grad_sqr",),
+    "grad_var": ("grad_var",),
+    "model_size": ("model_size",),
+    "training_flop": ("training_flop", "training_flops"),
+    "loss": ("loss",),
+}
+_ROLE = {name: role for role, names in _ALIASES.items() for name in names}
+
+# Kinds in the order of recognition: all roles of the second field, and one of the third where there are several.
+_TRUTHS = ("step_time", "samples_per_s", "tokens_per_s_per_device", "tflops_per_device")
+_GRID = ("devices", "global_batch", "micro_batch", "hidden", "layers", "seq_len", "dp", "tp", "pp", "step_time")
+_KINDS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
+    ("all-reduce", ("ranks", "size"), ("out_of_place", "in_place")),
+    ("metric by epoch", ("workload", "batch", "epoch", "iteration", "metric", "grad_sqr", "grad_var"), ()),
+    ("data to target", ("bench", "batch", "last_eval"), ()),
+    ("published jobs", ("set", "devices"), _TRUTHS),
+    ("iteration by grid", _GRID, ()),
+    ("small cluster", ("workload", "replicas", "nodes", "local_batch", "step_time"), ()),
+    ("scaling law", ("model_size", "training_flop", "loss"), ()),
+    ("published jobs", ("model", "devices"), _TRUTHS),
+)
+
+_MISSING = frozenset({"", "na", "n/a", "nan", "none", "null", "-", "–", "?", "inf"})
+
+
+@dataclass(frozen=True)
+class TableRow:
+    """One row by role; numbers are SI, and what is missing is absent."""
+
+    text: Mapping[str, str]
+    numbers: Mapping[str, float]
+
+    def number(self, role: str, default: float = math.nan) -> float:
+        """Return a number, or the default where it is missing."""
+        return self.numbers.get(role, default)
+
+    def label(self, *roles: str) -> str:
+        """Return the texts of roles, joined; a missing one is left out."""
+        return " / ".join(self.text[role] for role in roles if self.text.get(role))
+
+
+@dataclass
+class MeasurementTable:
+    """A table with its kind, or the reason why it has none.
+
+    Attributes:
+        name: the file's name, for messages alone.
+        kind: one of the kinds of published tables, or empty.
+        rows: rows that have what the kind needs.
+        reason: why the table, or a part of its rows, is not used.
+    """
+
+    name: str
+    kind: str = ""
+    rows: list[TableRow] = field(default_factory=list)
+    reason: str = ""
+
+
+def column_role(name: str) -> tuple[str, float]:
+    """Return a column's role and the factor to SI of its unit; the role is empty where nobody knows the name.
+
+    >>> column_role("iteration time (ms)"), column_role("# GPUs"), column_role("Bytes"), column_role("colour")
+    (('step_time', 0.001), ('devices', 1.0), ('size', 1.0), ('', 1.0))
+    """
+    plain = re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
+    if plain in _ROLE:
+        return _ROLE[plain], 1.0
+    stem, _, unit = plain.rpartition("_")
+    units = _SIZE if _ROLE.get(stem) == "size" else _TIME
+    if stem in _ROLE and unit in units:
+        return _ROLE[stem], units[unit]
+    return "", 1.0
+
+
+def _number(text: str) -> float:
+    plain = text.strip().replace(",", "").replace("_", "").lstrip("~≈")
+    try:
+        value = float(plain)
+    except ValueError:
+        return math.nan
+    return value if math.isfinite(value) else math.nan
+
+
+_SIGNED = frozenset({"metric", "last_eval"})
+
+
+def read_row(cells: Mapping[str, str], roles: Mapping[str, tuple[str, float]]) -> TableRow:
+    """Return a row by role. A number is kept where it is positive, a metric with any sign."""
+    text: dict[str, str] = {}
+    numbers: dict[str, float] = {}
+    for column, (role, factor) in roles.items():
+        cell = " ".join((cells.get(column) or "").split())
+        if cell.lower() in _MISSING or role in text:
+            continue
+        text[role] = cell
+        value = _number(cell) * factor
+        if math.isfinite(value) and (value > 0 or role in _SIGNED):
+            numbers[role] = value
+    return TableRow(text, numbers)
+
+
+_TEXTUAL = frozenset({"set", "workload", "bench", "model"})
+
+
+def _complete(row: TableRow, needed: Sequence[str], any_of: Sequence[str]) -> bool:
+    there = all(role in (row.text if role in _TEXTUAL else row.numbers) for role in needed)
+    return there and (not any_of or any(role in row.numbers for role in any_of))
+
+
+def recognise_table(name: str, header: Sequence[str], cells: Sequence[Mapping[str, str]]) -> MeasurementTable:
+    """Return a table by its columns; unknown ones say which columns the nearest kind would have needed."""
+    roles = {column: column_role(column) for column in header if column_role(column)[0]}
+    have = {role for role, _ in roles.values()}
+    lacking: list[tuple[int, str, list[str]]] = []
+    for kind, needed, any_of in _KINDS:
+        missing = [role for role in needed if role not in have]
+        if any_of and not have & set(any_of):
+            missing.append(" or ".join(any_of))
+        if missing:
+            lacking.append((len(missing), kind, missing))
+            continue
+        rows = [row for row in (read_row(each, roles) for each in cells) if _complete(row, needed, any_of)]
+        left = len(cells) - len(rows)
+        if not rows:
+            lacking.append((0, kind, ["numbers in one row at least"]))
+            continue
+        return MeasurementTable(name, kind, rows, f"{left} of {len(cells)} rows lack a number" if left else "")
+    _, kind, missing = min(lacking)
+    return MeasurementTable(name, reason=f"not recognised: {kind}, the nearest kind, needs {', '.join(missing)}")
+
+
+def read_tables(folder: Path) -> list[MeasurementTable]:
+    """Return every CSV or TSV file of a folder, recognised or with the reason why not. No file makes this fail."""
+    found = []
+    for path in sorted(each for each in folder.rglob("*") if each.suffix.lower() in (".csv", ".tsv")):
+        name = str(path.relative_to(folder))
+        try:
+            with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
+                first = file.readline()
+                file.seek(0)
+                separator = max(",;\t", key=first.count)
+                reader = csv.DictReader(file, delimiter=separator, restkey="_rest", restval="")
+                header = [column for column in (reader.fieldnames or []) if column]
+                cells = [{key: value for key, value in row.items() if isinstance(value, str)} for row in reader]
+        except (OSError, csv.Error) as error:
+            found.append(MeasurementTable(name, reason=f"cannot be read: {error}"))
+            continue
+        if not header or not cells:
+            found.append(MeasurementTable(name, reason="no header or no rows"))
+        else:
+            found.append(recognise_table(name, header, cells))
+    return found

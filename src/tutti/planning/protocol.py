@@ -1,0 +1,65 @@
+"""The unit of a back-test: what one group was asked under one protocol."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from tutti.planning.conformal_band import CheckedPrediction
+
+ZERO_SHOT = "zero-shot"
+ANCHORED = "anchored"
+EXTRAPOLATED = "extrapolated"
+
+SEVERAL_SIZES = "several measured sizes"
+ONE_ROW = "one measured row"
+ONE_LENGTH = "one measured row of another sequence length"
+PUBLISHED_ROWS = "published rows of the hardware"
+
+_Element = TypeVar("_Element")
+_Key = TypeVar("_Key", bound=Hashable)
+
+
+@dataclass
+class Asked:
+    """Predictions of one group under one protocol, or the reason why there are none.
+
+    Attributes:
+        group: set or workload, and hardware.
+        protocol: what was seen.
+        predictions: each beside its measurement.
+        reason: why some or all could not be predicted.
+    """
+
+    group: str
+    protocol: str
+    predictions: list[CheckedPrediction] = field(default_factory=list)
+    reason: str = ""
+
+
+def grouped(elements: Iterable[_Element], key: Callable[[_Element], _Key]) -> dict[_Key, list[_Element]]:
+    """Return elements by key, in the order of first appearance."""
+    found: dict[_Key, list[_Element]] = {}
+    for element in elements:
+        found.setdefault(key(element), []).append(element)
+    return found
+
+
+def cuts(sizes: Sequence[float]) -> list[float]:
+    """Return the sizes to fit up to: those with a smaller one below and one of at least twice the size above.
+
+    There is one in each doubling: the largest size that is no larger than a power of two.
+
+    >>> cuts([1, 2, 3, 4, 8, 16])
+    [2, 4, 8]
+    """
+    ordered = sorted(set(sizes))
+    found: list[float] = []
+    power = 1.0
+    while ordered and power <= ordered[-1] / 2:
+        below = [size for size in ordered if size <= power]
+        if len(below) >= 2 and below[-1] not in found and ordered[-1] >= 2 * below[-1]:
+            found.append(below[-1])
+        power *= 2
+    return found

@@ -1,0 +1,256 @@
+"""Back-tests on folders whose law is known, on damaged folders, and where it is present on published measurements."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tutti.planning import backtest
+from tutti.planning.conformal_band import (
+    NO_BAND,
+    CellScores,
+    CheckedPrediction,
+    band_factor,
+    collect_scores,
+    read_residuals,
+    shipped_residuals,
+    write_residuals,
+)
+from tutti.planning.hardware_anchor import anchored_rate, shipped_anchors
+from tutti.planning.law_fit import fit_law, fit_target
+from tutti.planning.measurement_table import read_tables
+from tutti.planning.scaling_laws import ALLREDUCE_LAW, DATA_PARALLEL_LAW
+
+ROOT = Path(__file__).parents[2]
+DATA = os.environ.get("TUTTI_SCALING_DATA", "")
+TRUTH = np.array([0.05, 0.002, 1e-4, 0.02, 1e-4, 0.1, 1.0, 2.0])
+MEASURED = pytest.mark.skipif(not DATA, reason="TUTTI_SCALING_DATA names no folder of published measurements")
+
+
+def write(path: Path, header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(header)
+        writer.writerows(rows)
+
+
+def synthetic_folder(folder: Path, noise: float = 0.02) -> Path:
+    """Tables of the published layout, whose laws are known, under names that say nothing."""
+    random = np.random.default_rng(3)
+
+    def near(value: float) -> float:
+        return float(value * np.exp(noise * random.standard_normal()))
+
+    cluster = []
+    for workload, factor in (("p", 1.0), ("q", 3.0)):
+        for replicas in (1, 2, 4, 8, 16, 32):
+            for nodes in sorted({max(1, replicas // 4), max(1, replicas // 2), replicas}):
+                for batch in (8, 16, 32):
+                    inputs = {"replicas": replicas, "nodes": nodes, "local_batch": batch}
+                    arrays = {name: np.array([float(value)]) for name, value in inputs.items()}
+                    seconds = factor * float(DATA_PARALLEL_LAW.seconds(TRUTH, arrays)[0])
+                    cluster.append([workload, "X1", nodes, replicas, batch, 1e3 * near(seconds)])
+    write(folder / "a.csv", ["workload", "gpu", "nodes", "replicas", "local_batch", "step_time_ms"], cluster)
+    ring = []
+    for ranks in (2, 3, 4, 6, 8):
+        for size in 2.0 ** np.arange(12, 28):
+            one = {"ranks": np.array([float(ranks)]), "bytes": np.array([size])}
+            seconds = ALLREDUCE_LAW.seconds(np.array([2e-6, 1e-5, 1e11, 4e11]), one)
+            ring.append([ranks, size, near(float(seconds[0])), "x1"])
+    write(folder / "b.csv", ["ranks", "bytes", "out_of_place_s", "hardware"], ring)
+    target = [
+        [name, "", batch, near(1e6 * (1 + batch / 5000)), 3, 3]
+        for name in ("u", "v")
+        for batch in (256, 512, 1024, 2048, 4096)
+    ]
+    write(folder / "c.csv", ["bench", "seq", "batch", "last_eval", "runs", "ok"], target)
+    jobs = []
+    for devices in (8, 16, 32, 64):
+        for length in (1024, 2048, 4096):
+            flops = (6 * 1.3e9 + 12 * 24 * 2048 * length) * length
+            seconds = near(flops * 4 / 1.5e14)
+            jobs.append(["s", "m", 1.3, 24, 2048, 16, length, "A100 80GB", devices, 8, 4, 4 * devices, "bf16", seconds])
+    header = "set,model,params_b,layers,hidden,heads,seq_len,hardware,devices,devices_per_node,micro_batch,global_batch"
+    write(folder / "d.csv", [*header.split(","), "precision", "step_time_s"], jobs)
+    return folder
+
+
+def named(result: backtest.BacktestResult, table: str, protocol: str) -> list[dict[str, float]]:
+    return [row for row in result.rows if row["table"] == table and row["protocol"] == protocol]  # type: ignore[misc]
+
+
+def test_known_laws_are_recovered_beyond_the_fitted_sizes(tmp_path: Path) -> None:
+    result = backtest.run_backtest(synthetic_folder(tmp_path))
+    for table, protocol, limit in (
+        ("small cluster", "extrapolated", 0.05),
+        ("all-reduce", "extrapolated", 0.04),
+        ("published jobs", "anchored", 0.12),
+        ("data to target", "batches at most half", 0.1),
+    ):
+        rows = named(result, table, protocol)
+        assert rows, (table, protocol)
+        assert all(row["mean"] < limit for row in rows), (table, protocol, rows)
+        assert all(row["n"] > 0 and row["median"] <= row["worst"] for row in rows)
+
+
+def test_the_file_name_and_the_set_name_change_nothing(tmp_path: Path) -> None:
+    first, second = tmp_path / "one", tmp_path / "two"
+    first.mkdir()
+    second.mkdir()
+    synthetic_folder(first)
+    for number, path in enumerate(sorted(first.iterdir(), reverse=True)):
+        text = path.read_text().replace("\ns,", "\nllm-foundry,").replace("\nu,", "\nresnet,")
+        (second / f"mlperf{number}.csv").write_text(text)
+    figures = [
+        sorted((row["table"], row["protocol"], row["n"], row["mean"]) for row in backtest.run_backtest(folder, {}).rows)  # type: ignore[type-var]
+        for folder in (first, second)
+    ]
+    kept = [[row for row in rows if row[1] != "zero-shot"] for rows in figures]
+    assert kept[0] == kept[1]
+
+
+def test_units_and_spellings_of_columns(tmp_path: Path) -> None:
+    header = ["# GPUs", "Global Batch", "micro batch", "hidden size", "# layers", "sequence length"]
+    header += ["tensor parallelism", "data parallelism", "pipeline parallelism", "iteration time (ms)"]
+    write(tmp_path / "x.csv", header, [[8, "1,024", 2, 1024, 24, 1024, 1, 8, 1, 250.0]])
+    (table,) = read_tables(tmp_path)
+    assert table.kind == "iteration by grid"
+    assert table.rows[0].number("step_time") == 0.25
+    assert table.rows[0].number("global_batch") == 1024
+
+
+def damaged(folder: Path) -> None:
+    """Every way in which a table was seen to be broken, or could be."""
+    (folder / "empty.csv").write_text("")
+    (folder / "header.csv").write_text("ranks,bytes,out_of_place_s\n")
+    (folder / "binary.csv").write_bytes(bytes(range(256)) * 20)
+    write(folder / "words.csv", ["set", "devices", "step_time_s"], [["s", "many", "slow"], ["s", "-1", "0"]])
+    write(folder / "unknown.csv", ["colour", "taste"], [["red", "sweet"]])
+    (folder / "ragged.csv").write_text("ranks,bytes,out_of_place_s,hardware\n2,1e6\n4,1e6,1e-4,x,y,z\n8,1e6,2e-4,x\n")
+    write(
+        folder / "lone.csv",
+        ["workload", "gpu", "nodes", "replicas", "local_batch", "step_time_s"],
+        [["w", "", 1, 1, 8, 0.1]],
+    )
+    jobs = [["s", "m", 8, "0.5"], ["s", "m", 16, "0.5"], ["t", "", 8, "N/A"], ["s", "m", 16, "inf"]]
+    write(folder / "bare.csv", ["set", "model", "devices", "samples_per_s"], jobs)
+    write(
+        folder / "target.csv", ["bench", "batch", "last_eval"], [["b", 8, 1], ["b", 8, 2e9], ["b", 64, 3], ["b", 0, 3]]
+    )
+    header = ["workload", "batch", "epoch", "iteration", "metric", "grad_sqr", "grad_var"]
+    flat = [["w", batch, epoch, 10 * epoch, 0.5, 1, 1] for batch in (8, 16) for epoch in (1, 2)]
+    write(folder / "flat.csv", header, flat)
+    write(folder / "laws.csv", ["Model Size", "Training FLOP", "loss"], [[1e9, 1e20, 3.0]])
+
+
+def test_no_table_makes_it_fail_and_each_has_a_reason(tmp_path: Path) -> None:
+    damaged(tmp_path)
+    result = backtest.run_backtest(tmp_path)
+    reasons = {row["table"]: str(row["reason"]) for row in result.refused}
+    for name in ("empty.csv", "header.csv", "binary.csv", "words.csv", "unknown.csv"):
+        assert reasons[name], name
+    assert "nearest kind" in reasons["unknown.csv"]
+    assert all(np.isfinite([row["mean"], row["worst"]]).all() for row in result.rows)  # type: ignore[arg-type]
+
+
+def test_a_folder_without_tables_says_so(tmp_path: Path) -> None:
+    assert [row["reason"] for row in backtest.run_backtest(tmp_path).refused] == ["no CSV file"]
+
+
+def checked(name: str, series: int, error: float) -> list[CheckedPrediction]:
+    return [
+        CheckedPrediction(name, "basis", 2.0, f"{name} {each}", 1.0, 0.0, float(np.exp(error * (each + 1) / series)))
+        for each in range(series)
+    ]
+
+
+def test_a_sets_own_residuals_never_band_it() -> None:
+    residuals = collect_scores([*checked("wild", 100, 2.0), *checked("tame", 100, 0.1)])
+    cell = "basis, at most 2 ×"
+    wild, tame = band_factor(residuals, cell, "wild"), band_factor(residuals, cell, "tame")
+    assert wild is not None and tame is not None
+    assert wild < 4 < 40 < tame
+
+
+def test_small_cells_have_no_band(tmp_path: Path) -> None:
+    residuals = collect_scores([*checked("few", 29, 0.1), *checked("own", 500, 0.1)])
+    assert band_factor(residuals, "basis, at most 2 ×", "own") is None
+    assert band_factor(residuals, "nothing like it", "own") is None
+    rows = backtest.run_backtest(synthetic_folder(tmp_path), shipped={}).rows
+    assert {row.get("band") for row in rows if row["coverage90"] is None} == {NO_BAND}
+
+
+def test_residuals_are_read_as_they_are_written() -> None:
+    residuals = {"cell": {"set": CellScores((0.5, 1.25), 2)}}
+    assert read_residuals(write_residuals(residuals)) == residuals
+    assert shipped_residuals()
+
+
+def test_bands_cover_nine_in_ten_new_sets() -> None:
+    random = np.random.default_rng(0)
+    sets = [
+        CheckedPrediction(f"set {name}", "basis", 2.0, f"{name} {each}", 1.0, 0.0, float(np.exp(0.1 * error)))
+        for name in range(8)
+        for each, error in enumerate(random.standard_normal(40))
+    ]
+    residuals = collect_scores(sets)
+    inside = [one.score <= (band_factor(residuals, one.cell, one.set_name) or 0.0) for one in sets]
+    assert 0.85 < np.mean(inside) < 0.95
+
+
+def test_hyperbola_is_found_from_three_batches() -> None:
+    batches = np.array([100.0, 1000.0, 4000.0])
+    posterior = fit_target(batches, 1e6 * (1 + batches / 2000), np.full(3, 5.0))
+    predicted, spread = posterior.predict(16000.0)
+    assert predicted == pytest.approx(9e6, rel=0.15)
+    assert 0.02 < spread < 0.5
+
+
+def test_fewer_points_than_constants_leave_the_prior_wide() -> None:
+    one = {"ranks": np.array([2.0]), "bytes": np.array([1e6])}
+    fitted = fit_law(ALLREDUCE_LAW, one, np.array([1e-4]))
+    _, sigma = fitted.predict({"ranks": np.array([8.0]), "bytes": np.array([1e9])})
+    assert sigma[0] > 0.2
+
+
+def test_an_anchor_is_another_sets_and_never_the_data_sheet_alone() -> None:
+    anchors = shipped_anchors()
+    rate, spread, reason = anchored_rate("NVIDIA A100-SXM4-80GB", "bf16", anchors, without="")
+    assert 0.3 * 312e12 < rate < 0.8 * 312e12 and spread > 0 and not reason
+    for chip in ("V100", "A100", "H100", "T4"):
+        assert any(anchor.chip == chip and anchor.source for anchor in anchors)
+    assert "no published row" in anchored_rate("L40S", "bf16", anchors, without="")[2]
+    own = {anchor.set_name for anchor in anchors if anchor.chip == "H100"}
+    assert "another set" in anchored_rate("H100", "bf16", anchors, without=own.pop())[2]
+
+
+def test_the_command_prints_a_line_of_json_a_group(tmp_path: Path) -> None:
+    folder = synthetic_folder(tmp_path)
+    command = [sys.executable, str(ROOT / "benchmarks" / "backtest.py"), str(folder), "--json"]
+    lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
+    rows = [json.loads(line) for line in lines]
+    keys = {"table", "group", "protocol", "n", "mean", "median", "worst", "coverage90", "median_band_width"}
+    assert rows and all(keys <= set(row) for row in rows)
+    assert all(row["n"] > 0 or row["reason"] for row in rows)
+    missing = subprocess.run([*command[:2], str(tmp_path / "none"), "--json"], capture_output=True, text=True)
+    assert missing.returncode == 2 and "no folder" in missing.stderr
+
+
+@MEASURED
+def test_published_measurements_are_predicted_as_the_page_says() -> None:
+    newest = max((ROOT / "benchmarks" / "results").glob("*-backtest.json"))
+    stored = json.loads(newest.read_text(encoding="utf-8"))
+    result = backtest.run_backtest(Path(DATA))
+    said = {(row["group"], row["protocol"]): row for row in stored["rows"]}
+    for row in result.rows:
+        assert row["mean"] == pytest.approx(said[row["group"], row["protocol"]]["mean"], rel=0.02, abs=0.002), row
+    for cell in result.cells:
+        assert cell.get("holds", True), cell
