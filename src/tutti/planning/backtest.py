@@ -41,6 +41,9 @@ _PROTOCOLS: dict[str, Callable[[Sequence[TableRow]], Iterator[Asked]]] = {
     "scaling law": scaling_law,
 }
 
+_TINY = 1e-30
+_WIDEST = 50.0
+
 JsonRow = dict[str, object]
 
 
@@ -86,14 +89,16 @@ def run_backtest(folder: Path, shipped: Residuals | None = None) -> BacktestResu
     if not tables:
         result.refused.append({"table": str(folder.name), "group": "", "protocol": "", "reason": "no CSV file"})
     asked: list[tuple[str, Asked]] = []
-    for kind, same in by_kind.items():
-        rows = [row for table in same for row in table.rows]
-        try:
-            asked += [(kind, each) for each in _PROTOCOLS[kind](rows)]
-        except (ArithmeticError, ValueError, np.linalg.LinAlgError) as error:
-            reason = f"cannot be predicted: {error}"
-            result.refused.append({"table": same[0].name, "group": "", "protocol": "", "reason": reason})
-    _summarise(result, asked, shipped_residuals() if shipped is None else shipped)
+    with np.errstate(all="ignore"):
+        for kind, same in by_kind.items():
+            rows = [row for table in same for row in table.rows]
+            try:
+                for each in _PROTOCOLS[kind](rows):
+                    asked.append((kind, each))
+            except (ArithmeticError, ValueError, np.linalg.LinAlgError) as error:
+                reason = f"cannot be predicted: {error}"
+                result.refused.append({"table": same[0].name, "group": "", "protocol": "", "reason": reason})
+        _summarise(result, asked, shipped_residuals() if shipped is None else shipped)
     return result
 
 
@@ -104,11 +109,21 @@ def _merged(ours: Residuals, shipped: Residuals) -> dict[str, dict[str, CellScor
     return cells
 
 
+def _finite(one: CheckedPrediction) -> bool:
+    return bool(np.isfinite(one.sigma)) and _TINY < one.predicted < 1 / _TINY and one.sigma < _WIDEST
+
+
 def _summarise(result: BacktestResult, asked: Sequence[tuple[str, Asked]], shipped: Residuals) -> None:
     for kind, each in asked:
         if each.reason:
             refusal: JsonRow = {"table": kind, "group": each.group, "protocol": each.protocol, "reason": each.reason}
             result.refused.append(refusal)
+        kept = [one for one in each.predictions if _finite(one)]
+        if len(kept) < len(each.predictions):
+            reason = f"{len(each.predictions) - len(kept)} predictions overflow: numbers of their rows are implausible"
+            lost: JsonRow = {"table": kind, "group": each.group, "protocol": each.protocol, "reason": reason}
+            result.refused.append(lost)
+            each.predictions = kept
         result.checked += [(each, one) for one in each.predictions]
     residuals = _merged(result.scores(), shipped)
     factors: dict[tuple[str, str], float | None] = {}
@@ -131,7 +146,7 @@ def _summarise(result: BacktestResult, asked: Sequence[tuple[str, Asked]], shipp
             if q is None:
                 continue
             inside.append(one.score <= q)
-            width.append(float(np.exp(q * one.width) - np.exp(-q * one.width)))
+            width.append(float(2 * np.sinh(min(q * one.width, 2 * _WIDEST))))
             hits.setdefault(one.cell, {}).setdefault(f"{one.set_name}|{one.series}", []).append(inside[-1])
             widths.setdefault(one.cell, []).append(width[-1])
         row: JsonRow = {

@@ -11,6 +11,7 @@ from tutti.planning.scaling_laws import Array, Inputs, ScalingLaw, samples_to_ta
 _RESIDUAL = 0.1
 """Relative error of a law at which a row's influence starts to level off (soft L1): a guess, the same for all laws."""
 
+_HOPELESS = 1e3
 _INDEPENDENT = 30.0
 """Rows that count as independent at most: the errors of a law repeat from row to row, so a thousand rows are no
 proof."""
@@ -66,7 +67,8 @@ def fit_law(law: ScalingLaw, inputs: Inputs, seconds: Array) -> FittedLaw:
 
     def errors(logs: Array) -> Array:
         predicted = np.maximum(law.seconds(np.exp(logs), inputs), 1e-300)
-        return np.concatenate([weight * np.log(predicted / seconds), (logs - start) / spread])
+        misses = np.nan_to_num(weight * np.log(predicted / seconds), nan=_HOPELESS, posinf=_HOPELESS, neginf=-_HOPELESS)
+        return np.concatenate([misses, (logs - start) / spread])
 
     bounds = (start - 6 * spread, start + 6 * spread)
     found = least_squares(errors, start, loss="soft_l1", max_nfev=200, bounds=bounds)
@@ -99,9 +101,9 @@ class TargetPosterior:
         return float(np.exp(middle)), float(np.sqrt(self.weights @ (logs - mean) ** 2 + self.seed**2))
 
 
-_CRITICAL_FACTOR = 32.0
-_CRITICAL_SPREAD = 1.2
-_SEED = 0.05
+_CRITICAL_FACTOR = 64.0
+_CRITICAL_SPREAD = 1.6
+_SEED = 0.03
 _FREEDOM = 3.0
 
 
@@ -111,8 +113,8 @@ def fit_target(
     """Fit E(B) = E_min(1 + B/B_crit) to data to a target at measured batch sizes, on a grid of B_crit.
 
     The likelihood is Student's t, since the spread between runs is unknown too; E_min is profiled. Without a noise
-    scale the prior says that people measure at batches well below the critical one: log B_crit ~ N(log 32·max B,
-    1.2²), a guess from published submissions. With one it is log B_crit ~ N(log B_simple, 0.7²).
+    scale the prior says that people measure at batches well below the critical one: log B_crit ~ N(log 64·max B,
+    1.6²), a guess from published submissions. With one it is log B_crit ~ N(log B_simple, 0.7²).
 
     Args:
         batches: batch sizes.

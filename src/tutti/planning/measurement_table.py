@@ -163,6 +163,14 @@ def _number(text: str) -> float:
 
 
 _SIGNED = frozenset({"metric", "last_eval"})
+_LARGE = frozenset({"training_flop", "grad_sqr", "grad_var"})
+"""Roles whose numbers may pass 10¹⁵; any other number outside 10⁻¹⁵ to 10¹⁵ is a mistake and missing."""
+
+
+def _plausible(role: str, value: float) -> bool:
+    if role in _SIGNED:
+        return abs(value) < 1e15
+    return 1e-15 < value < 1e15 or (role in _LARGE and 0 < value < 1e30)
 
 
 def read_row(cells: Mapping[str, str], roles: Mapping[str, tuple[str, float]]) -> TableRow:
@@ -175,7 +183,7 @@ def read_row(cells: Mapping[str, str], roles: Mapping[str, tuple[str, float]]) -
             continue
         text[role] = cell
         value = _number(cell) * factor
-        if math.isfinite(value) and (value > 0 or role in _SIGNED):
+        if math.isfinite(value) and _plausible(role, value):
             numbers[role] = value
     return TableRow(text, numbers)
 
