@@ -19,7 +19,7 @@ from tutti.planning.hardware_anchor import (
     precision_class,
     shipped_anchors,
 )
-from tutti.planning.law_fit import FittedLaw, fit_law
+from tutti.planning.law_fit import OTHER_SETS, FittedLaw, fit_law
 from tutti.planning.measurement_table import TableRow
 from tutti.planning.protocol import (
     ANCHORED,
@@ -61,7 +61,6 @@ def _fit_and_ask(
     set_name: str,
     data: tuple[Inputs, Array, Array, list[str]],
     enough: Callable[[Mask], bool],
-    first_law: ScalingLaw | None = None,
 ) -> Iterator[Asked]:
     """Fit a law on the smallest size, and on each cut, and ask it for larger sizes.
 
@@ -71,7 +70,6 @@ def _fit_and_ask(
         set_name: the set whose scores must not band it.
         data: inputs, seconds, sizes and series, row by row.
         enough: whether the rows of a mask determine the law's constants.
-        first_law: the law with the prior for the smallest size alone; by default the same.
     """
     inputs, seconds, sizes, series = data
 
@@ -87,13 +85,17 @@ def _fit_and_ask(
             for i, value, wide in zip(places, centre, sigma, strict=True)
         ]
 
-    def fit(rows: Mask, law: ScalingLaw = law) -> FittedLaw:
+    def fit(rows: Mask) -> FittedLaw:
         places = np.flatnonzero(rows)
-        return fit_law(law, {name: column[places] for name, column in inputs.items()}, seconds[places])
+        return fit_law(
+            law,
+            {name: column[places] for name, column in inputs.items()},
+            seconds[places],
+        )
 
     least = sizes.min()
     if sizes.max() > least:
-        yield Asked(group, ANCHORED, ask(fit(sizes == least, first_law or law), sizes > least, float(least), ONE_ROW))
+        yield Asked(group, ANCHORED, ask(fit(sizes == least), sizes > least, float(least), ONE_ROW))
     else:
         yield Asked(group, ANCHORED, reason="one size only")
     near: list[CheckedPrediction] = []
@@ -132,21 +134,22 @@ def all_reduce(rows: Sequence[TableRow]) -> Iterator[Asked]:
 
 
 def small_cluster(rows: Sequence[TableRow]) -> Iterator[Asked]:
-    """Predict steps on more replicas from those on fewer, by workload and GPU."""
+    """Predict steps on more replicas from those on fewer, by workload and GPU.
+
+    *Anchored, other workloads' network* sees other workloads of the table on all replicas, and of the one that is asked
+    for its smallest rows: what these say once the cluster's network is known.
+    """
     groups = grouped(rows, lambda row: row.label("workload", "hardware"))
-    networks: dict[str, tuple[str, Array]] = {}
-    for group, same in groups.items():
-        inputs, seconds = _steps(same)
-        if len(set(inputs["nodes"])) >= 3:
-            fitted = fit_law(DATA_PARALLEL_LAW, inputs, seconds)
-            relative = fitted.log_constants - np.log(DATA_PARALLEL_LAW.centre(inputs, seconds))
-            networks[group] = (same[0].label("workload"), relative)
-    for group, same in groups.items():
-        inputs, seconds = _steps(same)
-        workload = same[0].label("workload")
-        others = [relative for other, relative in networks.values() if other != workload]
+    steps = {group: _steps(same) for group, same in groups.items()}
+    workloads = {group: same[0].label("workload") for group, same in groups.items()}
+    networks: dict[str, Array] = {}
+    for group, (inputs, seconds) in steps.items():
+        if len(groups) > 1 and len(set(inputs["nodes"])) >= 3:
+            fitted = fit_law(DATA_PARALLEL_LAW, inputs, seconds, OTHER_SETS)
+            networks[group] = fitted.log_constants - np.log(DATA_PARALLEL_LAW.centre(inputs, seconds))
+    for group, (inputs, seconds) in steps.items():
         series = [f"{group} {batch:g}" for batch in inputs["local_batch"]]
-        yield Asked(group, ZERO_SHOT, reason=_NO_SHAPE)
+        others = [found for other, found in networks.items() if workloads[other] != workloads[group]]
 
         def enough(fitted: Mask, nodes: Array = inputs["nodes"], replicas: Array = inputs["replicas"]) -> bool:
             below = nodes[fitted]
@@ -154,9 +157,16 @@ def small_cluster(rows: Sequence[TableRow]) -> Iterator[Asked]:
                 fitted.sum() >= 6 and (len(set(below)) >= 3 or (nodes.max() == 1 and len(set(replicas[fitted])) >= 2))
             )
 
+        yield Asked(group, ZERO_SHOT, reason=_NO_SHAPE)
         data = (inputs, seconds, inputs["replicas"], series)
-        first_law = _with_network(others) if others else None
-        yield from _fit_and_ask(DATA_PARALLEL_LAW, group, f"small cluster {workload}", data, enough, first_law)
+        name = f"small cluster {workloads[group]}"
+        yield from _fit_and_ask(DATA_PARALLEL_LAW, group, name, data, enough)
+        if others:
+            asked = next(_fit_and_ask(_with_network(others), group, name, data, enough))
+            basis = "one measured row and a known network"
+            asked.predictions = [replace(one, basis=basis) for one in asked.predictions]
+            asked.protocol = f"{ANCHORED}, other workloads' network"
+            yield asked
 
 
 def _steps(rows: Sequence[TableRow]) -> tuple[dict[str, Array], Array]:
@@ -330,7 +340,7 @@ def published_jobs(rows: Sequence[TableRow]) -> Iterator[Asked]:
                 if job.devices > anchor.devices
             ]
             inputs = _pairs(pairs)
-            fits[left_out] = fit_law(ANCHORED_LAW, inputs, np.array([job.seconds for _, job in pairs]))
+            fits[left_out] = fit_law(ANCHORED_LAW, inputs, np.array([job.seconds for _, job in pairs]), OTHER_SETS)
         return fits[left_out]
 
     for group, members in grouped(jobs, lambda job: job.group).items():

@@ -125,8 +125,8 @@ def band_factor(residuals: Residuals, cell: str, set_name: str) -> float | None:
 def binomial_interval(count: int, share: float = LEVEL) -> tuple[float, float]:
     """Return the central 95 % interval of the share of hits among count independent trials.
 
-    >>> binomial_interval(30)
-    (0.8, 1.0)
+    >>> binomial_interval(50)
+    (0.82, 0.98)
     """
     from scipy.stats import binom
 

@@ -12,9 +12,13 @@ _RESIDUAL = 0.1
 """Relative error of a law at which a row's influence starts to level off (soft L1): a guess, the same for all laws."""
 
 _HOPELESS = 1e3
-_INDEPENDENT = 30.0
+_INDEPENDENT = 100.0
 """Rows that count as independent at most: the errors of a law repeat from row to row, so a thousand rows are no
 proof."""
+
+
+OTHER_SETS = 30.0
+"""Rows that count as independent where they come from other sets than the one that is predicted: a guess."""
 
 
 @dataclass(frozen=True)
@@ -46,13 +50,15 @@ class FittedLaw:
         return dict(zip(self.law.constants, np.exp(self.log_constants).tolist(), strict=True))
 
 
-def fit_law(law: ScalingLaw, inputs: Inputs, seconds: Array) -> FittedLaw:
+def fit_law(law: ScalingLaw, inputs: Inputs, seconds: Array, independent: float = _INDEPENDENT) -> FittedLaw:
     """Fit a law by maximum a posteriori: soft-L1 of log errors, normal priors on log constants.
 
     Args:
         law: the law; its prior comes from `law.centre` and `law.spread`.
         inputs: one array a name, one element a measurement.
         seconds: measured, positive; may be empty, where the prior is the answer.
+        independent: rows that count as independent at most; `OTHER_SETS` where the rows are of other sets than the
+            one that is predicted, which say less about it.
 
     Returns:
         The fitted law. Its covariance is (JᵀJ)⁻¹ at the optimum, prior included.
@@ -63,7 +69,7 @@ def fit_law(law: ScalingLaw, inputs: Inputs, seconds: Array) -> FittedLaw:
     spread = np.asarray(law.spread)
     if not len(seconds):
         return FittedLaw(law, start, np.diag(spread**2), 0)
-    weight = np.sqrt(min(1.0, _INDEPENDENT / max(len(seconds), 1))) / _RESIDUAL
+    weight = np.sqrt(min(1.0, independent / max(len(seconds), 1))) / _RESIDUAL
 
     def errors(logs: Array) -> Array:
         predicted = np.maximum(law.seconds(np.exp(logs), inputs), 1e-300)
