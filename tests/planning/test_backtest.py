@@ -206,6 +206,21 @@ def test_bands_cover_nine_in_ten_new_sets() -> None:
     assert 0.85 < np.mean(inside) < 0.95
 
 
+def extrapolated(folder: Path) -> list[float]:
+    checked = backtest.run_backtest(folder, {}).checked
+    return [one.predicted for asked, one in checked if asked.protocol == "extrapolated" and "small" in one.set_name]
+
+
+def test_extrapolated_never_sees_more_than_half_the_devices(tmp_path: Path) -> None:
+    folder = synthetic_folder(tmp_path)
+    before = extrapolated(folder)
+    header, *rows = csv.reader((folder / "a.csv").read_text(encoding="utf-8").splitlines())
+    slower = [[*row[:5], 10 * float(row[5])] if row[3] == "32" else row for row in rows]
+    write(folder / "a.csv", header, slower)
+    # 32 replicas are asked and never fitted, so steps ten times as long change no prediction.
+    assert before and extrapolated(folder) == before
+
+
 def test_hyperbola_is_found_from_three_batches() -> None:
     batches = np.array([100.0, 1000.0, 4000.0])
     posterior = fit_target(batches, 1e6 * (1 + batches / 2000), np.full(3, 5.0))
