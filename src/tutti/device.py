@@ -293,6 +293,23 @@ def toolkit_versions() -> dict[str, str | None]:
     return {"cuda": torch.version.cuda}
 
 
+def has_toolkit(name: str) -> bool:
+    """Return whether torch is built with the vendor's toolkit ``cuda`` or ``rocm``."""
+    import torch
+
+    return bool({"cuda": torch.version.cuda, "rocm": torch.version.hip}[name])
+
+
+def collective_library_version() -> int:
+    """Return the version of the vendor's collectives (NCCL, RCCL) as a number, such as 22705; 0 without them."""
+    import torch
+
+    if not (has_toolkit("cuda") or has_toolkit("rocm")):
+        return 0
+    major, minor, patch = (int(part) for part in torch.cuda.nccl.version()[:3])
+    return major * 10000 + minor * 100 + patch
+
+
 def accelerator_facts() -> dict[str, Any]:
     """Return the toolkit, the collectives and the devices that torch sees, for ``tutti doctor``. Loads the driver."""
     import torch

@@ -52,6 +52,7 @@ class World:
 
 
 _world: World | None = None
+_before_shutdown: list[Callable[[], object]] = []
 
 
 def init(device: str = "auto", timeout: float | None = None) -> World:
@@ -150,11 +151,18 @@ class _End:
 def shutdown() -> None:
     """Leave the job; destroy the process group if ``init`` made it. A second call does nothing."""
     global _world
+    for function in _before_shutdown:
+        function()
     leaving, _world = _world, None
     if leaving is not None and leaving.owned and dist.is_initialized():
         with contextlib.suppress(RuntimeError):
             dist.destroy_process_group()
         child.let_go()
+
+
+def before_shutdown(function: Callable[[], object]) -> None:
+    """Register ``function`` to be called at the beginning of every ``shutdown``, while the process group exists."""
+    _before_shutdown.append(function)
 
 
 def is_initialized() -> bool:

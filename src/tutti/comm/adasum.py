@@ -1,0 +1,34 @@
+"""Adasum: a sum of gradients that keeps what they agree upon once (Maleki et al., 2020, arXiv 2006.02924)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def adasum_pair(a: Tensor, b: Tensor) -> Tensor:
+    """Return (1 − a·b / 2|a|²) a + (1 − a·b / 2|b|²) b: a + b for orthogonal vectors, their mean for parallel ones.
+
+    Dot products are computed in float64.
+
+    >>> adasum_pair(torch.tensor([1.0, 0.0]), torch.tensor([0.0, 2.0])).tolist()
+    [1.0, 2.0]
+    >>> adasum_pair(torch.tensor([2.0]), torch.tensor([4.0])).tolist()
+    [3.0]
+    """
+    x, y = a.double().flatten(), b.double().flatten()
+    dot, aa, bb = torch.dot(x, y), torch.dot(x, x), torch.dot(y, y)
+    one = torch.ones_like(dot)
+    left = torch.where(aa > 0, 1 - dot / (2 * aa), one)
+    right = torch.where(bb > 0, 1 - dot / (2 * bb), one)
+    return (left * x + right * y).view_as(a).to(a.dtype)
+
+
+def adasum_tree(vectors: Sequence[Tensor]) -> Tensor:
+    """Combine the vectors of a power of two of ranks pairwise, neighbours first."""
+    level = list(vectors)
+    while len(level) > 1:
+        level = [adasum_pair(level[i], level[i + 1]) for i in range(0, len(level), 2)]
+    return level[0]

@@ -1,0 +1,559 @@
+"""The engine of the public collectives: one thread a rank that performs what all ranks have agreed upon, in one order.
+
+A call is described to the coordinator (``tutti.comm.negotiation``, in rank 0's hub thread) and returns a handle. The
+engine's thread sleeps until an answer arrives, and performs the collective on process groups of its own.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tutti import process_context
+from tutti.comm import collective_execution as execution
+from tutti.comm.collective_call import CollectiveCall
+from tutti.comm.message_hub import HubConnection, MessageHub
+from tutti.comm.negotiation import SHUT_DOWN, Coordinator, SessionOptions
+from tutti.comm.process_groups import process_groups
+from tutti.device import current_stream, is_accelerator, synchronize
+from tutti.errors import MismatchError, PeerError, TuttiError, UsageError
+from tutti.launcher import context
+from tutti.launcher.context import World
+
+log = logging.getLogger("tutti.collectives")
+
+DUPLICATE = (
+    "Requested to allreduce, allgather, or broadcast a tensor with the same name as another tensor that is currently "
+    "being processed.  If you want to request another tensor, use a different tensor name."
+)
+_SETTLE = 0.1
+"""Seconds for which a completed call that nobody has waited for keeps its name."""
+_PATIENCE = 2.0
+"""Seconds after which a waiting rank tells the coordinator so."""
+
+EventSink = Callable[[str, str, float, float], None]
+"""Called with a call's name, an activity, and its start and end in seconds of ``time.perf_counter``."""
+
+
+class DuplicateNameError(UsageError, ValueError):
+    """A call has the name of another that is still pending."""
+
+
+@dataclass(eq=False)
+class CollectiveHandle:
+    """A collective under way.
+
+    Attributes:
+        call: description of the collective.
+        result: what it gave, once complete.
+    """
+
+    call: CollectiveCall
+    session: CollectiveSession
+    inputs: list[Tensor]
+    outputs: list[Tensor] | None = None
+    convert: Callable[[Any], Any] | None = None
+    result: Any = None
+    error: TuttiError | None = None
+    ready_at: Any = None
+    started: float = field(default_factory=time.perf_counter)
+    completed: float = 0.0
+    turn: int = 0
+    seen: bool = False
+    finished: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def done(self) -> bool:
+        """Whether ``wait`` would return at once."""
+        if self.finished.is_set():
+            self.seen = True
+            self.session.forget(self)
+            return True
+        return False
+
+    def wait(self) -> Any:
+        """Block until the collective is complete and return its result.
+
+        Raises:
+            MismatchError: ranks' calls differ; on every rank, with both calls.
+            PeerError: a rank has ended or left, or did not make the call in time.
+        """
+        self.session.await_(self)
+        self.seen = True
+        self.session.forget(self)
+        if self.error is not None:
+            raise self.error
+        return self.result if self.convert is None else self.convert(self.result)
+
+    def complete(self, result: Any = None, error: TuttiError | None = None) -> None:
+        """Set the outcome; called by the engine."""
+        self.result, self.error, self.completed = result, error, time.perf_counter()
+        self.turn = self.session.turn
+        self.inputs = []
+        self.finished.set()
+
+
+class CollectiveSession:
+    """The collectives between ``open`` and ``close`` on this rank: names, process sets, cached calls.
+
+    Args:
+        engine: performs the collectives.
+        number: equal on all ranks.
+        options: rank 0's hold for all.
+    """
+
+    def __init__(self, engine: CollectiveEngine, number: int, options: SessionOptions) -> None:
+        self.engine, self.number, self.options = engine, number, options
+        self.sets: dict[int, tuple[int, ...]] = {0: tuple(range(engine.size))}
+        self.closed = False
+        self.turn = 0
+        self.joins: list[CollectiveHandle] = []
+        self.lock = threading.Lock()
+        self.pending: dict[tuple[int, str], CollectiveHandle] = {}
+        self._numbers: dict[CollectiveCall, int] = {}
+        self._keys: dict[int, CollectiveCall] = {}
+        self._counters: dict[tuple[int, str], int] = {}
+        self._epoch = 0
+        self._acknowledged = threading.Event()
+        # Threads that make calls; those that wait, with the calls they wait for.
+        self._threads: set[threading.Thread] = set()
+        self._blocked: dict[threading.Thread, CollectiveHandle] = {}
+        engine.sessions[number] = self
+        engine.send(["open", number, vars(options)])
+
+    def name(self, process_set: int, kind: str) -> str:
+        """Return a name from the order of calls. ``kind`` counts separately."""
+        with self.lock:
+            count = self._counters.get((process_set, kind), 0)
+            self._counters[process_set, kind] = count + 1
+            return f"{kind}.noname.{self._epoch}.{count}"
+
+    def submit(self, handle: CollectiveHandle) -> CollectiveHandle:
+        """Describe a call to the coordinator. Raises DuplicateNameError, or PeerError if the session is over."""
+        call = handle.call
+        with self.lock:
+            self._check_open()
+            if (before := self.pending.get(call.key)) is not None and not self._settled(before):
+                raise DuplicateNameError(DUPLICATE, where=str(before.call))
+            self.pending[call.key] = handle
+            self._threads.add(threading.current_thread())
+            self.turn += 1
+            number = self._numbers.get(call.signature)
+        if handle.inputs and is_accelerator(handle.inputs[0].device):
+            handle.ready_at = current_stream(handle.inputs[0].device).record_event()
+        if number is None:
+            self.engine.send(["call", self.number, call.to_json()])
+        else:
+            self.engine.send(["hit", self.number, number, call.extents])
+        return handle
+
+    def join(self) -> int:
+        """Take part in other ranks' all-reduces with zeros until all ranks have joined; return the last one's rank."""
+        handle = CollectiveHandle(CollectiveCall("join", "join"), self, [])
+        with self.lock:
+            self._check_open()
+            self.joins.append(handle)
+            self.turn += 1
+        self.engine.send(["join", self.number])
+        return int(handle.wait())
+
+    def await_(self, handle: CollectiveHandle) -> None:
+        """Block until a call is complete; tell the coordinator once all of this rank's threads wait for long."""
+        if handle.finished.is_set():
+            return
+        me = threading.current_thread()
+        with self.lock:
+            self._blocked[me] = handle
+        try:
+            if handle.finished.wait(_PATIENCE):
+                return
+            if handle.call.kind != "join":
+                with self.lock:
+                    stuck = all(t in self._blocked for t in self._threads if t.is_alive())
+                if stuck:
+                    with contextlib.suppress(PeerError):
+                        self.engine.send(["wait", self.number, list(handle.call.key)])
+            handle.finished.wait()
+        finally:
+            with self.lock:
+                self._blocked.pop(me, None)
+
+    def forget(self, handle: CollectiveHandle) -> None:
+        """Free the name of a call whose outcome was seen."""
+        with self.lock:
+            if self.pending.get(handle.call.key) is handle:
+                del self.pending[handle.call.key]
+            self.turn += 1
+
+    def close(self) -> None:
+        """End the session here; pending calls that other ranks have not made fail, on all ranks."""
+        with self.lock:
+            if self.closed:
+                return
+            self.closed = True
+        if self.engine.broken is None:
+            with contextlib.suppress(PeerError):
+                self.engine.send(["close", self.number])
+                # What was agreed upon before is performed: other ranks take part in it already.
+                self._acknowledged.wait()
+        self.fail_all(PeerError(SHUT_DOWN, where=f"rank {self.engine.rank}"))
+        self.engine.sessions.pop(self.number, None)
+
+    def fail_all(self, error: TuttiError) -> None:
+        """Fail all calls that are pending."""
+        with self.lock:
+            pending = [*self.pending.values(), *self.joins]
+            self.pending, self.joins = {}, []
+        for handle in pending:
+            if not handle.finished.is_set():
+                handle.complete(error=error)
+        self._acknowledged.set()
+
+    def _check_open(self) -> None:
+        if self.engine.broken is not None:
+            raise self.engine.broken
+        if self.closed:
+            raise PeerError(SHUT_DOWN, where=f"rank {self.engine.rank}")
+
+    def _settled(self, before: CollectiveHandle) -> bool:
+        """Whether a call that was never waited for has given its name free."""
+        if not before.finished.is_set():
+            return False
+        return self.turn > before.turn or time.perf_counter() - before.completed > _SETTLE
+
+    # --- in the engine's thread ------------------------------------------------------------------------------------
+
+    def answer(self, kind: str, rest: list[Any]) -> None:
+        """Act on one answer of the coordinator."""
+        if kind == "run":
+            self._run(rest[0])
+        elif kind == "done":
+            key, value = rest
+            handle = self._take(tuple(key))
+            if handle.call.kind == "add_process_set":
+                self.sets[value] = handle.call.ranks
+                # Collective over all ranks of the job, at the same place of the order on each.
+                process_groups(handle.call.ranks, "engine")
+            handle.complete(value)
+        elif kind == "closed":
+            self._acknowledged.set()
+        elif kind == "error":
+            key, what, text = rest
+            where = f"rank {self.engine.rank}"
+            error = MismatchError(text, where=where) if what == "mismatch" else PeerError(text, where=where)
+            if key is None:
+                joins, self.joins = self.joins, []
+                for handle in joins:
+                    handle.complete(error=error)
+            else:
+                self._take(tuple(key)).complete(error=error)
+        elif kind == "joined":
+            with self.lock:
+                self._epoch += 1
+                self._counters.clear()
+                joins, self.joins = self.joins, []
+            for handle in joins:
+                handle.complete(rest[0])
+
+    def _take(self, key: Any) -> CollectiveHandle:
+        with self.lock:
+            return self.pending[key]
+
+    def _run(self, items: list[Any]) -> None:
+        handles = []
+        for name, extents, number, joined in items:
+            if isinstance(name, int):
+                call = self._keys[name]
+            elif joined is not None:
+                call = CollectiveCall.from_json(joined)
+            else:
+                call = self._take(tuple(name)).call.signature
+            if number is not None and number not in self._keys:
+                with self.lock:
+                    self._keys[number] = call
+                    self._numbers[call] = number
+            with self.lock:
+                handle = self.pending.get(call.key)
+                if handle is None or handle.finished.is_set():
+                    # This rank has joined, and sends zeros; or its session is closed, and nobody reads the outcome.
+                    handle = self._zeros(call)
+            handles.append((handle, extents))
+        began = time.perf_counter()
+        if self.engine.broken is not None:
+            self.fail_all(self.engine.broken)
+            return
+        try:
+            if handles[0][0].call.kind == "allreduce":
+                self._reduce([handle for handle, _ in handles])
+            else:
+                for handle, extents in handles:
+                    handle.complete(self._perform(handle, extents))
+        except Exception as error:
+            self.engine.break_(error, handles[0][0].call)
+            return
+        for handle, _ in handles:
+            self.engine.event(handle.call, began, handle.started)
+
+    def _zeros(self, call: CollectiveCall) -> CollectiveHandle:
+        device = torch.device(call.device) if call.device == "cpu" else self.engine.world.device
+        inputs = [
+            torch.zeros(shape, dtype=getattr(torch, dtype), device=device)
+            for shape, dtype in zip(call.shapes, call.dtypes, strict=True)
+        ]
+        return CollectiveHandle(call, self, inputs)
+
+    def _group(self, call: CollectiveCall) -> tuple[tuple[int, ...], int, Any]:
+        ranks = self.sets[call.process_set]
+        return ranks, ranks.index(self.engine.rank), process_groups(ranks, "engine")[1]
+
+    def _reduce(self, handles: list[CollectiveHandle]) -> None:
+        """All-reduce the tensors of several calls, those of one dtype together."""
+        ranks, _, group = self._group(handles[0].call)
+        for handle in handles:
+            self._await_inputs(handle)
+        by_dtype: dict[torch.dtype, list[tuple[int, int]]] = {}
+        for index, handle in enumerate(handles):
+            for place, tensor in enumerate(handle.inputs):
+                by_dtype.setdefault(tensor.dtype, []).append((index, place))
+        results: list[list[Any]] = [[None] * len(handle.inputs) for handle in handles]
+        for places in by_dtype.values():
+            reduced = execution.reduce_all([handles[i].inputs[p] for i, p in places], handles[0].call, ranks, group)
+            for (i, p), tensor in zip(places, reduced, strict=True):
+                outputs = handles[i].outputs
+                if outputs is not None:
+                    tensor = outputs[p].copy_(tensor)
+                elif len(places) > 1:
+                    # A result of its own storage, so that saving it saves no other.
+                    tensor = tensor.clone()
+                results[i][p] = tensor
+        if handles[0].inputs:
+            _settle(handles[0].inputs[0])
+        for handle, result in zip(handles, results, strict=True):
+            handle.complete(result)
+
+    def _perform(self, handle: CollectiveHandle, extents: list[list[int]] | None) -> Any:
+        call, inputs = handle.call, handle.inputs
+        ranks, me, group = self._group(call)
+        self._await_inputs(handle)
+        result: Any
+        if call.kind == "allgather":
+            assert extents is not None
+            result = [
+                execution.gather_all(tensor, [counts[i] for counts in extents], ranks, me, group)
+                for i, tensor in enumerate(inputs)
+            ]
+        elif call.kind == "broadcast":
+            outputs = handle.outputs
+            assert outputs is not None
+            carried = [t if t.is_contiguous() else t.contiguous() for t in outputs]
+            execution.broadcast_from(carried, call.root, group)
+            for output, tensor in zip(outputs, carried, strict=True):
+                if output is not tensor:
+                    output.copy_(tensor)
+            result = outputs
+        elif call.kind == "alltoall":
+            assert extents is not None
+            receive = [splits[me] for splits in extents]
+            result = [execution.exchange_all(inputs[0], extents[me], receive, group), receive]
+        else:
+            result = [execution.scatter_reduced(tensor, call, me, len(ranks), group) for tensor in inputs]
+        if inputs:
+            _settle(inputs[0])
+        return result
+
+    @staticmethod
+    def _await_inputs(handle: CollectiveHandle) -> None:
+        if handle.ready_at is not None:
+            current_stream(handle.inputs[0].device).wait_event(handle.ready_at)
+
+
+def _settle(tensor: Tensor) -> None:
+    """Wait for the device, so that a complete handle's result is there on every stream."""
+    if is_accelerator(tensor.device):
+        synchronize(tensor.device)
+
+
+class CollectiveEngine:
+    """One rank's thread that performs collectives, and on rank 0 the coordinator.
+
+    Args:
+        world: rank, store and device of this process.
+    """
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.rank, self.size = world.identity.rank, world.identity.size
+        self.sessions: dict[int, CollectiveSession] = {}
+        self.broken: TuttiError | None = None
+        self.sink: EventSink | None = None
+        self._opened = 0
+        self._closing = False
+        generation = world.store.add(f"engine/{self.rank}", 1)
+        store = dist.PrefixStore(f"engine/{generation}", world.store)
+        self._hub = self._make_hub(store) if self.rank == 0 else None
+        self._connection = HubConnection(store, self.rank)
+        self._thread = threading.Thread(target=self._serve, name="tutti-collectives", daemon=True)
+        self._thread.start()
+
+    def open_session(self, options: SessionOptions) -> CollectiveSession:
+        """Open a session; every rank opens its sessions in the same order."""
+        self._opened += 1
+        return CollectiveSession(self, self._opened, options)
+
+    def make_group(self) -> None:
+        """Make the process group of all ranks now and not at the first collective. Collective over all ranks."""
+        process_groups(tuple(range(self.size)), "engine")
+
+    def send(self, message: list[Any]) -> None:
+        """Send a message to the coordinator. Raises PeerError if rank 0 has ended."""
+        self._connection.send(message)
+
+    def break_(self, error: Exception, call: CollectiveCall) -> None:
+        """Fail all calls, now and later, because a collective failed half-way."""
+        if self._closing:
+            return
+        # The hub sees the end of a process at once and names its rank; give its message time to arrive.
+        deadline = time.monotonic() + _PATIENCE
+        while self.broken is None and self._connection.readable(deadline - time.monotonic()):
+            messages = self._connection.receive()
+            lost = [message for message in messages if message[0] == "lost"]
+            if lost or not messages:
+                text = str(lost[0][2]) if lost else "rank 0 has ended"
+                self.broken = PeerError(text, where=f"rank {self.rank}, in {call}")
+        if self.broken is None:
+            self.broken = PeerError(
+                f"{call} failed on the way",
+                where=f"rank {self.rank}",
+                why=str(error).splitlines()[0] if str(error) else type(error).__name__,
+                remedy="look at the log of the rank that ended first",
+            )
+        for session in list(self.sessions.values()):
+            session.fail_all(self.broken)
+
+    def event(self, call: CollectiveCall, began: float, submitted: float) -> None:
+        """Tell the sink, if there is one, how long a call was negotiated and performed."""
+        if (sink := self.sink) is not None:
+            now = time.perf_counter()
+            sink(call.name, f"NEGOTIATE_{call.kind.upper()}", submitted, began)
+            sink(call.name, call.kind.upper(), began, now)
+
+    def close(self) -> None:
+        """End the connection and the threads. Calls that are pending fail."""
+        if self._closing:
+            return
+        self._closing = True
+        for session in list(self.sessions.values()):
+            session.close()
+        with contextlib.suppress(PeerError):
+            self.send(["bye", 0])
+        self._connection.close()
+        self._thread.join(5)
+        if self._hub is not None:
+            self._hub.close()
+
+    def _make_hub(self, store: dist.Store) -> MessageHub:
+        coordinator = Coordinator(self.size, time.monotonic)
+        left: set[int] = set()
+
+        def on_message(rank: int, message: list[Any]) -> None:
+            if message[0] == "bye":
+                left.add(rank)
+            else:
+                coordinator.receive(rank, message)
+
+        def on_end(rank: int) -> None:
+            orderly = rank in left
+            text = f"rank {rank} has left the job" if orderly else f"rank {rank} has ended without a word"
+            coordinator.lose(rank, f"{text}; collectives with it cannot complete", orderly)
+
+        def on_turn() -> tuple[list[tuple[int, Any]], float | None]:
+            pause = coordinator.seconds_to_stall()
+            if pause == 0:
+                for text in coordinator.check_stalls():
+                    log.warning(text)
+                pause = coordinator.seconds_to_stall()
+            return coordinator.posts(), pause
+
+        return MessageHub(store, _hub_address(self.world), on_message, on_end, on_turn)
+
+    def _serve(self) -> None:
+        torch.set_grad_enabled(False)
+        if is_accelerator(self.world.device):
+            torch.accelerator.set_device_index(self.world.device.index or 0)
+        while messages := self._connection.receive():
+            for message in messages:
+                self._handle(message)
+        if not self._closing:
+            self.broken = self.broken or PeerError(
+                "rank 0 has ended", where=f"rank {self.rank}", remedy="look at the log of rank 0"
+            )
+            for session in list(self.sessions.values()):
+                session.fail_all(self.broken)
+
+    def _handle(self, message: list[Any]) -> None:
+        kind, number, *rest = message
+        session = self.sessions.get(number)
+        if session is not None:
+            session.answer(kind, rest)
+
+
+def _hub_address(world: World) -> str | None:
+    """Return the address that rank 0 listens on; None on one node."""
+    if world.identity.local_size == world.identity.size:
+        return None
+    return process_context.rendezvous(os.environ, world.identity)[0]
+
+
+_engine: CollectiveEngine | None = None
+_default: CollectiveSession | None = None
+_lock = threading.Lock()
+
+
+def engine() -> CollectiveEngine:
+    """Return this process's engine; the first call starts it, which all ranks must do.
+
+    Raises:
+        UsageError: before ``tutti.init``.
+        PeerError: rank 0 did not start its engine in time.
+    """
+    global _engine, _default
+    world = context.current()
+    with _lock:
+        if _engine is None or _engine.world is not world:
+            if _engine is not None:
+                _engine.close()
+            else:
+                atexit.register(close_engine)
+                context.before_shutdown(close_engine)
+            _engine, _default = CollectiveEngine(world), None
+        return _engine
+
+
+def default_session() -> CollectiveSession:
+    """Return the session of the public collectives; the first call opens it, which all ranks must do."""
+    global _default
+    running = engine()
+    with _lock:
+        if _default is None or _default.closed:
+            _default = CollectiveSession(running, 0, SessionOptions(limit=running.world.timeout))
+        return _default
+
+
+def close_engine() -> None:
+    """End this process's engine, if it has one."""
+    global _engine, _default
+    with _lock:
+        ending, _engine, _default = _engine, None, None
+    if ending is not None:
+        ending.close()

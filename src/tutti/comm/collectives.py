@@ -1,0 +1,712 @@
+"""Public collectives, matched by name: ``tutti.allreduce``, ``tutti.allgather`` and so on, and their async forms.
+
+Calls with one name belong together, in whatever order ranks make them; calls without a name are matched by the order
+of such calls. Where ranks' calls of a name differ in kind, dtype, shape or arguments nothing is sent, every rank raises
+MismatchError with both calls, and the job goes on. Functions that wait are differentiable; asynchronous ones, and those
+that write in place, are not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tutti.comm.collective_call import CollectiveCall, ReduceOperation
+from tutti.comm.collective_engine import CollectiveHandle, CollectiveSession, default_session, engine
+from tutti.comm.object_codec import decode_object, encode_object
+from tutti.errors import UsageError
+from tutti.launcher import context
+
+AVERAGE, SUM = ReduceOperation.AVERAGE, ReduceOperation.SUM
+
+
+class ProcessSet:
+    """An ordered set of ranks that perform collectives among themselves.
+
+    Args:
+        ranks: global ranks of the members, in increasing order.
+
+    Attributes:
+        ranks: as given.
+        process_set_id: number of the set; None before ``add_process_set``; 0 for the set of all ranks.
+    """
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        self._ranks: tuple[int, ...] | None = tuple(sorted(int(rank) for rank in ranks))
+        self.process_set_id: int | None = None
+
+    @classmethod
+    def of_all_ranks(cls) -> ProcessSet:
+        """Return the set of all ranks, which is there without ``add_process_set``."""
+        whole = cls(())
+        whole._ranks, whole.process_set_id = None, 0
+        return whole
+
+    @property
+    def ranks(self) -> list[int]:
+        """Global ranks of the members."""
+        return list(range(context.size())) if self._ranks is None else list(self._ranks)
+
+    def size(self) -> int:
+        """Return the number of members."""
+        return len(self.ranks)
+
+    def included(self) -> bool:
+        """Whether this rank is a member."""
+        return context.rank() in self.ranks
+
+    def rank(self) -> int:
+        """Return this rank's index in the set. Raises UsageError if it is no member."""
+        if not self.included():
+            raise UsageError(f"rank {context.rank()} is not in {self}", remedy="check included() first")
+        return self.ranks.index(context.rank())
+
+    def __repr__(self) -> str:
+        return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks})"
+
+
+all_ranks = ProcessSet.of_all_ranks()
+"""The process set of all ranks."""
+
+_current: list[CollectiveSession] = []
+
+
+def use_session(session: CollectiveSession | None) -> None:
+    """Let the collectives of this module belong to ``session``; None: to the default one."""
+    _current[:] = [session] if session is not None else []
+
+
+def _session() -> CollectiveSession:
+    return _current[-1] if _current else default_session()
+
+
+def _number(process_set: ProcessSet) -> int:
+    number = process_set.process_set_id
+    if number is None or number not in _session().sets:
+        raise UsageError(f"{process_set} is not known", remedy="call add_process_set on every rank first")
+    if context.rank() not in _session().sets[number]:
+        raise UsageError(f"rank {context.rank()} is not in {process_set}", remedy="call it on the members alone")
+    return number
+
+
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _submit(
+    kind: str,
+    inputs: Sequence[Tensor],
+    name: str | None,
+    process_set: ProcessSet,
+    *,
+    outputs: list[Tensor] | None = None,
+    convert: Callable[[Any], Any] | None = None,
+    shapes: Sequence[torch.Size] | None = None,
+    **given: Any,
+) -> CollectiveHandle:
+    """Describe a collective of ``inputs`` and hand it to the engine."""
+    number, session = _number(process_set), _session()
+    devices = {tensor.device.type for tensor in inputs}
+    if len(devices) > 1:
+        raise UsageError(f"tensors of one {kind} are on {' and '.join(sorted(devices))}", remedy="move them together")
+    inputs = [tensor.detach() for tensor in inputs]
+    call = CollectiveCall(
+        kind=kind,
+        name=name if name is not None else session.name(number, "call"),
+        unnamed=name is None,
+        process_set=number,
+        shapes=tuple(tuple(t.shape) for t in inputs) if shapes is None else tuple(tuple(s) for s in shapes),
+        dtypes=tuple(_dtype(tensor) for tensor in inputs),
+        device=next(iter(devices), "cpu"),
+        **given,
+    )
+    return session.submit(CollectiveHandle(call, session, list(inputs), outputs, convert))
+
+
+def _first(results: list[Any]) -> Any:
+    return results[0]
+
+
+# --- all-reduce ----------------------------------------------------------------------------------------------------
+
+
+def _allreduce(
+    tensors: Sequence[Tensor],
+    op: str,
+    name: str | None,
+    prescale: float,
+    postscale: float,
+    process_set: ProcessSet,
+    outputs: list[Tensor] | None,
+    convert: Callable[[Any], Any] | None,
+) -> CollectiveHandle:
+    op = ReduceOperation(op)
+    if op == ReduceOperation.ADASUM:
+        size = process_set.size()
+        if size & (size - 1):
+            raise UsageError(
+                f"Adasum needs a power of two of ranks, not {size}", remedy="use sum or average, or a process set"
+            )
+        if not all(tensor.is_floating_point() for tensor in tensors):
+            raise UsageError("Adasum needs floating point tensors", remedy="use sum")
+    return _submit(
+        "allreduce",
+        tensors,
+        name,
+        process_set,
+        outputs=outputs,
+        convert=convert,
+        op=op.value,
+        prescale=float(prescale),
+        postscale=float(postscale),
+    )
+
+
+def allreduce_async(
+    tensor: Tensor,
+    op: str = AVERAGE,
+    name: str | None = None,
+    *,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+    process_set: ProcessSet = all_ranks,
+    in_place: bool = False,
+) -> CollectiveHandle:
+    """Start an all-reduce; ``wait()`` of the handle returns the result. Arguments as ``allreduce``.
+
+    ``in_place`` writes the result into ``tensor``, which must not be used before ``wait``.
+    """
+    outputs = [tensor.detach()] if in_place else None
+    convert = (lambda _: tensor) if in_place else _first
+    return _allreduce([tensor], op, name, prescale, postscale, process_set, outputs, convert)
+
+
+def grouped_allreduce_async(
+    tensors: Sequence[Tensor],
+    op: str = AVERAGE,
+    name: str | None = None,
+    *,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+    process_set: ProcessSet = all_ranks,
+    in_place: bool = False,
+) -> CollectiveHandle:
+    """Start an all-reduce of several tensors as one call; ``wait()`` returns the list of results."""
+    tensors = list(tensors)
+    outputs = [tensor.detach() for tensor in tensors] if in_place else None
+    convert = (lambda _: tensors) if in_place else None
+    return _allreduce(tensors, op, name, prescale, postscale, process_set, outputs, convert)
+
+
+def allreduce(
+    tensor: Tensor,
+    op: str = AVERAGE,
+    name: str | None = None,
+    *,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+    process_set: ProcessSet = all_ranks,
+) -> Tensor:
+    """Return the reduction of the ranks' tensors: postscale · op(prescale · tensor).
+
+    Averages of integers are truncated. Its gradient is the all-reduce of the gradient. A sparse tensor is gathered,
+    and summed or averaged.
+
+    Args:
+        tensor: of equal shape and dtype on all ranks.
+        op: ``average``, ``sum``, ``min``, ``max``, ``product`` or ``adasum``; the gradient exists for the first two.
+        name: matches the ranks' calls; default: by the order of calls without a name.
+        prescale: factor before the reduction.
+        postscale: factor after it.
+        process_set: ranks that take part.
+
+    Raises:
+        MismatchError: ranks' calls differ.
+        PeerError: a rank has ended, left, or did not make the call in time.
+    """
+    if tensor.is_sparse:
+        return sparse_allreduce_async(
+            tensor, op, name, prescale=prescale, postscale=postscale, process_set=process_set
+        )()
+    given = (op, name, float(prescale), float(postscale), process_set)
+    return _differentiable(_AllReduce, given, [tensor])[0]
+
+
+def grouped_allreduce(
+    tensors: Sequence[Tensor],
+    op: str = AVERAGE,
+    name: str | None = None,
+    *,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+    process_set: ProcessSet = all_ranks,
+) -> list[Tensor]:
+    """Return the reductions of several tensors, made as one call. Arguments as ``allreduce``."""
+    given = (op, name, float(prescale), float(postscale), process_set)
+    return _differentiable(_AllReduce, given, list(tensors))
+
+
+def sparse_allreduce_async(
+    tensor: Tensor,
+    op: str = AVERAGE,
+    name: str | None = None,
+    *,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+    process_set: ProcessSet = all_ranks,
+) -> Callable[[], Tensor]:
+    """Start to sum or average sparse tensors by gathering indices and values; call the result to wait for it.
+
+    Args as ``allreduce``. The returned tensor is sparse and coalesced.
+    """
+    if op not in (AVERAGE, SUM):
+        raise UsageError(f"sparse tensors cannot be reduced with {op}", remedy="use sum or average, or to_dense()")
+    tensor = tensor.detach().coalesce()
+    base = name if name is not None else _session().name(_number(process_set), "sparse")
+    handles = [
+        grouped_allgather_async(
+            [tensor.indices().t().contiguous(), tensor.values()], name=f"{base}.sparse", process_set=process_set
+        )
+    ]
+    factor = prescale * postscale / (process_set.size() if op == AVERAGE else 1)
+
+    def wait() -> Tensor:
+        indices, values = handles[0].wait()
+        values = values * factor if factor != 1.0 else values
+        return torch.sparse_coo_tensor(indices.t(), values, tensor.shape, check_invariants=False).coalesce()
+
+    return wait
+
+
+# --- gathers, broadcast, all-to-all, reduce-scatter ------------------------------------------------------------------
+
+
+def grouped_allgather_async(
+    tensors: Sequence[Tensor], name: str | None = None, *, process_set: ProcessSet = all_ranks
+) -> CollectiveHandle:
+    """Start an all-gather of several tensors as one call; ``wait()`` returns the list of results."""
+    rows = [tensor.reshape(1) if tensor.dim() == 0 else tensor for tensor in tensors]
+    return _submit(
+        "allgather",
+        rows,
+        name,
+        process_set,
+        shapes=[tensor.shape[1:] for tensor in rows],
+        extents=tuple(len(tensor) for tensor in rows),
+    )
+
+
+def allgather_async(
+    tensor: Tensor, name: str | None = None, *, process_set: ProcessSet = all_ranks
+) -> CollectiveHandle:
+    """Start an all-gather; ``wait()`` of the handle returns the result. Arguments as ``allgather``."""
+    handle = grouped_allgather_async([tensor], name, process_set=process_set)
+    handle.convert = _first
+    return handle
+
+
+def allgather(tensor: Tensor, name: str | None = None, *, process_set: ProcessSet = all_ranks) -> Tensor:
+    """Concatenate the ranks' tensors along the first dimension, which may differ between ranks.
+
+    The gradient is the rows of this rank of the gradients' average. Arguments and exceptions as ``allreduce``.
+    """
+    return _differentiable(_AllGather, (name, process_set), [tensor])[0]
+
+
+def grouped_allgather(
+    tensors: Sequence[Tensor], name: str | None = None, *, process_set: ProcessSet = all_ranks
+) -> list[Tensor]:
+    """Concatenate the ranks' tensors, several by one call. Arguments as ``allgather``."""
+    return _differentiable(_AllGather, (name, process_set), list(tensors))
+
+
+def grouped_broadcast_async(
+    tensors: Sequence[Tensor],
+    root: int,
+    name: str | None = None,
+    *,
+    process_set: ProcessSet = all_ranks,
+    in_place: bool = False,
+) -> CollectiveHandle:
+    """Start a broadcast of several tensors as one call; ``wait()`` returns the list of results."""
+    if root not in process_set.ranks:
+        raise UsageError(f"root rank {root} is not in {process_set}", remedy="give the global rank of a member")
+    tensors = list(tensors)
+    outputs = [t.detach() if in_place else t.detach().clone(memory_format=torch.contiguous_format) for t in tensors]
+    convert = (lambda _: tensors) if in_place else None
+    return _submit("broadcast", tensors, name, process_set, outputs=outputs, convert=convert, root=int(root))
+
+
+def broadcast_async(
+    tensor: Tensor,
+    root: int,
+    name: str | None = None,
+    *,
+    process_set: ProcessSet = all_ranks,
+    in_place: bool = False,
+) -> CollectiveHandle:
+    """Start a broadcast; ``wait()`` of the handle returns the result. Arguments as ``broadcast``.
+
+    ``in_place`` writes the result into ``tensor``.
+    """
+    handle = grouped_broadcast_async([tensor], root, name, process_set=process_set, in_place=in_place)
+    handle.convert = (lambda _: tensor) if in_place else _first
+    return handle
+
+
+def broadcast(tensor: Tensor, root: int, name: str | None = None, *, process_set: ProcessSet = all_ranks) -> Tensor:
+    """Return the tensor of global rank ``root``. The gradient is the ranks' average on ``root``, zero elsewhere.
+
+    Other arguments and exceptions as ``allreduce``.
+    """
+    return _differentiable(_Broadcast, (root, name, process_set), [tensor])[0]
+
+
+def _splits(tensor: Tensor, splits: Tensor | Sequence[int] | None, size: int) -> tuple[int, ...]:
+    if tensor.dim() == 0:
+        raise UsageError("an all-to-all needs a tensor with a first dimension", remedy="reshape it")
+    if splits is None:
+        if len(tensor) % size:
+            raise SplitError(
+                "splits not provided, but first dimension of tensor is not an even multiple of the number of workers"
+            )
+        return (len(tensor) // size,) * size
+    if isinstance(splits, Tensor) and splits.dtype != torch.int32:
+        raise SplitError("alltoall expects splits to contain 32-bit integer elements")
+    rows = tuple(int(n) for n in splits)
+    if len(rows) != size or min(rows, default=0) < 0:
+        raise SplitError(f"alltoall needs {size} splits of at least 0, one for each rank, not {list(rows)}")
+    if sum(rows) > len(tensor):
+        raise SplitError("Sum of splits entries is greater than the first dimension of tensor")
+    return rows
+
+
+class SplitError(UsageError, ValueError):
+    """The splits of an all-to-all do not fit its tensor."""
+
+
+def alltoall_async(
+    tensor: Tensor,
+    splits: Tensor | Sequence[int] | None = None,
+    name: str | None = None,
+    *,
+    process_set: ProcessSet = all_ranks,
+) -> CollectiveHandle:
+    """Start an all-to-all; ``wait()`` returns rows and received splits. Arguments as ``alltoall``."""
+    rows = _splits(tensor, splits, process_set.size())
+    device = splits.device if isinstance(splits, Tensor) else torch.device("cpu")
+
+    def convert(result: list[Any]) -> tuple[Tensor, Tensor]:
+        return result[0], torch.tensor(result[1], dtype=torch.int32, device=device)
+
+    sent = tensor[: sum(rows)]
+    return _submit("alltoall", [sent], name, process_set, shapes=[tensor.shape[1:]], extents=rows, convert=convert)
+
+
+def alltoall(
+    tensor: Tensor,
+    splits: Tensor | Sequence[int] | None = None,
+    name: str | None = None,
+    *,
+    process_set: ProcessSet = all_ranks,
+) -> tuple[Tensor, Tensor]:
+    """Send ``splits[r]`` rows of ``tensor`` to rank r, in order; return the received rows and how many from each rank.
+
+    The gradient is sent back the same way. Other arguments and exceptions as ``allreduce``.
+
+    Args:
+        tensor: (rows, …), with equal trailing dimensions on all ranks.
+        splits: int32, one number for each rank; default: equal parts.
+        name: as ``allreduce``.
+        process_set: as ``allreduce``.
+
+    Raises:
+        SplitError: ``splits`` does not fit the tensor.
+    """
+    received: list[Tensor] = []
+    result = _differentiable(_AllToAll, (splits, name, process_set, received), [tensor])[0]
+    return result, received[0]
+
+
+def grouped_reducescatter_async(
+    tensors: Sequence[Tensor],
+    op: str = AVERAGE,
+    name: str | None = None,
+    *,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+    process_set: ProcessSet = all_ranks,
+) -> CollectiveHandle:
+    """Start a reduce-scatter of several tensors as one call; ``wait()`` returns the list of results."""
+    if op not in (AVERAGE, SUM):
+        raise UsageError(f"Reducescatter currently only supports AVERAGE and SUM, not {op}")
+    if any(tensor.dim() == 0 for tensor in tensors):
+        raise UsageError("a reduce-scatter needs tensors with a first dimension", remedy="reshape them")
+    return _submit(
+        "reducescatter",
+        tensors,
+        name,
+        process_set,
+        op=ReduceOperation(op).value,
+        prescale=float(prescale),
+        postscale=float(postscale),
+    )
+
+
+def reducescatter_async(
+    tensor: Tensor,
+    op: str = AVERAGE,
+    name: str | None = None,
+    *,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+    process_set: ProcessSet = all_ranks,
+) -> CollectiveHandle:
+    """Start a reduce-scatter; ``wait()`` of the handle returns the result. Arguments as ``reducescatter``."""
+    handle = grouped_reducescatter_async(
+        [tensor], op, name, prescale=prescale, postscale=postscale, process_set=process_set
+    )
+    handle.convert = _first
+    return handle
+
+
+def reducescatter(
+    tensor: Tensor,
+    op: str = AVERAGE,
+    name: str | None = None,
+    *,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+    process_set: ProcessSet = all_ranks,
+) -> Tensor:
+    """Reduce over the ranks and return this rank's part of the first dimension; earlier ranks have one row more.
+
+    ``op`` is ``average`` or ``sum``; the gradient is the all-gather of the gradients, times the number of ranks for a
+    sum. Other arguments and exceptions as ``allreduce``.
+    """
+    return _differentiable(_ReduceScatter, (op, name, float(prescale), float(postscale), process_set), [tensor])[0]
+
+
+def grouped_reducescatter(
+    tensors: Sequence[Tensor],
+    op: str = AVERAGE,
+    name: str | None = None,
+    *,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+    process_set: ProcessSet = all_ranks,
+) -> list[Tensor]:
+    """Reduce and scatter several tensors by one call. Arguments as ``reducescatter``."""
+    given = (op, name, float(prescale), float(postscale), process_set)
+    return _differentiable(_ReduceScatter, given, list(tensors))
+
+
+# --- control -------------------------------------------------------------------------------------------------------
+
+
+def barrier(process_set: ProcessSet = all_ranks) -> None:
+    """Block until all members of the process set have called it. Overtakes collectives that are still incomplete."""
+    number, session = _number(process_set), _session()
+    call = CollectiveCall("barrier", session.name(number, "barrier"), number)
+    session.submit(CollectiveHandle(call, session, [])).wait()
+
+
+def join() -> int:
+    """Say that this rank has no more data: it takes part in other ranks' all-reduces with zeros until all have joined.
+
+    Returns:
+        The rank that joined last, the same on all ranks.
+
+    Raises:
+        PeerError: a rank has ended or left.
+    """
+    return _session().join()
+
+
+def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
+    """Make a process set known. Called by all ranks, members or not.
+
+    Raises:
+        DuplicateSetError: a set of these ranks is known already.
+        MismatchError: ranks' calls differ.
+    """
+    session = _session()
+    process_set = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
+    ranks = tuple(process_set.ranks)
+    if not ranks or len(set(ranks)) < len(ranks) or not 0 <= ranks[0] <= ranks[-1] < context.size():
+        raise UsageError(f"{process_set} is not a set of ranks", remedy=f"give ranks from 0 to {context.size() - 1}")
+    if ranks in session.sets.values():
+        raise DuplicateSetError(f"Attempted to add a duplicate process set: {process_set}")
+    call = CollectiveCall("add_process_set", session.name(0, "sets"), ranks=ranks, unnamed=True)
+    process_set.process_set_id = int(session.submit(CollectiveHandle(call, session, [])).wait())
+    return process_set
+
+
+class DuplicateSetError(UsageError, ValueError):
+    """A process set of the same ranks exists."""
+
+
+def remove_process_set(process_set: ProcessSet) -> bool:
+    """Forget a process set; return whether it was known. Called by all ranks.
+
+    Raises:
+        MismatchError: ranks' calls differ.
+    """
+    session, number = _session(), process_set.process_set_id
+    if number is None or number == 0 or number not in session.sets:
+        return False
+    call = CollectiveCall("remove_process_set", session.name(0, "sets"), root=number, unnamed=True)
+    session.submit(CollectiveHandle(call, session, [])).wait()
+    del session.sets[number]
+    process_set.process_set_id = None
+    return True
+
+
+# --- objects -------------------------------------------------------------------------------------------------------
+
+
+def _bytes_tensor(raw: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(raw), dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
+
+
+def broadcast_object(value: Any, root: int = 0, name: str | None = None, *, process_set: ProcessSet = all_ranks) -> Any:
+    """Return the value of global rank ``root``: None, numbers, texts, lists, tuples, sets, dicts, tensors, arrays.
+
+    No pickle. Raises UsageError on ``root`` for a value of another type, by name, and PeerError or MismatchError as
+    ``allreduce``.
+    """
+    if root not in process_set.ranks:
+        raise UsageError(f"root rank {root} is not in {process_set}", remedy="give the global rank of a member")
+    raw = encode_object(value) if context.rank() == root else b""
+    handle = _submit(
+        "allgather",
+        [_bytes_tensor(raw)],
+        f"{name}.object" if name is not None else None,
+        process_set,
+        shapes=[torch.Size(())],
+        extents=(len(raw),),
+        root=int(root),
+    )
+    return decode_object(handle.wait()[0].numpy().tobytes())
+
+
+def allgather_object(value: Any, name: str | None = None, *, process_set: ProcessSet = all_ranks) -> list[Any]:
+    """Return the values of all ranks, in rank order. Types and exceptions as ``broadcast_object``."""
+    raw = encode_object(value)
+    base = f"{name}.object" if name is not None else None
+    handle = grouped_allgather_async([_bytes_tensor(raw), torch.tensor([len(raw)])], base, process_set=process_set)
+    data, lengths = handle.wait()
+    return [decode_object(part.numpy().tobytes()) for part in data.split(lengths.tolist())]
+
+
+# --- gradients -----------------------------------------------------------------------------------------------------
+
+
+def _differentiable(function: Any, given: tuple[Any, ...], tensors: list[Tensor]) -> list[Tensor]:
+    found = function.apply(given, *tensors)
+    return list(found) if isinstance(found, tuple) else [found]
+
+
+def _grad_name(name: str | None) -> str | None:
+    return None if name is None else f"{name}.grad"
+
+
+class _AllReduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, given: tuple[Any, ...], *tensors: Tensor) -> Any:
+        op, name, prescale, postscale, process_set = ctx.given = given
+        return tuple(
+            grouped_allreduce_async(
+                tensors, op, name, prescale=prescale, postscale=postscale, process_set=process_set
+            ).wait()
+        )
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        op, name, prescale, postscale, process_set = ctx.given
+        if op not in (AVERAGE, SUM):
+            raise UsageError(f"an all-reduce with {op} has no gradient", remedy="use sum or average")
+        return None, *grouped_allreduce(
+            gradients, op, _grad_name(name), prescale=prescale, postscale=postscale, process_set=process_set
+        )
+
+
+class _AllGather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, given: tuple[Any, ...], *tensors: Tensor) -> Any:
+        ctx.given, ctx.shapes = given, [tensor.shape for tensor in tensors]
+        name, process_set = given
+        return tuple(grouped_allgather_async(tensors, name, process_set=process_set).wait())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        name, process_set = ctx.given
+        sizes = [math.prod(shape[:1]) for shape in ctx.shapes]
+        counts = allgather_async(torch.tensor([sizes]), _grad_name(_grad_name(name)), process_set=process_set).wait()
+        whole = grouped_allreduce(gradients, AVERAGE, _grad_name(name), process_set=process_set)
+        me = process_set.rank()
+        starts = counts[:me].sum(0).tolist()
+        return None, *(
+            gradient[start : start + size].reshape(shape)
+            for gradient, start, size, shape in zip(whole, starts, sizes, ctx.shapes, strict=True)
+        )
+
+
+class _Broadcast(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, given: tuple[Any, ...], tensor: Tensor) -> Any:
+        root, name, process_set = ctx.given = given
+        return (broadcast_async(tensor, root, name, process_set=process_set).wait(),)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        root, name, process_set = ctx.given
+        whole = allreduce(gradient, AVERAGE, _grad_name(name), process_set=process_set)
+        return None, whole if context.rank() == root else torch.zeros_like(whole)
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, given: tuple[Any, ...], tensor: Tensor) -> Any:
+        splits, ctx.name, ctx.process_set, received = given
+        ctx.rows = len(tensor)
+        result, ctx.received = alltoall_async(tensor, splits, ctx.name, process_set=ctx.process_set).wait()
+        received.append(ctx.received)
+        return (result,)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        back = alltoall(gradient, ctx.received, _grad_name(ctx.name), process_set=ctx.process_set)[0]
+        if len(back) < ctx.rows:
+            # Rows beyond the splits were not sent.
+            back = torch.cat([back, back.new_zeros(ctx.rows - len(back), *back.shape[1:])])
+        return None, back
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, given: tuple[Any, ...], *tensors: Tensor) -> Any:
+        op, name, prescale, postscale, process_set = ctx.given = given
+        return tuple(
+            grouped_reducescatter_async(
+                tensors, op, name, prescale=prescale, postscale=postscale, process_set=process_set
+            ).wait()
+        )
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        op, name, prescale, postscale, process_set = ctx.given
+        factor = prescale * postscale * (process_set.size() if op == SUM else 1)
+        return None, *grouped_allgather(
+            [gradient * factor for gradient in gradients], _grad_name(name), process_set=process_set
+        )
+
+
+def start_engine() -> None:
+    """Start the engine and make its process group. Collective over all ranks; later calls do nothing."""
+    running = engine()
+    running.make_group()

@@ -1,0 +1,279 @@
+"""Sockets between every rank and rank 0: length-prefixed JSON messages, delivered in order, without polling.
+
+On one node a Unix socket in a directory that only this user can open; across nodes TCP on the address by which rank 0
+is known, where both sides prove that they hold the run's key.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import json
+import os
+import secrets
+import select
+import selectors
+import shutil
+import socket
+import struct
+import tempfile
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+from tutti.errors import PeerError
+
+_LENGTH = struct.Struct("<I")
+_NONCE = 32
+_CHUNK = 1 << 16
+_ADDRESS, _KEY = "hub", "hub key"
+
+
+class _Framing:
+    """Splits a stream of bytes into messages."""
+
+    def __init__(self) -> None:
+        self._data = bytearray()
+
+    def feed(self, data: bytes) -> list[Any]:
+        self._data += data
+        found, at = [], 0
+        while len(self._data) - at >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._data, at)
+            end = at + _LENGTH.size + length
+            if len(self._data) < end:
+                break
+            found.append(json.loads(self._data[at + _LENGTH.size : end]))
+            at = end
+        del self._data[:at]
+        return found
+
+
+def _frame(message: Any) -> bytes:
+    raw = json.dumps(message, separators=(",", ":")).encode()
+    return _LENGTH.pack(len(raw)) + raw
+
+
+class HubConnection:
+    """A rank's connection to rank 0.
+
+    Args:
+        store: key-value store of the job, where rank 0 has put the hub's address.
+        rank: this rank.
+    """
+
+    def __init__(self, store: dist.Store, rank: int) -> None:
+        try:
+            address = json.loads(bytes(store.get(_ADDRESS)).decode())
+        except (RuntimeError, TimeoutError) as error:
+            raise PeerError(
+                "rank 0 has not called a collective",
+                where=f"rank {rank}",
+                why=str(error).splitlines()[0],
+                remedy="call the collective on every rank",
+            ) from error
+        key = bytes.fromhex(bytes(store.get(_KEY)).decode())
+        if isinstance(address, str):
+            self._socket = socket.socket(socket.AF_UNIX)
+            self._socket.connect(address)
+        else:
+            self._socket = socket.create_connection(tuple(address))
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        nonce = self._exactly(_NONCE)
+        mine = secrets.token_bytes(_NONCE)
+        self._socket.sendall(_proof(key, nonce, rank) + _LENGTH.pack(rank) + mine)
+        if not hmac.compare_digest(self._exactly(_NONCE), _proof(key, mine, -1)):
+            raise PeerError("rank 0's hub does not hold the run's key", where=f"rank {rank}")
+        self._framing = _Framing()
+        self._lock = threading.Lock()
+
+    def send(self, message: Any) -> None:
+        """Send a message. Raises PeerError if rank 0 has ended."""
+        data = _frame(message)
+        try:
+            with self._lock:
+                self._socket.sendall(data)
+        except OSError as error:
+            raise PeerError("rank 0 has ended", why=error.strerror) from error
+
+    def receive(self) -> list[Any]:
+        """Block until messages arrive and return them; empty at the end of the connection."""
+        while True:
+            try:
+                data = self._socket.recv(_CHUNK)
+            except OSError:
+                data = b""
+            if not data:
+                return []
+            if found := self._framing.feed(data):
+                return found
+
+    def readable(self, seconds: float) -> bool:
+        """Return whether messages, or the end of the connection, arrive within ``seconds``."""
+        return bool(select.select([self._socket], [], [], max(0.0, seconds))[0])
+
+    def close(self) -> None:
+        """End the connection, from any thread."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def _exactly(self, count: int) -> bytes:
+        data = b""
+        while len(data) < count:
+            more = self._socket.recv(count - len(data))
+            if not more:
+                raise PeerError("rank 0 closed the connection of its hub")
+            data += more
+        return data
+
+
+def _proof(key: bytes, nonce: bytes, rank: int) -> bytes:
+    return hmac.new(key, nonce + str(rank).encode(), hashlib.sha256).digest()
+
+
+class _Peer:
+    """A connection as the hub sees it."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.socket, self.rank = connection, -1
+        self.nonce, self.greeting = secrets.token_bytes(_NONCE), b""
+        self.framing = _Framing()
+        self.out = bytearray()
+
+
+class MessageHub:
+    """Rank 0's end of all connections; one thread that sleeps while nothing arrives.
+
+    Args:
+        store: key-value store of the job.
+        address: IP address or host to listen on; None: a Unix socket.
+        on_message: called in the hub's thread with rank and message.
+        on_end: called there with the rank whose connection has ended.
+        on_turn: called there after the messages of a turn; returns answers as (rank, message), and the seconds after
+            which it must be called again, or None.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        address: str | None,
+        on_message: Callable[[int, Any], None],
+        on_end: Callable[[int], None],
+        on_turn: Callable[[], tuple[list[tuple[int, Any]], float | None]],
+    ) -> None:
+        self._on_message, self._on_end, self._on_turn = on_message, on_end, on_turn
+        self._key = secrets.token_bytes(32)
+        self._directory: str | None = None
+        if address is None:
+            self._directory = tempfile.mkdtemp(prefix="tutti-hub-")
+            place: Any = os.path.join(self._directory, "socket")
+            self._listening = socket.socket(socket.AF_UNIX)
+            self._listening.bind(place)
+            self._listening.listen(128)
+        else:
+            self._listening = socket.create_server((address, 0), backlog=128)
+            place = list(self._listening.getsockname()[:2])
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listening, selectors.EVENT_READ)
+        self._ranks: dict[int, _Peer] = {}
+        store.set(_KEY, self._key.hex())
+        store.set(_ADDRESS, json.dumps(place))
+        self._stop, self._wake = socket.socketpair()
+        self._selector.register(self._stop, selectors.EVENT_READ)
+        self._thread = threading.Thread(target=self._serve, name="tutti-hub", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Send what is left, end all connections and the thread."""
+        self._wake.close()
+        self._thread.join(5)
+        if self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _serve(self) -> None:
+        pause: float | None = None
+        open_ = True
+        while open_:
+            for key, events in self._selector.select(pause):
+                if key.fileobj is self._stop:
+                    open_ = False
+                elif key.fileobj is self._listening:
+                    self._accept()
+                elif events & selectors.EVENT_READ:
+                    self._read(key.data)
+                else:
+                    self._write(key.data)
+            posts, pause = self._on_turn()
+            for rank, message in posts:
+                if (peer := self._ranks.get(rank)) is not None:
+                    peer.out += _frame(message)
+            for peer in list(self._ranks.values()):
+                if peer.out:
+                    self._write(peer)
+        for peer in self._ranks.values():
+            with contextlib.suppress(OSError):
+                peer.socket.setblocking(True)
+                peer.socket.sendall(peer.out)
+        for key in list(self._selector.get_map().values()):
+            key.fileobj.close()  # type: ignore[union-attr]
+
+    def _accept(self) -> None:
+        connection, _ = self._listening.accept()
+        if connection.family != socket.AF_UNIX:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        peer = _Peer(connection)
+        connection.sendall(peer.nonce)
+        connection.setblocking(False)
+        self._selector.register(connection, selectors.EVENT_READ, peer)
+
+    def _read(self, peer: _Peer) -> None:
+        try:
+            data = peer.socket.recv(_CHUNK)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self._end(peer)
+            return
+        if peer.rank < 0:
+            data = self._greet(peer, data)
+        for message in peer.framing.feed(data):
+            self._on_message(peer.rank, message)
+
+    def _greet(self, peer: _Peer, data: bytes) -> bytes:
+        """Check that a new connection holds the key, and return the bytes after its greeting."""
+        peer.greeting += data
+        length = 2 * _NONCE + _LENGTH.size
+        if len(peer.greeting) < length:
+            return b""
+        proof, (rank,) = peer.greeting[:_NONCE], _LENGTH.unpack_from(peer.greeting, _NONCE)
+        if not hmac.compare_digest(proof, _proof(self._key, peer.nonce, rank)):
+            self._end(peer)
+            return b""
+        peer.out += _proof(self._key, peer.greeting[_NONCE + _LENGTH.size : length], -1)
+        peer.rank = rank
+        self._ranks[rank] = peer
+        return peer.greeting[length:]
+
+    def _write(self, peer: _Peer) -> None:
+        try:
+            sent = peer.socket.send(peer.out)
+            del peer.out[:sent]
+        except BlockingIOError:
+            pass
+        except OSError:
+            peer.out.clear()
+        if peer.socket.fileno() >= 0 and peer.rank in self._ranks:
+            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.out else 0)
+            self._selector.modify(peer.socket, events, peer)
+
+    def _end(self, peer: _Peer) -> None:
+        self._selector.unregister(peer.socket)
+        peer.socket.close()
+        if self._ranks.get(peer.rank) is peer:
+            del self._ranks[peer.rank]
+            self._on_end(peer.rank)

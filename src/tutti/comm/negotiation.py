@@ -1,0 +1,371 @@
+"""Negotiation of collectives that are matched by name: the coordinator's rules, without sockets or threads.
+
+Every rank sends a description of each call. Once all members of a process set have sent the calls of one name, the
+coordinator compares them and answers every member: *run*, in one order that is the same on all ranks, or an error
+that shows both calls. A call that was agreed upon before travels as a number (the response cache).
+
+Messages are JSON lists. To the coordinator: ``open``, ``call``, ``hit`` (a call by its number), ``join``, ``wait`` (a
+rank's threads all wait for calls that are not complete), ``close``. From it: ``run``, ``done``, ``error``, ``joined``.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from tutti.comm.collective_call import REDUCTIONS, UNEVEN, CollectiveCall, ReduceOperation, describe_mismatch
+
+Key = tuple[int, str]
+Post = tuple[int, list[Any]]
+"""A message and the rank that it goes to."""
+
+log = logging.getLogger("tutti.collectives")
+
+CONTROL = frozenset(("barrier", "add_process_set", "remove_process_set"))
+"""Kinds without tensors: they overtake collectives that are still incomplete."""
+
+SHUT_DOWN = (
+    "Horovod has been shut down. This was caused by an exception on one of the ranks or an attempt to allreduce, "
+    "allgather or broadcast a tensor after one of the ranks finished execution."
+)
+
+_BYTES = {"float64": 8, "int64": 8, "complex64": 8, "complex128": 16, "float32": 4, "int32": 4}
+
+
+@dataclass
+class SessionOptions:
+    """Settings of a session, which rank 0 decides.
+
+    Attributes:
+        warn: seconds after which an incomplete call is reported, with the missing ranks; 0: never.
+        limit: seconds after which it fails; 0: never.
+        fusion: bytes up to which all-reduces that are ready together are performed as one.
+        capacity: calls that the response cache holds.
+    """
+
+    warn: float = 60.0
+    limit: float = 0.0
+    fusion: int = 64 << 20
+    capacity: int = 1024
+
+
+@dataclass
+class _Waiting:
+    """A call that some members have not made yet."""
+
+    since: float
+    calls: dict[int, CollectiveCall] = field(default_factory=dict)
+    warned: bool = False
+
+
+@dataclass
+class _Ready:
+    """An agreed call, to be performed."""
+
+    call: CollectiveCall
+    extents: list[tuple[int, ...]] | None
+    number: int | None
+    hit: bool
+    joined: bool
+
+    @property
+    def size(self) -> int:
+        return sum(
+            math.prod(shape) * _BYTES.get(dtype, 2)
+            for shape, dtype in zip(self.call.shapes, self.call.dtypes, strict=True)
+        )
+
+    def to_json(self) -> list[Any]:
+        name: Any = self.number if self.hit and not self.joined else list(self.call.key)
+        return [name, self.extents, self.number, self.call.to_json() if self.joined else None]
+
+
+def fuses(one: CollectiveCall, other: CollectiveCall) -> bool:
+    """Whether two agreed all-reduces may be performed as one."""
+    alike = one.kind == other.kind == "allreduce" and one.op == other.op != ReduceOperation.ADASUM
+    return (
+        alike
+        and {*one.dtypes} == {*other.dtypes}
+        and len({*one.dtypes}) == 1
+        and (one.process_set, one.device, one.prescale, one.postscale)
+        == (other.process_set, other.device, other.prescale, other.postscale)
+    )
+
+
+class _Session:
+    """The calls between one ``open`` and ``close``; names, process sets and cache belong to it."""
+
+    def __init__(self, number: int, ranks: tuple[int, ...], clock: Callable[[], float]) -> None:
+        self.number, self.clock = number, clock
+        self.options = SessionOptions()
+        self.sets: dict[int, tuple[int, ...]] = {0: ranks}
+        self.waiting: dict[Key, _Waiting] = {}
+        self.joined: list[int] = []
+        self.gone: dict[int, str] = {}
+        self.blocked: dict[int, Key] = {}
+        self.ready: list[_Ready | Post] = []
+        self._cache: list[CollectiveCall] = []
+        self._numbers: dict[CollectiveCall, int] = {}
+        self._next_set = 1
+
+    def open(self, options: dict[str, Any]) -> None:
+        self.options = SessionOptions(**options)
+
+    def call(self, rank: int, call: CollectiveCall) -> None:
+        """Record a rank's call; complete it if it was the last."""
+        self.blocked.pop(rank, None)
+        members = self.sets.get(call.process_set)
+        if members is None:
+            self._fail([rank], call.key, "mismatch", f"process set {call.process_set} does not exist any more: {call}.")
+            return
+        lost = next((r for r in members if r in self.gone), None)
+        if lost is not None:
+            self._fail([rank], call.key, "lost", self.gone[lost])
+            return
+        waiting = self.waiting.get(call.key)
+        if waiting is None:
+            waiting = self.waiting[call.key] = _Waiting(self.clock())
+        waiting.calls[rank] = call
+        self._try(call.key)
+
+    def hit(self, rank: int, number: int, extents: Iterable[int]) -> None:
+        """Record a rank's call that the cache knows."""
+        known = self._cache[number]
+        extents = tuple(extents)
+        self.call(rank, replace(known, extents=extents) if extents else known)
+
+    def join(self, rank: int) -> None:
+        """Let ``rank`` take part in all-reduces with zeros until all ranks have joined."""
+        self.blocked.pop(rank, None)
+        self.joined.append(rank)
+        for key in list(self.waiting):
+            self._try(key)
+        if len(self.joined) == len(self.sets[0]):
+            last = self.joined[-1]
+            self.ready += [(r, ["joined", self.number, last]) for r in self.sets[0]]
+            self.joined = []
+
+    def leave(self, rank: int, kind: str, text: str) -> None:
+        """Fail every call, now and later, in which ``rank`` takes part."""
+        self.gone[rank] = text
+        self.blocked.pop(rank, None)
+        for key, waiting in list(self.waiting.items()):
+            if rank in self.sets[key[0]]:
+                del self.waiting[key]
+                self._fail([r for r in waiting.calls if r != rank], key, kind, text)
+        if self.joined:
+            self.ready += [(r, ["error", self.number, None, kind, text]) for r in self.joined if r != rank]
+            self.joined = []
+
+    def wait(self, rank: int, key: Key) -> None:
+        """Record that all threads of ``rank`` wait; fail all calls if no rank can make another call."""
+        if key not in self.waiting:
+            return
+        self.blocked[rank] = key
+        able = {*self.sets[0]} - {*self.blocked} - {*self.joined}
+        if able or not all(k in self.waiting for k in self.blocked.values()):
+            return
+        shown = {r: str(self.waiting[k].calls[r]) for r, k in self.blocked.items() if r in self.waiting[k].calls}
+        shown |= dict.fromkeys(self.joined, "join")
+        text = "Ranks wait for different collectives, none of which can complete: "
+        text += "; ".join(f"rank {r} called {shown[r]}" for r in sorted(shown)) + "."
+        for key, waiting in list(self.waiting.items()):
+            del self.waiting[key]
+            self._fail(waiting.calls, key, "mismatch", text)
+        self.blocked.clear()
+
+    def stalled(self, now: float) -> list[str]:
+        """Return warnings about calls that have waited for long; fail calls that have waited beyond the limit."""
+        warnings = []
+        for key, waiting in list(self.waiting.items()):
+            age = now - waiting.since
+            if self.options.limit and age >= self.options.limit:
+                del self.waiting[key]
+                self._fail(waiting.calls, key, "lost", self._stall_text(key, waiting, age))
+            elif self.options.warn and age >= self.options.warn and not waiting.warned:
+                waiting.warned = True
+                warnings.append(self._stall_text(key, waiting, age))
+        return warnings
+
+    def next_stall(self) -> float | None:
+        """Return the time of the next check of stalls; None while no call waits."""
+        times = [
+            waiting.since + seconds
+            for waiting in self.waiting.values()
+            for seconds in (self.options.limit, 0 if waiting.warned else self.options.warn)
+            if seconds
+        ]
+        return min(times, default=None)
+
+    def _stall_text(self, key: Key, waiting: _Waiting, age: float) -> str:
+        missing = [r for r in self.sets[key[0]] if r not in waiting.calls and r not in self.joined]
+        call = next(iter(waiting.calls.values()))
+        return (
+            "One or more tensors were submitted to be reduced, gathered or broadcasted by subset of ranks and are "
+            f"waiting for remainder of ranks for more than {age:.0f} seconds: {call} was called by ranks "
+            f"{sorted(waiting.calls)}; missing ranks: {missing}."
+        )
+
+    def _try(self, key: Key) -> None:
+        waiting = self.waiting[key]
+        members = self.sets[key[0]]
+        absent = [r for r in members if r not in waiting.calls]
+        if absent and any(r not in self.joined for r in absent):
+            return
+        del self.waiting[key]
+        calls = waiting.calls
+        text = describe_mismatch(calls)
+        call = next(iter(calls.values()))
+        if text is None and absent and call.kind != "barrier":
+            text = _unsupported_with_join(call)
+        if text is not None:
+            self._fail(calls, key, "mismatch", text)
+        elif call.kind in CONTROL:
+            self._control(call, calls)
+        else:
+            self._agree(call, [calls[r].extents for r in members] if call.kind in UNEVEN else None, bool(absent))
+
+    def _agree(self, call: CollectiveCall, extents: list[tuple[int, ...]] | None, joined: bool) -> None:
+        signature = call.signature
+        number = self._numbers.get(signature)
+        hit = number is not None
+        if number is None and not call.unnamed and len(self._cache) < self.options.capacity:
+            number = self._numbers[signature] = len(self._cache)
+            self._cache.append(signature)
+        self.ready.append(_Ready(signature, extents, number, hit, joined))
+
+    def _control(self, call: CollectiveCall, calls: Iterable[int]) -> None:
+        value = None
+        if call.kind == "add_process_set":
+            value, self._next_set = self._next_set, self._next_set + 1
+            self.sets[value] = call.ranks
+        elif call.kind == "remove_process_set":
+            removed = int(call.root)
+            del self.sets[removed]
+            for key, waiting in list(self.waiting.items()):
+                if key[0] == removed:
+                    del self.waiting[key]
+                    self._fail(waiting.calls, key, "mismatch", f"Process set {removed} was removed.")
+        self.ready += [(r, ["done", self.number, list(call.key), value]) for r in calls]
+
+    def _fail(self, ranks: Iterable[int], key: Key, kind: str, text: str) -> None:
+        self.ready += [(r, ["error", self.number, list(key), kind, text]) for r in ranks]
+
+    def posts(self) -> list[Post]:
+        """Return what was decided since the last call, in order, and all-reduces that go together as one."""
+        found: list[Post] = []
+        ready, self.ready = self.ready, []
+        groups: list[list[_Ready]] = []
+
+        def flush() -> None:
+            for group in groups:
+                items = [item.to_json() for item in group]
+                for rank in self.sets.get(group[0].call.process_set, ()):
+                    found.append((rank, ["run", self.number, items]))
+            groups.clear()
+
+        room = 0
+        for item in ready:
+            if not isinstance(item, _Ready):
+                flush()
+                found.append(item)
+                continue
+            size = item.size
+            if groups and size <= room and fuses(groups[-1][0].call, item.call):
+                groups[-1].append(item)
+            else:
+                groups.append([item])
+                room = self.options.fusion
+            room -= size
+        flush()
+        return found
+
+
+def _unsupported_with_join(call: CollectiveCall) -> str | None:
+    summing = (ReduceOperation.SUM, ReduceOperation.AVERAGE, ReduceOperation.ADASUM)
+    if call.kind == "allreduce" and call.op in summing:
+        return None
+    what = call.kind.capitalize() if call.kind not in REDUCTIONS or not call.op else f"{call.kind.capitalize()}"
+    what += f" with {call.op}" if call.kind == "allreduce" else ""
+    return f"{what} is not supported with Join at this time. A rank has joined; another rank called {call}."
+
+
+class Coordinator:
+    """Decides for all sessions of a job.
+
+    Args:
+        size: number of ranks.
+        clock: returns seconds.
+    """
+
+    def __init__(self, size: int, clock: Callable[[], float]) -> None:
+        self._ranks, self._clock = tuple(range(size)), clock
+        self._sessions: dict[int, _Session] = {}
+        self._lost: dict[int, str] = {}
+        self._touched: dict[int, None] = {}
+        # Answers of sessions that have ended, and notices to all ranks.
+        self._last: list[Post] = []
+
+    def receive(self, rank: int, message: list[Any]) -> None:
+        """Handle one message of ``rank``."""
+        kind, number, *rest = message
+        session = self._sessions.get(number)
+        if session is None:
+            session = self._sessions[number] = _Session(number, self._ranks, self._clock)
+            for lost, text in self._lost.items():
+                session.leave(lost, "lost", text)
+        self._touched[number] = None
+        if kind == "hit":
+            session.hit(rank, *rest)
+        elif kind == "call":
+            session.call(rank, CollectiveCall.from_json(rest[0]))
+        elif kind == "open":
+            if rank == 0:
+                session.open(rest[0])
+        elif kind == "join":
+            session.join(rank)
+        elif kind == "wait":
+            session.wait(rank, (rest[0][0], rest[0][1]))
+        elif kind == "close":
+            session.leave(rank, "closed", SHUT_DOWN)
+            session.ready.append((rank, ["closed", number]))
+            if len(session.gone) == len(self._ranks):
+                self._last += session.posts()
+                del self._sessions[number]
+
+    def lose(self, rank: int, text: str, orderly: bool) -> None:
+        """Fail every call in which ``rank`` takes part: its process has ended.
+
+        Args:
+            rank: the rank.
+            text: says so.
+            orderly: whether it said that it leaves; otherwise all ranks are told.
+        """
+        self._lost[rank] = text
+        if not orderly:
+            self._last += [(r, ["lost", 0, text]) for r in self._ranks if r != rank]
+        for number, session in self._sessions.items():
+            session.leave(rank, "lost", text)
+            self._touched[number] = None
+
+    def posts(self) -> list[Post]:
+        """Return the answers decided since the last call, in order."""
+        touched, self._touched = self._touched, {}
+        last, self._last = self._last, []
+        return last + [
+            post for number in touched if number in self._sessions for post in self._sessions[number].posts()
+        ]
+
+    def check_stalls(self) -> list[str]:
+        """Return warnings about calls that have waited for long; fail calls that have waited beyond their limit."""
+        now = self._clock()
+        self._touched |= dict.fromkeys(self._sessions)
+        return [text for session in self._sessions.values() for text in session.stalled(now)]
+
+    def seconds_to_stall(self) -> float | None:
+        """Return the seconds until ``check_stalls`` has work; None while no call waits."""
+        times = [at for session in self._sessions.values() if (at := session.next_stall()) is not None]
+        return max(0.0, min(times) - self._clock()) if times else None

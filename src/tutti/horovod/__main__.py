@@ -1,0 +1,23 @@
+"""``python -m tutti.horovod script.py``: run a script with ``import horovod`` served by tutti."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+
+from tutti.horovod.installing import install
+
+
+def main() -> None:
+    """Run the script named on the command line as ``__main__``, with its arguments."""
+    if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
+        raise SystemExit("usage: python -m tutti.horovod script.py [arguments]")
+    install()
+    del sys.argv[0]
+    sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

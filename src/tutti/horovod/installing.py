@@ -1,0 +1,106 @@
+"""Serve ``import horovod`` and its submodules in this process, without a distribution of that name."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+SERVED = (
+    "horovod",
+    "horovod.torch",
+    "horovod.torch.mpi_ops",
+    "horovod.torch.compression",
+    "horovod.torch.functions",
+    "horovod.torch.optimizer",
+    "horovod.torch.sync_batch_norm",
+    "horovod.common",
+    "horovod.common.exceptions",
+    "horovod.common.process_sets",
+)
+"""Modules that a script can import; each is tutti's module of that name."""
+
+_LOST = {
+    "horovod.keras": "Keras",
+    "horovod.tensorflow": "TensorFlow",
+    "horovod.mxnet": "MXNet",
+    "horovod.spark": "Spark",
+    "horovod.ray": "Ray",
+    "horovod.torch.elastic": "elastic training",
+}
+
+_EQUIVALENT = """The same in PyTorch:
+
+    import horovod.torch as hvd
+    hvd.init()
+    optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+
+docs/migrating-from-horovod.md has whole scripts."""
+
+
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds ``horovod`` and its submodules."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname.partition(".")[0] != "horovod":
+            return None
+        lost = next((name for name in _LOST if fullname == name or fullname.startswith(name + ".")), None)
+        if lost is not None:
+            served = ", ".join(sorted(SERVED))
+            raise ImportError(f"tutti does not serve {fullname} ({_LOST[lost]}); it serves {served}. {_EQUIVALENT}")
+        if fullname not in SERVED:
+            return None
+        return importlib.util.spec_from_loader(fullname, self, is_package=True)
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        return _Alias(spec.name, importlib.import_module(f"tutti.{spec.name}"))
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__dict__.setdefault("__version__", "0.28.1")
+
+
+class _Alias(ModuleType):
+    """A module with another's names."""
+
+    def __init__(self, name: str, served: ModuleType) -> None:
+        super().__init__(name, served.__doc__)
+        self.__dict__["_served"] = served
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.__dict__["_served"], name)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*self.__dict__, *dir(self.__dict__["_served"])})
+
+
+def install(replace: bool = False) -> bool:
+    """Serve ``import horovod`` from now on; return whether tutti does.
+
+    A real Horovod that is installed or already imported wins, unless ``replace`` is given.
+
+    Args:
+        replace: serve it even so.
+
+    Raises:
+        ImportError: with ``replace``, where another ``horovod`` is imported already.
+    """
+    if any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        return True
+    if "horovod" in sys.modules:
+        if replace:
+            raise ImportError("horovod is imported already; call tutti.horovod.install before it")
+        return False
+    if not replace and importlib.util.find_spec("horovod") is not None:
+        return False
+    sys.meta_path.insert(0, _Finder())
+    return True

@@ -1,0 +1,96 @@
+"""Broadcasts of parameters, optimizer states and objects, with Horovod's names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tutti.comm import collectives
+from tutti.comm.collectives import ProcessSet
+from tutti.comm.collectives import all_ranks as global_process_set
+from tutti.comm.object_codec import decode_object, encode_object, tensors_described
+from tutti.horovod.torch import mpi_ops
+
+
+def broadcast_parameters(
+    params: Mapping[str, Any] | Iterable[tuple[str, Any]],
+    root_rank: int,
+    process_set: ProcessSet = global_process_set,
+) -> None:
+    """Broadcast tensors in place from ``root_rank``, such as ``model.state_dict()`` or ``model.named_parameters()``.
+
+    All tensors travel as one collective for each device type. Names and shapes must be equal on all ranks.
+
+    Raises:
+        ValueError: ``params`` is neither a dict nor pairs of name and tensor.
+        HorovodInternalError: shapes or dtypes differ between ranks.
+    """
+    if not isinstance(params, Mapping) and not isinstance(params, Iterable):
+        raise ValueError(f"invalid params of type: {type(params)}")
+    pairs = list(params.items()) if isinstance(params, Mapping) else list(params)
+    if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
+        raise ValueError(f"invalid params of type: {type(params)}")
+    tensors = [(name, value) for name, value in pairs if isinstance(value, Tensor)]
+    _broadcast_in_place([value for _, value in tensors], root_rank, process_set)
+
+
+def _broadcast_in_place(tensors: list[Tensor], root_rank: int, process_set: ProcessSet) -> None:
+    by_device: dict[str, list[Tensor]] = {}
+    for tensor in tensors:
+        by_device.setdefault(tensor.device.type, []).append(tensor)
+    handles = [mpi_ops.start_broadcasts(by_device[device], root_rank, process_set) for device in sorted(by_device)]
+    for handle in handles:
+        mpi_ops.synchronize(handle)
+
+
+def broadcast_optimizer_state(
+    optimizer: torch.optim.Optimizer, root_rank: int, model: Any = None, process_set: ProcessSet = global_process_set
+) -> None:
+    """Load ``root_rank``'s optimizer state and options on all other ranks.
+
+    Args:
+        optimizer: on all ranks over the same parameters; other ranks may have no state yet.
+        root_rank: global rank of the source.
+        model: accepted for Horovod's signature; not needed.
+        process_set: ranks that take part.
+
+    Raises:
+        ValueError: the optimizer is L-BFGS, whose state depends on its line search.
+    """
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError("cannot broadcast torch.optim.LBFGS state")
+    root = mpi_ops.rank() == root_rank
+    tensors: list[Tensor] = []
+    state = optimizer.state_dict()
+    plain = encode_object(state, tensors) if root else b""
+    plain = broadcast_object(plain, root_rank, process_set=process_set)
+    if not root:
+        tensors = tensors_described(plain)
+    carried = [tensor.detach().cpu().contiguous() for tensor in tensors]
+    _broadcast_in_place(carried, root_rank, process_set)
+    if not root:
+        optimizer.load_state_dict(decode_object(plain, carried))
+
+
+@mpi_ops.translated
+def broadcast_object(
+    obj: Any = None, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Any:
+    """Return ``root_rank``'s object: None, numbers, texts, lists, tuples, sets, dicts, tensors, arrays. No pickle.
+
+    Raises:
+        ValueError: an object of another type, by name.
+        HorovodInternalError: ranks' calls differ.
+    """
+    mpi_ops.check_initialized()
+    return collectives.broadcast_object(obj, root_rank, name, process_set=process_set)
+
+
+@mpi_ops.translated
+def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
+    """Return the objects of all ranks, in rank order. Types and exceptions as ``broadcast_object``."""
+    mpi_ops.check_initialized()
+    return collectives.allgather_object(obj, name, process_set=process_set)

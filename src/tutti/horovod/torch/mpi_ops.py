@@ -1,0 +1,676 @@
+"""Queries and collectives of ``horovod.torch``, with integer handles, on ``tutti.comm.collectives``."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import itertools
+import os
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from tutti.comm import collectives
+from tutti.comm.collective_call import ReduceOperation
+from tutti.comm.collective_engine import CollectiveHandle, CollectiveSession, engine
+from tutti.comm.collectives import ProcessSet
+from tutti.comm.collectives import all_ranks as global_process_set
+from tutti.comm.negotiation import SessionOptions
+from tutti.device import collective_library_version, has_toolkit
+from tutti.errors import PeerError, UsageError
+from tutti.horovod.common.exceptions import HorovodInternalError
+from tutti.horovod.torch.compression import Compression
+from tutti.horovod.torch.timeline import Timeline
+from tutti.launcher import context
+
+T = TypeVar("T", bound=Callable[..., Any])
+
+Average, Sum, Adasum = ReduceOperation.AVERAGE, ReduceOperation.SUM, ReduceOperation.ADASUM
+Min, Max, Product = ReduceOperation.MIN, ReduceOperation.MAX, ReduceOperation.PRODUCT
+
+NOT_INITIALIZED = "Horovod has not been initialized; use hvd.init()."
+
+_session: CollectiveSession | None = None
+_timeline: Timeline | None = None
+_handles: dict[int, CollectiveHandle] = {}
+_numbers = itertools.count()
+
+
+def translated(function: T) -> T:
+    """Raise tutti's errors as Horovod's: HorovodInternalError for a failed collective, ValueError for wrong use."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except PeerError as error:
+            raise HorovodInternalError(str(error)) from error
+        except UsageError as error:
+            if isinstance(error, ValueError):
+                raise
+            raise ValueError(str(error)) from error
+
+    return call  # type: ignore[return-value]
+
+
+def check_initialized() -> None:
+    """Raise ValueError, with Horovod's message, unless ``init`` was called."""
+    if _session is None:
+        raise ValueError(NOT_INITIALIZED)
+
+
+# --- the job -------------------------------------------------------------------------------------------------------
+
+
+def _options() -> SessionOptions:
+    def number(name: str, default: float) -> float:
+        text = os.environ.get(f"HOROVOD_{name}", "")
+        try:
+            return float(text) if text else default
+        except ValueError:
+            raise ValueError(f"HOROVOD_{name} is '{text}'; it must be a number") from None
+
+    off = os.environ.get("HOROVOD_STALL_CHECK_DISABLE", "0") not in ("", "0")
+    return SessionOptions(
+        warn=0.0 if off else number("STALL_CHECK_TIME_SECONDS", 60.0),
+        limit=0.0 if off else number("STALL_SHUTDOWN_TIME_SECONDS", 0.0),
+        fusion=int(number("FUSION_THRESHOLD", 64 << 20)),
+        capacity=int(number("CACHE_CAPACITY", 1024)),
+    )
+
+
+@translated
+def init(comm: Any = None, process_sets: Sequence[ProcessSet | Sequence[int]] | str | None = None) -> None:
+    """Join the job; collective over all ranks. A second call does nothing.
+
+    Args:
+        comm: None, or the list of all ranks. A part of the ranks and MPI communicators are refused.
+        process_sets: sets to add at once; ``"dynamic"`` is accepted: sets can always be added later.
+
+    Raises:
+        ValueError: two process sets have the same ranks, or ``comm`` is not served.
+    """
+    global _session
+    if _session is not None:
+        return
+    sets = [] if process_sets is None or isinstance(process_sets, str) else list(process_sets)
+    made = [given if isinstance(given, ProcessSet) else ProcessSet(given) for given in sets]
+    context.init()
+    whole = list(range(context.size()))
+    if comm is not None and not (isinstance(comm, list) and (not comm or sorted(comm) == whole)):
+        raise ValueError("init(comm=) serves the list of all ranks only; use process_sets for a part of the ranks")
+    known = [whole]
+    for given in made:
+        if given.ranks in known:
+            raise ValueError(f"Attempted to add a duplicate process set: {given}")
+        known.append(given.ranks)
+    running = engine()
+    _session = running.open_session(_options())
+    collectives.use_session(_session)
+    collectives.barrier()
+    running.make_group()
+    for given in made:
+        collectives.add_process_set(given)
+    path = os.environ.get("HOROVOD_TIMELINE", "")
+    if path and path != "DYNAMIC":
+        start_timeline(path, os.environ.get("HOROVOD_TIMELINE_MARK_CYCLES", "0") not in ("", "0"))
+
+
+def shutdown() -> None:
+    """Leave: pending collectives that not all ranks have called fail on all ranks. ``init`` may be called again."""
+    global _session
+    stop_timeline()
+    leaving, _session = _session, None
+    if leaving is None:
+        return
+    collectives.use_session(None)
+    leaving.close()
+    _handles.clear()
+
+
+atexit.register(shutdown)
+
+
+def is_initialized() -> bool:
+    """Whether this process is between ``init`` and ``shutdown``."""
+    return _session is not None
+
+
+def rank() -> int:
+    """Return this process's rank in the job."""
+    check_initialized()
+    return context.rank()
+
+
+def size() -> int:
+    """Return the number of processes."""
+    check_initialized()
+    return context.size()
+
+
+def local_rank() -> int:
+    """Return this process's rank on its node."""
+    check_initialized()
+    return context.local_rank()
+
+
+def local_size() -> int:
+    """Return the number of processes on this node."""
+    check_initialized()
+    return context.local_size()
+
+
+def cross_rank() -> int:
+    """Return this node's index."""
+    check_initialized()
+    return context.cross_rank()
+
+
+def cross_size() -> int:
+    """Return the number of nodes."""
+    check_initialized()
+    return context.cross_size()
+
+
+def is_homogeneous() -> bool:
+    """Whether all nodes have the same number of processes."""
+    check_initialized()
+    return context.local_size() * context.cross_size() == context.size()
+
+
+def mpi_threads_supported() -> bool:
+    """Return False: no MPI is used."""
+    return False
+
+
+def mpi_enabled() -> bool:
+    """Return False: no MPI is used."""
+    return False
+
+
+def mpi_built() -> bool:
+    """Return False: no MPI is used."""
+    return False
+
+
+def gloo_enabled() -> bool:
+    """Return True: Gloo moves CPU tensors."""
+    return True
+
+
+def gloo_built() -> bool:
+    """Return True: Gloo moves CPU tensors."""
+    return True
+
+
+def nccl_built() -> int:
+    """Return the version of NCCL as a number, such as 22705; 0 without it."""
+    return collective_library_version()
+
+
+def ddl_built() -> bool:
+    """Return False."""
+    return False
+
+
+def ccl_built() -> bool:
+    """Return False."""
+    return False
+
+
+def cuda_built() -> bool:
+    """Whether PyTorch was built with CUDA."""
+    return has_toolkit("cuda")
+
+
+def rocm_built() -> bool:
+    """Whether PyTorch was built with ROCm."""
+    return has_toolkit("rocm")
+
+
+# --- process sets and control ----------------------------------------------------------------------------------------
+
+
+@translated
+def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
+    """Make a process set known; called by all ranks. Raises ValueError for a set that is known already."""
+    check_initialized()
+    return collectives.add_process_set(process_set)
+
+
+@translated
+def remove_process_set(process_set: ProcessSet) -> bool:
+    """Forget a process set; called by all ranks. Returns whether it was known."""
+    check_initialized()
+    return collectives.remove_process_set(process_set)
+
+
+@translated
+def barrier(process_set: ProcessSet = global_process_set) -> None:
+    """Block until all members have called it. Overtakes collectives that are still incomplete."""
+    check_initialized()
+    collectives.barrier(process_set)
+
+
+@translated
+def join(device: int = -1) -> int:
+    """Take part in other ranks' all-reduces with zeros until all have joined; return the last one's rank.
+
+    ``device`` is accepted and has no effect: zeros are made on the device of the others' tensors.
+    """
+    check_initialized()
+    return collectives.join()
+
+
+def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
+    """Write a trace (Chrome's format) of rank 0's collectives to ``file_path``."""
+    global _timeline
+    check_initialized()
+    stop_timeline()
+    if context.rank() == 0:
+        _timeline = Timeline(file_path, mark_cycles)
+        engine().sink = _timeline.record
+
+
+def stop_timeline() -> None:
+    """Complete the file of ``start_timeline``; without one does nothing."""
+    global _timeline
+    ending, _timeline = _timeline, None
+    if ending is not None:
+        engine().sink = None
+        ending.close()
+
+
+# --- handles -------------------------------------------------------------------------------------------------------
+
+
+def _handle(handle: CollectiveHandle) -> int:
+    number = next(_numbers)
+    _handles[number] = handle
+    return number
+
+
+def _known(handle: int) -> CollectiveHandle:
+    if handle not in _handles:
+        raise ValueError(f"handle {handle} was not created or has been cleared")
+    return _handles[handle]
+
+
+def poll(handle: int) -> bool:
+    """Whether ``synchronize`` would return at once."""
+    return _known(handle).done
+
+
+@translated
+def synchronize(handle: Any) -> Any:
+    """Block until an asynchronous collective is complete; return its result. Raises HorovodInternalError."""
+    if callable(handle):
+        return handle()
+    found = _known(handle)
+    try:
+        return found.wait()
+    finally:
+        _handles.pop(handle, None)
+
+
+# --- all-reduce ----------------------------------------------------------------------------------------------------
+
+
+def _operation(op: Any, average: bool | None) -> ReduceOperation:
+    if average is not None:
+        warnings.warn(
+            "Parameter average has been replaced with op and will be removed in v1.0", DeprecationWarning, stacklevel=4
+        )
+        if op is not None:
+            raise ValueError("The op parameter supersedes average. Please provide only one of them.")
+        return Average if average else Sum
+    return Average if op is None else ReduceOperation(op)
+
+
+def _reduced(prescale_factor: float, postscale_factor: float, process_set: ProcessSet) -> dict[str, Any]:
+    return {"prescale": prescale_factor, "postscale": postscale_factor, "process_set": process_set}
+
+
+def _named(kind: str, name: str | None) -> str | None:
+    return None if name is None else f"{kind}.{name}"
+
+
+@translated
+def allreduce(
+    tensor: Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    compression: Any = Compression.none,
+    op: Any = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Tensor:
+    """Return the reduction over the ranks; differentiable. Ranks' calls are matched by ``name``."""
+    check_initialized()
+    operation = _operation(op, average)
+    compressed, ctx = compression.compress(tensor)
+    given = _reduced(prescale_factor, postscale_factor, process_set)
+    reduced = collectives.allreduce(compressed, operation, _named("allreduce", name), **given)
+    decompressed: Tensor = compression.decompress(reduced, ctx)
+    return decompressed
+
+
+@translated
+def allreduce_async(
+    tensor: Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: Any = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Start an all-reduce; return its handle."""
+    check_initialized()
+    given = _reduced(prescale_factor, postscale_factor, process_set)
+    return _handle(collectives.allreduce_async(tensor, _operation(op, average), _named("allreduce", name), **given))
+
+
+@translated
+def allreduce_(
+    tensor: Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: Any = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Tensor:
+    """All-reduce ``tensor`` in place and return it."""
+    handle = allreduce_async_(tensor, average, name, op, prescale_factor, postscale_factor, process_set)
+    result: Tensor = synchronize(handle)
+    return result
+
+
+@translated
+def allreduce_async_(
+    tensor: Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: Any = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Start an all-reduce in place; return its handle."""
+    check_initialized()
+    given = _reduced(prescale_factor, postscale_factor, process_set)
+    operation = _operation(op, average)
+    return _handle(collectives.allreduce_async(tensor, operation, _named("allreduce", name), in_place=True, **given))
+
+
+@translated
+def grouped_allreduce(
+    tensors: Sequence[Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    compression: Any = Compression.none,
+    op: Any = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> list[Tensor]:
+    """Return the reductions of several tensors; differentiable."""
+    check_initialized()
+    operation = _operation(op, average)
+    compressed = [compression.compress(tensor) for tensor in tensors]
+    given = _reduced(prescale_factor, postscale_factor, process_set)
+    reduced = collectives.grouped_allreduce([t for t, _ in compressed], operation, _named("allreduce", name), **given)
+    return [compression.decompress(t, ctx) for t, (_, ctx) in zip(reduced, compressed, strict=True)]
+
+
+@translated
+def grouped_allreduce_async(
+    tensors: Sequence[Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: Any = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Start an all-reduce of several tensors; return its handle."""
+    check_initialized()
+    given = _reduced(prescale_factor, postscale_factor, process_set)
+    operation = _operation(op, average)
+    return _handle(collectives.grouped_allreduce_async(tensors, operation, _named("allreduce", name), **given))
+
+
+@translated
+def grouped_allreduce_(
+    tensors: Sequence[Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: Any = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> list[Tensor]:
+    """All-reduce several tensors in place and return them."""
+    handle = grouped_allreduce_async_(tensors, average, name, op, prescale_factor, postscale_factor, process_set)
+    result: list[Tensor] = synchronize(handle)
+    return result
+
+
+@translated
+def grouped_allreduce_async_(
+    tensors: Sequence[Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: Any = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Start an all-reduce of several tensors in place; return its handle."""
+    check_initialized()
+    given = _reduced(prescale_factor, postscale_factor, process_set)
+    operation = _operation(op, average)
+    return _handle(
+        collectives.grouped_allreduce_async(tensors, operation, _named("allreduce", name), in_place=True, **given)
+    )
+
+
+@translated
+def sparse_allreduce_async(
+    tensor: Tensor, name: str | None = None, op: Any = None, process_set: ProcessSet = global_process_set
+) -> Callable[[], Tensor]:
+    """Start an all-reduce of a sparse tensor; call the result to wait for it."""
+    check_initialized()
+    wait = collectives.sparse_allreduce_async(
+        tensor, _operation(op, None), _named("allreduce", name), process_set=process_set
+    )
+    return translated(wait)
+
+
+# --- other collectives -----------------------------------------------------------------------------------------------
+
+
+@translated
+def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> Tensor:
+    """Concatenate the ranks' tensors along the first dimension, which may differ; differentiable."""
+    check_initialized()
+    return collectives.allgather(tensor, _named("allgather", name), process_set=process_set)
+
+
+@translated
+def allgather_async(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> int:
+    """Start an all-gather; return its handle."""
+    check_initialized()
+    return _handle(collectives.allgather_async(tensor, _named("allgather", name), process_set=process_set))
+
+
+@translated
+def grouped_allgather(
+    tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
+) -> list[Tensor]:
+    """All-gather several tensors; differentiable."""
+    check_initialized()
+    return collectives.grouped_allgather(tensors, _named("allgather", name), process_set=process_set)
+
+
+@translated
+def grouped_allgather_async(
+    tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
+) -> int:
+    """Start an all-gather of several tensors; return its handle."""
+    check_initialized()
+    return _handle(collectives.grouped_allgather_async(tensors, _named("allgather", name), process_set=process_set))
+
+
+@translated
+def broadcast(
+    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Tensor:
+    """Return the tensor of global rank ``root_rank``; differentiable."""
+    check_initialized()
+    return collectives.broadcast(tensor, root_rank, _named("broadcast", name), process_set=process_set)
+
+
+@translated
+def broadcast_async(
+    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> int:
+    """Start a broadcast; return its handle."""
+    check_initialized()
+    return _handle(collectives.broadcast_async(tensor, root_rank, _named("broadcast", name), process_set=process_set))
+
+
+@translated
+def broadcast_(
+    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Tensor:
+    """Broadcast in place and return the tensor."""
+    result: Tensor = synchronize(broadcast_async_(tensor, root_rank, name, process_set))
+    return result
+
+
+@translated
+def broadcast_async_(
+    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> int:
+    """Start a broadcast in place; return its handle."""
+    check_initialized()
+    named = _named("broadcast", name)
+    return _handle(collectives.broadcast_async(tensor, root_rank, named, process_set=process_set, in_place=True))
+
+
+def start_broadcasts(tensors: Sequence[Tensor], root_rank: int, process_set: ProcessSet = global_process_set) -> int:
+    """Start a broadcast of several tensors in place, as one collective; return its handle."""
+    check_initialized()
+    return _handle(
+        translated(collectives.grouped_broadcast_async)(tensors, root_rank, process_set=process_set, in_place=True)
+    )
+
+
+@translated
+def alltoall(
+    tensor: Tensor,
+    splits: Tensor | None = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Send ``splits[r]`` rows to rank r; return received rows and, with ``splits``, their numbers; differentiable."""
+    check_initialized()
+    result = collectives.alltoall(tensor, splits, _named("alltoall", name), process_set=process_set)
+    return result[0] if splits is None else result
+
+
+@translated
+def alltoall_async(
+    tensor: Tensor,
+    splits: Tensor | None = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Start an all-to-all; return its handle."""
+    check_initialized()
+    handle = collectives.alltoall_async(tensor, splits, _named("alltoall", name), process_set=process_set)
+    if splits is None:
+        handle.convert = lambda result: result[0]
+    return _handle(handle)
+
+
+def _scatters(op: Any) -> ReduceOperation:
+    operation = ReduceOperation(op)
+    if operation not in (Average, Sum):
+        raise HorovodInternalError("Reducescatter currently only supports AVERAGE and SUM.")
+    return operation
+
+
+@translated
+def reducescatter(
+    tensor: Tensor,
+    name: str | None = None,
+    compression: Any = Compression.none,
+    op: Any = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Tensor:
+    """Reduce over the ranks and return this rank's part of the first dimension; differentiable."""
+    check_initialized()
+    compressed, ctx = compression.compress(tensor)
+    given = _reduced(prescale_factor, postscale_factor, process_set)
+    reduced = collectives.reducescatter(compressed, _scatters(op), _named("reducescatter", name), **given)
+    decompressed: Tensor = compression.decompress(reduced, ctx)
+    return decompressed
+
+
+@translated
+def reducescatter_async(
+    tensor: Tensor,
+    name: str | None = None,
+    op: Any = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> int:
+    """Start a reduce-scatter; return its handle."""
+    check_initialized()
+    given = _reduced(prescale_factor, postscale_factor, process_set)
+    return _handle(collectives.reducescatter_async(tensor, _scatters(op), _named("reducescatter", name), **given))
+
+
+@translated
+def grouped_reducescatter(
+    tensors: Sequence[Tensor],
+    name: str | None = None,
+    compression: Any = Compression.none,
+    op: Any = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> list[Tensor]:
+    """Reduce and scatter several tensors; differentiable."""
+    check_initialized()
+    compressed = [compression.compress(tensor) for tensor in tensors]
+    given = _reduced(prescale_factor, postscale_factor, process_set)
+    named = _named("reducescatter", name)
+    reduced = collectives.grouped_reducescatter([t for t, _ in compressed], _scatters(op), named, **given)
+    return [compression.decompress(t, ctx) for t, (_, ctx) in zip(reduced, compressed, strict=True)]
+
+
+@translated
+def grouped_reducescatter_async(
+    tensors: Sequence[Tensor],
+    name: str | None = None,
+    op: Any = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> int:
+    """Start a reduce-scatter of several tensors; return its handle."""
+    check_initialized()
+    given = _reduced(prescale_factor, postscale_factor, process_set)
+    return _handle(
+        collectives.grouped_reducescatter_async(tensors, _scatters(op), _named("reducescatter", name), **given)
+    )

@@ -1,0 +1,377 @@
+"""``DistributedOptimizer``: an optimizer whose gradients are reduced over the ranks before ``step``.
+
+Parameters are put into buckets, fixed by their order alone, and a bucket is one collective: it is started by the hook
+of its last gradient, or by ``synchronize``, where gradients that are missing count as zeros.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tutti.comm import collectives
+from tutti.comm.collective_engine import CollectiveHandle
+from tutti.comm.collectives import ProcessSet
+from tutti.comm.collectives import all_ranks as global_process_set
+from tutti.horovod.torch import mpi_ops
+from tutti.horovod.torch.compression import Compression
+from tutti.horovod.torch.mpi_ops import Adasum, Average, Sum
+
+_BUCKET_BYTES = 25 << 20
+_FIRST_BUCKET_BYTES = 1 << 20
+_OVERTAKEN = (
+    "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). This can "
+    "cause training slowdown. You may want to consider using optimizer.skip_synchronize() context if you use "
+    "optimizer.synchronize() in your code."
+)
+_TOO_MANY = (
+    "Gradients were computed more than backward_passes_per_step times before call to step(). Increase "
+    "backward_passes_per_step to accumulate gradients locally."
+)
+_RACE = (
+    "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or optimizer.synchronize(). "
+    "This is prohibited as it can cause a race condition."
+)
+
+
+class _Bucket:
+    """Parameters whose gradients are reduced by one collective."""
+
+    def __init__(self, name: str, parameters: list[Tensor]) -> None:
+        self.name, self.parameters = name, parameters
+        self.missing = len(parameters)
+        self.handle: CollectiveHandle | None = None
+        self.sent: list[tuple[Tensor, Tensor, Any, bool]] = []
+
+
+class _Distributed:
+    """What ``DistributedOptimizer`` adds to the class of the user's optimizer."""
+
+    param_groups: list[dict[str, Any]]
+
+    def _distribute(
+        self,
+        named: list[tuple[str, Tensor]],
+        compression: Any,
+        passes: int,
+        op: Any,
+        predivide: float,
+        groups: list[list[Tensor]],
+        sparse_as_dense: bool,
+        process_set: ProcessSet,
+    ) -> None:
+        self._parameter_names = {parameter: name for name, parameter in named}
+        self._compression, self._op, self._process_set = compression, op, process_set
+        self.backward_passes_per_step = passes
+        self._prescale, self._postscale = (1 / predivide, predivide) if op == Average else (1.0, 1.0)
+        self._sparse_as_dense = sparse_as_dense
+        self._synchronized, self._should_synchronize = False, True
+        self._delays: dict[Tensor, int] = {}
+        self._sparse: dict[Tensor, Any] = {}
+        self._buckets: list[_Bucket] = []
+        self._bucket_of: dict[Tensor, _Bucket] = {}
+        self._hooks: list[Any] = []
+        if process_set.included() and (process_set.size() > 1 or os.environ.get("HOROVOD_ELASTIC") == "1"):
+            self._plan(groups)
+            self._register()
+
+    # --- buckets ---------------------------------------------------------------------------------------------------
+
+    def _plan(self, groups: list[list[Tensor]]) -> None:
+        """Put parameters into buckets: the given groups, the others by size in the reverse order of the groups."""
+        grouped = {parameter for group in groups for parameter in group}
+        for group in groups:
+            self._add_bucket(group)
+        rest: dict[tuple[torch.dtype, str], list[Tensor]] = {}
+        for rows in self.param_groups:
+            for parameter in rows["params"]:
+                if parameter.requires_grad and parameter not in grouped:
+                    rest.setdefault((parameter.dtype, parameter.device.type), []).append(parameter)
+        for parameters in rest.values():
+            bucket: list[Tensor] = []
+            room = _FIRST_BUCKET_BYTES
+            for parameter in reversed(parameters):
+                size = parameter.numel() * parameter.element_size()
+                if bucket and size > room:
+                    self._add_bucket(bucket)
+                    room, bucket = _BUCKET_BYTES, []
+                bucket.append(parameter)
+                room -= size
+            self._add_bucket(bucket)
+
+    def _add_bucket(self, parameters: list[Tensor]) -> None:
+        bucket = _Bucket(f"gradients.{self._parameter_names[parameters[0]]}.{len(parameters)}", parameters)
+        self._buckets.append(bucket)
+        self._bucket_of |= dict.fromkeys(parameters, bucket)
+
+    def _register(self) -> None:
+        for parameter in self._bucket_of:
+            # Horovod's scripts read .grad before the first backward.
+            parameter.grad = torch.zeros_like(parameter)
+            self._delays[parameter] = self.backward_passes_per_step
+            self._hooks.append(parameter.register_post_accumulate_grad_hook(self._on_gradient))
+
+    def _on_gradient(self, parameter: Tensor) -> None:
+        bucket = self._bucket_of[parameter]
+        delay = self._delays[parameter]
+        if delay <= 0 or bucket.handle is not None or parameter in self._sparse:
+            raise AssertionError(_TOO_MANY)
+        self._delays[parameter] = delay - 1
+        if delay > 1:
+            return
+        bucket.missing -= 1
+        gradient = parameter.grad
+        if gradient is not None and gradient.is_sparse and not self._sparse_as_dense:
+            self._start_sparse(parameter, gradient)
+        if bucket.missing == 0:
+            self._start(bucket)
+
+    def _start_sparse(self, parameter: Tensor, gradient: Tensor) -> None:
+        self._sparse[parameter] = mpi_ops.sparse_allreduce_async(
+            gradient, f"gradient.{self._parameter_names[parameter]}", self._op, self._process_set
+        )
+
+    def _start(self, bucket: _Bucket) -> None:
+        """Start the collective of a bucket."""
+        tensors = []
+        for parameter in bucket.parameters:
+            if parameter in self._sparse:
+                continue
+            present = parameter.grad is not None
+            gradient = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
+            if gradient.is_sparse:
+                gradient = gradient.to_dense()
+            compressed, ctx = self._compression.compress(gradient)
+            bucket.sent.append((parameter, gradient, ctx, present))
+            tensors.append(compressed)
+        if not tensors:
+            return
+        bucket.handle = mpi_ops.translated(collectives.grouped_allreduce_async)(
+            tensors,
+            self._op,
+            bucket.name if len(tensors) == len(bucket.parameters) else f"{bucket.name}.{len(tensors)}",
+            prescale=self._prescale,
+            postscale=self._postscale,
+            process_set=self._process_set,
+            in_place=True,
+        )
+
+    # --- what scripts call -----------------------------------------------------------------------------------------
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Set how many backward passes add up to one ``step``."""
+        self.backward_passes_per_step = passes
+        self._delays = dict.fromkeys(self._delays, passes)
+
+    def synchronize(self) -> None:
+        """Wait for all reductions; ``.grad`` holds the reduced gradients. Raises HorovodInternalError."""
+        for bucket in self._buckets:
+            if bucket.handle is None and not bucket.sent:
+                self._start(bucket)
+        try:
+            for bucket in self._buckets:
+                self._finish(bucket)
+            for parameter, wait in self._sparse.items():
+                parameter.grad = wait()
+        finally:
+            for bucket in self._buckets:
+                bucket.handle, bucket.sent, bucket.missing = None, [], len(bucket.parameters)
+            self._sparse = {}
+            self._delays = dict.fromkeys(self._delays, self.backward_passes_per_step)
+        self._synchronized = True
+
+    def _finish(self, bucket: _Bucket) -> None:
+        if bucket.handle is None:
+            return
+        reduced = mpi_ops.translated(bucket.handle.wait)()
+        for (parameter, gradient, ctx, present), tensor in zip(bucket.sent, reduced, strict=True):
+            if tensor is not gradient:
+                gradient.copy_(self._compression.decompress(tensor, ctx))
+            # A parameter that was frozen meanwhile must not move by weight decay or momentum.
+            if not present and parameter.requires_grad:
+                parameter.grad = gradient
+            elif parameter.grad is not None and parameter.grad.is_sparse:
+                # Optimizers for sparse gradients take no dense ones.
+                parameter.grad = gradient.to_sparse(parameter.grad.sparse_dim())
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Within the block, ``step`` does not call ``synchronize``, which was called before."""
+        self._should_synchronize = False
+        try:
+            yield
+        finally:
+            self._should_synchronize = True
+
+    def step(self, closure: Any = None) -> Any:
+        """Reduce the gradients, then do the step of the user's optimizer."""
+        if self._should_synchronize:
+            if self._synchronized:
+                warnings.warn(_OVERTAKEN, stacklevel=2)
+            self.synchronize()
+        self._synchronized = False
+        return super().step(closure)  # type: ignore[misc]
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """Clear the gradients. Raises AssertionError while reductions are under way."""
+        if self._sparse or any(bucket.handle is not None for bucket in self._buckets):
+            raise AssertionError(_RACE)
+        super().zero_grad(*args, **kwargs)  # type: ignore[misc]
+
+
+class _DistributedDelta(_Distributed):
+    """Adasum: every rank steps on its own, and the ranks' changes of the parameters are combined."""
+
+    def step(self, closure: Any = None) -> Any:
+        """Do the step of the user's optimizer, combine the ranks' changes and apply them."""
+        parameters = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
+        before = [parameter.detach().clone() for parameter in parameters]
+        result = super(_Distributed, self).step(closure)  # type: ignore[misc]
+        if self._buckets:
+            changes = [p.detach() - start for p, start in zip(parameters, before, strict=True)]
+            compressed = [self._compression.compress(change) for change in changes]
+            reduced = mpi_ops.translated(collectives.grouped_allreduce_async)(
+                [tensor for tensor, _ in compressed], Adasum, "adasum.changes", process_set=self._process_set
+            )
+            combined = mpi_ops.translated(reduced.wait)()
+            with torch.no_grad():
+                for parameter, start, change, (_, ctx) in zip(parameters, before, combined, compressed, strict=True):
+                    parameter.copy_(start + self._compression.decompress(change, ctx))
+        self._delays = dict.fromkeys(self._delays, self.backward_passes_per_step)
+        return result
+
+    def _on_gradient(self, parameter: Tensor) -> None:
+        if self._delays[parameter] <= 0:
+            raise AssertionError(_TOO_MANY)
+        self._delays[parameter] -= 1
+
+    def synchronize(self) -> None:
+        """Do nothing: the changes are combined in ``step``."""
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Raise AssertionError, as Horovod does: an Adasum step cannot go without its combination."""
+        if self._buckets:
+            raise AssertionError("Skipping synchronization is not supported when using Adasum optimizer.")
+        yield
+
+
+def DistributedOptimizer(
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Iterable[tuple[str, Tensor]] | None = None,
+    compression: Any = Compression.none,
+    backward_passes_per_step: int = 1,
+    op: Any = Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: int | Sequence[Sequence[Tensor]] | None = None,
+    sparse_as_dense: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Return an optimizer of a subclass of the given one's class that reduces gradients over the ranks before ``step``.
+
+    It shares options and state with ``optimizer``.
+
+    Args:
+        optimizer: an optimizer of PyTorch's interface.
+        named_parameters: names, the same on all ranks; default: by position.
+        compression: ``Compression.none`` or ``.fp16``.
+        backward_passes_per_step: backward passes whose gradients add up before they are reduced.
+        op: ``Average``, ``Sum`` or ``Adasum``.
+        gradient_predivide_factor: with ``Average``, the factor f: divide by f before, by size / f after the sum.
+        num_groups: number of collectives into which gradients are put; default: by size.
+        groups: the number, or lists of parameters that belong together.
+        sparse_as_dense: reduce sparse gradients as dense ones.
+        process_set: ranks that take part.
+
+    Raises:
+        ValueError: names are missing or not unique, or arguments do not fit together.
+    """
+    mpi_ops.check_initialized()
+    if gradient_predivide_factor != 1.0 and op != Average:
+        raise ValueError("gradient_predivide_factor not supported with op != Average")
+    if op not in (Average, Sum, Adasum):
+        raise ValueError(f"op must be Average, Sum or Adasum, not {op}")
+    if num_groups != 0:
+        warnings.warn(
+            "Parameter `num_groups` has been replaced by `groups` and will be removed in v0.23.0.",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        groups = num_groups if groups is None else groups
+    named = _checked_names(optimizer, named_parameters)
+    base = _DistributedDelta if op == Adasum and process_set.size() > 1 else _Distributed
+    kind: Any = type(type(optimizer).__name__, (base, type(optimizer)), {})
+    made = kind.__new__(kind)
+    # Shared, not copied: schedulers and checkpoints that hold the given optimizer stay valid.
+    made.__dict__.update(optimizer.__dict__)
+    made._distribute(
+        named,
+        compression,
+        backward_passes_per_step,
+        op,
+        gradient_predivide_factor,
+        _checked_groups(groups, optimizer),
+        sparse_as_dense,
+        process_set,
+    )
+    return made
+
+
+def _checked_names(
+    optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, Tensor]] | None
+) -> list[tuple[str, Tensor]]:
+    if named_parameters is None:
+        return [
+            (f"allreduce.noname.{i}.{j}", parameter)
+            for i, group in enumerate(optimizer.param_groups)
+            for j, parameter in enumerate(group["params"])
+        ]
+    named = list(named_parameters)
+    if any(not isinstance(pair, tuple) for pair in named):
+        raise ValueError(
+            "named_parameters should be a sequence of tuples (name, parameter), usually produced by "
+            "model.named_parameters()."
+        )
+    names = [name for name, _ in named]
+    if duplicates := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(
+            f"Parameter names in named_parameters must be unique. Found duplicates: {', '.join(duplicates)}"
+        )
+    known = {parameter for _, parameter in named}
+    if any(parameter not in known for group in optimizer.param_groups for parameter in group["params"]):
+        raise ValueError(
+            "named_parameters was specified, but one or more model parameters were not named. Python object ids: "
+            + ", ".join(str(id(p)) for group in optimizer.param_groups for p in group["params"] if p not in known)
+        )
+    return named
+
+
+def _checked_groups(
+    groups: int | Sequence[Sequence[Tensor]] | None, optimizer: torch.optim.Optimizer
+) -> list[list[Tensor]]:
+    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    if groups is None:
+        return []
+    if isinstance(groups, int):
+        if groups < 0:
+            raise ValueError("groups should be a non-negative integer or a list of list of torch.Tensor.")
+        count = min(groups, len(parameters))
+        sizes = [len(parameters) // count + (i < len(parameters) % count) for i in range(count)] if count else []
+        at = iter(parameters)
+        return [[next(at) for _ in range(size)] for size in sizes]
+    seen: set[Tensor] = set()
+    for group in groups:
+        for parameter in group:
+            if not isinstance(parameter, Tensor):
+                raise ValueError("groups should consist of lists of torch.Tensor.")
+            if parameter in seen:
+                raise ValueError("A parameter can only appear once in groups.")
+            seen.add(parameter)
+    return [[p for p in group if p.requires_grad] for group in groups if any(p.requires_grad for p in group)]

@@ -1,0 +1,71 @@
+"""Synchronised batch normalisation with Horovod's name and arguments, on any device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tutti.comm import collectives
+from tutti.horovod.torch import mpi_ops
+from tutti.torch_compat import BatchNormBase
+
+
+class SyncBatchNorm(BatchNormBase):
+    """A batch norm whose statistics in training are those of all ranks' samples.
+
+    Collective in training: each forward all-reduces channels + 1 sums, then channels squared deviations, so that the
+    variance does not cancel; backward all-reduces the same. Every rank calls it equally often and in the same order.
+    The gradients of weight and bias are this rank's part, as for any other layer.
+
+    Args:
+        num_features: channels C of the input (N, C, …).
+        given: as ``torch.nn.BatchNorm1d``.
+    """
+
+    _count = 0
+
+    def __init__(self, num_features: int, **given: Any) -> None:
+        super().__init__(num_features, **given)
+        self._label = f"sync_batch_norm.{SyncBatchNorm._count}"
+        SyncBatchNorm._count += 1
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalise ``input`` (N, C, …)."""
+        self._check_input_dim(input)
+        whole = self.training or self.running_mean is None
+        if not whole or mpi_ops.size() == 1:
+            return super().forward(input)
+        axes = [0, *range(2, input.dim())]
+        view = [1, -1] + [1] * (input.dim() - 2)
+        values = input.to(torch.promote_types(input.dtype, torch.float32))
+        count = values.new_tensor([values.numel() / values.shape[1]])
+        sums = self._summed(torch.cat([values.sum(axes), count]), "mean")
+        total = sums[-1].detach()
+        mean = sums[:-1] / total
+        centred = values - mean.view(view)
+        variance = self._summed((centred * centred).sum(axes), "variance") / total
+        self._track(mean.detach(), variance.detach(), float(total))
+        result = centred * torch.rsqrt(variance + self.eps).view(view)
+        if self.weight is not None:
+            result = result * self.weight.view(view) + self.bias.view(view)
+        return result.to(input.dtype)
+
+    def _summed(self, tensor: Tensor, what: str) -> Tensor:
+        summed: Tensor = mpi_ops.translated(collectives.allreduce)(tensor, collectives.SUM, f"{self._label}.{what}")
+        return summed
+
+    def _track(self, mean: Tensor, variance: Tensor, total: float) -> None:
+        if not self.training or self.running_mean is None or self.running_var is None:
+            return
+        assert self.num_batches_tracked is not None
+        self.num_batches_tracked.add_(1)
+        momentum = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), momentum)
+        unbiased = variance * (total / max(total - 1, 1))
+        self.running_var.lerp_(unbiased.to(self.running_var.dtype), momentum)

@@ -1,0 +1,51 @@
+"""Trace of rank 0's collectives in Chrome's format (``chrome://tracing``, Perfetto), with Horovod's activities."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+
+class Timeline:
+    """Writes events as they come; the file is complete JSON after ``close``.
+
+    Args:
+        path: file to write.
+        mark_cycles: whether to mark the turns of the engine, ``CYCLE_START``.
+    """
+
+    def __init__(self, path: str, mark_cycles: bool) -> None:
+        self._file = Path(path).open("w", encoding="utf-8")  # noqa: SIM115
+        self._mark, self._start = mark_cycles, time.perf_counter()
+        self._lanes: dict[str, int] = {}
+        self._lock = threading.Lock()
+        self._file.write("[\n")
+        epoch = {"start_time_since_epoch_in_micros": int(time.time() * 1e6)}
+        self._file.write(json.dumps({"name": "process_name", "ph": "M", "pid": 0, "args": epoch}))
+
+    def record(self, name: str, activity: str, began: float, ended: float) -> None:
+        """Add an activity of the collective ``name``, between two times of ``time.perf_counter``."""
+        with self._lock:
+            if self._file.closed:
+                return
+            if name not in self._lanes:
+                self._lanes[name] = len(self._lanes) + 1
+                self._write(name="process_name", ph="M", pid=self._lanes[name], args={"name": name})
+            began_us, ended_us = (int((at - self._start) * 1e6) for at in (began, ended))
+            if self._mark and not activity.startswith("NEGOTIATE"):
+                self._write(name="CYCLE_START", ph="i", pid=0, ts=began_us, s="g")
+            lane = self._lanes[name]
+            self._write(name=activity, ph="X", pid=lane, tid=0, ts=max(0, began_us), dur=max(0, ended_us - began_us))
+
+    def close(self) -> None:
+        """End the file."""
+        with self._lock:
+            self._file.write("\n]\n")
+            self._file.close()
+
+    def _write(self, **event: Any) -> None:
+        self._file.write(",\n" + json.dumps(event))
+        self._file.flush()
