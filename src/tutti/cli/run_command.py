@@ -11,6 +11,7 @@ from cyclopts import Parameter
 
 from tutti import process_context
 from tutti.errors import ExitCode, UsageError
+from tutti.horovod.installing import run_horovod_script
 from tutti.launcher import hosts as hosts_
 from tutti.launcher import stdin_control, watchdog
 from tutti.launcher.devices import count_accelerators
@@ -51,6 +52,7 @@ def run(
     step_timeout: Annotated[float | None, Parameter(env_var="TUTTI_STEP_TIMEOUT")] = None,
     max_restarts: int = 0,
     show_all: Annotated[bool, Parameter(negative="", show_default=False)] = False,
+    horovod: Annotated[bool, Parameter(negative="", show_default=False)] = False,
 ) -> int:
     """Start your own script on many devices; in it, call tutti.init().
 
@@ -78,6 +80,8 @@ def run(
         times to restart the script after a failure
     show_all:
         show every process's output, not the first one's only
+    horovod:
+        serve import horovod.torch in the script by tutti
     """
     if not command:
         raise UsageError("no script is given", remedy="write tutti run -np 4 script.py")
@@ -93,13 +97,14 @@ def run(
         )
     check_script(script, module)
     stdin_control.control_by_stdin(os.environ)
+    entry = run_horovod_script if horovod else run_script
     if process_context.joined(os.environ):
         if max_restarts:
             raise UsageError(
                 "--max-restarts needs tutti's own launcher", remedy="use the restarts of torchrun or the scheduler"
             )
         watchdog.start_watchdog(process_context.read_identity(os.environ).rank, limits)
-        run_script(script, arguments, module)
+        entry(script, arguments, module)
         return ExitCode.DONE
     if hosts is not None:
         if max_restarts or show_all:
@@ -108,10 +113,10 @@ def run(
                 remedy="leave out one of the two; with torchrun on every host --max-restarts works",
             )
         os.environ["TUTTI_TIMEOUT"] = f"{timeout:g}"
-        return _on(hosts, devices, [*_again(start_timeout, step_timeout, module), script, *arguments], logs)
+        return _on(hosts, devices, [*_again(start_timeout, step_timeout, module, horovod), script, *arguments], logs)
     processes = count_accelerators("auto", os.environ) or 1 if devices == "auto" else int(devices)
     return launch(
-        run_script,
+        entry,
         (script, arguments, module),
         processes=processes,
         logs=logs,
@@ -124,11 +129,11 @@ def run(
     )
 
 
-def _again(start_timeout: float | None, step_timeout: float | None, module: bool) -> list[str]:
+def _again(start_timeout: float | None, step_timeout: float | None, module: bool, horovod: bool) -> list[str]:
     """Return the options that are passed on to every process."""
     timeouts = {"--start-timeout": start_timeout, "--step-timeout": step_timeout}
     words = [f"{name}={value:g}" for name, value in timeouts.items() if value is not None]
-    return [*words, *(["-m"] if module else []), "--"]
+    return [*words, *(["-m"] if module else []), *(["--horovod"] if horovod else []), "--"]
 
 
 def _on(text: str, devices: str, words: list[str], logs: Path) -> int:

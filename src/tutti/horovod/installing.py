@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
+from tutti.launcher.launch import run_script
+
 SERVED = (
     "horovod",
     "horovod.torch",
@@ -104,3 +106,9 @@ def install(replace: bool = False) -> bool:
         return False
     sys.meta_path.insert(0, _Finder())
     return True
+
+
+def run_horovod_script(script: str, argv: list[str], module: bool = False) -> None:
+    """Run a script or module as ``tutti.launcher.launch.run_script``, with ``import horovod`` served."""
+    install()
+    run_script(script, argv, module)

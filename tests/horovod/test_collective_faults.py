@@ -1,0 +1,94 @@
+"""Faults of collectives: a rank that is killed, one that never calls, one that leaves."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+
+import tutti
+from tests.worlds import Pool, RankError
+
+
+def outcome(size: int, function: object, timeout: float = 30.0) -> list[str]:
+    """Text of each rank's error."""
+    pool = Pool(size, timeout)
+    try:
+        with pytest.raises(RankError) as caught:
+            pool.run(function)  # type: ignore[arg-type]
+        return [failure.text if failure else "" for failure in caught.value.failures]
+    finally:
+        pool.close()
+
+
+def killed_in_a_negotiation(victim: int) -> None:
+    tutti.allreduce(torch.ones(1))
+    if tutti.rank() == victim:
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGKILL)
+    tutti.allreduce(torch.ones(1), name="never complete")
+
+
+def last_killed() -> None:
+    killed_in_a_negotiation(2)
+
+
+def coordinator_killed() -> None:
+    killed_in_a_negotiation(0)
+
+
+def test_a_rank_that_is_killed_in_a_negotiation_is_named() -> None:
+    zero, one, _ = outcome(3, last_killed)
+    assert "rank 2 has ended without a word" in zero and "rank 2 has ended without a word" in one
+
+
+def test_the_coordinator_is_killed_in_a_negotiation() -> None:
+    _, one, two = outcome(3, coordinator_killed)
+    assert "rank 0 has ended" in one and "rank 0 has ended" in two
+
+
+def killed_in_a_collective() -> None:
+    handles = [tutti.allreduce_async(torch.ones(1 << 20), name=f"{i}") for i in range(64)]
+    if tutti.rank() == 1:
+        handles[3].wait()
+        os.kill(os.getpid(), signal.SIGKILL)
+    for handle in handles:
+        handle.wait()
+    raise AssertionError("all were complete")
+
+
+def test_a_rank_that_is_killed_in_a_collective_is_named() -> None:
+    zero, _, two = outcome(3, killed_in_a_collective)
+    assert "rank 1 has ended without a word" in zero and "rank 1 has ended without a word" in two
+
+
+def never_calls() -> None:
+    tutti.barrier()
+    if tutti.rank() == 1:
+        time.sleep(5)
+        return
+    tutti.allreduce(torch.ones(1), name="loss")
+
+
+def test_a_rank_that_never_calls_is_named_with_the_tensor() -> None:
+    zero, one, two = outcome(3, never_calls, timeout=2.0)
+    for text in (zero, two):
+        assert "allreduce 'loss'" in text and "missing ranks: [1]" in text
+    assert one == ""
+
+
+def leaves() -> None:
+    tutti.barrier()
+    if tutti.rank() == 1:
+        tutti.shutdown()
+        return
+    tutti.allreduce(torch.ones(1), name="loss")
+
+
+def test_a_rank_that_leaves_is_named() -> None:
+    zero, one = outcome(2, leaves)
+    assert "after one of the ranks finished execution" in zero or "rank 1 has left the job" in zero
+    assert one == ""

@@ -1,0 +1,273 @@
+"""The public collectives over real ranks: values, gradients, mismatches, order, process sets, join."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tutti
+from tests.worlds import run
+from tutti.errors import TuttiError
+
+SIZES = [2, 3, 4]
+
+
+def refused(call: Any, *args: Any, **given: Any) -> str:
+    """The kind and text of the error of a call that must fail."""
+    try:
+        call(*args, **given)
+    except TuttiError as error:
+        return f"{type(error).__name__}: {error}"
+    raise AssertionError("the call was accepted")
+
+
+def reductions() -> dict[str, list[float]]:
+    mine = torch.tensor([1.0, -2.0]) * (tutti.rank() + 1)
+    found = {op: tutti.allreduce(mine, op).tolist() for op in ("sum", "average", "min", "max", "product")}
+    found["scaled"] = tutti.allreduce(mine, "sum", prescale=0.5, postscale=4.0).tolist()
+    found["truncated"] = tutti.allreduce(torch.tensor([tutti.rank(), -tutti.rank()])).tolist()
+    return found
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_reductions(size: int) -> None:
+    total = size * (size + 1) / 2
+    factorial = float(torch.arange(1, size + 1).prod())
+    expected = {
+        "sum": [total, -2 * total],
+        "average": [total / size, -2 * total / size],
+        "min": [1.0, -2.0 * size],
+        "max": [size, -2.0],
+        "product": [factorial, factorial * (-2.0) ** size],
+        "scaled": [2 * total, -4 * total],
+        "truncated": [int((total - size) / size), -int((total - size) / size)],
+    }
+    for found in run(size, reductions):
+        assert found == {key: pytest.approx(value) for key, value in expected.items()}
+
+
+def every_dtype(dtype: torch.dtype) -> list[Any]:
+    rank, size = tutti.rank(), tutti.size()
+    rows = torch.full((rank + 1, 2), rank).to(dtype)
+    gathered = tutti.allgather(rows)
+    sent = tutti.broadcast(torch.full((3,), rank).to(dtype), size - 1)
+    received, counts = tutti.alltoall(torch.arange(size).repeat_interleave(rank + 1).to(dtype), [rank + 1] * size)
+    return [gathered.dtype, gathered[:, 0].int().tolist(), sent.int().tolist(), len(received), counts.tolist()]
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.bool, torch.bfloat16, torch.float64])
+def test_tensors_of_every_dtype_are_moved(dtype: torch.dtype) -> None:
+    size, most = 3, 1 if dtype == torch.bool else 2
+    for found in run(size, every_dtype, dtype=dtype):
+        gathered = [min(rank, most) for rank in range(size) for _ in range(rank + 1)]
+        assert found == [dtype, gathered, [min(size - 1, most)] * 3, 6, [1, 2, 3]]
+
+
+def uneven_scatter() -> list[float]:
+    whole = torch.arange(5.0) * (tutti.rank() + 1)
+    return tutti.reducescatter(whole, "sum").tolist()
+
+
+def test_a_reduce_scatter_of_an_uneven_dimension() -> None:
+    assert run(3, uneven_scatter) == [[0.0, 6.0], [12.0, 18.0], [24.0]]
+
+
+def adasum() -> tuple[list[float], list[float]]:
+    basis = torch.eye(4)[tutti.rank()]
+    parallel = torch.ones(2) * 2.0
+    return tutti.allreduce(basis, "adasum").tolist(), tutti.allreduce(parallel, "adasum").tolist()
+
+
+def test_adasum_adds_orthogonal_vectors_and_averages_parallel_ones() -> None:
+    assert run(4, adasum) == [([1.0] * 4, [2.0, 2.0])] * 4
+
+
+def adasum_of_three() -> str:
+    return refused(tutti.allreduce, torch.ones(2), "adasum")
+
+
+def test_adasum_refuses_three_ranks() -> None:
+    assert all("power of two" in text for text in run(3, adasum_of_three))
+
+
+def gradients() -> list[list[float]]:
+    rank, size = tutti.rank(), tutti.size()
+    found = []
+    for call in (
+        lambda x: tutti.allreduce(x, "average"),
+        lambda x: tutti.allreduce(x, "sum"),
+        lambda x: tutti.allgather(x),
+        lambda x: tutti.broadcast(x, 1),
+        lambda x: tutti.alltoall(x)[0],
+        lambda x: tutti.reducescatter(x, "sum"),
+    ):
+        x = torch.ones(size, requires_grad=True)
+        (call(x) * (rank + 1)).sum().backward()
+        assert x.grad is not None
+        found.append(x.grad.tolist())
+    return found
+
+
+def test_gradients() -> None:
+    # Weights of the ranks' losses: 1 and 2.
+    zero, one = run(2, gradients)
+    assert zero == [[1.5, 1.5], [3.0, 3.0], [1.5, 1.5], [0.0, 0.0], [1.0, 2.0], [2.0, 4.0]]
+    assert one == [[1.5, 1.5], [3.0, 3.0], [1.5, 1.5], [1.5, 1.5], [1.0, 2.0], [2.0, 4.0]]
+
+
+MISMATCHES: dict[str, Any] = {
+    "shapes": lambda rank: tutti.allreduce(torch.ones(2 + rank % 2), name="x"),
+    "data types": lambda rank: tutti.allreduce(torch.ones(2).to((torch.float32, torch.int32)[rank % 2]), name="x"),
+    "operations": lambda rank: (tutti.allgather if rank % 2 else tutti.allreduce)(torch.ones(2), name="x"),
+    "reduce operations": lambda rank: tutti.allreduce(torch.ones(2), ("sum", "max")[rank % 2], name="x"),
+    "scale": lambda rank: tutti.allreduce(torch.ones(2), prescale=1.0 + rank % 2, name="x"),
+    "root ranks": lambda rank: tutti.broadcast(torch.ones(2), rank % 2, name="x"),
+    "dimension": lambda rank: tutti.allgather(torch.ones(2, 2 + rank % 2), name="x"),
+    "a group": lambda rank: tutti.grouped_allreduce([torch.ones(2)] * (1 + rank % 2), name="x"),
+    "unnamed": lambda rank: (tutti.allgather if rank % 2 else tutti.allreduce)(torch.ones(2)),
+}
+
+
+def mismatch(kind: str) -> tuple[str, list[float]]:
+    text = refused(MISMATCHES[kind], tutti.rank())
+    # The job goes on.
+    return text, tutti.allreduce(torch.ones(1), "sum").tolist()
+
+
+@pytest.mark.parametrize("kind", MISMATCHES)
+def test_a_mismatch_is_an_error_on_every_rank_with_both_calls(kind: str) -> None:
+    for text, after in run(3, mismatch, kind=kind):
+        assert text.startswith("MismatchError: Mismatched")
+        assert "Rank 0 called" in text and "rank 1 called" in text
+        assert after == [3.0]
+
+
+def order() -> str:
+    return refused(tutti.allreduce, torch.ones(1), name=f"only on {tutti.rank()}")
+
+
+def test_ranks_that_wait_for_different_names_are_told_so() -> None:
+    for text in run(3, order):
+        assert text.startswith("MismatchError: Ranks wait for different collectives")
+        assert all(f"rank {rank} called allreduce 'only on {rank}'" in text for rank in range(3))
+
+
+def names_in_any_order() -> list[float]:
+    names = [f"tensor {i}" for i in range(20)]
+    if tutti.rank() % 2:
+        names.reverse()
+    handles = {name: tutti.allreduce_async(torch.tensor([float(name[7:])]), "sum", name) for name in names}
+    return [handles[f"tensor {i}"].wait().item() for i in range(20)]
+
+
+def test_names_match_calls_in_any_order() -> None:
+    assert run(3, names_in_any_order) == [[3.0 * i for i in range(20)]] * 3
+
+
+def twice() -> tuple[str, float]:
+    """A name that is used twice is refused by the call itself, and a barrier overtakes the first."""
+    rank = tutti.rank()
+    text = ""
+    if rank == 0:
+        handle = tutti.allreduce_async(torch.ones(1), "sum", "twice")
+        text = refused(tutti.allreduce_async, torch.ones(1), "sum", "twice")
+    tutti.barrier()
+    if rank > 0:
+        handle = tutti.allreduce_async(torch.ones(1), "sum", "twice")
+        text = refused(tutti.allreduce_async, torch.ones(1), "sum", "twice")
+    return text, handle.wait().item()
+
+
+def test_a_name_that_is_pending_is_refused() -> None:
+    for text, total in run(3, twice):
+        assert "same name as another tensor" in text and total == 3.0
+
+
+def sets() -> list[Any]:
+    rank = tutti.rank()
+    even, odd = tutti.add_process_set([0, 2]), tutti.add_process_set([1, 3])
+    mine, other = (odd, even) if rank % 2 else (even, odd)
+    found = [
+        tutti.allreduce(torch.tensor([float(rank)]), "sum", process_set=mine).item(),
+        tutti.allgather_object(rank, process_set=mine),
+        tutti.broadcast_object(f"from {rank}", mine.ranks[1], process_set=mine),
+        refused(tutti.allreduce, torch.ones(1), process_set=other),
+        refused(tutti.add_process_set, [2, 0]),
+        tutti.remove_process_set(odd),
+        tutti.remove_process_set(even),
+        tutti.remove_process_set(even),
+    ]
+    return [*found, refused(tutti.allreduce, torch.ones(1), process_set=mine)]
+
+
+def test_process_sets() -> None:
+    for rank, found in enumerate(run(4, sets)):
+        assert found[:3] == [[2.0, 4.0][rank % 2], [rank % 2, rank % 2 + 2], f"from {rank % 2 + 2}"]
+        assert f"rank {rank} is not in" in found[3] and "duplicate process set" in found[4]
+        assert found[5:8] == [True, True, False] and "is not known" in found[8]
+
+
+def joining() -> list[Any]:
+    rank = tutti.rank()
+    found: list[Any] = [tutti.allreduce(torch.ones(1), "sum", f"batch {i}").item() for i in range(rank)]
+    if rank == 2:
+        found.append(refused(tutti.allreduce, torch.ones(1), "max"))
+        found.append(refused(tutti.allgather, torch.ones(1)))
+    return [*found, tutti.join(), tutti.allreduce(torch.ones(1), "sum").item()]
+
+
+def test_a_rank_that_has_joined_sends_zeros() -> None:
+    zero, one, two = run(3, joining)
+    assert zero == [2, 3.0] and one == [2.0, 2, 3.0]
+    assert two[:2] == [2.0, 1.0] and two[4:] == [2, 3.0]
+    assert "not supported with Join" in two[2] and "not supported with Join" in two[3]
+
+
+def objects() -> list[Any]:
+    rank = tutti.rank()
+    return [tutti.broadcast_object({"rank": rank, 0: [1, 2]}, 1), tutti.allgather_object({"x" * rank: {rank}})]
+
+
+def test_objects() -> None:
+    expected = [{"rank": 1, 0: [1, 2]}, [{"": {0}}, {"x": {1}}, {"xx": {2}}]]
+    assert run(3, objects) == [expected] * 3
+
+
+def sparse() -> list[list[float]]:
+    rows = torch.tensor([[0, tutti.rank() + 1]])
+    mine = torch.sparse_coo_tensor(rows, torch.ones(2, 2), (4, 2))
+    return tutti.allreduce(mine, "average").to_dense()[:, 0].tolist()
+
+
+def test_sparse_tensors() -> None:
+    assert run(2, sparse) == [[1.0, 0.5, 0.5, 0.0]] * 2
+
+
+def switches() -> dict[str, int]:
+    """How often each of the engine's threads has gone to sleep."""
+    found = {}
+    for thread in threading.enumerate():
+        if thread.name in ("tutti-collectives", "tutti-hub"):
+            status = Path(f"/proc/self/task/{thread.native_id}/status").read_text()
+            found[thread.name] = int(status.split("\nvoluntary_ctxt_switches:")[1].split()[0])
+    return found
+
+
+def at_rest() -> tuple[dict[str, int], dict[str, int]]:
+    tutti.barrier()
+    time.sleep(0.3)
+    before = switches()
+    time.sleep(1.0)
+    return before, switches()
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="threads are counted in /proc")
+def test_an_idle_engine_sleeps() -> None:
+    for rank, (before, after) in enumerate(run(2, at_rest)):
+        assert set(before) == ({"tutti-collectives", "tutti-hub"} if rank == 0 else {"tutti-collectives"})
+        assert after == before

@@ -1,0 +1,292 @@
+"""``tutti.horovod.torch`` over real ranks: the optimizer against plain PyTorch, broadcasts, messages, second init."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import tutti
+import tutti.horovod.torch as hvd
+from tests.worlds import run
+
+
+def with_horovod(inside: Any, **given: Any) -> Any:
+    hvd.init()
+    try:
+        return inside(**given)
+    finally:
+        hvd.shutdown()
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def data(size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(1)
+    return torch.randn(size, 5, 4), torch.randn(size, 5, 3)
+
+
+def train(options: dict[str, Any]) -> list[torch.Tensor]:
+    net = model()
+    options = {"compression": getattr(hvd.Compression, options.pop("compression", "none")), **options}
+    passes = options.get("backward_passes_per_step", 1)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9), net.named_parameters(), **options
+    )
+    x, y = data(hvd.size())
+    for _ in range(3):
+        optimizer.zero_grad()
+        for _ in range(passes):
+            nn.functional.mse_loss(net(x[hvd.rank()]), y[hvd.rank()]).backward()
+        optimizer.step()
+    return [p.detach() for p in net.parameters()]
+
+
+def plain(size: int, factor: float) -> list[torch.Tensor]:
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    x, y = data(size)
+    for _ in range(3):
+        optimizer.zero_grad()
+        (factor * sum(nn.functional.mse_loss(net(x[r]), y[r]) for r in range(size))).backward()
+        optimizer.step()
+    return [p.detach() for p in net.parameters()]
+
+
+OPTIONS: list[tuple[dict[str, Any], float, float]] = [
+    ({}, 1 / 3, 1e-6),
+    ({"op": hvd.Sum}, 1.0, 1e-6),
+    ({"gradient_predivide_factor": 2.0}, 1 / 3, 1e-6),
+    ({"backward_passes_per_step": 2}, 2 / 3, 1e-6),
+    ({"num_groups": 2}, 1 / 3, 1e-6),
+    ({"compression": "fp16"}, 1 / 3, 1e-3),
+]
+
+
+@pytest.mark.filterwarnings("ignore:Parameter `num_groups`")
+@pytest.mark.parametrize(("options", "factor", "tolerance"), OPTIONS, ids=lambda value: str(value)[:40])
+def test_the_optimizer_does_what_plain_pytorch_does(options: dict[str, Any], factor: float, tolerance: float) -> None:
+    expected = plain(3, factor)
+    for found in run(3, with_horovod, inside=train, options=options):
+        assert all(torch.allclose(a, b, atol=tolerance) for a, b in zip(found, expected, strict=True))
+
+
+def test_adasum_of_equal_gradients_is_one_rank_s_step() -> None:
+    found = run(2, with_horovod, inside=train_alike)
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(*found, strict=True))
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(found[0], plain(1, 1.0), strict=True))
+
+
+def train_alike() -> list[torch.Tensor]:
+    net = model()
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9), net.named_parameters(), op=hvd.Adasum
+    )
+    x, y = data(1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        nn.functional.mse_loss(net(x[0]), y[0]).backward()
+        optimizer.step()
+    return [p.detach() for p in net.parameters()]
+
+
+def unequal_gradients() -> list[list[float]]:
+    """A parameter that only rank 1 uses, and one that is frozen."""
+    used, sometimes, frozen = (nn.Parameter(torch.ones(1)) for _ in range(3))
+    named = [("used", used), ("sometimes", sometimes), ("frozen", frozen)]
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD([used, sometimes, frozen], lr=1.0, weight_decay=0.5), named_parameters=named
+    )
+    optimizer.zero_grad()
+    frozen.requires_grad_(False)
+    (used + sometimes if hvd.rank() else used).sum().backward()
+    optimizer.step()
+    return [p.tolist() for _, p in named]
+
+
+def test_missing_gradients_are_zeros_and_frozen_parameters_stay() -> None:
+    assert run(2, with_horovod, inside=unequal_gradients) == [[[-0.5], [0.0], [1.0]]] * 2
+
+
+def broadcasts() -> list[Any]:
+    torch.manual_seed(hvd.rank())
+    net = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.1 * (hvd.rank() + 1))
+    if hvd.rank() == 1:
+        net(torch.randn(4, 3)).sum().backward()
+        optimizer.step()
+    hvd.broadcast_parameters(net.state_dict(), root_rank=1)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=1)
+    state = optimizer.state_dict()
+    averages = [entry["exp_avg"].tolist() for entry in state["state"].values()]
+    return [[v.tolist() for v in net.state_dict().values()], averages, state["param_groups"]]
+
+
+def test_model_and_optimizer_are_those_of_the_root() -> None:
+    zero, one, two = run(3, with_horovod, inside=broadcasts)
+    assert zero == one == two and len(one[1]) == 4 and one[2][0]["lr"] == 0.2
+
+
+def messages() -> list[str]:
+    found = []
+    net = model()
+
+    def refused(call: Any, kind: type[Exception]) -> None:
+        with pytest.raises(kind) as caught:
+            call()
+        found.append(str(caught.value))
+
+    refused(lambda: hvd.allreduce(torch.ones(2 + hvd.rank()), name="x"), hvd.HorovodInternalError)
+    handle = hvd.allreduce_async(torch.ones(1), name="y")
+    refused(lambda: hvd.allreduce_async(torch.ones(1), name="y"), ValueError)
+    hvd.synchronize(handle)
+    refused(lambda: hvd.synchronize(handle), ValueError)
+    sgd = torch.optim.SGD(net.parameters(), lr=0.1)
+    refused(lambda: hvd.DistributedOptimizer(sgd, [*net.named_parameters()][:1]), ValueError)
+    refused(lambda: hvd.DistributedOptimizer(sgd, [("a", p) for p in net.parameters()]), ValueError)
+    refused(lambda: hvd.broadcast_optimizer_state(torch.optim.LBFGS(net.parameters()), 0), ValueError)
+    refused(lambda: hvd.alltoall(torch.ones(3)), ValueError)
+    optimizer = hvd.DistributedOptimizer(sgd, net.named_parameters())
+    net(torch.ones(1, 4)).sum().backward()
+    refused(optimizer.zero_grad, AssertionError)
+    optimizer.synchronize()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer.step()
+    hvd.shutdown()
+    refused(hvd.rank, ValueError)
+    return [*found, str(caught[0].message)]
+
+
+MESSAGES = [
+    "Mismatched ALLREDUCE tensor shapes: One rank sent a tensor of shape [2]",
+    "Requested to allreduce, allgather, or broadcast a tensor with the same name as another tensor",
+    "was not created or has been cleared",
+    "named_parameters was specified, but one or more model parameters were not named.",
+    "Parameter names in named_parameters must be unique. Found duplicates: a",
+    "cannot broadcast torch.optim.LBFGS state",
+    "splits not provided, but first dimension of tensor is not an even multiple of the number of workers",
+    "optimizer.zero_grad() was called after loss.backward() but before",
+    "Horovod has not been initialized; use hvd.init().",
+    "optimizer.step() called without optimizer.skip_synchronize()",
+]
+
+
+def test_messages_are_horovod_s() -> None:
+    for found in run(2, with_horovod, inside=messages):
+        assert len(found) == len(MESSAGES)
+        assert [text for text, start in zip(found, MESSAGES, strict=True) if start not in text] == []
+
+
+def shut_down_elsewhere() -> str:
+    hvd.init()
+    if hvd.rank() == 0:
+        hvd.shutdown()
+        text = ""
+    else:
+        with pytest.raises(hvd.HorovodInternalError) as caught:
+            hvd.allreduce(torch.ones(1), name="alone")
+        text = str(caught.value)
+        hvd.shutdown()
+    # A handle is pending; a process set is left over.
+    hvd.init(process_sets=[[0]])
+    hvd.allreduce_async(torch.ones(1), name="never everywhere" if hvd.rank() == 0 else "other")
+    hvd.shutdown()
+    hvd.init()
+    assert hvd.add_process_set([0]).process_set_id == 1
+    assert hvd.allreduce(torch.ones(1), op=hvd.Sum, name="alone").item() == hvd.size()
+    hvd.shutdown()
+    return text
+
+
+def test_shutdown_and_init_again() -> None:
+    zero, one = run(2, shut_down_elsewhere)
+    assert zero == "" and "Horovod has been shut down" in one
+
+
+def batch_norm() -> list[Any]:
+    torch.manual_seed(0)
+    x = torch.randn(hvd.size(), 5, 4, 2) * 3 + 100
+    whole, own = nn.BatchNorm1d(4), hvd.SyncBatchNorm(4)
+    a, b = x.clone().requires_grad_(), x[hvd.rank()].clone().requires_grad_()
+    expected = whole(a.view(-1, 4, 2)).view_as(a)
+    found = own(b)
+    (expected**3).sum().backward()
+    (found**3).sum().backward()
+    weight = hvd.allreduce(own.weight.grad, op=hvd.Sum)
+    return [
+        torch.allclose(found, expected[hvd.rank()], atol=1e-5),
+        torch.allclose(own.running_mean, whole.running_mean),
+        torch.allclose(own.running_var, whole.running_var),
+        torch.allclose(b.grad, a.grad[hvd.rank()], atol=1e-3),
+        torch.allclose(weight, whole.weight.grad, rtol=1e-4),
+    ]
+
+
+def test_synchronised_batch_norm_is_that_of_the_whole_batch() -> None:
+    assert run(3, with_horovod, inside=batch_norm) == [[True] * 5] * 3
+
+
+def timeline(path: str) -> None:
+    hvd.start_timeline(path, mark_cycles=True)
+    hvd.allreduce(torch.ones(2), name="loss")
+    hvd.stop_timeline()
+    hvd.allreduce(torch.ones(2), name="after")
+
+
+def test_the_timeline_is_a_chrome_trace(tmp_path: Path) -> None:
+    run(2, with_horovod, inside=timeline, path=str(tmp_path / "trace.json"))
+    events = json.loads((tmp_path / "trace.json").read_text())
+    names = [event["args"]["name"] for event in events if event["ph"] == "M" and "name" in event["args"]]
+    assert names == ["allreduce.loss"]
+    assert {"NEGOTIATE_ALLREDUCE", "ALLREDUCE", "CYCLE_START"} <= {event["name"] for event in events}
+
+
+def steady_state() -> list[int]:
+    """Messages to the coordinator in one step of 40 tensors, once the cache knows the buckets."""
+    net = nn.Sequential(*[nn.Linear(3, 3) for _ in range(20)])
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), net.named_parameters())
+    from tutti.comm.collective_engine import engine
+
+    sent: list[Any] = []
+    kept = engine().send
+
+    def counting(message: list[Any]) -> None:
+        sent.append(message)
+        kept(message)
+
+    for step in range(3):
+        if step == 2:
+            engine().send = counting  # type: ignore[method-assign]
+        optimizer.zero_grad()
+        net(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+    del engine().send
+    return [len(sent), len(json.dumps(sent))]
+
+
+def test_a_step_in_the_steady_state_is_one_small_message() -> None:
+    for messages, size in run(2, with_horovod, inside=steady_state):
+        assert messages == 1 and size < 30
+
+
+def queries() -> list[Any]:
+    hvd.init()
+    whole = hvd.global_process_set
+    found = [hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), hvd.cross_size(), hvd.is_homogeneous()]
+    found += [whole.process_set_id, whole.ranks, whole.rank(), hvd.mpi_enabled(), hvd.gloo_built()]
+    hvd.shutdown()
+    return [*found, hvd.is_initialized(), tutti.is_initialized()]
+
+
+def test_queries() -> None:
+    for rank, found in enumerate(run(2, queries)):
+        assert found == [rank, 2, rank, 2, 1, True, 0, [0, 1], rank, False, True, False, True]

@@ -1,0 +1,69 @@
+"""Unedited scripts: ``import horovod`` is served by command, module and call; frameworks that are not get a reason."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.architecture.sources import ROOT
+
+SCRIPT = """
+import sys
+import horovod.torch as hvd
+from horovod.torch.mpi_ops import synchronize
+from horovod.common.exceptions import HorovodInternalError
+import torch
+hvd.init()
+total = synchronize(hvd.allreduce_async(torch.ones(1), op=hvd.Sum, name="x"))
+if hvd.rank() == 0:
+    print("total", total.item(), sys.argv[1:], issubclass(HorovodInternalError, RuntimeError), flush=True)
+"""
+
+
+def python(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}"}
+    return subprocess.run(
+        [sys.executable, *words], cwd=folder, env=environment, capture_output=True, text=True, timeout=200
+    )
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("-m", "tutti.horovod", "script.py", "--epochs", "3"),
+        ("-m", "tutti", "run", "--horovod", "-np", "2", "script.py", "--epochs", "3"),
+    ],
+    ids=["module", "command"],
+)
+def test_a_script_runs_as_it_is(tmp_path: Path, words: tuple[str, ...]) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    done = python(tmp_path, *words)
+    ranks = 2.0 if "run" in words else 1.0
+    assert f"total {ranks} ['--epochs', '3'] True" in done.stdout, done.stderr
+
+
+def test_other_frameworks_get_a_reason_and_a_real_horovod_wins(tmp_path: Path) -> None:
+    code = """
+        import tutti.horovod
+        assert tutti.horovod.install()
+        for name in ("horovod.tensorflow.keras", "horovod.keras"):
+            try:
+                __import__(name)
+            except ImportError as error:
+                assert "horovod.torch" in str(error) and "DistributedOptimizer" in str(error)
+            else:
+                raise AssertionError(name)
+        print("refused")
+    """
+    done = python(tmp_path, "-c", "\n".join(line[8:] for line in code.splitlines()))
+    assert done.stdout == "refused\n", done.stderr
+    (tmp_path / "horovod").mkdir()
+    (tmp_path / "horovod" / "__init__.py").write_text("real = True")
+    code = "import tutti.horovod; print(tutti.horovod.install()); import horovod; print(horovod.real)"
+    assert python(tmp_path, "-c", code).stdout == "False\nTrue\n"
+    code = "import tutti.horovod; print(tutti.horovod.install(replace=True)); import horovod.torch as h; print(h.Sum)"
+    assert python(tmp_path, "-c", code).stdout == "True\nsum\n"
