@@ -21,6 +21,7 @@ SAFETY_NET = 200
 TRAINING, EPOCHS, TOLERANCE = 1536, 5, 1e-5
 LAUNCHERS = {
     "tutti run": ["-m", "tutti", "run", "-np"],
+    "tutti run --horovod": ["-m", "tutti", "run", "--horovod", "-np"],
     "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"],
 }
 STOPPED = """
@@ -127,7 +128,19 @@ def test_accelerate_before_ends_alike(ranks: int, tmp_path: Path) -> None:
     assert (before[-1].loss, before[-1].samples) == (pytest.approx(stated("accelerate"), abs=TOLERANCE), 261)
 
 
-@pytest.mark.parametrize("kind", ["ddp", "accelerate"])
+def test_horovod_before_and_after_end_alike(tmp_path: Path) -> None:
+    before = str(SCRIPTS / "horovod_before.py"), "--order", orders(tmp_path), "--checkpoint"
+    after = told(tmp_path, "tutti run", 2, str(SCRIPTS / "horovod_after.py"))
+    even = told(tmp_path, "tutti run --horovod", 2, *before, "2.pt")
+    odd = told(tmp_path, "tutti run --horovod", 3, *before, "3.pt", "--epochs", "2")
+    assert after[-1].loss == pytest.approx(stated("horovod"), abs=TOLERANCE)
+    assert losses(even) == pytest.approx(losses(after), abs=TOLERANCE)
+    # Continued from its checkpoint by Horovod's idiom: rank 0 loads it and broadcasts the state.
+    odd += told(tmp_path, "tutti run --horovod", 3, *before, "3.pt")
+    assert losses(odd) == pytest.approx(losses(after), abs=TOLERANCE)
+
+
+@pytest.mark.parametrize("kind", ["ddp", "accelerate", "horovod"])
 def test_the_page_shows_the_difference_as_it_is(kind: str) -> None:
     names = f"{kind}_before.py", f"{kind}_after.py"
     texts = [(SCRIPTS / name).read_text(encoding="utf-8").splitlines() for name in names]
