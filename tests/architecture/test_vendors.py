@@ -19,6 +19,7 @@ VENDOR = re.compile(r"cuda|nccl|rocm|rccl|(?<![a-z])(?:hip|xpu|mps|hpu)(?![a-z])
 
 ALLOWED = {
     *("nccl_built", "cuda_built", "rocm_built"),  # names of Horovod's interface
+    "--num-nccl-streams",  # a flag of horovodrun
     "max-autotune-no-cudagraphs",  # a mode of torch.compile, as the user types it
     "take default or max-autotune-no-cudagraphs",
 }

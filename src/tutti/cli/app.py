@@ -24,6 +24,7 @@ from tutti.cli.workload_command import workload
 from tutti.config.variables import check_variables
 from tutti.distribution import VERSION
 from tutti.errors import ExitCode, TuttiError
+from tutti.horovod.run_flags import translate_flags
 from tutti.launcher.encoding import replace_unencodable
 
 
@@ -71,7 +72,8 @@ def main(tokens: Sequence[str] | None = None) -> int:
 
 def _run(tokens: Sequence[str] | None) -> int:
     try:
-        words = bare_options(end_options(list(sys.argv[1:] if tokens is None else tokens)))
+        given = translate_flags(list(sys.argv[1:] if tokens is None else tokens), os.environ)
+        words = bare_options(end_options(given))
         app = build_app()
         command, bound, _ = app.parse_args(words, print_error=False, exit_on_error=False)
         # Help, --version and doctor must work in spite of a mistyped variable.

@@ -1,0 +1,137 @@
+"""Translate the flags of ``horovodrun`` into those of ``tutti run --horovod``. No torch."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import MutableMapping
+from pathlib import Path
+
+from tutti.errors import UsageError
+
+_RENAMED = {"--start-timeout": "--timeout", "--output-filename": "--logs", "--num-proc": "-np", "--host": "-H"}
+_KEPT = frozenset(("-np", "-H", "--hosts", "--devices", "--logs", "--timeout", "--max-restarts", "--step-timeout"))
+"""Flags of ``tutti run`` with a value."""
+
+_VARIABLES = {
+    "--cache-capacity": "HOROVOD_CACHE_CAPACITY",
+    "--timeline-filename": "HOROVOD_TIMELINE",
+    "--stall-check-warning-time-seconds": "HOROVOD_STALL_CHECK_TIME_SECONDS",
+    "--stall-check-shutdown-time-seconds": "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS",
+    "--network-interface": "GLOO_SOCKET_IFNAME",
+    "--network-interfaces": "GLOO_SOCKET_IFNAME",
+    "--fusion-threshold-mb": "HOROVOD_FUSION_THRESHOLD",
+}
+_SWITCHES = {
+    "--timeline-mark-cycles": "HOROVOD_TIMELINE_MARK_CYCLES",
+    "--no-stall-check": "HOROVOD_STALL_CHECK_DISABLE",
+}
+_IDLE = frozenset(
+    (
+        *("--gloo", "--mpi", "--jsrun", "--tcp", "--verbose", "--disable-cache", "--prefix-output-with-timestamp"),
+        *("--hierarchical-allreduce", "--no-hierarchical-allreduce", "--hierarchical-allgather"),
+        *("--no-hierarchical-allgather", "--log-hide-timestamp", "--no-log-hide-timestamp", "--autotune"),
+        *("--no-autotune", "--no-timeline-mark-cycles", "--stall-check", "--no-torus-allreduce", "--torus-allreduce"),
+    )
+)
+_IDLE_WITH_VALUE = frozenset(
+    (
+        *("--mpi-args", "--binding-args", "--num-nccl-streams", "--thread-affinity", "--cycle-time-ms", "--log-level"),
+        *("--gloo-timeout-seconds", "--mpi-threads-disable", "--ccl-bgt-affinity", "--autotune-log-file"),
+        *("--autotune-warmup-samples", "--autotune-steps-per-sample", "--autotune-bayes-opt-max-samples"),
+        *("--autotune-gaussian-process-noise",),
+    )
+)
+_REFUSED = {
+    **dict.fromkeys(
+        ("--min-np", "--max-np", "--min-num-proc", "--max-num-proc", "--host-discovery-script", "--reset-limit"),
+        "elastic training is not served",
+    ),
+    **dict.fromkeys(
+        ("-p", "--ssh-port", "-i", "--ssh-identity-file"), "ssh reads the port and the key of a host in ~/.ssh/config"
+    ),
+    "--config-file": "give the options as flags",
+    "-cb": "write tutti doctor",
+    "--check-build": "write tutti doctor",
+}
+
+
+def translate_flags(words: list[str], environ: MutableMapping[str, str]) -> list[str]:
+    """Return the words of ``tutti run`` for those of ``horovodrun``; set variables; name flags without effect once.
+
+    Does nothing unless the words begin with ``run`` and ``--horovod`` stands before the script.
+
+    Args:
+        words: the command line, without the name of the program.
+        environ: receives variables that the flags stand for.
+
+    Raises:
+        UsageError: a flag that would matter is not served, or lacks its value.
+
+    >>> translate_flags(["run", "--horovod", "-np", "2", "--start-timeout", "9", "python", "train.py", "--mpi"], {})
+    ['run', '--horovod', '-np', '2', '--timeout', '9', 'train.py', '--mpi']
+    """
+    if words[:1] != ["run"] or "--horovod" not in words:
+        return words
+    made, idle, variables, rest = ["run"], [], {}, words[1:]
+    while rest and rest[0].startswith("-") and rest[0] != "--":
+        word, *rest = rest
+        flag, equals, value = word.partition("=")
+        flag = flag if flag.startswith("--no_") or "_" not in flag else flag.replace("_", "-")
+
+        def taken(flag: str = flag, equals: str = equals, value: str = value, rest: list[str] = rest) -> str:
+            if not equals and not rest:
+                raise UsageError(f"{flag} needs a value", remedy="see tutti run --help")
+            return value if equals else rest.pop(0)
+
+        if flag in _REFUSED:
+            raise UsageError(f"{flag} is not served", why=_REFUSED[flag], remedy="leave it out")
+        if flag == "--hostfile" or flag == "-hostfile":
+            made += ["-H", _hosts(Path(taken()))]
+        elif flag in _RENAMED or flag in _KEPT:
+            made += [_RENAMED.get(flag, flag), taken()]
+        elif flag in _VARIABLES:
+            variables[_VARIABLES[flag]] = taken()
+        elif flag in _SWITCHES:
+            variables[_SWITCHES[flag]] = "1"
+        elif flag in _IDLE_WITH_VALUE:
+            taken()
+            idle.append(flag)
+        elif flag in _IDLE:
+            idle.append(flag)
+        else:
+            made.append(word)
+    if "--horovod" not in made:
+        return words
+    if rest[:1] == ["--"]:
+        rest = rest[1:]
+    if rest and Path(rest[0]).name in ("python", "python3"):
+        rest = rest[1:]
+    if "-H" in made and variables:
+        raise UsageError(
+            f"{', '.join(variables)} cannot be given as a flag with -H", remedy="set the variable on every host"
+        )
+    if "HOROVOD_FUSION_THRESHOLD" in variables:
+        variables["HOROVOD_FUSION_THRESHOLD"] = _bytes(variables["HOROVOD_FUSION_THRESHOLD"])
+    environ.update(variables)
+    if idle:
+        print(f"tutti: without effect: {', '.join(dict.fromkeys(idle))}", file=sys.stderr)
+    return [*made, *rest]
+
+
+def _bytes(megabytes: str) -> str:
+    if not megabytes.isdecimal():
+        raise UsageError(f"--fusion-threshold-mb is '{megabytes}'", remedy="give a whole number of MB")
+    return str(int(megabytes) << 20)
+
+
+def _hosts(path: Path) -> str:
+    """Return the hosts of a file with lines ``HOST slots=N`` as a value of ``-H``."""
+    try:
+        lines = [line.split("#")[0].split() for line in path.read_text(encoding="utf-8").splitlines()]
+    except OSError as error:
+        raise UsageError(f"cannot read the host file {path}", why=error.strerror) from error
+    hosts = []
+    for line in filter(None, lines):
+        slots = next((word.partition("=")[2] for word in line[1:] if word.startswith("slots=")), "1")
+        hosts.append(f"{line[0]}:{slots}")
+    return ",".join(hosts)

@@ -1,0 +1,49 @@
+"""Flags of horovodrun: translated, named where they have no effect, refused where they would matter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tutti.errors import UsageError
+from tutti.horovod.run_flags import translate_flags
+
+
+def test_a_whole_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "hosts").write_text("one slots=2\n# comment\ntwo slots=4\n")
+    words = ["run", "--horovod", "--num-proc=6", "--hostfile", str(tmp_path / "hosts"), "--mpi", "--cycle-time-ms", "5"]
+    found = translate_flags([*words, "python3", "train.py", "--gloo", "-p", "1"], {})
+    assert found == ["run", "--horovod", "-np", "6", "-H", "one:2,two:4", "train.py", "--gloo", "-p", "1"]
+    assert capsys.readouterr().err == "tutti: without effect: --mpi, --cycle-time-ms\n"
+
+
+def test_flags_that_stand_for_variables() -> None:
+    environ: dict[str, str] = {}
+    words = ["run", "--horovod", "--fusion-threshold-mb", "2", "--no-stall-check", "--timeline-filename=t.json", "x.py"]
+    assert translate_flags(words, environ) == ["run", "--horovod", "x.py"]
+    assert environ == {
+        "HOROVOD_FUSION_THRESHOLD": str(2 << 20),
+        "HOROVOD_STALL_CHECK_DISABLE": "1",
+        "HOROVOD_TIMELINE": "t.json",
+    }
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--min-np", "2"], "elastic"),
+        (["--ssh-port", "22"], "ssh/config"),
+        (["--fusion-threshold-mb", "x"], "whole number"),
+        (["--timeline-filename"], "needs a value"),
+        (["-H", "a:1", "--no-stall-check"], "every host"),
+    ],
+)
+def test_what_would_matter_is_refused(words: list[str], text: str) -> None:
+    with pytest.raises(UsageError, match=text):
+        translate_flags(["run", "--horovod", *words], {})
+
+
+def test_other_commands_are_left_alone() -> None:
+    for words in (["train", "digits", "--horovod"], ["run", "--start-timeout", "3", "x.py", "--horovod", "--mpi"]):
+        assert translate_flags(words, {}) == words
