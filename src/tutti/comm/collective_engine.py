@@ -37,7 +37,7 @@ DUPLICATE = (
     "Requested to allreduce, allgather, or broadcast a tensor with the same name as another tensor that is currently "
     "being processed.  If you want to request another tensor, use a different tensor name."
 )
-_SETTLE = 0.1
+SETTLE = 0.1
 """Seconds for which a completed call that nobody has waited for keeps its name."""
 _PATIENCE = 2.0
 """Seconds after which a waiting rank tells the coordinator so."""
@@ -230,7 +230,7 @@ class CollectiveSession:
         """Whether a call that was never waited for has given its name free."""
         if not before.finished.is_set():
             return False
-        return self.turn > before.turn or time.perf_counter() - before.completed > _SETTLE
+        return self.turn > before.turn or time.perf_counter() - before.completed > SETTLE
 
     # --- in the engine's thread ------------------------------------------------------------------------------------
 
