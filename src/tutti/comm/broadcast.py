@@ -16,7 +16,8 @@ _MESSAGE_BYTES = 64 << 20
 def broadcast_tensors(comm: Communicator, tensors: Sequence[Tensor], name: str) -> None:
     """Broadcast ``tensors`` in place from the first rank.
 
-    Neighbours of equal dtype travel together; a message is closed as soon as it has 64 MiB.
+    Tensors may be on several devices: FSDP2 moves parameters itself, later than buffers are moved. Neighbours of equal
+    dtype travel together; a message is closed as soon as it has 64 MiB.
 
     Args:
         comm: the ranks.
@@ -30,7 +31,7 @@ def broadcast_tensors(comm: Communicator, tensors: Sequence[Tensor], name: str) 
         return
     for dtype, same in groupby(tensors, key=lambda t: t.dtype):
         for message in _messages(list(same)):
-            flat = torch.cat([t.reshape(-1) for t in message]).to(comm.device)
+            flat = torch.cat([t.reshape(-1).to(comm.device) for t in message])
             comm.broadcast(flat, 0, f"{name}, {dtype}")
             for tensor, part in zip(message, flat.split([t.numel() for t in message]), strict=True):
                 tensor.copy_(part.view_as(tensor))
