@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from tests.forkserver import run
+from tests.simulated_accelerator import build
 from tutti.config.train_config import TrainConfig
 from tutti.planning import dry_run as command_line
 from tutti.planning.dry_run import _notes
@@ -147,3 +149,17 @@ def test_bytes_are_counted_while_they_are_there() -> None:
         assert tracker.now == 8000
         second.add_(1)
     assert (tracker.peak, parse_bytes("1.5KiB", "")) == (16000, 1536)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("device", "strategy"), [("cpu", "mirrored"), ("simgpu", "pipeline")])
+def test_a_dry_run_on_a_machine_with_an_accelerator(device: str, strategy: str, tmp_path: Path) -> None:
+    """The launcher runs no backward of its own: autograd would start the device's threads, and could not fork."""
+    build.require()
+    words = ["train", "digits", "--dry-run", "--devices", "2", "--device", device, "--strategy", strategy]
+    environ = {**os.environ, **build.environment(2)}
+    done = subprocess.run(
+        [sys.executable, "-m", "tutti", *words], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(figures(done.stdout)["total"]) == 4

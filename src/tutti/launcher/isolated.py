@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any, TypeVar
+
+from tutti.errors import TuttiError
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -73,3 +81,44 @@ def run_module(
     path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
     command = [sys.executable, "-P", "-m", module, *arguments]
     return run_isolated(command, timeout, {**(os.environ if environ is None else environ), "PYTHONPATH": path})
+
+
+def call_forked(function: Callable[..., T], *arguments: Any) -> T:
+    """Call ``function(*arguments)`` in a forked process, and return its result or raise its exception.
+
+    A process that has run a backward on a machine with an accelerator must not fork any more: autograd has started a
+    thread for each device. So a launcher that needs a backward runs it here.
+
+    Args:
+        function: what to call; result and exception are pickled.
+        arguments: need no pickling, because the process is a copy of this one.
+
+    Raises:
+        TuttiError: the process was killed.
+    """
+    here, there = multiprocessing.Pipe(duplex=False)
+    process = multiprocessing.get_context("fork").Process(
+        target=_answer, args=(there, function, arguments), daemon=True
+    )
+    process.start()
+    there.close()
+    try:
+        result, error = here.recv()
+    except EOFError:
+        process.join()
+        ended = Ended(process.exitcode or 0, "", "")
+        raise TuttiError("a process that tutti started to compute something ended", why=ended.complaint) from None
+    process.join()
+    if error is not None:
+        raise error
+    answer: T = result
+    return answer
+
+
+def _answer(pipe: Connection, function: Callable[..., Any], arguments: Sequence[Any]) -> None:
+    try:
+        answer: tuple[Any, Exception | None] = function(*arguments), None
+    except Exception as error:
+        error.add_note(traceback.format_exc())
+        answer = None, error
+    pipe.send(answer)

@@ -14,6 +14,7 @@ from tutti import parallel
 from tutti.config.train_config import TrainConfig
 from tutti.doctor.finding import format_bytes
 from tutti.errors import ExitCode, UsageError
+from tutti.launcher import isolated
 from tutti.launcher.devices import count_accelerators
 from tutti.launcher.launch import launch
 
@@ -46,7 +47,7 @@ def dry_run(task: str, config: TrainConfig, memory: str | None, preload: Sequenc
     from tutti.planning import memory_plan as planned
 
     room = _room(config, memory)
-    found = planned.model_facts(task, config)
+    found = isolated.call_forked(planned.model_facts, task, config)
     print(f"{found.parameters:,} parameters · {config.strategy} · {config.devices} devices of {format_bytes(room)}")
     for text in _notes(config, known=found.activations is not None):
         print(text)
@@ -97,7 +98,7 @@ def _of_stages(
     from tutti.planning import memory_plan as planned
     from tutti.planning import pipeline_memory
 
-    ahead = pipeline_memory.observe_stages(task, config, _seconds(task, config, preload))
+    ahead = isolated.call_forked(pipeline_memory.observe_stages, task, config, _seconds(task, config, preload))
     plans = pipeline_memory.plan_stage_memory(found, ahead, config)
     other = None
     if max(plan.total for plan in plans) > room:
@@ -175,7 +176,6 @@ def _notes(config: TrainConfig, known: bool) -> list[str]:
 
 def _room(config: TrainConfig, memory: str | None) -> int:
     """Return the bytes of a device: as given, else of the smallest GPU, else a process's share of this node."""
-    from tutti.launcher import isolated
     from tutti.workload.tensor_memory import parse_bytes, room
 
     if memory is not None:
