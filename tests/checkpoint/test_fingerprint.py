@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import hashlib
 
+import pytest
 import torch
 from torch import Tensor
 
-from tutti.checkpoint.fingerprint import weights_sha256
+from tests import worlds
+from tests.simulated_accelerator.build import DEVICE
+from tutti.checkpoint.fingerprint import tensor_digest, weights_sha256
 
 TENSORS = {
     "b.weight": torch.tensor([[1.0, -2.0], [0.5, 3.0]]),
@@ -64,3 +67,18 @@ def test_everything_else_matters() -> None:
 def test_zeros_of_either_sign_and_nans_are_bits() -> None:
     assert weights_sha256({"w": torch.tensor([0.0])}) != weights_sha256({"w": torch.tensor([-0.0])})
     assert weights_sha256({"w": torch.tensor([torch.nan])}) == weights_sha256({"w": torch.tensor([torch.nan])})
+
+
+def peak_of_a_digest() -> tuple[bool, int]:
+    device = torch.device(DEVICE, 0)
+    small = torch.arange(5.0, device=device)
+    torch.accelerator.reset_peak_memory_stats(device)
+    digest = tensor_digest(small)
+    return bool(digest.cpu() == tensor_digest(small.cpu())), torch.accelerator.max_memory_allocated(device)
+
+
+@pytest.mark.timeout(600)
+def test_a_small_tensor_takes_little_memory_on_an_accelerator() -> None:
+    """Its blocks are 128 MiB, for large tensors alone."""
+    [(equal, peak)] = worlds.run_on(DEVICE, 1, peak_of_a_digest)
+    assert equal and peak < 1 << 20

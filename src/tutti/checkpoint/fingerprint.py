@@ -46,7 +46,7 @@ def tensor_digest(tensor: Tensor) -> Tensor:
     if whole < len(data):
         words.append(torch.cat([data[whole:], data.new_zeros(8 - len(data) + whole)]).view(torch.int64))
     # Blocks that stay in a CPU's cache; an accelerator gets larger blocks, which means fewer kernel launches.
-    most = _WORDS if tensor.device.type == "cpu" else _WORDS << 8
+    most = min(-(-len(data) // 8), _WORDS if tensor.device.type == "cpu" else _WORDS << 8)
     places = torch.arange(1, most + 1, device=tensor.device) * _GOLDEN
     begin = 0
     for piece in (piece for run in words for piece in run.split(most)):
