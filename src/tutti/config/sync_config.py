@@ -119,15 +119,6 @@ class SplitConfig(RowsConfig, AllReduceConfig):
 class CentralConfig(StrategyOptions):
     """One copy of parameters and optimizer state a node; there are no options."""
 
-    def check(self, shape: Mapping[str, int], accelerated: bool, compiled: bool) -> None:
-        """Raise UsageError if devices are GPUs."""
-        if accelerated:
-            raise UsageError(
-                "central_storage is for CPUs, and this run's devices are GPUs",
-                why="the parameters that a device computes with are the ones in the host's memory",
-                remedy="take --strategy mirrored, or --device cpu",
-            )
-
 
 @dataclass(frozen=True, kw_only=True)
 class LocalSGDConfig(StrategyOptions):

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import tutti
 from tests import worlds
+from tests.simulated_accelerator.build import DEVICE
 from tutti.comm import shared_memory as segments
 from tutti.comm.partition import owners
 from tutti.parallel.central_storage import central_storage
@@ -64,6 +65,7 @@ def once() -> tuple[set[str], set[str], int, list[str]]:
     )
 
 
+@pytest.mark.skipif(worlds.DEVICE != "cpu", reason="writes into the shared memory through parameters, as CPUs can")
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_every_tensor_has_one_owner_one_state_and_one_place(size: int) -> None:
     answers = worlds.run(size, once)
@@ -165,3 +167,87 @@ def test_a_custom_loop_with_its_optimizer_and_scheduler() -> None:
     assert rates == [0.02, 0.01]
     for digest, own in worlds.run(3, given):
         assert (digest, own) == (want, rates)
+
+
+def placed() -> dict[str, Any]:
+    """Where parameters, optimizer state and average are, and the model after training, saving and loading."""
+    run = prepare(ema="0.9", clip=0.5)
+    train(run)
+    exchange, average = run.exchange, run.average
+    assert isinstance(exchange, CentralStorageSync) and isinstance(average, CentralAverage)
+    states = [
+        tensor for optimizer in exchange.optimizers for state in optimizer.state.values() for tensor in state.values()
+    ]
+    weights = {name: tensor.clone() for name, tensor in run.state().items()}
+    run.model.load_state_dict({name: torch.ones_like(tensor) for name, tensor in weights.items()})
+    loaded = {float(tensor.min()) for tensor in run.state().values()}
+    run.model.load_state_dict(weights)
+    return {
+        "parameters": {p.device.type for p in run.model.parameters()},
+        "state": {tensor.device.type for tensor in states},
+        "average": {tensor.device.type for tensor in average.state()["ema"].values()},
+        "loaded": loaded,
+        "after": train(run),
+    }
+
+
+def clipped_by_hand() -> str:
+    """A custom training loop, which reads and edits ``.grad`` on the device, and reads it after the update."""
+    own = model()
+    optimizer = torch.optim.AdamW(own.parameters(), lr=0.01)
+    run = tutti.prepare(own, optimizer, data(), strategy="central_storage", workers=4, batch_size=16)
+    for batch in run.microbatches(0):
+        run.backward(loss(own, batch))
+        torch.nn.utils.clip_grad_norm_(own.parameters(), 0.1)
+        optimizer.step()
+        assert all(p.grad is None or p.grad.device == p.device for p in own.parameters())
+        optimizer.zero_grad()
+    return run.weights_sha256()
+
+
+def closes() -> str:
+    own = model()
+    try:
+        tutti.prepare(
+            own, torch.optim.LBFGS(p for p in own.parameters() if p.requires_grad), data(), loss,
+            strategy="central_storage", batch_size=16,
+        )  # fmt: skip
+    except tutti.errors.UsageError as error:
+        return str(error)
+    return ""
+
+
+def written() -> list[str]:
+    """What happens to a write of the script: of one rank it is kept, of several refused."""
+    run = prepare()
+    train(run, 1)
+    with torch.no_grad():
+        for parameter in run.model.parameters():
+            parameter.mul_(0.5)
+    try:
+        return [train(run, 1)]
+    except tutti.errors.UsageError as error:
+        return [str(error).partition("parameter")[0]]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("size", [1, 3])
+def test_an_accelerator_computes_and_the_host_updates(size: int) -> None:
+    there, here = worlds.run_on(DEVICE, size, placed), worlds.run_on("cpu", size, placed)
+    for one, other in zip(there, here, strict=True):
+        assert one["parameters"] == {DEVICE} and one["state"] | one["average"] == {"cpu"}
+        assert one["loaded"] == other["loaded"] == {1.0} and one["after"] == other["after"]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("function", [clipped_by_hand, written])
+def test_a_custom_loop_and_a_write_do_on_an_accelerator_what_they_do_on_a_cpu(size: int, function: Any) -> None:
+    there, here = worlds.run_on(DEVICE, size, function), worlds.run_on("cpu", size, function)
+    assert there == here and len(set(map(str, there))) == 1
+
+
+@pytest.mark.timeout(600)
+def test_an_optimizer_that_calls_a_closure_is_refused_on_accelerators() -> None:
+    [said] = worlds.run_on(DEVICE, 1, closes)
+    assert "LBFGS needs a closure" in said

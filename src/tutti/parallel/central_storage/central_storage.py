@@ -4,15 +4,20 @@ The parameters of every process are views of one block of shared memory. Each ra
 it sums their gradients, keeps their optimizer state and writes them. Memory a node: parameters and optimizer state
 once, gradients once a rank. Three barriers a step; the last one follows all writes, so that no rank reads a partly
 updated parameter. Sharded optimizer state: Rajbhandari et al. 2020, arXiv 1910.02054, §5.1.
+
+On accelerators each rank computes with a copy on its device: gradients are copied to shared memory, the owners update
+the parameters on the host, and every rank copies them back (``HostParameters``). The device needs memory for the
+parameters and for the gradients of backward, and none for optimizer state and average.
 """
 
 from __future__ import annotations
 
 import socket
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tutti.checkpoint.state_shards import load_optimizer, mine_of, optimizer_tensors, read_local
@@ -21,12 +26,15 @@ from tutti.comm.partition import owners
 from tutti.comm.shared_memory import SharedMemorySegment, attach
 from tutti.config.averaging import Averaging
 from tutti.config.sync_config import AllReduceConfig, CentralConfig
+from tutti.device import is_accelerator
 from tutti.errors import UsageError
 from tutti.launcher.malloc_tuning import give_back
 from tutti.nn.swap import buffers
+from tutti.optim.mixing import needs_closure
+from tutti.parallel.central_storage.host_parameters import HostParameters
 from tutti.parallel.ddp.allreduce import AllReduceSync, culprits
-from tutti.parallel.ddp.reducers import Named, OverlappedReducer, Reducer, TreeReducer
-from tutti.parallel.ddp.shared_memory_reducer import attach_shared
+from tutti.parallel.ddp.reducers import Named, OverlappedReducer, Reducer, TreeReducer, scale_all
+from tutti.parallel.ddp.shared_memory_reducer import SharedReducer, attach_shared
 from tutti.parallel.ddp.sync_module_states import agree_on_state
 from tutti.parallel.ddp.write_guard import WriteGuard
 from tutti.parallel.parameter_average import ParameterAverage, wide_type
@@ -55,11 +63,20 @@ class CentralStorageSync(AllReduceSync):
             "all ranks compute from one copy of the parameters, and each of them has made the script's change to it"
         )
         self._custom = False
+        self._received: dict[nn.Parameter, Tensor] | None = None
 
     def attach(self, replica: ReplicaRunner, make_optimizer: OptimizerFactory) -> GradientReadyHook:
         """As ``AllReduceSync.attach``. Raises UsageError where the ranks cannot share memory."""
-        grad_hook = super().attach(replica, lambda named: make_optimizer(self._owned))
-        self._guard.note(self._owned)
+
+        def make(named: Named) -> Optimizer | None:
+            with self._updating():
+                made = make_optimizer(self._owned)
+            if made is not None and self._host is not None:
+                _state_to_host(made)
+            return made
+
+        grad_hook = super().attach(replica, make)
+        self._guard.note(self._guarded)
         return grad_hook
 
     def reduce_gradients(self, step_context: StepContext) -> StepStats:
@@ -68,23 +85,74 @@ class CentralStorageSync(AllReduceSync):
         Raises:
             UsageError: the script has written parameters since the last update.
         """
-        stats = super().reduce_gradients(step_context)
+        if self._host is None or not isinstance(self._reducer, SharedReducer):
+            stats = super().reduce_gradients(step_context)
+        else:
+            with self._host.receiving() as received:
+                stats = super().reduce_gradients(step_context)
+            self._received = None if self._custom else received
+            for parameter, gradient in received.items() if self._custom else ():
+                parameter.grad = gradient.to(parameter.device)
         if self._run_context.comms.replica.size > 1:
-            self._guard.check(self._owned, f"step {step_context.global_step + 1}")
+            self._guard.check(self._guarded, f"step {step_context.global_step + 1}")
         return stats
 
     def _complete(self, optimizer: Optimizer | None, replica: ReplicaRunner, named: Named) -> WholeTensors | None:
-        """Return None: no tensor is split. Raises UsageError where the optimizer needs all tensors on one rank."""
+        """Return None: no tensor is split.
+
+        Raises:
+            UsageError: the optimizer needs all tensors on one rank, or a closure, which computes on the device.
+        """
         mixing = agreed_mixing(optimizer, self._run_context)
+        if self._host is not None and optimizer is not None and needs_closure(optimizer):
+            raise UsageError(
+                f"{type(optimizer).__name__} needs a closure, which central_storage cannot give it on accelerators",
+                why="the parameters are in host memory during an update, and a forward needs them on the device",
+                remedy="take --strategy mirrored, or --device cpu",
+            )
         refuse_parts(optimizer, mixing, self._run_context.comms.replica.size, "ranks that own tensors")
         return None
 
     def optimizer_step(self, stats: StepStats, step_context: StepContext) -> UpdateResult:
         """Update the parameters that this rank owns, then wait at a barrier for the updates of all ranks."""
         updated = super().optimizer_step(stats, step_context)
-        self._guard.note(self._owned)
+        if self._host is None:
+            self._guard.note(self._guarded)
         self._segment.barrier(f"update of the parameters in step {step_context.global_step + 1}")
+        self._fetch()
         return updated
+
+    def _updating(self) -> AbstractContextManager[None]:
+        """Return a context in which this rank's own parameters and their gradients are in host memory."""
+        if self._host is None:
+            return nullcontext()
+        own = [p for _, p in self._owned]
+        if self._run_context.comms.replica.size == 1:
+            # The script may have written to them; on several ranks such a write is refused.
+            self._host.send(own)
+        return self._host.on_host(own, self._received)
+
+    def _fetch(self) -> None:
+        """Copy the updated parameters to the device, once all ranks have written them."""
+        if self._host is not None:
+            self._host.fetch()
+            self._guard.note(self._guarded)
+
+    @property
+    def _guarded(self) -> Named:
+        """Parameters whose writes by the script are noticed: on a device every rank has a copy of all of them."""
+        return self._owned if self._host is None else self._named
+
+    def clear(self) -> None:
+        super().clear()
+        self._received = None
+
+    def _scale(self, factor: float) -> None:
+        if self._host is not None and self._custom and self._acting_on is None:
+            # ``.grad`` is a copy of the reducer's sums.
+            scale_all([p.grad for p in self._parameters if p.grad is not None], factor)
+        else:
+            super()._scale(factor)
 
     def adopt(self, optimizer: Optimizer) -> None:
         """Do nothing on one rank. Raises UsageError on several, whose optimizers hold the owned parameters only."""
@@ -105,11 +173,12 @@ class CentralStorageSync(AllReduceSync):
                 self._replica.connect(self)
 
     def steps_whole(self, optimizer: Optimizer) -> bool:
-        return self._run_context.comms.replica.size == 1 and super().steps_whole(optimizer)
+        return self._host is None and self._run_context.comms.replica.size == 1 and super().steps_whole(optimizer)
 
     def state(self) -> dict[str, Mapping[str, Tensor | TensorSlice]]:
         comm = self._run_context.comms.replica
-        own = {name: p.data for name, p in self._owned}
+        with self._updating():
+            own = {name: p.data for name, p in self._owned}
         return {
             "model": {**own, **mine_of(self._buffers.merged(), comm.rank, comm.size)},
             "optim": optimizer_tensors(self._optimizer, self._owned) if self._optimizer else {},
@@ -119,35 +188,44 @@ class CentralStorageSync(AllReduceSync):
     def replicated(self) -> Mapping[str, Tensor] | None:
         """As ``AllReduceSync.replicated``. Raises UsageError where the script has written parameters."""
         if self._run_context.comms.replica.size > 1:
-            self._guard.check(self._owned, "after the last step")
+            self._guard.check(self._guarded, "after the last step")
         return super().replicated()
 
     def load(self, saved: SavedState) -> None:
-        for name, parameter in self._owned:
-            parameter.data.copy_(read_local(saved, "model", name, self._replica, parameter.shape))
+        with self._updating():
+            for name, parameter in self._owned:
+                parameter.data.copy_(read_local(saved, "model", name, self._replica, parameter.shape))
+            if self._optimizer:
+                load_optimizer(self._optimizer, self._owned, saved, "optim", specs=self._replica.specs)
         self._buffers.load(saved)
-        if self._optimizer:
-            load_optimizer(self._optimizer, self._owned, saved, "optim", specs=self._replica.specs)
-        self._guard.note(self._owned)
+        if self._host is None:
+            self._guard.note(self._guarded)
         self._segment.barrier("taking over of the saved state")
+        self._fetch()
 
     def average(self, averaging: Averaging) -> ParameterAverage:
         """Return an average of the weights with one copy in shared memory. Collective."""
         trained = [(name, p) for name, p in self._named if p.requires_grad]
-        segment, homes = self._memory([(p, wide_type(p.dtype)) for _, p in trained])
-        values = {name: home for (name, _), home in zip(trained, homes, strict=True)}
-        return CentralAverage(self._replica, averaging, self._run_context, segment, values, self._owned)
+        segment, places = self._memory([(p, wide_type(p.dtype)) for _, p in trained])
+        values = {name: place for (name, _), place in zip(trained, places, strict=True)}
+        with self._updating():
+            homes = {name: p.data for name, p in self._owned} if self._host is not None else {}
+        return CentralAverage(self._replica, averaging, self._run_context, segment, values, self._owned, homes)
 
     def _unite(self, replica: ReplicaRunner, named: Named) -> None:
         """Move all parameters into shared memory with the first rank's values, and assign their owners. Collective."""
         comm = self._run_context.comms.replica
         agree_on_state(comm, replica.parts)
         self._segment, homes = self._memory([(p, p.dtype) for _, p in named])
+        self._host: HostParameters | None = None
         for home, (_, parameter) in zip(homes, named, strict=True):
             if comm.rank == 0:
                 home.copy_(parameter.data)
-            parameter.data = home
+            if not is_accelerator(comm.device):
+                parameter.data = home
         self._segment.barrier("the initial parameters")
+        if is_accelerator(comm.device):
+            self._host = HostParameters({p: home for home, (_, p) in zip(homes, named, strict=True)})
         give_back()
         broadcast_tensors(comm, [slot.get() for slot in buffers(replica.parts)], "initial buffers")
         # Frozen parameters cost no update (size 0), but need an owner that saves them.
@@ -184,7 +262,7 @@ class CentralStorageSync(AllReduceSync):
         if run_context.comms.replica.size == 1:
             return OverlappedReducer(named, run_context, "fp32", 1)
         mine = [rank for (_, p), rank in zip(named, self._owner, strict=True) if p.requires_grad]
-        shared = attach_shared(named, run_context, owners=None if self._custom else mine)
+        shared = attach_shared(named, run_context, owners=None if self._custom else mine, of_devices=True)
         if shared is None:
             raise _no_memory(run_context.comms.replica.size * sum(p.nbytes for _, p in named if p.requires_grad))
         return shared
@@ -200,7 +278,8 @@ class CentralStorageSync(AllReduceSync):
         return int(finite) == comm.size
 
     def _culprits(self) -> tuple[str, ...]:
-        return culprits(self._run_context.comms.replica, self._named)
+        with self._updating():
+            return culprits(self._run_context.comms.replica, self._named)
 
 
 class CentralAverage(ParameterAverage):
@@ -213,6 +292,7 @@ class CentralAverage(ParameterAverage):
         segment: the shared memory.
         values: tensors in it for the average of every trained parameter, by name.
         owned: this rank's own parameters.
+        homes: their tensors in host memory, by name, where replicas compute on accelerators; else empty.
     """
 
     def __init__(
@@ -223,12 +303,14 @@ class CentralAverage(ParameterAverage):
         segment: SharedMemorySegment,
         values: Mapping[str, Tensor],
         owned: Named,
+        homes: Mapping[str, Tensor],
     ) -> None:
         super().__init__(replica, averaging, run_context, {name for name, p in owned if p.requires_grad})
         self._segment, self._whole = segment, values
         for name, begun in zip(self._names, self._values, strict=True):
             values[name].copy_(begun)
         self._values = [values[name] for name in self._names]
+        self._parameters = [homes.get(name, p) for name, p in zip(self._names, self._parameters, strict=True)]
 
     def adopt(self, names: Collection[str]) -> None:
         """Raise UsageError: the shared memory of the average has no room for further parameters."""
@@ -242,10 +324,19 @@ class CentralAverage(ParameterAverage):
     def within(self, merged: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """As ``ParameterAverage.within``. Collective: a barrier, after which the averages of all ranks are written."""
         self._segment.barrier("the average of the weights")
-        return {**merged, **self._whole}
+        device = self._run_context.comms.world.device
+        return {**merged, **{name: value.to(device) for name, value in self._whole.items()}}
 
     def state(self) -> dict[str, dict[str, Tensor | TensorSlice]]:
         return {"ema": dict(zip(self._names, self._values, strict=True))}
+
+
+def _state_to_host(optimizer: Optimizer) -> None:
+    """Move the state that an optimizer's constructor made of parameters on a device."""
+    for state in optimizer.state.values():
+        for key, value in state.items():
+            if isinstance(value, Tensor) and is_accelerator(value.device):
+                state[key] = value.cpu()
 
 
 def _like(flat: Tensor, parameter: Tensor) -> Tensor:

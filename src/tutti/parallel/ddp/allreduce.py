@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Literal
 
 import torch
@@ -75,8 +75,9 @@ class AllReduceSync:
     """Gradient synchronisation by all-reduce, for any model layout. Also its own ``GradientReadyHook``.
 
     Subclasses keep parameters or optimizer state elsewhere. They override ``_unite`` (equal state on all ranks before
-    the first step), ``_complete`` (optimizers of split tensors), ``_make_reducer`` (the sum of gradients), and
-    ``_all_finite`` and ``_culprits`` (the search for non-finite gradients).
+    the first step), ``_complete`` (optimizers of split tensors), ``_make_reducer`` (the sum of gradients),
+    ``_updating`` (where optimizers compute), and ``_all_finite`` and ``_culprits`` (the search for non-finite
+    gradients).
 
     Raises:
         UsageError: a compressed ``wire`` in reproducible mode or with AdaScale.
@@ -154,8 +155,9 @@ class AllReduceSync:
             factor, norm = clipped(stats.grad_norm, self._run_context.clip)
             if factor != 1.0:
                 self._scale(factor)
-            for optimizer in self.optimizers:
-                optimizer_step(optimizer, step_context.lr_factor, norm, self._whole)
+            with self._updating():
+                for optimizer in self.optimizers:
+                    optimizer_step(optimizer, step_context.lr_factor, norm, self._whole)
         nonfinite = () if stats.finite else self._culprits()
         return UpdateResult(int(stats.finite), skipped=not stats.finite, nonfinite=nonfinite)
 
@@ -326,6 +328,10 @@ class AllReduceSync:
             scale_all([p.grad for p in self._acting_on if p.grad is not None], factor)
 
     # --- overridden by subclasses ----------------------------------------------------------------------------------
+    def _updating(self) -> AbstractContextManager[None]:
+        """Return a context in which parameters and gradients are where this rank's optimizers compute."""
+        return nullcontext()
+
     def _complete(self, optimizer: Optimizer | None, replica: ReplicaRunner, named: Named) -> WholeTensors | None:
         """Prepare one optimizer for tensors that are split over the tensor ranks. Collective.
 

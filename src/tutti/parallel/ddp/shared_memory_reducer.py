@@ -17,6 +17,7 @@ from torch import Tensor
 from tutti.comm.partition import even_share
 from tutti.comm.random_keys import mix
 from tutti.comm.shared_memory import SharedMemorySegment, attach
+from tutti.device import is_accelerator
 from tutti.parallel.ddp.buckets import METRICS, Bucket, ReducedSums, plan_buckets, read_sums
 from tutti.parallel.ddp.reducers import Named, layout_key, refuse_mismatch, scale_all
 from tutti.types import RunContext, StepContext
@@ -29,7 +30,7 @@ _FLAGS = _STOP + 1
 
 
 class SharedReducer:
-    """The reducer of data ranks on the CPU of one node.
+    """The reducer of data ranks on one node, which sums on the CPU.
 
     Slot of a rank: a header of 64-bit numbers (digest, sum of squares of its slice, loss sums, stop flag, a used flag a
     parameter), then the buckets.
@@ -170,18 +171,26 @@ class SharedReducer:
 
 
 def attach_shared(
-    parameters: Named, run_context: RunContext, borrowed: Collection[str] = (), owners: Sequence[int] | None = None
+    parameters: Named,
+    run_context: RunContext,
+    borrowed: Collection[str] = (),
+    owners: Sequence[int] | None = None,
+    *,
+    of_devices: bool = False,
 ) -> SharedReducer | None:
     """Return a shared-memory reducer, or None where the ranks cannot share memory. Collective.
 
-    Args: as of ``SharedReducer``.
+    Args: as of ``SharedReducer``, and
+
+        of_devices: whether it may sum gradients of accelerators. Parameters must then be in host memory when ``finish``
+            sets their ``.grad``.
 
     Returns:
-        None also for one rank, for other devices than the CPU, and without trainable parameters.
+        None also for one rank, for accelerators without ``of_devices``, and without trainable parameters.
     """
     comm = run_context.comms.replica
     trainable = [(name, p) for name, p in parameters if p.requires_grad]
-    if comm.size == 1 or comm.device.type != "cpu" or not trainable:
+    if comm.size == 1 or (is_accelerator(comm.device) and not of_devices) or not trainable:
         return None
     groups = _groups(trainable, borrowed, owners)
     bytes_ = sum(-(-sum(trainable[i][1].nbytes for i in group) // _ALIGN) * _ALIGN for group in groups)

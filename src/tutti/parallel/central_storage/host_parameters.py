@@ -1,0 +1,82 @@
+"""Parameters that replicas compute with on an accelerator, and optimizers update in host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+
+from torch import Tensor, nn
+
+from tutti.torch_compat import foreach_copy_
+
+
+class HostParameters:
+    """Parameters with two tensors each: the host's, which is updated, and the device's, which replicas compute with.
+
+    A parameter stays one object, for hooks and optimizers: its ``data`` is the device's tensor, and the host's within
+    ``on_host``.
+
+    Args:
+        homes: the host's tensor of each parameter, in the model's order.
+    """
+
+    def __init__(self, homes: Mapping[nn.Parameter, Tensor]) -> None:
+        self._homes = homes
+        self._here = {parameter: parameter.data for parameter in homes}
+        self.fetch()
+
+    def fetch(self) -> None:
+        """Copy the host's values of all parameters to the device."""
+        foreach_copy_(list(self._here.values()), list(self._homes.values()))
+
+    def send(self, parameters: Collection[nn.Parameter]) -> None:
+        """Copy the device's values of ``parameters`` to the host."""
+        for parameter in parameters:
+            self._homes[parameter].copy_(self._here[parameter])
+
+    @contextmanager
+    def on_host(
+        self, parameters: Collection[nn.Parameter], gradients: Mapping[nn.Parameter, Tensor] | None = None
+    ) -> Iterator[None]:
+        """Return a context in which ``parameters`` are the host's tensors; afterwards the device's, as before.
+
+        Args:
+            parameters: some of the parameters.
+            gradients: their ``.grad`` within the context, on the host; None for copies of the device's ``.grad``.
+        """
+        own = {parameter: parameter.grad for parameter in parameters}
+        for parameter, gradient in own.items():
+            parameter.grad = None
+            parameter.data = self._homes[parameter]
+            if gradients is None:
+                parameter.grad = None if gradient is None else gradient.to(parameter.device)
+            else:
+                parameter.grad = gradients.get(parameter)
+        try:
+            yield
+        finally:
+            self._to_device(own)
+
+    @contextmanager
+    def receiving(self) -> Iterator[dict[nn.Parameter, Tensor]]:
+        """Return a context in which a reducer reads the device's ``.grad`` and sets the host's.
+
+        Afterwards no parameter has a ``.grad``.
+
+        Yields:
+            A dictionary that holds the gradients on the host, by parameter, after the context.
+        """
+        received: dict[nn.Parameter, Tensor] = {}
+        for parameter, home in self._homes.items():
+            parameter.data = home
+        try:
+            yield received
+            received.update({p: p.grad for p in self._homes if p.grad is not None})
+        finally:
+            self._to_device(dict.fromkeys(self._homes))
+
+    def _to_device(self, gradients: Mapping[nn.Parameter, Tensor | None]) -> None:
+        for parameter, gradient in gradients.items():
+            parameter.grad = None
+            parameter.data = self._here[parameter]
+            parameter.grad = gradient
