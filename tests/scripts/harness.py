@@ -67,7 +67,7 @@ def load(name: str) -> ModuleType:
 
 
 def arrays(state: dict[str, Any]) -> Arrays:
-    return {name: torch.as_tensor(value).detach().numpy().copy() for name, value in state.items()}
+    return {name: torch.as_tensor(value).detach().cpu().numpy().copy() for name, value in state.items()}
 
 
 def play(name: str, strategy: str, workers: int) -> Outcome:

@@ -30,7 +30,7 @@ def build() -> tuple[nn.Module, Optimizer]:
 
 def loss_fn(model: Any, batch: Any) -> tuple[Tensor, Tensor]:
     inputs, targets = batch
-    weights = torch.tensor([1.0, 2.0, 0.5], dtype=inputs.dtype)
+    weights = torch.tensor([1.0, 2.0, 0.5], dtype=inputs.dtype, device=inputs.device)
     return functional.cross_entropy(model(inputs), targets, weight=weights, reduction="sum"), weights[targets].sum()
 
 

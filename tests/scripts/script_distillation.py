@@ -32,6 +32,7 @@ def build() -> tuple[nn.Module, nn.Module, Optimizer]:
 def distilling(teacher: nn.Module) -> Any:
     def loss_fn(student: Any, batch: Any) -> Tensor:
         inputs, targets = batch
+        teacher.to(inputs.device)
         with torch.no_grad():
             soft = functional.softmax(teacher(inputs) / 2, dim=1)
         scores = student(inputs)

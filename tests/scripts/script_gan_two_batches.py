@@ -27,13 +27,13 @@ def build() -> tuple[dict[str, nn.Module], dict[str, Optimizer]]:
 
 def learn_to_tell(models: dict[str, nn.Module], real: Tensor) -> Tensor:
     with torch.no_grad():
-        fake = models["generator"](torch.randn(len(real), 3, dtype=real.dtype))
+        fake = models["generator"](torch.randn(len(real), 3, dtype=real.dtype, device=real.device))
     scores = models["discriminator"](real), models["discriminator"](fake)
     return functional.softplus(-scores[0]).mean() + functional.softplus(scores[1]).mean()
 
 
 def learn_to_fool(models: dict[str, nn.Module], real: Tensor) -> Tensor:
-    fake = models["generator"](torch.randn(len(real), 3, dtype=real.dtype))
+    fake = models["generator"](torch.randn(len(real), 3, dtype=real.dtype, device=real.device))
     return functional.softplus(-models["discriminator"](fake)).mean()
 
 

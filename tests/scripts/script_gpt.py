@@ -40,7 +40,7 @@ class GPT(nn.Module):
         self.norm, self.head = nn.LayerNorm(8), nn.Linear(8, 13, bias=False)
 
     def forward(self, words: Tensor) -> Tensor:
-        hidden = self.words(words) + self.places(torch.arange(words.shape[1]))
+        hidden = self.words(words) + self.places(torch.arange(words.shape[1], device=words.device))
         for block in self.blocks:
             hidden = block(hidden)
         return self.head(self.norm(hidden))

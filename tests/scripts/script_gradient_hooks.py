@@ -29,7 +29,7 @@ def build() -> tuple[nn.Module, Optimizer]:
     mask = (torch.rand(8, 8) > 0.5).double()
     with torch.no_grad():
         model[2].weight.mul_(mask)
-    model[2].weight.register_hook(lambda slope: slope * mask)
+    model[2].weight.register_hook(lambda slope: slope * mask.to(slope.device))
     return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 

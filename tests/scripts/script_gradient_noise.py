@@ -28,7 +28,8 @@ def build() -> tuple[nn.Module, Optimizer]:
 
 def disturb(model: nn.Module, draw: torch.Generator) -> None:
     for parameter in model.parameters():
-        parameter.grad += 0.01 * torch.randn(parameter.shape, generator=draw, dtype=parameter.dtype)
+        noise = torch.randn(parameter.shape, generator=draw, dtype=parameter.dtype)
+        parameter.grad += 0.01 * noise.to(parameter.device)
 
 
 def plain(batches: Batches) -> State:

@@ -38,7 +38,7 @@ def build() -> tuple[nn.Module, Optimizer]:
 
 
 def loss_fn(model: Any, words: Any) -> tuple[Tensor, Tensor]:
-    masked = torch.rand(words.shape) < 0.3
+    masked = torch.rand(words.shape, device=words.device) < 0.3
     scores = model(words.masked_fill(masked, 0))
     each = functional.cross_entropy(scores.transpose(1, 2), words, reduction="none")
     return (each * masked).sum(), masked.sum()

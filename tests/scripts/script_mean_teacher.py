@@ -31,6 +31,7 @@ def build() -> tuple[nn.Module, nn.Module, Optimizer]:
 
 def loss_of(student: nn.Module, teacher: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
     scores = student(inputs)
+    teacher.to(inputs.device)
     apart = functional.mse_loss(scores.softmax(1), teacher(inputs).softmax(1))
     return functional.cross_entropy(scores, targets) + apart
 

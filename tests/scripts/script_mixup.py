@@ -32,8 +32,8 @@ def build() -> tuple[nn.Module, Optimizer]:
 
 def loss_fn(model: Any, batch: Any) -> Tensor:
     images, labels = batch
-    share = torch.distributions.Beta(0.4, 0.4).sample().item()
-    others = torch.randperm(len(images))
+    share = torch.distributions.Beta(*torch.full((2,), 0.4, device=images.device)).sample().item()
+    others = torch.randperm(len(images), device=images.device)
     scores = model(share * images + (1 - share) * images[others])
     losses = (functional.cross_entropy(scores, which, label_smoothing=0.1) for which in (labels, labels[others]))
     return share * next(losses) + (1 - share) * next(losses)

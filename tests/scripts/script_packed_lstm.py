@@ -22,7 +22,9 @@ class Tagger(nn.Module):
         self.head = nn.Linear(8, 3)
 
     def forward(self, words: Tensor, lengths: Tensor) -> Tensor:
-        packed = nn.utils.rnn.pack_padded_sequence(self.embed(words), lengths, batch_first=True, enforce_sorted=False)
+        packed = nn.utils.rnn.pack_padded_sequence(
+            self.embed(words), lengths.cpu(), batch_first=True, enforce_sorted=False
+        )
         _, (last, _) = self.lstm(packed)
         return self.head(last[-1])
 

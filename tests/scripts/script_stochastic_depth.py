@@ -23,7 +23,7 @@ class Block(nn.Module):
     def forward(self, inputs: Tensor) -> Tensor:
         change = functional.relu(self.norm(self.linear(inputs)))
         if self.training:
-            change = change * (torch.rand(len(inputs), 1) < 0.7).to(inputs.dtype) / 0.7
+            change = change * (torch.rand(len(inputs), 1, device=inputs.device) < 0.7).to(inputs.dtype) / 0.7
         return inputs + change
 
 

@@ -43,7 +43,7 @@ def build() -> tuple[nn.Module, Optimizer]:
 
 def loss_fn(model: Any, batch: Any) -> tuple[Tensor, Tensor]:
     images, masks = batch
-    weights = torch.tensor([0.2, 1.0], dtype=images.dtype)
+    weights = torch.tensor([0.2, 1.0], dtype=images.dtype, device=images.device)
     return functional.cross_entropy(model(images), masks, weight=weights, reduction="sum"), weights[masks].sum()
 
 

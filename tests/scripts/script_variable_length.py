@@ -39,7 +39,7 @@ def build() -> tuple[nn.Module, Optimizer]:
 
 
 def loss_fn(model: Any, batch: Any) -> tuple[Tensor, Tensor]:
-    words, counts = batch["words"], torch.arange(7) < batch["length"][:, None] - 1
+    words, counts = batch["words"], torch.arange(7, device=batch["length"].device) < batch["length"][:, None] - 1
     each = functional.cross_entropy(model(words[:, :-1]).transpose(1, 2), words[:, 1:], reduction="none")
     return (each * counts).sum(), counts.sum()
 

@@ -1,0 +1,122 @@
+"""The simulated accelerator gives what the CPU gives: equivalence, samples, state and scripts, a part of each.
+
+``make contract DEVICE=simgpu`` and ``make scripts DEVICE=simgpu`` run the whole tables on it.
+"""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import worlds
+from tests.contract import test_samples, test_state
+from tests.contract.table import OPTIMIZERS, STRATEGIES, Case, largest_difference, train, whole
+from tests.contract.test_state import PLACES
+from tests.covering import covering
+from tests.scripts import table as scripts
+from tests.scripts import test_scripts
+from tests.simulated_accelerator.build import DEVICE
+
+pytestmark = pytest.mark.timeout(600)
+
+SERVED = {"parameter_server", "parameter_server × 2"}
+"""Strategies whose servers add up in another order than with the CPU's shared memory."""
+
+NATIVE = {"lars", "larc", "lamb", "novograd"}
+"""Optimizers with compiled loops on CPUs, whose sums are added in another order than on devices."""
+
+TOLERANCE = 1e-10
+
+
+@cache
+def cases() -> list[Case]:
+    """Every strategy once, on two devices where it can, with another optimizer than those before where it can."""
+    chosen = []
+    drawn = random.Random(1).sample(whole(), len(whole()))
+    for name in STRATEGIES:
+        own = [case for case in drawn if case.strategy == name and case.model == "odd" and case.workers in (3, 4)]
+        rows = [case for case in own if case.devices in (2, 4)]
+        few = [case for case in rows if case.devices == 2] or rows
+        used = {case.optimizer for case in chosen}
+        chosen.append(next((case for case in few if case.optimizer not in used), few[0]))
+    return sorted(chosen, key=lambda case: case.devices)
+
+
+def arguments(case: Case) -> dict[str, Any]:
+    return {
+        "steps": 3,  # a whole epoch
+        "strategy": STRATEGIES[case.strategy][0],
+        "optimizer": OPTIMIZERS[case.optimizer],
+        "trained": case.model,
+        "workers": case.workers,
+        "micro_batch": case.micro_batch,
+        "clip": case.clip,
+        "channels_last": case.channels_last,
+        "batch_norm": case.batch_norm,
+    }
+
+
+@pytest.mark.parametrize("case", cases(), ids=str)
+def test_equals_the_cpu(case: Case) -> None:
+    exact = case.optimizer not in NATIVE and case.strategy not in SERVED and not case.batch_norm.startswith("ghost")
+    given = arguments(case)
+    there = worlds.run_on(DEVICE, case.devices, train, **given)
+    here = worlds.run_on("cpu", case.devices, train, **given)
+    for (got, losses, digest), (want, own, expected) in zip(there, here, strict=True):
+        if exact:
+            assert (digest, losses) == (expected, own)
+        assert largest_difference(got, want) <= (0 if exact else TOLERANCE)
+        assert losses == pytest.approx(own, rel=1e-9)
+
+
+@pytest.fixture
+def _on_the_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worlds, "DEVICE", DEVICE)
+
+
+@pytest.mark.usefixtures("_on_the_accelerator")
+@pytest.mark.parametrize(
+    ("world", "data", "workers"),
+    covering(list(product(test_samples.WORLDS, ["numbered", "streamed"], [4, 5])), strength=1),
+    ids=str,
+)
+def test_every_sample_once_in_the_global_order(world: tuple[int, str], data: str, workers: int) -> None:
+    test_samples.test_every_sample_once_in_the_global_order(world, data, workers)
+
+
+@pytest.mark.parametrize("number", range(len(PLACES)), ids=lambda number: " on ".join(map(str, PLACES[number])))
+@pytest.mark.parametrize("back", [False, True], ids=["there", "back"])
+def test_a_checkpoint_goes_to_the_accelerator_and_back(number: int, back: bool, tmp_path: Path) -> None:
+    """The other device and another place go on bit for bit, as one CPU would have."""
+    first, second = (DEVICE, "cpu") if back else ("cpu", DEVICE)
+    optimizer = ("adamw", "muon", "torch adafactor", "sgd momentum")[number % 4]
+    want, digest = alone(optimizer)
+    (strategy, ranks), (other, others) = PLACES[number], PLACES[number - 3]
+    arguments = {"optimizer": OPTIMIZERS[optimizer], "workers": 4, "folder": str(tmp_path)}
+    worlds.run_on(first, ranks, test_state.save, strategy=strategy, **arguments)
+    for got, own in worlds.run_on(second, others, test_state.resume, strategy=other, **arguments):
+        assert (largest_difference(got, want), own) == (0, digest)
+
+
+@cache
+def alone(optimizer: str) -> Any:
+    return worlds.run_on("cpu", 1, test_state.whole, strategy="single", optimizer=OPTIMIZERS[optimizer], workers=4)[0]
+
+
+def few_scripts() -> list[scripts.Case]:
+    """Every strategy with the first scripts of ``make test``'s part that have it, on different numbers of devices."""
+    chosen: dict[str, scripts.Case] = {}
+    for case in scripts.pairwise():
+        chosen.setdefault(case.strategy, case)
+    return sorted(chosen.values(), key=lambda case: case.devices)
+
+
+@pytest.mark.usefixtures("_on_the_accelerator")
+@pytest.mark.parametrize("case", few_scripts(), ids=str)
+def test_a_script_equals_its_oracle_or_is_refused(case: scripts.Case) -> None:
+    test_scripts.check(case)
