@@ -14,7 +14,7 @@ import platform
 import re
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -175,6 +175,13 @@ def is_compiled_in() -> bool:
 def pins_memory(device: torch.device) -> bool:
     """Return whether copies to ``device`` are asynchronous from pinned host memory."""
     return device.type not in _UNPINNED
+
+
+def numbers_for(device: torch.device, numbers: Sequence[float], dtype: torch.dtype) -> torch.Tensor:
+    """Return ``numbers`` in host memory from which a ``non_blocking`` copy to ``device`` lets the host go on."""
+    import torch
+
+    return torch.tensor(numbers, dtype=dtype, pin_memory=pins_memory(device))
 
 
 def current_stream(device: torch.device) -> torch.Stream:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from tutti.comm.random_keys import mix
+from tutti.device import numbers_for
 from tutti.errors import UsageError
 from tutti.torch_compat import foreach_copy_
 from tutti.types import StepContext
@@ -167,7 +168,9 @@ class Tail:
             loss_sums: ``LossSums.sums``; None for no samples.
             used: for each parameter whether it had a gradient.
         """
-        tail[:DIGESTS].copy_(torch.tensor(digests(step_context, self._key), dtype=tail.dtype))
+        # During backward: a copy that waits for the device would hold back its next kernels.
+        own = numbers_for(tail.device, digests(step_context, self._key), tail.dtype)
+        tail[:DIGESTS].copy_(own, non_blocking=True)
         totals = tail[DIGESTS : DIGESTS + _TOTALS]
         totals.zero_()
         if loss_sums is not None:
@@ -178,7 +181,7 @@ class Tail:
         if all(used):
             flags.fill_(1)
         else:
-            flags.copy_(torch.tensor(used, dtype=tail.dtype))
+            flags.copy_(numbers_for(tail.device, used, tail.dtype), non_blocking=True)
 
     def read(self, tail: Sequence[float]) -> ReducedSums:
         """Return the sums in a reduced tail."""

@@ -1,0 +1,142 @@
+"""Mistakes that no run on CPUs shows, planted one at a time: each changes the weights, raises, or is counted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import tutti
+from tests import worlds
+from tests.contract import test_state
+from tests.contract.table import OPTIMIZERS
+from tests.simulated_accelerator.build import DEVICE
+from tests.simulated_accelerator.test_simulated_accelerator import syncs
+from tutti.checkpoint.save_snapshot import slices as real_slices
+from tutti.comm.communicator import Communicator
+from tutti.data.transfer import Transfer
+from tutti.errors import TuttiError
+
+pytestmark = pytest.mark.timeout(600)
+
+
+def loss(net: Any, batch: Any) -> Tensor:
+    inputs, targets = batch
+    return nn.functional.cross_entropy(net(inputs), targets)
+
+
+def prepare(strategy: str = "mirrored", **options: Any) -> tutti.Run:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 3))
+    draw = torch.Generator().manual_seed(1)
+    data = torch.randn(48, 5, generator=draw), torch.randint(0, 3, (48,), generator=draw)
+    return tutti.prepare(model, "adam:lr=0.01", data, loss, strategy=strategy, workers=2, batch_size=8, **options)
+
+
+def train(mistake: str = "", strategy: str = "mirrored") -> str:
+    """Hash of the weights after an epoch, or the error."""
+    with MISTAKES[mistake]():
+        try:
+            run = prepare(strategy)
+            for batch in run.epoch(0):
+                run.step(batch)
+            return run.weights_sha256()
+        except (RuntimeError, IndexError, TuttiError) as error:
+            return f"{type(error).__name__}: {error}"
+
+
+def no_wait() -> AbstractContextManager[Any]:
+    """The step does not wait for the copy of its batch."""
+    return patch.object(Transfer, "_arrived", lambda self, moving: moving.part)
+
+
+def host_group() -> AbstractContextManager[Any]:
+    """Gradients of the device are sent over the host's process group."""
+    return patch.object(Communicator, "_carrier", lambda self, tensor: self._group)
+
+
+def host_batch() -> AbstractContextManager[Any]:
+    """The batch stays in host memory."""
+    return patch("tutti.train.prepare.placer", lambda *_: lambda batch: batch)
+
+
+def wrong_generator() -> AbstractContextManager[Any]:
+    """Keyed draws seed the host's generator, and the device draws from its own."""
+    return patch("tutti.nn.rng_streams.default_generator", lambda device: torch.default_generator)
+
+
+MISTAKES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "": nullcontext,
+    "no wait": no_wait,
+    "host group": host_group,
+    "host batch": host_batch,
+    "wrong generator": wrong_generator,
+}
+
+
+@pytest.mark.parametrize("mistake", [name for name in MISTAKES if name])
+def test_a_planted_mistake_is_caught(mistake: str) -> None:
+    want = worlds.run_on("cpu", 2, train)
+    assert worlds.run_on(DEVICE, 2, train) == want
+    got = worlds.run_on(DEVICE, 2, train, mistake=mistake)
+    assert all(one != other for one, other in zip(got, want, strict=True)), got
+
+
+def steps(strategy: str, item: bool = False) -> list[int]:
+    """How often the host waits for the device in each step of the second epoch."""
+    run, found = prepare(strategy), []
+    for epoch in range(2):
+        for batch in run.epoch(epoch):
+            with syncs() as counted:
+                run.step(batch)
+                if item:
+                    batch[0].sum().item()
+            found.append(counted[0])
+    return found[6:]
+
+
+BOUNDS = {"mirrored": 2, "sharded": 3, "local_sgd:period=2": 3}
+"""``mirrored``: one wait reads the loss sums, which is where the gradients have arrived, and one their norm."""
+
+
+@pytest.mark.parametrize("strategy", BOUNDS)
+def test_waits_of_the_host_are_bounded_in_each_step(strategy: str) -> None:
+    for found in worlds.run_on(DEVICE, 2, steps, strategy=strategy):
+        assert max(found) <= BOUNDS[strategy], found
+
+
+def test_a_wait_more_is_counted() -> None:
+    plain = worlds.run_on(DEVICE, 2, steps, strategy="mirrored")
+    more = worlds.run_on(DEVICE, 2, steps, strategy="mirrored", item=True)
+    assert more == [[count + 1 for count in row] for row in plain]
+
+
+def copied_early(state: Any, copy: bool) -> Any:
+    """A snapshot whose copies to pinned memory nothing waits for, and which is read at once."""
+
+    def early(tensor: Tensor) -> Tensor:
+        return torch.empty(tensor.shape, dtype=tensor.dtype).pin_memory().copy_(tensor, non_blocking=True).clone()
+
+    return real_slices(
+        {group: {name: early(value) for name, value in named.items()} for group, named in state.items()}, copy
+    )
+
+
+def save(folder: str, early: bool) -> None:
+    with patch("tutti.checkpoint.save_snapshot.slices", copied_early) if early else nullcontext():
+        test_state.save("mirrored", OPTIMIZERS["adamw"], 4, folder)
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_a_snapshot_that_is_saved_before_it_is_there_shows_after_resuming(early: bool, tmp_path: Path) -> None:
+    arguments = {"strategy": "single", "optimizer": OPTIMIZERS["adamw"], "workers": 4}
+    [(_, want)] = worlds.run_on("cpu", 1, test_state.whole, **arguments)
+    worlds.run_on(DEVICE, 1, save, folder=str(tmp_path), early=early)
+    [found] = worlds.run_on("cpu", 1, test_state.resume, folder=str(tmp_path), **arguments)
+    assert (found[1] == want) is not early
