@@ -152,6 +152,12 @@ def named(specification: str, model: str) -> str:
     return specification.format(**MODELS[model].names)
 
 
+def on_host(case: Case) -> bool:
+    """Whether the update is made on the host by a compiled loop, which adds up in another order than a device."""
+    served = case.strategy.startswith(("parameter_server", "central_storage"))
+    return served and case.optimizer in ("lars", "larc", "lamb", "novograd")
+
+
 def optimizer_of(specification: str, model: str, built: nn.Module) -> torch.optim.Optimizer | str:
     """One of ``OPTIMIZERS`` as ``tutti.prepare`` takes it, for ``built``, which is one of the models."""
     make = MADE.get(specification)
