@@ -71,3 +71,13 @@ def test_the_nearest_name_is_named_only_if_one_is_near() -> None:
     assert did_you_mean("mirored", choices).startswith("did you mean 'mirrored'?")
     assert did_you_mean("localsgd", choices).startswith("did you mean 'local_sgd'?")
     assert did_you_mean("qqqq", choices) == "choices: local_sgd, mirrored, single"
+
+
+def test_fragmented_memory_of_a_device_is_advised_about() -> None:
+    class OutOfMemoryError(RuntimeError):
+        """Stands for PyTorch's, which only a device raises."""
+
+    said = "out of memory. Tried to allocate 2 GiB. 3 GiB is allocated by PyTorch, and 4 GiB is reserved by PyTorch but"
+    found, plain = errors.no_memory(OutOfMemoryError(said)), errors.no_memory(MemoryError())
+    assert found is not None and "expandable_segments" in str(found.remedy)
+    assert plain is not None and "expandable_segments" not in str(plain.remedy)

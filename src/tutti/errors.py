@@ -75,6 +75,8 @@ class NotEnoughMemory(UsageError):
     """An allocation failed: the run does not fit into memory. A restart would fail again."""
 
 
+# PyTorch's allocator tells of memory that it holds and cannot use.
+_FRAGMENTED = "; PYTORCH_ALLOC_CONF=expandable_segments:True helps where reserved memory is fragmented"
 # Text of PyTorch's error where the system refuses another thread (EAGAIN).
 _NO_THREAD = "Resource temporarily unavailable"
 
@@ -103,7 +105,9 @@ def no_memory(error: BaseException) -> NotEnoughMemory | None:
         where=", ".join(places) or None,
         why=text,
         remedy="add --dry-run to see what each device needs; --strategy sharded, tensor or pipeline, a smaller "
-        "--micro-batch and --activation-checkpointing blocks need less",
+        "--micro-batch and --activation-checkpointing blocks need less"
+        + _FRAGMENTED
+        * ("is reserved by PyTorch" in str(error)),
     )
 
 
