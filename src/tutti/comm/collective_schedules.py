@@ -309,13 +309,15 @@ def _leaves(value: _Sum) -> Iterator[int]:
             stack.extend(top)
 
 
+_Posts = tuple[defaultdict[int, list[ChunkTransfer]], defaultdict[int, list[ChunkTransfer]]]
+"""What a rank has sent to, and received from, each other rank."""
+
+
 def _prove_progress(schedule: Schedule) -> None:
     """Play every rank's own program with rendezvous messages; raise ValueError where ranks wait for ever."""
     programs = [schedule.of_rank(rank) for rank in range(schedule.ranks)]
     at = [-1] * schedule.ranks
-    posted: list[list[defaultdict[int, list[ChunkTransfer]]]] = [
-        [defaultdict(list), defaultdict(list)] for _ in programs
-    ]
+    posted: list[_Posts] = [(defaultdict(list), defaultdict(list)) for _ in programs]
     waiting: list[list[tuple[int, int, int]]] = [[] for _ in programs]
     moved = True
     while moved:
@@ -336,7 +338,7 @@ def _prove_progress(schedule: Schedule) -> None:
         raise ValueError(f"ranks {stuck} wait for ever")
 
 
-def _met(posted: list[list[defaultdict[int, list[ChunkTransfer]]]], rank: int, entry: tuple[int, int, int]) -> bool:
+def _met(posted: Sequence[_Posts], rank: int, entry: tuple[int, int, int]) -> bool:
     """Return whether the other rank has posted its side of this rank's n-th message to or from it."""
     way, other, number = entry
     line = posted[other][1 - way][rank]

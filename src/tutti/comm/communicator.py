@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tutti.comm.collective_schedules import Algorithm, LinkTraffic, Schedule, schedule_of
 from tutti.comm.file_all_gather import FileAllGather
 from tutti.comm.grid import Grid
 from tutti.comm.process_groups import process_groups
@@ -95,6 +96,7 @@ class Communicator:
         self.meetings: FileAllGather | None = None
         self._sequence = 0
         self._transfers: dict[tuple[str, int, int], int] = {}
+        self._counted: dict[tuple[int, int], LinkTraffic] = {}
 
     @property
     def alive_ranks(self) -> Sequence[int]:
@@ -222,8 +224,29 @@ class Communicator:
         work = dist.broadcast(tensor, sender, group=process_groups(pair, _channel(kind, sender))[1], async_op=True)
         call = Call(f"{kind} {number} from rank {sender} to rank {receiver}", pair)
         if sending:
+            self.count(source, to, tensor.nbytes)
             self.stall.sent.append(call.text)
         return Pending(work, call, self.stall)
+
+    # --- counters ----------------------------------------------------------------------------------------------------
+
+    def count(self, source: int, to: int, size: int) -> None:
+        """Count one message of so many bytes from rank ``source`` to rank ``to``, on one of the two ranks."""
+        messages, bytes_ = self._counted.get((source, to), (0, 0))
+        self._counted[source, to] = LinkTraffic(messages + 1, bytes_ + size)
+
+    def traffic(self) -> dict[tuple[int, int], LinkTraffic]:
+        """Return the counted messages and bytes of each link between members, sums over the ranks. Collective.
+
+        Keys are (source, destination). Point-to-point messages and reads of shared memory are counted; the messages
+        inside a collective of the backend are not known to this process.
+        """
+        table = torch.zeros(self.size, self.size, 2, dtype=torch.int64)
+        for (source, to), counted in self._counted.items():
+            table[source, to] = torch.tensor(counted)
+        self.all_reduce(table, "traffic of the links")
+        links = [(source, to) for source in range(self.size) for to in range(self.size)]
+        return {link: LinkTraffic(*table[link].tolist()) for link in links if table[link][0]}
 
     # --- control: every call compares headers first ----------------------------------------------------------------
 
@@ -413,6 +436,29 @@ class Communicators:
                     process_groups((min(rank, other), max(rank, other)), _channel(kind, rank))
         return self.axis(name)
 
+    def connect(self, algorithm: Algorithm) -> tuple[Schedule, Sequence[int], Communicator | None]:
+        """Make the point-to-point channels of a schedule over ``replica`` for ``start_send``. Collective.
+
+        Returns:
+            The schedule; the members of ``replica`` on this rank's node, where they exchange data within the node, else
+            none; and their communicator, None for one member.
+        """
+        here = torch.tensor([self._world.identity.cross_rank])
+        node_of = [int(node) for node in self.world.all_gather(here, "nodes of the ranks")]
+        kind, node = f"{algorithm} all-reduce", None
+        members: Sequence[int] = ()
+        for line in self._lines("replica", "shard"):
+            schedule, nodes = _schedule_over(line, node_of, algorithm)
+            for source, to in schedule.links():
+                sender, receiver = line[source], line[to]
+                process_groups((min(sender, receiver), max(sender, receiver)), _channel(kind, sender))
+            for places in nodes if algorithm == "hierarchical" else []:
+                ranks = tuple(line[place] for place in places)
+                made = process_groups(ranks, "within a node")
+                if self._grid.rank in ranks and len(ranks) > 1:
+                    members, node = places, Communicator("ranks of a node", ranks, self._world, *made)
+        return _schedule_over(self.replica.ranks, node_of, algorithm)[0], members, node
+
     def subgroup(self, name: str, places: Sequence[int], purpose: str) -> Communicator | None:
         """Return a communicator over some ranks of ``axis(name)``, with its own process group. Collective.
 
@@ -448,6 +494,17 @@ class Communicators:
     def _lines(self, *axes: str) -> list[tuple[int, ...]]:
         """Return all lines of ranks along ``axes``, each once, in the same order on all ranks."""
         return sorted({Grid(*self._grid.shape, rank).along(*axes) for rank in range(self._grid.size)})
+
+
+def _schedule_over(
+    line: Sequence[int], node_of: Sequence[int], algorithm: Algorithm
+) -> tuple[Schedule, list[Sequence[int]]]:
+    """Return the schedule over the ranks of ``line``, and their indices on the line by node."""
+    numbers = [node_of[rank] for rank in line]
+    nodes: list[Sequence[int]] = [
+        [place for place, other in enumerate(numbers) if other == node] for node in dict.fromkeys(numbers)
+    ]
+    return schedule_of(algorithm, nodes), nodes
 
 
 def everybody(world: World) -> Communicator:

@@ -17,13 +17,15 @@ class AllReduceConfig(StrategyOptions):
 
     Attributes:
         algorithm: ``native``: the collective library's all-reduce, overlapped with backward; ``shared_memory``: sums in
-            shared memory of the processes of one node; ``auto``: shared memory if it is available, else native.
+            shared memory of the processes of one node; ``auto``: shared memory if it is available, else native;
+            ``ring``, ``tree``, ``halving``, ``hierarchical`` (shared memory within nodes, rings between them) and
+            ``central``: the schedules of ``tutti.comm.collective_schedules``, after backward.
         wire: dtype in which gradients are communicated.
-        bucket_mb: megabytes of gradients a bucket (25), for ``native`` only; the first bucket is smaller, so that it is
-            sent early.
+        bucket_mb: megabytes of gradients a bucket (25), not for ``shared_memory``; the first bucket is smaller, so that
+            it is sent early.
     """
 
-    algorithm: Literal["auto", "native", "shared_memory"] = "auto"
+    algorithm: Literal["auto", "native", "shared_memory", "ring", "tree", "halving", "hierarchical", "central"] = "auto"
     wire: Literal["fp32", "bf16", "fp16"] = "fp32"
     bucket_mb: float | None = None
 
@@ -34,6 +36,13 @@ class AllReduceConfig(StrategyOptions):
             raise ValueError(f"shared_memory has no wire, so wire={self.wire} does nothing")
         if self.algorithm == "shared_memory" and self.bucket_mb is not None:
             raise ValueError("shared_memory sends no messages, so bucket_mb does nothing")
+
+    @property
+    def schedule(self) -> Literal["ring", "tree", "halving", "hierarchical", "central"] | None:
+        """The algorithm, where it is a schedule of tutti's own, else None."""
+        if self.algorithm == "auto" or self.algorithm == "native" or self.algorithm == "shared_memory":
+            return None
+        return self.algorithm
 
 
 @dataclass(frozen=True, kw_only=True)

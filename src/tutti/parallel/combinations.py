@@ -151,6 +151,13 @@ def _check_tree(choice: Choice, option: str) -> None:
             why="its sums go through one fixed tree over messages",
             remedy="leave out the algorithm",
         )
+    if choice.exchange.schedule is not None:
+        raise UsageError(
+            f"{option} cannot be combined with algorithm={choice.exchange.algorithm}",
+            why="floating-point addition is not associative: each device first adds its own workers and the schedule"
+            " then adds devices, so that the brackets of the sum, and its last bits, depend on their number",
+            remedy="leave out the algorithm: the sum then goes through one fixed tree over workers",
+        )
 
 
 def check_sync(choice: Choice, devices: int, reproducible: bool, per_worker_option: str | None = None) -> None:

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from tutti.checkpoint.state_shards import cut_state, load_optimizer, mine_of, optimizer_tensors, read_local, written
 from tutti.comm.communicator import Communicator
+from tutti.comm.scheduled_all_reduce import ScheduledAllReduce
 from tutti.config.sync_config import AllReduceConfig
 from tutti.errors import UsageError
 from tutti.nn.incomplete_gradient import after_clearing, conceal
@@ -23,7 +24,7 @@ from tutti.nn.sparse_layers import check_sparse_step
 from tutti.nn.swap import parameters
 from tutti.optim.learning_rate import set_learning_rates
 from tutti.optim.several import acting, members_of, slots, stepping
-from tutti.parallel.ddp.buckets import DIGESTS, digests, digests_agree
+from tutti.parallel.ddp.buckets import DIGESTS, digests, digests_agree, largest_vector
 from tutti.parallel.ddp.reducers import (
     Named,
     OverlappedReducer,
@@ -80,7 +81,7 @@ class AllReduceSync:
     gradients).
 
     Raises:
-        UsageError: a compressed ``wire`` in reproducible mode or with AdaScale.
+        UsageError: a compressed ``wire`` or a schedule in reproducible mode or with AdaScale.
     """
 
     loss_normalisation: Literal["step", "worker"] = "step"
@@ -94,10 +95,18 @@ class AllReduceSync:
                 why="compression is applied once per device, so that the result would depend on their number",
                 remedy="leave out one of the two",
             )
+        if (run_context.reproducible or run_context.gradient_variance) and config.schedule is not None:
+            raise UsageError(
+                f"{'reproducible' if run_context.reproducible else 'adascale'} cannot be combined with"
+                f" algorithm={config.algorithm}",
+                why="a schedule adds devices and not workers, so that the order of the sum depends on their number",
+                remedy="leave out one of the two",
+            )
         self._config, self._run_context = config, run_context
         self._step_context = StepContext(0, 0)
         self._counting = LossCounter()
         self._worker = -1
+        self._scheduled: ScheduledAllReduce | None = None
         self._parts: list[int] | None = None
         self._acting_on: Sequence[nn.Parameter] | None = None
         self._aside: dict[nn.Parameter, Tensor] = {}
@@ -192,8 +201,12 @@ class AllReduceSync:
                 whole.load(self._optimizer, self._named, saved, specs)
 
     def facts(self) -> dict[str, object]:
-        """Return an empty dict: ``summary.json`` has no facts about all-reduce."""
-        return {}
+        """Return messages and bytes of each link between data ranks so far, where a schedule is run. Collective."""
+        if self._scheduled is None:
+            return {}
+        traffic = self._run_context.comms.replica.traffic()
+        links = [{"from": a, "to": b, **counted._asdict()} for (a, b), counted in traffic.items()]
+        return {"algorithm": self._scheduled.schedule.name, "links": links}
 
     # --- custom training loops -------------------------------------------------------------------------------------
 
@@ -413,7 +426,12 @@ class AllReduceSync:
         config, run_context, borrowed = self._config, self._run_context, self._replica.not_owned
         if run_context.reproducible or run_context.gradient_variance:
             return TreeReducer(named, run_context, borrowed)
-        if config.algorithm != "native" and config.wire == "fp32" and config.bucket_mb is None:
+        bytes_ = int((config.bucket_mb or _BUCKET_MB) * 2**20)
+        if config.schedule is not None and run_context.comms.replica.size > 1:
+            largest = largest_vector(named, bytes_)
+            self._scheduled = ScheduledAllReduce(run_context.comms, config.schedule, largest)
+            return OverlappedReducer(named, run_context, config.wire, bytes_, borrowed, self._scheduled.start)
+        if config.algorithm in ("auto", "shared_memory") and config.wire == "fp32" and config.bucket_mb is None:
             shared = attach_shared(named, run_context, borrowed)
             if shared is not None:
                 return shared
@@ -423,7 +441,6 @@ class AllReduceSync:
                     why="they are on several hosts or on GPUs, the processor is not x86-64, or /dev/shm is too small",
                     remedy="take algorithm=native",
                 )
-        bytes_ = int((config.bucket_mb or _BUCKET_MB) * 2**20)
         return OverlappedReducer(named, run_context, config.wire, bytes_, borrowed)
 
     def _all_finite(self) -> bool:

@@ -198,6 +198,18 @@ class Tail:
         return digests_agree(tail, digests(step_context, self._key), contributions)
 
 
+def largest_vector(parameters: Sequence[tuple[str, nn.Parameter]], bucket_bytes: int) -> int:
+    """Return an upper bound of the bytes of a bucket with its tail.
+
+    Args:
+        parameters: named parameters; those with ``requires_grad`` are in buckets.
+        bucket_bytes: as ``largest`` of ``plan_buckets``.
+    """
+    sizes = [p.nbytes for _, p in parameters if p.requires_grad]
+    fullest = min(sum(sizes), max(bucket_bytes, FIRST_BYTES, *sizes)) if sizes else 0
+    return fullest + 8 * (DIGESTS + _TOTALS + len(sizes))
+
+
 def digests(step_context: StepContext, key: int = 0) -> list[int]:
     """Return the digests of a step: a of step and call, b of layout ``key`` and batch size, as [a, a², b, b²]."""
     a, b = (step_context.global_step + 83 * step_context.call) % 251, mix(key, step_context.samples) % 251

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from tutti.comm.communicator import Communicator, Pending
+from tutti.comm.communicator import Communicator
 from tutti.comm.random_keys import mix, name_key
 from tutti.comm.tree_sum import TreeSum
 from tutti.errors import MismatchError
@@ -59,6 +59,17 @@ class Reducer(Protocol):
         """Multiply all summed gradients in place."""
 
 
+class StartedSum(Protocol):
+    """A started all-reduce."""
+
+    def wait(self) -> None:
+        """Block until the sum is complete."""
+
+
+StartAllReduce = Callable[[Tensor, str], StartedSum]
+"""Starts an in-place all-reduce of a flat vector; the text names the call in error messages."""
+
+
 class OverlappedReducer:
     """Start one all-reduce a bucket as soon as backward has filled it, in the same order on every rank.
 
@@ -70,12 +81,20 @@ class OverlappedReducer:
         wire: number format of the messages: ``fp32``, ``bf16`` or ``fp16``.
         bucket_bytes: largest size of a bucket.
         borrowed: names of parameters that another rank of the replica counts in the norm.
+        all_reduce: starts the all-reduce of a bucket; None: the backend's.
     """
 
     def __init__(
-        self, parameters: Named, run_context: RunContext, wire: str, bucket_bytes: int, borrowed: Collection[str] = ()
+        self,
+        parameters: Named,
+        run_context: RunContext,
+        wire: str,
+        bucket_bytes: int,
+        borrowed: Collection[str] = (),
+        all_reduce: StartAllReduce | None = None,
     ) -> None:
         self._comm = run_context.comms.replica
+        self._all_reduce: StartAllReduce = all_reduce or self._comm.start_all_reduce
         trainable = [(name, p) for name, p in parameters if p.requires_grad]
         self._lent = {p for name, p in trainable if name in borrowed}
         self._order = [p for _, p in trainable]
@@ -88,7 +107,7 @@ class OverlappedReducer:
         self._sizes = [len(bucket.parameters) for bucket in self._buckets]
         self._armed = False
         self._missing: list[int] = []
-        self._under_way: list[Pending] = []
+        self._under_way: list[StartedSum] = []
         self._used: list[bool] = []
         self._loss_sums: Tensor | None = None
         self._step_context = StepContext(0, 0)
@@ -140,7 +159,7 @@ class OverlappedReducer:
         if wire is not None:
             wire.copy_(bucket.flat)
         text = f"all_reduce of gradient bucket {index} in step {self._step_context.global_step + 1}"
-        self._under_way.append(self._comm.start_all_reduce(bucket.flat if wire is None else wire, text))
+        self._under_way.append(self._all_reduce(bucket.flat if wire is None else wire, text))
 
     def collect(self, step_context: StepContext, worker: int, loss_sums: Tensor | None) -> None:
         """Do nothing: autograd accumulates the gradients of a rank's workers in ``.grad``."""

@@ -1,0 +1,137 @@
+"""Run an all-reduce as its schedule says: messages over the network, and shared memory within nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from tutti.comm.collective_schedules import Algorithm, ChunkTransfer
+from tutti.comm.communicator import Communicator, Communicators
+from tutti.comm.shared_memory import SharedMemorySegment, attach
+from tutti.errors import UsageError
+
+if TYPE_CHECKING:
+    from tutti.comm.communicator import Pending
+
+
+class ScheduledAllReduce:
+    """An all-reduce (sum) over the data ranks by a schedule. Collective: makes process groups and shared memory.
+
+    Args:
+        comms: communicators of this process; the sum is over ``comms.replica``.
+        algorithm: of the schedule.
+        size: bytes of the largest vector.
+
+    Attributes:
+        schedule: the schedule that is run.
+
+    Raises:
+        UsageError: ``hierarchical`` where the ranks of a node cannot share memory.
+    """
+
+    def __init__(self, comms: Communicators, algorithm: Algorithm, size: int) -> None:
+        self._comm = comms.replica
+        self.schedule, self._members, node = comms.connect(algorithm)
+        self._kind = f"{algorithm} all-reduce"
+        self._segment = None if node is None else _attached(node, size)
+        # Every rank of a job learns whether one of them cannot, and all end with the same message.
+        failed = torch.tensor([int(node is not None and self._segment is None)])
+        comms.world.all_reduce(failed, "shared memory of nodes")
+        if int(failed):
+            raise UsageError(
+                "algorithm=hierarchical needs memory that the ranks of a node share",
+                why="the ranks compute on accelerators, the processor is not x86-64, or /dev/shm is too small",
+                remedy="take algorithm=ring, or a smaller bucket_mb",
+            )
+
+    def start(self, flat: Tensor, text: str) -> ScheduledSum:
+        """Return a handle whose ``wait`` sums ``flat`` in place over the ranks; nothing is sent before ``wait``."""
+        return ScheduledSum(self, flat, text)
+
+    def sum(self, flat: Tensor, text: str) -> None:
+        """Sum ``flat`` (elements,) in place over the ranks, to the same bits on each. Collective.
+
+        ``text`` names the call in error messages.
+        """
+        if self._segment is None:
+            self._play(flat, {}, text)
+            return
+        slots: dict[int, Tensor] = {}
+        for place, rank in enumerate(self._members):
+            slots[rank] = self._segment.slot(place)[: flat.nbytes].view(flat.dtype)
+        own = slots[self._comm.rank]
+        own.copy_(flat)
+        self._play(own, slots, text)
+        flat.copy_(own)
+        # No rank overwrites its slot for the next sum before all have read it.
+        self._segment.barrier(f"{text}, end")
+
+    def _play(self, flat: Tensor, slots: dict[int, Tensor], text: str) -> None:
+        """Play the rounds on ``flat``, which is this rank's slot where the node has slots."""
+        me = self._comm.rank
+        for transfers in self.schedule.rounds:
+            receives = [t for t in transfers if t.to == me]
+            # All ranks of the node meet in its rounds, those too that have nothing to read.
+            if any(t.within_node and t.to in slots for t in transfers):
+                self._read(receives, flat, slots, text)
+            else:
+                self._exchange([t for t in transfers if t.source == me], receives, flat)
+
+    def _read(self, receives: Sequence[ChunkTransfer], flat: Tensor, slots: dict[int, Tensor], text: str) -> None:
+        """Play a round within the node: read from other ranks' slots what earlier rounds have left there."""
+        if self._segment is not None:
+            self._segment.barrier(f"{text}, within the node")
+        for transfer in receives:
+            start, end = self.schedule.bounds(transfer, flat.numel())
+            if end > start:
+                there = slots[transfer.source][start:end]
+                _put(transfer, flat[start:end], there)
+                self._comm.count(transfer.source, transfer.to, there.nbytes)
+
+    def _exchange(self, sends: Sequence[ChunkTransfer], receives: Sequence[ChunkTransfer], flat: Tensor) -> None:
+        """Play a round over the network. Sums are added in the order of the schedule, whichever arrives first."""
+        started: list[Pending] = []
+        for transfer in sends:
+            start, end = self.schedule.bounds(transfer, flat.numel())
+            if end > start:
+                started.append(self._comm.start_send(flat[start:end], transfer.to, self._kind))
+        arriving: list[tuple[Pending, ChunkTransfer, Tensor, Tensor]] = []
+        for transfer in receives:
+            start, end = self.schedule.bounds(transfer, flat.numel())
+            if end > start:
+                own = flat[start:end]
+                into = torch.empty_like(own) if transfer.reduce else own
+                arriving.append(
+                    (self._comm.start_receive(into, transfer.source, self._kind), transfer, own, into),
+                )
+        for pending, transfer, own, into in arriving:
+            pending.wait()
+            if transfer.reduce:
+                _put(transfer, own, into)
+        for pending in started:
+            pending.wait()
+
+
+class ScheduledSum:
+    """Handle of a sum by a schedule, which ``wait`` runs."""
+
+    def __init__(self, all_reduce: ScheduledAllReduce, flat: Tensor, text: str) -> None:
+        self._all_reduce, self._flat, self._text = all_reduce, flat, text
+
+    def wait(self) -> None:
+        """Run the schedule. Collective."""
+        self._all_reduce.sum(self._flat, self._text)
+
+
+def _put(transfer: ChunkTransfer, own: Tensor, there: Tensor) -> None:
+    if transfer.reduce:
+        own.add_(there)
+    else:
+        own.copy_(there)
+
+
+def _attached(node: Communicator, size: int) -> SharedMemorySegment | None:
+    return attach(node, size) if node.device.type == "cpu" else None
