@@ -35,6 +35,7 @@ LISTED: Mapping[str, Mapping[str, str]] = {
     "benchmarks/README.md": {"64 MiB of parameters, Adam; `results/": SETTING},
     "docs/central-storage.md": {"optimizer state (Adam: 2 × the parameters)": THEORY, "often have 64 MiB": SETTING},
     "docs/chaos.md": {"More than 1 GiB is filled": SETTING},
+    "docs/collectives.md": {"a sum of 8 MB takes": SETTING},
     "docs/large-batch.md": {"rate × √(batch": THEORY, "rate × batch": THEORY},
     "docs/parameter-server.md": {"run on the same day had 30 ms, 0.32 and 3.0 for 25 MB": NOT_KEPT},
     "docs/pipeline.md": {
