@@ -110,6 +110,32 @@ def test_a_run_publishes_the_traffic_of_its_schedule(algorithm: Algorithm, ranks
         assert got == want
 
 
+@pytest.mark.parametrize(
+    ("strategy", "tolerance"),
+    [
+        ("model_parallel:stages=2,algorithm=hierarchical", 1e-12),
+        ("pipeline:stages=2,schedule=1f1b,algorithm=ring", 1e-12),
+        ("mirrored:algorithm=halving,wire=bf16", 5e-3),
+        ("mirrored:algorithm=hierarchical,wire=fp16,bucket_mb=0.0001", 1e-3),
+    ],
+)
+def test_replicas_of_several_ranks_and_compressed_wires(strategy: str, tolerance: float) -> None:
+    [want] = worlds.run(1, trained_by, strategy="single")
+    for got in worlds.run(4, trained_by, strategy=strategy):
+        for name, value in want.items():
+            assert got[name] == pytest.approx(value, rel=tolerance, abs=tolerance), name
+
+
+def trained_by(strategy: str) -> dict[str, Any]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 7), nn.Tanh(), nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 1)).double()
+    data = torch.rand(24, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    state, _, _ = trained(
+        model, "sgd:lr=0.1", data, lambda m, b: (m(b) ** 2).mean(), strategy=strategy, workers=4, batch_size=12
+    )
+    return state
+
+
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("option", ["reproducible", "adaptive"])
 def test_bits_are_not_promised(algorithm: Algorithm, option: str) -> None:
