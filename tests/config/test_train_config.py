@@ -74,3 +74,10 @@ def test_the_edges_are_let_through() -> None:
     assert TrainConfig(checkpoint_every="none").every("checkpoint_every") is None
     assert TrainConfig(eval_every="0.5ep").every("eval_every") == Duration(0.5, "ep")
     assert TrainConfig(profile="1:1").window("profile") == (1, 1) and TrainConfig().window("trace") is None
+
+
+def test_the_learning_rate_rule_is_parsed_once_and_says_whether_it_adapts() -> None:
+    rules = {text: TrainConfig(lr_scale=text) for text in ("none", "linear:base_batch=64", "adascale")}
+    assert [config.lr_rule.adaptive for config in rules.values()] == [False, False, True]
+    assert all(config.lr_rule is config.lr_rule for config in rules.values())
+    assert rules["linear:base_batch=64"] == TrainConfig(lr_scale="linear:base_batch=64")

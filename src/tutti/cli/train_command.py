@@ -41,7 +41,7 @@ from tutti.metrics.records import config_toml, find_run, make_run_directory, rea
 from tutti.metrics.throughput import MFU
 from tutti.optim.gradient_noise import check_noise, per_worker_option
 from tutti.optim.loss_scale import chosen as check_loss_scale
-from tutti.optim.scaling import AdaptiveRule, check_rule, scaled
+from tutti.optim.scaling import scaled
 from tutti.tasks import task_registry, user
 from tutti.train.rank_entry import PRELOADED, run_launched_rank, run_rank
 from tutti.workload.machine_file import read_machine
@@ -213,8 +213,8 @@ def refuse_config(task: str, config: TrainConfig) -> None:
     """
     devices = int(config.devices)
     check_device(config.device)
-    rule = check_rule(config.lr_scale)
-    adaptive = isinstance(rule, AdaptiveRule)
+    rule = config.lr_rule
+    adaptive = rule.adaptive
     compiling = check_compile(config.compile, config.reproducible)
     accelerated = config.device not in ("cpu", "auto") or count_accelerators(config.device, os.environ) > 0
     choice = parallel.check_strategy(

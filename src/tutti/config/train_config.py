@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from tutti.checkpoint.best import Best
@@ -16,7 +17,7 @@ from tutti.config.slowness import Slowness
 from tutti.config.spec import Duration
 from tutti.errors import UsageError
 from tutti.launcher.watchdog import WatchdogLimits
-from tutti.optim.scaling import AdaptiveRule, check_growth, check_rule
+from tutti.optim.scaling import NoRule, check_growth, check_rule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,7 +167,7 @@ class TrainConfig:
                 "--regime-batch changes nothing in a run whose length is in steps",
                 remedy="give --epochs or --samples, or leave it out",
             )
-        if self.regime_batch is not None and isinstance(check_rule(self.lr_scale), AdaptiveRule):
+        if self.regime_batch is not None and self.lr_rule.adaptive:
             raise UsageError(
                 "--regime-batch cannot be combined with --lr-scale adascale",
                 why="adascale counts the run's length in steps of one worker's batch",
@@ -180,6 +181,11 @@ class TrainConfig:
         self.averaging()
         self.growth()
         self.slowness()
+
+    @cached_property
+    def lr_rule(self) -> NoRule:
+        """The learning-rate rule of ``--lr-scale``. Raises UsageError."""
+        return check_rule(self.lr_scale)
 
     def limits(self) -> WatchdogLimits:
         """Return the watchdog's limits on time without progress. Raises UsageError."""
@@ -222,7 +228,7 @@ class TrainConfig:
         """Raise UsageError if steps to profile or trace lie beyond the end of the run."""
         windows = {name: self.window(name) for name in ("profile", "trace")}
         # A resumed run may be nearly over, and adascale counts steps of another batch.
-        if self.length().unit != "st" or self.resume or isinstance(check_rule(self.lr_scale), AdaptiveRule):
+        if self.length().unit != "st" or self.resume or self.lr_rule.adaptive:
             return
         for name, window in windows.items():
             needed = sum(window) - 1 if window else 0
@@ -257,7 +263,7 @@ class TrainConfig:
             return None
         growth = BatchGrowth.parse(self.batch_growth)
         growth.most(self.batch_size, None)
-        check_growth(self.lr_scale, self.gradient_noise)
+        check_growth(self.lr_rule, self.gradient_noise)
         if self.regime_batch is not None:
             raise UsageError(
                 "--batch-growth cannot be combined with --regime-batch",

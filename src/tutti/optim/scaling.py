@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import ClassVar, TypeVar
 
 from tutti.config.optimizer_config import SGDConfig
 from tutti.config.spec import Spec
@@ -17,7 +17,13 @@ C = TypeVar("C")
 
 @dataclass(frozen=True, kw_only=True)
 class NoRule:
-    """No scaling: the learning rate as given."""
+    """No scaling: the learning rate as given.
+
+    Attributes:
+        adaptive: whether every step's rate follows from gradients measured in that step.
+    """
+
+    adaptive: ClassVar[bool] = False
 
     def factor(self, batch: int) -> float:
         """Return the factor on the learning rate at ``batch`` samples a step."""
@@ -59,8 +65,10 @@ class AdamSqrtRule(SqrtRule):
 class AdaptiveRule(NoRule):
     """AdaScale: the rate of one logical worker's batch, times each step's gain (``tutti.optim.adascale``)."""
 
+    adaptive: ClassVar[bool] = True
 
-RULES: Mapping[str, type[Any]] = {
+
+RULES: Mapping[str, type[NoRule]] = {
     "none": NoRule,
     "linear": LinearRule,
     "sqrt": SqrtRule,
@@ -69,15 +77,15 @@ RULES: Mapping[str, type[Any]] = {
 }
 
 
-def check_rule(text: str) -> Any:
+def check_rule(text: str) -> NoRule:
     """Parse ``--lr-scale``. Raises UsageError, naming the nearest name or key."""
     spec = Spec.parse(text, "--lr-scale")
     return spec.build(spec.choose(RULES, "rule"), "--lr-scale")
 
 
-def check_growth(lr_scale: str, gradient_noise: str) -> None:
+def check_growth(rule: NoRule, gradient_noise: str) -> None:
     """Raise UsageError for options that contradict a growing batch."""
-    if isinstance(check_rule(lr_scale), AdaptiveRule):
+    if rule.adaptive:
         raise UsageError(
             "a batch that grows cannot be combined with --lr-scale adascale",
             why="adascale measures the rate for a batch that stays N times one worker's",
@@ -103,7 +111,7 @@ def scaled(optimizer: C, rule: NoRule, batch: int) -> C:
         UsageError: the rule does not fit the optimizer, or ``batch`` is too far from the rule's base batch.
     """
     name = type(optimizer).__name__.removesuffix("Config")
-    if isinstance(rule, AdaptiveRule) and not isinstance(optimizer, SGDConfig):
+    if rule.adaptive and not isinstance(optimizer, SGDConfig):
         raise UsageError(
             f"--lr-scale adascale is a rule of SGD, and the optimizer is {name}",
             why="its gain is defined for steps along the gradient, which Adam and layer-wise optimizers do not take",

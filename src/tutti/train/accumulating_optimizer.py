@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch.optim import Optimizer
 
 from tutti.errors import UsageError
+from tutti.optim.factory import kind_of
 from tutti.parallel import Choice, check_custom_loop
 from tutti.torch_compat import is_wrapped_by_scheduler, mark_stepped, mark_wrapped_by_scheduler
 from tutti.train.prepared_before import keeps_state
@@ -26,7 +27,7 @@ def accumulate_steps(optimizer: Optimizer, run: Run, choice: Choice, index: int 
         index: the optimizer's index among those of ``tutti.prepare``.
     """
     # The new run takes over an optimizer that was prepared before.
-    kind: type[Optimizer] = getattr(type(optimizer), "_ungated", type(optimizer))
+    kind = kind_of(optimizer)
     if is_wrapped_by_scheduler(vars(optimizer).get("step")):
         # An existing scheduler has wrapped the original step in an instance attribute, which would bypass the subclass.
         del optimizer.step

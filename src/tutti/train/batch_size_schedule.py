@@ -16,7 +16,7 @@ from tutti.config.train_config import TrainConfig
 from tutti.data.contract import BatchContract
 from tutti.data.epochs import Epochs
 from tutti.launcher import context
-from tutti.optim.scaling import check_growth
+from tutti.optim.scaling import NoRule, check_growth
 from tutti.torch_compat import BatchNormBase
 
 _SEEN = "as the batch grows"
@@ -27,7 +27,7 @@ def batch_size_schedule(
     growth: BatchGrowth | str | None,
     model: nn.Module,
     batch_norm: str,
-    lr_scale: str,
+    lr_rule: NoRule,
     gradient_noise: str,
 ) -> Epochs:
     """Return the batch contracts of all epochs. Rank 0 warns if the batches that batch norm normalises over grow.
@@ -37,7 +37,7 @@ def batch_size_schedule(
         growth: the batch-size schedule; None for one batch size.
         model: the script's model.
         batch_norm: batch norm as ``tutti.prepare`` takes it.
-        lr_scale: rule for the learning rate.
+        lr_rule: rule for the learning rate.
         gradient_noise: noise on the gradient, or ``none``.
 
     Raises:
@@ -46,7 +46,7 @@ def batch_size_schedule(
     if isinstance(growth, str):
         growth = BatchGrowth.parse(growth, "batch_growth")
     if growth is not None:
-        check_growth(lr_scale, gradient_noise)
+        check_growth(lr_rule, gradient_noise)
     epochs = Epochs(contract, growth)
     if context.current().identity.rank == 0:
         for text in model_warnings(epochs, model, batch_norm):

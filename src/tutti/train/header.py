@@ -11,7 +11,7 @@ from tutti.config.train_config import TrainConfig
 from tutti.device import is_accelerator
 from tutti.launcher.context import World
 from tutti.native.native_library import kernels
-from tutti.optim.scaling import AdaptiveRule, check_rule, scaled
+from tutti.optim.scaling import scaled
 from tutti.tasks.task import Task
 from tutti.train.run import Run
 
@@ -94,9 +94,9 @@ def _length(config: TrainConfig, run: Run) -> str:
 
 def _rate(config: TrainConfig, workers: int) -> str:
     given = check_optimizer(config.optimizer)
-    rule = check_rule(config.lr_scale)
+    rule = config.lr_rule
     rate = f"{scaled(given, rule, config.batch_size).lr:g}"
-    if isinstance(rule, AdaptiveRule):
+    if rule.adaptive:
         return f"{rate} × each step's gain (adascale, 1 to {workers}), {config.schedule}"
     rate += f" = {given.lr:g} × {rule.factor(config.batch_size):g} ({config.lr_scale})" * (config.lr_scale != "none")
     return f"{rate}, {config.schedule}"

@@ -38,7 +38,6 @@ from tutti.metrics.records import RunDirectory, config_sha256
 from tutti.metrics.trace import TABLE as TRACE
 from tutti.metrics.trace import traced
 from tutti.nn.init_on_disk import spilling
-from tutti.optim.scaling import AdaptiveRule, check_rule
 from tutti.optim.schedules import Schedule, make_schedule
 from tutti.tasks import task_registry
 from tutti.tasks.task import Task
@@ -138,7 +137,7 @@ def _place(run: Run, directory: str | None) -> str | None:
 
 def _schedule(config: TrainConfig, epochs: Epochs) -> Schedule:
     total = _plan(config, epochs)[1]
-    scaled = check_rule(config.lr_scale).factor(epochs.first.batch)
+    scaled = config.lr_rule.factor(epochs.first.batch)
     return make_schedule(check_schedule(config.schedule), total, _steps(config, epochs), scaled)
 
 
@@ -149,7 +148,7 @@ def _steps(config: TrainConfig, epochs: Epochs) -> Callable[[Duration], int]:
     worker with its own share of the batch.
     """
     batch: int | Fraction | None = config.regime_batch
-    if isinstance(check_rule(config.lr_scale), AdaptiveRule):
+    if config.lr_rule.adaptive:
         batch = Fraction(epochs.first.batch, epochs.first.workers)
     return epochs.steps if batch is None else partial(Duration.steps, dataset=epochs.first.dataset, batch=batch)
 
@@ -218,7 +217,7 @@ def _plan(config: TrainConfig, epochs: Epochs) -> tuple[TrainPlan, int | None]:
 
     length, every = config.length(), (config.every("eval_every"), config.every("checkpoint_every"))
     evaluate, save = (duration and count(duration, "how often") for duration in every)
-    adaptive = isinstance(check_rule(config.lr_scale), AdaptiveRule)
+    adaptive = config.lr_rule.adaptive
     if dataset is not None or config.regime_batch or adaptive:
         total = _steps(config, epochs)(length)
         return TrainPlan(total, evaluate, save), total

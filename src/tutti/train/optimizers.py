@@ -15,29 +15,28 @@ from torch.optim import Optimizer
 from tutti.config.optimizer_config import check_optimizer
 from tutti.errors import UsageError, did_you_mean
 from tutti.nn.sparse_layers import check_sparse_step
-from tutti.optim.factory import from_config, from_instance
-from tutti.optim.scaling import check_rule, scaled
+from tutti.optim.factory import from_config, from_instance, kind_of
+from tutti.optim.scaling import NoRule, scaled
 from tutti.optim.several import several
 from tutti.types import OptimizerFactory
 
 
 def factory(
-    optimizer: Sequence[Optimizer] | str, lr_scale: str, batch_size: int, sparse: Collection[str] = ()
+    optimizer: Sequence[Optimizer] | str, rule: NoRule, batch_size: int, sparse: Collection[str] = ()
 ) -> OptimizerFactory:
-    """Return a factory of the optimizer, with the learning rate of ``lr_scale``.
+    """Return a factory of the optimizer, with the learning rate of ``rule``.
 
     Args:
         optimizer: options, or the script's optimizers.
-        lr_scale: rule for the learning rate at ``batch_size``, or ``none``.
+        rule: rule for the learning rate at ``batch_size``.
         batch_size: samples of the global batch.
         sparse: names of parameters that may have sparse gradients.
 
     Raises:
         UsageError: a rule for the script's own optimizers.
     """
-    rule = check_rule(lr_scale)
     if not isinstance(optimizer, str):
-        if lr_scale != "none":
+        if type(rule) is not NoRule:
             raise UsageError(
                 "lr_scale is for an optimizer given as text",
                 why="your own scheduler would restore its own rates",
@@ -76,12 +75,12 @@ def _trials(
 ) -> Iterator[Optimizer]:
     """Yield optimizers of ``toy`` with the settings of each group that has a parameter of ``sparse``."""
     if isinstance(optimizer, str):
-        made = factory(optimizer, "none", 1, sparse)([("toy", toy)])
+        made = factory(optimizer, NoRule(), 1, sparse)([("toy", toy)])
         yield from () if made is None else (made,)
         return
     wanted = {id(p) for name, p in model.named_parameters() if name in sparse}
     for each in optimizer:
-        kind: Any = getattr(type(each), "_ungated", type(each))
+        kind: Any = kind_of(each)
         known = set(inspect.signature(kind).parameters)
         for group in each.param_groups:
             if any(id(p) in wanted for p in group["params"]):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -44,7 +45,7 @@ from tutti.optim.adascale import AdaScale
 from tutti.optim.factory import check_fresh
 from tutti.optim.gradient_noise import check_noise, per_worker_option
 from tutti.optim.loss_scale import LossScale, chosen
-from tutti.optim.scaling import AdaptiveRule, check_rule
+from tutti.optim.scaling import NoRule, check_rule
 from tutti.optim.several import check_apart
 from tutti.parallel import Choice
 from tutti.train.accumulating_optimizer import accumulate_steps
@@ -92,6 +93,11 @@ class RunOptions:
     max_nonfinite: int = 10
     data_workers: int = 0
     slow: Sequence[Slowness] | str = ()
+
+    @cached_property
+    def lr_rule(self) -> NoRule:
+        """The learning-rate rule of ``lr_scale``. Raises UsageError."""
+        return check_rule(self.lr_scale)
 
 
 def prepare(
@@ -234,7 +240,7 @@ def prepare_run(
     averaging = o.ema if o.ema is None or isinstance(o.ema, Averaging) else Averaging.parse(str(o.ema), "ema")
     world = context.init()
     identity = world.identity
-    adaptive = isinstance(check_rule(o.lr_scale), AdaptiveRule)
+    adaptive = o.lr_rule.adaptive
     compiled = o.compile if isinstance(o.compile, str) else "default" if o.compile else "none"
     asked = {"reproducible": o.reproducible, "adaptive": adaptive, "averaging": averaging is not None}
     sparse = [name for name, p in sparse_parameters([whole]).items() if p.requires_grad]
@@ -246,7 +252,7 @@ def prepare_run(
     contract = _contract(
         choice, grid.data_ranks, _count(data), o.batch_size, o.workers, o.micro_batch, o.identical_batches
     )
-    epochs = batch_size_schedule(contract, o.batch_growth, whole, o.batch_norm, o.lr_scale, o.gradient_noise)
+    epochs = batch_size_schedule(contract, o.batch_growth, whole, o.batch_norm, o.lr_rule, o.gradient_noise)
     for each in optimizers if not choice.row.optimizer_here else ():
         check_fresh(each)
     if o.reproducible:
@@ -283,7 +289,7 @@ def prepare_run(
     replica = slow_down(layout.build(converted), o.slow, world, contract.workers)
 
     # Gradient synchronisation, which shards parameters and makes the optimizer.
-    grad_hook = sync.attach(replica, factory(optimizer, o.lr_scale, o.batch_size, sparse))
+    grad_hook = sync.attach(replica, factory(optimizer, o.lr_rule, o.batch_size, sparse))
     hooks.watch(replica.parts)
     reads.refuse()
 
