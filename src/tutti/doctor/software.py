@@ -29,6 +29,7 @@ TIMEOUT = 20.0
 EXTRAS = {
     "data": ("pyarrow", "pillow"),
     "demo": ("scikit-learn",),
+    "planning": ("scipy",),
     "plot": ("matplotlib",),
     "server": ("pyzmq",),
     "tensorboard": ("tensorboard",),

@@ -94,7 +94,7 @@ class OverlappedReducer:
         all_reduce: StartAllReduce | None = None,
     ) -> None:
         self._comm = run_context.comms.replica
-        self._all_reduce: StartAllReduce = all_reduce or self._comm.start_all_reduce
+        self._all_reduce = all_reduce
         trainable = [(name, p) for name, p in parameters if p.requires_grad]
         self._lent = {p for name, p in trainable if name in borrowed}
         self._order = [p for _, p in trainable]
@@ -159,7 +159,8 @@ class OverlappedReducer:
         if wire is not None:
             wire.copy_(bucket.flat)
         text = f"all_reduce of gradient bucket {index} in step {self._step_context.global_step + 1}"
-        self._under_way.append(self._all_reduce(bucket.flat if wire is None else wire, text))
+        start = self._all_reduce or self._comm.start_all_reduce
+        self._under_way.append(start(bucket.flat if wire is None else wire, text))
 
     def collect(self, step_context: StepContext, worker: int, loss_sums: Tensor | None) -> None:
         """Do nothing: autograd accumulates the gradients of a rank's workers in ``.grad``."""
