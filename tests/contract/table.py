@@ -169,6 +169,10 @@ def optimizer_of(specification: str, model: str, built: nn.Module) -> torch.opti
     return named(specification, model) if make is None else make(built)
 
 
+HOST_ONLY = "mirrored, hierarchical"
+"""Strategy whose ranks of a node exchange gradients in the host's memory: refused on accelerators."""
+
+
 @cache
 def every() -> list[Case]:
     """Model × strategy × optimizer × workers × devices × variant, whether it runs or not."""

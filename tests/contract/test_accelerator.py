@@ -15,7 +15,7 @@ import pytest
 
 from tests import worlds
 from tests.contract import test_samples, test_state
-from tests.contract.table import OPTIMIZERS, STRATEGIES, Case, largest_difference, train, whole
+from tests.contract.table import HOST_ONLY, OPTIMIZERS, STRATEGIES, Case, largest_difference, train, whole
 from tests.contract.test_state import PLACES
 from tests.covering import covering
 from tests.scripts import table as scripts
@@ -38,7 +38,7 @@ def cases() -> list[Case]:
     """Every strategy once, on two devices where it can, with another optimizer than those before where it can."""
     chosen = []
     drawn = random.Random(1).sample(whole(), len(whole()))
-    for name in STRATEGIES:
+    for name in (name for name in STRATEGIES if name != HOST_ONLY):
         own = [case for case in drawn if case.strategy == name and case.model == "odd" and case.workers in (3, 4)]
         rows = [case for case in own if case.devices in (2, 4)]
         few = [case for case in rows if case.devices == 2] or rows
@@ -72,6 +72,12 @@ def test_equals_the_cpu(case: Case) -> None:
             assert (digest, losses) == (expected, own)
         assert largest_difference(got, want) <= (0 if exact else TOLERANCE)
         assert losses == pytest.approx(own, rel=1e-9)
+
+
+def test_sums_in_the_hosts_memory_are_refused() -> None:
+    case = next(case for case in whole() if case.strategy == HOST_ONLY and case.devices == 2)
+    with pytest.raises(worlds.RankError, match="ranks compute on accelerators"):
+        worlds.run_on(DEVICE, 2, train, **arguments(case))
 
 
 @pytest.fixture
