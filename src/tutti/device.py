@@ -60,12 +60,19 @@ def is_device_choice(name: str) -> bool:
     return name in ("auto", "cpu", *KNOWN) or (name.isidentifier() and bool(_plugins(os.environ)))
 
 
-def check_device(choice: str) -> None:
-    """Raise UsageError if ``--device`` cannot be ``choice`` on any machine with these packages."""
-    if not is_device_choice(choice):
-        near = difflib.get_close_matches(choice, ("auto", "cpu", *KNOWN), 1)
-        remedy = f"take {near[0]}" if near else f"choices: auto, cpu, {', '.join(KNOWN)}"
-        raise UsageError(f"unknown device '{choice}'", where="--device", remedy=remedy)
+def check_device(choice: str, where: str = "--device") -> None:
+    """Raise UsageError if ``--device`` cannot be ``choice`` on any machine with these packages.
+
+    Args:
+        choice: what the user stated.
+        where: its place, for the message.
+    """
+    if is_device_choice(choice):
+        return
+    choices = ("auto", "cpu", *KNOWN)
+    near = [] if choice.lower() == "gpu" else difflib.get_close_matches(choice, choices, 1)
+    remedy = f"take {near[0]}" if near else f"take auto for the GPU that is here; choices: {', '.join(choices)}"
+    raise UsageError(f"unknown device '{choice}'", where=where, remedy=remedy)
 
 
 def count_by_driver(environ: Mapping[str, str]) -> int | None:

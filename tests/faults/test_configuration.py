@@ -141,7 +141,7 @@ FILES: list[tuple[str | bytes, str]] = [
     ("epochs = inf\n", "--epochs is inf"),
     ("devices = [1]\n", "is not text (own.toml, devices)"),
     ("workers = 9223372036854775807\n", "workers"),
-    ('device = "gpu"\n', "'gpu' is not possible (own.toml, device)"),
+    ('device = "gpu"\n', "unknown device 'gpu' (own.toml, device). take auto for the gpu that is here"),
     ("steps = 1\nsteps = 2\n", "the configuration is not TOML (own.toml)"),
     ("batch-size = 3\nbatch_size = 4\n", "batch"),
     ("\x00", "the configuration is not TOML (own.toml)"),

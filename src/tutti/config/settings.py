@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, TypedDict, get_args, get_origin
 from cyclopts import Group, Parameter, Token
 
 from tutti.config.train_config import TrainConfig
+from tutti.device import check_device
 from tutti.errors import UsageError, did_you_mean
 
 HINTS = typing.get_type_hints(TrainConfig)
@@ -83,6 +84,8 @@ def read_file(file: Path) -> dict[str, Any]:
         if key in values:
             raise UsageError(f"'{key}' is given twice", where=str(file), remedy="write it with dashes or underscores")
         values[key] = typed(value, HINTS.get(key, str), f"{file}, {written}")
+        if key == "device":
+            check_device(values[key], f"{file}, {written}")
     return values
 
 
