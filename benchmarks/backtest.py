@@ -2,9 +2,9 @@
 
     python benchmarks/backtest.py FOLDER [--json]
 
-With `--json` one line of JSON a table, group and protocol is printed, and nothing is written. Without it the figures
-go to `benchmarks/results/DATE-backtest.json`, the page `docs/backtest.md` is written from them, and the scores that
-bands rest on go to the package (`planning/residuals.json`).
+Write the figures to `benchmarks/results/DATE-backtest.json`, the page `docs/backtest.md`, and the scores that give
+bands their widths to the package (`planning/residuals.json`). With `--json` print one line of JSON for each table,
+group and protocol, and write nothing.
 """
 
 from __future__ import annotations
@@ -25,23 +25,148 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "backtest.md"
 RESIDUALS = ROOT / "src" / "tutti" / "planning" / "residuals.json"
 
-# What is asked, of which table and protocol, of all or near predictions, by which figure, and the bar.
+# Title, table, protocol, all or near predictions, figure over their errors, and limit; a negative limit is the least
+# share, a positive one the largest error.
 BARS = (
-    ("steps of a small cluster at 2–4 × the devices, mean", "small cluster", "extrapolated", "", "mean", 0.08),
-    ("iterations on one host at twice the devices, mean", "iteration by grid", "extrapolated", "", "mean", 0.07),
-    ("all-reduces over twice the ranks, mean", "all-reduce", "extrapolated", "", "mean", 0.08),
-    ("published jobs, scaling from the smallest row, mean", "published jobs", "anchored", "", "mean", 0.05),
-    ("published jobs, other sequence lengths, mean", "published jobs", "other sequence lengths", "", "mean", 0.12),
-    ("data to a target at 2–4 × the batch, median", "data to target", "batches at most half", "near", "median", 0.06),
-    ("at twice the batch and any more, median", "data to target", "batches at most half", "", "median", 0.06),
-    ("the same, share within 25 %", "data to target", "batches at most half", "", "within_25", -0.9),
-    ("data to a level from noise alone, share within 2 ×", "metric by epoch", "noise alone", "", "within_2x", -0.95),
-    ("the same with one measured batch, median", "metric by epoch", "noise and one batch", "", "median", 0.15),
+    (
+        "small cluster: mean error of step times on 2–4 × the fitted devices",
+        "small cluster",
+        "extrapolated",
+        "",
+        "mean",
+        0.08,
+    ),
+    (
+        "GPTs on one host: mean error of iteration times on 2–4 × the fitted devices",
+        "iteration by grid",
+        "extrapolated",
+        "",
+        "mean",
+        0.07,
+    ),
+    (
+        "all-reduce: mean error of times over 2–4 × the fitted ranks",
+        "all-reduce",
+        "extrapolated",
+        "",
+        "mean",
+        0.08,
+    ),
+    (
+        "published jobs: mean error of the time per sample, predicted from the job with the fewest devices",
+        "published jobs",
+        "anchored",
+        "",
+        "mean",
+        0.05,
+    ),
+    (
+        "published jobs: mean error of the time per sample, predicted from a job of another sequence length",
+        "published jobs",
+        "other sequence lengths",
+        "",
+        "mean",
+        0.12,
+    ),
+    (
+        "data to a target: median error at 2–4 × the largest fitted batch size",
+        "data to target",
+        "batches at most half",
+        "near",
+        "median",
+        0.06,
+    ),
+    (
+        "data to a target: median error at 2 × the largest fitted batch size and more",
+        "data to target",
+        "batches at most half",
+        "",
+        "median",
+        0.06,
+    ),
+    (
+        "data to a target: share of predictions within 25 % at 2 × the largest fitted batch size and more",
+        "data to target",
+        "batches at most half",
+        "",
+        "within_25",
+        -0.9,
+    ),
+    (
+        "data to a level of a metric: share of predictions within a factor of 2, from gradient noise alone",
+        "metric by epoch",
+        "noise alone",
+        "",
+        "within_2x",
+        -0.95,
+    ),
+    (
+        "data to a level of a metric: median error, from gradient noise and one measured batch size",
+        "metric by epoch",
+        "noise and one batch",
+        "",
+        "median",
+        0.15,
+    ),
 )
 
 
+PAGE_HEAD = """\
+# Predictions against published measurements
+
+This page says how far tutti's predictions of step times, collectives, throughput and data to a target are from
+published measurements. `make backtest` writes it, from the measurements in a folder of CSV files:
+
+```console
+make backtest DATA=path/to/folder
+```
+
+Every figure comes from `{file}`. The sources of the measurements are in the
+`source` entries of `src/tutti/planning/published_hardware.json` and in the tables' own columns.
+
+A back-test splits each published set, fits the constants of a law to one part and predicts the other part. An error is
+|predicted − measured| in % of the measurement. The forms of the laws and the priors of their constants were chosen with
+these measurements in sight. Only measurements that are not in these sets can confirm the predictions.
+
+| table | predicted quantity |
+|---|---|
+| all-reduce | seconds of an all-reduce, by ranks and bytes |
+| small cluster | seconds of a training step, by replicas, nodes and samples per replica |
+| iteration by grid | seconds of a GPT iteration on one host, by tensor, data and pipeline ranks |
+| published jobs | device-seconds per sample of training jobs: the inverse of throughput |
+| data to target | samples or epochs to a benchmark's target, by batch size |
+| metric by epoch | samples to a level of a metric, by batch size |
+| scaling law | loss, by parameters and FLOP |
+
+| protocol | the fit uses | predicted rows |
+|---|---|---|
+| zero-shot | no row of the set, only rates of other published sets on the same chip | all rows of the set |
+| anchored | rows with the fewest devices of a group, or of a series of published jobs | rows on more devices |
+| anchored, other sequence lengths | one job with a sequence length near the middle | jobs with other sequence lengths |
+| anchored, other workloads' network | as anchored, and all rows of the other workloads | rows on more devices |
+| extrapolated | rows on at most N devices | rows on 2N to 4N devices |
+| extrapolated, more than 4 × | rows on at most N devices | rows on more than 4N devices |
+| batches at most half, at most an eighth | batch sizes of at most 1/2, 1/8 of the predicted one | each batch size |
+| noise alone | gradient noise and samples at the smallest batch size | all larger batch sizes |
+| noise and one batch | the same, and samples at one more batch size | batch sizes of at least twice that one |
+
+*Extrapolated* predicts a published job from the nearest job of its series on at most half as many devices, and the
+tenth of the scaling law's runs with most FLOP from all other runs. A series of published jobs has one set, model,
+hardware, precision, framework and sequence length."""
+
+BANDS_TEXT = """\
+A band is an interval around a prediction that should contain 90 % of the measurements. Its width comes from the errors
+of other published sets in the same cell, never of the predicted set. A cell is a *basis*, the measurements on which
+the prediction rests, and a *distance*, the number of devices or the batch size divided by the largest measured one.
+
+Rows of one series are not independent, so each series counts once. A prediction has a band only if the other sets have
+at least 30 series in its cell. Cells in which fewer than 30 series have a band say `no band`. *Coverage* is the share
+of measurements inside their bands. A cell *holds* if its coverage lies within the expected coverage: the binomial 95 %
+interval of 90 % for its number of series. *Width* is the upper end less the lower end, in % of the prediction."""
+
+
 def pooled(checked: list[dict[str, float]], figure: str) -> float:
-    """A figure over all predictions of a protocol."""
+    """Return a figure over all predictions of a protocol: a mean or median error, or a share."""
     ratios = [one["predicted"] / one["measured"] for one in checked]
     errors = sorted(abs(ratio - 1) for ratio in ratios)
     if figure == "mean":
@@ -55,7 +180,7 @@ def pooled(checked: list[dict[str, float]], figure: str) -> float:
 
 
 def against_bars(result: BacktestResult) -> list[dict[str, Any]]:
-    """Each bar with the figure over all groups, and by group; a share must be at least its bar, an error at most."""
+    """Return each bar with its figure over all groups; a share must be at least its limit, an error at most."""
     kinds = {(row["group"], row["protocol"]): row["table"] for row in result.rows}
     found = []
     for name, kind, protocol, part, figure, bar in BARS:
@@ -76,7 +201,7 @@ def against_bars(result: BacktestResult) -> list[dict[str, Any]]:
 
 
 def outliers(result: BacktestResult) -> list[dict[str, Any]]:
-    """Data to a target that is missed by more than a quarter."""
+    """Return the predictions of data to a target with an error above 25 %."""
     return [
         {"series": one.series, "predicted": one.predicted, "measured": one.measured}
         for each, one in result.checked
@@ -89,25 +214,16 @@ def share(value: float | None) -> str:
 
 
 def page(stored: dict[str, Any], file: str) -> str:
-    """The page, every figure of which is in the result file."""
+    """Return the text of the page; every figure is in the result file."""
     lines = [
-        "# Predicted against measured",
-        "",
-        f"Made by `make backtest` from `{file}`; nothing on this page is written by hand. Predictions of step times,",
-        "collectives and data to a target are compared with measurements that others published (sources in",
-        "`planning/published_hardware.json` and in the data's own columns). Errors are in % of the measurement.",
-        "",
-        "*Zero-shot*: nothing of the set is seen. *Anchored*: the rows with fewest devices of each series are seen.",
-        "*Extrapolated*: at most N/2 devices are fitted, N to 2N are asked; for published jobs the nearest row at half",
-        "the devices or fewer is the anchor. A band is 90 %; its residuals never come from the set that is predicted.",
-        "*Anchored, other workloads' network* also sees the cluster's other workloads on every number of devices.",
-        "",
-        "The forms of the laws and the priors of their constants were chosen with this data in sight: the proof is",
-        "in sets that are not here.",
+        *PAGE_HEAD.format(file=file).splitlines(),
         "",
         "## Bars",
         "",
-        "| bar | n | found % | limit % | met |",
+        "A bar limits a figure over all predictions of a table under one protocol. A mean or median error meets its",
+        "bar if it is at most the limit, a share of predictions if it is at least the limit.",
+        "",
+        "| bar | predictions | found % | limit % | met |",
         "|---|---|---|---|---|",
     ]
     for bar in stored["bars"]:
@@ -117,11 +233,9 @@ def page(stored: dict[str, Any], file: str) -> str:
         "",
         "## Bands",
         "",
-        "A cell holds where its coverage lies in the binomial 95 % interval of 90 % for its number of",
-    ]
-    lines += ["independent series. A cell of fewer than 30 says that there is no band.", ""]
-    lines += [
-        "| cell | series | sets | coverage % | interval % | median width % | holds |",
+        *BANDS_TEXT.splitlines(),
+        "",
+        "| cell | series | sets | coverage % | expected coverage % | median width % | holds |",
         "|---|---|---|---|---|---|---|",
     ]
     for cell in stored["cells"]:
@@ -131,24 +245,37 @@ def page(stored: dict[str, Any], file: str) -> str:
         width = share(cell.get("median_band_width"))
         head = f"| {cell['cell']} | {cell['series']} | {cell['sets']} |"
         lines.append(f"{head} {share(covered)} | {interval} | {width} | {holds} |")
-    lines += ["", "## Every group", ""]
-    lines += ["| table | group | protocol | n | mean % | median % | worst % | coverage % | median width % |"]
+    lines += ["", "## Errors by group", ""]
+    lines += [
+        "A group is a workload or a published set, and its hardware. Coverage and width are those of its bands.",
+        "",
+    ]
+    lines += [
+        "| table | group | protocol | predictions "
+        "| mean error % | median error % | worst error % | coverage % | median width % |"
+    ]
     lines += ["|---|---|---|---|---|---|---|---|---|"]
     for row in stored["rows"]:
         figures = (row["mean"], row["median"], row["worst"], row["coverage90"], row["median_band_width"])
         head = f"| {row['table']} | {row['group']} | {row['protocol']} | {row['n']} |"
         lines.append(f"{head} {' | '.join(map(share, figures))} |")
     if stored["outliers"]:
-        lines += ["", "## Data to a target that is missed by more than a quarter", ""]
-        lines += ["| series and batch | predicted | measured |", "|---|---|---|"]
+        lines += ["", "## Data to a target with an error above 25 %", ""]
+        lines += ["| benchmark, round and batch size | predicted samples or epochs | measured |", "|---|---|---|"]
         lines += [f"| {o['series']} | {o['predicted']:.4g} | {o['measured']:.4g} |" for o in stored["outliers"]]
-    lines += ["", "## Not predicted", "", "| table | group | protocol | reason |", "|---|---|---|---|"]
+    lines += [
+        "",
+        "## Rows and groups without a prediction",
+        "",
+        "| table | group | protocol | reason |",
+        "|---|---|---|---|",
+    ]
     lines += [f"| {r['table']} | {r['group']} | {r['protocol']} | {r['reason']} |" for r in stored["refused"]]
     return "\n".join(lines) + "\n"
 
 
 def json_lines(result: BacktestResult) -> list[str]:
-    """One line a table, group and protocol; what was not predicted has n = 0 and the reason."""
+    """Return one line of JSON for each table, group and protocol; without predictions it has n = 0 and the reason."""
     nothing = dict.fromkeys(("mean", "median", "worst", "coverage90", "median_band_width"))
     done = {(row["table"], row["group"], row["protocol"]) for row in result.rows}
     refused = [
