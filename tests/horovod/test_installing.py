@@ -16,7 +16,11 @@ import sys
 import horovod.torch as hvd
 from horovod.torch.mpi_ops import synchronize
 from horovod.common.exceptions import HorovodInternalError
+from horovod.common.elastic import ObjectState
+from horovod.torch.elastic.sampler import ElasticSampler
+from horovod.torch.elastic import TorchState, run
 import torch
+assert hvd.elastic.run is run and hvd.elastic.ElasticSampler is ElasticSampler and issubclass(TorchState, ObjectState)
 hvd.init()
 total = synchronize(hvd.allreduce_async(torch.ones(1), op=hvd.Sum, name="x"))
 if hvd.rank() == 0:

@@ -121,8 +121,10 @@ class _Session:
         if members is None:
             self._fail([rank], call.key, "mismatch", f"process set {call.process_set} does not exist any more: {call}.")
             return
-        lost = next((r for r in members if r in self.gone), None)
-        if lost is not None:
+        gone = [r for r in members if r in self.gone]
+        if gone:
+            # A rank that has ended is the cause; other ranks may have left because of it.
+            lost = min(gone, key=lambda r: self.gone[r] == SHUT_DOWN)
             self._fail([rank], call.key, "lost", self.gone[lost])
             return
         waiting = self.waiting.get(call.key)

@@ -18,10 +18,14 @@ SERVED = (
     "horovod.torch",
     "horovod.torch.mpi_ops",
     "horovod.torch.compression",
+    "horovod.torch.elastic",
+    "horovod.torch.elastic.sampler",
+    "horovod.torch.elastic.state",
     "horovod.torch.functions",
     "horovod.torch.optimizer",
     "horovod.torch.sync_batch_norm",
     "horovod.common",
+    "horovod.common.elastic",
     "horovod.common.exceptions",
     "horovod.common.process_sets",
 )
@@ -33,7 +37,6 @@ _LOST = {
     "horovod.mxnet": "MXNet",
     "horovod.spark": "Spark",
     "horovod.ray": "Ray",
-    "horovod.torch.elastic": "elastic training",
 }
 
 _EQUIVALENT = """The same in PyTorch:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tutti.comm.collectives import ProcessSet
 from tutti.comm.collectives import all_ranks as global_process_set
 from tutti.horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
-from tutti.horovod.torch import mpi_ops
+from tutti.horovod.torch import elastic, mpi_ops
 from tutti.horovod.torch.compression import Compression
 from tutti.horovod.torch.functions import (
     allgather_object,
@@ -111,6 +111,7 @@ __all__ = [
     "cross_size",
     "cuda_built",
     "ddl_built",
+    "elastic",
     "global_process_set",
     "gloo_built",
     "gloo_enabled",

@@ -180,10 +180,7 @@ class _Distributed:
             for parameter, wait in self._sparse.items():
                 parameter.grad = wait()
         finally:
-            for bucket in self._buckets:
-                bucket.handle, bucket.sent, bucket.missing = None, [], len(bucket.parameters)
-            self._sparse = {}
-            self._delays = dict.fromkeys(self._delays, self.backward_passes_per_step)
+            self._forget_reductions()
         self._synchronized = True
 
     def _finish(self, bucket: _Bucket) -> None:
@@ -223,6 +220,29 @@ class _Distributed:
         if self._sparse or any(bucket.handle is not None for bucket in self._buckets):
             raise AssertionError(_RACE)
         super().zero_grad(*args, **kwargs)  # type: ignore[misc]
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state of the user's optimizer; drop reductions under way, which belong to the state before."""
+        super().load_state_dict(state_dict)  # type: ignore[misc]
+        self._forget_reductions()
+        self._synchronized, self._should_synchronize = False, True
+
+    def _forget_reductions(self) -> None:
+        for bucket in self._buckets:
+            bucket.handle, bucket.sent, bucket.missing = None, [], len(bucket.parameters)
+        self._sparse = {}
+        self._delays = dict.fromkeys(self._delays, self.backward_passes_per_step)
+
+    @property
+    def between_steps(self) -> bool:
+        """Whether no gradient was computed since the last ``step``."""
+        return not self._synchronized and all(d == self.backward_passes_per_step for d in self._delays.values())
+
+
+def check_between_steps(optimizer: torch.optim.Optimizer) -> None:
+    """Raise ValueError if a distributed optimizer holds gradients that its next ``step`` will use."""
+    if isinstance(optimizer, _Distributed) and not optimizer.between_steps:
+        raise ValueError("commit() and check_host_updates() must stand after optimizer.step(), not before it")
 
 
 class _DistributedDelta(_Distributed):

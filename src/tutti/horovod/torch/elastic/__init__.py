@@ -1,0 +1,36 @@
+"""Elastic training inside a process, with the names of ``horovod.torch.elastic``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from tutti.horovod.common.elastic import ObjectState, run_fn
+from tutti.horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
+from tutti.horovod.torch.elastic.sampler import ElasticSampler
+from tutti.horovod.torch.elastic.state import TorchState
+from tutti.horovod.torch.mpi_ops import init, shutdown
+
+T = TypeVar("T")
+
+__all__ = ["ElasticSampler", "HorovodInternalError", "HostsUpdatedInterrupt", "ObjectState", "TorchState", "run"]
+
+
+def run(func: Callable[..., T]) -> Callable[..., T]:
+    """Decorate a training function so that it continues after failed collectives and changes of hosts.
+
+    Its first argument is a state, which all ranks get from rank 0 before each call.
+
+    Raises:
+        HorovodInternalError: from the decorated function, with the state of the last commit, where a rank has ended.
+    """
+    return run_fn(func, _reset)
+
+
+def _reset() -> None:
+    shutdown()
+    try:
+        init()
+    except BaseException:
+        shutdown()
+        raise

@@ -1,0 +1,196 @@
+"""The state of a PyTorch script: models, optimizers, samplers, schedulers and plain attributes."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import nn
+
+from tutti.horovod.common.elastic import ObjectState
+from tutti.horovod.torch import mpi_ops
+from tutti.horovod.torch.elastic.sampler import ElasticSampler
+from tutti.horovod.torch.functions import (
+    allgather_object,
+    broadcast_object,
+    broadcast_optimizer_state,
+    broadcast_parameters,
+)
+from tutti.horovod.torch.optimizer import check_between_steps
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """An object with a state of plain values, such as a learning-rate scheduler or a ``GradScaler``."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
+
+
+class StateHandler:
+    """Saves, restores and synchronises one value of a ``TorchState`` by its ``state_dict``.
+
+    Args:
+        value: the object.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self.set_value(value)
+
+    def set_value(self, value: Any) -> None:
+        """Handle another object from now on, and save it."""
+        self.value = value
+        self.save()
+
+    def save(self) -> None:
+        """Copy the state."""
+        self._saved: Any = copy.deepcopy(self.value.state_dict())
+
+    def restore(self) -> None:
+        """Load the copy."""
+        self.value.load_state_dict(copy.deepcopy(self._saved))
+
+    def sync(self) -> None:
+        """Load rank 0's state. Collective over all ranks."""
+        self.value.load_state_dict(broadcast_object(self.value.state_dict()))
+
+    def skip_sync(self) -> None:
+        """Bring together what ranks hold apart."""
+
+
+class ModelStateHandler(StateHandler):
+    """Handles a model."""
+
+    def sync(self) -> None:
+        """Broadcast parameters and buffers from rank 0. Collective over all ranks."""
+        broadcast_parameters(self.value.state_dict(), root_rank=0)
+
+
+class OptimizerStateHandler(StateHandler):
+    """Handles an optimizer. Gradients are no part of the state: ``restore`` clears them."""
+
+    def restore(self) -> None:
+        """Load the copy; drop reductions under way and gradients of the step that failed."""
+        super().restore()
+        self.value.zero_grad()
+
+    def sync(self) -> None:
+        """Broadcast state and options from rank 0. Collective over all ranks."""
+        broadcast_optimizer_state(self.value, root_rank=0)
+
+
+class SamplerStateHandler(StateHandler):
+    """Handles an ``ElasticSampler``."""
+
+    def save(self) -> None:
+        """Copy which samples are done."""
+        self._saved = self.value.snapshot()
+
+    def restore(self) -> None:
+        """Return to the copy; ``sync`` parts the rest anew."""
+        self.value.return_to(self._saved)
+
+    def sync(self) -> None:
+        """Put together what ranks have done in rank 0's epoch, and part the rest. Collective over all ranks."""
+        sampler: ElasticSampler = self.value
+        epochs = allgather_object(sampler.epoch)
+        mine = list(sampler.processed_indices) if sampler.epoch == epochs[0] else []
+        done = mpi_ops.allgather(torch.tensor(mine, dtype=torch.int64))
+        sampler.load_state_dict({"epoch": epochs[0], "processed_indices": done.tolist()})
+
+    def skip_sync(self) -> None:
+        """Do as ``sync``: each rank knows its own samples only."""
+        self.sync()
+
+
+def get_handler(value: Any) -> StateHandler | None:
+    """Return the handler of a value; None for a plain attribute."""
+    if isinstance(value, nn.Module):
+        return ModelStateHandler(value)
+    if isinstance(value, torch.optim.Optimizer):
+        return OptimizerStateHandler(value)
+    if isinstance(value, ElasticSampler):
+        return SamplerStateHandler(value)
+    return StateHandler(value) if isinstance(value, Stateful) else None
+
+
+class TorchState(ObjectState):
+    """The state of a PyTorch script, kept in memory by ``commit`` and given to all ranks by ``sync``.
+
+    Args:
+        model: optional model.
+        optimizer: optional optimizer.
+        kwargs: further models, optimizers, an ``ElasticSampler``, objects with a ``state_dict``, plain values.
+    """
+
+    def __init__(
+        self, model: nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None, **kwargs: Any
+    ) -> None:
+        given = {name: value for name, value in {"model": model, "optimizer": optimizer}.items() if value is not None}
+        handlers: dict[str, StateHandler] = {}
+        plain = {}
+        for name, value in {**given, **kwargs}.items():
+            handler = get_handler(value)
+            if handler is None:
+                plain[name] = value
+            else:
+                handlers[name] = handler
+        self._handlers = handlers
+        for name, handler in handlers.items():
+            super().__setattr__(name, handler.value)
+        super().__init__(broadcast_object, mpi_ops.rank, **plain)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name != "_handlers" and (handler := self._handlers.get(name)) is not None and handler.value is not value:
+            handler.set_value(value)
+        super().__setattr__(name, value)
+
+    def save(self) -> None:
+        """Copy everything."""
+        for handler in self._handlers.values():
+            handler.save()
+        super().save()
+
+    def restore(self) -> None:
+        """Return everything to the last copy."""
+        for handler in self._handlers.values():
+            handler.restore()
+        super().restore()
+
+    def sync(self) -> None:
+        """Give all ranks rank 0's state, and samplers the records of all ranks; copy it. Collective over all ranks."""
+        # The copies are made at the end: a collective that fails here leaves those of the last commit.
+        for handler in self._handlers.values():
+            handler.sync()
+        super().sync()
+        for handler in self._handlers.values():
+            handler.save()
+
+    def skip_sync(self) -> None:
+        """Put the samplers' records together. Collective over all ranks."""
+        for handler in self._handlers.values():
+            handler.skip_sync()
+
+    def commit(self) -> None:
+        """Save on all ranks, or on none. Collective over all ranks.
+
+        Raises:
+            ValueError: between a backward and its ``optimizer.step``, whose gradients are no part of the state.
+        """
+        self._check_between_steps()
+        super().commit()
+
+    def check_host_updates(self) -> None:
+        """Raise HostsUpdatedInterrupt on all ranks if rank 0 was told of new hosts. Collective over all ranks.
+
+        Raises:
+            ValueError: between a backward and its ``optimizer.step``.
+        """
+        self._check_between_steps()
+        super().check_host_updates()
+
+    def _check_between_steps(self) -> None:
+        for handler in self._handlers.values():
+            if isinstance(handler, OptimizerStateHandler):
+                check_between_steps(handler.value)
