@@ -7,6 +7,7 @@ import json
 import tempfile
 import warnings
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -66,6 +67,7 @@ from tutti.torch_compat import (
     has_backward_hook,
     has_forward_hook,
     has_packed_projection,
+    high_priority_options,
     in_backward,
     inductor_mode_options,
     is_hook_of_fsdp,
@@ -394,6 +396,14 @@ def collectives_of_one_rank_pass() -> None:
             dist.destroy_process_group()
 
 
+def options_of_groups_have_a_timeout() -> None:
+    given = timedelta(seconds=7)
+    options = high_priority_options(given)
+    assert (options is None) is not dist.is_nccl_available()
+    if options is not None:
+        assert options.is_high_priority_stream and options._timeout == given
+
+
 def fsdp_takes_other_collectives() -> None:
     found: list[object] = []
     unit = SimpleNamespace(set_custom_all_gather=found.append, set_custom_reduce_scatter=found.append)
@@ -455,6 +465,7 @@ TOUCHED: dict[Callable[[], None], str] = {
         OPTIMIZER_ATTRIBUTES is_wrapped_by_scheduler mark_stepped mark_wrapped_by_scheduler
     """,
     collectives_of_one_rank_pass: "all_gather_single reduce_scatter_single default_store flight_recorder",
+    options_of_groups_have_a_timeout: "high_priority_options",
     fsdp_takes_other_collectives: "set_fsdp_collectives",
     agents_are_written_by_overriding: "ELASTIC_AGENT_MEMBERS elastic_processes",
     events_are_written_at_once: "write_event",

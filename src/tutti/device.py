@@ -14,8 +14,9 @@ import platform
 import re
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +35,14 @@ VISIBLE_DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_
 
 COLLECTIVE_VARIABLES = ("NCCL_", "RCCL_", "CCL_")
 """Prefixes of environment variables that configure a vendor's collectives."""
+
+COLLECTIVE_DEFAULTS: Mapping[str, Mapping[tuple[str, ...], str]] = {
+    "nccl": {("TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING"): "3"},
+}
+"""By backend: a variable with its old names, and its value where none of them is set.
+
+3, ``SkipCleanUp``: a collective that fails or is late ends the process without aborting communicators, which may hang.
+"""
 
 DEVICE_FLAGS = (
     *("is_cpu", "is_cuda", "is_xpu", "is_mps", "is_xla", "is_mtia", "is_maia", "is_ipu", "is_vulkan"),
@@ -176,6 +185,37 @@ def is_compiled_in() -> bool:
     return torch.accelerator.current_accelerator(check_available=False) is not None
 
 
+# --- collectives ---------------------------------------------------------------------------------------------------
+
+
+def collective_backend(device: torch.device) -> str | None:
+    """Return the backend of collectives on ``device`` by PyTorch's table, such as ``nccl``; None on the CPU."""
+    import torch.distributed as dist
+
+    return dist.Backend.default_device_backend_map.get(device.type) if is_accelerator(device) else None
+
+
+def set_collective_defaults(device: torch.device, environ: MutableMapping[str, str]) -> list[str]:
+    """Set in ``environ`` the variables of ``COLLECTIVE_DEFAULTS`` that the user has not set; return their names."""
+    chosen = []
+    for names, value in COLLECTIVE_DEFAULTS.get(collective_backend(device) or "", {}).items():
+        if not any(name in environ for name in names):
+            environ[names[0]] = value
+            chosen.append(names[0])
+    return chosen
+
+
+def collective_options(device: torch.device, timeout: timedelta) -> Any:
+    """Return ``pg_options`` for groups that reduce gradients: a stream of high priority; None for backends without.
+
+    Kernels on such a stream start as soon as a multiprocessor is free, so that a reduction overlaps with the backward
+    and does not queue behind its kernels.
+    """
+    from tutti.torch_compat import high_priority_options
+
+    return high_priority_options(timeout) if collective_backend(device) == "nccl" else None
+
+
 # --- streams, memory, generators -----------------------------------------------------------------------------------
 
 
@@ -248,6 +288,40 @@ def has_fused_optimizers(device: torch.device) -> bool:
     from tutti.torch_compat import fused_optimizer_devices
 
     return device.type in fused_optimizer_devices()
+
+
+def multiplies_in_tf32(device: torch.device) -> bool:
+    """Return whether matrix products of float32 on ``device`` may round their factors to TensorFloat-32.
+
+    PyTorch's default is no; ``torch.set_float32_matmul_precision("high")`` allows it.
+    """
+    import torch
+
+    backends: Any = torch.backends
+    chosen = backends.cuda.matmul.fp32_precision
+    return device.type == "cuda" and (backends.fp32_precision if chosen == "none" else chosen) == "tf32"
+
+
+def convolves_in_tf32(device: torch.device) -> bool:
+    """Return whether convolutions of float32 on ``device`` may round their factors to TensorFloat-32.
+
+    PyTorch's default is yes; ``torch.backends.cudnn.allow_tf32 = False`` forbids it.
+    """
+    import torch
+
+    backends: Any = torch.backends
+    chosen = backends.cudnn.conv.fp32_precision
+    return device.type == "cuda" and (backends.fp32_precision if chosen == "none" else chosen) == "tf32"
+
+
+def describe_products(device: torch.device, precision: str) -> str | None:
+    """Return a line on how products of float32 are rounded; None where there is no choice: CPUs, other precisions."""
+    if device.type != "cuda" or precision != "fp32":
+        return None
+    products, convolutions = (
+        "TF32" if rounded else "full float32" for rounded in (multiplies_in_tf32(device), convolves_in_tf32(device))
+    )
+    return f"matrix products in {products}, convolutions in {convolutions}"
 
 
 def autocast_types() -> tuple[str, ...]:

@@ -8,6 +8,7 @@ of CPython are in ``python_compat.py``, which loads no torch.
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -66,6 +67,7 @@ __all__ = [
     "has_backward_hook",
     "has_forward_hook",
     "has_packed_projection",
+    "high_priority_options",
     "in_backward",
     "inductor_mode_options",
     "is_hook_of_fsdp",
@@ -400,6 +402,20 @@ reduce_scatter_single: Callable[..., Any] = getattr(_distributed, "reduce_scatte
 def default_store() -> torch.distributed.Store:
     """Return the store of the default process group, which a script may have made. No public function does."""
     return torch.distributed.distributed_c10d._get_default_store()
+
+
+def high_priority_options(timeout: timedelta) -> Any:
+    """Return options of a process group of NCCL whose stream has high priority; None in a build without NCCL.
+
+    The class exists only in builds with NCCL. ``new_group`` warns unless the options repeat its timeout, whose public
+    name would be ``timeout``.
+    """
+    backend = getattr(_distributed, "ProcessGroupNCCL", None)
+    if backend is None:
+        return None
+    options = backend.Options(is_high_priority_stream=True)
+    options._timeout = timeout
+    return options
 
 
 def flight_recorder() -> Callable[..., Any] | None:

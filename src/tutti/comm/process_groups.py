@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from tutti.device import collective_options
 from tutti.launcher import context, heartbeat
 from tutti.launcher.heartbeat import Phase
 
@@ -32,6 +33,7 @@ def process_groups(ranks: tuple[int, ...], purpose: str = "") -> tuple[ProcessGr
             control = (
                 process_groups(ranks)[0] if purpose else dist.new_group(list(ranks), backend="gloo", timeout=limit)
             )
-            fast = dist.new_group(list(ranks), timeout=limit)
+            options = collective_options(context.current().device, limit)
+            fast = dist.new_group(list(ranks), timeout=limit, pg_options=options)
         _cache[key] = (control, fast)
     return _cache[key]

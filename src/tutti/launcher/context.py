@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from tutti import process_context as identities
 from tutti.config.variables import check_variables, is_off
-from tutti.device import choose, is_accelerator
+from tutti.device import choose, collective_backend, set_collective_defaults
 from tutti.errors import PeerError, UsageError
 from tutti.launcher import child, failure, heartbeat, interface, watchdog
 from tutti.launcher.heartbeat import Phase
@@ -89,12 +89,13 @@ def init(device: str = "auto", timeout: float | None = None) -> World:
     place = _place(device, identity)
     if place.type == "cpu":
         keep_freed_memory()
-    backend = _backend(place)
+    if not is_off("PROCESS_SETUP", os.environ):
+        set_collective_defaults(place, os.environ)
     limit = timedelta(seconds=timeout)
     where = f"rank {identity.rank} of {identity.size}"
     try:
         with heartbeat.training.during(Phase.MEETING):
-            store = _meet(identity, backend, limit)
+            store = _meet(identity, place, limit)
     except (RuntimeError, TimeoutError) as error:
         raise PeerError(
             "the ranks could not find each other",
@@ -110,7 +111,7 @@ def init(device: str = "auto", timeout: float | None = None) -> World:
     return _world
 
 
-def _meet(identity: Identity, backend: str, limit: timedelta) -> dist.Store:
+def _meet(identity: Identity, device: torch.device, limit: timedelta) -> dist.Store:
     """Wait for all ranks, make the process group, and return the store that they share."""
     meeting = _meeting(identity)
     store = dist.PrefixStore(f"tutti/{identity.attempt}", _store(identity, meeting, limit))
@@ -119,7 +120,21 @@ def _meet(identity: Identity, backend: str, limit: timedelta) -> dist.Store:
     _choose_interface(store, identity, own)
     # Longer than tutti's own limit, so that tutti's message comes first: see tutti.comm.stall.
     later = limit + timedelta(seconds=60)
-    dist.init_process_group(backend, store=store, rank=identity.rank, world_size=identity.size, timeout=later)
+    backend = collective_backend(device)
+    bound = backend not in (None, "gloo")
+    dist.init_process_group(
+        "gloo" if backend is None else f"cpu:gloo,{device.type}:{backend}",
+        store=store,
+        rank=identity.rank,
+        world_size=identity.size,
+        timeout=later,
+        device_id=device if bound else None,
+    )
+    # The group has connected its devices by now, and errors in that were raised. A group that stayed bound would have
+    # ranks outside of a new group of the host take part in a split of the device's communicator, alone, and hang.
+    group = dist.group.WORLD
+    if bound and group is not None:
+        group.bound_device_id = None
     return store
 
 
@@ -220,12 +235,6 @@ def _watched(identity: Identity) -> None:
 
 def _place(choice: str, identity: Identity) -> torch.device:
     return choose(choice, identity.local_rank, identity.local_size, f"rank {identity.rank}")
-
-
-def _backend(device: torch.device) -> str:
-    """Return the backends of the process group: Gloo for the host, and the accelerator's own, by PyTorch's table."""
-    own = dist.Backend.default_device_backend_map.get(device.type)
-    return f"cpu:gloo,{device.type}:{own}" if is_accelerator(device) and own is not None else "gloo"
 
 
 def _timeout() -> float:

@@ -8,7 +8,7 @@ from typing import Any
 from tutti import parallel
 from tutti.config.optimizer_config import check_optimizer
 from tutti.config.train_config import TrainConfig
-from tutti.device import is_accelerator
+from tutti.device import describe_products, is_accelerator
 from tutti.launcher.context import World
 from tutti.native.native_library import kernels
 from tutti.optim.scaling import scaled
@@ -50,6 +50,7 @@ def derived(
         **run.replica.summary,
         **run.feed.describe(),
         "training": f"{length}, {config.precision}{exact}{_forward(config)}",
+        **({"float32": products} if (products := describe_products(world.device, config.precision)) else {}),
         "learning rate": _rate(config, run.context.workers),
         **_noise(config, run),
         **(

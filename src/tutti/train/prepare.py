@@ -509,6 +509,12 @@ def _trial(
 
 def _precise(model: nn.Module, precision: str | None, channels_last: bool) -> torch.dtype:
     """Convert the model's dtype and memory layout in place; return the dtype for floating-point inputs."""
+    if precision == "fp8":
+        raise UsageError(
+            "precision=fp8 cannot run here",
+            why="tutti has no matrix products of 8-bit floats with their scales",
+            remedy="take precision=bf16",
+        )
     if precision is not None and precision not in _DTYPES:
         raise UsageError(f"unknown precision '{precision}'", remedy=f"choices: {', '.join(_DTYPES)}")
     if precision is not None:

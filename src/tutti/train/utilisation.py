@@ -13,7 +13,7 @@ from tutti.config.train_config import TrainConfig
 from tutti.config.variables import is_off
 from tutti.data.batches import length, map_tensors, slice_batch
 from tutti.data.global_generators import own_generators
-from tutti.device import cpu_model, device_names, is_accelerator
+from tutti.device import cpu_model, device_names, is_accelerator, multiplies_in_tf32
 from tutti.errors import TuttiError
 from tutti.launcher.context import World
 from tutti.metrics.throughput import DeviceThroughput
@@ -87,7 +87,7 @@ def device_peak(config: TrainConfig, device: Any, threads: int, warn: Callable[[
     here = device_names()[device.index or 0] if accelerator else cpu_model()
     precision: str = config.precision
     # Products of float32 run in TensorFloat-32 where the script allows it.
-    if accelerator and precision == "fp32" and torch.get_float32_matmul_precision() != "highest":
+    if precision == "fp32" and multiplies_in_tf32(device):
         precision = "tf32"
     if config.machine is None:
         found = published_peak(here, precision) if accelerator else None

@@ -1,0 +1,101 @@
+"""Options of vendors' collectives, with stand-ins for their libraries; all else is in ``simulated_accelerator``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import tutti
+from tests import worlds
+from tutti.comm.process_groups import process_groups
+from tutti.device import collective_backend, collective_options, describe_products, set_collective_defaults
+from tutti.errors import UsageError
+from tutti.launcher import context
+
+GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
+VARIABLE, OLD = "TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING"
+
+
+def test_the_backend_of_collectives_is_of_the_device() -> None:
+    assert [collective_backend(device) for device in (GPU, CPU, torch.device("mps"))] == ["nccl", None, "gloo"]
+
+
+@pytest.mark.parametrize(
+    ("device", "environ", "want"),
+    [
+        (GPU, {}, {VARIABLE: "3"}),
+        (GPU, {VARIABLE: "1"}, {VARIABLE: "1"}),
+        (GPU, {OLD: "0"}, {OLD: "0"}),
+        (CPU, {}, {}),
+    ],
+)
+def test_variables_of_collectives_are_set_unless_the_user_has(
+    device: torch.device, environ: dict[str, str], want: dict[str, str]
+) -> None:
+    assert set_collective_defaults(device, environ) == [name for name in want if want[name] == "3"]
+    assert environ == want
+
+
+class Options:
+    """A stand-in for ``ProcessGroupNCCL.Options``, which builds for CPUs do not have."""
+
+    def __init__(self, is_high_priority_stream: bool = False) -> None:
+        self.is_high_priority_stream = is_high_priority_stream
+        self._timeout = timedelta(0)
+
+
+def test_groups_of_gpus_have_a_stream_of_high_priority(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=Options), raising=False)
+    limit = timedelta(seconds=3)
+    options = collective_options(GPU, limit)
+    assert (options.is_high_priority_stream, options._timeout) == (True, limit)
+    assert collective_options(CPU, limit) is None
+
+    monkeypatch.setattr("tutti.comm.process_groups._cache", {})
+    made: list[tuple[Any, Any]] = []
+    world = SimpleNamespace(timeout=5.0, device=GPU)
+    monkeypatch.setattr(context, "current", lambda: world)
+    monkeypatch.setattr(dist, "new_group", lambda ranks, **given: made.append((given.get("backend"), given)))
+    process_groups((0, 1), "high priority")
+    fast = [given for backend, given in made if backend is None]
+    assert fast and all(given["pg_options"]._timeout == given["timeout"] for given in fast)
+    assert all(given["pg_options"].is_high_priority_stream for given in fast)
+    assert all("pg_options" not in given for backend, given in made if backend == "gloo")
+
+
+@pytest.fixture
+def as_before() -> Iterator[None]:
+    products, convolutions = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    yield
+    torch.set_float32_matmul_precision(products)
+    torch.backends.cudnn.allow_tf32 = convolutions
+
+
+@pytest.mark.usefixtures("as_before")
+def test_a_run_says_how_products_of_float32_are_rounded() -> None:
+    assert describe_products(GPU, "fp32") == "matrix products in full float32, convolutions in TF32"
+    torch.set_float32_matmul_precision("high")
+    torch.backends.cudnn.allow_tf32 = False
+    assert describe_products(GPU, "fp32") == "matrix products in TF32, convolutions in full float32"
+    assert [describe_products(*given) for given in ((GPU, "bf16"), (CPU, "fp32"))] == [None, None]
+
+
+def prepare_in_8_bits() -> str:
+    data = torch.randn(8, 3), torch.zeros(8, dtype=torch.long)
+    model = torch.nn.Linear(3, 2)
+    try:
+        tutti.prepare(model, "sgd:lr=0.1", data, lambda net, batch: net(batch[0]).sum(), batch_size=4, precision="fp8")
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+def test_8_bit_floats_are_refused_by_name() -> None:
+    [text] = worlds.run_on("cpu", 1, prepare_in_8_bits)
+    assert "precision=fp8 cannot run here" in text and "Take precision=bf16" in text
