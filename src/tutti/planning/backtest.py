@@ -49,11 +49,11 @@ JsonRow = dict[str, object]
 
 @dataclass
 class BacktestResult:
-    """What a back-test found.
+    """Predictions of a back-test beside their measurements, and their errors.
 
     Attributes:
-        rows: one a table's kind, group and protocol, as `make backtest JSON=1` prints them.
-        cells: one a cell: how many independent series, coverage, the interval it must lie in, the median width.
+        rows: errors of each table's kind, group and protocol, as `make backtest JSON=1` prints them.
+        cells: of each cell the number of independent series, the coverage, its expected interval, the median width.
         refused: groups and protocols without a prediction, with the reason; tables that were not used.
         checked: every prediction beside its measurement.
     """

@@ -1,4 +1,4 @@
-"""Hardware that is not owned: what published jobs reached on it, never its data sheet alone.
+"""Predict a chip's rate from the utilisation that published jobs reached on it, never from its data sheet alone.
 
 A job's utilisation is its hardware FLOP/s over the chip's dense peak. `published_hardware.json` ships one row a
 chip, precision and published set, with its source. A prediction takes the median of the rows of that chip; a chip

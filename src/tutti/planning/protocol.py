@@ -1,4 +1,4 @@
-"""The unit of a back-test: what one group was asked under one protocol."""
+"""Predictions of one group under one protocol, the unit of a back-test."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Asked:
 
     Attributes:
         group: set or workload, and hardware.
-        protocol: what was seen.
+        protocol: which measurements the fit used.
         predictions: each beside its measurement.
         reason: why some or all could not be predicted.
     """
