@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from tutti.errors import MismatchError
 from tutti.horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
 
-log = logging.getLogger("tutti.horovod")
+log = logging.getLogger("tutti.elastic")
 
 T = TypeVar("T")
 
