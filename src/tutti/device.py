@@ -190,9 +190,9 @@ def is_compiled_in() -> bool:
 
 def collective_backend(device: torch.device) -> str | None:
     """Return the backend of collectives on ``device`` by PyTorch's table, such as ``nccl``; None on the CPU."""
-    import torch.distributed as dist
+    import torch
 
-    return dist.Backend.default_device_backend_map.get(device.type) if is_accelerator(device) else None
+    return torch.distributed.Backend.default_device_backend_map.get(device.type) if is_accelerator(device) else None
 
 
 def set_collective_defaults(device: torch.device, environ: MutableMapping[str, str]) -> list[str]:
