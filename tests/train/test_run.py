@@ -111,7 +111,7 @@ def test_what_would_train_wrongly_is_refused(what: Any) -> None:
 def prepared_wrongly() -> list[str]:
     said = []
     for options in (
-        {"precision": "fp8"},
+        {"precision": "fp12"},
         {"strategy": "miror"},
         {"optimizer": "adm"},
         {"workers": 2},
