@@ -29,7 +29,7 @@ def weights(folder: Path, run: str) -> dict[str, Any]:
     return load_file(folder / f"{run}.safetensors")
 
 
-@pytest.mark.parametrize("strategy", ["local_sgd:period=2", "diloco:period=2"])
+@pytest.mark.parametrize("strategy", ["local_sgd:period=2", pytest.param("diloco:period=2", marks=pytest.mark.full)])
 def test_bits_depend_on_the_threads_of_a_process_alone(strategy: str, tmp_path: Path) -> None:
     """The cores are shared out over the processes of a host: with the defaults fewer devices have more threads each."""
     plain = summaries(tmp_path, strategy, "123")

@@ -25,9 +25,6 @@ DEVICES = (1, 2, 3, 4, 8)
 _PREFERRED = {1: 0.8, 2: 1.0, 3: 1.0, 4: 0.7, 8: 0.3} | {"odd": 1.0, "digits": 0.7, "unet": 0.4, "gpt": 0.4}
 """Weights of the choice among cases that hold as many missing pairs, by devices and model: what takes long is light."""
 
-_DEVICES = 4
-"""The place of the devices in ``pairs``."""
-
 STRATEGIES = {
     # name: (specification, reference on one device, whether it is bit-identical in reproducible mode)
     "mirrored": ("mirrored", "single", True),
@@ -83,6 +80,10 @@ MADE: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "torch.Muon": lambda model: torch.optim.Muon([p for p in model.parameters() if p.dim() == 2], lr=0.02),
     "torch.Adafactor": lambda model: torch.optim.Adafactor(model.parameters(), lr=0.02, weight_decay=0.1),
 }
+# What an update of one number depends on: that number's own past, all numbers of its tensor, or all of a matrix.
+KINDS = dict.fromkeys(("sgd", "sgd momentum", "adam", "adamw"), "elementwise")
+KINDS |= dict.fromkeys(("lars", "larc", "lamb", "novograd"), "layerwise")
+KINDS |= dict.fromkeys(("muon", "torch muon", "torch adafactor"), "matrix")
 # micro-batch, clipping, channels-last, batch norm
 VARIANTS = ((None, None, False, "worker"), (2, 0.5, True, "worker"), (None, None, True, "ghost:size=2"))
 
@@ -189,7 +190,8 @@ def whole() -> list[Case]:
 def pairwise() -> list[Case]:
     """Few cases that together hold every pair of values of any two columns, by preference those that take little time.
 
-    Whether a case runs in reproducible mode is a column of its own; ``make contract`` runs each in both modes. It
+    Of strategies and optimizers they hold every strategy with each kind of optimizer; ``make contract`` has each with
+    each. Whether a case runs in reproducible mode is a column of its own; ``make contract`` runs each in both modes. It
     also has every strategy and optimizer on 8 devices, of which these few have a handful.
     Greedy, among a few that hold the first pair that is missing (Cohen et al. 1997, AETG).
     """
@@ -211,15 +213,18 @@ def pairwise() -> list[Case]:
 
 
 def pairs(row: Case) -> set[tuple[Any, ...]]:
-    """Every two columns' values of a case."""
-    columns = (row.model, row.strategy, row.optimizer, row.workers, row.devices, row.micro_batch, row.batch_norm)
-    return set(combinations(enumerate((*columns, row.reproducible)), 2))
+    """Every two columns' values of a case: beside a strategy not its optimizer but the kind of it."""
+    columns = dict(model=row.model, strategy=row.strategy, optimizer=row.optimizer, kind=KINDS[row.optimizer])
+    columns |= dict(workers=row.workers, devices=row.devices, micro_batch=row.micro_batch, batch_norm=row.batch_norm)
+    columns |= dict(reproducible=row.reproducible)
+    both = combinations(columns.items(), 2)
+    return {(one, other) for one, other in both if (one[0], other[0]) != ("strategy", "optimizer")}
 
 
 def _only_whole(pair: tuple[Any, ...]) -> bool:
     """Whether a pair may be missing in ordinary runs: one of a strategy or an optimizer and the largest world."""
     values = [value for _, value in pair]
-    return (_DEVICES, max(DEVICES)) in pair and any(value in STRATEGIES or value in OPTIMIZERS for value in values)
+    return ("devices", max(DEVICES)) in pair and any(value in STRATEGIES or value in OPTIMIZERS for value in values)
 
 
 def _weight(row: Case) -> float:

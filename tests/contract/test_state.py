@@ -129,9 +129,15 @@ Place = tuple[str, int]
 MATRIX = ["sgd momentum", "adamw", "lars", "larc", "lamb", "novograd", "muon", "torch adafactor"]
 
 
-@pytest.mark.parametrize("optimizer", MATRIX)
+@pytest.mark.parametrize(
+    "optimizer",
+    [name if shift % 2 == 0 else pytest.param(name, marks=pytest.mark.full) for shift, name in enumerate(MATRIX)],
+)
 def test_matrix_continues_bit_for_bit(optimizer: str, tmp_path: Path) -> None:
-    """Every pair of places with one optimizer, every place before and after with each: a Latin square."""
+    """Every pair of places with one optimizer, every place before and after with each: a Latin square.
+
+    ``make test`` has every second row of the square: every place before and after, and half of the pairs.
+    """
     shift = MATRIX.index(optimizer)
     check_matrix(optimizer, tmp_path, {place: [PLACES[i - shift]] for i, place in enumerate(PLACES)})
 

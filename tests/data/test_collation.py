@@ -138,7 +138,12 @@ def step_through(data: Any, **options: Any) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "devices", "loaders"),
-    [(Sentences, 1, 0), (Sentences, 3, 0), (Sentences, 2, 1), (Flow, 1, 0), (Flow, 3, 0)],
+    [
+        (Sentences, 1, 0),
+        (Sentences, 3, 0),
+        (Flow, 1, 0),
+        *(pytest.param(*row, marks=pytest.mark.full) for row in [(Sentences, 2, 1), (Flow, 3, 0)]),
+    ],
 )
 def test_a_run_on_samples_of_unequal_length_ends_with_the_reason(kind: Any, devices: int, loaders: int) -> None:
     with pytest.raises(RankError) as caught:

@@ -6,6 +6,8 @@ import re
 import shlex
 from pathlib import Path
 
+import pytest
+
 from tests.faults.commands import tutti
 from tutti.cli.app import build_app
 
@@ -28,6 +30,7 @@ def test_examples_are_understood() -> None:
     assert {"kill", "stop", "slow", "corrupt", "fill", "soak"} == set(verbs)
 
 
+@pytest.mark.full
 def test_examples_run(tmp_path: Path) -> None:
     first, second = (tutti(tmp_path, *words) for words in commands("bash"))
     assert (first.code, second.code) == (0, 0), first.err + second.err

@@ -57,9 +57,11 @@ def blocks(page: str) -> list[str]:
 
 
 SNIPPETS = {f"{page} {number}": code for page in PAGES for number, code in enumerate(blocks(page), 1)}
-# The README stands for all under torchrun, whose every process imports torch anew.
+# The README stands for all under torchrun, whose every process imports torch anew, and under two other starts.
 CASES = [
-    (name, start)
+    pytest.param(
+        name, start, marks=[pytest.mark.full] * (start == "alone" and "tutti" in code and "README" not in name)
+    )
     for name, code in SNIPPETS.items()
     for start in STARTS
     if start == "alone" or ("tutti" in code and (start != "torchrun" or name.startswith("README")))

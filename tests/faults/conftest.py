@@ -1,16 +1,14 @@
 """How often each fault is played, and what came out of it.
 
 With ``FAULT_RUNS`` so many times under every strategy, with other ranks and steps. Without, as in ``make test``, once,
-and under a third of the strategies where a fault has many: other ones for other faults. Of these again a pairwise part:
-each test, each row of docs/reliability.md with each strategy, mode and number of ranks, each strategy with each number
-of ranks, and every other parameter of a test.
+and under a third of the strategies where a fault has many: other ones for other faults. Of these again few: each test
+with every parameter of its own, each strategy, mode and number of ranks in some test.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -47,7 +45,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def left_out(items: Sequence[pytest.Item]) -> list[pytest.Item]:
-    """Two thirds of the strategies of each fault that has many; of the rest all but few that hold the same pairs."""
+    """Two thirds of the strategies of each fault that has many; of the rest all but few that show the same."""
     faults: dict[str, list[pytest.Item]] = {}
     for item in items:
         faults.setdefault(item.nodeid.partition("[")[0], []).append(item)
@@ -66,15 +64,15 @@ def by_strategy(item: pytest.Item) -> bool:
 
 
 def told(item: pytest.Item) -> set[Told]:
-    """What a run of a fault shows: itself, and its parameters, alone or beside its row in docs/reliability.md."""
+    """What a run of a fault shows: the fault, its own parameters, and those that it shares with other faults."""
     function = item.nodeid.partition("[")[0]
     shown: set[Told] = {(function,)}
     parameters = item.callspec.params if hasattr(item, "callspec") else {}
-    common = {COMMON[name]: str(value) for name, value in parameters.items() if name in COMMON}
-    rows = {row for mark in item.iter_markers("row") for row in mark.args}
-    shown |= {(row, column, value) for column, value in common.items() for row in rows or {function}}
-    shown |= set(combinations(sorted(common.items()), 2))
-    return shown | {(function, name, str(value)) for name, value in parameters.items() if name not in {"seed", *COMMON}}
+    return shown | {
+        (COMMON[name], str(value)) if name in COMMON else (function, name, str(value))
+        for name, value in parameters.items()
+        if name != "seed"
+    }
 
 
 @pytest.fixture(scope="session")

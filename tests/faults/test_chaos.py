@@ -37,6 +37,7 @@ def report(result: Result, code: int = 0) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.full
 @pytest.mark.timeout(600)
 def test_a_soak_ends_with_the_weights_of_a_run_without_faults(tmp_path: Path, seed: int) -> None:
     write_task(tmp_path, SLOW)
@@ -55,6 +56,7 @@ def test_a_soak_ends_with_the_weights_of_a_run_without_faults(tmp_path: Path, se
     assert not list((tmp_path / "temporary").glob("tutti-soak-*")), "the log of a good soak is kept"
 
 
+@pytest.mark.full
 def test_other_weights_are_told(tmp_path: Path, seed: int) -> None:
     write_task(tmp_path)
     (tmp_path / "other").mkdir()

@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.faults, pytest.mark.row(5)]
 LIMIT = 8
 
 
-@pytest.mark.parametrize("turn", range(3))
+@pytest.mark.parametrize("turn", [0, *(pytest.param(turn, marks=pytest.mark.full) for turn in (1, 2))])
 def test_a_stopped_rank_is_named_and_the_run_restarts(
     turn: int, tmp_path: Path, kept: Path, seed: int, record_property: Callable[[str, object], None]
 ) -> None:

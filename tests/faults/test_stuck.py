@@ -158,7 +158,7 @@ for epoch in range(10):
 """
 
 
-@pytest.mark.parametrize("verb", ["run", "train"])
+@pytest.mark.parametrize("verb", ["run", pytest.param("train", marks=pytest.mark.full)])
 def test_a_stuck_rank_of_a_torchrun_job(verb: str, tmp_path: Path) -> None:
     result = torchrun(tmp_path, verb)
     assert result.code != 0

@@ -180,7 +180,10 @@ def interrupt(hosts: Hosts, started: Sequence[Started], out: str, step: int) -> 
 
 
 @pytest.mark.row(11)
-@pytest.mark.parametrize(("strategy", "launcher"), [("mirrored", "torchrun"), ("parameter_server:servers=2", "srun")])
+@pytest.mark.parametrize(
+    ("strategy", "launcher"),
+    [pytest.param("mirrored", "torchrun", marks=pytest.mark.full), ("parameter_server:servers=2", "srun")],
+)
 def test_a_slow_link_that_fails_for_two_seconds_changes_no_bit(strategy: str, launcher: str, hosts: Hosts) -> None:
     task = [write_task(hosts.folder, SLOW), *OPTIONS, "--reproducible", "--steps", "150", "--strategy", strategy]
     hosts.throttle("10mbit")
