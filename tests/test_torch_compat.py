@@ -49,6 +49,7 @@ from tutti.torch_compat import (
     dispatch_mode_depth,
     draws_samples,
     elastic_processes,
+    enter_loader_process,
     flight_recorder,
     foreach_add_,
     foreach_copy_,
@@ -420,6 +421,16 @@ def agents_are_written_by_overriding() -> None:
     assert elastic_processes(agent) == [1, 2]
 
 
+def loader_processes_know_their_number() -> None:
+    before = torch.utils.data.get_worker_info()
+    try:
+        enter_loader_process(1, 3, "data")
+        info = torch.utils.data.get_worker_info()
+        assert info is not None and (info.id, info.num_workers, info.dataset) == (1, 3, "data")
+    finally:
+        torch.utils.data._utils.worker._worker_info = before
+
+
 def events_are_written_at_once() -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.compat.proto.summary_pb2 import Summary
@@ -469,6 +480,7 @@ TOUCHED: dict[Callable[[], None], str] = {
     fsdp_takes_other_collectives: "set_fsdp_collectives",
     agents_are_written_by_overriding: "ELASTIC_AGENT_MEMBERS elastic_processes",
     events_are_written_at_once: "write_event",
+    loader_processes_know_their_number: "enter_loader_process",
     modes_of_compiling_stand_for_options: "inductor_mode_options",
 }
 """Each check, with the names that it touches."""

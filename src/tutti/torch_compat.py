@@ -21,6 +21,7 @@ from torch.nn.modules.conv import _ConvTransposeNd as ConvTransposeBase
 from torch.nn.modules.dropout import _DropoutNd as DropoutBase
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
+from torch.utils.data._utils import worker
 
 __all__ = [
     "ELASTIC_AGENT_MEMBERS",
@@ -49,6 +50,7 @@ __all__ = [
     "dispatch_mode_depth",
     "draws_samples",
     "elastic_processes",
+    "enter_loader_process",
     "flight_recorder",
     "foreach_add_",
     "foreach_copy_",
@@ -474,3 +476,16 @@ def write_event(writer: Any, summary: Any, step: int) -> None:
         step: step of the event.
     """
     writer._get_file_writer().add_summary(summary, step)
+
+
+def enter_loader_process(number: int, processes: int, dataset: Any) -> None:
+    """Set what ``torch.utils.data.get_worker_info()`` returns in this process.
+
+    ``torch.utils.data._utils.worker._worker_info`` is what the public function reads, which has no setter.
+
+    Args:
+        number: of this loader process, from 0.
+        processes: number of loader processes of this rank.
+        dataset: the data set.
+    """
+    worker._worker_info = worker.WorkerInfo(id=number, num_workers=processes, seed=number, dataset=dataset)

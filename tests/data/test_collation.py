@@ -84,11 +84,9 @@ def test_samples_that_differ_are_named(first: Any, second: Any, where: str, what
 @pytest.mark.parametrize(
     ("sample", "said"),
     [
-        (None, "holds None"),
-        ((torch.ones(2), None), r"holds None in \[1\]"),
-        ({"x": 1, "name": "cat"}, r"holds a str in \['name'\]"),
+        ((torch.ones(2), object()), r"holds an object in \[1\]"),
         (object(), "holds an object"),
-        ({"deep": [1, b"raw"]}, r"holds a bytes in \['deep'\]\[1\]"),
+        ({"deep": [1, {2}]}, r"holds a set in \['deep'\]\[1\]"),
         (np.array(["cat"]), "holds a NumPy array of <U3"),
         (np.array([object()]), "holds a NumPy array of object"),
         ({1, 2}, "holds a set"),
@@ -96,7 +94,7 @@ def test_samples_that_differ_are_named(first: Any, second: Any, where: str, what
 )
 def test_a_sample_that_no_batch_can_hold_is_named(sample: Any, said: str) -> None:
     for samples in ([sample], [sample, sample]):
-        with pytest.raises(DataError, match=f"sample 0 {said} .*Mine.*tensors, NumPy arrays and numbers"):
+        with pytest.raises(DataError, match=f"sample 0 {said} .*Mine.*tensors, arrays, numbers, texts and None"):
             collated(*samples)
 
 
@@ -152,3 +150,13 @@ def test_a_run_on_samples_of_unequal_length_ends_with_the_reason(kind: Any, devi
     assert said
     assert all("sample 9" in f.text and "pad or crop" in f.text and kind.__name__ in f.text for f in said)
     assert all(f.exit_code == 3 for f in said)
+
+
+def test_strings_and_none_become_a_list_with_one_entry_a_sample() -> None:
+    samples = [{"x": torch.tensor(i), "name": name, "note": None, "deep": (i, b"r")} for i, name in enumerate("ab")]
+    batch = collated(*samples)
+    assert batch["x"].tolist() == [0, 1] and batch["name"] == ["a", "b"] and batch["note"] == [None, None]
+    assert batch["deep"][0].tolist() == [0, 1] and batch["deep"][1] == [b"r", b"r"]
+    assert collated("a", None) == ["a", None]
+    with pytest.raises(DataError, match="an int and None"):
+        collated((1, None), (None, None))

@@ -9,13 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.nn.utils.rnn import pack_sequence
 
 from tutti.comm.random_keys import mix
 from tutti.data.adapt import TensorSource
-from tutti.data.batches import length, map_tensors, placer, slice_batch
+from tutti.data.batches import CollatedBatch, length, map_tensors, placer, shown, slice_batch
 from tutti.data.contract import BatchContract
 from tutti.data.epochs import Epochs
-from tutti.data.feed import Feed, evaluation, evaluation_blocks
+from tutti.data.feed import Feed, HeldOut, evaluation, evaluation_blocks
 from tutti.data.order import permutation
 from tutti.data.reader import MapReader
 from tutti.errors import DataError, UsageError
@@ -88,11 +89,12 @@ def test_a_batch_of_the_callers_own_making_is_shared_out() -> None:
 def test_evaluation_takes_every_sample_once_in_blocks_that_do_not_depend_on_ranks(samples: int) -> None:
     source = TensorSource(torch.arange(samples))
     for largest in (7, 512):
+        held_out = HeldOut(source, [np.asarray(block) for block in evaluation_blocks(samples, largest)])
         want = None
         for ranks in (1, 2, 3, 4, 7):
             blocks: dict[int, Any] = {}
             for rank in range(ranks):
-                for number, micro_batch in evaluation(source, ranks, rank, largest, lambda batch: batch):
+                for number, micro_batch in evaluation(held_out, ranks, rank, lambda batch: batch):
                     assert number not in blocks and micro_batch.samples == len(micro_batch.batch) <= largest
                     blocks[number] = micro_batch.batch.tolist()
             assert [i for number in sorted(blocks) for i in blocks[number]] == list(range(samples))
@@ -129,8 +131,33 @@ def test_a_batch_without_samples_is_refused(batch: Any) -> None:
 
 
 def test_a_batch_of_something_else_is_refused() -> None:
+    """Objects pass where a batch stays whole, and stop what has to divide its samples."""
+    batch = (torch.zeros(2), "name", {1})
+    assert map_tensors(batch, lambda t: t + 1)[1:] == ("name", {1})
     with pytest.raises(UsageError, match="holds a str"):
-        map_tensors((torch.zeros(2), "name"), lambda t: t)
+        slice_batch(batch, 0, 1)
+
+
+def test_columns_of_strings_are_divided_with_the_samples() -> None:
+    batch = {"x": torch.arange(3), "name": ["a", "b", "c"], "note": (None, "n", None)}
+    assert slice_batch(batch, 1, 3)["name"] == ["b", "c"] and slice_batch(batch, 1, 2)["note"] == ("n",)
+    assert length({"name": ["a", "b"]}) == 2
+
+
+def test_a_collated_batch_is_taken_apart_at_its_micro_batches_only() -> None:
+    batch = CollatedBatch(("first", "second"), (2, 3))
+    assert length(batch) == 5 and slice_batch(batch, 2, 5) == "second" and length(slice_batch(batch, 0, 0)) == 0
+    assert shown(CollatedBatch(("only",), (4,))) == "only" and shown(batch) is batch
+    with pytest.raises(UsageError, match="cannot be sliced"):
+        slice_batch(batch, 1, 2)
+    with pytest.raises(UsageError, match="2 batches of collate_fn"):
+        next(iter(batch))
+
+
+def test_objects_move_by_their_own_method() -> None:
+    packed = pack_sequence([torch.ones(3, 1), torch.ones(2, 1)])
+    moved = placer(CPU, torch.float64, channels_last=False)({"x": packed, "n": None})
+    assert moved["x"].data.dtype == torch.float64 and moved["n"] is None
 
 
 def test_placing_converts_floats_and_image_layout_alone() -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -10,25 +11,31 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from tutti.data.collation import collate
-from tutti.data.global_generators import own_generators, seed_generators
-from tutti.data.keyed_random import hash64
+from tutti.data.item_source import CollatedSource, ItemSource
 from tutti.data.source import AugmentKey, Sharded, Source
 from tutti.data.stream import Stream
 from tutti.errors import DataError, UsageError
 from tutti.types import Batch
 
+Collate: TypeAlias = Callable[[list[Any]], Any]
 
-def adapt_training(data: Any) -> Source | Stream:
+
+def adapt_training(data: Any, collate: Collate | None = None) -> Source | Stream:
     """Return ``data`` as a source for training, as ``adapt``, or an iterable as a stream.
+
+    Args:
+        data: the samples.
+        collate: the script's function from a list of samples to a batch; None for that of PyTorch.
 
     Raises:
         UsageError: ``data`` is neither, can be read only once (an iterator), or makes batches itself (a DataLoader).
         DataError: ``data`` is empty.
     """
     if isinstance(data, Sharded):
-        return _stream(data.dataset, sharded=True)
-    return adapt(data) if isinstance(data, Source | Tensor) or _has_numbers(data) else _stream(data)
+        return _stream(data.dataset, collate, sharded=True)
+    if isinstance(data, Source | Tensor) or _has_numbers(data):
+        return adapt(data, collate)
+    return _stream(data, collate)
 
 
 def _has_numbers(data: Any) -> bool:
@@ -37,36 +44,49 @@ def _has_numbers(data: Any) -> bool:
     return there and not isinstance(data, IterableDataset | type)
 
 
-def _stream(data: Any, sharded: bool = False) -> Stream:
+def _stream(data: Any, collate: Collate | None, sharded: bool = False) -> Stream:
     """Wrap ``data`` in a stream. Raises as ``adapt_training``."""
     if isinstance(data, DataLoader):
-        raise UsageError("a DataLoader makes its own batches", remedy="give its data set, and the batch size")
+        raise UsageError("a DataLoader makes its own batches", remedy="give its data set, or the loader alone")
     if hasattr(data, "__next__"):
         raise UsageError(
             f"a {type(data).__name__} can be read only once", remedy="give an iterable, or a function that returns one"
         )
     if not hasattr(data, "__iter__") and not callable(data):
         raise _unreadable(data, "an iterable, or ")
-    stream = Stream(data, sharded)
+    stream = Stream(data, sharded, collate)
     if stream.samples == 0:
         raise _empty(data)
     return stream
 
 
-def adapt(data: Any) -> Source:
+def adapt(data: Any, collate: Collate | None = None) -> Source:
     """Return ``data`` as a source: from a source, a tensor, several, a ``TensorDataset`` or a map-style data set.
 
+    Args:
+        data: the samples.
+        collate: the script's function from a list of samples to a batch; None for that of PyTorch.
+
     Raises:
-        UsageError: ``data`` has no ``__len__`` or no ``__getitem__``.
+        UsageError: ``data`` has no ``__len__`` or no ``__getitem__``, or is a source and there is a ``collate``.
         DataError: ``data`` is empty.
     """
+    several = isinstance(data, tuple | list) and bool(data) and all(isinstance(t, Tensor) for t in data)
+    if isinstance(data, Source) and collate is not None:
+        raise UsageError(
+            f"collate is given beside a {type(data).__name__}",
+            why="a tutti.data.Source makes its batches itself",
+            remedy="leave collate out, or give a data set with __len__ and __getitem__",
+        )
     if isinstance(data, Source):
         source: Source = data
-    elif isinstance(data, TensorDataset):
+    elif collate is not None and (several or isinstance(data, Tensor) or _has_numbers(data)):
+        source = CollatedSource(TensorDataset(*data) if several else data, collate)
+    elif isinstance(data, TensorDataset) and type(data).__getitem__ is TensorDataset.__getitem__:
         source = TensorSource(tuple(data.tensors))
     elif isinstance(data, Tensor):
         source = TensorSource(data)
-    elif isinstance(data, tuple | list) and data and all(isinstance(t, Tensor) for t in data):
+    elif several:
         source = TensorSource(tuple(data))
     elif _has_numbers(data):
         source = ItemSource(data)
@@ -107,37 +127,3 @@ class TensorSource:
         if isinstance(self._tensors, Tensor):
             return self._tensors.index_select(0, rows)
         return tuple(t.index_select(0, rows) for t in self._tensors)
-
-
-class ItemSource:
-    """Fetch samples from any map-style dataset, one item at a time.
-
-    Random draws of an item (augmentation with Python's, NumPy's or PyTorch's global generators) are keyed by
-    (seed, epoch, sample): they do not depend on the rank, the loader process or the items read before.
-    """
-
-    def __init__(self, items: Any) -> None:
-        self._items = items
-
-    def __len__(self) -> int:
-        return len(self._items)
-
-    def fetch(self, indices: NDArray[np.int64], augment: AugmentKey | None) -> Batch:
-        """Return the items ``indices``, collated as PyTorch's DataLoader does.
-
-        Raises:
-            DataError: an item cannot be read, or two items cannot be in one batch; the error names them.
-        """
-        key = augment or AugmentKey(0, -1)
-        keys = hash64(key.seed, key.epoch, indices)
-        with own_generators():
-            items = [self._item(int(i), int(k)) for i, k in zip(indices, keys, strict=True)]
-            return collate(items, lambda place: f"sample {int(indices[place])}", type(self._items).__name__)
-
-    def _item(self, index: int, key: int) -> Any:
-        seed_generators(key)
-        try:
-            return self._items[index]
-        except (IndexError, KeyError, OSError, ValueError) as error:
-            why = f"{type(error).__name__}: {error}"
-            raise DataError(f"cannot read sample {index}", where=type(self._items).__name__, why=why) from error

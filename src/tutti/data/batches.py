@@ -1,58 +1,155 @@
-"""Operations on batches: tensors, or tuples, lists and dicts of tensors, with samples as the first dimension."""
+"""Operations on batches: tensors, or tuples, lists and dicts of tensors, with samples as the first dimension.
+
+A list or tuple of strings, bytes and None is a column with one entry a sample. Batches of a script's own ``collate_fn``
+may hold anything, and are therefore never sliced: a ``CollatedBatch`` has one for each micro-batch.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+import copy
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 from tutti.device import pins_memory
 from tutti.errors import DataError, UsageError
 from tutti.types import Batch
 
 
+@dataclass(frozen=True)
+class CollatedBatch:
+    """This rank's part of a global batch, collated by the script's function for each micro-batch of its own.
+
+    Attributes:
+        parts: what the function returned for each micro-batch, in worker order.
+        sizes: number of samples of each.
+    """
+
+    parts: tuple[Batch, ...] = ()
+    sizes: tuple[int, ...] = ()
+
+    def part(self, low: int, high: int) -> Batch:
+        """Return the micro-batch of samples ``low`` to ``high``, exclusive. Raises UsageError for other samples."""
+        start = 0
+        for part, size in zip(self.parts, self.sizes, strict=True):
+            if (start, start + size) == (low, high):
+                return part
+            start += size
+        if low == high:
+            return CollatedBatch()
+        raise UsageError(
+            "a batch made by collate_fn cannot be sliced",
+            why="it may hold anything, so that samples cannot be told apart",
+            remedy="leave it as it is, or loop over run.microbatches(epoch)",
+        )
+
+    def __getitem__(self, key: Any) -> NoReturn:
+        self._refuse()
+
+    def __iter__(self) -> NoReturn:
+        self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        raise UsageError(
+            f"this device's batch is {len(self.parts)} batches of collate_fn, one for each micro-batch",
+            remedy="hand it to run.step as it is, or loop over run.microbatches(epoch), which yields each",
+        )
+
+
+def shown(batch: Batch) -> Batch:
+    """Return the batch that a script gets: the ``collate_fn``'s own, where it has made one for the whole rank."""
+    return batch.parts[0] if isinstance(batch, CollatedBatch) and len(batch.parts) == 1 else batch
+
+
 def length(batch: Batch) -> int:
     """Return the number of samples: the first dimension of the batch's first tensor. Raises DataError without one."""
+    if isinstance(batch, CollatedBatch):
+        return sum(batch.sizes)
     if isinstance(batch, tuple | list) and batch and isinstance(batch[0], Tensor) and batch[0].dim():
         return batch[0].shape[0]
-    for tensor in _leaves(batch):
-        if tensor.dim() == 0:
+    for leaf in _leaves(batch):
+        if isinstance(leaf, Tensor) and leaf.dim() == 0:
             break
-        return tensor.shape[0]
+        return len(leaf)
     raise DataError("a batch has no tensor whose first dimension is the sample", remedy="return tensors, or collate")
 
 
 def slice_batch(batch: Batch, low: int, high: int) -> Batch:
-    """Return samples ``low`` to ``high``, exclusive, of a batch as views."""
-    return map_tensors(batch, lambda tensor: tensor[low:high])
+    """Return samples ``low`` to ``high``, exclusive, of a batch as views.
+
+    Raises UsageError if it holds an object other than tensors and columns.
+    """
+    if isinstance(batch, CollatedBatch):
+        return batch.part(low, high)
+    return _mapped(batch, lambda rows: rows[low:high], Tensor, _unsliced, columns=True)
 
 
-def map_tensors(batch: Batch, function: Callable[[Any], Any], leaf: type = Tensor) -> Batch:
+def _unsliced(value: Any) -> NoReturn:
+    raise UsageError(
+        f"a batch holds a {type(value).__name__}",
+        why="it has to be divided into micro-batches, and its samples cannot be told apart",
+        remedy="take tensors, lists of strings, and tuples, lists and dicts of them, or give tutti.prepare(collate=…)",
+    )
+
+
+def map_tensors(
+    batch: Batch,
+    function: Callable[[Any], Any],
+    leaf: type = Tensor,
+    other: Callable[[Any], Any] = lambda value: value,
+) -> Batch:
     """Apply ``function`` to every leaf of a batch, and return a batch of the same structure.
 
     Args:
         batch: a leaf, or tuples, lists and dicts of leaves.
         function: of a leaf.
         leaf: the leaves' type.
-
-    Raises:
-        UsageError: the batch holds an object of another type.
+        other: of an object that is neither a leaf nor a container; by default it is left as it is.
     """
-    if isinstance(batch, leaf):
+    if isinstance(batch, CollatedBatch):
+        return CollatedBatch(tuple(map_tensors(part, function, leaf, other) for part in batch.parts), batch.sizes)
+    return _mapped(batch, function, leaf, other)
+
+
+def _mapped(
+    batch: Batch, function: Callable[[Any], Any], leaf: type, other: Callable[[Any], Any], columns: bool = False
+) -> Batch:
+    if isinstance(batch, leaf) or (columns and _is_column(batch)):
         return function(batch)
+    if isinstance(batch, PackedSequence):
+        return other(batch)
     if isinstance(batch, Mapping):
-        return {key: map_tensors(value, function, leaf) for key, value in batch.items()}
+        return _alike(batch, {key: _mapped(value, function, leaf, other, columns) for key, value in batch.items()})
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(map_tensors(value, function, leaf) for value in batch))
+        return type(batch)(*(_mapped(value, function, leaf, other, columns) for value in batch))
     if isinstance(batch, tuple | list):
-        return type(batch)(map_tensors(value, function, leaf) for value in batch)
-    raise UsageError(f"a batch holds a {type(batch).__name__}", remedy="tensors, tuples, lists and dicts of them work")
+        return type(batch)(_mapped(value, function, leaf, other, columns) for value in batch)
+    return other(batch)
+
+
+def _alike(batch: Mapping[Any, Any], values: dict[Any, Any]) -> Mapping[Any, Any]:
+    """Return ``values`` in a mapping of the batch's own type, such as transformers' ``BatchEncoding``."""
+    if type(batch) is dict or not isinstance(batch, MutableMapping):
+        return values
+    made = copy.copy(batch)
+    made.update(values)
+    return made
+
+
+def _is_column(value: Any) -> bool:
+    """Return whether the value is a list or tuple with a string, bytes or None for each sample."""
+    plain = isinstance(value, list | tuple) and not hasattr(value, "_fields")
+    return plain and all(isinstance(entry, str | bytes | None) for entry in value)
 
 
 def placer(device: torch.device, dtype: torch.dtype, channels_last: bool) -> Callable[[Batch], Batch]:
     """Return a function that moves a batch to a device; to an accelerator asynchronously, from pinned memory.
+
+    Objects with a method ``to``, such as packed sequences and graphs, are moved by it; other objects stay as they are.
 
     Args:
         device: the device.
@@ -68,7 +165,13 @@ def placer(device: torch.device, dtype: torch.dtype, channels_last: bool) -> Cal
         moved = tensor.to(device, wanted, non_blocking=True)
         return _channels_last(moved) if channels_last and moved.dim() == 4 else moved
 
-    return lambda batch: map_tensors(batch, place)
+    def move(value: Any) -> Any:
+        if isinstance(value, PackedSequence):
+            moved = value.to(dtype) if value.data.is_floating_point() else value
+            return moved.to(device)  # type: ignore[arg-type]
+        return value.to(device) if callable(getattr(value, "to", None)) else value
+
+    return lambda batch: map_tensors(batch, place, other=move)
 
 
 def _channels_last(images: Tensor) -> Tensor:
@@ -81,8 +184,9 @@ def _channels_last(images: Tensor) -> Tensor:
     return placed if channels > 1 else placed.as_strided(images.shape, (height * width, 1, width, 1))
 
 
-def _leaves(batch: Batch) -> Sequence[Tensor]:
-    if isinstance(batch, Tensor):
+def _leaves(batch: Batch) -> Sequence[Any]:
+    """Return the tensors and columns of a batch."""
+    if isinstance(batch, Tensor) or (batch and _is_column(batch)):
         return (batch,)
     values = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, tuple | list) else ()
     return [leaf for value in values for leaf in _leaves(value)]

@@ -12,7 +12,7 @@ from torch.utils.data import default_collate
 from tutti.errors import DataError
 from tutti.types import Batch
 
-_VALUES = Tensor | int | float | np.generic
+_VALUES = Tensor | int | float | np.generic | str | bytes | None
 
 
 def collate(samples: Sequence[Any], name: Callable[[int], str], where: str) -> Batch:
@@ -20,7 +20,8 @@ def collate(samples: Sequence[Any], name: Callable[[int], str], where: str) -> B
 
     Which samples share a batch depends on the number of logical workers and devices. ``default_collate`` promotes
     dtypes only within a batch, so that with unequal dtypes the result would depend on those numbers too. Floating
-    dtypes may differ, because every batch is cast to the model's.
+    dtypes may differ, because every batch is cast to the model's. Strings, bytes and None become a list with one entry
+    a sample.
 
     Args:
         samples: at least one.
@@ -28,7 +29,8 @@ def collate(samples: Sequence[Any], name: Callable[[int], str], where: str) -> B
         where: the data set's name, for errors.
 
     Raises:
-        DataError: two samples differ, or a sample holds an object that is neither a tensor, an array nor a number.
+        DataError: two samples differ, or a sample holds an object other than tensors, arrays, numbers, strings, bytes
+            and None.
     """
     first = samples[0]
     for place, sample in enumerate(samples):
@@ -45,11 +47,11 @@ def collate(samples: Sequence[Any], name: Callable[[int], str], where: str) -> B
             raise DataError(
                 f"{name(place)} holds {kind}" + f" in {field}" * bool(field),
                 where=where,
-                why="a batch is made of tensors, NumPy arrays and numbers, and of tuples, lists and dicts of them",
-                remedy="return numbers for it from the data set, or leave it out",
+                why="a batch is made of tensors, arrays, numbers, texts and None, in tuples, lists and dicts",
+                remedy="return numbers for it from the data set, leave it out, or give tutti.prepare(collate=…)",
             )
     try:
-        return default_collate(list(samples))
+        return _collated(list(samples)) if _has_none(first) else default_collate(list(samples))
     except (RuntimeError, TypeError, ValueError, KeyError) as error:
         raise DataError(
             f"{name(0)} and the {len(samples) - 1} after it cannot be made a batch",
@@ -57,6 +59,26 @@ def collate(samples: Sequence[Any], name: Callable[[int], str], where: str) -> B
             why=f"{type(error).__name__}: {error}",
             remedy="return tensors of one shape and dtype from the data set",
         ) from error
+
+
+def _has_none(sample: Any) -> bool:
+    """Return whether a sample holds None, which ``default_collate`` does not take, or a string."""
+    if isinstance(sample, Mapping | tuple | list):
+        return any(map(_has_none, sample.values() if isinstance(sample, Mapping) else sample))
+    return isinstance(sample, str | bytes | None)
+
+
+def _collated(samples: list[Any]) -> Batch:
+    """Collate as ``default_collate``; strings, bytes and None become a list."""
+    first = samples[0]
+    if isinstance(first, str | bytes | None):
+        return samples
+    if isinstance(first, Mapping):
+        return {key: _collated([sample[key] for sample in samples]) for key in first}
+    if isinstance(first, tuple | list):
+        columns = [_collated(list(column)) for column in zip(*samples, strict=True)]
+        return type(first)(*columns) if hasattr(first, "_fields") else columns
+    return default_collate(samples)
 
 
 def _difference(first: Any, other: Any, field: str) -> tuple[str, str, str] | None:
@@ -67,6 +89,8 @@ def _difference(first: Any, other: Any, field: str) -> tuple[str, str, str] | No
         same = first.dtype == other.dtype or (first.is_floating_point() and other.is_floating_point())
         alike = same and first.shape == other.shape
         return None if alike else (field, _described(first), _described(other))
+    if isinstance(first, str | bytes | None) and isinstance(other, str | bytes | None):
+        return None
     if type(first) is not type(other):
         return field, _described(first), _described(other)
     if isinstance(first, np.ndarray | np.generic):
@@ -118,6 +142,6 @@ def _remedy(mine: str, other: str) -> str:
     if "shape" in mine and "shape" in other and mine.partition(" with")[0] == other.partition(" with")[0]:
         return (
             "return tensors of one shape: pad or crop each sample in the data set (and mask what is padding in the "
-            "loss), or give a tutti.data.Source, whose fetch() makes batches itself"
+            "loss), or pad in a function given as tutti.prepare(collate=…)"
         )
     return "return the same structure, types and dtypes for every sample"

@@ -85,6 +85,25 @@ class BatchContract:
         """Cut a worker's ``count`` samples into micro-batches: ranges within its share."""
         return chunks(count, self.micro)
 
+    def spans(self, samples: int, rank: int, have: int) -> list[tuple[int, list[range]]]:
+        """Return the micro-batches of each worker of a data rank, as ranges within the rank's batch.
+
+        Args:
+            samples: in the global batch.
+            rank: the data rank.
+            have: samples in the rank's batch. If these are not as many as ``part`` has, in a batch of the caller's own
+                or of a stream that shards itself, they are divided over the rank's workers.
+        """
+        workers, part = self.mine(rank), self.part(samples, rank)
+        first, shares = part.start, [self.worker(samples, worker) for worker in workers]
+        if have != len(part):
+            first, shares = 0, [even_share(have, len(workers), place) for place in range(len(workers))]
+        return [
+            (worker, [range(low := share.start - first + piece.start, low + len(piece)) for piece in pieces])
+            for worker, share in zip(workers, shares, strict=True)
+            for pieces in [self.micro_batches(len(share))]
+        ]
+
     def check_whole(self) -> None:
         """Raise UsageError unless a rank has one micro-batch of different samples, for synchronised batch norm."""
         if self.identical:

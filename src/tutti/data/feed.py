@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tutti.comm.partition import chunks, even_share
 from tutti.comm.random_keys import mix
-from tutti.data.batches import length, slice_batch
+from tutti.data.batches import length, shown, slice_batch
 from tutti.data.epochs import Epochs
 from tutti.data.loader import IN_PROCESS, Prefetch
 from tutti.data.reader import BatchReader, RankBatch
@@ -97,7 +98,7 @@ class Feed:
             micro_batches = []
             whole = len(pieces) == 1 and (over == "worker" or self.contract.workers == 1)
             for micro, (span, weight) in enumerate(pieces):
-                part = batch if span is None else slice_batch(batch, span.start, span.stop)
+                part = shown(batch) if span is None else slice_batch(batch, span.start, span.stop)
                 count = length(batch) if span is None else len(span)
                 key = mix(self.seed, clock, worker, micro)
                 factor = scale if whole else weight * scale
@@ -134,28 +135,35 @@ class Feed:
     def _make_plan(self, samples: int, have: int, over: str) -> Plan:
         if self.together:
             return [(self.workers[0], [(None, 1.0 / samples)] if have else [])]
-        part = self.contract.part(samples, self._rank)
-        first, spans = part.start, [self.contract.worker(samples, w) for w in self.workers]
-        if have != len(part):
-            # A batch of another size than the contract's: divide its samples over this rank's workers.
-            first = 0
-            spans = [even_share(have, len(self.workers), i) for i in range(len(self.workers))]
         plan: Plan = []
-        for worker, span in zip(self.workers, spans, strict=True):
-            weight = 1.0 / (samples if over == "step" else max(len(span), 1))
-            pieces: list[tuple[range | None, float]] = []
-            for piece in self.contract.micro_batches(len(span)):
-                low, high = span.start - first + piece.start, span.start - first + piece.stop
-                pieces.append((None if (low, high) == (0, have) else range(low, high), weight))
-            plan.append((worker, pieces))
+        for worker, pieces in self.contract.spans(samples, self._rank, have):
+            weight = 1.0 / (samples if over == "step" else max(sum(map(len, pieces)), 1))
+            plan.append((worker, [(None if len(piece) == have else piece, weight) for piece in pieces]))
         return plan
 
 
+@dataclass(frozen=True)
+class HeldOut:
+    """Held-out samples in blocks, which do not depend on the number of ranks.
+
+    Attributes:
+        source: the samples.
+        blocks: the numbers of the samples of each block.
+    """
+
+    source: Source
+    blocks: Sequence[NDArray[np.int64]]
+
+    @property
+    def samples(self) -> int:
+        """Number of samples in all blocks."""
+        return sum(map(len, self.blocks))
+
+
 def evaluation(
-    source: Source,
+    held_out: HeldOut,
     ranks: int,
     rank: int,
-    largest: int,
     place: Callable[[Batch], Batch],
     prefetch: Prefetch = IN_PROCESS,
     even: bool = False,
@@ -165,10 +173,9 @@ def evaluation(
     The blocks do not depend on the number of ranks, so that their loss sums, added in order, do not either.
 
     Args:
-        source: the held-out samples.
+        held_out: the held-out samples.
         ranks: number of data ranks.
         rank: this data rank.
-        largest: most samples in a block.
         place: moves a batch to the device.
         prefetch: fetches the samples.
         even: give every rank equally many blocks, padded with dummy micro-batches, for forwards with collectives.
@@ -176,13 +183,13 @@ def evaluation(
     Yields:
         The block's number and its micro-batch; a dummy micro-batch states 0 samples.
     """
-    blocks = evaluation_blocks(len(source), largest)
+    blocks, total = held_out.blocks, held_out.samples
     mine = list(even_share(len(blocks), ranks, rank))
     turns = [*mine, *[0] * ((len(even_share(len(blocks), ranks, 0)) - len(mine)) if even else 0)]
-    tasks = ((np.arange(blocks[number].start, blocks[number].stop), None) for number in turns)
-    for turn, batch in enumerate(prefetch.batches(source, tasks)):
+    tasks = ((blocks[number], None) for number in turns)
+    for turn, batch in enumerate(prefetch.batches(held_out.source, tasks)):
         samples = len(blocks[turns[turn]]) if turn < len(mine) else 0
-        yield turns[turn], MicroBatch(0, 0, place(batch), samples, 1.0 / len(source), 0, True)
+        yield turns[turn], MicroBatch(0, 0, place(batch), samples, 1.0 / total, 0, True)
 
 
 def evaluation_blocks(samples: int, largest: int) -> list[range]:

@@ -18,9 +18,10 @@ import tempfile
 import traceback
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import count, islice
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -38,6 +39,7 @@ from tutti.errors import DataError, LoaderError
 from tutti.launcher.child import SIGNALS
 from tutti.launcher.forking import fork
 from tutti.launcher.orphans import die_with_parent
+from tutti.torch_compat import enter_loader_process
 from tutti.types import Batch
 
 Task: TypeAlias = tuple[NDArray[np.int64], AugmentKey | None]
@@ -55,11 +57,13 @@ class Prefetch:
         workers: number of loader processes of this rank.
         rank: this rank, for messages.
         timeout: seconds that a batch may take.
+        begin: called with its number in each loader process before it reads, as a DataLoader's ``worker_init_fn``.
     """
 
     workers: int = 0
     rank: int = 0
     timeout: float = 300.0
+    begin: Callable[[int], None] | None = None
 
     def batches(self, source: Source, tasks: Iterable[Task]) -> Iterator[Batch]:
         """Yield the batches of ``tasks`` in order; loader processes end with the iteration."""
@@ -74,7 +78,7 @@ class Prefetch:
 
     def loader(self, source: Source) -> Loader:
         """Start loader processes that run until they are closed."""
-        return Loader(source, self.workers, self.rank, self.timeout)
+        return Loader(source, self.workers, self.rank, self.timeout, self.begin)
 
 
 IN_PROCESS = Prefetch()
@@ -88,11 +92,22 @@ class Loader:
         workers: number of loader processes.
         rank: this rank, for messages.
         timeout: seconds that a batch may take.
+        begin: see ``Prefetch``.
     """
 
-    def __init__(self, source: Source, workers: int, rank: int, timeout: float) -> None:
+    def __init__(
+        self,
+        source: Source,
+        workers: int,
+        rank: int,
+        timeout: float,
+        begin: Callable[[int], None] | None = None,
+    ) -> None:
         self._rank, self._timeout = rank, timeout
-        self._processes = [_start(source, f"data worker {number} of rank {rank}") for number in range(workers)]
+        self._processes = [
+            _start(source, f"data worker {number} of rank {rank}", partial(_begin, source, number, workers, begin))
+            for number in range(workers)
+        ]
         self._numbers = count()
         self._wanted: set[int] = set()
         self._arrived: dict[int, Any] = {}
@@ -198,7 +213,14 @@ class _Process:
             self.ended()
 
 
-def _start(source: Source, name: str) -> _Process:
+def _begin(source: Source, number: int, workers: int, begin: Callable[[int], None] | None) -> None:
+    """Set what ``torch.utils.data.get_worker_info`` returns in a loader process, and call ``begin``."""
+    enter_loader_process(number, workers, getattr(source, "items", source))
+    if begin is not None:
+        begin(number)
+
+
+def _start(source: Source, name: str, begin: Callable[[], None]) -> _Process:
     """Fork a loader process. It has none of this process's other threads, and calls nothing that needs them."""
     here, there = Pipe()
     parent = os.getpid()
@@ -210,7 +232,7 @@ def _start(source: Source, name: str) -> _Process:
     try:
         pid = fork()
         if pid == 0:
-            _serve(source, name, there, parent, blocked)
+            _serve(source, name, there, parent, blocked, begin)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
     # Only the child may hold its end of the socket, so that its death closes the socket.
@@ -225,7 +247,14 @@ def _end(processes: list[_Process], owner: int) -> None:
             process.end()
 
 
-def _serve(source: Source, name: str, channel: Connection[Any, Any], parent: int, blocked: Any) -> NoReturn:
+def _serve(
+    source: Source,
+    name: str,
+    channel: Connection[Any, Any],
+    parent: int,
+    blocked: Any,
+    begin: Callable[[], None],
+) -> NoReturn:
     """Answer tasks in the forked process until its rank ends it or closes the socket."""
     code = 1
     try:
@@ -241,6 +270,7 @@ def _serve(source: Source, name: str, channel: Connection[Any, Any], parent: int
         for stream in (sys.stdout, sys.stderr):
             with suppress(AttributeError):
                 stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+        begin()
         while True:
             number, task = channel.recv()
             _answer(channel, number, source, task, name)

@@ -2,10 +2,232 @@
 
 from __future__ import annotations
 
+import copy
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
+from tutti.data.global_generators import own_generators, seed_generators
 from tutti.data.keyed_random import hash64
+from tutti.errors import DataError, UsageError
+
+# A sampler's draws must not repeat those of sample 0.
+_SAMPLER = int.from_bytes(b"sampler", "big")
+
+
+class SampleOrder(Protocol):
+    """The samples of each global batch of an epoch, the same on every rank (protocol)."""
+
+    def batches(self, epoch: int, batch: int) -> Sequence[NDArray[np.int64]]:
+        """Return the numbers of the samples of every global batch of ``epoch``.
+
+        Args:
+            epoch: from 0.
+            batch: samples in a global batch.
+        """
+
+    def repeats(self, epoch: int, step: int) -> NDArray[np.int64] | None:
+        """Return how often each sample of a global batch was drawn before in the epoch; None if none is drawn twice."""
+
+    def digest(self, epoch: int) -> str:
+        """Return a digest of the epoch's order, which ranks and resumed runs compare; empty if there is no need."""
+
+
+@dataclass(frozen=True)
+class ShuffledOrder:
+    """Every sample once an epoch, in the order of ``permutation``.
+
+    Attributes:
+        seed: of the run.
+        samples: in the data set.
+        used: samples of each epoch's order that are used; fewer than ``samples`` with ``drop_last``.
+    """
+
+    seed: int
+    samples: int
+    used: int
+
+    def batches(self, epoch: int, batch: int) -> Sequence[NDArray[np.int64]]:
+        """See ``SampleOrder``."""
+        return cut(permutation(self.seed, epoch, self.samples)[: self.used], batch)
+
+    def repeats(self, epoch: int, step: int) -> None:
+        """See ``SampleOrder``."""
+
+    def digest(self, epoch: int) -> str:
+        """See ``SampleOrder``: seed and number of samples are compared as settings of the run."""
+        return ""
+
+
+@dataclass(frozen=True)
+class SequentialOrder:
+    """The samples 0, 1, 2, … in every epoch.
+
+    Attributes:
+        used: samples in an epoch.
+    """
+
+    used: int
+
+    def batches(self, epoch: int, batch: int) -> Sequence[NDArray[np.int64]]:
+        """See ``SampleOrder``."""
+        return cut(np.arange(self.used), batch)
+
+    def repeats(self, epoch: int, step: int) -> None:
+        """See ``SampleOrder``."""
+
+    def digest(self, epoch: int) -> str:
+        """See ``SampleOrder``."""
+        return ""
+
+
+class SampledOrder:
+    """The order of a PyTorch sampler, iterated once for each epoch as by a ``DataLoader``.
+
+    A sampler with a generator of its own draws from it epoch by epoch, as in PyTorch: for a later epoch a copy of the
+    sampler is iterated from the first one on. Draws from the global generators are keyed by (seed, epoch).
+
+    Args:
+        sampler: yields samples' numbers, or with ``whole`` lists of them.
+        generator: the loader's generator, from which a ``DataLoader`` draws once an epoch beside the sampler.
+        data: the data set, which is not copied with the sampler.
+        seed: of the run.
+        samples: samples that an epoch must have; None if that is not known before.
+        used: samples of each epoch that are used, None for all.
+        whole: the sampler yields global batches.
+        largest: most samples in a batch that the sampler yields.
+
+    Raises:
+        UsageError: the sampler cannot be copied.
+    """
+
+    def __init__(
+        self,
+        sampler: Any,
+        generator: torch.Generator | None,
+        data: Any,
+        seed: int,
+        samples: int | None = None,
+        used: int | None = None,
+        whole: bool = False,
+        largest: int | None = None,
+    ) -> None:
+        self._name, self._seed, self._samples, self._used = type(sampler).__name__, seed, samples, used
+        self._whole, self._largest, self._data, self._count = whole, largest, data, len(data)
+        self._first = self._copied((sampler, generator))
+        self._now, self._next = self._first, 0
+        self._epoch, self._drawn, self._bounds = -1, np.empty(0, dtype=np.int64), list[int]()
+        self._before: NDArray[np.int64] | None = None
+
+    def _copied(self, state: tuple[Any, torch.Generator | None]) -> tuple[Any, torch.Generator | None]:
+        try:
+            return copy.deepcopy(state, {id(self._data): self._data})
+        except Exception as error:
+            raise UsageError(
+                f"the sampler {self._name} cannot be copied",
+                why=f"a resumed run repeats its draws from the first epoch on ({type(error).__name__}: {error})",
+                remedy="let it hold plain values and a torch.Generator, or leave it out and give shuffle",
+            ) from error
+
+    def batches(self, epoch: int, batch: int) -> Sequence[NDArray[np.int64]]:
+        """See ``SampleOrder``. Raises DataError if the sampler yields anything but numbers of samples."""
+        self._draw(epoch)
+        if self._whole:
+            return np.split(self._drawn, self._bounds[1:-1])
+        found = cut(self._drawn, batch)
+        self._bounds = [0, *np.cumsum([len(each) for each in found]).tolist()]
+        return found
+
+    def repeats(self, epoch: int, step: int) -> NDArray[np.int64] | None:
+        """See ``SampleOrder``; for the epoch of the last call of ``batches``."""
+        return None if self._before is None else self._before[self._bounds[step] : self._bounds[step + 1]]
+
+    def digest(self, epoch: int) -> str:
+        """See ``SampleOrder``."""
+        self._draw(epoch)
+        state = hashlib.blake2b(self._drawn.tobytes(), digest_size=8)
+        state.update(repr(self._bounds if self._whole else ()).encode())
+        return state.hexdigest()
+
+    def _draw(self, epoch: int) -> None:
+        if self._epoch == epoch:
+            return
+        if epoch < self._next or self._now is self._first:
+            self._now, self._next = self._copied(self._first), 0
+        while self._next <= epoch:
+            drawn = self._iterate(*self._now, self._next)
+            self._next += 1
+        self._epoch = epoch
+        if self._whole:
+            self._bounds = [0, *np.cumsum([len(each) for each in drawn]).tolist()]
+            drawn = [number for each in drawn for number in each]
+        self._drawn = self._checked(drawn, epoch)
+        self._before = _repeats(self._drawn)
+
+    def _iterate(self, sampler: Any, generator: torch.Generator | None, epoch: int) -> list[Any]:
+        if hasattr(sampler, "set_epoch"):
+            sampler.set_epoch(epoch)
+        with own_generators():
+            seed_generators(int(hash64(_SAMPLER, self._seed, epoch)))
+            iterator = iter(sampler)
+            if generator is not None:
+                # A DataLoader draws the seed of its processes before the first sample.
+                torch.empty((), dtype=torch.int64).random_(generator=generator)
+            return [list(each) for each in iterator] if self._whole else list(iterator)
+
+    def _checked(self, drawn: list[Any], epoch: int) -> NDArray[np.int64]:
+        try:
+            numbers = np.asarray([int(number) for number in drawn], dtype=np.int64)
+        except (TypeError, ValueError) as error:
+            raise DataError(
+                f"the sampler {self._name} yields something else than numbers of samples", why=str(error)
+            ) from error
+        if not len(numbers) or (self._samples is not None and len(numbers) != self._samples):
+            raise DataError(
+                f"the sampler {self._name} yields {len(numbers)} samples in epoch {epoch}",
+                why="it has to yield at least one" if self._samples is None else f"its __len__ is {self._samples}",
+                remedy="let it yield as many as its __len__ says in every epoch",
+            )
+        outside = numbers[(numbers < 0) | (numbers >= self._count)]
+        if len(outside):
+            raise DataError(
+                f"the sampler {self._name} yields sample {outside[0]} of {self._count}",
+                remedy="let it yield numbers from 0 on of samples in the data set",
+            )
+        if self._largest is not None and max(np.diff(self._bounds)) > self._largest:
+            raise DataError(
+                f"the batch sampler {self._name} yields {max(np.diff(self._bounds))} samples in epoch {epoch}, and at "
+                f"most {self._largest} in the first",
+                remedy="give the largest number in a batch as tutti.prepare(batch_size=…)",
+            )
+        return numbers[: self._used]
+
+
+def _repeats(numbers: NDArray[np.int64]) -> NDArray[np.int64] | None:
+    """Return how often each number occurs earlier in ``numbers``; None if each occurs once.
+
+    >>> _repeats(np.array([5, 3, 5, 5, 3])).tolist()
+    [0, 0, 1, 2, 1]
+    """
+    places = np.argsort(numbers, kind="stable")
+    ordered = numbers[places]
+    starts = np.flatnonzero(np.concatenate(([True], ordered[1:] != ordered[:-1])))
+    if len(starts) == len(numbers):
+        return None
+    counts = np.diff(np.append(starts, len(numbers)))
+    before = np.empty(len(numbers), dtype=np.int64)
+    before[places] = np.arange(len(numbers)) - np.repeat(starts, counts)
+    return before
+
+
+def cut(numbers: NDArray[np.int64], size: int) -> list[NDArray[np.int64]]:
+    """Cut ``numbers`` into pieces of ``size``; the last may be smaller."""
+    return [numbers[start : start + size] for start in range(0, len(numbers), size)]
 
 
 def permutation(seed: int, epoch: int, samples: int) -> NDArray[np.int64]:

@@ -10,12 +10,14 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tutti.data.batches import slice_batch
+from tutti.data.batches import CollatedBatch, slice_batch
 from tutti.data.contract import BatchContract
 from tutti.data.epochs import Epochs
+from tutti.data.item_source import CollatedSource
 from tutti.data.loader import IN_PROCESS, Loader, Prefetch, Task
-from tutti.data.order import permutation
+from tutti.data.order import SampleOrder, ShuffledOrder
 from tutti.data.source import AugmentKey, Source
+from tutti.errors import CheckpointError
 from tutti.types import Batch
 
 
@@ -81,7 +83,7 @@ class StreamRanks(Protocol):
 class MapReader:
     """Read a map-style source in the global order, which is a function of (seed, epoch).
 
-    Resuming needs no state besides data position and seed.
+    Resuming needs no state besides data position and seed; a sampler's order is compared with that of the saved run.
 
     Args:
         source: the samples.
@@ -89,36 +91,80 @@ class MapReader:
         rank: this data rank.
         seed: of sample order and augmentation.
         prefetch: fetches batches, in this process or in loader processes.
+        order: the order of samples; None: all, shuffled.
+        world: compares a sampler's order over the ranks at the start of each epoch; None for no comparison.
     """
 
-    def __init__(self, source: Source, epochs: Epochs, rank: int, seed: int, prefetch: Prefetch = IN_PROCESS) -> None:
+    def __init__(
+        self,
+        source: Source,
+        epochs: Epochs,
+        rank: int,
+        seed: int,
+        prefetch: Prefetch = IN_PROCESS,
+        order: SampleOrder | None = None,
+        world: StreamRanks | None = None,
+    ) -> None:
         self.source, self._epochs, self._rank, self._seed = source, epochs, rank, seed
-        self._prefetch = prefetch
+        self._prefetch, self._world = prefetch, world
+        self._order = order or ShuffledOrder(seed, len(source), len(source))
         self._loader: Loader | None = None
-        self._order: tuple[int, NDArray[np.int64]] = (-1, np.empty(0, dtype=np.int64))
+        self._epoch = -1
 
     def read(self, epoch: int, start: int) -> Iterator[RankBatch]:
-        """See ``BatchReader.read``."""
-        contract = self._epochs.at(epoch)
-        steps = range(start, contract.steps_per_epoch)
-        batches = self._fetch([self._task(contract, epoch, step) for step in steps])
-        for step, batch in zip(steps, batches, strict=True):
-            samples = contract.samples(step)
-            last = step == contract.steps_per_epoch - 1
-            after = Position(epoch + 1, 0) if last else Position(epoch, step + 1)
-            if contract.part(samples, self._rank):
-                yield RankBatch(batch, samples, after)
-            else:
-                yield RankBatch(slice_batch(batch, 0, 0), samples, after, batch)
+        """See ``BatchReader.read``.
 
-    def _task(self, contract: BatchContract, epoch: int, step: int) -> Task:
-        """Return the numbers of this rank's samples in one global batch, with the key of their augmentation."""
-        order, start = self._permutation(epoch), step * contract.batch
-        samples = contract.samples(step)
-        # Few sources can make an empty batch, so a rank without samples fetches the global batch's first micro-batch
-        # and slices it to length 0. The model can compute on it, as another rank does.
-        part = contract.part(samples, self._rank) or contract.first_micro_batch(samples)
-        return order[start + part.start : start + part.stop], AugmentKey(self._seed, epoch)
+        Raises:
+            MismatchError: a sampler has drawn other samples on another rank.
+        """
+        contract = self._epochs.at(epoch)
+        steps = self._order.batches(epoch, contract.batch)
+        self._compare(epoch)
+        self._epoch = epoch
+        numbers = range(start, len(steps))
+        # Whole parts, or one task for each micro-batch, which the script's own function collates.
+        cuts = [self._cuts(contract, len(steps[step])) for step in numbers]
+        tasks = [
+            self._task(epoch, step, steps[step], piece)
+            for step, cut in zip(numbers, cuts, strict=True)
+            for piece in cut
+        ]
+        batches = self._fetch(tasks)
+        for step, cut in zip(numbers, cuts, strict=True):
+            parts, samples = [next(batches) for _ in cut], len(steps[step])
+            after = Position(epoch + 1, 0) if step == len(steps) - 1 else Position(epoch, step + 1)
+            mine = bool(contract.part(samples, self._rank))
+            if isinstance(self.source, CollatedSource):
+                whole = CollatedBatch(tuple(parts), tuple(map(len, cut))) if mine else CollatedBatch()
+            else:
+                whole = parts[0] if mine else slice_batch(parts[0], 0, 0)
+            yield RankBatch(whole, samples, after, None if mine else parts[0])
+
+    def _cuts(self, contract: BatchContract, samples: int) -> list[range]:
+        """Return the pieces in which this rank's part of a global batch is fetched, as ranges of the global batch."""
+        part = contract.part(samples, self._rank)
+        if not part:
+            # Few sources can make an empty batch, so a rank without samples fetches the global batch's first
+            # micro-batch and slices it to length 0. The model can compute on it, as another rank does.
+            return [contract.first_micro_batch(samples)]
+        if not isinstance(self.source, CollatedSource):
+            return [part]
+        spans = contract.spans(samples, self._rank, len(part))
+        return [range(part.start + piece.start, part.start + piece.stop) for _, pieces in spans for piece in pieces]
+
+    def _task(self, epoch: int, step: int, numbers: NDArray[np.int64], piece: range) -> Task:
+        """Return the numbers of samples to fetch from one global batch, with the key of their augmentation."""
+        repeats = self._order.repeats(epoch, step)
+        key = AugmentKey(self._seed, epoch, None if repeats is None else repeats[piece.start : piece.stop])
+        return numbers[piece.start : piece.stop], key
+
+    def _compare(self, epoch: int) -> None:
+        if self._world is not None and (digest := self._order.digest(epoch)):
+            self._world.agree(
+                [f"epoch {epoch} with order {digest}"],
+                "the order of the sampler",
+                "let the sampler draw from a torch.Generator with a fixed seed, and not depend on the rank",
+            )
 
     def _fetch(self, tasks: Iterable[Task]) -> Iterator[Batch]:
         if not self._prefetch.workers:
@@ -127,17 +173,18 @@ class MapReader:
             self._loader = self._prefetch.loader(self.source)
         return self._loader.batches(tasks)
 
-    def _permutation(self, epoch: int) -> NDArray[np.int64]:
-        if self._order[0] != epoch:
-            self._order = (epoch, permutation(self._seed, epoch, len(self.source)))
-        return self._order[1]
-
     def state(self) -> Any:
-        """Return None: position and seed suffice."""
-        return None
+        """Return the digest of a sampler's order in the last epoch, to compare; None: position and seed suffice."""
+        digest = self._order.digest(self._epoch) if self._epoch >= 0 else ""
+        return {"epoch": self._epoch, "order": digest} if digest else None
 
     def load(self, at: Position, state: Any) -> None:
-        """Do nothing: ``read`` can start at any position."""
+        """Raise CheckpointError if the sampler's order is not that of the saved run."""
+        if isinstance(state, Mapping) and state.get("order") != self._order.digest(int(state.get("epoch", 0))):
+            raise CheckpointError(
+                f"the sampler draws another order in epoch {state.get('epoch')} than when the run was saved",
+                remedy="make the sampler, its weights and its generator's seed as they were",
+            )
 
     def describe(self) -> Mapping[str, str]:
         """Return a line about the loader processes, if there are any."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tutti.data.epochs import Epochs
 from tutti.data.loader import Prefetch
+from tutti.data.order import SampleOrder
 from tutti.data.reader import BatchReader, MapReader
 from tutti.data.source import Source
 from tutti.data.stream import Lines, ReplicatedStream, ShardedStream, Stream
@@ -11,7 +12,13 @@ from tutti.errors import UsageError
 
 
 def make_reader(
-    data: Source | Stream, epochs: Epochs, rank: int, seed: int, comms: Lines, prefetch: Prefetch
+    data: Source | Stream,
+    epochs: Epochs,
+    rank: int,
+    seed: int,
+    comms: Lines,
+    prefetch: Prefetch,
+    order: SampleOrder | None = None,
 ) -> BatchReader:
     """Make the reader of one data rank.
 
@@ -22,12 +29,13 @@ def make_reader(
         seed: of all random draws.
         comms: the communicators that a stream needs.
         prefetch: loader processes for a source.
+        order: the order of a source's samples; None: all, shuffled.
 
     Raises:
         UsageError: loader processes were requested for a stream.
     """
     if not isinstance(data, Stream):
-        return MapReader(data, epochs, rank, seed, prefetch)
+        return MapReader(data, epochs, rank, seed, prefetch, order, comms.world)
     if prefetch.workers:
         raise UsageError(
             f"{prefetch.workers} data workers cannot share one stream",

@@ -13,10 +13,17 @@ from tutti.types import Batch
 
 @dataclass(frozen=True)
 class AugmentKey:
-    """Key of random augmentation, together with the sample's index; never the rank or the data position."""
+    """Key of random augmentation, together with the sample's index; never the rank or the data position.
+
+    Attributes:
+        seed: of the run.
+        epoch: from 0.
+        repeats: how often a sampler has drawn each of the samples before in this epoch; None if it draws none twice.
+    """
 
     seed: int
     epoch: int
+    repeats: NDArray[np.int64] | None = None
 
 
 @runtime_checkable

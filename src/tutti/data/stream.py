@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn, Protocol
 
 import torch
 
-from tutti.data.batches import slice_batch
+from tutti.data.batches import CollatedBatch, slice_batch
 from tutti.data.collation import collate
 from tutti.data.contract import BatchContract
 from tutti.data.digest import digest
@@ -20,6 +20,7 @@ from tutti.errors import CheckpointError, DataError
 from tutti.types import Batch
 
 _SKIPPED_TOGETHER = 64
+_COLLATE = int.from_bytes(b"collate", "big")
 
 
 class Stream:
@@ -28,13 +29,22 @@ class Stream:
     Args:
         data: an iterable, or a function without arguments that returns one.
         sharded: the data set shards itself: each data rank reads another stream.
+        collate: the script's function from a list of samples to a batch; None for that of PyTorch.
+        drop_last: whether an epoch ends before a batch that would be smaller than the others.
 
     Attributes:
         samples: samples in an epoch; None if unknown until the stream ends.
     """
 
-    def __init__(self, data: Any, sharded: bool = False) -> None:
+    def __init__(
+        self,
+        data: Any,
+        sharded: bool = False,
+        collate: Callable[[list[Any]], Any] | None = None,
+        drop_last: bool = False,
+    ) -> None:
         self.data, self.sharded, self.name = data, sharded, type(data).__name__
+        self.collate, self.drop_last = collate, drop_last
         self.samples = None if sharded else _length(data)
 
     def open(self, epoch: int) -> Any:
@@ -92,12 +102,12 @@ class Cursor:
             last = taken[-1:]
         return last
 
-    def more(self) -> bool:
-        """Return whether there is another sample; reads one ahead."""
-        if not self._ahead:
-            with own_generators():
-                self._ahead = self._next(self.number)
-        return bool(self._ahead)
+    def more(self, count: int = 1) -> bool:
+        """Return whether there are ``count`` more samples; reads them ahead."""
+        with own_generators():
+            while len(self._ahead) < count and (item := self._next(self.number + len(self._ahead))):
+                self._ahead += item
+        return len(self._ahead) >= count
 
     def state(self) -> str | None:
         """Return ``state_dict()`` of the data set as a JSON string.
@@ -193,12 +203,19 @@ class ReplicatedStream:
         while not last:
             first = cursor.number
             items = cursor.take(batch)
+            if self.source.drop_last and 0 < len(items) < batch:
+                raise DataError(
+                    f"drop_last leaves none of {len(items)} samples, which are fewer than a batch of {batch}",
+                    where=self.source.name,
+                    remedy="leave drop_last out, or take a smaller batch",
+                )
             self._compare(epoch, step - start, first, items)
             if not items:
                 _empty(self.source, epoch, first)
             self._kept = cursor.state() if self._ranks.rank == 0 else None
-            step, last = step + 1, not cursor.more()
-            self._check_length(cursor.number, last)
+            step, last = step + 1, not cursor.more(batch if self.source.drop_last else 1)
+            if not self.source.drop_last:
+                self._check_length(cursor.number, last)
             if last:
                 self._ranks.agree(
                     [f"epoch {epoch} with {cursor.number} samples"], "the length of the stream", _DIFFERENT
@@ -235,9 +252,13 @@ class ReplicatedStream:
     def _part(self, items: list[Any], first: int, after: Position) -> RankBatch:
         mine = self._contract.part(len(items), self._rank)
         own, name = items[mine.start : mine.stop], self.source.name
-        others = (
-            None if mine else _collate(items[: len(self._contract.first_micro_batch(len(items)))], items, first, name)
-        )
+        few = items[: len(self._contract.first_micro_batch(len(items)))]
+        if (function := self.source.collate) is not None:
+            keys = self._seed, after
+            spans = self._contract.spans(len(items), self._rank, len(own))
+            dummy = None if mine else _collated(function, few, *keys, first)
+            return RankBatch(_parts(function, own, spans, *keys, first + mine.start), len(items), after, dummy)
+        others = None if mine else _collate(few, items, first, name)
         return RankBatch(_collate(own, items, first + mine.start, name), len(items), after, others)
 
     def state(self) -> Any:
@@ -296,6 +317,12 @@ class ShardedStream:
                 _empty(self.source, epoch, 0, ranks=", ".join(void))
             held = [count for count, _, _ in counts]
             after = Position(epoch + 1, 0) if last else Position(epoch, step)
+            if (function := self.source.collate) is not None:
+                keys = int(hash64(self._seed, self._rank)), after
+                spans = self._contract.spans(sum(held), self._rank, len(items))
+                dummy = None if items else _collated(function, some, *keys, first)
+                yield RankBatch(_parts(function, items, spans, *keys, first), sum(held), after, dummy)
+                continue
             others = None if items else _collate(some, some, first, self.source.name)
             yield RankBatch(_collate(items, some, first, self.source.name), sum(held), after, others)
 
@@ -356,6 +383,37 @@ def _collate(items: list[Any], some: list[Any], first: int, where: str) -> Batch
     with own_generators():
         made = collate(items or some[:1], lambda place: f"sample {first + place} of the epoch", where)
     return made if items else slice_batch(made, 0, 0)
+
+
+def _parts(
+    function: Callable[[list[Any]], Any],
+    items: list[Any],
+    spans: list[tuple[int, list[range]]],
+    seed: int,
+    after: Position,
+    first: int,
+) -> CollatedBatch:
+    """Collate a rank's samples by the script's function, micro-batch by micro-batch.
+
+    Args:
+        function: the script's function.
+        items: the rank's samples.
+        spans: the micro-batches of each worker.
+        seed: of random draws.
+        after: the data position after the batch.
+        first: number of the first sample in the epoch.
+    """
+    pieces = [piece for _, each in spans for piece in each] if items else []
+    made = tuple(
+        _collated(function, items[piece.start : piece.stop], seed, after, first + piece.start) for piece in pieces
+    )
+    return CollatedBatch(made, tuple(map(len, pieces)))
+
+
+def _collated(function: Callable[[list[Any]], Any], items: list[Any], seed: int, after: Position, first: int) -> Batch:
+    with own_generators():
+        seed_generators(int(hash64(_COLLATE, seed, after.epoch, after.batch, first)))
+        return function(items)
 
 
 def _empty(source: Stream, epoch: int, found: int, wanted: int = 0, ranks: str = "") -> NoReturn:

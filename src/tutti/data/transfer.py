@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tutti.data.batches import map_tensors
+from tutti.data.item_source import CollatedSource
 from tutti.data.reader import RankBatch
 from tutti.data.stream import Stream
 from tutti.device import current_stream, pins_memory
@@ -63,9 +64,10 @@ class Transfer:
 def make_transfer(device: torch.device, data: object) -> Transfer | None:
     """Return the transfer that copies batches of ``data`` ahead, or None to copy each as it is read.
 
-    None on the CPU, and for streams: reading ahead would move their data position ahead of the step.
+    None on the CPU; for streams, as reading ahead would move their data position ahead of the step; and for batches of
+    a script's own function, whose objects do not say which stream uses their memory.
     """
-    return Transfer(device) if pins_memory(device) and not isinstance(data, Stream) else None
+    return Transfer(device) if pins_memory(device) and not isinstance(data, Stream | CollatedSource) else None
 
 
 def one_ahead(items: Iterator[T]) -> Iterator[T]:

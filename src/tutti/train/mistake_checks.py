@@ -21,9 +21,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from tutti.config.variables import is_off
-from tutti.data.batches import length, map_tensors, slice_batch
+from tutti.data.batches import CollatedBatch, length, map_tensors, slice_batch
 from tutti.data.digest import digest
 from tutti.data.global_generators import own_generators
+from tutti.data.item_source import CollatedSource
 from tutti.data.source import Source
 from tutti.data.stream import Stream
 from tutti.metrics import suspicion
@@ -115,6 +116,9 @@ class Checks:
                 self.ended = self._schedules(self._run.optimizer, micro_batches)
         if several and self._steps == 2:
             self._statistics()
+        if isinstance(batch, CollatedBatch):
+            # Batches of the script's own function may hold anything, and cannot be divided into samples.
+            self._first = {}
         if self._first:
             self._collect(work)
             # In steps 1, 2, 4 and 8: few collectives, for large and small shares.
@@ -310,7 +314,7 @@ class Checks:
         if repeated := _repeated(source):
             finding = f"the last {repeated} of {len(source)} held-out samples are the first {repeated} again"
             self.diagnoses.report("padded-evaluation", finding, self._run.clock)
-        if loss is not None and self._run.context.workers > 1:
+        if loss is not None and self._run.context.workers > 1 and not isinstance(source, CollatedSource):
             self._denominator(loss, self._run.feed.place(source.fetch(np.arange(min(_FEW, len(source))), None)))
 
     def _same_source(self, source: Source) -> None:
@@ -371,6 +375,8 @@ def _digests(batch: Batch, count: int) -> list[str]:
 
 def _samples(source: Source, first: int, end: int) -> list[str]:
     """Return digests of held-out samples ``first`` to ``end - 1``."""
+    if isinstance(source, CollatedSource):
+        return [digest(source.fetch(np.arange(number, number + 1), None)) for number in range(first, end)]
     return _digests(source.fetch(np.arange(first, end), None), end - first)
 
 

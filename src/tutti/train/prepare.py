@@ -29,7 +29,9 @@ from tutti.data.contract import BatchContract
 from tutti.data.epochs import Epochs
 from tutti.data.feed import Feed
 from tutti.data.loader import Prefetch
+from tutti.data.order import SampleOrder
 from tutti.data.reading import make_reader
+from tutti.data.sampling import Sampling, given_sampling
 from tutti.data.source import Source
 from tutti.data.stream import Stream
 from tutti.data.transfer import make_transfer
@@ -64,6 +66,7 @@ Models: TypeAlias = "nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]"
 Optimizers: TypeAlias = "Optimizer | Sequence[Optimizer]"
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.float32, "fp16": torch.float32, "fp64": torch.float64}
+_BATCH = 128
 _CAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -73,7 +76,10 @@ class RunOptions:
 
     strategy: str = "mirrored"
     workers: int | None = None
-    batch_size: int = 128
+    batch_size: int | None = None
+    collate: Callable[[list[Any]], Any] | None = None
+    shuffle: bool | None = None
+    drop_last: bool = False
     batch_growth: BatchGrowth | str | None = None
     micro_batch: int | None = None
     precision: str | None = None
@@ -91,7 +97,7 @@ class RunOptions:
     compile: str | bool = "none"
     seed: int = 0
     max_nonfinite: int = 10
-    data_workers: int = 0
+    data_workers: int | None = None
     slow: Sequence[Slowness] | str = ()
 
     @cached_property
@@ -108,7 +114,10 @@ def prepare(
     *,
     strategy: str = "mirrored",
     workers: int | None = None,
-    batch_size: int = 128,
+    batch_size: int | None = None,
+    collate: Callable[[list[Any]], Any] | None = None,
+    shuffle: bool | None = None,
+    drop_last: bool = False,
     batch_growth: BatchGrowth | str | None = None,
     micro_batch: int | None = None,
     precision: str | None = None,
@@ -126,7 +135,7 @@ def prepare(
     compile: str | bool = "none",
     seed: int = 0,
     max_nonfinite: int = 10,
-    data_workers: int = 0,
+    data_workers: int | None = None,
     slow: Sequence[Slowness] | str = (),
 ) -> Run:
     """Prepare ``model`` for training on every rank of the job as if on one device. Collective.
@@ -140,12 +149,16 @@ def prepare(
         optimizer: an optimizer of the model's parameters, several of disjoint parameters in a list, or
             ``name:key=value``.
         dataset: tensors, a ``TensorDataset``, any map-style dataset, a ``tutti.data.Source``, or an iterable (also
-            inside ``tutti.data.Sharded``), or a function that returns one.
+            inside ``tutti.data.Sharded``), or a function that returns one; or a PyTorch ``DataLoader``, whose data set,
+            batch size, sampler, ``collate_fn`` and number of processes are taken over.
         loss_fn: ``loss_fn(model, batch)`` → mean over samples, ``(sum, count)`` or ``(sum, count, metric_sums)``; one
             loss a sample in place of mean or sum. Optional for custom training loops.
         strategy: ``name:key=value``.
         workers: number of logical workers N; default: the number of data ranks.
-        batch_size: samples of the *global* batch.
+        batch_size: samples of the *global* batch; default: that of the ``DataLoader``, or 128.
+        collate: makes a batch of the list of one micro-batch's samples; default: as PyTorch's ``DataLoader``.
+        shuffle: False for the data set's own order in every epoch; default: another in each, for a stream its own.
+        drop_last: end an epoch before a batch that would be smaller than the others.
         batch_growth: ``milestones=30ep+60ep,factor=5``: each milestone multiplies the batch size by the factor, up to a
             tenth of the data set or ``largest=N``. Beyond that the learning rate is divided instead, within the update
             alone.
@@ -172,7 +185,8 @@ def prepare(
         compile: mode of ``torch.compile``; True for ``default``.
         seed: seed of the order of samples and of all RNG streams.
         max_nonfinite: number of skipped steps in a row that raises NonFiniteError.
-        data_workers: loader processes of each rank; the result does not depend on their number.
+        data_workers: loader processes of each rank; the result does not depend on their number. Default: those of the
+            ``DataLoader``, or none.
         slow: ranks or workers with a delay, to simulate stragglers: ``rank=1,factor=3`` or ``worker=2,ms=20``.
 
     Returns:
@@ -187,6 +201,9 @@ def prepare(
         strategy=strategy,
         workers=workers,
         batch_size=batch_size,
+        collate=collate,
+        shuffle=shuffle,
+        drop_last=drop_last,
         batch_growth=batch_growth,
         micro_batch=micro_batch,
         precision=precision,
@@ -234,7 +251,10 @@ def prepare_run(
             rate to the caller.
         warn: receives warnings about the run's mistakes and lost ranks; None for Python's ``warnings`` and stderr.
     """
-    o, (whole, optimizers) = options, (one_module(model), given_optimizers(optimizer))
+    whole, optimizers = one_module(model), given_optimizers(optimizer)
+    sampling = _sampling(dataset, options)
+    batch_size = sampling.batch_size or _BATCH
+    o = replace(options, batch_size=batch_size, data_workers=sampling.processes)
     check_earlier(whole, optimizers)
     optimizer = optimizer if isinstance(optimizer, str) else optimizers
     averaging = o.ema if o.ema is None or isinstance(o.ema, Averaging) else Averaging.parse(str(o.ema), "ema")
@@ -247,21 +267,20 @@ def prepare_run(
     asked |= {"compiled": compiled != "none", "accelerated": is_accelerator(world.device), "sparse": bool(sparse)}
     choice = parallel.check_strategy(o.strategy, identity.size, workers=o.workers, **asked)
     grid = Grid(**choice.shape(identity.size), rank=identity.rank)
-    data = _data(dataset, choice, o.data_workers, o.reproducible, o.identical_batches)
+    data = _data(sampling, choice, o)
     _check_trainable(whole, optimizer, sparse)
-    contract = _contract(
-        choice, grid.data_ranks, _count(data), o.batch_size, o.workers, o.micro_batch, o.identical_batches
-    )
+    contract = _contract(choice, grid.data_ranks, _count(data, sampling), o)
     epochs = batch_size_schedule(contract, o.batch_growth, whole, o.batch_norm, o.lr_rule, o.gradient_noise)
     for each in optimizers if not choice.row.optimizer_here else ():
         check_fresh(each)
     if o.reproducible:
         torch.set_num_threads(1)
-    scale, noise = _scale(o.loss_scale, o.precision, loss_fn), check_noise(o.gradient_noise, o.batch_size, adaptive)
+    scale, noise = _scale(o.loss_scale, o.precision, loss_fn), check_noise(o.gradient_noise, batch_size, adaptive)
     together = _together(o.batch_norm, choice, epochs, o.reproducible, per_worker_option(adaptive, noise))
     # Before any process group is made: with different device meshes ranks would wait for each other forever.
     settings = [
         *_settings(choice, epochs, o.precision, o.clip, o.reproducible, o.seed),
+        f"shuffle {sampling.shuffle}, sampler {type(sampling.sampler).__name__}, {_collates(sampling)}",
         f"max_nonfinite {o.max_nonfinite}, batch norm {o.batch_norm}, loss_scale {o.loss_scale},"
         f" gradient noise {noise}",
         f"compile {compiled}, activation_checkpointing {_named(o.activation_checkpointing)}",
@@ -289,13 +308,14 @@ def prepare_run(
     replica = slow_down(layout.build(converted), o.slow, world, contract.workers)
 
     # Gradient synchronisation, which shards parameters and makes the optimizer.
-    grad_hook = sync.attach(replica, factory(optimizer, o.lr_rule, o.batch_size, sparse))
+    grad_hook = sync.attach(replica, factory(optimizer, o.lr_rule, batch_size, sparse))
     hooks.watch(replica.parts)
     reads.refuse()
 
     # Data.
-    prefetch = Prefetch(o.data_workers, identity.rank, world.timeout)
-    feed = _feed(data, epochs, grid.data_rank, o.seed, comms, place, prefetch, together)
+    prefetch = Prefetch(sampling.processes, identity.rank, sampling.timeout or world.timeout, sampling.begin)
+    order = None if isinstance(data, Stream) else sampling.order(o.seed, len(data))
+    feed = _feed(data, epochs, grid.data_rank, o.seed, comms, place, prefetch, together, order)
 
     # Ranks read a stream in step, and so cannot continue without one of them.
     fault_tolerant = choice.row.fault_tolerant and not isinstance(data, Stream)
@@ -304,7 +324,7 @@ def prepare_run(
         average=parallel.average(replica, sync, run_context),
         loss_scale=scale,
         noise=noise,
-        adascale=AdaScale(o.batch_size, contract.workers) if adaptive else None,
+        adascale=AdaScale(batch_size, contract.workers) if adaptive else None,
         lr_schedule=None if lr_schedule is None else lr_schedule(epochs),
         named_workers=o.workers is not None,
         fault_tolerant=fault_tolerant,
@@ -324,18 +344,32 @@ def prepare_run(
 
 def _feed(
     data: Source | Stream, epochs: Epochs, rank: int, seed: int, comms: Communicators,
-    place: Callable[[Any], Any], prefetch: Prefetch, together: bool,
+    place: Callable[[Any], Any], prefetch: Prefetch, together: bool, order: SampleOrder | None,
 ) -> Feed:  # fmt: skip
     """Build the feed of this data rank's part of every global batch, on the device."""
-    reader = make_reader(data, epochs, rank, seed, comms, prefetch)
+    reader = make_reader(data, epochs, rank, seed, comms, prefetch, order)
     return Feed(reader, epochs, rank, seed, place, prefetch, together, make_transfer(comms.world.device, data))
 
 
-def _data(dataset: Any, choice: Choice, data_workers: int, reproducible: bool, identical: bool) -> Source | Stream:
+def _sampling(dataset: Any, o: RunOptions) -> Sampling:
+    """Return the data set with its global batches, from the options or from a ``DataLoader``."""
+    found = given_sampling(dataset, o.batch_size, o.collate, o.shuffle, o.drop_last, o.data_workers)
+    return replace(found, batch_size=_BATCH) if found.batch_size is None and not found.whole else found.sized(o.seed)
+
+
+def _collates(sampling: Sampling) -> str:
+    return f"{'default' if sampling.collate is None else 'own'} collate, drop_last {sampling.drop_last}"
+
+
+def _data(sampling: Sampling, choice: Choice, o: RunOptions) -> Source | Stream:
     """Wrap the data set as a ``Source`` or ``Stream``. Raises UsageError if an option excludes it."""
-    data = adapt_training(dataset)
-    if data_workers < 0:
-        raise UsageError(f"data_workers is {data_workers}", remedy="give 0 or more")
+    data = adapt_training(sampling.dataset, sampling.collate)
+    identical, reproducible = o.identical_batches, o.reproducible
+    if sampling.processes < 0:
+        raise UsageError(f"data_workers is {sampling.processes}", remedy="give 0 or more")
+    if isinstance(data, Stream):
+        data.drop_last = sampling.drop_last
+    _check_order(sampling, data, choice, o)
     if isinstance(data, Stream) and not choice.row.synchronous:
         raise UsageError(
             "steps=all cannot be combined with a stream",
@@ -353,6 +387,39 @@ def _data(dataset: Any, choice: Choice, data_workers: int, reproducible: bool, i
             remedy="leave out one of the two",
         )
     return data
+
+
+def _check_order(sampling: Sampling, data: Source | Stream, choice: Choice, o: RunOptions) -> None:
+    """Raise UsageError if the order of samples cannot be kept with the other options."""
+    if isinstance(data, Stream) and sampling.shuffle:
+        raise UsageError(
+            "a stream cannot be shuffled", remedy="shuffle inside the data set, by set_epoch, and leave shuffle out"
+        )
+    if isinstance(data, Stream) and data.sharded and sampling.drop_last:
+        raise UsageError(
+            "drop_last cannot be combined with a data set that shards itself",
+            why="its ranks end at different samples, and the smaller batches at the end count with their weight",
+            remedy="leave drop_last out",
+        )
+    if sampling.drop_last and o.batch_growth is not None:
+        raise UsageError(
+            "drop_last cannot be combined with batch_growth",
+            why="the number of samples that it leaves would change with the batch",
+            remedy="leave out one of the two",
+        )
+    if sampling.sampler is not None and not choice.row.synchronous:
+        raise UsageError(
+            f"the sampler {type(sampling.sampler).__name__} cannot be combined with steps=all",
+            why="its order is compared over ranks in every epoch, and here each makes as many steps as it can",
+            remedy="leave steps=all or the sampler out",
+        )
+    several = (o.workers or 0) > 1 or o.micro_batch is not None
+    if sampling.collate is not None and isinstance(check_batch_norm(o.batch_norm), SyncConfig) and several:
+        raise UsageError(
+            "batch_norm='sync' cannot be combined with an own collate and several workers a device",
+            why="a device computes on all its samples at once, and collate makes one batch for each worker",
+            remedy="leave workers and micro_batch out",
+        )
 
 
 def one_module(model: Models) -> nn.Module:
@@ -413,17 +480,20 @@ def _alone(contract: BatchContract, exchange: GradientSync) -> bool:
     return single and len(contract.micro_batches(len(contract.worker(contract.batch, 0)))) == 1
 
 
-def _contract(
-    choice: Choice, ranks: int, count: int | None, batch: int, workers: int | None, micro: int | None, identical: bool
-) -> BatchContract:
+def _contract(choice: Choice, ranks: int, count: int | None, o: RunOptions) -> BatchContract:
     """Return the batch contract; the strategy may determine the size of micro-batches."""
-    number = workers or ranks
-    return BatchContract(count, batch, number, ranks, parallel.micro_batch(choice, micro, batch, number), identical)
+    number, batch = o.workers or ranks, o.batch_size or _BATCH
+    micro = parallel.micro_batch(choice, o.micro_batch, batch, number)
+    return BatchContract(count, batch, number, ranks, micro, o.identical_batches)
 
 
-def _count(data: Source | Stream) -> int | None:
-    """Return the number of samples in an epoch; None for a stream of unknown length."""
-    return data.samples if isinstance(data, Stream) else len(data)
+def _count(data: Source | Stream, sampling: Sampling) -> int | None:
+    """Return the number of samples in an epoch; None for a stream of unknown length and a batch sampler."""
+    if not isinstance(data, Stream):
+        return sampling.in_an_epoch(len(data))
+    if data.samples is None or not sampling.drop_last:
+        return data.samples
+    return data.samples // (sampling.batch_size or 1) * (sampling.batch_size or 1)
 
 
 def _scale(loss_scale: str | None, precision: str | None, loss_fn: LossFn | None) -> LossScale | None:
@@ -503,7 +573,7 @@ def _trial(
     """Return ``RunContext.trial``: a call of the loss function on the data set's first micro-batch, or None."""
     if loss is None or isinstance(data, Stream):
         return None
-    first = np.arange(len(contract.first_micro_batch(contract.samples(0))))
+    first = np.arange(len(contract.first_micro_batch(min(contract.batch, len(data)))))
     return lambda model, most=None: loss(model, place(data.fetch(first[:most], None)))
 
 

@@ -19,6 +19,8 @@ from tutti.checkpoint.fingerprint import weights_sha256
 from tutti.checkpoint.gather import GatheredModel, gathered_model
 from tutti.checkpoint.write import step_name
 from tutti.config.spec import Duration
+from tutti.data.adapt import Collate
+from tutti.data.batches import CollatedBatch, shown
 from tutti.data.feed import Feed
 from tutti.data.reader import Position, RankBatch
 from tutti.errors import NonFiniteError, UsageError
@@ -213,7 +215,7 @@ class Run:
         while (part := self._draw(parts)) is not None:
             self._drawn = part
             try:
-                yield part.batch
+                yield shown(part.batch)
             finally:
                 # Also after an exception or a break in the caller's loop: the step is over.
                 heartbeat.training.enter(Phase.IDLE)
@@ -351,6 +353,7 @@ class Run:
     def _cells(self, batch: Batch, step_context: StepContext) -> list[tuple[int, list[MicroBatch]]]:
         noise = 0.0 if self.noise is None else self.noise.sigma(step_context.samples)
         over = self.exchange.loss_normalisation
+        batch = self._collated(batch)
         work = self.feed.micro_batches(
             batch, step_context.global_step, step_context.samples, over, step_context.loss_scale, noise
         )
@@ -362,6 +365,14 @@ class Run:
             own = self.custom.within_batch
             self.checks.look(batch, work, None if own else self.loss_fn, given=self._drawn is None)
         return work
+
+    def _collated(self, batch: Batch) -> Batch:
+        """Return the drawn batch as its micro-batches if the script's own function has collated it."""
+        drawn = None if self._drawn is None else self._drawn.batch
+        if isinstance(batch, CollatedBatch) or not isinstance(drawn, CollatedBatch) or len(drawn.parts) != 1:
+            return batch
+        # The script may have edited the batch that it was shown.
+        return CollatedBatch((batch,), drawn.sizes)
 
     def _step_context(self) -> StepContext:
         """Return the facts that all workers share in the coming step."""
@@ -512,24 +523,30 @@ class Run:
     # --- evaluation, profiling, state ------------------------------------------------------------------------------
 
     def evaluate(
-        self, source: Any, batch: int = 512, loss: LossFn | None = None, averaged: bool | None = None
+        self,
+        source: Any,
+        batch: int = 512,
+        loss: LossFn | None = None,
+        averaged: bool | None = None,
+        collate: Collate | None = None,
     ) -> Evaluation:
         """Return loss and metrics over all samples of ``source``, each counted once, of the workers' merged model.
 
         Collective: every rank evaluates its part of the samples.
 
         Args:
-            source: held-out samples, the same on every rank.
-            batch: largest number of samples in one forward.
+            source: held-out samples, the same on every rank; or a ``DataLoader``, whose batches are then evaluated.
+            batch: largest number of samples in one forward, where ``source`` is no ``DataLoader``.
             loss: the loss function; default: that of ``tutti.prepare``.
             averaged: whether to evaluate the average of the weights; default: if the run keeps one.
+            collate: makes a batch of a list of samples; default: as PyTorch's ``DataLoader``.
 
         Raises:
             UsageError: no loss function, or ``averaged`` without an average.
             MismatchError: ranks make different calls, or have taken different numbers of steps.
         """
         averaged = self.average is not None if averaged is None else averaged
-        return evaluate_samples(self, source, batch, loss, averaged)
+        return evaluate_samples(self, source, batch, loss, averaged, collate)
 
     @contextmanager
     def profile(self, folder: str | Path) -> Iterator[None]:

@@ -1,0 +1,107 @@
+"""Fetch samples from map-style data sets, collated as by PyTorch's DataLoader or by the script's own function."""
+
+from __future__ import annotations
+
+import pickle
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from tutti.data.collation import collate
+from tutti.data.global_generators import own_generators, seed_generators
+from tutti.data.keyed_random import hash64
+from tutti.data.source import AugmentKey
+from tutti.errors import DataError
+from tutti.types import Batch
+
+# Random draws of a collate_fn, such as masks, must not repeat those of its first sample.
+_COLLATE = int.from_bytes(b"collate", "big")
+
+
+class ItemSource:
+    """Fetch samples from any map-style dataset.
+
+    Random draws of an item (augmentation with Python's, NumPy's or PyTorch's global generators) are keyed by
+    (seed, epoch, sample): they do not depend on the rank, the loader process or the items read before. Items are read
+    together where the data set has ``__getitems__`` and draws nothing, which gives the same items.
+    """
+
+    def __init__(self, items: Any) -> None:
+        self.items = items
+        self._name = type(items).__name__
+        self._together = callable(getattr(items, "__getitems__", None))
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def fetch(self, indices: NDArray[np.int64], augment: AugmentKey | None) -> Batch:
+        """Return the items ``indices``, collated.
+
+        Raises:
+            DataError: an item cannot be read, or two items cannot be in one batch; the error names them.
+        """
+        key = augment or AugmentKey(0, -1)
+        with own_generators():
+            samples = self._read_together(indices) or self._read_each(indices, key)
+            return self._collate(samples, indices, key)
+
+    def _collate(self, samples: list[Any], indices: NDArray[np.int64], key: AugmentKey) -> Batch:
+        return collate(samples, lambda place: f"sample {int(indices[place])}", self._name)
+
+    def _read_together(self, indices: NDArray[np.int64]) -> list[Any] | None:
+        """Return the items of one call of ``__getitems__``; None where they must be read one by one."""
+        if not self._together or not len(indices):
+            return None
+        before = _states()
+        try:
+            samples = list(self.items.__getitems__(indices.tolist()))
+        except Exception:
+            # Read one by one, the sample at fault is named.
+            return None
+        # Random draws of items that are read together would depend on the samples beside them.
+        return samples if len(samples) == len(indices) and _states() == before else None
+
+    def _read_each(self, indices: NDArray[np.int64], key: AugmentKey) -> list[Any]:
+        keys = hash64(key.seed, key.epoch, indices)
+        if key.repeats is not None:
+            # A sample that a sampler draws twice in an epoch is augmented twice.
+            keys = np.where(key.repeats > 0, hash64(key.seed, key.epoch, indices, key.repeats), keys)
+        return [self._item(int(i), int(k)) for i, k in zip(indices, keys, strict=True)]
+
+    def _item(self, index: int, key: int) -> Any:
+        seed_generators(key)
+        try:
+            return self.items[index]
+        except (IndexError, KeyError, OSError, ValueError) as error:
+            why = f"{type(error).__name__}: {error}"
+            raise DataError(f"cannot read sample {index}", where=self._name, why=why) from error
+
+
+class CollatedSource(ItemSource):
+    """Fetch samples from a map-style dataset, collated by the script's function.
+
+    The function is called with the samples of one micro-batch. Its random draws are keyed by (seed, epoch, first
+    sample), so that the batch does not depend on the rank or the loader process.
+
+    Args:
+        items: the data set.
+        function: makes a batch of a list of samples; a batch may be anything.
+    """
+
+    def __init__(self, items: Any, function: Callable[[list[Any]], Any]) -> None:
+        super().__init__(items)
+        self._function = function
+
+    def _collate(self, samples: list[Any], indices: NDArray[np.int64], key: AugmentKey) -> Batch:
+        seed_generators(int(hash64(_COLLATE, key.seed, key.epoch, int(indices[0]))))
+        return self._function(samples)
+
+
+def _states() -> tuple[Any, ...]:
+    """Return the states of Python's, NumPy's and PyTorch's global generators, as values that can be compared."""
+    numbers = torch.default_generator.get_state().numpy().tobytes()
+    return random.getstate(), pickle.dumps(np.random.get_state()), numbers

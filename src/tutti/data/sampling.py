@@ -1,0 +1,201 @@
+"""How samples become global batches: from the arguments of ``tutti.prepare``, or from a PyTorch ``DataLoader``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    default_collate,
+)
+
+from tutti.data.order import SampledOrder, SampleOrder, SequentialOrder, ShuffledOrder
+from tutti.data.source import Source
+from tutti.errors import DataError, UsageError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """A data set, and how its samples become global batches.
+
+    Attributes:
+        dataset: the samples.
+        batch_size: samples in a global batch; None to find it from ``sampler``.
+        collate: the script's function from a list of samples to a batch; None for that of PyTorch.
+        shuffle: whether every epoch has another order; None for the default of the kind of data.
+        drop_last: whether an epoch ends before a batch that would be smaller than the others.
+        sampler: a PyTorch sampler in place of ``shuffle``; None for none.
+        generator: the loader's generator.
+        whole: ``sampler`` yields global batches.
+        processes: loader processes of each rank.
+        begin: called with its number in each loader process before it reads.
+        timeout: seconds that a batch may take; None for the default.
+    """
+
+    dataset: Any
+    batch_size: int | None
+    collate: Callable[[list[Any]], Any] | None = None
+    shuffle: bool | None = None
+    drop_last: bool = False
+    sampler: Any = None
+    generator: torch.Generator | None = None
+    whole: bool = False
+    processes: int = 0
+    begin: Callable[[int], None] | None = None
+    timeout: float | None = None
+
+    def sized(self, seed: int) -> Sampling:
+        """Return it with a batch size: that of the longest batch of a batch sampler's first epoch, if none is given."""
+        if not self.whole or self.batch_size is not None:
+            return self
+        first = SampledOrder(self.sampler, self.generator, self.dataset, seed, whole=True).batches(0, 1)
+        return replace(self, batch_size=max(map(len, first)))
+
+    def in_an_epoch(self, count: int) -> int | None:
+        """Return the number of samples used in an epoch of a data set of ``count``; None for a batch sampler.
+
+        Raises DataError if ``drop_last`` leaves none.
+        """
+        if self.whole:
+            return None
+        total = count if self.sampler is None else len(self.sampler)
+        batch = self.batch_size or 1
+        used = total // batch * batch if self.drop_last else total
+        if total and not used:
+            raise DataError(
+                f"drop_last leaves none of {total} samples, which are fewer than a batch of {batch}",
+                remedy="leave drop_last out, or take a smaller batch",
+            )
+        return used
+
+    def order(self, seed: int, count: int) -> SampleOrder:
+        """Return the order of the samples of a map-style data set of ``count``."""
+        if self.whole:
+            return SampledOrder(self.sampler, self.generator, self.dataset, seed, whole=True, largest=self.batch_size)
+        used = self.in_an_epoch(count) or 0
+        if self.sampler is not None:
+            return SampledOrder(self.sampler, self.generator, self.dataset, seed, len(self.sampler), used)
+        return SequentialOrder(used) if self.shuffle is False else ShuffledOrder(seed, count, used)
+
+
+def given_sampling(
+    dataset: Any,
+    batch_size: int | None,
+    collate: Callable[[list[Any]], Any] | None,
+    shuffle: bool | None,
+    drop_last: bool,
+    data_workers: int | None,
+) -> Sampling:
+    """Return the sampling of the arguments of ``tutti.prepare``; those of a ``DataLoader`` where one is given.
+
+    Raises:
+        UsageError: an argument differs from that of the ``DataLoader``, or the loader does what tutti cannot keep.
+    """
+    if not isinstance(dataset, DataLoader):
+        return Sampling(
+            dataset=dataset,
+            batch_size=batch_size,
+            collate=None if collate is default_collate else collate,
+            shuffle=shuffle,
+            drop_last=drop_last,
+            processes=data_workers or 0,
+        )
+    found = of_loader(dataset)
+    if found.whole and batch_size is not None:
+        found = replace(found, batch_size=batch_size)
+    for name, given, own in (
+        ("batch_size", batch_size, found.batch_size),
+        ("collate", collate, None),
+        ("shuffle", shuffle, None),
+        ("drop_last", drop_last or None, None),
+        ("data_workers", data_workers, found.processes),
+    ):
+        if given is not None and given != own:
+            raise UsageError(
+                f"{name} is given beside a DataLoader",
+                why=f"the loader has its own{'' if own is None else f', {own}'}",
+                remedy="leave it out, or give the data set in place of the loader",
+            )
+    return found
+
+
+def of_loader(loader: DataLoader[Any]) -> Sampling:
+    """Return the sampling of a ``DataLoader``, whose ``batch_size`` is that of the global batch.
+
+    Raises UsageError if the loader divides its samples over ranks, makes no batches, or has the data set make them.
+    """
+    stream = isinstance(loader.dataset, IterableDataset)
+    found = Sampling(
+        dataset=loader.dataset,
+        batch_size=loader.batch_size,
+        collate=None if loader.collate_fn is default_collate else loader.collate_fn,
+        drop_last=loader.drop_last,
+        processes=loader.num_workers,
+        begin=loader.worker_init_fn,
+        timeout=loader.timeout or None,
+        generator=loader.generator,
+    )
+    if type(loader).__iter__ is not DataLoader.__iter__:
+        raise UsageError(
+            f"the {type(loader).__name__} has an __iter__ of its own",
+            why="it may yield other batches than its data set and sampler say",
+            remedy="give a torch.utils.data.DataLoader, or the data set with batch_size and collate",
+        )
+    if loader.batch_sampler is None:
+        raise UsageError(
+            "a DataLoader with batch_size=None makes no batches",
+            why="its data set or its sampler makes them, so that they cannot be divided over devices",
+            remedy="let the data set yield samples, and give batch_size; a sampler of batches as batch_sampler=…",
+        )
+    if stream:
+        if loader.num_workers:
+            raise UsageError(
+                f"a DataLoader with num_workers={loader.num_workers} of an iterable data set",
+                why="each of its processes reads the data set by itself, in an order that depends on their number",
+                remedy="take num_workers=0, or give the data set __len__ and __getitem__",
+            )
+        return found
+    if isinstance(loader.dataset, Source):
+        raise UsageError(
+            "a DataLoader of a tutti.data.Source", why="a source makes whole batches", remedy="give the source itself"
+        )
+    sampler, whole = loader.sampler, False
+    if loader.batch_size is None:
+        sampler, whole = loader.batch_sampler, True
+        if type(sampler) is BatchSampler:
+            found = replace(found, batch_size=sampler.batch_size, drop_last=sampler.drop_last)
+            sampler, whole = sampler.sampler, False
+    _check_undivided(sampler)
+    if whole:
+        _check_undivided(getattr(sampler, "sampler", None))
+        return replace(found, sampler=sampler, whole=True)
+    if type(sampler) is SequentialSampler and len(sampler) == len(loader.dataset):  # type: ignore[arg-type]
+        return replace(found, shuffle=False)
+    own = isinstance(sampler, RandomSampler) and sampler.generator is None and len(sampler) == len(loader.dataset)  # type: ignore[arg-type]
+    if own and type(sampler) is RandomSampler and not sampler.replacement:
+        return replace(found, shuffle=True)
+    if not hasattr(sampler, "__len__"):
+        raise UsageError(
+            f"the sampler {type(sampler).__name__} has no length",
+            why="an epoch of a map-style data set has a known number of samples",
+            remedy="give it __len__, or make it a batch_sampler, whose epoch ends with its batches",
+        )
+    return replace(found, sampler=sampler)
+
+
+def _check_undivided(sampler: Any) -> None:
+    """Raise UsageError for a sampler that divides the samples over ranks."""
+    if isinstance(sampler, DistributedSampler) or (hasattr(sampler, "num_replicas") and hasattr(sampler, "rank")):
+        raise UsageError(
+            f"a DataLoader with a {type(sampler).__name__}",
+            why="it divides the samples over ranks, which tutti does itself, and repeats some to make the shares even",
+            remedy="leave the sampler out and give shuffle=True, and the global batch as batch_size",
+        )
