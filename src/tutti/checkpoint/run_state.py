@@ -62,6 +62,7 @@ def run_facts(run: Run, extra: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "within": run.within,
         "settings": [] if run.optimizer is None else [_settings(group) for group in run.optimizer.param_groups],
+        "schedulers": run.schedulers.facts(),
         "extra": encode_json(dict(extra), "extra"),
     }
 
@@ -73,6 +74,8 @@ def restore_run(run: Run, saved: Mapping[str, Any]) -> dict[str, Any]:
     Raises CheckpointError where the number of parameter groups differs.
     """
     run.within = saved.get("within")
+    if "settings" in saved:
+        run.schedulers.load(saved)
     if run.optimizer is not None and "settings" in saved:
         _set(run.optimizer, decode_json(saved["settings"]))
     extra: dict[str, Any] = decode_json(saved.get("extra", {}))

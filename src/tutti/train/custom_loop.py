@@ -399,7 +399,7 @@ class CustomLoop:
         step_context = run._step_context_now
         with run._open_gate(), self._exchange.acting(index, members):
             updated = run.exchange.optimizer_step(stats, step_context)
-        self._after(stats, updated)
+        self._after(stats, updated, index)
         return True
 
     def reduce_gradients(self) -> None:
@@ -469,13 +469,13 @@ class CustomLoop:
         run.stats = self._latest = latest
         return latest
 
-    def _after(self, stats: StepStats, updated: UpdateResult) -> None:
+    def _after(self, stats: StepStats, updated: UpdateResult, index: int | None) -> None:
         run = self._run
         first, self._accounted = not self._accounted, True
         if first:
             self._begun = False
             run._advance(stats, updated.global_step)
-        run._after_update(stats, updated)
+        run._after_update(stats, updated, None if index is None else self.optimizers[index])
         heartbeat.training.enter(Phase.IDLE)
 
     def step_with(self, index: int, closure: Callable[[], Any], plain: Callable[[Any], Any]) -> Any:
@@ -525,7 +525,7 @@ class CustomLoop:
             loss = plain(evaluated)
         stats = self._stats_for(self._origin.members(index), False)
         self._bodies.note("step", index)
-        self._after(stats, UpdateResult(1))
+        self._after(stats, UpdateResult(1), index)
         return loss
 
     def cleared(self, index: int, set_to_none: bool) -> None:

@@ -57,6 +57,7 @@ from tutti.train.optimizers import check_fits, check_takes_sparse, describe_opti
 from tutti.train.partial_reads import PartialReads
 from tutti.train.prepared_before import check_earlier, note
 from tutti.train.run import Run, RunSettings
+from tutti.train.schedulers import Given, Schedulers
 from tutti.train.slow_replica import slow_down
 from tutti.train.state_loads import StateLoads
 from tutti.types import GradientSync, LossFn, RunContext
@@ -99,6 +100,8 @@ class RunOptions:
     max_nonfinite: int = 10
     data_workers: int | None = None
     slow: Sequence[Slowness] | str = ()
+    scheduler: Given = None
+    scheduler_every: str = "update"
 
     @cached_property
     def lr_rule(self) -> NoRule:
@@ -137,6 +140,8 @@ def prepare(
     max_nonfinite: int = 10,
     data_workers: int | None = None,
     slow: Sequence[Slowness] | str = (),
+    scheduler: Given = None,
+    scheduler_every: str = "update",
 ) -> Run:
     """Prepare ``model`` for training on every rank of the job as if on one device. Collective.
 
@@ -188,6 +193,8 @@ def prepare(
         data_workers: loader processes of each rank; the result does not depend on their number. Default: those of the
             ``DataLoader``, or none.
         slow: ranks or workers with a delay, to simulate stragglers: ``rank=1,factor=3`` or ``worker=2,ms=20``.
+        scheduler: a PyTorch scheduler of ``optimizer``, or several; the run steps, saves and restores it.
+        scheduler_every: ``update``: step it after every update that is not skipped; ``epoch``: after each epoch.
 
     Returns:
         The run, ready to train.
@@ -223,6 +230,8 @@ def prepare(
         max_nonfinite=max_nonfinite,
         data_workers=data_workers,
         slow=slow,
+        scheduler=scheduler,
+        scheduler_every=scheduler_every,
     )
     return prepare_run(model, optimizer, dataset, loss_fn, options)
 
@@ -271,6 +280,8 @@ def prepare_run(
     _check_trainable(whole, optimizer, sparse)
     contract = _contract(choice, grid.data_ranks, _count(data, sampling), o)
     epochs = batch_size_schedule(contract, o.batch_growth, whole, o.batch_norm, o.lr_rule, o.gradient_noise)
+    excluded = "lr_scale='adascale'" if adaptive else "" if choice.row.synchronous else "steps=all"
+    schedulers = Schedulers(o.scheduler, o.scheduler_every, optimizers, excluded)
     for each in optimizers if not choice.row.optimizer_here else ():
         check_fresh(each)
     if o.reproducible:
@@ -329,6 +340,7 @@ def prepare_run(
         named_workers=o.workers is not None,
         fault_tolerant=fault_tolerant,
         warn=warn,
+        schedulers=schedulers,
     )
     run = Run(replica, sync, grad_hook, feed, loss, run_context, choice, optimizers, hooks, around)
     for index, each in enumerate(optimizers):

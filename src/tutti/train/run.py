@@ -42,6 +42,7 @@ from tutti.train.lost_ranks import LostRanks
 from tutti.train.mistake_checks import Checks
 from tutti.train.preemption import StopReason, stop_on_signals
 from tutti.train.replicas import check_replicas, seldom
+from tutti.train.schedulers import Schedulers
 from tutti.train.step import train_step
 from tutti.train.trainability import TrainabilityWatch
 from tutti.types import (
@@ -76,6 +77,7 @@ class RunSettings:
         named_workers: whether the caller gave the number of workers.
         fault_tolerant: whether the strategy goes on without a rank that is killed.
         warn: receives each warning's text, on rank 0; None for Python's ``warnings`` and stderr.
+        schedulers: PyTorch's schedulers, which the run steps.
     """
 
     max_nonfinite: int
@@ -87,6 +89,7 @@ class RunSettings:
     named_workers: bool
     fault_tolerant: bool
     warn: Callable[[str], None] | None
+    schedulers: Schedulers
 
 
 class Run:
@@ -128,6 +131,7 @@ class Run:
         checks: checks for common mistakes, and their findings.
         named_workers: whether the caller gave the number of workers; otherwise it is the number of data ranks.
         lr_schedule: factor on the initial learning rates by step; None leaves the rates to the caller.
+        schedulers: PyTorch's schedulers, which the run steps.
         losses: tracker of ranks that were killed while the run continued; None on ranks other than 0, and where the
             strategy does not go on without them.
     """
@@ -151,6 +155,7 @@ class Run:
         self.average, self.loss_scale = settings.average, settings.loss_scale
         self.noise, self.adascale = settings.noise, settings.adascale
         self.lr_schedule, self.named_workers = settings.lr_schedule, settings.named_workers
+        self.schedulers = settings.schedulers
         self._max_nonfinite = settings.max_nonfinite
         self.clock = self.taken = self.compared = self.updates = self.samples = 0
         self.at = Position()
@@ -221,6 +226,7 @@ class Run:
                 heartbeat.training.enter(Phase.IDLE)
         # A checkpoint saved from here on resumes after this epoch's loop.
         self._drawn = self.within = None
+        self.schedulers.after_epoch()
         if seldom(self):
             check_replicas(self, f"epoch {number + 2}")
 
@@ -410,10 +416,18 @@ class Run:
         if self.losses is not None:
             self.losses.look()
 
-    def _after_update(self, stats: StepStats, updated: UpdateResult) -> None:
-        """Update counters, average and loss scale after an update or a skipped one; raise NonFiniteError if due."""
+    def _after_update(self, stats: StepStats, updated: UpdateResult, optimizer: Optimizer | None = None) -> None:
+        """Update counters, schedulers, average and loss scale after an update; raise NonFiniteError if due.
+
+        Args:
+            stats: reduced results of the step.
+            updated: result of the update, which may have been skipped.
+            optimizer: the script's optimizer that made it; None for all.
+        """
         self.stats, self.updated = stats, updated
         self.updates += updated.updates
+        if not updated.skipped:
+            self.schedulers.after_update(optimizer)
         if self.average is not None and updated.updates and updated.together:
             self.average.update()
         # A lower loss scale may cure an overflow of the gradient, but not of the loss.

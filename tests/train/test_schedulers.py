@@ -1,0 +1,189 @@
+"""Schedulers in ``tutti.prepare`` count updates as plain PyTorch does, and go on after a resume."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import (
+    CosineAnnealingLR,
+    LambdaLR,
+    LinearLR,
+    MultiStepLR,
+    OneCycleLR,
+    ReduceLROnPlateau,
+    SequentialLR,
+    StepLR,
+)
+
+import tutti
+from tests import worlds
+from tutti.errors import TuttiError, UsageError
+from tutti.train.schedulers import Schedulers
+
+INPUTS = torch.arange(44.0, dtype=torch.float64).view(22, 2) / 44
+TARGETS = INPUTS.sum(dim=1, keepdim=True)
+BATCH = 6
+MAKE: dict[str, Any] = {
+    "one cycle": lambda o: OneCycleLR(o, max_lr=0.3, total_steps=9),
+    "steps": lambda o: MultiStepLR(o, [2, 5], gamma=0.3),
+    "transformers": lambda o: LambdaLR(o, lambda step: min(step / 3, 1.0)),
+    "sequence": lambda o: SequentialLR(o, [LinearLR(o, 0.1, 1.0, 3), CosineAnnealingLR(o, 6)], [3]),
+    "epochs": lambda o: StepLR(o, 1, gamma=0.5),
+}
+
+
+def loss(model: Any, batch: Any) -> Any:
+    return nn.functional.mse_loss(model(batch[0]), batch[1])
+
+
+def built() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Linear(2, 1).double()
+    return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def plain(kind: str, accumulate: int = 1) -> list[float]:
+    """Rates of the updates of two epochs of four batches, in plain PyTorch."""
+    _, optimizer = built()
+    scheduler, rates = MAKE[kind](optimizer), []
+    for _ in range(2):
+        for number in range(4):
+            if (number + 1) % accumulate == 0:
+                rates.append(optimizer.param_groups[0]["lr"])
+                optimizer.step()
+                if kind != "epochs":
+                    scheduler.step()
+        if kind == "epochs":
+            scheduler.step()
+    return rates
+
+
+def rates(
+    kind: str, custom: bool = False, accumulate: int = 1, folder: str = "", stop: int = 0, **options: Any
+) -> list[float]:
+    model, optimizer = built()
+    every = "epoch" if kind == "epochs" else "update"
+    scheduler = MAKE[kind](optimizer)
+    data = (INPUTS, TARGETS)
+    options = {"batch_size": BATCH, "precision": "fp64", "scheduler": scheduler, "scheduler_every": every} | options
+    run = tutti.prepare(model, optimizer, data, loss, **options)
+    if folder and not stop:
+        run.restore(folder)
+    found = []
+    for epoch in run.epochs(2):
+        for batch in run.microbatches(epoch) if custom else run.epoch(epoch):
+            if not custom:
+                found.append(optimizer.param_groups[0]["lr"])
+                run.step(batch)
+            else:
+                run.backward(loss(run.model, batch) / accumulate)
+                if run.clock % accumulate == accumulate - 1:
+                    rate = optimizer.param_groups[0]["lr"]
+                    optimizer.step()
+                    if run.stepped:
+                        found.append(rate)
+                        optimizer.zero_grad()
+            if stop and run.clock == stop:
+                run.save(folder)
+                return found
+    return found
+
+
+@pytest.mark.parametrize("kind", MAKE)
+def test_rates_are_those_of_plain_pytorch(kind: str) -> None:
+    want = plain(kind)
+    for devices, custom in ((1, False), (2, True), (3, False)):
+        assert worlds.run(devices, rates, kind=kind, custom=custom, workers=3) == [want] * devices
+
+
+@pytest.mark.parametrize("strategy", ["sharded", "local_sgd:period=2", "parameter_server"])
+def test_strategies_step_it_once_an_update(strategy: str) -> None:
+    assert worlds.run(2, rates, kind="steps", strategy=strategy, workers=2) == [plain("steps")] * 2
+
+
+def test_accumulated_batches_are_one_update() -> None:
+    want = plain("one cycle", accumulate=2)
+    for devices in (1, 2):
+        assert worlds.run(devices, rates, kind="one cycle", custom=True, accumulate=2, workers=2) == [want] * devices
+
+
+@pytest.mark.parametrize("kind", MAKE)
+def test_it_goes_on_after_a_resume(kind: str, tmp_path: Path) -> None:
+    """After the fourth step, the last of its epoch, whose scheduler has yet to step."""
+    folder = str(tmp_path / "saved")
+    [before] = worlds.run(1, rates, kind=kind, folder=folder, stop=4, workers=2)
+    for after in worlds.run(2, rates, kind=kind, folder=folder, workers=2):
+        assert before + after == plain(kind)
+
+
+def overflowing() -> tuple[list[float], int]:
+    """A batch whose gradient is not finite is no update, as with a ``GradScaler``."""
+    model, optimizer = built()
+    scheduler = StepLR(optimizer, 1, gamma=0.5)
+    inputs = INPUTS.clone()
+    inputs[6:12] = torch.inf
+    run = tutti.prepare(model, optimizer, (inputs, TARGETS), loss, batch_size=6, shuffle=False, scheduler=scheduler)
+    found = []
+    for batch in run.epoch(0):
+        found.append(optimizer.param_groups[0]["lr"])
+        run.step(batch)
+    return found, run.updates
+
+
+def test_a_skipped_update_is_not_counted() -> None:
+    assert worlds.run(2, overflowing) == [([0.1, 0.05, 0.05, 0.025], 3)] * 2
+
+
+def two() -> list[list[float]]:
+    models = [nn.Linear(2, 1).double(), nn.Linear(2, 1).double()]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    schedulers = [StepLR(optimizer, 1, gamma=0.5) for optimizer in optimizers]
+    run = tutti.prepare(models, optimizers, (INPUTS, TARGETS), batch_size=BATCH, scheduler=schedulers)
+    found = []
+    for number, batch in enumerate(run.microbatches(0)):
+        for index, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            if index == 0 or number % 2:
+                optimizer.zero_grad()
+                run.backward(loss(model, batch))
+                optimizer.step()
+        found.append([optimizer.param_groups[0]["lr"] for optimizer in optimizers])
+    return found
+
+
+def test_each_scheduler_follows_its_own_optimizer() -> None:
+    want = [[0.05, 0.1], [0.025, 0.05], [0.0125, 0.05], [0.00625, 0.025]]
+    assert worlds.run(2, two) == [want] * 2
+
+
+def called() -> str:
+    model, optimizer = built()
+    scheduler = StepLR(optimizer, 1)
+    tutti.prepare(model, optimizer, (INPUTS, TARGETS), loss, scheduler=scheduler)
+    try:
+        scheduler.step()
+    except TuttiError as error:
+        return str(error)
+    return ""
+
+
+def test_a_call_by_the_script_is_refused() -> None:
+    [text] = worlds.run(1, called)
+    assert text.startswith("StepLR.step() of a scheduler that tutti.prepare was given") and "Leave the call out" in text
+
+
+def test_what_is_no_scheduler_of_the_optimizer_is_refused() -> None:
+    (_, own), (_, other) = built(), built()
+    for given, every, optimizers, words in (
+        (StepLR(own, 1), "step", [own], "scheduler_every is 'step'"),
+        (StepLR(own, 1), "epoch", [other], "another optimizer"),
+        (ReduceLROnPlateau(own), "epoch", [own], "needs a metric"),
+        ([object()], "epoch", [own], "the scheduler is a object"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            Schedulers(given, every, optimizers)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="cannot be combined with steps=all"):
+        Schedulers(StepLR(own, 1), "epoch", [own], "steps=all")
