@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
+import torch
+from torch.optim.lr_scheduler import ExponentialLR, OneCycleLR, PolynomialLR, StepLR
 
 from tutti.config.optimizer_config import check_schedule
 from tutti.config.spec import Duration
@@ -79,3 +82,59 @@ def test_what_does_not_works_on_a_stream() -> None:
     assert [factor(step) for step in range(12)] == [0.5, 1.0, 1.0, 1.0, 1.0, *[0.5] * 5, 0.25, 0.25]
     with pytest.raises(UsageError, match="2ep of a stream of unknown length"):
         make_schedule(check_schedule("constant:warmup=2ep"), None, of_a_stream)
+
+
+def torchs(make: Any, total: int) -> list[float]:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    scheduler = make(optimizer)
+    found = []
+    for _ in range(total):
+        found.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("text", "make"),
+    [
+        ("onecycle", lambda o: OneCycleLR(o, 1.0, total_steps=40, cycle_momentum=False)),
+        (
+            "onecycle:rise=0.55,start=0.1,final=0.01",
+            lambda o: OneCycleLR(o, 1.0, 40, pct_start=0.55, div_factor=10, final_div_factor=10, cycle_momentum=False),
+        ),
+        ("polynomial:power=1.5", lambda o: PolynomialLR(o, 40, power=1.5)),
+        ("exponential:gamma=0.8,every=1st", lambda o: ExponentialLR(o, 0.8)),
+        ("exponential:gamma=0.5", lambda o: StepLR(o, 12, 0.5)),
+    ],
+)
+def test_schedules_are_those_of_pytorch(text: str, make: Any) -> None:
+    assert rates(text, [*range(40)], total=40) == pytest.approx(torchs(make, 40), abs=1e-12)
+
+
+def test_warm_up_stable_decay() -> None:
+    steps = [0, 1, 2, 79, 80, 90, 95, 100]
+    assert rates("wsd:warmup=2st", steps) == pytest.approx([0.5, 1, 1, 1, 1, 0.5, 0.25, 0])
+    falling = rates("wsd:decay=0.5,shape=sqrt,final=0.1", [50, 75, 100])
+    assert falling == pytest.approx([1, 1 - 0.9 * math.sqrt(0.5), 0.1])
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("onecycle:warmup=3st", "a warm-up of its own"),
+        ("onecycle:rise=1", "between 0 and 1"),
+        ("wsd:decay=0", "fraction of the run"),
+        ("polynomial:power=-1", "power is -1"),
+        ("exponential:every=0st", "every is 0"),
+    ],
+)
+def test_schedules_that_make_no_sense_are_refused(text: str, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        check_schedule(text)
+
+
+@pytest.mark.parametrize("text", ["onecycle", "wsd", "polynomial"])
+def test_a_schedule_over_the_whole_run_needs_its_length(text: str) -> None:
+    with pytest.raises(UsageError, match=f"the schedule {text} decreases over the whole run"):
+        make_schedule(check_schedule(text), None, of_a_stream)

@@ -26,7 +26,7 @@ from tutti.config.module_config import (
     check_compile,
     check_compiler,
 )
-from tutti.config.optimizer_config import check_optimizer, check_schedule
+from tutti.config.optimizer_config import ImportedOptimizerConfig, check_optimizer, check_schedule
 from tutti.config.settings import FILES, HEADINGS, flag_table, resolve_config
 from tutti.config.train_config import TrainConfig
 from tutti.data.contract import BatchContract
@@ -36,7 +36,7 @@ from tutti.errors import DiskError, ExitCode, TuttiError, UsageError
 from tutti.launcher import stdin_control, watchdog
 from tutti.launcher.devices import count_accelerators
 from tutti.launcher.encoding import json_text, toml_text
-from tutti.launcher.launch import launch
+from tutti.launcher.launch import check_script, launch
 from tutti.metrics.records import config_toml, find_run, make_run_directory, read_summary, record_exit
 from tutti.metrics.throughput import MFU
 from tutti.optim.gradient_noise import check_noise, per_worker_option
@@ -232,7 +232,9 @@ def refuse_config(task: str, config: TrainConfig) -> None:
     workers = config.workers or ranks
     micro = parallel.micro_batch(choice, config.micro_batch, config.batch_size, workers)
     contract = BatchContract(1, config.batch_size, workers, ranks, micro, config.identical_batches)
-    scaled(check_optimizer(config.optimizer), rule, config.batch_size)
+    chosen = scaled(check_optimizer(config.optimizer), rule, config.batch_size)
+    if isinstance(chosen, ImportedOptimizerConfig):
+        check_script(chosen.module, module=True)
     check_schedule(config.schedule)
     for slow in config.slowness():
         slow.check(devices, workers, accelerated)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from tutti.config.spec import Duration, Spec
+from tutti.config.spec import Duration, Spec, read_options
 from tutti.errors import UsageError
 
 
@@ -232,18 +233,148 @@ class StepSchedule(ConstantSchedule):
             Duration.parse(milestone, "milestones")
 
 
+@dataclass(frozen=True, kw_only=True)
+class PolynomialSchedule(ConstantSchedule):
+    """(1 - progress)^power from the initial rate to ``final`` times it; ``torch``'s ``PolynomialLR`` for final 0."""
+
+    power: float = 2.0
+    final: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check(self, at_least_zero=("power", "final"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExponentialSchedule(ConstantSchedule):
+    """Multiply the rate by ``gamma`` after every ``every``, counted from the start of the run."""
+
+    gamma: float = 0.95
+    every: str = "1ep"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check(self, at_least_zero=("gamma",))
+        if not Duration.parse(self.every, "every").value > 0:
+            raise ValueError("every is 0: give 1ep or 500st")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WSDSchedule(ConstantSchedule):
+    """Warm-up, stable rate, decay: constant until the last ``decay`` of the run, then down to ``final`` times the rate.
+
+    Hu et al. 2024, arXiv 2404.06395, §4.2; Hägele et al. 2024, arXiv 2405.18392, for the shapes.
+
+    Attributes:
+        decay: fraction of the run in which the rate falls.
+        shape: ``linear``, or ``sqrt`` for 1 - √progress.
+        final: factor on the rate at the end.
+    """
+
+    decay: float = 0.2
+    shape: Literal["linear", "sqrt"] = "linear"
+    final: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check(self, at_least_zero=("final",))
+        if not 0 < self.decay <= 1:
+            raise ValueError("decay is a fraction of the run: give a number above 0 and at most 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OneCycleSchedule(ConstantSchedule):
+    """Half a cosine up from ``start`` times the rate, then half a cosine down to ``final`` times it.
+
+    Smith & Topin 2018, arXiv 1708.07120; the rates of ``torch.optim.lr_scheduler.OneCycleLR``, whose ``max_lr`` is the
+    optimizer's rate here, ``start`` 1 / div_factor and ``final`` start / final_div_factor. The momentum stays.
+
+    Attributes:
+        rise: fraction of the run in which the rate rises.
+        start: factor on the rate of the first step.
+        final: factor on the rate of the last step.
+    """
+
+    rise: float = 0.3
+    start: float = 0.04
+    final: float = 4e-6
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check(self, at_least_zero=("start", "final"))
+        if Duration.parse(self.warmup).value:
+            raise ValueError("onecycle has a warm-up of its own: give rise=0.3 in place of warmup")
+        if not 0 < self.rise < 1:
+            raise ValueError("rise is a fraction of the run: give a number between 0 and 1")
+
+
 SCHEDULES: Mapping[str, type[Any]] = {
     "constant": ConstantSchedule,
     "cosine": CosineSchedule,
     "linear": LinearSchedule,
     "step": StepSchedule,
+    "polynomial": PolynomialSchedule,
+    "exponential": ExponentialSchedule,
+    "wsd": WSDSchedule,
+    "onecycle": OneCycleSchedule,
 }
+
+WHOLE_RUN = (CosineSchedule, LinearSchedule, PolynomialSchedule, WSDSchedule, OneCycleSchedule)
+"""Schedules that decrease over the whole run, whose length they must know."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImportedOptimizerConfig:
+    """An optimizer class of another package, ``package.module:Class:lr=0.001,key=value``.
+
+    Attributes:
+        module: name of the module.
+        name: name of the class in it.
+        lr: learning rate.
+        options: its other arguments.
+    """
+
+    module: str
+    name: str
+    lr: float
+    options: Mapping[str, Any]
 
 
 def check_optimizer(text: str) -> Any:
     """Parse ``--optimizer`` into its options. Raises UsageError, naming the nearest name or key."""
+    module, _, rest = text.strip().partition(":")
+    name, _, options = rest.partition(":")
+    if "." in module or (name.isidentifier() and "=" not in name):
+        return _imported(text, module.strip(), name.strip(), options)
     spec = Spec.parse(text, "--optimizer")
     return spec.build(spec.choose(OPTIMIZERS, "optimizer"), "--optimizer")
+
+
+def _imported(text: str, module: str, name: str, options: str) -> ImportedOptimizerConfig:
+    if not name.isidentifier() or not all(part.isidentifier() for part in module.split(".")):
+        raise UsageError(
+            f"cannot read '{text}'", where="--optimizer", remedy="write package.module:Class:lr=0.001,key=value"
+        )
+    values = {key: _value(value) for key, value in read_options(options, "--optimizer", "lr=0.001,key=value").items()}
+    rate = values.pop("lr", None)
+    if not isinstance(rate, int | float) or not rate >= 0:
+        raise UsageError(
+            f"no learning rate for {name}",
+            where=f"--optimizer {text}",
+            remedy=f"write {module}:{name}:lr=0.001",
+        )
+    return ImportedOptimizerConfig(module=module, name=name, lr=float(rate), options=values)
+
+
+def _value(text: str) -> Any:
+    """Return the number, truth value, None, text, or tuple of these (``0.9+0.99``) that ``text`` states."""
+    named: dict[str, Any] = {"true": True, "false": False, "none": None}
+    if text.lower() in named:
+        return named[text.lower()]
+    for number in (int, float):
+        with suppress(ValueError):
+            return number(text)
+    return tuple(map(_value, text.split("+"))) if "+" in text else text
 
 
 def check_schedule(text: str) -> Any:

@@ -10,7 +10,17 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from tutti.config.optimizer_config import CosineSchedule, LinearSchedule, StepSchedule
+from tutti.config.optimizer_config import (
+    SCHEDULES,
+    WHOLE_RUN,
+    CosineSchedule,
+    ExponentialSchedule,
+    LinearSchedule,
+    OneCycleSchedule,
+    PolynomialSchedule,
+    StepSchedule,
+    WSDSchedule,
+)
 from tutti.config.spec import Duration
 from tutti.errors import UsageError
 from tutti.optim.learning_rate import gradual
@@ -31,8 +41,8 @@ def make_schedule(config: Any, total: int | None, steps: Callable[[Duration], in
     Raises:
         UsageError: the schedule needs ``total``, which is None.
     """
-    if total is None and isinstance(config, CosineSchedule | LinearSchedule):
-        name = type(config).__name__.removesuffix("Schedule").lower()
+    if total is None and isinstance(config, WHOLE_RUN):
+        name = next(name for name, kind in SCHEDULES.items() if kind is type(config))
         raise UsageError(
             f"the schedule {name} decreases over the whole run, whose length is not known",
             remedy="give --steps or --samples, or the data set __len__",
@@ -42,6 +52,8 @@ def make_schedule(config: Any, total: int | None, steps: Callable[[Duration], in
     if start is None:
         start = 1 / scaled if scaled > 1 else 0.0
     milestones = tuple(steps(Duration.parse(m)) for m in getattr(config, "milestones", ()))
+
+    every = max(steps(Duration.parse(getattr(config, "every", "1st"))), 1)
 
     def factor(step: int) -> float:
         if step < warmup:
@@ -54,6 +66,14 @@ def make_schedule(config: Any, total: int | None, steps: Callable[[Duration], in
             return linear_decay(progress, config.final)
         if isinstance(config, StepSchedule):
             return stepped(step, milestones, config.gamma)
+        if isinstance(config, PolynomialSchedule):
+            return polynomial_decay(progress, config.power, config.final)
+        if isinstance(config, ExponentialSchedule):
+            return float(config.gamma ** (step // every))
+        if isinstance(config, WSDSchedule):
+            return stable_decay(step / max(total or 0, 1), config.decay, config.final, config.shape == "sqrt")
+        if isinstance(config, OneCycleSchedule):
+            return one_cycle(step, total or 1, config.rise, config.start, config.final)
         return 1.0
 
     return factor
@@ -75,6 +95,50 @@ def linear_decay(progress: float, final: float) -> float:
     0.5
     """
     return 1 + (final - 1) * min(progress, 1.0)
+
+
+def polynomial_decay(progress: float, power: float, final: float) -> float:
+    """Return final + (1 - final) · (1 - progress)^power.
+
+    >>> polynomial_decay(0.5, 2.0, 0.0)
+    0.25
+    """
+    return float(final + (1 - final) * (1 - min(progress, 1.0)) ** power)
+
+
+def stable_decay(progress: float, decay: float, final: float, root: bool) -> float:
+    """Return 1 until the last ``decay`` of the run, and then a fall to ``final``.
+
+    Args:
+        progress: fraction of the run.
+        decay: fraction of the run in which the rate falls.
+        final: factor at the end.
+        root: fall by the root of the progress, and not in a line.
+
+    >>> stable_decay(0.5, 0.5, 0.0, False), stable_decay(0.75, 0.5, 0.0, False)
+    (1.0, 0.5)
+    """
+    fallen = min(max((progress - (1 - decay)) / decay, 0.0), 1.0)
+    if fallen < 1e-12:
+        return 1.0
+    return 1 + (final - 1) * (math.sqrt(fallen) if root else fallen)
+
+
+def one_cycle(step: int, total: int, rise: float, start: float, final: float) -> float:
+    """Return the factor of ``OneCycleLR``: a cosine from ``start`` to 1 at rise · total - 1, another to ``final``.
+
+    >>> one_cycle(0, 10, 0.5, 0.25, 0.0), one_cycle(4, 10, 0.5, 0.25, 0.0), one_cycle(9, 10, 0.5, 0.25, 0.0)
+    (0.25, 1.0, 0.0)
+    """
+    top, last = rise * total - 1, total - 1
+    if step <= top:
+        return cosine_between(start, 1.0, step / top if top else 1.0)
+    return cosine_between(1.0, final, min((step - top) / max(last - top, 1e-12), 1.0))
+
+
+def cosine_between(begin: float, end: float, progress: float) -> float:
+    """Return end + (begin - end) · (1 + cos(π · progress)) / 2."""
+    return end + (begin - end) / 2 * (1 + math.cos(math.pi * progress))
 
 
 def stepped(step: int, milestones: tuple[int, ...], gamma: float) -> float:

@@ -159,7 +159,8 @@ def _words(text: str) -> float:
     chosen = check_optimizer(text)
     if isinstance(chosen, options.SGDConfig):
         return float(chosen.momentum > 0)
-    if isinstance(chosen, options.AdamConfig | options.LAMBConfig):
+    # A guess for classes of other packages: most of them keep two moments.
+    if isinstance(chosen, options.AdamConfig | options.LAMBConfig | options.ImportedOptimizerConfig):
         return 2.0
     return 1.0
 

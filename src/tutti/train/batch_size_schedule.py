@@ -10,7 +10,7 @@ from torch import nn
 
 from tutti.config.growth import BatchGrowth
 from tutti.config.module_config import Ghost, Sync, check_batch_norm
-from tutti.config.optimizer_config import CosineSchedule, LinearSchedule, check_schedule
+from tutti.config.optimizer_config import WHOLE_RUN, check_schedule
 from tutti.config.spec import Duration
 from tutti.config.train_config import TrainConfig
 from tutti.data.contract import BatchContract
@@ -97,7 +97,7 @@ def plan_warnings(epochs: Epochs, config: TrainConfig, total: int | None) -> Ite
     if total is not None and total <= epochs.steps(first):
         yield f"the run ends before the batch grows, which is after {first}"
     schedule = check_schedule(config.schedule)
-    if isinstance(schedule, CosineSchedule | LinearSchedule) and schedule.final < 1:
+    if isinstance(schedule, WHOLE_RUN) and schedule.final < 1:
         yield (
             f"the schedule {config.schedule} lowers the learning rate while the batch grows: the noise of the gradient "
             "falls by both; to grow the batch instead, take --schedule constant"

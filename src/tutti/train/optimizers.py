@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
+import os
+import sys
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from fnmatch import fnmatchcase
@@ -12,7 +15,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from tutti.config.optimizer_config import check_optimizer
+from tutti.config.optimizer_config import ImportedOptimizerConfig, check_optimizer
 from tutti.errors import UsageError, did_you_mean
 from tutti.nn.sparse_layers import check_sparse_step
 from tutti.optim.factory import from_config, from_instance, kind_of
@@ -44,6 +47,47 @@ def factory(
             )
         return several([from_instance(each) for each in optimizer])
     return from_config(scaled(check_optimizer(optimizer), rule, batch_size), bool(sparse))
+
+
+def imported_optimizer(text: str, model: nn.Module, rule: NoRule, batch_size: int) -> list[Optimizer]:
+    """Return the optimizer of another package that ``text`` names, made as a script would make it; else nothing.
+
+    Args:
+        text: options of an optimizer.
+        model: the script's model.
+        rule: rule for the learning rate at ``batch_size``.
+        batch_size: samples of the global batch.
+
+    Raises:
+        UsageError: the class cannot be imported, is no optimizer, or refuses its arguments.
+    """
+    config = check_optimizer(text)
+    if not isinstance(config, ImportedOptimizerConfig):
+        return []
+    given = scaled(config, rule, batch_size)
+    here = os.getcwd()
+    sys.path.insert(0, here)
+    try:
+        module = importlib.import_module(config.module)
+    except ImportError as error:
+        raise UsageError(f"the module of --optimizer {text} cannot be imported", why=str(error)) from error
+    finally:
+        sys.path.remove(here)
+    kind = getattr(module, config.name, None)
+    if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
+        names = [
+            name for name, value in vars(module).items() if isinstance(value, type) and issubclass(value, Optimizer)
+        ]
+        raise UsageError(f"{config.module} has no optimizer '{config.name}'", remedy=did_you_mean(config.name, names))
+    build: Any = kind
+    try:
+        return [build([p for p in model.parameters() if p.requires_grad], lr=given.lr, **config.options)]
+    except (TypeError, ValueError) as error:
+        raise UsageError(
+            f"{config.name} refuses its arguments: {error}",
+            where=f"--optimizer {text}",
+            remedy=f"it takes {inspect.signature(build)}",
+        ) from error
 
 
 def check_takes_sparse(optimizer: Sequence[Optimizer] | str, model: nn.Module, sparse: Collection[str]) -> None:

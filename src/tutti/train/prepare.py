@@ -53,7 +53,7 @@ from tutti.parallel import Choice
 from tutti.train.accumulating_optimizer import accumulate_steps
 from tutti.train.batch_size_schedule import batch_size_schedule
 from tutti.train.hook_watch import HookWatch
-from tutti.train.optimizers import check_fits, check_takes_sparse, describe_optimizers, factory
+from tutti.train.optimizers import check_fits, check_takes_sparse, describe_optimizers, factory, imported_optimizer
 from tutti.train.partial_reads import PartialReads
 from tutti.train.prepared_before import check_earlier, note
 from tutti.train.run import Run, RunSettings
@@ -151,8 +151,8 @@ def prepare(
     Args:
         model: a plain model without any code for ranks; or several in a list or a dict, such as a generator and a
             discriminator, whose parameters are then named ``0.weight`` or by the dict's keys.
-        optimizer: an optimizer of the model's parameters, several of disjoint parameters in a list, or
-            ``name:key=value``.
+        optimizer: an optimizer of the model's parameters, several of disjoint parameters in a list,
+            ``name:key=value``, or ``package.module:Class:lr=0.001,key=value``.
         dataset: tensors, a ``TensorDataset``, any map-style dataset, a ``tutti.data.Source``, or an iterable (also
             inside ``tutti.data.Sharded``), or a function that returns one; or a PyTorch ``DataLoader``, whose data set,
             batch size, sampler, ``collate_fn`` and number of processes are taken over.
@@ -264,6 +264,10 @@ def prepare_run(
     sampling = _sampling(dataset, options)
     batch_size = sampling.batch_size or _BATCH
     o = replace(options, batch_size=batch_size, data_workers=sampling.processes)
+    rule = o.lr_rule
+    if isinstance(optimizer, str) and (imported := imported_optimizer(optimizer, whole, rule, batch_size)):
+        # Its rate is scaled as it is made.
+        optimizer, optimizers, rule = imported, imported, NoRule()
     check_earlier(whole, optimizers)
     optimizer = optimizer if isinstance(optimizer, str) else optimizers
     averaging = o.ema if o.ema is None or isinstance(o.ema, Averaging) else Averaging.parse(str(o.ema), "ema")
@@ -319,7 +323,7 @@ def prepare_run(
     replica = slow_down(layout.build(converted), o.slow, world, contract.workers)
 
     # Gradient synchronisation, which shards parameters and makes the optimizer.
-    grad_hook = sync.attach(replica, factory(optimizer, o.lr_rule, batch_size, sparse))
+    grad_hook = sync.attach(replica, factory(optimizer, rule, batch_size, sparse))
     hooks.watch(replica.parts)
     reads.refuse()
 
