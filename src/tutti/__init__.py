@@ -57,6 +57,7 @@ _HOME = {
         ),
         "tutti.comm.collectives",
     ),
+    "launch": "tutti.launcher.function_ranks",
     "prepare": "tutti.train.prepare",
     "Run": "tutti.train.run",
     "DiagnosisWarning": "tutti.metrics.diagnoses",
@@ -101,6 +102,7 @@ if TYPE_CHECKING:
     from tutti.launcher.context import rank as rank
     from tutti.launcher.context import shutdown as shutdown
     from tutti.launcher.context import size as size
+    from tutti.launcher.function_ranks import launch as launch
     from tutti.metrics.diagnoses import DiagnosisWarning as DiagnosisWarning
     from tutti.nn.init_on_disk import spilling as spilling
     from tutti.tasks.task import Task as Task

@@ -109,9 +109,13 @@ def _redirect(log: Path, keep_terminal: bool) -> None:
     if not keep_terminal:
         os.dup2(file, 1)
         os.dup2(file, 2)
-    for stream in (sys.stdout, sys.stderr):
+    for name, descriptor in (("stdout", 1), ("stderr", 2)):
         # Line buffering, so that the log of a killed process is complete.
-        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+        if hasattr(stream := getattr(sys, name), "reconfigure"):
+            stream.reconfigure(line_buffering=True)
+        else:
+            # A notebook's stream belongs to threads of the kernel, which are not in this process.
+            setattr(sys, name, os.fdopen(descriptor, "w", buffering=1, encoding="utf-8", closefd=False))
     change = replace_unencodable if keep_terminal else write_utf8
     change(sys.stdout, sys.stderr)
 

@@ -1,0 +1,147 @@
+"""``tutti.launch``: run a function in ranks of its own, from a script or a notebook, and return what each returned."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from tutti.errors import PeerError, UsageError
+from tutti.launcher import context
+from tutti.launcher.launch import launch as launch_ranks
+
+T = TypeVar("T")
+
+
+def launch_function(
+    function: Callable[..., T],
+    *args: Any,
+    devices: int,
+    timeout: float = 300.0,
+    show_all: bool = False,
+    **named: Any,
+) -> list[T]:
+    """Call ``function(*args, **named)`` in ``devices`` new processes, the ranks of one job; public as ``tutti.launch``.
+
+    The ranks are forked, so that the function may be defined anywhere, also in a notebook's cell or in a script
+    without ``if __name__ == "__main__"``. What it changes in its variables stays in its rank: return it. Rank 0 writes
+    to this process's output.
+
+    Args:
+        function: called in every rank; it calls ``tutti.prepare``.
+        args: its arguments.
+        devices: number of ranks, one for each device.
+        timeout: seconds that ranks may wait for each other.
+        show_all: show the other ranks' output, too.
+        named: its named arguments.
+
+    Returns:
+        What each rank returned, in rank order; it must be possible to pickle it.
+
+    Raises:
+        UsageError: this process is a rank itself, or already trains.
+        Exception: the first error of a rank, with the rank and its traceback as a note.
+        PeerError: a rank was killed, or ended without a result.
+
+    >>> import tutti
+    >>> def square_of_rank(base):
+    ...     return (base + tutti.rank()) ** 2
+    >>> tutti.launch(square_of_rank, 3, devices=2)  # doctest: +SKIP
+    [9, 16]
+    """
+    _check_outside()
+    folder = Path(tempfile.mkdtemp(prefix="tutti-launch-"))
+    try:
+        code = launch_ranks(
+            _call,
+            (folder, function, args, named),
+            processes=devices,
+            logs=folder / "logs",
+            timeout=timeout,
+            show_all=show_all,
+        )
+        _raise_first(folder, devices)
+        if code >= 128:
+            raise KeyboardInterrupt(f"stopped by signal {code - 128}")
+        return [_result(folder, rank, code) for rank in range(devices)]
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+launch = launch_function
+
+
+def _check_outside() -> None:
+    """Raise UsageError if this process is a rank, or has the threads and connections of one, which do not fork."""
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        raise UsageError(
+            "tutti.launch inside a rank",
+            why=f"this process is rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} already",
+            remedy="call the function itself, or start the script with python and not with tutti run",
+        )
+    if context.is_initialized():
+        raise UsageError(
+            "tutti.launch in a process that trains",
+            why="the ranks are forked, and its process group cannot be",
+            remedy="call tutti.launch before tutti.prepare, or call tutti.shutdown() first; in a notebook restart the "
+            "kernel and prepare inside the function",
+        )
+
+
+def _call(folder: Path, function: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> None:
+    """Call the function in a rank, and leave what it returns or raises in ``folder``."""
+    rank = os.environ["RANK"]
+    try:
+        answer = pickle.dumps(function(*args, **named))
+    except Exception as error:
+        text = "".join(traceback.format_exception(error))
+        _write(folder / f"error-{rank}", pickle.dumps((time.time(), _portable(error), text)))
+        raise
+    _write(folder / f"result-{rank}", answer)
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Write a file that is there whole or not at all."""
+    path.with_suffix(".part").write_bytes(data)
+    path.with_suffix(".part").rename(path)
+
+
+def _portable(error: Exception) -> Exception:
+    """Return the error, or a RuntimeError with its text if it cannot be pickled."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
+
+
+def _raise_first(folder: Path, devices: int) -> None:
+    """Raise the first error of a rank; one about a lost peer only if there is no other."""
+    found = []
+    for rank in range(devices):
+        path = folder / f"error-{rank}"
+        if path.is_file():
+            moment, error, text = pickle.loads(path.read_bytes())
+            found.append((isinstance(error, PeerError), moment, rank, error, text))
+    if not found:
+        return
+    _, _, rank, error, text = min(found, key=lambda each: each[:3])
+    error.add_note(f"On rank {rank} of {devices}:\n{text}")
+    raise error
+
+
+def _result(folder: Path, rank: int, code: int) -> Any:
+    path = folder / f"result-{rank}"
+    if not path.is_file():
+        raise PeerError(
+            f"rank {rank} ended without a result",
+            why=f"it was killed or left early; the job's exit code is {code}",
+            remedy="see what it wrote on standard error",
+        )
+    return pickle.loads(path.read_bytes())
