@@ -40,6 +40,7 @@ from tutti.train.evaluation import Evaluation, evaluate_samples
 from tutti.train.hook_watch import HookWatch
 from tutti.train.lost_ranks import LostRanks
 from tutti.train.mistake_checks import Checks
+from tutti.train.prediction import predict_samples
 from tutti.train.preemption import StopReason, stop_on_signals
 from tutti.train.replicas import check_replicas, seldom
 from tutti.train.schedulers import Schedulers
@@ -561,6 +562,33 @@ class Run:
         """
         averaged = self.average is not None if averaged is None else averaged
         return evaluate_samples(self, source, batch, loss, averaged, collate)
+
+    def predict(
+        self,
+        source: Any,
+        function: Callable[[Any, Batch], Any],
+        batch: int = 512,
+        averaged: bool | None = None,
+        collate: Collate | None = None,
+    ) -> Any:
+        """Return ``function(model, batch)`` for all samples of ``source`` in their order, on the CPU of every rank.
+
+        Collective: every rank computes its part of the samples, of the workers' merged model in eval mode.
+
+        Args:
+            source: the samples, the same on every rank; or a ``DataLoader``, whose batches are then taken.
+            function: returns a tensor, or tuples, lists and dicts of them, with a row for each sample.
+            batch: largest number of samples in one forward, where ``source`` is no ``DataLoader``.
+            averaged: whether to use the average of the weights; default: if the run keeps one.
+            collate: makes a batch of a list of samples; default: as PyTorch's ``DataLoader``.
+
+        Raises:
+            UsageError: the model is split into stages or tensor slices, or a prediction has other rows than samples.
+            DataError: predictions of two batches have different shapes.
+            MismatchError: ranks make different calls, or have taken different numbers of steps.
+        """
+        averaged = self.average is not None if averaged is None else averaged
+        return predict_samples(self, source, function, batch, averaged, collate)
 
     @contextmanager
     def profile(self, folder: str | Path) -> Iterator[None]:

@@ -1,0 +1,118 @@
+"""Predictions of a run for held-out samples, divided over the data ranks and gathered in the order of the samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from tutti.comm.partition import even_share
+from tutti.data.adapt import Collate
+from tutti.data.batches import map_tensors
+from tutti.data.feed import HeldOut, evaluation
+from tutti.errors import DataError, UsageError
+from tutti.launcher import heartbeat
+from tutti.launcher.heartbeat import Phase
+from tutti.train.evaluation import in_blocks
+
+if TYPE_CHECKING:
+    from tutti.train.run import Run
+
+
+def predict_samples(
+    run: Run, source: Any, function: Callable[[Any, Any], Any], batch: int, averaged: bool, collate: Collate | None
+) -> Any:
+    """See ``Run.predict``. Collective: an all-gather of each tensor."""
+    grid = run.context.grid
+    if grid.stage > 1 or grid.tensor > 1:
+        raise UsageError(
+            "run.predict cannot be combined with a model that is split into stages or tensor slices",
+            why="no device has the whole model's output",
+            remedy="save the run, and predict with --strategy mirrored or sharded after run.restore",
+        )
+    held_out = in_blocks(source, batch, collate, run.feed.seed)
+    run.together(f"predictions for {held_out.samples} samples")
+    comm, found = run.context.comms.replica, list[Any]()
+
+    def keep(model: Any, samples: Any) -> Any:
+        found.append(function(model, samples))
+        return torch.zeros(()), 1
+
+    blocks = evaluation(held_out, comm.size, comm.rank, run.feed.place, run.feed.prefetch, even=True)
+    with (
+        run.checks.aside(),
+        heartbeat.training.during(Phase.EVALUATE),
+        run.replica.evaluating(run.merged(averaged, as_trained=True)),
+    ):
+        parts = []
+        for _, micro_batch in blocks:
+            heartbeat.training.beat()
+            run.replica.run([micro_batch], keep, None)
+            parts.append(map_tensors(found.pop(), _rows(micro_batch.samples), other=_refuse))
+        return _gathered(parts, held_out, run)
+
+
+def _rows(samples: int) -> Callable[[Tensor], Tensor]:
+    """Return a function that checks that a tensor has a row for each sample; a dummy micro-batch keeps none."""
+
+    def check(tensor: Tensor) -> Tensor:
+        rows = tensor.detach().cpu()
+        if samples and (rows.dim() == 0 or len(rows) != samples):
+            raise UsageError(
+                f"a prediction of shape {tuple(rows.shape)} for {samples} samples",
+                remedy="return tensors whose first dimension is the sample",
+            )
+        return rows[:samples] if rows.dim() else rows.new_empty(0)
+
+    return check
+
+
+def _refuse(value: Any) -> Any:
+    raise UsageError(
+        f"a prediction holds a {type(value).__name__}", remedy="return tensors, or tuples, lists and dicts of them"
+    )
+
+
+def _gathered(parts: list[Any], held_out: HeldOut, run: Run) -> Any:
+    """Concatenate the predictions of this rank's blocks, and all-gather those of all ranks, which are in rank order.
+
+    Collective. Raises MismatchError if the shapes differ between ranks.
+    """
+    columns: list[list[Tensor]] = []
+    for part in parts:
+        column: list[Tensor] = []
+        map_tensors(part, column.append)
+        columns.append(column)
+    own = [_joined(rows) for rows in zip(*columns, strict=True)]
+    run.context.comms.world.agree(
+        [f"{rows.dtype} with rows of shape {tuple(rows.shape[1:])}" for rows in own],
+        "the shapes of predictions",
+        "pad them in the function to one shape",
+    )
+    wholes = iter([_all_rows(rows, held_out, run) for rows in own])
+    return map_tensors(parts[0], lambda _: next(wholes))
+
+
+def _all_rows(mine: Tensor, held_out: HeldOut, run: Run) -> Tensor:
+    """All-gather rows as bytes, padded to the most rows of a rank."""
+    comm = run.context.comms.replica
+    shares = [even_share(len(held_out.blocks), comm.size, rank) for rank in range(comm.size)]
+    counts = [sum(len(held_out.blocks[number]) for number in share) for share in shares]
+    padded = mine.new_zeros(max(counts), *mine.shape[1:])
+    padded[: len(mine)] = mine
+    flat = padded.flatten().view(torch.uint8).to(comm.device)
+    whole = comm.gather_slices(flat, "predictions").cpu().view(mine.dtype)
+    rows = whole.view(comm.size, max(counts), *mine.shape[1:])
+    return torch.cat([rows[rank, :count] for rank, count in enumerate(counts)])
+
+
+def _joined(rows: tuple[Tensor, ...]) -> Tensor:
+    shapes = sorted({tuple(each.shape[1:]) for each in rows if each.dim()})
+    if len(shapes) > 1:
+        raise DataError(
+            f"predictions of samples with shapes {shapes[0]} and {shapes[-1]} cannot be put together",
+            remedy="pad them in the function to one shape",
+        )
+    return torch.cat(rows)
