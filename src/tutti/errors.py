@@ -32,6 +32,10 @@ class ExitCode(IntEnum):
     TERMINATED = 143
 
 
+FINISHED = frozenset({ExitCode.DONE, ExitCode.THRESHOLD})
+"""Exit codes of runs that ended as planned; with ``THRESHOLD`` the target of ``--until`` was not reached."""
+
+
 class TuttiError(Exception):
     """Base class of all exceptions that tutti raises on purpose.
 

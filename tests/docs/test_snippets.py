@@ -13,7 +13,10 @@ import pytest
 from tests.forkserver import run
 
 ROOT = Path(__file__).parents[2]
-PAGES = ("README.md", "docs/python.md", "docs/data.md", "docs/checkpoints.md", "docs/custom-loop.md", "docs/sharded.md")
+PAGES = (
+    *("README.md", "docs/python.md", "docs/data.md", "docs/checkpoints.md", "docs/custom-loop.md", "docs/sharded.md"),
+    "docs/time-to-target.md",
+)
 SAFETY_NET = 100
 CHANGED_LINES = 6
 

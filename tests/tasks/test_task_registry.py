@@ -14,11 +14,17 @@ from PIL import Image
 
 from tutti.errors import DataError, TuttiError, UsageError
 from tutti.tasks import task_registry
+from tutti.tasks.losses import classification, regression
+from tutti.tasks.membranes import mask_pixels
 from tutti.tasks.task import Task
+from tutti.tasks.text import next_character
 
 GOOD = """
 import torch
+from tutti.tasks.losses import classification, regression
+from tutti.tasks.membranes import mask_pixels
 from tutti.tasks.task import Task
+from tutti.tasks.text import next_character
 
 def make(data="default", augment=False):
     return Task(name=f"{data} {augment}", model=lambda: torch.nn.Linear(1, 1), loss=None, train=[])
@@ -194,3 +200,27 @@ def test_own_functions_that_fail(own: str, tmp_path: Path) -> None:
     failed(UsageError, f"{tmp_path}/bad.py:make", "no_such_thing", "bad.py:1")
     (tmp_path / "leaves.py").write_text("import sys\nsys.exit(5)\ndef make(): pass\n")
     failed(UsageError, f"{tmp_path}/leaves.py:make", "SystemExit")
+
+
+SAMPLES = {
+    "linear": lambda: (torch.zeros(2, 1), torch.zeros(2, 1)),
+    "digits": lambda: (torch.zeros(2, 1, 8, 8), torch.zeros(2, dtype=torch.int64)),
+    "cifar10": lambda: (torch.zeros(2, 3, 32, 32), torch.zeros(2, dtype=torch.int64)),
+    "text": lambda: (torch.zeros(2, 4, dtype=torch.int64), torch.zeros(2, 4, dtype=torch.int64)),
+    "membranes": lambda: {"image": torch.zeros(2, 1, 8, 8), "mask": torch.ones(2, 1, 8, 8)},
+}
+LOSSES = {"linear": regression, "digits": classification, "cifar10": classification} | {
+    "text": next_character,
+    "membranes": mask_pixels,
+}
+
+
+@pytest.mark.parametrize("name", task_registry.TASKS)
+def test_the_registry_names_the_values_that_a_task_reports(name: str) -> None:
+    def model(inputs: torch.Tensor) -> torch.Tensor:
+        if name == "text":
+            return torch.zeros(*inputs.shape, 5)
+        return torch.zeros(len(inputs), 5) if LOSSES[name] is classification else inputs
+
+    found = LOSSES[name](model, SAMPLES[name]())  # type: ignore[arg-type, no-untyped-call]
+    assert task_registry.held_out_values(name) == ("loss", *(found[2] if len(found) > 2 else ()))

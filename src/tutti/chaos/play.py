@@ -18,7 +18,7 @@ from tutti.chaos.fault_outcome import FaultOutcome
 from tutti.chaos.faults import LAUNCHER, Fault
 from tutti.chaos.following import Follower, checkpoints, unfinished
 from tutti.chaos.processes import Crew, StoppedProcess, alive, crew, frozen, send
-from tutti.errors import ExitCode, UsageError
+from tutti.errors import FINISHED, UsageError
 
 POLL = 0.01
 LEFT_BEHIND = 10.0
@@ -127,7 +127,7 @@ class Play:
         # The exit code first: lines that the run wrote before its end are then read before the end is handled.
         self.exit_code = self._run.code()
         self.follower.poll()
-        return self.exit_code is None or (self.exit_code != ExitCode.DONE and self._resumed(self.exit_code))
+        return self.exit_code is None or (self.exit_code not in FINISHED and self._resumed(self.exit_code))
 
     def _resumed(self, code: int) -> bool:
         """Resume a run that ended with ``code``, if the last fault permits that code; return whether it was resumed."""
@@ -181,7 +181,7 @@ class Play:
                 scene.quiet_from = self.follower.mark
             if not going or (self._hold is None and scene.settled()):
                 break
-        if self.exit_code == ExitCode.DONE and len(self.follower.resumes) == self._resumes and fault.kind != "fill":
+        if self.exit_code in FINISHED and len(self.follower.resumes) == self._resumes and fault.kind != "fill":
             # The processes ended because the run was complete.
             outcome.noticed_seconds = None
             outcome.notes.append("the run was over before it could notice")

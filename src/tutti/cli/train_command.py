@@ -29,14 +29,16 @@ from tutti.config.module_config import (
 from tutti.config.optimizer_config import ImportedOptimizerConfig, check_optimizer, check_schedule
 from tutti.config.settings import FILES, HEADINGS, flag_table, resolve_config
 from tutti.config.train_config import TrainConfig
+from tutti.config.training_target import check_metric, split_target
 from tutti.data.contract import BatchContract
 from tutti.device import check_device
 from tutti.distribution import pip_install
-from tutti.errors import DiskError, ExitCode, TuttiError, UsageError
+from tutti.errors import FINISHED, DiskError, ExitCode, TuttiError, UsageError
 from tutti.launcher import stdin_control, watchdog
 from tutti.launcher.devices import count_accelerators
 from tutti.launcher.encoding import json_text, toml_text
 from tutti.launcher.launch import check_script, launch
+from tutti.metrics.progress import format_number
 from tutti.metrics.records import config_toml, find_run, make_run_directory, read_summary, record_exit
 from tutti.metrics.throughput import MFU
 from tutti.optim.gradient_noise import check_noise, per_worker_option
@@ -103,8 +105,15 @@ def train(
         watchdog.start_watchdog(joined.rank, chosen.limits())
     code = _start(name, chosen, directory, joined is not None)
     if directory is not None:
+        # The ranks have ended without an error: a launcher must not restart a run that missed its target.
+        code = code or _finished_code(directory)
         _report(name, directory, as_json, code)
     return code
+
+
+def _finished_code(directory: Path) -> int:
+    """Return the exit code in the summary of a finished run: ``THRESHOLD`` if it has not reached its target."""
+    return ExitCode.THRESHOLD if read_summary(directory).get("exit_code") == ExitCode.THRESHOLD else ExitCode.DONE
 
 
 def _dry_run(task: str, config: TrainConfig, memory: str | None, joined: process_context.Identity | None) -> int:
@@ -258,10 +267,21 @@ def refuse_config(task: str, config: TrainConfig) -> None:
     task_registry.check_task(task, data=config.data, model=config.model, augment=config.augment, batch_norm=other)
     if not user.is_own(task):
         # A user's task may declare the direction of its metrics, which is known only after loading it.
-        config.best()
+        _check_metrics(task_registry.held_out_values(task), config)
     # A resumed run takes its weights from its own checkpoint.
     if config.init_from is not None and config.resume is None:
         check_source(Path(config.init_from))
+
+
+def _check_metrics(reported: Sequence[str], config: TrainConfig) -> None:
+    """Raise UsageError unless a built-in task reports the metrics of ``--until`` and ``--keep-best``."""
+    averaged = config.averaging() is not None
+    if config.target_text is not None:
+        check_metric(split_target(config.target_text)[0], "--until", reported, averaged)
+    if config.keep_best not in (None, "none"):
+        check_metric(str(config.keep_best).partition(":")[0].strip(), "--keep-best", reported, averaged)
+    config.best()
+    config.target()
 
 
 def count_devices(config: TrainConfig, joined: process_context.Identity | None) -> int:
@@ -344,8 +364,42 @@ def _report(task: str, directory: Path, as_json: bool, code: int) -> None:
     summary = read_summary(directory)
     if as_json:
         print(json_text(summary, sys.stdout))
-    elif code == ExitCode.DONE:
+    elif code in FINISHED:
         print(result_line(task, directory, summary))
+
+
+def _endings(summary: Mapping[str, Any]) -> list[str]:
+    """Return what ``--until`` and ``--patience`` came to.
+
+    >>> _endings({"target": {"metric": "loss", "better": "lower", "value": 0.2, "reached": True, "steps": 1200,
+    ...                      "samples": 76800, "seconds": 3.21}})
+    ['loss <= 0.2 at step 1,200, after 76,800 samples and 3.2 s']
+    >>> _endings({"target": {"metric": "accuracy", "better": "higher", "value": 0.9, "reached": False, "best": 0.81234,
+    ...                      "best_step": 1100, "ended_by": "patience"}})
+    ['accuracy >= 0.9 not reached: best 0.8123 at step 1,100']
+    >>> _endings({"early_stopping": {"ended_by": "patience", "without_better": 3, "metric": "loss", "best": 0.2}})
+    ['ended after 3 evaluations without a better loss than 0.2000']
+    """
+    target, stopping = summary.get("target"), summary.get("early_stopping")
+    found = []
+    if target:
+        wanted = f"{target['metric']} {'>=' if target['better'] == 'higher' else '<='} {target['value']:g}"
+        if target["reached"]:
+            found.append(
+                f"{wanted} at step {target['steps']:,}, after {target['samples']:,} samples and "
+                f"{target['seconds']:,.1f} s"
+            )
+        else:
+            best = "no evaluation gave a number"
+            if target["best"] is not None:
+                best = f"best {format_number(target['best'])} at step {target['best_step']:,}"
+            found.append(f"{wanted} not reached: {best}")
+    if stopping and stopping["ended_by"] == "patience":
+        best = "" if stopping["best"] is None else f" than {format_number(stopping['best'])}"
+        found.append(
+            f"ended after {stopping['without_better']} evaluations without a better {stopping['metric']}{best}"
+        )
+    return found
 
 
 def result_line(task: str, directory: Path, summary: dict[str, Any]) -> str:
@@ -362,6 +416,7 @@ def result_line(task: str, directory: Path, summary: dict[str, Any]) -> str:
     numbers = ", ".join(f"{name} {value:.4f}" for name, value in shown.items())
     which = "held-out (ema)" if summary.get("ema_sha256") else "held-out"
     parts = [f"{which if group == 'eval' else 'training'} {numbers}"] if numbers else ["done"]
+    parts += _endings(summary)
     if isinstance(speed := summary.get("samples_per_second"), int | float) and speed > 0:
         parts.append(f"{speed:,.0f} samples/s")
     if isinstance(utilised := summary.get(MFU), int | float):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 from collections.abc import Mapping
 
 from tutti.compare.ladder import Ladder
@@ -11,10 +12,17 @@ from tutti.compare.verdict import ACCURACY, RungResult, format_metric, is_fracti
 from tutti.config.metric_direction import Metric
 
 HEADINGS = ("rung", "updates", "samples", "training", "held out", "range", "seeds", "time", "samples/s")
+TO_TARGET = ("to target", "steps to it", "samples to it", "time to it")
+"""Further headings of a ladder whose runs have a target: seeds that reached it, and medians until then."""
+
+
+def headings(ladder: Ladder) -> tuple[str, ...]:
+    """Return the headings of a ladder's table: ``TO_TARGET`` besides if a rung has a target."""
+    return HEADINGS + TO_TARGET if any(rung.config.target_text for rung in ladder.rungs) else HEADINGS
 
 
 def cells(ladder: Ladder, rows: Mapping[str, RungResult], metric: Metric = ACCURACY) -> list[tuple[str, ...]]:
-    """Return one tuple of ``HEADINGS`` a rung, in the ladder's order.
+    """Return one tuple of ``headings`` a rung, in the ladder's order.
 
     Args:
         ladder: the ladder.
@@ -23,10 +31,11 @@ def cells(ladder: Ladder, rows: Mapping[str, RungResult], metric: Metric = ACCUR
     """
     found = []
     fraction = is_fraction(rows, metric)
+    names = headings(ladder)
     for rung in ladder.rungs:
         row = rows.get(rung.name)
         if row is None:
-            found.append((rung.name, *("–" for _ in HEADINGS[1:])))
+            found.append((rung.name, *("–" for _ in names[1:])))
             continue
         half = format_metric(row.spread / 2, fraction)
         found.append(
@@ -40,15 +49,26 @@ def cells(ladder: Ladder, rows: Mapping[str, RungResult], metric: Metric = ACCUR
                 str(len(row.outcomes)),
                 f"{row.average('seconds'):,.0f} s",
                 f"{row.average('samples_per_second'):,.0f}",
+                *(_to_target(row) if names != HEADINGS else ()),
             )
         )
     return found
 
 
+def _to_target(row: RungResult) -> tuple[str, ...]:
+    """Return the cells of ``TO_TARGET``; dashes for a rung without a target."""
+    if row.reached is None:
+        return ("–",) * len(TO_TARGET)
+    values = [row.to_target(name) for name in ("steps", "samples", "seconds")]
+    forms = (",.0f", ",.0f", ",.1f")
+    texts = [f"{value:{form}}" if math.isfinite(value) else "–" for value, form in zip(values, forms, strict=True)]
+    return (f"{row.reached} of {len(row.outcomes)}", *texts[:2], texts[2] + " s" * math.isfinite(values[2]))
+
+
 def plain_table(ladder: Ladder, rows: Mapping[str, RungResult], metric: Metric = ACCURACY) -> str:
     """Return the table as columns of text; its range is half the distance between the best and the worst seed."""
-    lines = [HEADINGS, *cells(ladder, rows, metric)]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(HEADINGS))]
+    lines = [headings(ladder), *cells(ladder, rows, metric)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     return "\n".join(
         "  ".join(
             f"{text:<{w}}" if i == 0 else f"{text:>{w}}" for i, (text, w) in enumerate(zip(line, widths, strict=True))
@@ -69,8 +89,8 @@ def markdown(
         command: command line that repeats the comparison.
         metric: the metric that is compared.
     """
-    lines = [f"# {ladder.name}", "", ladder.summary, "", f"`{command}`", "", "| " + " | ".join(HEADINGS) + " |"]
-    lines.append("|---|" + "---:|" * (len(HEADINGS) - 1))
+    lines = [f"# {ladder.name}", "", ladder.summary, "", f"`{command}`", "", "| " + " | ".join(headings(ladder)) + " |"]
+    lines.append("|---|" + "---:|" * (len(headings(ladder)) - 1))
     lines += ["| " + " | ".join(line) + " |" for line in cells(ladder, rows, metric)]
     lines += ["", "What each rung changes:", ""]
     for rung in ladder.rungs:
@@ -84,7 +104,10 @@ def as_csv(ladder: Ladder, rows: Mapping[str, RungResult]) -> str:
     """Return CSV with one line a finished run."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    names = ("seed", "held_out", "training", "updates", "samples", "seconds", "samples_per_second", "weights_sha256")
+    names: tuple[str, ...] = ("seed", "held_out", "training", "updates", "samples", "seconds", "samples_per_second")
+    names += ("weights_sha256",)
+    if headings(ladder) != HEADINGS:
+        names += ("reached", "steps_to_target", "samples_to_target", "seconds_to_target")
     writer.writerow(("rung", "from", *names))
     for rung in ladder.rungs:
         for outcome in rows[rung.name].outcomes if rung.name in rows else ():

@@ -79,7 +79,7 @@ class Board:
         from rich.text import Text
 
         drawn = Table(box=None, header_style="bold")
-        for place, heading in enumerate(convergence_table.HEADINGS):
+        for place, heading in enumerate(convergence_table.headings(self._ladder)):
             drawn.add_column(heading, justify="left" if place == 0 else "right", no_wrap=place > 0)
         for line in convergence_table.cells(self._ladder, self._rows, self._metric or ACCURACY):
             drawn.add_row(*(Text(cell) for cell in line))

@@ -22,7 +22,7 @@ from tutti.compare.verdict import RungResult, RunOutcome
 from tutti.config.metric_direction import Direction
 from tutti.config.train_config import TrainConfig
 from tutti.config.variables import without_settings
-from tutti.errors import ExitCode, Preempted, TuttiError, UsageError
+from tutti.errors import FINISHED, ExitCode, Preempted, TuttiError, UsageError
 from tutti.metrics.records import config_sha256, config_toml, read_summary
 
 POLL = 0.25
@@ -70,7 +70,7 @@ def trials(ladder: Ladder, task: str, seeds: int, pool: Path) -> list[Trial]:
 
 def finished(trial: Trial) -> bool:
     """Return whether the trial's run directory holds a finished run."""
-    return read_summary(trial.directory).get("exit_code") == ExitCode.DONE
+    return read_summary(trial.directory).get("exit_code") in FINISHED
 
 
 def run_trial(trial: Trial, task: str, watch: Callable[[Progress], None]) -> None:
@@ -111,7 +111,7 @@ def run_trial(trial: Trial, task: str, watch: Callable[[Progress], None]) -> Non
                 time.sleep(POLL)
     if stopped:
         raise Preempted("the comparison was asked to stop", where=trial.rung, remedy="the same command continues it")
-    if process.returncode != 0:
+    if process.returncode not in FINISHED:
         raise _failed(trial, process.returncode, log)
 
 
@@ -184,6 +184,7 @@ def outcome(trial: Trial, metric: str) -> RunOutcome:
         record = json.loads(line)
         if record.get("group") == "eval":
             curve.append((float(record["epoch"]), _number(record[metric])))
+    target = summary.get("target") or {}
     return RunOutcome(
         seed=trial.seed,
         held_out=_number(held_out[metric]),
@@ -194,6 +195,10 @@ def outcome(trial: Trial, metric: str) -> RunOutcome:
         samples_per_second=float(summary["samples_per_second"]),
         curve=tuple(curve),
         weights_sha256=str(summary.get("weights_sha256", "")),
+        reached=target.get("reached"),
+        steps_to_target=target.get("steps"),
+        samples_to_target=target.get("samples"),
+        seconds_to_target=target.get("seconds"),
     )
 
 

@@ -6,6 +6,7 @@ In every function ``rows`` are the results by rung name, of rungs with finished 
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +26,8 @@ class RunOutcome:
         held_out: the metric on held-out samples; NaN if its last value is not finite.
         training: the metric on training samples, over the last epoch.
         curve: (epoch, held-out value) after each evaluation.
+        reached: whether the run has reached the target of ``--until``; None without one.
+        steps_to_target, samples_to_target, seconds_to_target: until the evaluation that reached it; None if none did.
     """
 
     seed: int
@@ -36,6 +39,10 @@ class RunOutcome:
     samples_per_second: float
     curve: tuple[tuple[float, float], ...] = ()
     weights_sha256: str = ""
+    reached: bool | None = None
+    steps_to_target: int | None = None
+    samples_to_target: int | None = None
+    seconds_to_target: float | None = None
 
     @property
     def finite(self) -> bool:
@@ -71,6 +78,20 @@ class RungResult:
     def average(self, name: str) -> float:
         """Return the mean of a `RunOutcome` field over the seeds."""
         return sum(float(getattr(outcome, name)) for outcome in self.outcomes) / len(self.outcomes)
+
+    @property
+    def reached(self) -> int | None:
+        """Number of seeds that have reached their target; None for a rung without a target."""
+        told = [outcome.reached for outcome in self.outcomes if outcome.reached is not None]
+        return sum(told) if told else None
+
+    def to_target(self, name: str) -> float:
+        """Return the median over the seeds of ``steps``, ``samples`` or ``seconds`` to the target.
+
+        A seed that misses the target counts as infinite: the median is infinite if half of them do.
+        """
+        values = [getattr(outcome, f"{name}_to_target") for outcome in self.outcomes]
+        return statistics.median(math.inf if value is None else float(value) for value in values)
 
 
 @dataclass(frozen=True)
@@ -132,7 +153,8 @@ def verdict(ladder: Ladder, rows: Mapping[str, RungResult], metric: Metric = ACC
     fraction = is_fraction(rows, metric)
     if first not in rows or naive not in rows:
         known = _holding(ladder, rows, metric, fraction) if first in rows else []
-        return [*sentences, *(known or ["Not enough runs have finished for a verdict."])]
+        none = ["Not enough runs have finished for a verdict."]
+        return [*sentences, *(known or none), *to_target(ladder, rows)]
     sentences = [*sentences, *_drop_told(ladder, rows, metric, fraction)]
     lost, noise = metric.gain(rows[naive].mean, rows[first].mean), max(rows[first].spread, rows[naive].spread)
     others = [e for e in effects(ladder, rows, metric) if e.name != naive]
@@ -144,7 +166,40 @@ def verdict(ladder: Ladder, rows: Mapping[str, RungResult], metric: Metric = ACC
     unclear = [e.cause for e in others if not e.clear]
     if unclear:
         sentences.append(f"No difference beyond the seeds: {', '.join(unclear)}.")
-    return [*sentences, *_holding(ladder, rows, metric, fraction)]
+    return [*sentences, *_holding(ladder, rows, metric, fraction), *to_target(ladder, rows)]
+
+
+def to_target(ladder: Ladder, rows: Mapping[str, RungResult]) -> list[str]:
+    """Return one sentence a rung with a target: steps, samples and seconds to it, and their ratio to the first rung's.
+
+    Args:
+        ladder: the ladder.
+        rows: results by rung name.
+    """
+    sentences = []
+    first = rows.get(ladder.rungs[0].name)
+    for rung in ladder.rungs:
+        row = rows.get(rung.name)
+        if row is None or row.reached is None:
+            continue
+        seeds, target = len(row.outcomes), rung.config.until
+        if not math.isfinite(row.to_target("steps")):
+            sentences.append(f"'{row.name}' reached {target} with {row.reached} of {seeds} seeds.")
+            continue
+        parts = []
+        for name, unit, form in (("steps", "steps", ",.0f"), ("samples", "samples", ",.0f"), ("seconds", "s", ",.1f")):
+            value = row.to_target(name)
+            text = f"{value:{form}} {unit}"
+            # The first rung may have another target in a ladder that changes it.
+            alike = first is not None and first is not row and ladder.rungs[0].config.until == target
+            if alike and first is not None and 0 < first.to_target(name) < math.inf:
+                text += f" (× {value / first.to_target(name):.2f})"
+            parts.append(text)
+        sentences.append(
+            f"'{row.name}' reached {target} with {row.reached} of {seeds} seeds, after {', '.join(parts)} "
+            f"({'median' if seeds > 1 else 'one seed'})."
+        )
+    return sentences
 
 
 def recipe_holds(ladder: Ladder, rows: Mapping[str, RungResult], metric: Metric = ACCURACY) -> bool:

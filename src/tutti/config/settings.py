@@ -29,7 +29,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
         *("clip", "ema", "gradient_noise", "identical_batches", "channels_last", "compile", "activation_checkpointing"),
         *("seed", "max_nonfinite"),
     ),
-    "How long": ("epochs", "steps", "samples", "duration", "regime_batch", "eval_every"),
+    "How long": ("epochs", "steps", "samples", "duration", "until", "patience", "regime_batch", "eval_every"),
     "Saving and resuming": (
         *("checkpoint_every", "keep", "keep_best", "init_from", "resume", "max_restarts"),
         *("start_timeout", "step_timeout", "save_timeout"),

@@ -11,10 +11,11 @@ from typing import Literal
 from tutti.checkpoint.best import Best
 from tutti.config.averaging import Averaging
 from tutti.config.growth import BatchGrowth
-from tutti.config.metric_direction import Direction
+from tutti.config.metric_direction import Direction, Metric
 from tutti.config.optimizer_config import check_schedule
 from tutti.config.slowness import Slowness
 from tutti.config.spec import Duration
+from tutti.config.training_target import TrainingTarget, split_target
 from tutti.errors import UsageError
 from tutti.launcher.watchdog import WatchdogLimits
 from tutti.optim.scaling import NoRule, check_growth, check_rule
@@ -43,6 +44,9 @@ class TrainConfig:
         identical_batches: every worker draws worker 0's samples, a well-known mistake.
         epochs, steps, samples: length of training, at most one of the three; default: 3 epochs.
         duration: length of training as 3ep, 500st or 20000sa.
+        until: end at an evaluation that reaches this held-out value: accuracy=0.93, loss<=0.2; exit 9 if none does.
+        patience: end after so many evaluations in a row without a better value of --until's or --keep-best's metric, or
+            of the loss.
         regime_batch: train for as many updates as with this batch; milestones and warm-up too.
         precision: fp32, bf16 or fp16 (autocast, fp32 weights), or fp64.
         loss_scale: a number, or ``dynamic:init=65536``; default: dynamic for fp16.
@@ -97,6 +101,8 @@ class TrainConfig:
     steps: int | None = None
     samples: int | None = None
     duration: str | None = None
+    until: str | None = None
+    patience: int | None = None
     regime_batch: int | None = None
     precision: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
     loss_scale: str | None = None
@@ -139,6 +145,7 @@ class TrainConfig:
             "micro_batch",
             "steps",
             "samples",
+            "patience",
             "regime_batch",
             "threads",
             "max_nonfinite",
@@ -181,6 +188,14 @@ class TrainConfig:
         self.averaging()
         self.growth()
         self.slowness()
+        if self.target_text is not None:
+            split_target(self.target_text)
+        for name, value in (("until", self.target_text), ("patience", self.patience)):
+            if value is not None and self.every("eval_every") is None:
+                raise UsageError(
+                    f"--{name} needs evaluations during the run, and --eval-every is none",
+                    remedy="give --eval-every, such as 1ep or 100st, or leave one of the two out",
+                )
 
     @cached_property
     def lr_rule(self) -> NoRule:
@@ -293,6 +308,31 @@ class TrainConfig:
         if self.keep_best is None or self.keep_best == "none":
             return None
         return Best.parse(self.keep_best, declared=declared)
+
+    def target(self, declared: Mapping[str, Direction] | None = None) -> TrainingTarget | None:
+        """Return the held-out value that ends the run; None without ``--until``.
+
+        Raises:
+            UsageError: the option is malformed, or nothing decides the metric's direction.
+        """
+        return None if self.target_text is None else TrainingTarget.parse(self.target_text, declared=declared)
+
+    @property
+    def target_text(self) -> str | None:
+        """The text of ``--until``; None for none."""
+        return None if self.until == "none" else self.until
+
+    def watched_metric(self, declared: Mapping[str, Direction] | None = None) -> Metric | None:
+        """Return the metric that may end the run; None without ``--until`` and ``--patience``.
+
+        It is that of ``--until``, else with ``--patience`` that of ``--keep-best``, else the held-out loss.
+        """
+        target, best = self.target(declared), self.best(declared)
+        if target is not None:
+            return target.metric
+        if self.patience is None:
+            return None
+        return Metric("loss", higher=False) if best is None else Metric(best.metric, best.more)
 
 
 def _flag(name: str) -> str:

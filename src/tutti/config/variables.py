@@ -60,7 +60,9 @@ OPTIONS: Mapping[str, Values] = {
     **dict.fromkeys(
         ("data_workers", "batch_size", "keep", "max_restarts", "seed", "max_nonfinite", "log_every"), WHOLE
     ),
-    **dict.fromkeys(("workers", "micro_batch", "steps", "samples", "regime_batch", "threads"), WHOLE_OR_NONE),
+    **dict.fromkeys(
+        ("workers", "micro_batch", "steps", "samples", "patience", "regime_batch", "threads"), WHOLE_OR_NONE
+    ),
     "timeout": NUMBER,
     **dict.fromkeys(("epochs", "clip", "start_timeout", "step_timeout", "save_timeout"), NUMBER_OR_NONE),
     **dict.fromkeys(("augment", "identical_batches", "reproducible", "overwrite", "tensorboard"), TRUTH),
@@ -68,7 +70,7 @@ OPTIONS: Mapping[str, Values] = {
     "precision": choice("fp32", "bf16", "fp16", "fp64"),
     "device": TEXT,
     **dict.fromkeys(("data", "model", "batch_norm", "strategy", "optimizer", "schedule", "lr_scale", "devices"), TEXT),
-    **dict.fromkeys(("batch_growth", "duration", "loss_scale", "compile", "activation_checkpointing"), TEXT),
+    **dict.fromkeys(("batch_growth", "duration", "until", "loss_scale", "compile", "activation_checkpointing"), TEXT),
     **dict.fromkeys(("gradient_noise", "ema", "eval_every", "checkpoint_every", "keep_best", "init_from"), TEXT),
     **dict.fromkeys(("resume", "slow", "runs", "out", "profile", "trace", "machine"), TEXT),
 }

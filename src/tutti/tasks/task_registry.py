@@ -44,6 +44,7 @@ class TaskEntry:
         ask: form of ``--data`` for the error message; None if ``--data`` is optional or unused.
         augment: whether training samples can be augmented.
         metric: the held-out metric that ``tutti compare`` uses by default.
+        reports: names of all held-out values.
         needs: required packages, and the extra that installs each.
     """
 
@@ -54,6 +55,7 @@ class TaskEntry:
     ask: str | None = None
     augment: bool = False
     metric: str = "accuracy"
+    reports: tuple[str, ...] = ("loss", "accuracy")
     needs: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -63,6 +65,7 @@ TASKS: Mapping[str, TaskEntry] = {
         models={"line": LineConfig},
         summary="two parameters, y = w·x + b with noise; embedded",
         metric="loss",
+        reports=("loss",),
     ),
     "digits": TaskEntry(
         made_by="tutti.tasks.digits:digits_task",
@@ -93,6 +96,7 @@ TASKS: Mapping[str, TaskEntry] = {
         check=masks.check_masks,
         ask="--data FOLDER (train/image/NN.png and train/label/NN.png)",
         augment=True,
+        reports=("loss", "accuracy", "dice"),
         needs={"PIL": "data"},
     ),
 }
@@ -169,6 +173,15 @@ def load_task(text: str, *, data: str | None = None, model: str | None = None, a
 def judged_by(text: str) -> str:
     """Return the default metric for comparing runs of this task."""
     return "accuracy" if user.is_own(text) else _entry(text).metric
+
+
+def held_out_values(text: str) -> tuple[str, ...]:
+    """Return the names of the values that an evaluation of a built-in task reports. Raises UsageError for no such task.
+
+    >>> held_out_values("membranes")
+    ('loss', 'accuracy', 'dice')
+    """
+    return _entry(text).reports
 
 
 def _entry(text: str) -> TaskEntry:

@@ -59,6 +59,7 @@ def derived(
             else {}
         ),
         **_kept(config),
+        **_ending(config, task),
         "kernels": facts["kernels"],
         **({"slowed": "; ".join(map(str, config.slowness()))} if config.slowness() else {}),
         "seed": str(config.seed),
@@ -82,6 +83,17 @@ def _kept(config: TrainConfig) -> dict[str, str]:
     if best is not None:
         lines["best kept"] = f"the checkpoint with the {'highest' if best.more else 'lowest'} held-out {best.metric}"
     return lines
+
+
+def _ending(config: TrainConfig, task: Task) -> dict[str, str]:
+    """Return the line on evaluations that may end the run, if any."""
+    target, metric = config.target(task.directions), config.watched_metric(task.directions)
+    if metric is None:
+        return {}
+    parts = [] if target is None else [f"an evaluation with {target}"]
+    if config.patience is not None:
+        parts.append(f"{config.patience} evaluations in a row without a better {metric.name}")
+    return {"ends early at": ", or ".join(parts)}
 
 
 def _length(config: TrainConfig, run: Run) -> str:

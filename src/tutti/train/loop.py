@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 
 from tutti.checkpoint.manager import Checkpoints
 from tutti.checkpoint.manifest import REMEDY
+from tutti.config.metric_direction import RAW
 from tutti.config.spec import Duration
 from tutti.data.epochs import Epochs
 from tutti.data.source import Source
@@ -22,6 +23,7 @@ from tutti.metrics.profile import Window
 from tutti.metrics.throughput import DeviceThroughput, device_rates
 from tutti.optim.loss_scale import LossScale
 from tutti.train.run import Run
+from tutti.train.target_watch import EvaluatedAt, TargetWatch, wall_seconds
 from tutti.types import Batch, StepRecord
 
 _WINDOW = 30
@@ -194,8 +196,9 @@ def train_loop(
     windows: Sequence[Window] = (),
     clock: Clock | None = None,
     throughput: Callable[[Batch], DeviceThroughput] | None = None,
+    watch: TargetWatch | None = None,
 ) -> dict[str, Any]:
-    """Train from the position of ``run`` to the end of the plan. Collective.
+    """Train from the position of ``run`` to the end of the plan, or to an evaluation that ends the run. Collective.
 
     Args:
         run: a fresh run, or one restored from a checkpoint.
@@ -209,11 +212,13 @@ def train_loop(
         clock: first start of a resumed run, and its seconds of training; default: it starts now.
         throughput: returns what a sample is worth to a device, from this rank's first batch; None to report no figures
             of a device.
+        watch: tells which evaluation ends the run; None: only the plan ends it.
 
     Returns:
-        Entries of the summary: steps, updates, samples, train and eval means, speed, hash.
+        Entries of the summary: steps, updates, samples, train and eval means, target, speed, hash.
 
     Raises:
+        UsageError: the loss function does not report the metric that ``watch`` follows.
         Preempted: a rank was asked to stop; a checkpoint is written if there is a saver.
     """
     listener.started(header)
@@ -224,8 +229,9 @@ def train_loop(
     to_evaluate, to_save = (Due(every, plan.total, run) for every in (plan.evaluate, plan.save))
     evaluated, skipped = None, 0
     means = means or Means()
+    unchecked = watch is not None
     _look(windows, speed)
-    while not ended(plan.total, run):
+    while not _over(plan, run, watch):
         number, start = run.at
         means = means if start else Means()
         for batch in run.epoch(number, start):
@@ -239,12 +245,18 @@ def train_loop(
             _look(windows, speed)
             epoch = number if run.taken == run.clock else run.feed.epochs.place(max(run.clock - 1, 0))[0]
             skipped += _report(run, epoch, speed, means, listener)
+            if unchecked and watch is not None and held_out is not None:
+                _check_watch(watch, run, held_out, speed)
+                unchecked = False
             # Before the save: the checkpoint records the held-out values of its own step.
             fresh = None
             if to_evaluate() and held_out is not None:
                 evaluated = fresh = _evaluate(run, held_out, epoch, speed, listener)
-            _save(run, to_save() and plan.save is not None, means, fresh, saver, speed, clock)
-            if ended(plan.total, run):
+                if watch is not None:
+                    _watch(watch, run, fresh, clock)
+            due = to_save() or (watch is not None and watch.ending is not None)
+            _save(run, due and plan.save is not None, means, fresh, saver, speed, clock, watch)
+            if _over(plan, run, watch):
                 break
     if saver is not None:
         saver.wait()
@@ -260,12 +272,53 @@ def train_loop(
         "samples": run.samples,
         "train": means.summary(),
         "eval": None if evaluated is None else evaluated.values,
+        **({} if watch is None else watch.summary()),
         **_chosen(run, saver),
         **run.exchange.facts(),
         **speed.overall(),
         "weights_sha256": run.weights_sha256(),
         "diagnoses": run.checks.diagnoses.found,
     }
+
+
+def _over(plan: TrainPlan, run: Run, watch: TargetWatch | None) -> bool:
+    """Return whether the run has its planned length, or an evaluation has ended it."""
+    return ended(plan.total, run) or (watch is not None and watch.ending is not None)
+
+
+def _check_watch(watch: TargetWatch, run: Run, held_out: Source, speed: Speed) -> None:
+    """Check after the first step that the watched metric exists. Collective: a broadcast, or an evaluation besides.
+
+    A loss function may report metrics in evaluations alone: then the model is evaluated once. Raises UsageError.
+    """
+    averaged, stats = run.average is not None, run.stats
+    # A rank without samples in this step knows no names.
+    mine = list(stats.metrics) if stats is not None else []
+    reported = ["loss", *run.context.comms.world.broadcast_json(mine, 0, "names of the metrics")]
+    if watch.metric.name.removeprefix(RAW) not in reported:
+        start = time.perf_counter()
+        reported = list(run.evaluate(held_out).values)
+        speed.pause(start)
+    watch.check(reported, averaged)
+
+
+def _watch(watch: TargetWatch, run: Run, record: EvalRecord, clock: Clock) -> None:
+    """Let ``watch`` judge an evaluation on every rank, by the values of rank 0. Collective: a broadcast."""
+    watch.check(["loss", *record.metrics], record.raw is not None)
+    # Sums in another order may differ in the last bit between ranks of one replica: one rank decides.
+    value = run.context.comms.world.broadcast_json(_finite(record.values[watch.metric.name]), 0, "value of the target")
+    dataset = run.feed.contract.dataset
+    watch.evaluated(
+        EvaluatedAt(
+            step=run.clock,
+            updates=run.updates,
+            samples=run.samples,
+            epochs=run.samples / dataset if dataset is not None else float(run.at.epoch),
+            seconds=record.seconds or 0.0,
+            wall_seconds=wall_seconds(clock.started),
+            value=_number(value),
+        )
+    )
 
 
 def _look(windows: Sequence[Window], speed: Speed) -> None:
@@ -346,6 +399,7 @@ def _save(
     saver: Checkpoints | None,
     speed: Speed,
     clock: Clock,
+    watch: TargetWatch | None,
 ) -> None:
     """Write a checkpoint if one is due, may be the best, or a rank was asked to stop. Collective.
 
@@ -357,6 +411,7 @@ def _save(
         saver: writes checkpoints; None for none.
         speed: excludes the time of the save.
         clock: first start of the run, for the checkpoint.
+        watch: its state is stored in the checkpoint; None for none.
 
     Raises:
         Preempted: a rank was asked to stop.
@@ -364,7 +419,9 @@ def _save(
     stop = run.stats is not None and run.stats.stop
     if saver is not None and (stop or due or (saver.best is not None and evaluated is not None)):
         start = time.perf_counter()
-        spent = {"started": clock.started, "seconds": speed.elapsed()}
+        spent: dict[str, Any] = {"started": clock.started, "seconds": speed.elapsed()}
+        if watch is not None:
+            spent["target"] = watch.state()
         saver.save({"means": means.facts(), **spent}, None if evaluated is None else evaluated.values)
         speed.pause(start)
     if stop:

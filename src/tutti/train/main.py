@@ -26,7 +26,7 @@ from tutti.config.train_config import TrainConfig
 from tutti.data.adapt import adapt
 from tutti.data.epochs import Epochs
 from tutti.data.source import Source
-from tutti.errors import Preempted, UsageError
+from tutti.errors import ExitCode, Preempted, UsageError
 from tutti.launcher import context, heartbeat
 from tutti.launcher.context import World
 from tutti.metrics.events import TensorBoard
@@ -47,6 +47,7 @@ from tutti.train.loop import Length, Means, TrainPlan, train_loop
 from tutti.train.preemption import stop_on_signals
 from tutti.train.prepare import RunOptions, prepare_run
 from tutti.train.run import Run
+from tutti.train.target_watch import TargetWatch
 from tutti.train.utilisation import measured_throughput
 from tutti.workload.tensor_memory import free_memory
 
@@ -104,11 +105,12 @@ def train_rank(task: str, config: TrainConfig, directory: str | None) -> int:
             lines = {**derived(chosen, config, run, world, total, facts), **origin}
             header = RunHeader(title(task, config), lines, steps, _per_epoch(epochs))
             means = Means.saved(restored) if restored else None
+            watch = _watch(config, chosen, restored, warnings)
             worth = partial(measured_throughput, chosen, config, world, run, listeners.warned)
             first = worth if world.identity.rank == 0 else None
-            result = train_loop(run, plan, held_out, header, listeners, saver, means, windows, clock, first)
+            result = train_loop(run, plan, held_out, header, listeners, saver, means, windows, clock, first, watch)
         declared = {"directions": dict(chosen.directions)} if chosen.directions else {}
-        listeners.finished({**facts, **result, **declared, "started": clock.started, "exit_code": 0})
+        listeners.finished({**facts, **result, **declared, "started": clock.started, "exit_code": _exit_code(result)})
     except Preempted as stop:
         listeners.warned(str(stop))
         raise reason.error(stop) from None
@@ -240,11 +242,46 @@ def _held_out(chosen: Task, task: str, config: TrainConfig) -> Source | None:
     """Return the task's held-out samples, or None. Raises UsageError if ``--keep-best`` needs them."""
     if chosen.eval is not None:
         return adapt(chosen.eval)
-    if config.best() is not None:
-        raise UsageError(
-            f"the task '{task}' has no held-out samples to keep the best by", remedy="leave --keep-best out"
-        )
+    for option, needed in (
+        ("--keep-best", config.best() is not None),
+        ("--until", config.target_text is not None),
+        ("--patience", config.patience is not None),
+    ):
+        if needed:
+            raise UsageError(
+                f"the task '{task}' has no held-out samples, which {option} needs", remedy=f"leave {option} out"
+            )
     return None
+
+
+def _watch(
+    config: TrainConfig, chosen: Task, restored: Mapping[str, Any] | None, warn: Callable[[str], None]
+) -> TargetWatch | None:
+    """Return the watch of ``--until`` and ``--patience``, continued from the checkpoint; None without the options.
+
+    Args:
+        config: the configuration.
+        chosen: the task, which may declare the metric's direction.
+        restored: facts of the run's own checkpoint; None without a checkpoint.
+        warn: is told if the checkpoint has watched another metric.
+
+    Raises:
+        UsageError: the metric's direction is unknown.
+        CheckpointError: the saved state is invalid.
+    """
+    metric = config.watched_metric(chosen.directions)
+    if metric is None:
+        return None
+    watch = TargetWatch(metric, config.target(chosen.directions), config.patience)
+    saved = (restored or {}).get("target")
+    if saved is not None and not watch.load(saved):
+        warn(f"evaluations before the checkpoint are not counted: the run did not watch {metric.name} until now")
+    return watch
+
+
+def _exit_code(result: Mapping[str, Any]) -> ExitCode:
+    """Return the exit code of a finished run: ``THRESHOLD`` if it has not reached its target."""
+    return ExitCode.DONE if result.get("target", {"reached": True})["reached"] else ExitCode.THRESHOLD
 
 
 def _begin(run: Run, config: TrainConfig, restored: Mapping[str, Any] | None, facts: dict[str, Any]) -> dict[str, str]:

@@ -63,7 +63,7 @@ class ShardedParameter:
         if not self.parameter.numel():
             return self.parameter.detach().cpu().clone()
         if not self.spec.shape:
-            return saved.get(group, name).view(1)
+            return saved.get(group, name).view(self.parameter.shape)
         parts = [saved.part(group, name, *region) for region in self.spec.regions(self.parameter.shape)]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 

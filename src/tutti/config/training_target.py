@@ -1,0 +1,97 @@
+"""The held-out value at which ``--until`` ends a run, and the metric that ``--patience`` watches. No torch."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from tutti.config.metric_direction import RAW, Direction, Metric, higher_is_better
+from tutti.errors import UsageError, did_you_mean
+
+_FORM = "write NAME=VALUE, NAME<=VALUE or NAME>=VALUE, such as accuracy=0.93 or loss<=0.2"
+
+
+@dataclass(frozen=True)
+class TrainingTarget:
+    """A held-out metric and the value that a run trains to.
+
+    Attributes:
+        metric: the metric and its direction.
+        value: the value that must be reached or passed.
+    """
+
+    metric: Metric
+    value: float
+
+    @classmethod
+    def parse(
+        cls, text: str, option: str = "--until", declared: Mapping[str, Direction] | None = None
+    ) -> TrainingTarget:
+        """Parse ``NAME=VALUE``; ``<=`` or ``>=`` states the direction of a metric whose name does not decide it.
+
+        Args:
+            text: the target.
+            option: name of the option, for the error message.
+            declared: directions by metric that the task declares.
+
+        Raises:
+            UsageError: the text is malformed, the direction is unknown, or ``<=`` or ``>=`` contradicts it.
+
+        >>> print(TrainingTarget.parse("accuracy=0.93"), TrainingTarget.parse("distance<=2"))
+        accuracy >= 0.93 distance <= 2
+        """
+        name, sign, value = split_target(text, option)
+        known = higher_is_better(name, declared)
+        asked = {"<=": False, ">=": True}.get(sign, known)
+        if asked is None:
+            raise UsageError(
+                f"it is not declared whether a lower or a higher '{name}' is better",
+                where=option,
+                remedy=f"write {name}<={value:g} or {name}>={value:g}",
+            )
+        if known is not None and asked != known:
+            better = "higher" if known else "lower"
+            raise UsageError(
+                f"'{text}' is reached by worse values: a {better} {name} is better",
+                where=option,
+                remedy=f"write {name}={value:g}",
+            )
+        return cls(Metric(name, asked), value)
+
+    def reached(self, value: float) -> bool:
+        """Return whether ``value`` is as good as the target; NaN and infinity are not."""
+        return math.isfinite(value) and (value >= self.value if self.metric.higher else value <= self.value)
+
+    def __str__(self) -> str:
+        return f"{self.metric.name} {'>=' if self.metric.higher else '<='} {self.value:g}"
+
+
+def split_target(text: str, option: str = "--until") -> tuple[str, str, float]:
+    """Return name, sign (``=``, ``<=`` or ``>=``) and value of a target. Raises UsageError if the text is malformed.
+
+    >>> split_target("loss<=0.2")
+    ('loss', '<=', 0.2)
+    """
+    found = re.fullmatch(r"\s*([^<>=:\s]+)\s*(=|<=|>=)\s*(\S+)\s*", text)
+    if found is not None:
+        with contextlib.suppress(ValueError):
+            if math.isfinite(value := float(found[3])):
+                return found[1], found[2], value
+    raise UsageError(f"cannot read '{text}'", where=option, remedy=_FORM)
+
+
+def check_metric(name: str, option: str, reported: Sequence[str], averaged: bool) -> None:
+    """Raise UsageError, naming the nearest, if an evaluation does not report the metric ``name``.
+
+    Args:
+        name: the metric.
+        option: the option that names it.
+        reported: names that the task's loss function reports, with ``loss``.
+        averaged: whether the run keeps an average of its weights, and so reports ``raw_`` values as well.
+    """
+    known = [*reported, *(f"{RAW}{other}" for other in reported if averaged)]
+    if name not in known:
+        raise UsageError(f"the task reports no held-out '{name}'", where=option, remedy=did_you_mean(name, known))

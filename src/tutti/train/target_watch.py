@@ -1,0 +1,172 @@
+"""End a run at an evaluation that reaches the target of ``--until`` or exhausts ``--patience``."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from tutti.checkpoint.manifest import REMEDY
+from tutti.config.metric_direction import Metric
+from tutti.config.training_target import TrainingTarget, check_metric
+from tutti.errors import CheckpointError
+
+Ending = Literal["target", "patience", "length"]
+
+
+@dataclass(frozen=True)
+class EvaluatedAt:
+    """The position of a run at an evaluation.
+
+    Attributes:
+        step: global step.
+        updates: writes of the parameters.
+        samples: samples consumed.
+        epochs: epochs of training.
+        seconds: of training since the first start of the run, without evaluations and saves.
+        wall_seconds: elapsed since the first start, with everything between; None if the start is unknown.
+        value: the metric.
+    """
+
+    step: int
+    updates: int
+    samples: int
+    epochs: float
+    seconds: float
+    wall_seconds: float | None
+    value: float
+
+
+class TargetWatch:
+    """Follows the evaluations of a run, and tells when one ends it.
+
+    Args:
+        metric: the metric that is watched.
+        target: the value of it that ends the run; None for none.
+        patience: number of evaluations in a row without a better value that end the run; None for no such limit.
+
+    Attributes:
+        ending: ``target`` or ``patience`` once an evaluation has ended the run; None before.
+    """
+
+    def __init__(self, metric: Metric, target: TrainingTarget | None, patience: int | None) -> None:
+        self.metric, self.target, self.patience = metric, target, patience
+        self.ending: Literal["target", "patience"] | None = None
+        self._best: EvaluatedAt | None = None
+        self._reached: EvaluatedAt | None = None
+        self._last: EvaluatedAt | None = None
+        self._before: int | None = None
+        self._stale = self._count = 0
+
+    @property
+    def option(self) -> str:
+        """The option that names the metric."""
+        return "--until" if self.target is not None else "--patience"
+
+    def check(self, reported: Sequence[str], averaged: bool) -> None:
+        """Raise UsageError, naming the nearest, unless the loss function reports the metric.
+
+        Args:
+            reported: names of the values that it reports, with ``loss``.
+            averaged: whether the run keeps an average of its weights.
+        """
+        check_metric(self.metric.name, self.option, reported, averaged)
+
+    def evaluated(self, at: EvaluatedAt) -> None:
+        """Count an evaluation: note the best value and the first that reaches the target, and set ``ending``."""
+        previous, self._last = self._last, at
+        self._count += 1
+        # NaN and infinity are never the best value.
+        better = math.isfinite(at.value) and (self._best is None or self.metric.gain(self._best.value, at.value) > 0)
+        if better:
+            self._best = at
+        self._stale = 0 if better else self._stale + 1
+        if self._reached is None and self.target is not None and self.target.reached(at.value):
+            self._reached = at
+            self._before = 0 if previous is None else previous.samples
+        self._end()
+
+    def _end(self) -> None:
+        if self._reached is not None:
+            self.ending = "target"
+        elif self.patience is not None and self._stale >= self.patience:
+            self.ending = "patience"
+
+    def state(self) -> dict[str, Any]:
+        """Return the state as a JSON value, for a checkpoint."""
+        return {
+            "metric": asdict(self.metric),
+            "value": None if self.target is None else self.target.value,
+            "best": _plain(self._best),
+            "reached": _plain(self._reached),
+            "last": _plain(self._last),
+            "samples_before": self._before,
+            "stale": self._stale,
+            "evaluations": self._count,
+        }
+
+    def load(self, saved: Mapping[str, Any]) -> bool:
+        """Continue from a checkpoint's state, and return whether it belongs to this metric.
+
+        A target of another value is judged by the evaluations from now on; the best value and the evaluations without
+        a better one are kept. Raises CheckpointError for a state that no run has written.
+        """
+        try:
+            if saved["metric"] != asdict(self.metric):
+                return False
+            self._best, self._last = _read(saved["best"]), _read(saved["last"])
+            self._stale, self._count = int(saved["stale"]), int(saved["evaluations"])
+            if self.target is not None and saved["value"] == self.target.value:
+                self._reached, self._before = _read(saved["reached"]), saved["samples_before"]
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError("the checkpoint's 'target' is invalid", why=repr(error), remedy=REMEDY) from error
+        self._end()
+        return True
+
+    def summary(self) -> dict[str, Any]:
+        """Return the entries ``target`` and ``early_stopping`` of ``summary.json``, where the run has the option."""
+        best, at = self._best, self._reached
+        common = {
+            "metric": self.metric.name,
+            "better": self.metric.direction,
+            "best": None if best is None else best.value,
+            "best_step": None if best is None else best.step,
+            "evaluations": self._count,
+            "ended_by": self.ending or "length",
+        }
+        found: dict[str, Any] = {}
+        if self.target is not None:
+            found["target"] = {
+                **common,
+                "value": self.target.value,
+                "reached": at is not None,
+                "steps": None if at is None else at.step,
+                "updates": None if at is None else at.updates,
+                "samples": None if at is None else at.samples,
+                "samples_before": self._before,
+                "epochs": None if at is None else at.epochs,
+                "seconds": None if at is None else at.seconds,
+                "wall_seconds": None if at is None else at.wall_seconds,
+            }
+        if self.patience is not None:
+            found["early_stopping"] = {**common, "patience": self.patience, "without_better": self._stale}
+        return found
+
+
+def wall_seconds(started: float | None) -> float | None:
+    """Return seconds since the Unix time ``started``; None if it is unknown."""
+    return None if started is None else time.time() - started
+
+
+def _plain(at: EvaluatedAt | None) -> dict[str, Any] | None:
+    if at is None:
+        return None
+    return {**asdict(at), "value": at.value if math.isfinite(at.value) else None}
+
+
+def _read(saved: Mapping[str, Any] | None) -> EvaluatedAt | None:
+    if saved is None:
+        return None
+    return EvaluatedAt(**{**saved, "value": math.nan if saved["value"] is None else float(saved["value"])})
