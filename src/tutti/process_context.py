@@ -20,6 +20,9 @@ from tutti.process_ancestors import job_of
 
 Source = Literal["torchrun", "horovod", "openmpi", "hydra", "pals", "flux", "slurm", "single"]
 
+LAUNCHED = "TUTTI_LAUNCHED"
+"""Variable from the command to its ranks: the Unix time at which it was started."""
+
 _HOROVOD = {
     field: f"HOROVOD_{field.upper()}"
     for field in ("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size")
@@ -59,6 +62,14 @@ _JOB_IDS: Mapping[str, tuple[str, ...]] = {
     "flux": ("FLUX_JOB_ID",),
 }
 _NODES: Mapping[Source, str] = {"flux": _FLUX_NODES}
+
+
+def launch_time(environ: Mapping[str, str]) -> float | None:
+    """Return the Unix time at which the command of this rank was started; None if it is unknown."""
+    try:
+        return float(environ[LAUNCHED])
+    except (KeyError, ValueError):
+        return None
 
 
 @dataclass(frozen=True)

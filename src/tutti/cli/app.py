@@ -17,6 +17,7 @@ from tutti.cli.bench_command import bench
 from tutti.cli.compare_command import compare
 from tutti.cli.doctor_command import doctor
 from tutti.cli.export_command import export
+from tutti.cli.goodput_command import goodput
 from tutti.cli.help_pages import OneScreen
 from tutti.cli.run_command import end_options, run
 from tutti.cli.train_command import bare_options, train
@@ -48,6 +49,7 @@ def build_app() -> App:
     app.command(run, usage="Usage: tutti run [OPTIONS] SCRIPT [ARGUMENTS]")
     app.command(compare, usage="Usage: tutti compare TASK [OPTIONS]")
     app.command(export, usage="Usage: tutti export RUN [OPTIONS]")
+    app.command(goodput, usage="Usage: tutti goodput RUN [--json]")
     app.command(workload, usage="Usage: tutti workload TASK [OPTIONS]")
     app.command(bench, usage="Usage: tutti bench [PARTS] [OPTIONS]")
     app.command(doctor, usage="Usage: tutti doctor [--json]")

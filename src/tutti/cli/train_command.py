@@ -9,6 +9,7 @@ import importlib.util
 import os
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -44,6 +45,7 @@ from tutti.metrics.throughput import MFU
 from tutti.optim.gradient_noise import check_noise, per_worker_option
 from tutti.optim.loss_scale import chosen as check_loss_scale
 from tutti.optim.scaling import scaled
+from tutti.process_context import LAUNCHED
 from tutti.tasks import task_registry, user
 from tutti.train.rank_entry import PRELOADED, run_launched_rank, run_rank
 from tutti.workload.machine_file import read_machine
@@ -82,6 +84,7 @@ def train(
     memory:
         device memory for --dry-run: 16GB; default: this machine's
     """
+    begun = time.time()
     name, chosen = resolved(task, flags, config)
     if print_config:
         print(toml_text(config_toml(chosen, name), sys.stdout), end="")
@@ -97,6 +100,7 @@ def train(
         return _dry_run(name, chosen, memory, joined)
     if memory is not None:
         raise UsageError("--memory needs --dry-run", remedy="add --dry-run, or leave it out")
+    os.environ[LAUNCHED] = repr(begun)
     stdin_control.control_by_stdin(os.environ)
     # Every rank of a joined job runs this code; all ranks share the directory of rank 0.
     first = joined is None or joined.rank == 0

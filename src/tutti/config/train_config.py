@@ -41,13 +41,12 @@ class TrainConfig:
         batch_size: samples in one *global* batch, over all workers.
         batch_growth: larger batches instead of a smaller rate, ``milestones=30ep+60ep,factor=5``.
         micro_batch: most samples in one forward pass; default: no limit.
-        identical_batches: every worker draws worker 0's samples, a well-known mistake.
+        identical_batches: every worker draws worker 0's samples: a mistake.
         epochs, steps, samples: length of training, at most one of the three; default: 3 epochs.
         duration: length of training as 3ep, 500st or 20000sa.
-        until: end at an evaluation that reaches this held-out value: accuracy=0.93, loss<=0.2; exit 9 if none does.
-        patience: end after so many evaluations in a row without a better value of --until's or --keep-best's metric, or
-            of the loss.
-        regime_batch: train for as many updates as with this batch; milestones and warm-up too.
+        until: end at this held-out value: accuracy=0.93, loss<=0.2.
+        patience: end after so many evaluations without a better value.
+        regime_batch: as many updates as with this batch; milestones, warm-up too.
         precision: fp32, bf16 or fp16 (autocast, fp32 weights), or fp64.
         loss_scale: a number, or ``dynamic:init=65536``; default: dynamic for fp16.
         channels_last: memory layout of images; default: on for image tasks.

@@ -86,6 +86,7 @@ MACHINE: Mapping[str, Values] = {
 """Variables that users set for a machine, for every run on it."""
 
 INTERNAL: Mapping[str, Values] = {
+    "LAUNCHED": NUMBER,  # from the command to its ranks: Unix time at which it was started
     "STORE": TEXT,  # from the launcher to its ranks: file of their rendezvous store
     "TETHER": choice("stdin"),  # from a remote launcher: stdin ends and signals the process
     "TEST_DATA": TEXT,  # to the tests alone: folder of published data sets

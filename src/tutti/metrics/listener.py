@@ -61,12 +61,14 @@ class Pace:
         elapsed: seconds of training since the run's first start, over all resumes, without evaluations and saves.
         remaining: estimated seconds of training to go.
         device: figures of one device by name, such as ``throughput/device/mfu``.
+        data: seconds for which the last step waited for its batch, on rank 0; None if not measured.
     """
 
     samples_per_second: float
     elapsed: float
     remaining: float
     device: Mapping[str, float] = field(default_factory=dict)
+    data: float | None = None
 
 
 @dataclass(frozen=True)

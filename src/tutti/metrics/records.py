@@ -153,6 +153,7 @@ class RunDirectory:
         task: the task's name.
         resumed: step of the checkpoint that the run resumes from; None for a new run.
         clock: start and earlier training time; None for a new run or a checkpoint without them.
+        launched: Unix time at which the command was started that makes these records; None if unknown.
 
     Attributes:
         path: the run directory.
@@ -169,6 +170,7 @@ class RunDirectory:
         task: str,
         resumed: int | None = None,
         clock: Clock | None = None,
+        launched: float | None = None,
     ) -> None:
         self.path = Path(path)
         self.clock = (clock or Clock(time.time())) if resumed is None else _clock(self.path, clock or Clock(None))
@@ -181,10 +183,11 @@ class RunDirectory:
             self.path.mkdir(parents=True, exist_ok=True)
             # Replace the file atomically: a run that is killed here keeps its history, and a reader that follows the
             # file sees a new one.
-            _write(metrics, b"" if resumed is None else _until(metrics, resumed, self.clock.spent))
+            _write(metrics, b"" if resumed is None else _until(metrics, resumed, self.clock.spent, launched))
             self._metrics = metrics.open("ab", buffering=0)
         _write(self.path / "config.toml", config_toml(rerun, task).encode(errors="surrogateescape"))
-        _write_json(self.path / "env.json", {"started": self.clock.started, **environment()})
+        first = launched if resumed is None else _environment_of(self.path).get("launched")
+        _write_json(self.path / "env.json", {"launched": first, "started": self.clock.started, **environment()})
 
     def started(self, header: RunHeader) -> None:
         """Write nothing: the header's derived numbers follow from ``config.toml``."""
@@ -207,6 +210,8 @@ class RunDirectory:
         for name, value in record.adascale.items():
             line[name] = _finite(value)
         line["seconds"] = round(pace.elapsed, 6)
+        if pace.data is not None:
+            line["data_seconds"] = round(pace.data, 6)
         line |= pace.device
         if record.skipped:
             line["skipped"] = True
@@ -255,7 +260,7 @@ class RunDirectory:
             self._metrics.close()
 
     def _append(self, line: Mapping[str, Any]) -> None:
-        self._waiting.append(_line({**line, "time": round(time.time(), 3)}))
+        self._waiting.append(_line({**line, "time": round(time.time(), 6)}))
         try:
             self._flush()
         except DiskError:
@@ -299,13 +304,14 @@ def _records(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
             continue
 
 
-def _until(path: Path, step: int, seconds: float) -> bytes:
+def _until(path: Path, step: int, seconds: float, launched: float | None) -> bytes:
     """Return the lines of a metrics file up to ``step``, with a ``resume`` line that counts the lost steps after it.
 
     Args:
         path: the file.
         step: of the checkpoint that the run resumes from.
         seconds: of training so far, lost steps included.
+        launched: Unix time at which the resuming command was started; None if unknown.
     """
     kept, lost = [], 0
     for line, record in _records(path):
@@ -313,8 +319,10 @@ def _until(path: Path, step: int, seconds: float) -> bytes:
             kept.append(line)
         else:
             lost += record["group"] == "train"
-    resume = {"group": "resume", "from": step, "lost": lost, "seconds": round(seconds, 6)}
-    return b"".join(kept) + _line({**resume, "time": round(time.time(), 3)})
+    resume: dict[str, Any] = {"group": "resume", "from": step, "lost": lost, "seconds": round(seconds, 6)}
+    if launched is not None:
+        resume["launched"] = launched
+    return b"".join(kept) + _line({**resume, "time": round(time.time(), 6)})
 
 
 def _clock(path: Path, saved: Clock) -> Clock:
@@ -327,9 +335,16 @@ def _clock(path: Path, saved: Clock) -> Clock:
     seconds = [record.get("seconds", 0.0) for _, record in _records(path / "metrics.jsonl")]
     started = saved.started
     if started is None:
-        with contextlib.suppress(OSError, ValueError):
-            started = json.loads((path / "env.json").read_text(encoding="utf-8")).get("started")
+        started = _environment_of(path).get("started")
     return Clock(started, max([saved.spent, *seconds]))
+
+
+def _environment_of(path: Path) -> dict[str, Any]:
+    """Return ``env.json`` of run directory ``path``; an empty dict if it is missing or invalid."""
+    with contextlib.suppress(OSError, ValueError):
+        found = json.loads((path / "env.json").read_text(encoding="utf-8"))
+        return found if isinstance(found, dict) else {}
+    return {}
 
 
 def environment() -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -95,7 +95,7 @@ class Speed:
         self._total, self._start, self._spent = total, time.perf_counter(), spent
         self._first, self._startup = (self._start, done), compiled
         self._marks: deque[tuple[float, int]] = deque([(self._start, done)], maxlen=_WINDOW + 1)
-        self._paused = 0.0
+        self._paused = self._waited = 0.0
         self._factors: Mapping[str, float] = {}
 
     def worth(self, throughput: DeviceThroughput) -> None:
@@ -113,7 +113,18 @@ class Speed:
             self._marks.clear()
             self._marks.append(self._first)
         remaining = (self._total - samples) / max(rate, 1e-9)
-        return Pace(rate, elapsed, remaining, device_rates(self._factors, rate))
+        return Pace(rate, elapsed, remaining, device_rates(self._factors, rate), self._waited)
+
+    def timed(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """Yield batches, and note for the next ``mark`` how long each was waited for."""
+        while True:
+            begin = time.perf_counter()
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            self._waited = time.perf_counter() - begin
+            yield batch
 
     def elapsed(self) -> float:
         """Return seconds of training until now, since the first start of the run."""
@@ -234,7 +245,7 @@ def train_loop(
     while not _over(plan, run, watch):
         number, start = run.at
         means = means if start else Means()
-        for batch in run.epoch(number, start):
+        for batch in speed.timed(run.epoch(number, start)):
             if throughput is not None:
                 begin = time.perf_counter()
                 speed.worth(throughput(batch))

@@ -39,6 +39,7 @@ from tutti.metrics.trace import TABLE as TRACE
 from tutti.metrics.trace import traced
 from tutti.nn.init_on_disk import spilling
 from tutti.optim.schedules import Schedule, make_schedule
+from tutti.process_context import launch_time
 from tutti.tasks import task_registry
 from tutti.tasks.task import Task
 from tutti.train.batch_size_schedule import model_warnings, plan_warnings, without_growth_warnings
@@ -93,7 +94,10 @@ def train_rank(task: str, config: TrainConfig, directory: str | None) -> int:
             if world.identity.rank == 0:
                 found: list[Listener] = [terminal_listener(sys.stderr, config)]
                 if directory:
-                    records = RunDirectory(directory, config, task, run.clock if again else None, clock)
+                    records = RunDirectory(
+                        *(directory, config, task, run.clock if again else None, clock),
+                        launch_time(os.environ),
+                    )
                     clock = records.clock
                     found += [records, *_tensorboard(directory, config, run.clock if again else 0)]
                 listeners = Listeners(found)
@@ -110,7 +114,8 @@ def train_rank(task: str, config: TrainConfig, directory: str | None) -> int:
             first = worth if world.identity.rank == 0 else None
             result = train_loop(run, plan, held_out, header, listeners, saver, means, windows, clock, first, watch)
         declared = {"directions": dict(chosen.directions)} if chosen.directions else {}
-        listeners.finished({**facts, **result, **declared, "started": clock.started, "exit_code": _exit_code(result)})
+        times = {"started": clock.started, "ended": round(time.time(), 6)}
+        listeners.finished({**facts, **result, **declared, **times, "exit_code": _exit_code(result)})
     except Preempted as stop:
         listeners.warned(str(stop))
         raise reason.error(stop) from None

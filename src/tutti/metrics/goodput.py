@@ -1,0 +1,223 @@
+"""Goodput of a run: productive ÷ elapsed time, and the lost time by cause, from its ``metrics.jsonl``. No torch."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tutti.errors import UsageError
+from tutti.metrics.records import read_summary
+
+CAUSES: Mapping[str, str] = {
+    "start": "from the command to the first step, and what that step takes longer than others",
+    "data": "training waited for a batch",
+    "evaluation": "evaluations",
+    "save": "training waited for checkpoints, traces and the end of the run",
+    "failure": "steps that were computed twice, and the time until the run was started again",
+    "stopped": "between a stop without lost steps and the next start",
+    "restart": "from the next start to its first step, and what that step takes longer than others",
+    "slow steps": "what steps took longer than the median, of steps over 1.5 times the median",
+}
+"""Causes of lost time, each with its definition."""
+
+SLOW = 1.5
+"""A step is slow if it takes more than this multiple of the median of the steps with as many samples."""
+
+FEWEST = 5
+"""Fewest steps with equal numbers of samples of which the median is taken."""
+
+
+@dataclass(frozen=True)
+class Goodput:
+    """Where the time of a run went; ``productive`` and ``lost`` add up to ``elapsed``.
+
+    Attributes:
+        elapsed: seconds from the run's command to its end, or to its last record.
+        productive: seconds of steps that count, without waiting for data and without the excess of slow steps.
+        lost: seconds by cause, a key of ``CAUSES``; only causes that were measured.
+        steps: number of steps that count.
+        attempts: number of starts.
+        notes: what the records do not tell.
+    """
+
+    elapsed: float
+    productive: float
+    lost: Mapping[str, float]
+    steps: int
+    attempts: int
+    notes: tuple[str, ...] = ()
+
+    @property
+    def fraction(self) -> float:
+        """Productive ÷ elapsed time, 0 to 1."""
+        return self.productive / self.elapsed if self.elapsed > 0 else 0.0
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the content of ``tutti goodput --json``."""
+        return {
+            "goodput": self.fraction,
+            "elapsed_seconds": self.elapsed,
+            "productive_seconds": self.productive,
+            "lost_seconds": dict(self.lost),
+            "steps": self.steps,
+            "attempts": self.attempts,
+            "notes": list(self.notes),
+        }
+
+
+@dataclass
+class _Step:
+    seconds: float
+    data: float
+    samples: int
+    first_of: str | None
+
+
+@dataclass
+class _Account:
+    """Sums while the records are read, in their order.
+
+    Attributes:
+        launched: Unix time at which the present attempt was started.
+        spent: seconds of training before it.
+        before: the previous record with a time, of this attempt or of the one before; None before the first.
+        fresh: the cause of the time until the next step, if it is the first of an attempt.
+    """
+
+    launched: float
+    lost: dict[str, float]
+    spent: float = 0.0
+    before: Mapping[str, Any] | None = None
+    fresh: str | None = "start"
+    samples: int = 0
+    steps: list[_Step] = field(default_factory=list)
+    attempts: int = 1
+
+    def resume(self, line: Mapping[str, Any]) -> None:
+        kept_time, kept_seconds = self._last()
+        again, launched = line["seconds"] - kept_seconds, line.get("launched")
+        self.spent, self.attempts, self.fresh = line["seconds"], self.attempts + 1, "restart"
+        if launched is None or launched <= kept_time + again:
+            # The launcher has restarted the ranks: it was there all the time.
+            self.lost["failure"] += again
+            self.launched = kept_time + again
+        else:
+            self.lost["failure" if line["lost"] else "stopped"] += launched - kept_time
+            self.launched = launched
+        self.before = None
+
+    def train(self, line: Mapping[str, Any]) -> None:
+        first = self.fresh
+        if first is not None:
+            seconds = line["seconds"] - self.spent
+            self.lost[first] += line["time"] - seconds - self.launched
+        else:
+            kept_time, kept_seconds = self._last()
+            seconds = line["seconds"] - kept_seconds
+            self.lost["save"] += line["time"] - kept_time - seconds
+        self.steps.append(_Step(seconds, line.get("data_seconds", 0.0), line["samples"] - self.samples, first))
+        self.before, self.samples, self.fresh = line, line["samples"], None
+
+    def evaluate(self, line: Mapping[str, Any]) -> None:
+        if self.fresh is not None:
+            return
+        kept_time, kept_seconds = self._last()
+        waited = max(line["seconds"] - kept_seconds, 0.0)
+        self.lost["evaluation"] += line["time"] - kept_time - waited
+        self.before = {**line, "seconds": kept_seconds + waited}
+
+    def _last(self) -> tuple[float, float]:
+        return (self.launched, self.spent) if self.before is None else (self.before["time"], self.before["seconds"])
+
+
+def measured_goodput(lines: Iterable[Mapping[str, Any]], launched: float, ended: float | None) -> Goodput:
+    """Return where the time of a run went.
+
+    Args:
+        lines: the records of ``metrics.jsonl``, in order.
+        launched: Unix time at which the run was first started.
+        ended: Unix time at which the run ended; None for that of its last record.
+
+    Raises:
+        UsageError: no step is recorded, or the records have no times.
+    """
+    account = _Account(launched, defaultdict(float))
+    last, told = launched, False
+    for line in lines:
+        group = line.get("group")
+        if "time" not in line:
+            raise UsageError("the records have no times", remedy="goodput needs a run of this version of tutti")
+        if group == "resume":
+            account.resume(line)
+        elif group == "train":
+            account.train(line)
+            told = told or "data_seconds" in line
+        elif group == "eval":
+            account.evaluate(line)
+        if group in ("train", "eval"):
+            last = line["time"]
+    if not account.steps:
+        raise UsageError("the run has recorded no step", remedy="goodput needs a run with steps")
+    end = max(last, ended or last)
+    account.lost["save"] += end - last
+    return _close(account, end - launched, told)
+
+
+def _close(account: _Account, elapsed: float, told: bool) -> Goodput:
+    """Attribute the time of the steps themselves, and return the whole account.
+
+    Args:
+        account: the sums.
+        elapsed: seconds of the run.
+        told: whether the records say how long training waited for data.
+    """
+    lost, steps = account.lost, account.steps
+    alike = defaultdict(list)
+    for step in steps:
+        if step.first_of is None:
+            alike[step.samples].append(step.seconds - step.data)
+    medians = {samples: statistics.median(values) for samples, values in alike.items() if len(values) >= FEWEST}
+    for step in steps:
+        lost["data"] += step.data
+        typical = medians.get(step.samples)
+        if typical is None:
+            continue
+        excess = step.seconds - step.data - typical
+        if step.first_of is not None:
+            lost[step.first_of] += max(excess, 0.0)
+        elif step.seconds - step.data > SLOW * typical:
+            lost["slow steps"] += excess
+    notes = ["stragglers and pipeline bubbles are within the productive time: tutti train --trace shows them"]
+    if not told:
+        lost.pop("data", None)
+        notes.append("this run has not recorded how long it waited for data")
+    # Times are rounded to a microsecond, so that a sum of nothing may be a little less.
+    found = {cause: max(lost[cause], 0.0) for cause in CAUSES if cause in lost}
+    return Goodput(elapsed, elapsed - sum(found.values()), found, len(steps), account.attempts, tuple(notes))
+
+
+def run_goodput(path: Path) -> Goodput:
+    """Return where the time of the run in directory ``path`` went. Raises UsageError if it is no run with records."""
+    try:
+        environment = json.loads((path / "env.json").read_text(encoding="utf-8"))
+        text = (path / "metrics.jsonl").read_text(encoding="utf-8", errors="surrogateescape")
+    except (OSError, ValueError) as error:
+        raise UsageError("there is no run", where=str(path), why=str(error), remedy="give a run directory") from error
+    lines = []
+    for line in text.splitlines():
+        try:
+            lines.append(json.loads(line))
+        except ValueError:
+            # The last line of a run that was killed may be cut.
+            continue
+    launched = environment.get("launched") or environment.get("started")
+    if launched is None:
+        raise UsageError(
+            "the run's start is unknown", where=str(path / "env.json"), remedy="it was made by an older version"
+        )
+    return measured_goodput(lines, launched, read_summary(path).get("ended"))
