@@ -20,6 +20,7 @@ from tutti.cli.export_command import export
 from tutti.cli.goodput_command import goodput
 from tutti.cli.help_pages import OneScreen
 from tutti.cli.run_command import end_options, run
+from tutti.cli.simulate_command import simulate_step
 from tutti.cli.train_command import bare_options, train
 from tutti.cli.workload_command import workload
 from tutti.config.variables import check_variables
@@ -52,6 +53,7 @@ def build_app() -> App:
     app.command(goodput, usage="Usage: tutti goodput RUN [--json]")
     app.command(workload, usage="Usage: tutti workload TASK [OPTIONS]")
     app.command(bench, usage="Usage: tutti bench [PARTS] [OPTIONS]")
+    app.command(simulate_step, name="simulate", usage="Usage: tutti simulate TASK --machine FILE [OPTIONS]")
     app.command(doctor, usage="Usage: tutti doctor [--json]")
     app.command(chaos_command.verb())
     return app

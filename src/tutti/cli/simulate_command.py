@@ -1,0 +1,249 @@
+"""``tutti simulate``: predict the step of a task on a machine, from its trace and the machine's constants."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from cyclopts import Parameter
+
+from tutti.cli.console_tables import print_table
+from tutti.cli.workload_command import quantity
+from tutti.comm.collective_schedules import LinkCost
+from tutti.config.optimizer_config import check_optimizer
+from tutti.config.train_config import TrainConfig
+from tutti.doctor.finding import format_bytes
+from tutti.errors import DiskError, ExitCode, UsageError
+from tutti.launcher.encoding import json_text
+from tutti.tasks import task_registry
+
+if TYPE_CHECKING:
+    from tutti.planning.machine_costs import StepCosts
+    from tutti.planning.step_prediction import StepPrediction
+    from tutti.planning.step_program import StepTimes
+
+
+def simulate_step(
+    task: Annotated[str, Parameter(show=False)],
+    /,
+    *,
+    machine: str,
+    strategy: str = "mirrored",
+    devices: int = 1,
+    sweep: Annotated[str | None, Parameter(show_default=False)] = None,
+    batch_size: Annotated[int | None, Parameter(show_default=False)] = None,
+    device_batch: Annotated[int | None, Parameter(show_default=False)] = None,
+    micro_batch: Annotated[int | None, Parameter(show_default=False)] = None,
+    workers: Annotated[int | None, Parameter(show_default=False)] = None,
+    devices_per_node: Annotated[int | None, Parameter(show_default=False)] = None,
+    network: Annotated[str | None, Parameter(show_default=False)] = None,
+    optimizer: str = "adam:lr=0.001",
+    precision: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32",
+    activation_checkpointing: str = "none",
+    data: Annotated[str | None, Parameter(show_default=False)] = None,
+    model: Annotated[str | None, Parameter(show_default=False)] = None,
+    augment: Annotated[bool, Parameter(negative="", show_default=False)] = False,
+    svg: Annotated[Path | None, Parameter(show_default=False)] = None,
+    timeline: Annotated[Path | None, Parameter(show_default=False)] = None,
+    as_json: Annotated[bool, Parameter(name="--json", negative="", show_default=False)] = False,
+) -> int:
+    """Predict a step on devices that need not be here, and where its time goes.
+
+    Example: tutti simulate text --machine a100x8 --devices 64 --device-batch 8
+
+    Parameters
+    ----------
+    machine:
+        machine.json of tutti bench, or a chip and devices a node: a100x8
+    strategy:
+        single, mirrored, sharded, pipeline or model_parallel, with options
+    devices:
+        devices of the run
+    sweep:
+        devices=8..1024: predict for each doubling
+    batch_size:
+        samples of a global batch; default: 64
+    device_batch:
+        samples a device, in place of the global batch
+    micro_batch:
+        most samples in one forward pass
+    workers:
+        logical workers; default: data ranks
+    devices_per_node:
+        default: as measured together, or as the machine's name says
+    network:
+        link between nodes: alpha=SECONDS,beta=BYTES-A-SECOND
+    optimizer:
+        as in tutti train
+    precision:
+        as in tutti train
+    activation_checkpointing:
+        as in tutti train
+    data:
+        folder, file or hub name that the task reads
+    model:
+        name:key=value; default: the task's first
+    augment:
+        as in tutti train
+    svg:
+        draw the sweep into this file
+    timeline:
+        draw one step's timeline: FILE.svg, or FILE.json for Perfetto
+    as_json:
+        print JSON
+    """
+    task_registry.check_task(task, data=data, model=model, augment=augment)
+    check_optimizer(optimizer)
+    counts = _counts(sweep, devices)
+    if svg is not None and sweep is None:
+        raise UsageError("--svg draws a sweep", remedy="add --sweep devices=1..64, or take --timeline FILE.svg")
+    if timeline is not None and sweep is not None:
+        raise UsageError("--timeline draws one number of devices", remedy="leave out --sweep, or take --svg")
+    if batch_size is not None and device_batch is not None:
+        raise UsageError("--batch-size and --device-batch both say how large a batch is", remedy="leave out one")
+    for flag, value in (
+        ("--devices", devices),
+        ("--device-batch", device_batch),
+        ("--devices-per-node", devices_per_node),
+    ):
+        if value is not None and value < 1:
+            raise UsageError(f"{flag} is {value}", remedy="give a whole number of at least 1")
+
+    def run_of(count: int) -> TrainConfig:
+        return TrainConfig(
+            strategy=strategy,
+            devices=str(count),
+            batch_size=batch_size or (device_batch or 0) * count or 64,
+            micro_batch=micro_batch,
+            workers=workers,
+            optimizer=optimizer,
+            precision=precision,
+            activation_checkpointing=activation_checkpointing,
+            data=data,
+            model=model,
+            augment=augment,
+        )
+
+    from tutti.planning.conformal_band import shipped_residuals
+    from tutti.planning.machine_costs import open_machine
+    from tutti.planning.step_prediction import gather_sizes, predict_step, prediction_json
+
+    costs = open_machine(machine, precision, devices_per_node, _link(network))
+    residuals = shipped_residuals()
+    found: list[StepPrediction] = []
+    sizes, cut = None, None
+    for count in counts:
+        config = run_of(count)
+        stages = _stages(config)
+        if sizes is None or stages != cut:
+            sizes, cut = gather_sizes(task, config), stages
+        prediction, times = predict_step(task, sizes, config, costs, residuals)
+        found.append(prediction)
+        if timeline is not None:
+            _draw(times, f"predicted: {task}, {strategy}, {count} devices of {costs.name}", timeline)
+    if svg is not None:
+        from tutti.planning.sweep_figure import write_sweep_figure
+
+        write_sweep_figure(found, f"{task}, {strategy}, {costs.name}", svg)
+    if as_json:
+        print(json_text(prediction_json(found, costs, task), sys.stdout))
+    else:
+        _show(found, costs)
+        for path in (svg, timeline):
+            if path is not None:
+                print(f"drawn into {path}")
+    return ExitCode.DONE
+
+
+def _stages(config: TrainConfig) -> int:
+    from tutti import parallel
+
+    return parallel.parse_strategy(config.strategy).shape(int(config.devices))["stage"]
+
+
+def _counts(sweep: str | None, devices: int) -> list[int]:
+    """Return the numbers of devices: one, or each doubling of a sweep.
+
+    >>> _counts("devices=8..40", 1), _counts(None, 4)
+    ([8, 16, 32, 40], [4])
+    """
+    if sweep is None:
+        return [devices]
+    key, _, text = sweep.partition("=")
+    first, _, last = text.partition("..")
+    if key != "devices" or not (first.isdecimal() and last.isdecimal()) or not 1 <= int(first) <= int(last):
+        raise UsageError(f"cannot read the sweep '{sweep}'", where="--sweep", remedy="write devices=8..1024")
+    found = [int(first)]
+    while 2 * found[-1] <= int(last):
+        found.append(2 * found[-1])
+    return found if found[-1] == int(last) else [*found, int(last)]
+
+
+def _link(text: str | None) -> LinkCost | None:
+    """Parse ``alpha=SECONDS,beta=BYTES``.
+
+    >>> _link("alpha=3e-5,beta=1.25e9")
+    LinkCost(alpha=3e-05, beta=1250000000.0)
+    """
+    if text is None:
+        return None
+    try:
+        given = {key: float(value) for key, _, value in (part.partition("=") for part in text.split(","))}
+        if given.keys() != {"alpha", "beta"} or given["alpha"] < 0 or given["beta"] <= 0:
+            raise ValueError
+    except ValueError as error:
+        remedy = "write alpha=30e-6,beta=1.25e9: seconds a message, and bytes a second"
+        raise UsageError(f"cannot read the link '{text}'", where="--network", remedy=remedy) from error
+    return LinkCost(given["alpha"], given["beta"])
+
+
+def _draw(times: StepTimes, title: str, path: Path) -> None:
+    from tutti.metrics.timeline import chrome, timeline_svg
+
+    rows = times.rows()
+    text = json.dumps(chrome(rows)) if path.suffix == ".json" else timeline_svg(rows, title)
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise DiskError("cannot write the timeline", where=str(path), why=error.strerror) from error
+
+
+def _show(found: Sequence[StepPrediction], costs: StepCosts) -> None:
+    """Print the table, and what it rests on."""
+    names = [name for name in ("compute", "communication", "bubble", "idling") if any(name in f.shares for f in found)]
+    print(f"{found[0].strategy} on {costs.name}\n")
+    heads = ["devices", "batch", "step", "draws 5–95 %", "band 90 %", "samples/s", "efficiency", *names, "memory"]
+    rows = [
+        [
+            str(each.devices),
+            str(each.batch),
+            _time(each.seconds),
+            "–".join(map(_time, each.draws)),
+            "no band" if each.band is None else "–".join(map(_time, each.band)),
+            quantity(each.samples_per_second),
+            f"{each.efficiency:.0%}",
+            *(f"{each.shares.get(name, 0):.0%}" for name in names),
+            format_bytes(each.memory["total"]),
+        ]
+        for each in found
+    ]
+    print_table(heads, rows)
+    print()
+    for text in dict.fromkeys(each.band_text for each in found):
+        print(f"band      {text}")
+    for text in costs.rests:
+        print(f"rests on  {text}")
+    for text in costs.guesses:
+        print(f"GUESSED   {text}")
+
+
+def _time(seconds: float) -> str:
+    """Format seconds with three digits.
+
+    >>> _time(0.0123), _time(2.5)
+    ('12.3 ms', '2.5 s')
+    """
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"

@@ -1,0 +1,467 @@
+"""Seconds of computing, of messages and of updates on a machine, as samples of its uncertain constants.
+
+A machine is measured (``machine.json``) or published (``a100x8``: rows of `published_hardware.json`). Where a constant
+is neither measured nor published it is stated by the user, or guessed and named in ``guesses``, or refused.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from tutti.comm.collective_schedules import Algorithm, LinkCost
+from tutti.config.optimizer_config import check_optimizer
+from tutti.errors import UsageError
+from tutti.planning.hardware_anchor import anchored_rate, chip_of, shipped_anchors
+from tutti.planning.scaling_laws import Array
+from tutti.workload.machine_file import Curve, Machine, peak_name, read_machine
+from tutti.workload.workload_file import PassWork
+
+SAMPLES = 256
+_PUBLISHED = re.compile(r"(.+?)x(\d+)$")
+_HOST_LINK, _NODE_LINK = LinkCost(1e-5, 3e10), LinkCost(3e-5, 5e9)
+"""Guesses for published hardware: the prior medians of ``scaling_laws.ANCHORED_LAW`` for bytes a second, and latencies
+of that order."""
+_OPTIMIZER_WORDS, _MEMORY_RATE = 10.0, 1e12
+_SHORT = 1.35
+"""Interquartile range over standard deviation of a normal distribution."""
+
+
+@dataclass(frozen=True)
+class Network:
+    """The links of a cluster of equal nodes.
+
+    Attributes:
+        per_node: devices of a node.
+        between: cost of a message between nodes; None where nothing is known of it.
+    """
+
+    per_node: int
+    between: LinkCost | None = None
+
+    def nodes(self, ranks: int) -> int:
+        """Return the number of nodes that hold these ranks."""
+        return math.ceil(ranks / self.per_node)
+
+
+class StepCosts(Protocol):
+    """Prices of a machine; every price is an array of ``SAMPLES`` seconds.
+
+    Attributes:
+        name: of the machine.
+        basis: ``measured`` or ``published``.
+        network: its links.
+        rests: lines on what prices rest on.
+        guesses: lines on every number that is guessed, without repetition.
+        overlaps: whether collectives run beside computing; on CPUs those of ``sharded`` block.
+    """
+
+    name: str
+    basis: str
+    network: Network
+    rests: list[str]
+    guesses: list[str]
+    overlaps: bool
+
+    def note(self, text: str) -> None:
+        """Name a guess; a repetition is left out."""
+
+    def compute(self, works: Sequence[PassWork], samples: float) -> Array:
+        """Price passes over a micro-batch of so many samples."""
+
+    def update(self, optimizer: str, parameters: float) -> Array:
+        """Price an optimizer's step over so many parameters."""
+
+    def collective(self, kind: str, ranks: int, size: float) -> Array:
+        """Price a backend's all_reduce, all_gather or reduce_scatter of a whole tensor of ``size`` bytes."""
+
+    def link(self, ranks: int) -> tuple[LinkCost, LinkCost]:
+        """Return the cost of a message over the slowest link among so many ranks, and within a node's memory."""
+
+    def message(self, size: float, ranks: int) -> Array:
+        """Price one message between neighbours among so many ranks."""
+
+    def slowest(self, ranks: int, seconds: float) -> Array:
+        """Return the factor by which the slowest of so many ranks computes longer than the typical one."""
+
+
+def schedule_seconds(
+    algorithm: Algorithm, ranks: int, size: float, network: LinkCost, node: LinkCost | None = None, per_node: int = 1
+) -> float:
+    """Price one all-reduce by the closed form of its schedule, equal to ``Schedule.seconds`` for full nodes.
+
+    Args:
+        algorithm: of the schedule.
+        ranks: N.
+        size: bytes of the vector.
+        network: cost of a message between nodes.
+        node: cost of a transfer within a node, for ``hierarchical``; None: as the network.
+        per_node: ranks of a node, for ``hierarchical``.
+
+    >>> round(schedule_seconds("ring", 8, 1e8, LinkCost(2e-5, 1e10)), 6)
+    0.01778
+    """
+    if ranks < 2:
+        return 0.0
+    alpha, wire = network.alpha, size / network.beta
+    levels = (ranks - 1).bit_length()
+    if algorithm == "ring":
+        return 2 * (ranks - 1) * (alpha + wire / ranks)
+    if algorithm == "tree":
+        return 2 * levels * (alpha + wire)
+    if algorithm == "halving":
+        power = 1 << (ranks.bit_length() - 1)
+        folded = 2 * (alpha + wire) if power < ranks else 0.0
+        return folded + 2 * (power.bit_length() - 1) * alpha + 2 * (power - 1) / power * wire
+    if algorithm == "central":
+        return 2 * alpha + 2 * (ranks - 1) * wire
+    inner, slices = node or network, min(per_node, ranks)
+    nodes = max(1, ranks // slices)
+    within = 2 * (slices - 1) * (inner.alpha + size / slices / inner.beta)
+    return within + 2 * (nodes - 1) * (alpha + wire / slices / nodes)
+
+
+@dataclass
+class MeasuredCosts:
+    """Prices of a measured machine.
+
+    Args:
+        machine: its file.
+        precision: of the run.
+        network: nodes of this machine; links beyond the measured ranks must be stated.
+    """
+
+    machine: Machine
+    precision: str
+    network: Network
+    rests: list[str] = field(default_factory=list)
+    guesses: list[str] = field(default_factory=list)
+    basis: str = "measured"
+
+    def __post_init__(self) -> None:
+        host, date = self.machine.host.get("name", "this machine"), self.machine.measured[:10]
+        self.name = f"{self.machine.device.get('name', host)}"
+        self.rests.append(f"measured on {host}, {date or 'undated'}: {', '.join(self.machine.parts)}")
+        self.overlaps = self.machine.device.get("type") != "cpu"
+        self._threads = self._thread_factor()
+        self._drawn: dict[str, Array] = {}
+
+    def compute(self, works: Sequence[PassWork], samples: float) -> Array:
+        total = np.zeros(SAMPLES)
+        operation = self.machine.figure("device/operation/seconds").value
+        for work in works:
+            for kind, each in work.items():
+                flop, moved = max(each.flop.at(samples), 0.0), max(each.bytes.at(samples), 0.0)
+                calls = max(each.calls.at(samples), 0.0)
+                if not calls:
+                    continue
+                memory = moved / self.machine.curve("device/copy").rate
+                if kind == "other" or not flop:
+                    total += (memory + calls * operation) * self._draw("device/copy")
+                    continue
+                name = self._curve_of(kind)
+                kernels = calls * curve_seconds(self.machine.curve(name), flop / calls) * self._threads
+                total += np.maximum(kernels * self._draw(name), memory) + calls * operation
+        return total
+
+    def update(self, optimizer: str, parameters: float) -> Array:
+        kind = optimizer.partition(":")[0]
+        name = f"optimizer/{kind}"
+        if name not in self.machine.curves and kind in ("adamw", "lamb", "lars", "muon", "novograd"):
+            self.note(f"a step of {kind} takes as long as one of adam")
+            name = "optimizer/adam"
+        return curve_seconds(self.machine.curve(name), parameters) * self._draw(name)
+
+    def collective(self, kind: str, ranks: int, size: float) -> Array:
+        if ranks < 2:
+            return np.zeros(SAMPLES)
+        here = min(ranks, self.network.per_node)
+        found = np.zeros(SAMPLES)
+        if here > 1:
+            name, known = self._measured_collective(kind, here)
+            steps = _steps(kind)
+            whole = curve_seconds(self.machine.curve(name), size)
+            fixed = curve_seconds(self.machine.curve(name), 1.0)
+            if known != here:
+                # A ring's own law carries the measurement to another number of ranks.
+                fixed_here = fixed * (here - 1) / (known - 1)
+                moved = max(whole - fixed, 0.0) * ((here - 1) / here) / ((known - 1) / known)
+                whole = fixed_here + moved
+                self.note(f"{kind} over {here} ranks of a node scales from {known} as a ring does ({steps} passes)")
+            found += whole * self._draw(name)
+        nodes = self.network.nodes(ranks)
+        if nodes > 1:
+            found += _ring_seconds(kind, nodes, size, self._between(ranks))
+        return found
+
+    def link(self, ranks: int) -> tuple[LinkCost, LinkCost]:
+        copy = self.machine.curve("device/copy")
+        within = LinkCost(copy.fixed, copy.rate)
+        if self.network.nodes(ranks) > 1:
+            return self._between(ranks), within
+        return self._neighbour(), within
+
+    def message(self, size: float, ranks: int) -> Array:
+        if self.network.nodes(ranks) > 1:
+            cost = self._between(ranks)
+            return np.full(SAMPLES, cost.alpha + size / cost.beta)
+        name = self._link_name()
+        return curve_seconds(self.machine.curve(name), size) * self._draw(name)
+
+    def slowest(self, ranks: int, seconds: float) -> Array:
+        if ranks < 2:
+            return np.ones(SAMPLES)
+        known = sorted(int(name.rpartition("/")[2]) for name in self.machine.figures if name.startswith("jitter/time/"))
+        if not known:
+            raise self._lacks("jitter between ranks", "collectives")
+        over_time = self.machine.figure(f"jitter/time/{known[-1]}").value
+        over_ranks = self.machine.figure(f"jitter/ranks/{known[-1]}").value
+        probe = 4 * curve_seconds(self.machine.curve(f"device/matmul/{self._known('fp32')}"), 2.0 * 256**3)
+        sigma = math.hypot(over_ranks, over_time * math.sqrt(min(1.0, probe / max(seconds, probe))))
+        self.note(
+            f"stragglers: computing varies by {sigma:.1%} between ranks, independently and normally, from the jitter "
+            "of short products"
+        )
+        return slowest_factor(ranks, sigma)
+
+    def _neighbour(self) -> LinkCost:
+        curve = self.machine.curve(self._link_name())
+        return LinkCost(curve.fixed, curve.rate)
+
+    def _link_name(self) -> str:
+        names = [name for name in self.machine.curves if name.startswith("links/")]
+        if not names:
+            raise self._lacks("links", "links")
+        return max(names, key=lambda name: curve_seconds(self.machine.curves[name], 2.0**20))
+
+    def _between(self, ranks: int) -> LinkCost:
+        if self.network.between is None:
+            nodes = self.network.nodes(ranks)
+            raise UsageError(
+                f"{ranks} devices are on {nodes} nodes, and a link between nodes was never measured",
+                where=f"--machine, {self.network.per_node} devices a node",
+                remedy="state it: --network alpha=30e-6,beta=1.25e9 (seconds a message, bytes a second); or take at "
+                f"most {self.network.per_node} devices",
+            )
+        return self.network.between
+
+    def _measured_collective(self, kind: str, ranks: int) -> tuple[str, int]:
+        prefix = f"collectives/{kind}/"
+        known = sorted(int(name[len(prefix) :]) for name in self.machine.curves if name.startswith(prefix))
+        if not known:
+            raise self._lacks(f"collectives/{kind}", "collectives")
+        nearest = min(known, key=lambda count: abs(math.log(count / ranks)))
+        return f"{prefix}{nearest}", nearest
+
+    def _curve_of(self, kind: str) -> str:
+        if kind == "recurrent":
+            self.note("recurrent layers compute at the rate of matrix products")
+            kind = "matmul"
+        return f"device/{kind}/{self.precision}"
+
+    def _known(self, precision: str) -> str:
+        return precision if f"device/matmul/{precision}" in self.machine.curves else self.precision
+
+    def _thread_factor(self) -> float:
+        """Return by how much computing slows down where a device has fewer threads than were measured."""
+        measured = self.machine.device.get("threads")
+        if measured is None:
+            return 1.0
+        threads = max(1, int(self.machine.host.get("cores", measured)) // self.network.per_node)
+        if threads == measured:
+            return 1.0
+        names = [peak_name(self.precision, count) for count in (measured, threads)]
+        if all(name in self.machine.figures for name in names):
+            whole, part = (self.machine.figures[name].value for name in names)
+            return max(1.0, whole / part) if threads < measured else whole / part
+        self.note(f"computing with {threads} threads takes {measured / threads:g} × as long as with {measured}")
+        return float(measured) / threads
+
+    def _draw(self, name: str) -> Array:
+        """Return a factor on a curve's seconds: its median's standard error over its points."""
+        if name not in self._drawn:
+            points = self.machine.curve(name).points
+            errors = [1.2533 * p.spread / _SHORT / p.seconds / math.sqrt(p.n) for p in points if p.n and p.seconds]
+            sigma = float(np.median(errors)) if errors else 0.0
+            seed = sum(map(ord, name))
+            self._drawn[name] = np.exp(sigma * np.random.default_rng(seed).standard_normal(SAMPLES))
+        return self._drawn[name]
+
+    def note(self, text: str) -> None:
+        if text not in self.guesses:
+            self.guesses.append(text)
+
+    def _lacks(self, what: str, part: str) -> UsageError:
+        return UsageError(
+            f"this machine file has no {what}", where="--machine", remedy=f"measure it: tutti bench {part}"
+        )
+
+
+@dataclass
+class PublishedCosts:
+    """Prices of hardware that published jobs ran on: one rate of all computing, and guessed links.
+
+    Args:
+        hardware: the chip, as people write it.
+        precision: of the run.
+        network: nodes and links; a stated link between nodes replaces the guess.
+    """
+
+    hardware: str
+    precision: str
+    network: Network
+    rests: list[str] = field(default_factory=list)
+    guesses: list[str] = field(default_factory=list)
+    basis: str = "published"
+
+    def __post_init__(self) -> None:
+        rate, sigma, why = anchored_rate(self.hardware, self.precision, shipped_anchors(), without="")
+        if why:
+            raise UsageError(
+                f"the machine '{self.hardware}' cannot be priced: {why}",
+                where="--machine",
+                remedy="take another --precision, a chip with published rows "
+                f"({', '.join(published_chips())}), or a machine.json of tutti bench",
+            )
+        self.name = f"{self.hardware} × {self.network.per_node} a node"
+        self.overlaps = True
+        self._rate = rate
+        self._factor = np.exp(sigma * np.random.default_rng(0).standard_normal(SAMPLES))
+        chip, sets = chip_of(self.hardware)[0], sorted({a.set_name for a in shipped_anchors()})
+        rows = [a for a in shipped_anchors() if a.chip == chip]
+        names = ", ".join(name for name in sets if any(a.set_name == name for a in rows))
+        self.rests.append(f"published rows of {chip} in {self.precision}: {rate / 1e12:.3g} TFLOP/s a device ({names})")
+        self.guesses.append(
+            "all computing runs at the rate that published jobs reach; small models and small batches do not reach it"
+        )
+
+    def compute(self, works: Sequence[PassWork], samples: float) -> Array:
+        flop = sum(max(each.flop.at(samples), 0.0) for work in works for each in work.values())
+        return flop / self._rate * self._factor
+
+    def update(self, optimizer: str, parameters: float) -> Array:
+        check_optimizer(optimizer)
+        self.note("updates are in the published rate, whose jobs made them too: 0 s")
+        return np.zeros(SAMPLES)
+
+    def collective(self, kind: str, ranks: int, size: float) -> Array:
+        if ranks < 2:
+            return np.zeros(SAMPLES)
+        here, nodes = min(ranks, self.network.per_node), self.network.nodes(ranks)
+        found = _ring_seconds(kind, here, size, self._within())
+        if nodes > 1:
+            found += _ring_seconds(kind, nodes, size, self._between())
+        return np.full(SAMPLES, found)
+
+    def link(self, ranks: int) -> tuple[LinkCost, LinkCost]:
+        within = self._within()
+        return (self._between() if self.network.nodes(ranks) > 1 else within), within
+
+    def message(self, size: float, ranks: int) -> Array:
+        cost = self.link(ranks)[0]
+        return np.full(SAMPLES, cost.alpha + size / cost.beta)
+
+    def slowest(self, ranks: int, seconds: float) -> Array:
+        if ranks < 2:
+            return np.ones(SAMPLES)
+        self.note("stragglers: computing varies by 2 % between ranks, independently and normally")
+        return slowest_factor(ranks, 0.02)
+
+    def _within(self) -> LinkCost:
+        self.note(f"links within a node: {_HOST_LINK.alpha * 1e6:g} µs and {_HOST_LINK.beta / 1e9:g} GB/s")
+        return _HOST_LINK
+
+    def _between(self) -> LinkCost:
+        if self.network.between is not None:
+            return self.network.between
+        self.note(
+            f"links between nodes: {_NODE_LINK.alpha * 1e6:g} µs and {_NODE_LINK.beta / 1e9:g} GB/s; state them with "
+            "--network alpha=…,beta=…"
+        )
+        return _NODE_LINK
+
+    def note(self, text: str) -> None:
+        if text not in self.guesses:
+            self.guesses.append(text)
+
+
+def open_machine(text: str, precision: str, per_node: int | None, between: LinkCost | None) -> StepCosts:
+    """Return the prices of ``machine.json`` or of published hardware such as ``a100x8``.
+
+    Args:
+        text: a file, or a chip and the devices of a node.
+        precision: of the run.
+        per_node: devices of a node; None: as many as were measured together, or as ``text`` says.
+        between: cost of a message between nodes; None: unknown.
+
+    Raises:
+        UsageError: no such file, no such hardware, or a file of another version.
+    """
+    match = _PUBLISHED.fullmatch(text)
+    if match is not None and not Path(text).exists() and chip_of(match[1])[0]:
+        return PublishedCosts(match[1], precision, Network(per_node or int(match[2]), between))
+    if not Path(text).exists() and not text.endswith(".json"):
+        raise UsageError(
+            f"there is no machine '{text}'",
+            where="--machine",
+            remedy=f"give machine.json of tutti bench, or a chip and devices a node, such as a100x8: "
+            f"{', '.join(published_chips())}",
+        )
+    machine = read_machine(Path(text))
+    together = [int(name.rpartition("/")[2]) for name in machine.curves if name.startswith("collectives/all_reduce/")]
+    costs = MeasuredCosts(machine, precision, Network(per_node or max(together, default=1), between))
+    if between is not None:
+        costs.rests.append(f"stated link between nodes: {between.alpha * 1e6:g} µs, {between.beta / 1e9:g} GB/s")
+    return costs
+
+
+def published_chips() -> list[str]:
+    """Return the chips with published rows."""
+    return sorted({anchor.chip for anchor in shipped_anchors()})
+
+
+def curve_seconds(curve: Curve, size: float) -> float:
+    """Return the seconds of a call: between measured points by logarithms, beyond them at the end points' rates.
+
+    A curve without points is its line.
+    """
+    if not curve.points:
+        return curve.seconds(size)
+    sizes = [point.size for point in curve.points]
+    seconds = [point.seconds for point in curve.points]
+    if size <= sizes[0]:
+        return seconds[0]
+    if size >= sizes[-1]:
+        return seconds[-1] * size / sizes[-1]
+    return float(np.exp(np.interp(np.log(size), np.log(sizes), np.log(seconds))))
+
+
+def slowest_factor(ranks: int, sigma: float) -> Array:
+    """Return samples of 1 + σ · (largest of N standard normal draws), by the distribution Φ(z)^N; at least 1.
+
+    >>> bool(slowest_factor(2, 0.1).mean() < slowest_factor(1024, 0.1).mean() < 1.4)
+    True
+    """
+    from scipy.special import ndtri
+
+    uniform = np.random.default_rng(1).random(SAMPLES)
+    return np.asarray(np.maximum(1.0, 1 + sigma * ndtri(uniform ** (1 / ranks))))
+
+
+def _steps(kind: str) -> int:
+    return 2 if kind == "all_reduce" else 1
+
+
+def _ring_seconds(kind: str, ranks: int, size: float, cost: LinkCost) -> float:
+    return _steps(kind) * (ranks - 1) * (cost.alpha + size / ranks / cost.beta)
+
+
+def costs_json(costs: StepCosts) -> dict[str, Any]:
+    """Return what prices rest on as a JSON value."""
+    return {"machine": costs.name, "basis": costs.basis, "rests_on": costs.rests, "guesses": costs.guesses}

@@ -1,0 +1,274 @@
+"""Predict a step: gather what the model computes, build the step's program, evaluate it, and say what it rests on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from tutti import parallel
+from tutti.config.layout_config import LayersConfig, PipelineConfig
+from tutti.config.train_config import TrainConfig
+from tutti.errors import UsageError
+from tutti.parallel.fsdp.fsdp_wrap_policy import wrapped_modules
+from tutti.parallel.pipeline.stage_memory import find_measured_partition
+from tutti.parallel.pipeline.virtual_stage import body, last_uses
+from tutti.planning.conformal_band import NO_BAND, Residuals, band_factor, distance_class
+from tutti.planning.machine_costs import SAMPLES, StepCosts, costs_json
+from tutti.planning.memory_plan import Facts, first_sample, memory_rows, model_facts, model_of, plan_memory
+from tutti.planning.pipeline_memory import observe_stages, plan_stage_memory
+from tutti.planning.scaling_laws import Array
+from tutti.planning.step_builders import (
+    StageFacts,
+    StepFacts,
+    TensorFacts,
+    build_step,
+    check_buildable,
+    crossing_groups,
+    rank_micro_batches,
+)
+from tutti.planning.step_program import StepTimes, evaluate_program
+from tutti.tasks import task_registry
+from tutti.torch_compat import FakeTensorMode
+from tutti.workload.workload_file import REST
+from tutti.workload.workload_trace import TracedModel, trace_workload
+
+SIMULATED = "simulated step"
+_FLOOR = 0.03
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """What does not change with the number of replicas.
+
+    Attributes:
+        step: what the step computes and sends.
+        memory: sizes of the model for ``memory_plan``.
+    """
+
+    step: StepFacts
+    memory: Facts
+
+
+@dataclass(frozen=True)
+class StepPrediction:
+    """A predicted step.
+
+    Attributes:
+        strategy, devices, batch: of the run.
+        micro_batches: samples of each micro-batch of data rank 0.
+        seconds: median over the draws of the constants.
+        draws: 5 % and 95 % quantile over the draws alone; no band, because it leaves out what the model misses.
+        band: low and high of the 90 % band, None where nothing like this was checked.
+        band_text: where the band comes from, or why there is none.
+        shares: compute, communication and idling as fractions of the devices' time; for a pipeline ``bubble`` too.
+        samples_per_second: of all devices.
+        efficiency: samples a second and device, over those of one device.
+        memory: bytes on the fullest device, by kind.
+        messages: vectors that are added up over data ranks in a step, and their bytes.
+    """
+
+    strategy: str
+    devices: int
+    batch: int
+    micro_batches: tuple[int, ...]
+    seconds: float
+    draws: tuple[float, float]
+    band: tuple[float, float] | None
+    band_text: str
+    shares: Mapping[str, float]
+    samples_per_second: float
+    efficiency: float
+    memory: Mapping[str, float]
+    messages: Mapping[str, int]
+
+
+def gather_sizes(task_name: str, config: TrainConfig) -> ModelSizes:
+    """Trace the model and its loss on fake tensors; nothing is computed.
+
+    Args:
+        task_name: name of the task.
+        config: a run; of its devices only the number of pipeline stages matters.
+
+    Raises:
+        UsageError: the strategy cannot be simulated, or the model cannot be traced or cut.
+    """
+    check_buildable(config)
+    choice = parallel.parse_strategy(config.strategy)
+    task = task_registry.load_task(task_name, data=config.data, model=config.model, augment=config.augment)
+    sample = first_sample(task)
+    if sample is None:
+        raise UsageError(
+            "the task reads a stream, whose samples are not known before it is read",
+            where=task_name,
+            remedy="simulate a task with a data set",
+        )
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model = model_of(task, config)
+    units = getattr(choice.exchange, "units", ("auto",))
+    names = {id(module): name for name, module in model.named_modules()}
+    modules = [names[id(module)] for module in wrapped_modules(model, units)]
+    partition = None
+    if isinstance(choice.layout, PipelineConfig | LayersConfig):
+        ranks = choice.shape(int(config.devices))["stage"]
+        partition = find_measured_partition(choice.layout, model, ranks, {})
+        calls = [str(node.target) for node in body(partition.graph) if node.op == "call_module"]
+        modules = list(dict.fromkeys(calls))
+    owners: dict[int, str] = {}
+    for name in modules:
+        for parameter in model.get_submodule(name).parameters():
+            owners.setdefault(id(parameter), name)
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    tensors = tuple(TensorFacts(name, owners.get(id(p), REST), tuple(p.shape), p.dtype) for name, p in named)
+    stages = None
+    if partition is not None:
+        places = {name: place for place, (name, _) in enumerate(named)}
+        held = [tuple(places[name] for name in row if name in places) for row in partition.held(model)]
+        nodes, uses = body(partition.graph), last_uses(partition.graph)
+        called: dict[str, tuple[int, int]] = {}
+        for place, node in enumerate(nodes):
+            if node.op == "call_module":
+                called.setdefault(str(node.target), (place, uses[node]))
+        groups = tuple(
+            tuple(n for n, (place, _) in called.items() if low <= place < high)
+            for low, high in zip(partition.bounds, partition.bounds[1:], strict=False)
+        )
+        stages = StageFacts(groups, tuple(held), crossing_groups(called, partition.bounds))
+    subject = TracedModel(
+        name=task_name,
+        build=task.model,
+        loss=task.loss,
+        sample=sample,
+        groups=lambda built: [built.get_submodule(name) for name in modules],
+        precision=config.precision,
+    )
+    choices = tuple(dict.fromkeys(("none", config.activation_checkpointing)))
+    workload = trace_workload(subject, choices=choices)
+    return ModelSizes(StepFacts(workload, tensors, stages), model_facts(task_name, config))
+
+
+def predict_step(
+    task_name: str, sizes: ModelSizes, config: TrainConfig, costs: StepCosts, residuals: Residuals
+) -> tuple[StepPrediction, StepTimes]:
+    """Predict the step of a run, and return the evaluated program beside it.
+
+    Args:
+        task_name: name of the task.
+        sizes: of its model.
+        config: the run, with a number of devices.
+        costs: prices of the machine.
+        residuals: scores of earlier predictions, by cell.
+
+    Raises:
+        UsageError: the strategy, its options or a link cannot be predicted.
+    """
+    devices = int(config.devices)
+    choice = parallel.check_strategy(config.strategy, devices, workers=config.workers)
+    program, slow = build_step(sizes.step, config, costs)
+    times = evaluate_program(program, SAMPLES)
+    seconds = float(np.median(times.seconds))
+    low, high = (float(value) for value in np.quantile(times.seconds, [0.05, 0.95]))
+    band, text = step_band(times.seconds, costs, devices, residuals)
+    alone, _ = build_step(sizes.step, alone_config(config), costs)
+    single = float(np.median(evaluate_program(alone, SAMPLES).seconds))
+    note_partition(choice, costs)
+    if sizes.step.workload.not_affine:
+        costs.note(f"work that is no line in samples: {'; '.join(sizes.step.workload.not_affine[:2])}")
+    if sizes.step.workload.without_formula:
+        costs.note(f"counted as 0 FLOP: {', '.join(sorted(sizes.step.workload.without_formula))}")
+    prediction = StepPrediction(
+        strategy=config.strategy,
+        devices=devices,
+        batch=config.batch_size,
+        micro_batches=tuple(count for worker in rank_micro_batches(config) for count in worker),
+        seconds=seconds,
+        draws=(low, high),
+        band=band,
+        band_text=text,
+        shares=_shares(times, slow, program.devices > 1),
+        samples_per_second=config.batch_size / seconds,
+        efficiency=(config.batch_size / seconds / devices) / (alone_config(config).batch_size / single),
+        memory=_memory(task_name, sizes.memory, config),
+        messages={"vectors": len(program.vectors), "bytes": sum(vector.bytes for vector in program.vectors)},
+    )
+    return prediction, times
+
+
+def step_band(
+    seconds: Array, costs: StepCosts, devices: int, residuals: Residuals
+) -> tuple[tuple[float, float] | None, str]:
+    """Return the 90 % band of a step, and where it comes from; None where too few checked predictions are like it.
+
+    A cell is ``simulated step, BASIS machine`` and the distance from the devices of a measured node.
+
+    Args:
+        seconds: over the draws.
+        costs: prices, with their basis.
+        devices: of the run.
+        residuals: scores by cell.
+    """
+    measured = costs.network.per_node if costs.basis == "measured" else devices
+    cell = f"{SIMULATED}, {costs.basis} machine, {distance_class(devices / measured)}"
+    factor = band_factor(residuals, cell, "")
+    if factor is None:
+        return None, NO_BAND
+    centre, sigma = float(np.median(seconds)), float(np.log(seconds).std())
+    wide = float(np.exp(factor * np.hypot(sigma, _FLOOR)))
+    return (centre / wide, centre * wide), f"90 % of checked predictions like this were within it ({cell})"
+
+
+def alone_config(config: TrainConfig) -> TrainConfig:
+    """Return the same training on one device: the same global batch, in micro-batches of the same size.
+
+    >>> alone_config(TrainConfig(devices="4", batch_size=64)).micro_batch
+    16
+    """
+    most = max(count for worker in rank_micro_batches(config) for count in worker)
+    return replace(config, strategy="single", devices="1", workers=None, micro_batch=most)
+
+
+def note_partition(choice: Any, costs: StepCosts) -> None:
+    """Name what a pipeline's stages rest on."""
+    if isinstance(choice.layout, PipelineConfig | LayersConfig):
+        costs.note("work outside of the modules between which the pipeline is cut is spread evenly over the stages")
+        if not choice.layout.cuts:
+            costs.note("stages are even in parameters; a run may cut by measured seconds: cuts=NAME+NAME fixes them")
+        if choice.layout.schedule == "zero_bubble":
+            costs.note("input and weight backward each take half of a backward")
+
+
+def prediction_json(found: Sequence[StepPrediction], costs: StepCosts, task_name: str) -> dict[str, Any]:
+    """Return predictions and what they rest on as a JSON value."""
+    units = {"seconds": "s", "memory": "byte", "bytes": "byte"}
+    steps = [asdict(each) for each in found]
+    return {
+        "format": "tutti simulation",
+        "version": 1,
+        "task": task_name,
+        "units": units,
+        **costs_json(costs),
+        "steps": steps,
+    }
+
+
+def _shares(times: StepTimes, slow: Array, pipeline: bool) -> dict[str, float]:
+    """Split the step of the slowest device: what the typical device computes less than it, it waits."""
+    found = times.shares()
+    factor = float(np.median(slow))
+    waiting = found["compute"] * (1 - 1 / factor)
+    shares = {"compute": found["compute"] - waiting, "communication": found["communication"]}
+    return {
+        **shares,
+        **({"bubble": found["idling"]} if pipeline else {}),
+        "idling": waiting + (0 if pipeline else found["idling"]),
+    }
+
+
+def _memory(task_name: str, facts: Facts, config: TrainConfig) -> Mapping[str, float]:
+    choice = parallel.parse_strategy(config.strategy)
+    if choice.shape(int(config.devices))["stage"] > 1:
+        plans = plan_stage_memory(facts, observe_stages(task_name, config, {}), config)
+        return memory_rows(max(plans, key=lambda plan: plan.total))
+    return memory_rows(plan_memory(facts, config))

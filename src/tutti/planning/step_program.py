@@ -1,0 +1,211 @@
+"""One step as a static program: actions on resources with their dependencies, evaluated in max-plus over samples.
+
+An action begins when the actions that it needs and the action before it on the same resource have ended; it ends its
+duration later. Durations are arrays with one element a sample of the uncertain constants, so that one pass over the
+actions evaluates all samples (Baccelli et al. 1992, "Synchronization and Linearity"). Replicas that are equal in
+distribution are one device here, so that a program does not grow with their number.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tutti.comm.collective_schedules import LinkTraffic, Schedule
+from tutti.metrics.timeline import WORK, TimelineSegment
+from tutti.planning.scaling_laws import Array
+
+COMMUNICATION = "communication"
+UPDATE = "update"
+
+
+@dataclass(frozen=True)
+class GradientVector:
+    """A flat vector that ranks add up: elements of a gradient bucket and of its tail.
+
+    Attributes:
+        parameters: places of the parameters in the model's list.
+        elements: of the vector, tail included.
+        itemsize: bytes of an element on the wire.
+    """
+
+    parameters: tuple[int, ...]
+    elements: int
+    itemsize: int
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the vector."""
+        return self.elements * self.itemsize
+
+
+@dataclass(frozen=True)
+class StepAction:
+    """One computation or message of one device.
+
+    Attributes:
+        device: place of the representative device.
+        phase: forward, backward, weight, update or communication, as in a timeline.
+        seconds: duration, one element a sample.
+        needs: places of the actions that end before this one begins.
+        link: whether the action occupies the device's link, and not its compute units.
+        text: what is computed or sent.
+    """
+
+    device: int
+    phase: str
+    seconds: Array
+    needs: tuple[int, ...] = ()
+    link: bool = False
+    text: str = ""
+
+
+@dataclass
+class StepProgram:
+    """The actions of one step, each after the actions that it needs.
+
+    Attributes:
+        devices: number of representative devices.
+        actions: in an order in which they can be evaluated; those of one resource in the order in which it runs them.
+        vectors: vectors that the step adds up over the data ranks, in order.
+    """
+
+    devices: int = 1
+    actions: list[StepAction] = field(default_factory=list)
+    vectors: list[GradientVector] = field(default_factory=list)
+
+    def add(self, action: StepAction) -> int:
+        """Append an action; return its place."""
+        if any(need >= len(self.actions) for need in action.needs):
+            raise ValueError(f"action {len(self.actions)} needs a later one: {action.needs}")
+        self.actions.append(action)
+        return len(self.actions) - 1
+
+    def traffic(self, schedule: Schedule) -> Mapping[tuple[int, int], LinkTraffic]:
+        """Return messages and bytes of each link in one step whose vectors are added up by this schedule."""
+        total: dict[tuple[int, int], LinkTraffic] = {}
+        for vector in self.vectors:
+            for link, found in schedule.traffic(vector.elements, vector.itemsize).items():
+                before = total.get(link, LinkTraffic(0, 0))
+                total[link] = LinkTraffic(before.messages + found.messages, before.bytes + found.bytes)
+        return total
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Start and end of every action of a program, in seconds, one column a sample.
+
+    Attributes:
+        program: what was evaluated.
+        start, end: (actions, samples).
+    """
+
+    program: StepProgram
+    start: Array
+    end: Array
+
+    @property
+    def seconds(self) -> Array:
+        """Seconds of the step, one element a sample."""
+        return np.asarray(self.end.max(axis=0))
+
+    def shares(self) -> dict[str, float]:
+        """Return the parts of the devices' time as fractions of the step, in the median sample; they sum to 1.
+
+        ``compute`` is forward, backward and update; ``communication`` what no computing of the device covers;
+        ``idling`` the rest.
+        """
+        place = self.median_sample
+        total = float(self.seconds[place])
+        parts: dict[str, float] = defaultdict(float)
+        for device in range(self.program.devices):
+            busy = self._intervals(device, place, links=False)
+            both = _union([*busy, *self._intervals(device, place, links=True)])
+            computed = sum(end - start for start, end in _union(busy))
+            parts["compute"] += computed
+            parts["communication"] += sum(end - start for start, end in both) - computed
+        whole = total * self.program.devices
+        found = {name: value / whole for name, value in parts.items()} if whole else {"compute": 1.0}
+        return {**found, "idling": max(0.0, 1 - sum(found.values()))}
+
+    @property
+    def median_sample(self) -> int:
+        """The sample whose step is nearest to the median."""
+        return int(np.argmin(np.abs(self.seconds - np.median(self.seconds))))
+
+    def rows(self) -> list[list[TimelineSegment]]:
+        """Return the timeline of the median sample, a row a device, in which computing hides communication."""
+        place, found = self.median_sample, []
+        for device in range(self.program.devices):
+            computing: list[TimelineSegment] = []
+            hidden: list[TimelineSegment] = []
+            for number, action in enumerate(self.program.actions):
+                start, end = float(self.start[number, place]), float(self.end[number, place])
+                if action.device == device and end > start:
+                    kept = hidden if action.link else computing
+                    kept.append(TimelineSegment(action.phase, start, end, action.text))
+            covered = _union([(s.start, s.end) for s in computing])
+            exposed = [
+                segment._replace(start=low, end=high)
+                for segment in hidden
+                for low, high in _without((segment.start, segment.end), covered)
+            ]
+            found.append(sorted([*computing, *exposed], key=lambda segment: segment.start))
+        return found
+
+    def _intervals(self, device: int, place: int, links: bool) -> list[tuple[float, float]]:
+        return [
+            (float(self.start[number, place]), float(self.end[number, place]))
+            for number, action in enumerate(self.program.actions)
+            if action.device == device and action.link == links and (links or action.phase in (*WORK, UPDATE))
+        ]
+
+
+def evaluate_program(program: StepProgram, samples: int) -> StepTimes:
+    """Evaluate all actions in max-plus.
+
+    >>> program = StepProgram()
+    >>> first = program.add(StepAction(0, "backward", np.array([2.0, 3.0])))
+    >>> sent = program.add(StepAction(0, "communication", np.array([4.0, 1.0]), (first,), link=True))
+    >>> _ = program.add(StepAction(0, "backward", np.array([1.0, 1.0])))
+    >>> evaluate_program(program, 2).seconds
+    array([6., 4.])
+    """
+    count = len(program.actions)
+    start, end = np.zeros((count, samples)), np.zeros((count, samples))
+    last: dict[tuple[int, bool], int] = {}
+    for place, action in enumerate(program.actions):
+        resource = action.device, action.link
+        before = [*action.needs, *([last[resource]] if resource in last else [])]
+        if before:
+            start[place] = end[before].max(axis=0)
+        end[place] = start[place] + action.seconds
+        last[resource] = place
+    return StepTimes(program, start, end)
+
+
+def _union(intervals: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Return disjoint intervals that cover the same time, sorted."""
+    found: list[tuple[float, float]] = []
+    for low, high in sorted(intervals):
+        if found and low <= found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], high)
+        else:
+            found.append((low, high))
+    return found
+
+
+def _without(interval: tuple[float, float], covered: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Return the parts of an interval outside of disjoint, sorted intervals."""
+    low, high = interval
+    found = []
+    for begin, end in covered:
+        if end <= low or begin >= high:
+            continue
+        if begin > low:
+            found.append((low, begin))
+        low = max(low, end)
+    return [*found, (low, high)] if low < high else found

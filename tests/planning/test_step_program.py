@@ -1,0 +1,118 @@
+"""A step's program: max-plus against hand-made cases, closed forms against schedules, traffic against counted runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import tutti
+from tests import worlds
+from tutti.comm.collective_schedules import Algorithm, LinkCost, schedule_of
+from tutti.config.train_config import TrainConfig
+from tutti.errors import UsageError
+from tutti.planning.machine_costs import SAMPLES, schedule_seconds, slowest_factor
+from tutti.planning.step_builders import TensorFacts, check_buildable, gradient_vectors
+from tutti.planning.step_program import StepAction, StepProgram, evaluate_program
+
+ALGORITHMS: tuple[Algorithm, ...] = ("ring", "tree", "halving", "hierarchical", "central")
+
+
+def seconds(value: float) -> np.ndarray:
+    return np.full(3, value)
+
+
+def test_links_overlap_computing_and_devices_wait_for_messages() -> None:
+    program = StepProgram(devices=2)
+    first = program.add(StepAction(0, "forward", seconds(2)))
+    sent = program.add(StepAction(0, "communication", seconds(3), (first,), link=True))
+    program.add(StepAction(0, "backward", seconds(4)))
+    program.add(StepAction(1, "forward", seconds(1), (sent,)))
+    times = evaluate_program(program, 3)
+    assert times.end[:, 0].tolist() == [2, 5, 6, 6]
+    # 6 + 1 of 12 device-seconds compute; the message is hidden on device 0; device 1 idles 5 s.
+    assert times.shares() == pytest.approx({"compute": 7 / 12, "communication": 0, "idling": 5 / 12})
+    assert [[(s.phase, s.start, s.end) for s in row] for row in times.rows()] == [
+        [("forward", 0, 2), ("backward", 2, 6)],
+        [("forward", 5, 6)],
+    ]
+
+
+def test_an_action_cannot_need_a_later_one() -> None:
+    with pytest.raises(ValueError, match="needs a later one"):
+        StepProgram().add(StepAction(0, "forward", seconds(1), (0,)))
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("nodes", [(1, 1), (3, 3), (4, 4), (2, 2, 2), (1,) * 8, (1,) * 13, (4,)])
+def test_closed_forms_are_the_prices_of_the_schedules(algorithm: Algorithm, nodes: tuple[int, ...]) -> None:
+    places = iter(range(sum(nodes)))
+    schedule = schedule_of(algorithm, [[next(places) for _ in range(count)] for count in nodes])
+    network, node = LinkCost(2e-5, 1e9), LinkCost(1e-6, 7e9)
+    want = schedule.seconds(1e7, network, node)
+    assert schedule_seconds(algorithm, sum(nodes), 1e7, network, node, nodes[0]) == pytest.approx(want, rel=1e-9)
+
+
+def test_the_slowest_of_more_ranks_is_slower_and_one_is_typical() -> None:
+    medians = [float(np.median(slowest_factor(ranks, 0.1))) for ranks in (1, 2, 64, 16384)]
+    assert (
+        medians[0] == pytest.approx(1, abs=0.03)
+        and medians == sorted(medians)
+        and medians[-1] == pytest.approx(1.4, abs=0.05)
+    )
+    assert slowest_factor(4, 0.0).tolist() == [1.0] * SAMPLES
+
+
+@pytest.mark.parametrize(
+    ("strategy", "word"),
+    [
+        ("local_sgd", "cannot be simulated yet"),
+        ("tensor", "Take one of single, mirrored"),
+        ("mirrored:algorithm=shared_memory", "algorithm=native"),
+    ],
+)
+def test_what_cannot_be_simulated_is_refused_by_name(strategy: str, word: str) -> None:
+    with pytest.raises(UsageError, match=word):
+        check_buildable(TrainConfig(strategy=strategy, devices="2"))
+
+
+def model_of(dtype: torch.dtype) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 700), nn.Tanh(), nn.Linear(700, 401), nn.Tanh(), nn.Linear(401, 1)).to(dtype)
+
+
+def counted(strategy: str, dtype: torch.dtype) -> Any:
+    data = torch.rand(24, 4, dtype=dtype, generator=torch.Generator().manual_seed(1))
+    run = tutti.prepare(
+        model_of(dtype), "sgd:lr=0.1", data, lambda m, b: (m(b) ** 2).mean(), strategy=strategy, batch_size=12
+    )
+    steps = 0
+    for batch in run.epoch(0):
+        run.step(batch)
+        steps += 1
+    links = run.exchange.facts()["links"]
+    return steps, {(link["from"], link["to"]): (link["messages"], link["bytes"]) for link in links}
+
+
+TRAFFIC: list[tuple[Algorithm, int, dict[str, Any], torch.dtype]] = [
+    *((algorithm, 3, {}, torch.float32) for algorithm in ALGORITHMS),
+    ("ring", 2, {"bucket_mb": 0.5}, torch.float64),
+    ("halving", 3, {"bucket_mb": 0.5}, torch.float32),
+    ("tree", 2, {"wire": "bf16"}, torch.float32),
+]
+
+
+@pytest.mark.parametrize(("algorithm", "ranks", "options", "dtype"), TRAFFIC)
+def test_the_program_sends_what_the_communicator_counts(
+    algorithm: Algorithm, ranks: int, options: dict[str, Any], dtype: torch.dtype
+) -> None:
+    tensors = [TensorFacts(name, "", tuple(p.shape), p.dtype) for name, p in model_of(dtype).named_parameters()]
+    program = StepProgram(vectors=gradient_vectors(tensors, **options))
+    traffic = program.traffic(schedule_of(algorithm, [list(range(ranks))]))
+    strategy = ",".join([f"mirrored:algorithm={algorithm}", *(f"{key}={value}" for key, value in options.items())])
+    for steps, links in worlds.run(ranks, counted, strategy=strategy, dtype=dtype):
+        assert steps == 2
+        assert links == {link: (steps * found.messages, steps * found.bytes) for link, found in traffic.items()}
