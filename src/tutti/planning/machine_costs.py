@@ -28,7 +28,8 @@ _PUBLISHED = re.compile(r"(.+?)x(\d+)$")
 _HOST_LINK, _NODE_LINK = LinkCost(1e-5, 3e10), LinkCost(3e-5, 5e9)
 """Guesses for published hardware: the prior medians of ``scaling_laws.ANCHORED_LAW`` for bytes a second, and latencies
 of that order."""
-_OPTIMIZER_WORDS, _MEMORY_RATE = 10.0, 1e12
+_LAUNCH = 5e-6
+"""Seconds in which a host launches an operator on an accelerator: a guess."""
 _SHORT = 1.35
 """Interquartile range over standard deviation of a normal distribution."""
 
@@ -342,8 +343,11 @@ class PublishedCosts:
         )
 
     def compute(self, works: Sequence[PassWork], samples: float) -> Array:
-        flop = sum(max(each.flop.at(samples), 0.0) for work in works for each in work.values())
-        return flop / self._rate * self._factor
+        kernels = [each for work in works for each in work.values()]
+        flop = sum(max(each.flop.at(samples), 0.0) for each in kernels)
+        launching = _LAUNCH * sum(max(each.calls.at(samples), 0.0) for each in kernels)
+        self.note(f"launching an operator takes {_LAUNCH * 1e6:g} µs, which computing hides where it takes longer")
+        return np.maximum(flop / self._rate * self._factor, launching)
 
     def update(self, optimizer: str, parameters: float) -> Array:
         check_optimizer(optimizer)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import dataclass, field
+from itertools import pairwise, product
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,8 @@ BUILT = ("single", "mirrored", "sharded", "pipeline", "model_parallel")
 """Strategies whose step can be built."""
 _MEGABYTE = 1 << 20
 _BUCKET_MB = 25.0
+_SHOWN = 64
+"""Micro-batches that a program has one by one; more are one action, because nothing happens between them."""
 _WIRE_BYTES = {"bf16": 2, "fp16": 2}
 _PHASES = {"F": "forward", "B": "backward", "I": "backward", "W": "weight"}
 
@@ -181,10 +184,9 @@ def build_step(facts: StepFacts, config: TrainConfig, costs: StepCosts) -> tuple
     # The number of devices must fit the strategy.
     shape = choice.shape(devices)
     parts = rank_micro_batches(config)
-    works = [work for group in facts.workload.groups for work in _backward(group, config)] + [
-        group.forward for group in facts.workload.groups
-    ]
-    alone = float(np.median(sum(costs.compute(works, samples) for worker in parts for samples in worker)))
+    works = [work for group in facts.workload.groups for work in (group.forward, *_backward(group, config))]
+    counts = Counter(samples for worker in parts for samples in worker)
+    alone = float(np.median(sum(number * costs.compute(works, samples) for samples, number in counts.items())))
     slow = costs.slowest(devices, alone / shape["stage"])
     builder = _Builder(facts, config, costs, slow)
     if isinstance(choice.layout, PipelineConfig | LayersConfig):
@@ -220,6 +222,7 @@ class _Builder:
     config: TrainConfig
     costs: StepCosts
     slow: Array
+    _prices: dict[tuple[str, str, int], Array] = field(default_factory=dict)
 
     def whole(self, exchange: Any, parts: Sequence[Sequence[int]], ranks: int) -> StepProgram:
         """Build the step of whole replicas whose gradients are added up in buckets."""
@@ -269,7 +272,7 @@ class _Builder:
                     # One module ahead: its all-gather begins as the module before the previous one has ended.
                     ahead = computed[-1] if not self.costs.overlaps else computed[max(0, number - 1)]
                     needs.append(self._send(program, "all_gather", ranks, sizes[name], _known(ahead), name))
-                seconds = self._priced([groups[name].forward], samples)
+                seconds = self._group(groups[name], "forward", samples)
                 computed.append(program.add(StepAction(0, "forward", seconds, _known(*needs), text=name)))
             last, sent = computed[-1], -1
             before = last
@@ -278,7 +281,7 @@ class _Builder:
                 if stage == 3 and name in names and sizes[name]:
                     ahead = before if self.costs.overlaps else last
                     needs.append(self._send(program, "all_gather", ranks, sizes[name], _known(ahead), name))
-                seconds = self._priced(_backward(groups[name], self.config), samples)
+                seconds = self._group(groups[name], "backward", samples)
                 before = last
                 last = program.add(StepAction(0, "backward", seconds, _known(*needs), text=name))
                 if sizes[name]:
@@ -335,6 +338,7 @@ class _Builder:
                 continue
             crossing = facts.crossing[min(action.stage, other)]
             size = sum(groups[name].output_bytes.at(count) for name in crossing)
+            program.count_between_stages(rank, other % ranks, len(crossing), round(size))
             price = self.costs.message(size, int(self.config.devices))
             arrivals[action] = self._message(program, price, (places[action],), text, rank)
 
@@ -346,8 +350,7 @@ class _Builder:
         own += [groups[LOSS]] if action.stage == stages - 1 else []
 
         def price(group: GroupWork) -> Array:
-            works = [group.forward] if action.kind == "F" else _backward(group, self.config)
-            return self._priced(works, samples)
+            return self._group(group, "forward" if action.kind == "F" else "backward", samples)
 
         seconds = sum(map(price, own), np.zeros(SAMPLES)) + price(groups[REST]) / stages
         # Input and weight backward each take half of a backward: a guess.
@@ -358,11 +361,20 @@ class _Builder:
         groups = {group.name: group for group in self.facts.workload.groups}
         order = self._backward_order()
         ends: dict[str, int] = {}
-        for count in samples:
-            forward = self._priced([group.forward for group in groups.values()], count)
+        shown = samples
+        if len(samples) > _SHOWN:
+            # Many accumulated micro-batches, which nothing interrupts, are one forward and one backward.
+            before, shown = Counter(samples[:-1]), samples[-1:]
+            for phase in ("forward", "backward"):
+                seconds = np.zeros(SAMPLES)
+                for (count, number), group in product(before.items(), groups.values()):
+                    seconds += number * self._group(group, phase, count)
+                program.add(StepAction(0, phase, seconds, text=f"{len(samples) - 1} micro-batches"))
+        for count in shown:
+            forward = sum((self._group(group, "forward", count) for group in groups.values()), np.zeros(SAMPLES))
             program.add(StepAction(0, "forward", forward))
             for name in order:
-                seconds = self._priced(_backward(groups[name], self.config), count)
+                seconds = self._group(groups[name], "backward", count)
                 ends[name] = program.add(StepAction(0, "backward", seconds, text=name))
         return ends
 
@@ -445,8 +457,13 @@ class _Builder:
         seconds = self.costs.update(self.config.optimizer, parameters)
         return program.add(StepAction(device, UPDATE, seconds, _known(*needs), text=self.config.optimizer))
 
-    def _priced(self, works: Sequence[PassWork], samples: float) -> Array:
-        return np.asarray(self.costs.compute(works, samples) * self.slow)
+    def _group(self, group: GroupWork, phase: str, samples: int) -> Array:
+        """Price a group's forward or backward on the slowest device."""
+        key = group.name, phase, samples
+        if key not in self._prices:
+            works = [group.forward] if phase == "forward" else _backward(group, self.config)
+            self._prices[key] = np.asarray(self.costs.compute(works, samples) * self.slow)
+        return self._prices[key]
 
 
 def _known(*places: int) -> tuple[int, ...]:

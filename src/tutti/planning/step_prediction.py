@@ -171,7 +171,8 @@ def predict_step(
     seconds = float(np.median(times.seconds))
     low, high = (float(value) for value in np.quantile(times.seconds, [0.05, 0.95]))
     band, text = step_band(times.seconds, costs, devices, residuals)
-    alone, _ = build_step(sizes.step, alone_config(config), costs)
+    baseline = alone_config(config)
+    alone, _ = build_step(sizes.step, baseline, costs)
     single = float(np.median(evaluate_program(alone, SAMPLES).seconds))
     note_partition(choice, costs)
     if sizes.step.workload.not_affine:
@@ -189,7 +190,7 @@ def predict_step(
         band_text=text,
         shares=_shares(times, slow, program.devices > 1),
         samples_per_second=config.batch_size / seconds,
-        efficiency=(config.batch_size / seconds / devices) / (alone_config(config).batch_size / single),
+        efficiency=(config.batch_size / seconds / devices) / (baseline.batch_size / single),
         memory=_memory(task_name, sizes.memory, config),
         messages={"vectors": len(program.vectors), "bytes": sum(vector.bytes for vector in program.vectors)},
     )

@@ -71,11 +71,13 @@ class StepProgram:
         devices: number of representative devices.
         actions: in an order in which they can be evaluated; those of one resource in the order in which it runs them.
         vectors: vectors that the step adds up over the data ranks, in order.
+        between_stages: messages and bytes from one device of a pipeline to another, by (source, destination).
     """
 
     devices: int = 1
     actions: list[StepAction] = field(default_factory=list)
     vectors: list[GradientVector] = field(default_factory=list)
+    between_stages: dict[tuple[int, int], LinkTraffic] = field(default_factory=dict)
 
     def add(self, action: StepAction) -> int:
         """Append an action; return its place."""
@@ -83,6 +85,11 @@ class StepProgram:
             raise ValueError(f"action {len(self.actions)} needs a later one: {action.needs}")
         self.actions.append(action)
         return len(self.actions) - 1
+
+    def count_between_stages(self, source: int, to: int, messages: int, size: int) -> None:
+        """Count messages of ``size`` bytes together from one device of a pipeline to another."""
+        before = self.between_stages.get((source, to), LinkTraffic(0, 0))
+        self.between_stages[source, to] = LinkTraffic(before.messages + messages, before.bytes + size)
 
     def traffic(self, schedule: Schedule) -> Mapping[tuple[int, int], LinkTraffic]:
         """Return messages and bytes of each link in one step whose vectors are added up by this schedule."""

@@ -1,0 +1,252 @@
+"""Predicted steps of machines and models made by hand, and what cannot be predicted."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import tutti
+from tests import worlds
+from tutti.comm.collective_schedules import LinkCost
+from tutti.config.train_config import TrainConfig
+from tutti.errors import UsageError
+from tutti.parallel.pipeline.pipeline_schedule import bubble_fraction
+from tutti.planning.conformal_band import NO_BAND, CellScores
+from tutti.planning.machine_costs import SAMPLES, MeasuredCosts, Network, StepCosts, curve_seconds, open_machine
+from tutti.planning.step_builders import StageFacts, StepFacts, TensorFacts, build_step
+from tutti.planning.step_prediction import alone_config, gather_sizes, predict_step, step_band
+from tutti.planning.step_program import StepProgram, evaluate_program
+from tutti.workload.machine_file import Curve, CurvePoint, Figure, Machine
+from tutti.workload.workload_file import LOSS, REST, Affine, GroupWork, OperatorWork, Workload
+
+RATE, LINK = 1e9, LinkCost(1e-4, 1e8)
+
+
+def line(rate: float, fixed: float = 0.0, unit: str = "byte") -> Curve:
+    return Curve(unit, (), rate, fixed, 0.0)
+
+
+def machine(jitter: float = 0.0) -> Machine:
+    """A machine of constants without spread: 1 GFLOP/s, links of 100 µs and 100 MB/s, two ranks."""
+    return Machine(
+        host={"name": "lab", "cores": 2},
+        device={"type": "cuda", "name": "lab", "threads": None},
+        parts=("device", "links", "collectives", "optimizer"),
+        figures={
+            "device/operation/seconds": Figure(0.0, "s", 1, None),
+            "jitter/time/2": Figure(0.0, "ratio", 1, None),
+            "jitter/ranks/2": Figure(jitter, "ratio", 1, None),
+        },
+        curves={
+            "device/matmul/fp32": line(RATE, unit="FLOP"),
+            "device/copy": line(1e15),
+            "links/0-1": line(LINK.beta, LINK.alpha),
+            "collectives/all_reduce/2": line(LINK.beta, 2 * LINK.alpha),
+            "collectives/all_gather/2": line(LINK.beta, LINK.alpha),
+            "collectives/reduce_scatter/2": line(LINK.beta, LINK.alpha),
+            "optimizer/sgd": line(1e9, unit="parameter"),
+        },
+    )
+
+
+def group(name: str, flop: float, elements: int = 0, ready: int | None = None) -> GroupWork:
+    def work(each: float) -> dict[str, OperatorWork]:
+        return {"matmul": OperatorWork(Affine(0, each), Affine(), Affine(1))} if each else {}
+
+    nothing = {"none": Affine()}
+    return GroupWork(
+        name,
+        "Linear",
+        elements,
+        elements,
+        4 * elements,
+        0,
+        work(flop),
+        work(2 * flop),
+        {"none": {}},
+        nothing,
+        Affine(0, 0),
+        ready,
+    )
+
+
+def facts(blocks: int, elements: int = 1000) -> StepFacts:
+    """Equal blocks, one parameter each, of 1 MFLOP a sample forward and 2 backward."""
+    names = [f"b{place}" for place in range(blocks)]
+    order = tuple(reversed([f"{name}.weight" for name in names]))
+    groups = [group(name, 1e6, elements, blocks - 1 - place) for place, name in enumerate(names)]
+    work = Workload("own", "fp32", (*groups, group(REST, 0), group(LOSS, 0)), order, None, (2, 4, 7), "traced")
+    tensors = tuple(TensorFacts(f"{name}.weight", name, (elements,), torch.float32) for name in names)
+    one = tuple((name,) for name in names)
+    return StepFacts(work, tensors, StageFacts(one, tuple((place,) for place in range(blocks)), one[:-1]))
+
+
+def costs(**values: Any) -> MeasuredCosts:
+    return MeasuredCosts(machine(values.pop("jitter", 0.0)), "fp32", Network(2, **values))
+
+
+def run(strategy: str, devices: int = 1, **values: Any) -> TrainConfig:
+    values = {"batch_size": 8 * devices, "optimizer": "sgd:lr=0.1", **values}
+    return TrainConfig(strategy=strategy, devices=str(devices), **values)
+
+
+def program_of(step: StepFacts, config: TrainConfig, prices: StepCosts) -> StepProgram:
+    return build_step(step, config, prices)[0]
+
+
+def seconds_of(step: StepFacts, config: TrainConfig, prices: StepCosts) -> float:
+    return float(np.median(evaluate_program(program_of(step, config, prices), SAMPLES).seconds))
+
+
+def test_one_device_computes_its_flop_and_updates() -> None:
+    # 4 blocks · 3 MFLOP · 8 samples at 1 GFLOP/s, and 4,000 parameters at 1e9/s.
+    assert seconds_of(facts(4), run("single"), costs()) == pytest.approx(0.096 + 4e-6)
+    # Micro-batches of a line without a fixed part take as long; hundreds of them are one action.
+    few = program_of(facts(4), run("single", batch_size=512, micro_batch=1), costs())
+    assert float(evaluate_program(few, SAMPLES).seconds[0]) == pytest.approx(64 * 0.096 + 4e-6)
+    assert len(few.actions) < 20
+
+
+def test_schedules_follow_backward_and_the_backend_overlaps_it() -> None:
+    step = facts(4, elements=1_000_000)
+    vectors = program_of(step, run("mirrored:algorithm=ring,bucket_mb=4", 2), costs()).vectors
+    assert [vector.parameters for vector in vectors] == [(3,), (2,), (1,), (0,)]
+    ring = sum(2 * LINK.alpha + vector.bytes / LINK.beta for vector in vectors)
+    update = 4e-3
+    assert seconds_of(step, run("mirrored:algorithm=ring,bucket_mb=4", 2), costs()) == pytest.approx(
+        0.096 + ring + update
+    )
+    # Forward takes 32 ms; the first gradient is complete 16 ms later, and the link is busy from then on.
+    assert seconds_of(step, run("mirrored:algorithm=native,bucket_mb=4", 2), costs()) == pytest.approx(
+        0.048 + ring + update
+    )
+
+
+def test_sharding_sends_rows_and_updates_a_part() -> None:
+    step = facts(2, elements=1_000_000)
+    whole, each = 4e6 / LINK.beta, LINK.alpha
+    totals = 2 * each + 8 * (4 + 9 + 2 + 1) / LINK.beta
+    first = seconds_of(step, run("sharded:stage=1", 2), costs())
+    assert first == pytest.approx(0.048 + 4 * (each + whole) + totals + 1e-3, rel=2e-3)
+    kinds = [
+        action.text.partition(" of ")[0] for action in program_of(step, run("sharded:stage=3", 2), costs()).actions
+    ]
+    assert kinds.count("all_gather") == 4 and kinds.count("reduce_scatter") == 2
+    kinds = [
+        action.text.partition(" of ")[0] for action in program_of(step, run("sharded:stage=2", 2), costs()).actions
+    ]
+    assert kinds.count("all_gather") == 2 and kinds.count("reduce_scatter") == 2
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2)])
+def test_the_bubble_of_equal_stages_is_that_of_the_order(schedule: str, chunks: int) -> None:
+    config = run(f"pipeline:schedule={schedule},micro_batches=4", 2, batch_size=8, optimizer="sgd:lr=0.1")
+    free = replace(machine(), curves={**machine().curves, "links/0-1": line(1e30), "optimizer/sgd": line(1e30)})
+    times = evaluate_program(program_of(facts(2 * chunks), config, MeasuredCosts(free, "fp32", Network(2))), SAMPLES)
+    assert times.shares()["idling"] == pytest.approx(bubble_fraction(schedule, 2, 4, chunks), abs=1e-6)
+
+
+@pytest.mark.parametrize("strategy", ["mirrored:algorithm=native", "sharded:stage=3", "pipeline:stages=2"])
+def test_the_cost_is_constant_in_replicas(strategy: str) -> None:
+    prices = costs(between=LINK)
+    few, many = (program_of(facts(4), run(strategy, devices, micro_batch=4), prices) for devices in (8, 16384))
+    assert len(few.actions) == len(many.actions)
+    alone = program_of(facts(4), alone_config(run(strategy, 16384, micro_batch=4)), prices)
+    assert len(alone.actions) < 20
+
+
+def test_stragglers_take_time_that_other_devices_wait() -> None:
+    even, uneven = (seconds_of(facts(2), run("mirrored:algorithm=native", 2), costs(jitter=j)) for j in (0.0, 0.2))
+    assert 1.05 < uneven / even < 1.2
+
+
+def test_a_link_that_was_never_measured_is_refused_with_the_way_out() -> None:
+    with pytest.raises(UsageError, match=r"never measured.*--network alpha"):
+        seconds_of(facts(2), run("mirrored:algorithm=native", 4), costs())
+    assert seconds_of(facts(2), run("mirrored:algorithm=native", 4), costs(between=LINK)) > 0
+    gone = replace(machine(), curves={k: v for k, v in machine().curves.items() if not k.startswith("collectives")})
+    with pytest.raises(UsageError, match="tutti bench collectives"):
+        seconds_of(facts(2), run("mirrored:algorithm=native", 2), MeasuredCosts(gone, "fp32", Network(2)))
+    with pytest.raises(UsageError, match="device/matmul/bf16"):
+        seconds_of(facts(2), run("single"), MeasuredCosts(machine(), "bf16", Network(2)))
+
+
+def test_published_hardware_names_its_rows_and_its_guesses() -> None:
+    prices = open_machine("a100x8", "bf16", None, None)
+    assert seconds_of(facts(2), run("mirrored:algorithm=native", 64), prices) > 0
+    assert "published rows of A100" in prices.rests[0]
+    assert any("links between nodes" in text for text in prices.guesses)
+    stated = open_machine("a100x8", "bf16", None, LINK)
+    seconds_of(facts(2), run("mirrored:algorithm=native", 64), stated)
+    assert not any("links between nodes" in text for text in stated.guesses)
+    for text, word in (("a100x8", "no published row"), ("abacusx8", "there is no machine")):
+        with pytest.raises(UsageError, match=word):
+            open_machine(text, "fp64" if text == "a100x8" else "bf16", None, None)
+
+
+def test_a_band_needs_thirty_checked_series_of_its_cell() -> None:
+    seconds = np.full(SAMPLES, 2.0)
+    assert step_band(seconds, costs(), 2, {}) == (None, NO_BAND)
+    cell = "simulated step, measured machine, at most 2 ×"
+    few, enough = ({cell: {"own": CellScores((2.0,), series)}} for series in (29, 30))
+    assert step_band(seconds, costs(), 2, few) == (None, NO_BAND)
+    band, text = step_band(seconds, costs(), 2, enough)
+    assert band == pytest.approx((2 / np.exp(0.06), 2 * np.exp(0.06))) and cell in text
+    assert step_band(seconds, costs(), 64, enough) == (None, NO_BAND)
+
+
+def test_curves_are_read_between_their_points() -> None:
+    curve = Curve("FLOP", (CurvePoint(1e3, 1e-5, 0, 5), CurvePoint(1e5, 1e-3, 0, 5)), 1.0, 0.0, 1.0)
+    assert curve_seconds(curve, 1e4) == pytest.approx(1e-4)
+    assert curve_seconds(curve, 10) == 1e-5 and curve_seconds(curve, 1e6) == pytest.approx(1e-2)
+
+
+TASK = """
+import torch
+from torch import nn
+from tutti.tasks.task import Task
+
+def own():
+    data = torch.utils.data.TensorDataset(torch.rand(24, 4))
+    layers = lambda: nn.Sequential(nn.Linear(4, 70), nn.Tanh(), nn.Linear(70, 41), nn.Tanh(), nn.Linear(41, 1))
+    return Task(name="own", model=layers, loss=lambda model, batch: model(batch[0]).square().mean(), train=data)
+"""
+
+
+def counted(strategy: str) -> Any:
+    model = nn.Sequential(nn.Linear(4, 70), nn.Tanh(), nn.Linear(70, 41), nn.Tanh(), nn.Linear(41, 1))
+    data = torch.rand(24, 4, generator=torch.Generator().manual_seed(1))
+    run = tutti.prepare(model, "sgd:lr=0.1", data, lambda m, b: (m(b) ** 2).mean(), strategy=strategy, batch_size=12)
+    stages, found = run.context.comms.axis("stage"), []
+    for batch in run.epoch(0):
+        run.step(batch)
+        found.append(stages.traffic())
+    # The first step also sends the forms of its messages.
+    first, second = found
+    return {link: (count.messages - first[link][0], count.bytes - first[link][1]) for link, count in second.items()}
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+def test_a_pipeline_sends_what_the_communicator_counts(schedule: str, tmp_path: Any) -> None:
+    (tmp_path / "task.py").write_text(TASK, encoding="utf-8")
+    task = f"{tmp_path}/task.py:own"
+    strategy = f"pipeline:stages=2,micro_batches=3,schedule={schedule}"
+    strategy += ",cuts=1+2+3" if schedule == "interleaved" else ",cuts=2"
+    config = run(strategy, 2, batch_size=12)
+    sizes = gather_sizes(task, config)
+    prediction, times = predict_step(task, sizes, config, costs(), {})
+    assert prediction.memory["total"] > 0 and set(prediction.shares) == {
+        "compute",
+        "communication",
+        "bubble",
+        "idling",
+    }
+    assert sum(prediction.shares.values()) == pytest.approx(1)
+    predicted = {link: tuple(found) for link, found in times.program.between_stages.items()}
+    for links in worlds.run(2, counted, strategy=strategy):
+        assert links == predicted
