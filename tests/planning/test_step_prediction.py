@@ -200,6 +200,20 @@ def test_a_band_needs_thirty_checked_series_of_its_cell() -> None:
     assert step_band(seconds, costs(), 64, enough) == (None, NO_BAND)
 
 
+def test_devices_of_a_node_share_the_threads_of_a_cpu() -> None:
+    peaks = {f"device/peak/fp32/threads={n}": Figure(n * 0.8e9, "FLOP/s", 5, 0.0) for n in (1, 2)}
+    cpu = replace(
+        machine(), device={"type": "cpu", "name": "lab", "threads": 2}, figures={**machine().figures, **peaks}
+    )
+    prices, step = MeasuredCosts(cpu, "fp32", Network(2)), facts(1)
+    works = [step.workload.groups[0].forward]
+    found = []
+    for devices in (1, 2, 64):
+        prices.share_node(devices)
+        found.append(float(prices.compute(works, 8)[0]))
+    assert found == pytest.approx([0.008, 0.016, 0.016])
+
+
 def test_curves_are_read_between_their_points() -> None:
     curve = Curve("FLOP", (CurvePoint(1e3, 1e-5, 0, 5), CurvePoint(1e5, 1e-3, 0, 5)), 1.0, 0.0, 1.0)
     assert curve_seconds(curve, 1e4) == pytest.approx(1e-4)

@@ -73,6 +73,9 @@ class StepCosts(Protocol):
     def note(self, text: str) -> None:
         """Name a guess; a repetition is left out."""
 
+    def share_node(self, devices: int) -> None:
+        """Price a device of a run with so many from now on: on CPUs those of a node share its threads."""
+
     def compute(self, works: Sequence[PassWork], samples: float) -> Array:
         """Price passes over a micro-batch of so many samples."""
 
@@ -150,7 +153,7 @@ class MeasuredCosts:
         self.name = f"{self.machine.device.get('name', host)}"
         self.rests.append(f"measured on {host}, {date or 'undated'}: {', '.join(self.machine.parts)}")
         self.overlaps = self.machine.device.get("type") != "cpu"
-        self._threads = self._thread_factor()
+        self._threads = 1.0
         self._drawn: dict[str, Array] = {}
 
     def compute(self, works: Sequence[PassWork], samples: float) -> Array:
@@ -162,7 +165,7 @@ class MeasuredCosts:
                 calls = max(each.calls.at(samples), 0.0)
                 if not calls:
                     continue
-                memory = moved / self.machine.curve("device/copy").rate
+                memory = calls * curve_seconds(self.machine.curve("device/copy"), moved / calls)
                 if kind == "other" or not flop:
                     total += (memory + calls * operation) * self._draw("device/copy")
                     continue
@@ -269,12 +272,15 @@ class MeasuredCosts:
     def _known(self, precision: str) -> str:
         return precision if f"device/matmul/{precision}" in self.machine.curves else self.precision
 
-    def _thread_factor(self) -> float:
-        """Return by how much computing slows down where a device has fewer threads than were measured."""
+    def share_node(self, devices: int) -> None:
+        self._threads = self._thread_factor(min(devices, self.network.per_node))
+
+    def _thread_factor(self, local: int) -> float:
+        """Return by how much computing slows down where so many devices of a node share its threads."""
         measured = self.machine.device.get("threads")
         if measured is None:
             return 1.0
-        threads = max(1, int(self.machine.host.get("cores", measured)) // self.network.per_node)
+        threads = max(1, int(self.machine.host.get("cores", measured)) // local)
         if threads == measured:
             return 1.0
         names = [peak_name(self.precision, count) for count in (measured, threads)]
@@ -341,6 +347,9 @@ class PublishedCosts:
         self.guesses.append(
             "all computing runs at the rate that published jobs reach; small models and small batches do not reach it"
         )
+
+    def share_node(self, devices: int) -> None:
+        """Do nothing: accelerators share no threads."""
 
     def compute(self, works: Sequence[PassWork], samples: float) -> Array:
         kernels = [each for work in works for each in work.values()]

@@ -166,6 +166,7 @@ def predict_step(
     """
     devices = int(config.devices)
     choice = parallel.check_strategy(config.strategy, devices, workers=config.workers)
+    costs.share_node(devices)
     program, slow = build_step(sizes.step, config, costs)
     times = evaluate_program(program, SAMPLES)
     seconds = float(np.median(times.seconds))
