@@ -248,6 +248,7 @@ def test_help_lists_the_verbs(tmp_path: Path) -> None:
         "export",
         "goodput",
         "run",
+        "simulate",
         "train",
         "workload",
         "--help",
