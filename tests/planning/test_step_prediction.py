@@ -214,6 +214,35 @@ def test_devices_of_a_node_share_the_threads_of_a_cpu() -> None:
     assert found == pytest.approx([0.008, 0.016, 0.016])
 
 
+def test_operators_without_flop_cost_the_bytes_of_their_class() -> None:
+    moved = {
+        name: OperatorWork(Affine(), Affine(0, 1e6), Affine(1)) for name in ("other", "normalisation", "transcendental")
+    }
+    rates = {"elementwise": 1e9, "normalisation": 5e8, "transcendental": 2.5e8}
+    curves = {**machine().curves, **{f"device/{name}": line(rate) for name, rate in rates.items()}}
+    prices = MeasuredCosts(replace(machine(), curves=curves), "fp32", Network(2))
+    assert float(prices.compute([moved], 8)[0]) == pytest.approx(0.008 + 0.016 + 0.032)
+    assert not prices.guesses
+    # An older file knows copies alone, and the prediction says so.
+    older = costs()
+    assert float(older.compute([moved], 8)[0]) == pytest.approx(3 * 8e6 / 1e15)
+    assert sum("take as long as copies" in text for text in older.guesses) == 3
+
+
+def test_ranks_of_a_node_slow_each_other_down_as_measured() -> None:
+    shared = {"shared/matmul/2": Figure(2.5, "ratio", 5, 0.0), "shared/elementwise/2": Figure(4.0, "ratio", 5, 0.0)}
+    curves = {**machine().curves, "device/elementwise": line(1e9)}
+    lab = replace(machine(), curves=curves, figures={**machine().figures, **shared})
+    prices = MeasuredCosts(lab, "fp32", Network(2))
+    product = {"matmul": OperatorWork(Affine(0, 1e6), Affine(), Affine(1))}
+    moved = {"other": OperatorWork(Affine(), Affine(0, 1e6), Affine(1))}
+    found = []
+    for devices in (1, 2, 64):
+        prices.share_node(devices)
+        found.append([float(prices.compute([work], 8)[0]) for work in (product, moved)])
+    assert found == [pytest.approx(row) for row in ([0.008, 0.008], [0.02, 0.032], [0.02, 0.032])]
+
+
 def test_curves_are_read_between_their_points() -> None:
     curve = Curve("FLOP", (CurvePoint(1e3, 1e-5, 0, 5), CurvePoint(1e5, 1e-3, 0, 5)), 1.0, 0.0, 1.0)
     assert curve_seconds(curve, 1e4) == pytest.approx(1e-4)

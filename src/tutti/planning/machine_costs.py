@@ -153,7 +153,7 @@ class MeasuredCosts:
         self.name = f"{self.machine.device.get('name', host)}"
         self.rests.append(f"measured on {host}, {date or 'undated'}: {', '.join(self.machine.parts)}")
         self.overlaps = self.machine.device.get("type") != "cpu"
-        self._threads = 1.0
+        self._threads = self._memory = 1.0
         self._drawn: dict[str, Array] = {}
 
     def compute(self, works: Sequence[PassWork], samples: float) -> Array:
@@ -165,9 +165,10 @@ class MeasuredCosts:
                 calls = max(each.calls.at(samples), 0.0)
                 if not calls:
                     continue
-                memory = calls * curve_seconds(self.machine.curve("device/copy"), moved / calls)
-                if kind == "other" or not flop:
-                    total += (memory + calls * operation) * self._draw("device/copy")
+                moving = self._moving_curve(kind if not flop else "copy")
+                memory = calls * curve_seconds(self.machine.curve(moving), moved / calls) * self._memory
+                if not flop:
+                    total += memory * self._draw(moving) + calls * operation
                     continue
                 name = self._curve_of(kind)
                 kernels = calls * curve_seconds(self.machine.curve(name), flop / calls) * self._threads
@@ -180,7 +181,7 @@ class MeasuredCosts:
         if name not in self.machine.curves and kind in ("adamw", "lamb", "lars", "muon", "novograd"):
             self.note(f"a step of {kind} takes as long as one of adam")
             name = "optimizer/adam"
-        return curve_seconds(self.machine.curve(name), parameters) * self._draw(name)
+        return curve_seconds(self.machine.curve(name), parameters) * self._memory * self._draw(name)
 
     def collective(self, kind: str, ranks: int, size: float) -> Array:
         if ranks < 2:
@@ -273,7 +274,29 @@ class MeasuredCosts:
         return precision if f"device/matmul/{precision}" in self.machine.curves else self.precision
 
     def share_node(self, devices: int) -> None:
-        self._threads = self._thread_factor(min(devices, self.network.per_node))
+        local = min(devices, self.network.per_node)
+        self._threads, self._memory = 1.0, 1.0
+        names = [f"shared/{kind}/{local}" for kind in ("matmul", "elementwise")]
+        if local > 1 and all(name in self.machine.figures for name in names):
+            # Ranks cannot compute faster together than each alone with all threads of the node.
+            self._threads, self._memory = (max(1.0, self.machine.figures[name].value) for name in names)
+            return
+        self._threads = self._thread_factor(local)
+        if local > 1 and self.machine.device.get("type") == "cpu":
+            self._memory = self._threads
+            self.note(f"{local} ranks of a node slow each other down by the division of its threads alone")
+
+    def _moving_curve(self, kind: str) -> str:
+        """Return the curve of operators whose seconds depend on their bytes; an older file has copies alone."""
+        if kind == "copy":
+            return "device/copy"
+        name = f"device/{kind}" if kind in ("normalisation", "transcendental") else "device/elementwise"
+        if name in self.machine.curves:
+            return name
+        self.note(
+            f"operators without {name} in the machine file take as long as copies: tutti bench device measures it"
+        )
+        return "device/copy"
 
     def _thread_factor(self, local: int) -> float:
         """Return by how much computing slows down where so many devices of a node share its threads."""

@@ -118,6 +118,7 @@ def bench_rank(parts: Sequence[str], device: str, begin: float, directory: Path,
         bench_ranks.bench_links(world, found)
     if "collectives" in parts:
         bench_ranks.bench_collectives(world, found)
+        bench_ranks.bench_shared(world, found)
         bench_ranks.bench_overlap(world, found)
         bench_ranks.bench_jitter(world, found)
     if world.identity.rank == 0:

@@ -28,9 +28,10 @@ def bench_device(device: torch.device, found: Findings) -> None:
     for precision in precisions:
         dtype = _TYPES[precision]
         _products(device, precision, found)
-        _draw(
-            f"device/attention/{precision}", [_attention(n, dtype, device) for n in (64, 128, 256, 512)], device, found
-        )
+        # On CPUs the rate depends on the length and hardly on the batch, which is what grows in training.
+        shapes = [(1, n) for n in (64, 128, 256, 512)] if accelerator else [(n, 128) for n in (1, 4, 16, 64)]
+        works = [_attention(batch, length, dtype, device) for batch, length in shapes]
+        _draw(f"device/attention/{precision}", works, device, found)
         batches = (1, 4, 16, 64, 256) if accelerator else (1, 4, 16, 64)
         _draw(f"device/convolution/{precision}", [_convolution(n, dtype, device) for n in batches], device, found)
     top = 28 if accelerator else 26
@@ -40,8 +41,25 @@ def bench_device(device: torch.device, found: Findings) -> None:
         target = torch.empty_like(source)
         points.append(curve_point(2 * 2**power, time_calls(partial(target.copy_, source), device)))
     found.draw("device/copy", "byte", points)
+    _elementwise(device, top, found)
     one = torch.zeros(1, device=device)
     found.add("device/operation/seconds", "s", time_calls(lambda: one.add_(1), device, calls=100))
+
+
+def _elementwise(device: torch.device, top: int, found: Findings) -> None:
+    """Measure operators whose seconds depend on their bytes, into new memory, as in a model; bytes read and written."""
+    width = 128
+
+    def draw(name: str, call: Callable[[Tensor], object], tensors: int) -> None:
+        points = []
+        for power in range(12, top, 2):
+            source = torch.randn(2**power // 4 // width, width, device=device)
+            points.append(curve_point(tensors * source.nbytes, time_calls(partial(call, source), device)))
+        found.draw(f"device/{name}", "byte", points)
+
+    draw("elementwise", lambda source: source + source, 3)
+    draw("transcendental", functional.gelu, 2)
+    draw("normalisation", lambda source: functional.layer_norm(source, (width,)), 2)
 
 
 def bench_optimizer(device: torch.device, found: Findings) -> None:
@@ -92,7 +110,9 @@ def _convolution(batch: int, dtype: torch.dtype, device: torch.device) -> _Work:
     return 2.0 * 9 * _CHANNELS**2 * _PIXELS**2 * batch, lambda: functional.conv2d(images, weight, padding=1)
 
 
-def _attention(length: int, dtype: torch.dtype, device: torch.device) -> _Work:
-    query, key, value = (torch.randn(1, _HEADS, length, _HEAD, device=device).to(dtype) for _ in range(3))
-    flop = 4.0 * _HEADS * _HEAD * length**2
+def _attention(batch: int, length: int, dtype: torch.dtype, device: torch.device) -> _Work:
+    """Return attention over the parts of one projection, which are strided as in a model."""
+    projected = torch.randn(batch, length, 3, _HEADS, _HEAD, device=device).to(dtype)
+    query, key, value = projected.permute(2, 0, 3, 1, 4).unbind(0)
+    flop = 4.0 * batch * _HEADS * _HEAD * length**2
     return flop, lambda: functional.scaled_dot_product_attention(query, key, value)

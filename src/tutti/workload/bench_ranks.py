@@ -11,14 +11,15 @@ import torch
 
 from tutti.comm.communicator import Communicator, Communicators
 from tutti.comm.grid import Grid
-from tutti.device import synchronize
+from tutti.device import is_accelerator, synchronize, usable_cores
 from tutti.launcher.context import World
-from tutti.workload.bench_timing import Findings, curve_point
+from tutti.workload.bench_timing import Findings, curve_point, time_calls
 from tutti.workload.machine_file import CurvePoint
 
 _SIZES = tuple(2**power for power in (10, 12, 14, 16, 18, 20, 22, 24))
 _OVERLAPPED = 2**24
 _STEPS = 60
+_SHARED, _SHARED_ROUNDS = 768, 5
 
 
 def bench_links(world: World, found: Findings) -> None:
@@ -46,6 +47,36 @@ def bench_collectives(world: World, found: Findings) -> None:
             for size in _SIZES
         ]
         found.draw(f"collectives/{name}/{ranks}", "byte", points)
+
+
+def bench_shared(world: World, found: Findings) -> None:
+    """Measure by how much computing slows down when all ranks of a node compute at once. Collective.
+
+    Rank 0 computes alone, on a CPU with all of its threads, while the others wait; then all compute, each with the
+    threads of a rank. The ratio of both holds the division of threads, and what ranks take from each other.
+    """
+    ranks = world.identity.size
+    group = Communicators(world, Grid(replica=ranks, rank=world.identity.rank)).world
+    left = torch.randn(_SHARED, _SHARED, device=world.device)
+    calls: dict[str, Callable[[], object]] = {
+        "matmul": lambda: left @ left,
+        "elementwise": lambda: left + left,
+    }
+    own = torch.get_num_threads()
+    for name, call in calls.items():
+        ratios = []
+        for _ in range(_SHARED_ROUNDS):
+            alone = 1.0
+            group.all_gather(torch.zeros(1), "before computing alone")
+            if world.identity.rank == 0:
+                torch.set_num_threads(own if is_accelerator(world.device) else usable_cores())
+                alone = statistics.median(time_calls(call, world.device, 0.05))
+                torch.set_num_threads(own)
+            group.all_gather(torch.zeros(1), "before computing together")
+            mine = torch.tensor([statistics.median(time_calls(call, world.device, 0.05))], dtype=torch.float64)
+            together = [float(each) for each in group.all_gather(mine, "seconds of computing together")]
+            ratios.append(statistics.fmean(together) / alone)
+        found.add(f"shared/{name}/{ranks}", "ratio", ratios)
 
 
 def bench_overlap(world: World, found: Findings) -> None:

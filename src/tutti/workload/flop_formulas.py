@@ -20,7 +20,11 @@ from torch.utils.flop_counter import flop_registry
 
 from tutti.torch_compat import operator_arguments
 
-OperatorClass = Literal["matmul", "convolution", "attention", "recurrent", "other"]
+OperatorClass = Literal["matmul", "convolution", "attention", "recurrent", "normalisation", "transcendental", "other"]
+_NORMALISATION = re.compile(r"(layer|batch|group|instance|rms)_norm|softmax")
+_TRANSCENDENTAL = re.compile(
+    r"_?(gelu|tanh|sigmoid|silu|mish|elu|softplus|exp2?|expm1|log2?|log10|log1p|erfc?|sin|cos|pow)(_backward)?_?$"
+)
 
 _CAUSAL = 0.5
 """Part of the scores that causal attention computes, as Dao et al. 2022 (arXiv 2205.14135) count it; (T + 1)/2T for T
@@ -73,6 +77,20 @@ def count_flop(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], resu
 def operator_name(func: Any) -> str:
     """Return the name of an operator without namespace and overload: ``mm`` of ``torch.ops.aten.mm.default``."""
     return str(func).split(".")[1] if "." in str(func) else str(func)
+
+
+def class_without_flop(func: Any) -> OperatorClass:
+    """Return the class of an operator whose seconds depend on its bytes.
+
+    >>> import torch
+    >>> aten = torch.ops.aten
+    >>> [class_without_flop(each.default) for each in (aten.native_layer_norm, aten.gelu_backward, aten.relu)]
+    ['normalisation', 'transcendental', 'other']
+    """
+    name = operator_name(func)
+    if _NORMALISATION.search(name):
+        return "normalisation"
+    return "transcendental" if _TRANSCENDENTAL.match(name) else "other"
 
 
 def lacks_formula(func: Any) -> bool:

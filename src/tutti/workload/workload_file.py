@@ -56,7 +56,8 @@ class OperatorWork:
 
 
 PassWork = Mapping[str, OperatorWork]
-"""Work of a pass by class of operator: matmul, convolution, attention, recurrent, other."""
+"""Work of a pass by class of operator: matmul, convolution, attention, recurrent; without FLOP normalisation,
+transcendental, other."""
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ from tutti.torch_compat import (
     tree_leaves,
 )
 from tutti.types import Batch, LossFn
-from tutti.workload.flop_formulas import OperatorFlop, count_flop, lacks_formula, operator_name
+from tutti.workload.flop_formulas import OperatorFlop, class_without_flop, count_flop, lacks_formula, operator_name
 from tutti.workload.workload_file import LOSS, REST, Affine, GroupWork, OperatorWork, PassWork, Workload
 
 FIT, CHECK = (2, 4), 7
@@ -327,7 +327,7 @@ class _Meter(TorchDispatchMode):
     ) -> None:
         flop = count_flop(func, args, kwargs, result)
         if flop is None:
-            flop = OperatorFlop("other", 0.0)
+            flop = OperatorFlop(class_without_flop(func), 0.0)
             if lacks_formula(func):
                 self.counts.unknown[operator_name(func)] += 1
         entry = self.counts.work[name, part, flop.kind]
