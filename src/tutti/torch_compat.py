@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
 from torch.nn.modules.batchnorm import _NormBase as NormBase
 from torch.nn.modules.conv import _ConvNd as ConvBase
@@ -300,6 +300,27 @@ def order_members(module: nn.Module, like: nn.Module) -> None:
         members = getattr(module, table)
         setattr(module, table, {name: members[name] for name in getattr(like, table) if name in members})
     module._non_persistent_buffers_set = like._non_persistent_buffers_set & module._buffers.keys()
+
+
+def replace_call(module: nn.Module, call: Callable[..., Any] | None) -> Callable[..., Any] | None:
+    """Let ``call`` stand for calls of ``module``, hooks included, and return what stood there before.
+
+    ``nn.Module.compile`` sets the same attribute. The public way would be a forward pre-hook that ends a call with a
+    result, which PyTorch does not have.
+    """
+    before: Callable[..., Any] | None = module._compiled_call_impl
+    module._compiled_call_impl = call
+    return before
+
+
+def uncompiled_call(module: nn.Module) -> Callable[..., Any]:
+    """Return the call of a module with its hooks, which ``replace_call`` leaves as it is."""
+    return module._call_impl
+
+
+def is_fake(value: Any) -> bool:
+    """Return whether a value is a tensor without values. Its class is public in practice, as FakeTensorMode is."""
+    return isinstance(value, FakeTensor)
 
 
 def has_forward_hook(module: nn.Module) -> bool:

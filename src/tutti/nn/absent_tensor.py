@@ -100,6 +100,24 @@ def put_away(plain: nn.Module, places: Mapping[str, str], here: Sequence[nn.Modu
             _put_away(slot, places)
 
 
+def put_attributes_away(plain: nn.Module, written: Mapping[str, str], here: Sequence[nn.Module]) -> None:
+    """Leave placeholders for attributes that a forward writes on modules that compute on other ranks.
+
+    Args:
+        plain: the whole model.
+        written: words for the location of each attribute, by its name.
+        here: the modules that compute on this rank.
+    """
+    own = {module for part in here for module in part.modules()}
+    for name, place in written.items():
+        path, _, key = name.rpartition(".")
+        module = plain.get_submodule(path)
+        if module not in own:
+            placeholder = torch.zeros(()).as_subclass(AbsentBuffer)
+            _call(placeholder, name, {name: place})
+            vars(module)[key] = placeholder
+
+
 def _put_away(slot: BufferRef, places: Mapping[str, str]) -> None:
     buffer = _empty(slot.get()).as_subclass(AbsentBuffer)
     _call(buffer, slot.name, places)

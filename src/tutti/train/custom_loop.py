@@ -107,7 +107,8 @@ class CustomLoop:
                 busy = [(worker, [run._dummy_micro_batch(worker, step_context)])]
             self._busy = [worker for worker, _ in busy]
             several = self._bodies.several = run.feed.most_micro_batches(step_context.samples) > 1
-            self._origin.alone = not several and run.context.comms.replica.size == 1
+            served = self._exchange.gradient_at == "servers"
+            self._origin.alone = not several and not served and run.context.comms.replica.size == 1
             # Complete gradients that the script accumulates over global batches.
             carried = self._exchange.take() if several else {}
             for worker, micro_batches in busy:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import tutti
 from tests import worlds
@@ -251,3 +251,69 @@ def test_the_header_says_what_is_split() -> None:
     [said, *_] = worlds.run(2, header)
     assert said["split"].startswith("over 2: 4 column (block1.attention.queries_keys_values block1.feed_forward.widen")
     assert "5 whole (block1.norm1" in said["split"]
+
+
+def penalised(strategy: str, own: bool, only: str) -> str:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4), nn.LayerNorm(4)).double()
+    inputs = torch.randn(8, 4, dtype=torch.float64)
+    before = [p.detach().clone() for p in model.parameters()]
+
+    def loss(called: Any, batch: Any) -> Any:
+        penalty = sum(p.square().sum() for name, p in called.named_parameters() if name.startswith(only))
+        return called(batch[0]).square().mean() + penalty
+
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    try:
+        run = tutti.prepare(
+            model, optimizer, (inputs, inputs), None if own else loss, strategy=strategy, batch_size=4, precision="fp64"
+        )
+        if not own:
+            run.step(next(iter(run.epoch(0))))
+        for batch in run.microbatches(0) if own else ():
+            optimizer.zero_grad()
+            run.backward(loss(model, batch))
+            optimizer.step()
+    except tutti.errors.UsageError as error:
+        return f"{error} {all(map(torch.equal, before, model.parameters()))}" if only else str(error)
+    return ""
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("strategy", ["tensor:least=1", "hybrid:tensor=2,least=1"])
+def test_a_penalty_on_slices_is_refused(strategy: str, own: bool) -> None:
+    for said in worlds.run(2, penalised, strategy=strategy, own=own, only=""):
+        assert said.startswith("the loss reads ") and "each tensor rank has a slice" in said
+    assert worlds.run(2, penalised, strategy=strategy, own=own, only="3.") == ["", ""], "whole parameters"
+
+
+class Figured(nn.Module):
+    """A block that is split where it keeps nothing; its figure is read outside of it."""
+
+    figure: Any = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x).tanh()
+        self.figure = hidden.square().mean()
+        return self.second(hidden)
+
+
+def figured(strategy: str) -> list[float]:
+    torch.manual_seed(0)
+    model = nn.Sequential(Figured(), nn.Linear(4, 2)).double()
+    inputs = torch.randn(12, 4, dtype=torch.float64)
+    run = tutti.prepare(
+        model, "sgd:lr=0.1", inputs, lambda called, batch: called(batch).square().mean() + model[0].figure,
+        strategy=strategy, batch_size=4, precision="fp64",
+    )  # fmt: skip
+    return [run.step(batch) for batch in run.epoch(0)]
+
+
+def test_an_attribute_of_a_block_is_that_of_the_whole_block() -> None:
+    [want] = worlds.run(1, figured, strategy="single")
+    for got in worlds.run(2, figured, strategy="tensor:least=1"):
+        assert got == pytest.approx(want, rel=1e-12)

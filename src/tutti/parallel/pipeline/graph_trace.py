@@ -19,7 +19,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from tutti.errors import UsageError
 from tutti.nn.ac_policy import is_sequence
 from tutti.nn.swap import training_mode
-from tutti.parallel.pipeline.untraced import Untraced, has_hooks, surroundings
+from tutti.nn.untraced import Untraced, has_hooks, surroundings
 from tutti.torch_compat import module_buffers, module_parameters
 
 _RANDOM = {
@@ -35,6 +35,10 @@ _RANDOM_METHODS = {
     *("cauchy_", "geometric_", "log_normal_"),
 }
 _DERIVING = {torch.autograd.grad, torch.autograd.backward}
+
+
+class UntraceableError(UsageError):
+    """``torch.fx`` cannot follow a model's forward."""
 
 
 class _Read(NamedTuple):
@@ -130,7 +134,8 @@ def trace(model: nn.Module, opened: Collection[str]) -> fx.Graph:
     """Trace ``model`` into a graph of module calls, and into the modules named in ``opened``.
 
     Raises:
-        UsageError: ``torch.fx`` cannot trace the forward; the model has hooks; its forward takes ``*args``, draws
+        UntraceableError: ``torch.fx`` cannot trace the forward.
+        UsageError: the model has hooks; its forward takes ``*args``, draws
             random numbers outside of its modules, or does something else in training than in evaluation.
     """
     name = type(model).__name__
@@ -142,7 +147,7 @@ def trace(model: nn.Module, opened: Collection[str]) -> fx.Graph:
         graph, drawing = read = _read(model, opened)
     except Exception as error:
         why = f"torch.fx cannot follow its forward: {str(error).splitlines()[0] if str(error) else repr(error)}"
-        raise UsageError(f"a {name} cannot be cut into stages", why=why, remedy=remedy) from error
+        raise UntraceableError(f"a {name} cannot be cut into stages", why=why, remedy=remedy) from error
     if has_hooks(model):
         raise UsageError(f"a {name} cannot be cut into stages", why="it has hooks of its own", remedy=remedy)
     if any(node.op == "placeholder" and str(node.target).startswith("*") for node in graph.nodes):

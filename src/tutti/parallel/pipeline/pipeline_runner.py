@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -20,19 +21,20 @@ from tutti.comm.communicator import Communicator
 from tutti.config.layout_config import LayersConfig, PipelineConfig
 from tutti.errors import TuttiError, UsageError
 from tutti.nn import ac_policy
-from tutti.nn.absent_tensor import put_away
+from tutti.nn.absent_tensor import put_attributes_away, put_away
 from tutti.nn.ac_and_compile import restore_forwards
 from tutti.nn.swap import describe_tensors, parameters
+from tutti.nn.sync import peers_of
+from tutti.nn.untraced import Constants, written_attributes
 from tutti.parallel.ddp import loss_output
 from tutti.parallel.ddp.replica_part import ReplicaPart
 from tutti.parallel.pipeline import stage_partition
-from tutti.parallel.pipeline.module_timing import module_seconds
+from tutti.parallel.pipeline.module_timing import module_seconds, untouched
 from tutti.parallel.pipeline.pipeline_schedule import Action, bubble_fraction, forwards, make_order
 from tutti.parallel.pipeline.split_backward import BackwardRoots, LayerOutput, SplitBackward
 from tutti.parallel.pipeline.stage_messages import KINDS, StageMessages, shapes
 from tutti.parallel.pipeline.stage_ownership import StageOwnership, groups_of, stages_here
 from tutti.parallel.pipeline.tied_gradients import SharedGradients
-from tutti.parallel.pipeline.untraced import Constants
 from tutti.parallel.pipeline.virtual_stage import VirtualStage, crossing_values
 from tutti.python_compat import calling_frame
 from tutti.types import GradientReadyHook, LossFn, LossSums, MicroBatch, RunContext
@@ -91,7 +93,14 @@ class PipelineLayout:
         # Stages that run in turn take the same time wherever the cuts are; a reproducible run always cuts alike.
         timed = config.schedule != "one_by_one" and not run_context.reproducible and not config.cuts
         took = module_seconds(plain, run_context.trial, run_context.comms.world) if timed else {}
-        found = stage_partition.find_stage_partition(plain, stage.size * config.chunks, config.cuts, took, closed)
+        written: Sequence[str] = ()
+        if run_context.trial is not None and peers_of(plain) is None:
+            with suppress(Exception), untouched(plain, run_context.comms.world.device):
+                # The first step reports any error.
+                written = written_attributes(plain, partial(run_context.trial, plain))
+        found = stage_partition.find_stage_partition(
+            plain, stage.size * config.chunks, config.cuts, took, closed, run_context.trial, written
+        )
         return stages_here(plain, found, self._run_context)
 
 
@@ -136,6 +145,7 @@ class PipelineRunner(ReplicaPart):
 
     Attributes:
         cuts: the stage partition; None where the model is not cut.
+        plain: the whole model, with placeholders for what other ranks hold.
         split_backwards: one ``SplitBackward`` a virtual stage for the schedule ``zero_bubble``, otherwise empty.
     """
 
@@ -162,12 +172,15 @@ class PipelineRunner(ReplicaPart):
         self._constants = Constants([])
         groups: list[tuple[Communicator | None, Sequence[nn.Parameter]]] = []
         self.cuts = None if holding is None else holding.cuts
+        self.plain = plain
         if holding is not None:
             self.not_owned = holding.not_owned
             self.summary = _said(holding.cuts, config, self._ranks)
             groups = groups_of(holding, run_context)
             self._held = [list(row.values()) for row in holding.cuts.held(plain)]
-            self._constants = Constants((name, plain.get_submodule(name)) for name in sorted(holding.cuts.opened))
+            self._constants = Constants(
+                (name, plain.get_submodule(name)) for name in sorted(holding.cuts.opened) if holding.cuts.record is None
+            )
             self._before = holding.calls[self._here :: self._ranks]
             self._drawing = holding.draws
         self._shared = SharedGradients(groups, run_context.reproducible)
@@ -177,6 +190,7 @@ class PipelineRunner(ReplicaPart):
         if holding is not None:
             places = {name: f"on stage {rows[0]} of the model" for name, rows in holding.stages.items()}
             put_away(plain, places, self.parts)
+            put_attributes_away(plain, dict.fromkeys(holding.cuts.written, "on another stage"), self.parts)
 
     def _look_what_learns(self) -> None:
         """Look up which stages receive values that depend on trained parameters: scripts freeze and unfreeze some."""
@@ -541,10 +555,11 @@ class _Relay:
         self.called = True
         if self._replica.cuts is None:
             return self._replica.whole(args, kwargs)
+        recorded = self._replica.cuts.record is not None
         given = dict(zip(self._names, args, strict=False))
         if kwargs:
             given = self._signature.bind(*args, **kwargs).arguments
-        for name in given.keys() - self._known:
+        for name in given.keys() - self._known if not recorded else ():
             if given[name] is not self._signature.parameters[name].default:
                 raise UsageError(
                     f"the loss function gives the model '{name}', whose default in its forward is different",
@@ -559,10 +574,12 @@ class _Relay:
                 remedy="give the model inputs that do not require a gradient, or take --strategy mirrored",
             )
         self.computed = True
-        return self._replica.compute(self._flight, self._stage, given)
+        inputs = {"args": args, "kwargs": kwargs} if recorded else given
+        return self._replica.compute(self._flight, self._stage, inputs)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._replica.parts[0], name)
+        # Of the whole model, whose placeholders refuse to be read: a penalty on all weights is none on some of them.
+        return getattr(self._replica.parts[0] if name == "training" else self._replica.plain, name)
 
 
 def _said(found: stage_partition.StagePartition, config: PipelineConfig | LayersConfig, ranks: int) -> dict[str, str]:

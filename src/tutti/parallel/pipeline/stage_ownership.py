@@ -62,7 +62,7 @@ def stages_here(
     mine = range(here, len(held), ranks)
     also = [_aliases(row.keys(), plain, nodes) for row, nodes in zip(held, found.stages, strict=True)]
     also[0] |= idle
-    virtual_stages = cut_into_stages(plain, found.graph, found.bounds, also)
+    virtual_stages = cut_into_stages(plain, found.graph, found.bounds, also, found.record)
     borrowed = {n for n, s in holders.items() if here in {i % ranks for i in s} and s[0] % ranks != here}
     groups: dict[tuple[int, ...], list[nn.Parameter]] = {}
     for name, parameter in parameters([plain]):

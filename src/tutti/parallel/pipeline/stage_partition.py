@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any, Protocol
 
 from torch import fx, nn
 
 from tutti.config.layout_config import check_cuts
 from tutti.errors import UsageError, did_you_mean
+from tutti.nn.absent_tensor import put_attributes_away
 from tutti.nn.swap import parameters
+from tutti.nn.untraced import Untraced
 from tutti.parallel.pipeline.balance import balance
-from tutti.parallel.pipeline.graph_trace import openable, trace
+from tutti.parallel.pipeline.graph_trace import UntraceableError, openable, trace
+from tutti.parallel.pipeline.recorded_forward import ForwardRecord, ReadOutsideError
 from tutti.parallel.pipeline.virtual_stage import body, check_buffers, modules_of, tensors_of
 
 _EVEN = 1.25
@@ -30,6 +34,8 @@ class StagePartition:
         shares: each stage's share of the time or of the parameters.
         measured: whether ``shares`` are of the time.
         opened: names of the modules that were traced into.
+        record: of the forward, where every stage runs the model's own code; None where stages run parts of ``graph``.
+        written: names of attributes that the forward writes, which a stage has of its own modules only.
     """
 
     graph: fx.Graph
@@ -38,6 +44,8 @@ class StagePartition:
     shares: tuple[float, ...]
     measured: bool
     opened: frozenset[str] = frozenset()
+    record: ForwardRecord | None = None
+    written: tuple[str, ...] = ()
 
     @property
     def stages(self) -> list[list[fx.Node]]:
@@ -69,6 +77,8 @@ def find_stage_partition(
     begins: Sequence[str],
     seconds: Mapping[str, float] | None = None,
     closed: Collection[str] = (),
+    trial: Callable[[Any], Any] | None = None,
+    written: Sequence[str] = (),
 ) -> StagePartition:
     """Partition a model into ``stages``, as evenly as possible, or before the modules that ``begins`` names.
 
@@ -80,20 +90,118 @@ def find_stage_partition(
         begins: names of the modules before which the model is cut; empty to cut evenly.
         seconds: of the forward of each module, by name, to make stages even in; where unknown, by parameters.
         closed: names of modules that are never traced into.
+        trial: calls the loss function on a model with a micro-batch, to record a forward that ``torch.fx`` cannot
+            follow; None where no micro-batch is at hand.
+        written: names of attributes that the forward writes.
 
     Raises:
         UsageError: the model cannot be cut, or not into that many stages; with the way out.
     """
     check_cuts(begins, stages)
+    try:
+        return replace(_find(plain, stages, begins, seconds, closed, _Traced(plain, written)), written=tuple(written))
+    except UntraceableError:
+        if trial is None or closed:
+            raise
+    found = _find(plain, stages, begins, seconds, closed, _Recorded(plain, trial))
+    return replace(found, written=tuple(written))
+
+
+class _Reader(Protocol):
+    """Reads a model's forward as a graph of the calls of its modules."""
+
+    record: ForwardRecord | None
+    traces: bool
+    """Whether a module must be traceable to be cut inside."""
+
+    def graph(self, opened: set[str]) -> fx.Graph: ...
+
+    def openable(self, name: str) -> bool: ...
+
+
+class _Traced:
+    """Traces the forward by ``torch.fx``."""
+
+    record: ForwardRecord | None = None
+    traces = True
+
+    def __init__(self, plain: nn.Module, written: Sequence[str]) -> None:
+        self._plain, self._written = plain, written
+
+    def graph(self, opened: set[str]) -> fx.Graph:
+        before = Untraced(self._plain)
+        # What blocks write would be constants of the graph: reading it ends the trace.
+        blocks = {
+            name: "known after the block has run" for name in self._written if name.rpartition(".")[0] not in opened
+        }
+        put_attributes_away(self._plain, blocks, ())
+        try:
+            return trace(self._plain, opened)
+        finally:
+            before.undo()
+
+    def openable(self, name: str) -> bool:
+        return openable(self._plain.get_submodule(name))
+
+
+class _Recorded:
+    """Records a forward with a micro-batch."""
+
+    traces = False
+
+    def __init__(self, plain: nn.Module, trial: Callable[[Any], Any]) -> None:
+        self._plain, self._trial = plain, trial
+        self.record: ForwardRecord | None = None
+
+    def graph(self, opened: set[str]) -> fx.Graph:
+        while True:
+            try:
+                self.record = ForwardRecord(self._plain, opened, self._trial)
+                return self.record.graph()
+            except ReadOutsideError as error:
+                # A module inside of a block is called from outside: its siblings become blocks, too.
+                parts = error.name.split(".")[:-1]
+                above = [".".join(parts[:depth]) for depth in range(1, len(parts))]
+                inside = next((name for name in above if name not in opened), None)
+                if inside is None:
+                    raise
+                opened.add(inside)
+
+    def openable(self, name: str) -> bool:
+        # Inside of a block, stages would exchange every addend of a residual stream in place of their sum.
+        if not any(_is_list_of_blocks(inner) for inner in self._plain.get_submodule(name).modules()):
+            return False
+        try:
+            ForwardRecord(self._plain, {"", *(self.record.opened if self.record else ()), name}, self._trial)
+        except Exception:
+            return False
+        return True
+
+
+def _is_list_of_blocks(module: nn.Module) -> bool:
+    """Return whether a module is a list or sequence of several modules of one class that have parts themselves."""
+    if not isinstance(module, nn.ModuleList | nn.Sequential) or len(module) < 2:
+        return False
+    return len({type(block) for block in module}) == 1 and next(module[0].children(), None) is not None
+
+
+def _find(
+    plain: nn.Module,
+    stages: int,
+    begins: Sequence[str],
+    seconds: Mapping[str, float] | None,
+    closed: Collection[str],
+    reader: _Reader,
+) -> StagePartition:
     opened = {""} | {".".join(parts[:i]) for parts in (n.split(".") for n in begins) for i in range(1, len(parts))}
-    _check_names(plain, begins, opened, closed)
+    _check_names(plain, begins, opened, closed, reader)
     while True:
-        graph = trace(plain, opened)
+        graph = reader.graph(opened)
         nodes = body(graph)
         sizes = [weight(node, plain) for node in nodes]
         weights = [weight(node, plain, seconds) for node in nodes]
         bounds = _at(nodes, begins) if begins else _even(sizes, weights, stages)
-        inside = None if begins else _heaviest(plain, nodes, weights, bounds, stages, closed)
+        inside = None if begins else _heaviest(nodes, weights, bounds, stages, closed, reader)
         if inside is None:
             break
         opened.add(inside)
@@ -111,6 +219,7 @@ def find_stage_partition(
         shares,
         bool(seconds),
         frozenset(opened),
+        reader.record,
     )
     check_buffers(found.stages, plain)
     return found
@@ -136,12 +245,12 @@ def _even(sizes: Sequence[float], weights: Sequence[float], stages: int) -> list
 
 
 def _heaviest(
-    plain: nn.Module,
     nodes: Sequence[fx.Node],
     weights: Sequence[float],
     bounds: Sequence[int] | None,
     stages: int,
     closed: Collection[str],
+    reader: _Reader,
 ) -> str | None:
     """Return the heaviest module of the largest stage that can be traced into; None if stages are even or none can."""
     low, high = 0, len(nodes)
@@ -153,10 +262,12 @@ def _heaviest(
         low, high = bounds[worst], bounds[worst + 1]
     calls = [i for i in range(low, high) if nodes[i].op == "call_module"]
     names = (str(nodes[i].target) for i in sorted(calls, key=lambda i: -weights[i]))
-    return next((name for name in names if name not in closed and openable(plain.get_submodule(name))), None)
+    return next((name for name in names if name not in closed and reader.openable(name)), None)
 
 
-def _check_names(plain: nn.Module, begins: Sequence[str], opened: Collection[str], closed: Collection[str]) -> None:
+def _check_names(
+    plain: nn.Module, begins: Sequence[str], opened: Collection[str], closed: Collection[str], reader: _Reader
+) -> None:
     known = dict(plain.named_modules())
     for name in begins:
         if name not in known:
@@ -169,8 +280,9 @@ def _check_names(plain: nn.Module, begins: Sequence[str], opened: Collection[str
                 why="its forward is run on a share of its heads or features",
                 remedy=f"cut before or after it, or leave it whole: whole={name}",
             )
-        if name and not isinstance(known[name], nn.ModuleList | nn.ModuleDict) and not openable(known[name]):
-            raise UsageError(
+        listed = isinstance(known[name], nn.ModuleList | nn.ModuleDict)
+        if name and not listed and reader.traces and not reader.openable(name):
+            raise UntraceableError(
                 f"the model cannot be cut inside {name}",
                 why="its forward cannot be traced, or draws random numbers by itself",
                 remedy="cut before or after it",

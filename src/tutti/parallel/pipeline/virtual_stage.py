@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from tutti.errors import UsageError
+from tutti.parallel.pipeline.recorded_forward import ForwardRecord
 from tutti.torch_compat import module_buffers, order_members
 
 _LOCAL = {getattr, operator.getitem, operator.floordiv, operator.mul, operator.add, operator.sub}
@@ -70,15 +71,20 @@ def tensors_of(nodes: Iterable[fx.Node], plain: nn.Module) -> set[int]:
 
 
 def cut_into_stages(
-    plain: nn.Module, graph: fx.Graph, bounds: Sequence[int], also: Sequence[Collection[str]]
+    plain: nn.Module,
+    graph: fx.Graph,
+    bounds: Sequence[int],
+    also: Sequence[Collection[str]],
+    record: ForwardRecord | None = None,
 ) -> list[VirtualStage]:
-    """Build the virtual stages of a traced model.
+    """Build the virtual stages of a model.
 
     Args:
         plain: the whole model.
-        graph: its trace.
+        graph: its trace, or the graph of ``record``.
         bounds: (stages + 1,) indices into ``body(graph)``.
         also: for each stage, names of parameters and buffers that it holds though it calls no module with them.
+        record: of the forward, where every stage runs the model's own code.
     """
     nodes = body(graph)
     last = last_uses(graph)
@@ -88,6 +94,13 @@ def cut_into_stages(
     for number, (low, high) in enumerate(pairwise(bounds)):
         end = output if number == len(bounds) - 2 else None
         passed = [] if end else crossing[number + 1]
+        if record is not None:
+            stage = record.stage(nodes[low:high], crossing[number], passed)
+            stage.hold(also[number], plain)
+            _tidy(stage, plain)
+            names = tuple(n.name for n in crossing[number]), tuple(n.name for n in passed)
+            stages.append(VirtualStage(stage, ("args", "kwargs"), *names, alone=end is not None))
+            continue
         given = _given(graph, nodes[low:high], end)
         stages.append(_section(plain, given, nodes[low:high], crossing[number], passed, end, also[number]))
     return stages

@@ -110,6 +110,10 @@ class TensorParallelizer:
                     self._specs[name] = self._cut(parameter, cut, tied.get(name, ()))
             self._become(layer, entry, ranks)
 
+    def split_parameters(self) -> dict[str, nn.Parameter]:
+        """Return the parameters of which this rank has a slice, by name."""
+        return {name: p for name, p in parameters([self._plain]) if name in self._specs}
+
     def mark(self, replica: ReplicaPart) -> None:
         """Set a replica's shard specs, and its names of tensors that the first tensor rank accounts for."""
         if self._comm.size == 1:

@@ -21,6 +21,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from tutti.comm.partition import even_share
+from tutti.nn.untraced import Untraced
 from tutti.parallel.tensor.local_shape import ATTENTION, DROPOUTS, LocalShapeMode
 from tutti.parallel.tensor.tensor_slice import LayerSlice, SliceRanks
 
@@ -245,7 +246,8 @@ class _Trial:
     def reference(self) -> _Whole | None:
         """Run the block as it is.
 
-        None where it draws random numbers other than by dropout, calls a layer twice, or changes leading dimensions.
+        None where it draws random numbers other than by dropout, writes attributes, calls a layer twice, or changes
+        leading dimensions.
         """
         sizes = {n for m in self.linears.values() for n in (m.in_features, m.out_features)}
         samples, positions = [p for p in _PRIMES if all(size % p for size in sizes)][:2]
@@ -257,8 +259,13 @@ class _Trial:
             m.register_forward_pre_hook(lambda m, args, name=name: watch.events.append((name, args[0])))
             for name, m in self.linears.items()
         ]
+        attributes = Untraced(self.block)
         with watch:
             out = self.block(x)
+        buffers = {name for name, _ in self.block.named_buffers()}
+        if set(attributes.undo()) - buffers:
+            # A slice would write other attributes, which code outside of the block may read.
+            return None
         for handle in handles:
             handle.remove()
         drew = not torch.equal(before, torch.get_rng_state())

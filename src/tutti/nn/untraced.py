@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import torch
@@ -59,6 +59,19 @@ class Untraced:
                 with torch.no_grad():
                     buffer.copy_(value)
         return found
+
+
+def written_attributes(model: nn.Module, forward: Callable[[], Any]) -> list[str]:
+    """Return the names of the attributes that modules write while ``forward`` runs, and restore them.
+
+    Parameters and buffers are not among them.
+    """
+    before, tensors = Untraced(model), {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
+    try:
+        forward()
+    finally:
+        changed = before.undo()
+    return [name for name in changed if name not in tensors]
 
 
 class Constants:

@@ -1,0 +1,466 @@
+"""Record which blocks a model's forward calls, and run that forward on a stage that holds some of the blocks.
+
+``torch.fx`` cannot follow a forward that decides by its inputs, builds masks from shapes or returns types of its own.
+A stage then runs the model's own Python code. The call of a block that another stage holds returns the activations
+that this stage has received, or fake tensors, which have shapes and no values. What is computed from a fake tensor is
+fake again: a stage that would need a value that it does not have ends with UsageError, never with another value.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx, nn
+from torch.func import functional_call
+
+from tutti.errors import UsageError
+from tutti.nn.absent_tensor import is_absent
+from tutti.nn.swap import training_mode
+from tutti.nn.untraced import Untraced, has_hooks
+from tutti.torch_compat import (
+    FakeTensorMode,
+    TorchDispatchMode,
+    is_fake,
+    replace_call,
+    storage_key,
+    tensor_version,
+    tree_flatten,
+    tree_leaves,
+    tree_unflatten,
+    uncompiled_call,
+)
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+_INPUTS = "inputs"
+
+
+class ReadOutsideError(UsageError):
+    """A parameter is read by code that every stage runs.
+
+    Attributes:
+        name: of the parameter.
+    """
+
+    def __init__(self, what: str, *, why: str | None, remedy: str | None, name: str) -> None:
+        super().__init__(what, why=why, remedy=remedy)
+        self.name = name
+
+
+class Place(NamedTuple):
+    """A tensor that a block returns: the number of the block's call, and of the tensor among those that it returns."""
+
+    call: int
+    tensor: int
+
+
+@dataclass(frozen=True)
+class BlockCall:
+    """One call of a block in a model's forward.
+
+    Attributes:
+        name: of the block.
+        reads: tensors of earlier calls from which its arguments are computed.
+        tensors: number of tensors that it returns.
+    """
+
+    name: str
+    reads: frozenset[Place]
+    tensors: int
+
+
+class ForwardRecord:
+    """The calls of blocks in a model's forward, in order, and the parts of the model that its stages share.
+
+    Args:
+        plain: the whole model.
+        opened: names of the modules whose own Python code every stage runs; "" is the model.
+        trial: calls the loss function on a model with a micro-batch.
+
+    Attributes:
+        plain: the whole model.
+        opened: as given.
+        calls: in order.
+        reads: tensors from which the model's output or the loss is computed outside of blocks.
+
+    Raises:
+        UsageError: the code outside of blocks reads parameters, draws random numbers or writes attributes, or calls
+            other blocks in training than in evaluation.
+    """
+
+    def __init__(self, plain: nn.Module, opened: Collection[str], trial: Callable[[Any], Any]) -> None:
+        self.plain, self.opened = plain, frozenset(opened)
+        self._dispatch = _Dispatch(plain, self.opened)
+        with_gradient, without = (self._record(trial, training) for training in (True, False))
+        if [call.name for call in with_gradient.calls] != [call.name for call in without.calls]:
+            raise _uncut(plain, "its forward calls other blocks in training than in evaluation")
+        self.calls = [
+            BlockCall(one.name, one.reads | other.reads, max(one.tensors, other.tensors))
+            for one, other in zip(with_gradient.calls, without.calls, strict=True)
+        ]
+        self.reads = frozenset(with_gradient.reads | without.reads)
+
+    def _record(self, trial: Callable[[Any], Any], training: bool) -> _Recording:
+        untraced = Untraced(self.plain)
+        recording = _Recording(self._dispatch)
+        random = torch.get_rng_state()
+        try:
+            with training_mode([self.plain], training=training), torch.set_grad_enabled(training):
+                result = trial(_Recorded(self.plain, recording))
+        finally:
+            torch.set_rng_state(random)
+            changed = untraced.undo()
+        changed = [name for name in changed if name.rpartition(".")[0] in self.opened]
+        if changed:
+            raise _uncut(self.plain, f"its forward writes {changed[0]}, which every stage would write")
+        if recording.drawn:
+            why = f"its own forward draws random numbers by {recording.drawn[0]}, which would depend on the stages"
+            raise _uncut(self.plain, why)
+        if recording.read:
+            name = recording.read[0]
+            error = _uncut(self.plain, f"its own forward reads {name} outside of its blocks")
+            raise ReadOutsideError(error.what, why=error.why, remedy=error.remedy, name=name)
+        recording.reads |= recording.sources(result)
+        return recording
+
+    def graph(self) -> fx.Graph:
+        """Return the calls as a graph of the blocks, each a call of a module with the tensors that it reads."""
+        graph = fx.Graph()
+        inputs = graph.placeholder(_INPUTS)
+        values: dict[Place, fx.Node] = {}
+
+        def read(places: Iterable[Place]) -> tuple[fx.Node, ...]:
+            return tuple(values[place] for place in sorted(places))
+
+        for number, call in enumerate(self.calls):
+            node = graph.call_module(call.name, (inputs, *read(call.reads)))
+            values[Place(number, 0)] = node
+            if call.tensors > 1:
+                for tensor in range(call.tensors):
+                    values[Place(number, tensor)] = graph.call_function(operator.getitem, (node, tensor))
+            for place in list(values)[-call.tensors :] if call.tensors else ():
+                values[place].meta["place"] = place
+            node.meta["call"] = number
+        graph.output(read(self.reads))
+        return graph
+
+    def stage(
+        self, nodes: Sequence[fx.Node], incoming: Sequence[fx.Node], outgoing: Sequence[fx.Node]
+    ) -> RecordedStage:
+        """Return the stage that computes ``nodes``; the last one has no ``outgoing``."""
+        calls = [node.meta["call"] for node in nodes if "call" in node.meta]
+        first, behind = (calls[0], calls[-1] + 1) if calls else (len(self.calls), len(self.calls))
+        received, sent = ([node.meta["place"] for node in side] for side in (incoming, outgoing))
+        return RecordedStage(self, range(first, behind), received, sent)
+
+
+class RecordedStage(nn.Module):
+    """One virtual stage: holds some blocks under their names in the whole model, and runs the whole model's forward."""
+
+    def __init__(self, record: ForwardRecord, own: range, received: Sequence[Place], sent: Sequence[Place]) -> None:
+        super().__init__()
+        self._record = (record,)  # in a tuple: the whole model is no submodule of its stage
+        self.own, self.received, self.sent = own, received, sent
+        for name in dict.fromkeys(record.calls[number].name for number in own):
+            path, _, key = name.rpartition(".")
+            self._container(path).add_module(key, record.plain.get_submodule(name))
+
+    def _container(self, path: str) -> nn.Module:
+        at: nn.Module = self
+        for key in filter(None, path.split(".")):
+            if key not in dict(at.named_children()):
+                at.add_module(key, nn.Module())
+            at = at.get_submodule(key)
+        return at
+
+    def hold(self, names: Iterable[str], plain: nn.Module) -> None:
+        """Hold more parameters and buffers of the whole model, by their names; give all members the order there."""
+        for name in sorted(names):
+            path, _, key = name.rpartition(".")
+            tensor = getattr(plain.get_submodule(path), key)
+            if isinstance(tensor, nn.Parameter):
+                self._container(path).register_parameter(key, tensor)
+            else:
+                self._container(path).register_buffer(key, tensor)
+
+    def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *values: Tensor) -> Any:
+        """Run the model's forward up to this stage's last block.
+
+        Args:
+            args: of the model's call.
+            kwargs: of the model's call.
+            values: the activations that this stage has received, in the order of ``received``.
+
+        Returns:
+            The activations to send, in the order of ``sent``; on the last stage, the model's output.
+
+        Raises:
+            UsageError: the forward calls other blocks than in the trial, or needs a value of another stage.
+        """
+        [record] = self._record
+        for name in record.opened:
+            record.plain.get_submodule(name).training = self.training
+        return record._dispatch.run(_StageRun(record, self, values), args, kwargs)
+
+
+class _Dispatch:
+    """Passes every call of a block to the recording, or to the run of a stage, that is under way."""
+
+    def __init__(self, plain: nn.Module, opened: frozenset[str]) -> None:
+        self._plain, self.fakes = plain, FakeTensorMode(allow_non_fake_inputs=True)
+        self.active: _Recording | _StageRun | None = None
+        self.blocks = {
+            name: module
+            for name, module in plain.named_modules(remove_duplicate=True)
+            if name not in opened
+            and name.rpartition(".")[0] in opened | _containers(plain, opened)
+            and not isinstance(module, nn.ModuleList | nn.ModuleDict)
+        }
+        self._opened = [plain.get_submodule(name) for name in opened]
+        if any(has_hooks(module) for module in self._opened):
+            raise _uncut(plain, "it has hooks of its own")
+        with self.fakes:
+            self._values = {
+                name: {
+                    key: torch.empty_like(tensor, requires_grad=False)
+                    for key, tensor in (*module.named_parameters(), *module.named_buffers())
+                }
+                for name, module in self.blocks.items()
+            }
+        self._forms: dict[Any, tuple[Any, list[Any]]] = {}
+        self._first = {inner: dict(vars(inner)) for block in self.blocks.values() for inner in block.modules()}
+
+    def run(self, run: _Recording | _StageRun, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Call the model with its blocks' calls passed to ``run``."""
+        before = {name: replace_call(block, partial(self._call, name, block)) for name, block in self.blocks.items()}
+        self.active = run
+        try:
+            with run.watching():
+                return run.end(self._plain(*args, **kwargs))
+        except _StageEnd as end:
+            return end.values
+        finally:
+            self.active = None
+            for name, call in before.items():
+                replace_call(self.blocks[name], call)
+
+    def _call(self, name: str, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        run = self.active
+        if run is None or run.inside:
+            return uncompiled_call(block)(*args, **kwargs)
+        run.inside = True
+        try:
+            return run.block(name, block, args, kwargs)
+        finally:
+            run.inside = False
+
+    def shape(self, name: str, block: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Return what a block would return, with fake tensors, and remember its form for arguments of equal forms."""
+        leaves, spec = tree_flatten((args, kwargs))
+        key = (name, block.training, torch.is_grad_enabled(), str(spec), *map(_form, leaves))
+        simple = all(isinstance(leaf, (Tensor, *_PLAIN)) for leaf in leaves)
+        if not simple or key not in self._forms:
+            with self._attributes(block), self.fakes, torch.no_grad():
+                entering = [torch.empty_like(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+                versions = [tensor_version(leaf) for leaf in entering if isinstance(leaf, Tensor)]
+                call_args, call_kwargs = tree_unflatten(entering, spec)
+                result = functional_call(block, self._values[name], call_args, call_kwargs)
+            if versions != [tensor_version(leaf) for leaf in entering if isinstance(leaf, Tensor)]:
+                raise _uncut(self._plain, f"its block {name} writes its arguments in place")
+            found, returned = tree_flatten(result)
+            if not all(isinstance(leaf, (Tensor, *_PLAIN)) for leaf in found):
+                return result
+            self._forms[key] = returned, found
+        returned, found = self._forms[key]
+        with self.fakes, torch.no_grad():
+            return tree_unflatten([torch.empty_like(f) if isinstance(f, Tensor) else f for f in found], returned)
+
+    @contextmanager
+    def _attributes(self, block: nn.Module) -> Iterator[None]:
+        """Within the block a module has the attributes of before the cut in place of placeholders."""
+        away = [
+            (inner, name, value)
+            for inner in block.modules()
+            for name, value in vars(inner).items()
+            if isinstance(value, Tensor) and is_absent(value)
+        ]
+        try:
+            for inner, name, _ in away:
+                vars(inner)[name] = self._first[inner].get(name)
+            yield
+        finally:
+            for inner, name, value in away:
+                vars(inner)[name] = value
+
+
+class _Recording(TorchDispatchMode):
+    """A forward on fake tensors: which tensors of which blocks every block's arguments are computed from.
+
+    Attributes:
+        drawn: operations outside of blocks that draw random numbers.
+        read: names of parameters that are read outside of blocks.
+    """
+
+    def __init__(self, dispatch: _Dispatch) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._dispatch, self.inside = dispatch, False
+        self.calls: list[BlockCall] = []
+        self.reads: set[Place] = set()
+        self.drawn: list[str] = []
+        self.read: list[str] = []
+        self._sources: dict[int, set[Place]] = {}
+        self._alive: list[Tensor] = []
+        self._parameters = {id(p): name for name, p in dispatch._plain.named_parameters()}
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """See the operations of the forward that are not within a block."""
+        with self:
+            yield
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if self.inside:
+            return result
+        entering = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        self.read += [self._parameters[id(leaf)] for leaf in entering if id(leaf) in self._parameters]
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self.drawn.append(func.overloadpacket.__name__)
+        sources = self.sources(entering)
+        for leaf in tree_leaves(result) if sources else ():
+            if isinstance(leaf, Tensor):
+                self._mark(leaf, sources)
+        return result
+
+    def sources(self, values: Any) -> set[Place]:
+        """Return the tensors of blocks from which ``values`` are computed."""
+        leaves = [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+        return set().union(*(self._sources.get(storage_key(leaf), set()) for leaf in leaves))
+
+    def _mark(self, tensor: Tensor, sources: set[Place]) -> None:
+        self._alive.append(tensor)
+        self._sources.setdefault(storage_key(tensor), set()).update(sources)
+
+    def block(self, name: str, block: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Note a call of a block, and return fake tensors."""
+        reads = self.sources((args, kwargs))
+        result = self._dispatch.shape(name, block, args, kwargs)
+        tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        for number, tensor in enumerate(tensors):
+            self._mark(tensor, {Place(len(self.calls), number)})
+        self.calls.append(BlockCall(name, frozenset(reads), len(tensors)))
+        return result
+
+    def end(self, output: Any) -> Any:
+        """Note what the model's output is computed from."""
+        self.reads |= self.sources(output)
+        return output
+
+
+class _StageRun:
+    """A forward on one stage."""
+
+    def __init__(self, record: ForwardRecord, stage: RecordedStage, values: Sequence[Tensor]) -> None:
+        self._record, self._stage, self.inside, self._number = record, stage, False, 0
+        self._known = dict(zip(stage.received, values, strict=True))
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Nothing to see: the forward runs as it is."""
+        yield
+
+    def block(self, name: str, block: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Compute a block of this stage; of one of another stage return what this stage has received."""
+        number, calls, own = self._number, self._record.calls, self._stage.own
+        self._number += 1
+        if number >= len(calls) or calls[number].name != name:
+            raise UsageError(
+                "the model's forward calls its blocks in another order than when it was cut into stages",
+                where=f"call {number}, of {name}",
+                why="the stages hold the blocks that the forward called with the first micro-batch",
+                remedy="take --strategy mirrored or sharded, which run the whole forward on every rank",
+            )
+        if number not in own:
+            leaves, spec = tree_flatten(self._record._dispatch.shape(name, block, args, kwargs))
+            places = iter(Place(number, tensor) for tensor in range(len(leaves)))
+            return tree_unflatten(
+                [self._known.get(next(places), leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec
+            )
+        self._check((args, kwargs), f"the arguments of {name}")
+        result = uncompiled_call(block)(*args, **kwargs)
+        tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        self._check(tensors, f"the output of {name}")
+        self._known |= {Place(number, tensor): value for tensor, value in enumerate(tensors)}
+        if number == own[-1] and self._stage.sent:
+            raise _StageEnd(tuple(self._known[place] for place in self._stage.sent))
+        return result
+
+    def _check(self, values: Any, what: str) -> None:
+        if any(is_fake(leaf) for leaf in tree_leaves(values)):
+            raise UsageError(
+                f"{what} depend on a value of another stage that the stages do not send",
+                why="with the first micro-batch it did not depend on it",
+                remedy="take --strategy mirrored or sharded, which run the whole forward on every rank",
+            )
+
+    def end(self, output: Any) -> Any:
+        """Check the order of calls at the end of the forward."""
+        if self._number != len(self._record.calls) or self._stage.sent:
+            raise UsageError(
+                "the model's forward calls fewer blocks than when it was cut into stages",
+                where=f"after {self._number} calls of {len(self._record.calls)}",
+                remedy="take --strategy mirrored or sharded, which run the whole forward on every rank",
+            )
+        return output
+
+
+class _StageEnd(BaseException):
+    """Leaves the model's forward behind a stage's last block. No ``Exception``: it is no error to handle."""
+
+    def __init__(self, values: tuple[Tensor, ...]) -> None:
+        super().__init__("no error: this stage of the pipeline is done, and the forward goes on on the next stage")
+        self.values = values
+
+
+class _Recorded:
+    """The model that the loss function calls in a trial."""
+
+    def __init__(self, plain: nn.Module, recording: _Recording) -> None:
+        self._plain, self._recording = plain, recording
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._recording.calls:
+            raise _uncut(self._plain, "the loss function calls it twice")
+        return self._recording._dispatch.run(self._recording, args, kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._plain, name)
+
+
+def _containers(plain: nn.Module, opened: frozenset[str]) -> set[str]:
+    """Return the names of lists and dictionaries of modules, however deep, in opened modules."""
+    found: set[str] = set()
+    for name, module in plain.named_modules():
+        if isinstance(module, nn.ModuleList | nn.ModuleDict) and name.rpartition(".")[0] in opened | found:
+            found.add(name)
+    return found
+
+
+def _form(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return tuple(leaf.shape), leaf.dtype, leaf.device, leaf.stride() if leaf.layout == torch.strided else None
+    return leaf if isinstance(leaf, _PLAIN) else id(leaf)
+
+
+def _uncut(plain: nn.Module, why: str) -> UsageError:
+    return UsageError(
+        f"a {type(plain).__name__} cannot be cut into stages",
+        why=why,
+        remedy="make the model an nn.Sequential of its blocks, or move what its forward decides, draws or keeps into"
+        " modules; or take --strategy mirrored",
+    )

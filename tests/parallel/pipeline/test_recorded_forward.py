@@ -1,0 +1,299 @@
+"""Models whose forward ``torch.fx`` cannot follow, over stages: every stage runs the model's own code."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import tutti
+from tests import worlds
+from tests.contract.table import OPTIMIZERS, largest_difference
+from tutti.parallel.pipeline.stage_partition import find_stage_partition
+
+WORDS, WIDTH = 11, 12
+
+
+@dataclass
+class Output:
+    """What a model returns, as libraries of models do."""
+
+    scores: Tensor
+    loss: Tensor | None = None
+
+
+class Rotary(nn.Module):
+    """Cosines and sines of the positions, which every block takes."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.register_buffer("rates", 10.0 ** -torch.arange(0, width, 2), persistent=False)
+
+    def forward(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        angles = positions[:, None].to(x.dtype) * self.rates.to(x.dtype)
+        return angles.cos().repeat(1, 2), angles.sin().repeat(1, 2)
+
+
+class Attention(nn.Module):
+    """Three heads of queries over one head of keys, rotated by position, with a mask and dropout by functions."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.dropout = dropout
+        self.query, self.key, self.value = nn.Linear(WIDTH, 12), nn.Linear(WIDTH, 4), nn.Linear(WIDTH, 4)
+        self.out = nn.Linear(12, WIDTH)
+
+    def forward(self, x: Tensor, memory: Tensor, mask: Tensor | None, rotation: Any = None) -> Tensor:
+        q = self.query(x).unflatten(-1, (3, 4)).transpose(1, 2)
+        k, v = self.key(memory)[:, None], self.value(memory)[:, None]
+        if rotation is not None:
+            cos, sin = rotation
+            q, k = (t * cos + t.roll(2, -1) * sin for t in (q, k))
+        scores = (q @ k.transpose(-1, -2) / 2).softmax(-1) if mask is None else None
+        if scores is None:
+            scores = (q @ k.transpose(-1, -2) / 2).masked_fill(~mask, float("-inf")).softmax(-1)
+        return self.out(functional.dropout(scores, self.dropout, self.training).matmul(v).transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    def __init__(self, dropout: float, cross: bool = False) -> None:
+        super().__init__()
+        self.norm, self.attention = nn.LayerNorm(WIDTH), Attention(dropout)
+        self.cross = Attention(dropout) if cross else None
+        self.mlp = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 20), nn.GELU(), nn.Linear(20, WIDTH))
+
+    def forward(
+        self, x: Tensor, *, mask: Tensor | None = None, rotation: Any = None, memory: Tensor | None = None
+    ) -> tuple[Tensor, None]:
+        normed = self.norm(x)
+        x = x + self.attention(normed, normed, mask, rotation)
+        if self.cross is not None:
+            assert memory is not None
+            x = x + self.cross(x, memory, None)
+        return x + self.mlp(x), None
+
+
+class Body(nn.Module):
+    """Embedding, rotation and mask from the shape of the input, blocks in a list."""
+
+    def __init__(self, blocks: int, dropout: float) -> None:
+        super().__init__()
+        self.embed, self.rotary = nn.Embedding(WORDS, WIDTH), Rotary(4)
+        self.blocks = nn.ModuleList(Block(dropout) for _ in range(blocks))
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, words: Tensor, *, causal: bool = True) -> Tensor:
+        t = words.shape[1]
+        mask = torch.ones(t, t).tril().bool() if causal and t > 1 else None
+        x = self.embed(words)
+        rotation = self.rotary(x, torch.arange(t))
+        for block in self.blocks:
+            x, *_ = block(x, mask=mask, rotation=rotation)
+        return self.norm(x)
+
+
+class Decoder(nn.Module):
+    """A language model with weights tied between embedding and head, which computes its own loss."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.body, self.head = Body(3, dropout), nn.Linear(WIDTH, WORDS, bias=False)
+        self.head.weight = self.body.embed.weight
+
+    def forward(self, words: Tensor, labels: Tensor | None = None, **options: Any) -> Output:
+        scores = self.head(self.body(words, **options))
+        if labels is None:
+            return Output(scores)
+        return Output(scores, functional.cross_entropy(scores.flatten(0, 1), labels.flatten()))
+
+
+class Translator(nn.Module):
+    """An encoder whose output every block of the decoder takes; both share one embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = Body(2, 0.0)
+        self.decoder = nn.ModuleList(Block(0.0, cross=True) for _ in range(3))
+        self.head = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, words: Tensor, labels: Tensor) -> Output:
+        memory = self.encoder(words, causal=False)
+        x = self.encoder.embed(functional.pad(labels[:, :-1], (1, 0)))
+        for block in self.decoder:
+            x, _ = block(x, memory=memory, mask=torch.ones(x.shape[1], x.shape[1]).tril().bool())
+        scores = self.head(x)
+        return Output(scores, functional.cross_entropy(scores.flatten(0, 1), labels.flatten()))
+
+
+MODELS = {
+    "decoder": Decoder,
+    "decoder with dropout": lambda: Decoder(0.2),
+    "translator": Translator,
+}
+
+
+def build(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    return MODELS[name]().double()
+
+
+def data() -> tuple[Tensor, Tensor]:
+    words = torch.randint(0, WORDS, (26, 7), generator=torch.Generator().manual_seed(1))
+    return words[:, :-1], words[:, 1:]
+
+
+def loss(model: Any, batch: Any) -> Any:
+    return model(batch[0], labels=batch[1]).loss
+
+
+def train(name: str, strategy: str, optimizer: str = OPTIMIZERS["adamw"], **options: Any) -> Any:
+    """Batches of 15 and 11 samples over two workers, in micro-batches of at most 2: 4, 4, 3 and 3 of them."""
+    arguments = {"workers": 2, "batch_size": 15, "clip": 0.01, "ema": "0.8:warmup", "precision": "fp64", **options}
+    run = tutti.prepare(build(name), optimizer, data(), loss, strategy=strategy, **arguments)
+    losses = [run.step(batch) for epoch in range(2) for batch in run.epoch(epoch)]
+    losses.append(run.evaluate(run.feed.source, batch=7).loss)
+    return {key: value.numpy().copy() for key, value in run.state().items()}, losses, run.weights_sha256()
+
+
+@cache
+def on_one_device(name: str, reproducible: bool) -> Any:
+    return worlds.run(1, train, strategy="single", micro_batch=2, name=name, reproducible=reproducible)[0]
+
+
+PLACES = [
+    ("decoder", 2, "model_parallel", True),
+    ("decoder", 3, "pipeline:micro_batches=4", True),
+    ("decoder", 3, "pipeline:schedule=zero_bubble,micro_batches=4", False),
+    ("decoder", 2, "pipeline:schedule=interleaved,micro_batches=4", False),
+    ("decoder", 2, "pipeline:cuts=body.blocks.2,micro_batches=4", True),
+    ("decoder with dropout", 2, "pipeline:micro_batches=4", True),
+    ("translator", 3, "pipeline:micro_batches=4", True),
+    ("translator", 4, "hybrid:stages=2,micro_batches=4", False),
+]
+
+
+@pytest.mark.parametrize(("name", "devices", "strategy", "reproducible"), PLACES)
+def test_recorded_stages_equal_one_device(name: str, devices: int, strategy: str, reproducible: bool) -> None:
+    want = on_one_device(name, reproducible)
+    own = {} if "micro_batches" in strategy else {"micro_batch": 2}
+    for got in worlds.run(devices, train, strategy=strategy, name=name, reproducible=reproducible, **own):
+        assert largest_difference(got[0], want[0]) <= (0 if reproducible else 1e-10)
+        assert got[1] == pytest.approx(want[1], rel=0 if reproducible else 1e-9, abs=0)
+        assert not reproducible or got[2] == want[2]
+
+
+class Drawing(Decoder):
+    def forward(self, words: Tensor, labels: Tensor | None = None, **options: Any) -> Output:
+        if words.shape[1] > 100:
+            return Output(words)
+        output = super().forward(words, labels)
+        assert output.loss is not None
+        return Output(output.scores, output.loss * (1 + functional.dropout(torch.ones(1), 0.5).mean()))
+
+
+class Reading(Decoder):
+    def forward(self, words: Tensor, labels: Tensor | None = None, **options: Any) -> Output:
+        output = super().forward(words, labels)
+        assert output.loss is not None
+        return Output(output.scores, output.loss + self.head.weight.square().sum())
+
+
+class Turning(Decoder):
+    """Leaves a block out for some batches, as the values of the batch say."""
+
+    def forward(self, words: Tensor, labels: Tensor | None = None, **options: Any) -> Output:
+        x = self.body.embed(words)
+        for block in self.body.blocks[int(words[0, 0]) % 2 :]:
+            x, _ = block(x)
+        scores = self.head(x)
+        assert labels is not None
+        return Output(scores, functional.cross_entropy(scores.flatten(0, 1), labels.flatten()))
+
+
+class Spilling(Block):
+    """Keeps a figure of its output as an attribute, which the loss reads."""
+
+    figure: Any = 0.0
+
+    def forward(self, x: Tensor, **options: Any) -> Any:
+        result = super().forward(x, **options)
+        self.figure = result[0].square().mean()
+        return result
+
+
+class Writing(Block):
+    """Writes into its input."""
+
+    def forward(self, x: Tensor, **options: Any) -> Any:
+        x.mul_(2)
+        return super().forward(x.clone(), **options)
+
+
+def with_blocks(kind: type[Block]) -> Decoder:
+    model = Decoder()
+    model.body.blocks = nn.ModuleList(kind(0.0) for _ in range(3))
+    return model
+
+
+def spilled(model: Any, batch: Any) -> Any:
+    return loss(model, batch) + sum(block.figure for block in model.body.blocks)
+
+
+def penalised(model: Any, batch: Any) -> Any:
+    return loss(model, batch) + 0.1 * sum(p.square().sum() for p in model.parameters())
+
+
+WRONG = {
+    "draws": (Drawing, loss, "draws random numbers"),
+    "reads": (Reading, loss, "reads body.embed.weight outside of its blocks"),
+    "writes": (lambda: with_blocks(Writing), loss, "writes its arguments in place"),
+    "spills": (lambda: with_blocks(Spilling), spilled, "body.blocks.0.figure, which this rank does not have"),
+    "penalises": (Decoder, penalised, "which this rank does not have"),
+    "penalises a chain": (
+        lambda: nn.Sequential(nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WORDS)),
+        lambda model, batch: model(batch[0]).square().mean() + sum(p.square().sum() for p in model.parameters()),
+        "which this rank does not have",
+    ),
+}
+
+
+def refused(case: str) -> str:
+    make, lost, _ = WRONG[case]
+    torch.manual_seed(0)
+    model = make().double()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    try:
+        strategy = "pipeline:micro_batches=2" + ",cuts=body.blocks.1" * (case == "writes")
+        run = tutti.prepare(model, "sgd:lr=1", data(), lost, strategy=strategy, batch_size=13)
+        for batch in run.epoch(0):
+            run.step(batch)
+    except tutti.errors.UsageError as error:
+        here = [n for n, p in model.named_parameters() if type(p) is nn.Parameter and not torch.equal(p, before[n])]
+        return f"{error} updated: {here}"
+    return "nothing was raised"
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_stages_cannot_compute_is_refused_before_any_update(case: str) -> None:
+    try:
+        for said in worlds.run(2, refused, case=case):
+            assert WRONG[case][2] in said and said.endswith("updated: []")
+    finally:
+        # Messages of the refused step are under way.
+        worlds.forget(2)
+
+
+def test_another_order_of_blocks_is_refused() -> None:
+    model = Turning().double()
+    words = torch.zeros(2, 6, dtype=torch.long)
+    found = find_stage_partition(model, 2, (), trial=lambda called: called(words, labels=words).loss)
+    assert found.record is not None
+    stage = found.record.stage(found.stages[0], [], [found.stages[0][-1]])
+    assert len(stage((words,), {"labels": words})) == 1
+    with pytest.raises(tutti.errors.UsageError, match="than when it was cut into stages"):
+        stage((words + 1,), {"labels": words})
