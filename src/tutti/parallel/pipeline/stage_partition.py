@@ -100,10 +100,17 @@ def find_stage_partition(
     check_cuts(begins, stages)
     try:
         return replace(_find(plain, stages, begins, seconds, closed, _Traced(plain, written)), written=tuple(written))
-    except UntraceableError:
+    except UntraceableError as error:
         if trial is None or closed:
             raise
-    found = _find(plain, stages, begins, seconds, closed, _Recorded(plain, trial))
+        untraceable = error
+    try:
+        found = _find(plain, stages, begins, seconds, closed, _Recorded(plain, trial))
+    except UsageError:
+        raise
+    except Exception as error:
+        # Blocks read values of their inputs, which fake tensors do not have.
+        raise untraceable from error
     return replace(found, written=tuple(written))
 
 
