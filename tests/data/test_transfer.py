@@ -1,4 +1,7 @@
-"""Batches that are copied ahead of their steps: in order, each waited for, none forgotten. Streams are stood in for."""
+"""Batches that are copied ahead of their steps: in order, each waited for, none forgotten.
+
+Streams are stood in for, and real ones copy on the simulated accelerator.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
+import tutti
+from tests import worlds
+from tests.simulated_accelerator.build import DEVICE
 from tutti.data.adapt import TensorSource
 from tutti.data.batches import placer
 from tutti.data.contract import BatchContract
@@ -116,3 +122,25 @@ def test_to_a_gpu_goes_what_is_pinned_in_the_right_precision(monkeypatch: pytest
     pinned.clear()
     placer(torch.device("cpu"), torch.bfloat16, False)(batch)
     assert pinned == []
+
+
+def on_the_device(waits: bool) -> list[list[float]]:
+    """Batches that a feed copies ahead from pinned memory; without ``waits``, nothing waits for the copies."""
+    device = torch.device(DEVICE, tutti.rank())
+    source, epochs = TensorSource(torch.arange(23.0)), Epochs(BatchContract(23, 6, 3, 2))
+    transfer = Transfer(device)
+    if not waits:
+        transfer._arrived = lambda moving: moving.part  # type: ignore[method-assign]
+    place = placer(device, torch.float32, False)
+    feed = Feed(MapReader(source, epochs, 1, 3), epochs, 1, 3, place, transfer=transfer)
+    batches = [part.batch for part in feed.read(1, 0)]
+    assert {batch.device.type for batch in batches} == {DEVICE}
+    return [batch.nan_to_num(-1.0).tolist() for batch in batches]
+
+
+def test_batches_arrive_on_the_simulated_accelerator_only_if_the_step_waits() -> None:
+    source, epochs = TensorSource(torch.arange(23.0)), Epochs(BatchContract(23, 6, 3, 2))
+    plain = Feed(MapReader(source, epochs, 1, 3), epochs, 1, 3, lambda batch: batch)
+    want = [part.batch.tolist() for part in plain.read(1, 0)]
+    assert worlds.run_on(DEVICE, 1, on_the_device, waits=True) == [want]
+    assert worlds.run_on(DEVICE, 1, on_the_device, waits=False) != [want]
