@@ -55,6 +55,56 @@ def test_collectives_do_what_they_say(size: int) -> None:
     assert worlds.run(size, every_collective) == [want] * size
 
 
+def with_and_without_shared_memory() -> list[Any]:
+    """Small messages and one that is too large, by turns, so that a half that is used again would show."""
+    told = []
+    for shared in (False, True):
+        comm, rank, size = line(), tutti.rank(), tutti.size()
+        if shared:
+            comm.share_memory()
+        generator, found = torch.Generator().manual_seed(rank), []
+        for turn in range(40):
+            elements = 300_000 if turn == 20 else 1 + turn % 7
+            mine = torch.randn(elements, generator=generator)
+            whole, part = torch.empty(size * elements), torch.empty(elements)
+            comm.gather_into(whole, mine, f"gather {turn}")
+            comm.scatter_sum(part, torch.randn(size * elements, generator=generator), f"scatter {turn}")
+            counts = torch.tensor([rank, turn], dtype=torch.float64)
+            comm.sum_numbers(counts, f"sum {turn}")
+            found += [whole.sum().item(), part.sum().item(), *counts.tolist()]
+            found += comm.gather_slices(torch.tensor([rank, turn]), f"slices {turn}").tolist()
+        told.append(found)
+    return told
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_small_messages_in_shared_memory_give_what_messages_give(size: int) -> None:
+    results = worlds.run(size, with_and_without_shared_memory)
+    assert all(shared == sent for sent, shared in results)
+    assert results[0][1][2:4] == [sum(range(size)), 0.0]
+
+
+def different_calls_in_shared_memory(calls: tuple[str, ...], elements: tuple[int, ...]) -> str:
+    comm = line()
+    comm.share_memory()
+    comm.gather_slices(torch.zeros(2), "a call that all make")
+    try:
+        comm.gather_slices(torch.zeros(elements[tutti.rank()]), calls[tutti.rank()])
+    except MismatchError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("calls", "elements"), [(("weights", "weights", "gradients"), (4, 4, 4)), (("weights",) * 3, (4, 8, 4))]
+)
+def test_ranks_in_different_calls_of_shared_memory_are_refused(
+    calls: tuple[str, ...], elements: tuple[int, ...]
+) -> None:
+    for rank, text in enumerate(worlds.run(3, different_calls_in_shared_memory, calls=calls, elements=elements)):
+        assert "different collectives" in text and calls[rank] in text
+
+
 def rows_and_neighbours() -> list[Any]:
     comm, rank, size = line(), tutti.rank(), tutti.size()
     parts = [s + 1 for s in range(size)]

@@ -3,7 +3,8 @@
 Every *control* collective first all-gathers a header (sequence number, operation, shape, dtype, name); where headers
 differ nothing is sent, and every rank raises MismatchError showing both calls. The gradient path skips the header: its
 buckets are compared once at the start, carry a digest in every step, and travel in a process group of their own, so
-that they never mix with another collective.
+that they never mix with another collective. ``Communicator.share_memory`` lets its small messages travel in shared
+memory, where every message carries a digest of its call.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from tutti.comm.file_all_gather import FileAllGather
 from tutti.comm.grid import Grid
 from tutti.comm.process_groups import process_groups
 from tutti.comm.random_keys import mix, name_key
+from tutti.comm.shared_memory import SmallMessages, attach_small
 from tutti.comm.stall import Call, StallInspector
 from tutti.device import is_accelerator
 from tutti.errors import MismatchError
@@ -94,6 +96,7 @@ class Communicator:
         self._group, self._fast, self.global_rank = group, fast, world.identity.rank
         self.stall = StallInspector(world.store, world.identity.rank, world.identity.size, world.timeout, world.sent)
         self.meetings: FileAllGather | None = None
+        self._small: SmallMessages | None = None
         self._sequence = 0
         self._transfers: dict[tuple[str, int, int], int] = {}
         self._counted: dict[tuple[int, int], LinkTraffic] = {}
@@ -108,6 +111,24 @@ class Communicator:
         return {} if self.meetings is None else self.meetings.notes.lost()
 
     # --- the gradient path: verified once, no header ---------------------------------------------------------------
+
+    def share_memory(self, like: Communicator | None = None) -> None:
+        """Let small messages of the gradient path travel in shared memory, where all ranks are on one node. Collective.
+
+        For CPU tensors; a small collective of Gloo is nearly all the waking of its threads. Of the same ranks ``like``
+        lends its memory.
+        """
+        if like is not None and like.ranks == self.ranks:
+            self._small = like._small
+        elif self.size > 1 and self._small is None and not is_accelerator(self.device):
+            self._small = attach_small(self)
+
+    def sum_numbers(self, numbers: Tensor, text: str) -> None:
+        """All-reduce (sum) a few numbers (n,) in place; their shape and dtype must be equal on all ranks."""
+        if self._small is not None and self._small.takes(numbers):
+            torch.sum(torch.stack(self._small.gather(numbers, text)), dim=0, out=numbers)
+        else:
+            self.start_all_reduce(numbers, text).wait()
 
     def start_all_reduce(self, flat: Tensor, text: str) -> Pending:
         """Start an in-place all-reduce (sum) of ``flat``, whose shape and dtype must be equal on all ranks.
@@ -158,6 +179,8 @@ class Communicator:
         """All-gather equal slices: (n,) on each rank → (size · n,) on all, in rank order."""
         if self.size == 1:
             return mine
+        if self._small is not None and self._small.takes(mine):
+            return torch.cat(self._small.gather(mine, text))
         whole = mine.new_empty(self.size * mine.numel())
         work = dist.all_gather(list(whole.view(self.size, -1).unbind()), mine, group=self._fast, async_op=True)
         self._wait(work, text)
@@ -168,7 +191,9 @@ class Communicator:
 
         A communicator of one rank leaves ``whole`` as it is.
         """
-        if self.size > 1:
+        if self._small is not None and self._small.takes(mine):
+            torch.cat(self._small.gather(mine, text), out=whole)
+        elif self.size > 1:
             self._wait(all_gather_single(whole, mine, group=self._fast, async_op=True), text)
 
     def scatter_sum(self, mine: Tensor, whole: Tensor, text: str) -> None:
@@ -178,6 +203,10 @@ class Communicator:
             return
         if is_accelerator(whole.device):
             self._wait(reduce_scatter_single(mine, whole, group=self._fast, async_op=True), text)
+            return
+        if self._small is not None and self._small.takes(whole):
+            slices = [each.view(self.size, -1)[self.rank] for each in self._small.gather(whole, text)]
+            torch.sum(torch.stack(slices), dim=0, out=mine)
             return
         # Gloo's reduce-scatter is an all-reduce, and its work cannot be waited for with a timeout.
         parts = torch.empty_like(whole)

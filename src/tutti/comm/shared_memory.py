@@ -19,20 +19,25 @@ import secrets
 import time
 from datetime import timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from tutti.comm.communicator import Communicator
+from tutti.comm.random_keys import name_key
 from tutti.comm.stall import Call
-from tutti.errors import PeerError
+from tutti.errors import MismatchError, PeerError
 from tutti.launcher import heartbeat
 from tutti.launcher.heartbeat import Phase
+
+if TYPE_CHECKING:
+    from tutti.comm.communicator import Communicator
 
 _DIRECTORY = Path("/dev/shm")
 _LINE = 64
 _SPINS, _YIELDS, _NAP = 200, 2000, 0.0002
 _LIVENESS = 0.05
+_SMALL = 1 << 20
 
 
 class SharedMemorySegment:
@@ -132,6 +137,66 @@ class SharedMemorySegment:
     def __del__(self) -> None:
         with contextlib.suppress(OSError, AttributeError):
             os.close(self._descriptor)
+
+
+class SmallMessages:
+    """Collectives of small CPU tensors through shared memory: one barrier each, and no sleeping thread to wake.
+
+    A slot has two halves that calls use in turn: when a rank writes a half again, every rank has arrived at the barrier
+    of the call between, and so has read it. Each half begins with a digest of its call, which ranks compare before they
+    use the numbers behind it.
+
+    Args:
+        comm: ranks of one node, which compute on the CPU.
+        segment: shared memory of these ranks, at least ``SmallMessages.BYTES`` a slot.
+    """
+
+    BYTES = 2 * (_LINE + _SMALL)
+
+    def __init__(self, comm: Communicator, segment: SharedMemorySegment) -> None:
+        self._rank, self._segment = comm.rank, segment
+        half = self.BYTES // 2
+        slots = [segment.slot(rank) for rank in range(comm.size)]
+        halves = [[slot[start : start + half] for slot in slots] for start in (0, half)]
+        self._digests = [[part[:_LINE].view(torch.int64).numpy() for part in parts] for parts in halves]
+        self._messages = [[part[_LINE:] for part in parts] for parts in halves]
+        self._turn = 0
+
+    @staticmethod
+    def takes(tensor: Tensor) -> bool:
+        """Return whether a tensor is on the CPU and small enough."""
+        return tensor.nbytes <= _SMALL and tensor.device.type == "cpu"
+
+    def gather(self, mine: Tensor, text: str) -> list[Tensor]:
+        """All-gather flat tensors of one size: return a view of each rank's, which the next call but one overwrites.
+
+        Args:
+            mine: (n,), of this rank.
+            text: names the call in error messages; equal on all ranks.
+
+        Raises:
+            MismatchError: ranks are in different calls, or their tensors differ in size or dtype.
+            PeerError: as ``SharedMemorySegment.barrier``.
+        """
+        self._turn = 1 - self._turn
+        digests, messages, size = self._digests[self._turn], self._messages[self._turn], mine.nbytes
+        digest = name_key(f"{text}, {mine.numel()} of {mine.dtype}")
+        messages[self._rank][:size].view(mine.dtype).copy_(mine.reshape(-1))
+        digests[self._rank][0] = digest
+        self._segment.barrier(text)
+        if any(other[0] != digest for other in digests):
+            raise MismatchError(
+                f"ranks are in different collectives; this one is in {text}, with {mine.numel()} of {mine.dtype}",
+                why="they did not run the same sequence of collectives",
+                remedy="make every rank take the same steps, evaluations and collectives in the same order",
+            )
+        return [message[:size].view(mine.dtype) for message in messages]
+
+
+def attach_small(comm: Communicator) -> SmallMessages | None:
+    """Return collectives of small messages; None on all ranks where ``attach`` finds no shared memory. Collective."""
+    segment = attach(comm, SmallMessages.BYTES)
+    return None if segment is None else SmallMessages(comm, segment)
 
 
 def attach(comm: Communicator, size: int) -> SharedMemorySegment | None:

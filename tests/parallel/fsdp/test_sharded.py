@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from torch import nn
 
 import tutti
 from tests import worlds
+from tutti.comm.stall import StallInspector
 from tutti.config.task_config import GptConfig, UnetConfig
 from tutti.errors import MismatchError, UsageError
 from tutti.tasks.gpt import gpt
@@ -351,3 +353,32 @@ def test_a_scaler_skips_on_all_ranks_what_is_infinite_on_one(strategy: str) -> N
         assert own == scale < 2.0**119
         np.testing.assert_allclose(got["0.weight"], want["0.weight"], rtol=1e-5)
         assert got["0.weight"][3].all()
+
+
+def waits_of_a_step(strategy: str, own: bool) -> int:
+    """Messages that the third step waits for, besides those in shared memory; the first two compare settings too."""
+    waits, plain = [0], StallInspector.wait
+
+    def counted(self: StallInspector, *arguments: Any) -> None:
+        waits[-1] += 1
+        plain(self, *arguments)
+
+    net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+    dataset = torch.arange(48.0).view(12, 4).sin(), torch.ones(12, 1)
+    run = tutti.prepare(net, "sgd:lr=0.1", dataset, mean, strategy=strategy, workers=2, batch_size=4)
+    batches = [(dataset[0][:2], dataset[1][:2])] * 3 if own else run.epoch(0)
+    StallInspector.wait = counted  # type: ignore[method-assign]
+    try:
+        for batch in batches:
+            run.step(batch)
+            waits.append(0)
+    finally:
+        StallInspector.wait = plain  # type: ignore[method-assign]
+    return waits[2]
+
+
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="shared memory needs x86-64")
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("strategy", ["sharded", "sharded:stage=2", "sharded:stage=1"])
+def test_a_step_of_a_small_model_waits_for_no_message(strategy: str, own: bool) -> None:
+    assert worlds.run(2, waits_of_a_step, strategy=strategy, own=own) == [0, 0]

@@ -88,6 +88,8 @@ class ShardedSync:
 
     def attach(self, replica: ReplicaRunner, make_optimizer: OptimizerFactory) -> GradientReadyHook:
         comm = self._run_context.comms.replica
+        comm.share_memory()
+        self._shards.share_memory(like=comm)
         agree_on_state(comm, replica.parts)
         broadcast_state(comm, replica.parts)
         self._buffers = WorkerBuffers(replica.parts, self._run_context, replica.not_owned)
@@ -481,7 +483,7 @@ class ShardedSync:
         message = torch.zeros(self._tail.size + 1, dtype=torch.float64, device=comm.device)
         self._tail.fill(message[:-1], step_context, loss_sums, used)
         message[-1] = square
-        comm.start_all_reduce(message, f"all_reduce of totals in step {step_context.global_step + 1}").wait()
+        comm.sum_numbers(message, f"all_reduce of totals in step {step_context.global_step + 1}")
         numbers = message.tolist()
         if not self._tail.same(numbers, step_context, comm.size):
             refuse_mismatch(comm, step_context)
