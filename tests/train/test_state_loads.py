@@ -255,6 +255,7 @@ def optimizer_states(strategy: str, workers: int) -> list[str]:
     for call in (
         optimizer.state_dict,
         lambda: optimizer.load_state_dict(torch.optim.Adam(made().parameters()).state_dict()),
+        lambda: torch.save(optimizer, io.BytesIO()),
     ):
         try:
             call()
@@ -271,7 +272,7 @@ def optimizer_states(strategy: str, workers: int) -> list[str]:
 def test_the_optimizers_state_is_whole_or_refused(strategy: str, workers: int) -> None:
     whole = strategy == "mirrored" or (strategy, workers) == ("local_sgd", 2)
     for said in worlds.run(2, optimizer_states, strategy=strategy, workers=workers):
-        for call, text in zip(("state_dict()", "load_state_dict()"), said, strict=True):
+        for call, text in zip(("state_dict()", "load_state_dict()", "a copy"), said, strict=True):
             assert text == "done" if whole else f"UsageError: {call} of the optimizer" in text and "run.save" in text, (
                 text
             )

@@ -16,7 +16,6 @@ from tutti.checkpoint.json_codec import decode_json, encode_json
 from tutti.checkpoint.manager import Checkpoints
 from tutti.errors import CheckpointError, UsageError
 from tutti.launcher import context
-from tutti.optim.factory import kind_of
 from tutti.optim.several import members_of
 
 if TYPE_CHECKING:
@@ -50,7 +49,7 @@ def checkpoint_identity(run: Run) -> dict[str, Any]:
         "seed": run.feed.seed,
     }
     if run.optimizer is not None:
-        known["optimizer_class"] = "+".join(kind_of(each).__name__ for each in members_of(run.optimizer))
+        known["optimizer_class"] = "+".join(type(each).__name__ for each in members_of(run.optimizer))
     return {**known, "config_sha256": hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()}
 
 

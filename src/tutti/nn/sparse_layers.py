@@ -41,7 +41,7 @@ def check_sparse_step(optimizer: Optimizer, error: Exception, where: str | None 
         "sparse gradients and dense ones" if len(kinds) > 1 else "sparse gradients" if True in kinds else "dense ones"
     )
     raise UsageError(
-        f"{type(optimizer).__name__.removeprefix('Gated')} cannot step with {given}",
+        f"{type(optimizer).__name__} cannot step with {given}",
         where=where,
         why=text.splitlines()[0],
         remedy="take SGD or Adagrad without weight decay, which take both kinds, SparseAdam for sparse ones alone, or "

@@ -130,7 +130,7 @@ def built_alike(
         UsageError: the constructor raises, or a plain attribute of the original has another value in the copy,
             which would then be another algorithm.
     """
-    kind = kind_of(optimizer)
+    kind = type(optimizer)
     known = inspect.signature(kind).parameters
     kept = {name: value for name, value in vars(optimizer).items() if is_plain(value) and name not in _BOOKKEEPING}
     options = {k: v for k, v in {**kept, **optimizer.defaults}.items() if k in known} | dict(changes or {})
@@ -157,12 +157,6 @@ def built_alike(
 
 _BOOKKEEPING = OPTIMIZER_ATTRIBUTES | {"grad_norm"}
 """Attributes of every optimizer, or set by schedulers, scalers and tutti."""
-
-
-def kind_of(optimizer: Optimizer) -> type[Optimizer]:
-    """Return the optimizer's original class, even if an earlier ``tutti.prepare`` has replaced its ``step``."""
-    kind: type[Optimizer] = getattr(type(optimizer), "_ungated", type(optimizer))
-    return kind
 
 
 def is_plain(value: object) -> bool:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tutti.comm.partition import block
-from tutti.optim.factory import built_alike, is_known, is_plain, kind_of, settings_of
+from tutti.optim.factory import built_alike, is_known, is_plain, settings_of
 
 _SCALES = (1.0, 30.0, 0.03, 1e3, 1e-3, 1.0)
 """Scale of the gradients in each step: large steps after small ones, so that limits on an update take effect."""
@@ -61,12 +61,12 @@ def mixing_of(optimizer: Optimizer) -> Mixing:
     """
     if hasattr(optimizer, "norms") or hasattr(optimizer, "wholes"):
         return Mixing(flat=False)
-    if kind_of(optimizer) is torch.optim.SparseAdam:
+    if type(optimizer) is torch.optim.SparseAdam:
         # It refuses the dense gradients of a trial. It updates each row of a sparse gradient by itself, and strategies
         # that slice tensors take no sparse gradients.
         return Mixing()
     groups = _groups(optimizer)
-    key = repr((kind_of(optimizer), _attributes(optimizer), [(sorted(g.settings.items()), g.shapes) for g in groups]))
+    key = repr((type(optimizer), _attributes(optimizer), [(sorted(g.settings.items()), g.shapes) for g in groups]))
     if key not in _found:
         threads = torch.get_num_threads()
         # With several threads, waiting for cores that other ranks use takes a hundred times as long as computing.
@@ -119,7 +119,7 @@ def _tried(optimizer: Optimizer, groups: Sequence[_Group]) -> Mixing:
     if not groups:
         return Mixing()
     found = _in(_trial(groups, len(_SCALES), _COMPARED), optimizer, groups)
-    if is_known(kind_of(optimizer)) or found.untried is not None or not (found.tensors or found.rows):
+    if is_known(type(optimizer)) or found.untried is not None or not (found.tensors or found.rows):
         return found
     small = [
         _Group(g.settings, tuple(sorted({(5, 4, 3, 2, *[2] * len(s))[: len(s)] for s in g.shapes}))) for g in groups
@@ -144,7 +144,7 @@ def _in(trial: _Trial, optimizer: Optimizer, groups: Sequence[_Group]) -> Mixing
         try:
             reference = list(_run(optimizer, groups, trial, wholes, closure))
         except Exception as error:
-            why = f"a trial of {kind_of(optimizer).__name__} ended with {type(error).__name__}: {error}"
+            why = f"a trial of {type(optimizer).__name__} ended with {type(error).__name__}: {error}"
             return Mixing(False, False, False, False, closure=closure, untried=why)
         drawn = torch.random.get_rng_state()
         draws = not torch.equal(drawn, torch.default_generator.manual_seed(0).get_state())
@@ -229,7 +229,7 @@ def _run(
     copy = built_alike(
         optimizer, [{**deepcopy(groups[g].settings), "params": p} for g, p in members.items()], _off(optimizer)
     )
-    copy_step = kind_of(copy).step
+    copy_step = type(copy).step
     for number, gradients in enumerate(trial.gradients):
         for cut, param in zip(cuts, params, strict=True):
             param.grad = cut.take(gradients[cut.of]).clone()
@@ -338,7 +338,7 @@ def _is_number_tensor(value: Any) -> bool:
 def needs_closure(optimizer: Optimizer) -> bool:
     """Whether ``step`` has a required argument, which is taken for a closure."""
     try:
-        arguments = list(inspect.signature(kind_of(optimizer).step).parameters.values())[1:]
+        arguments = list(inspect.signature(type(optimizer).step).parameters.values())[1:]
     except (TypeError, ValueError):
         return False
     return any(a.default is a.empty and a.kind in (a.POSITIONAL_ONLY, a.POSITIONAL_OR_KEYWORD) for a in arguments)

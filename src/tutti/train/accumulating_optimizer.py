@@ -8,29 +8,27 @@ from typing import TYPE_CHECKING, Any
 from torch.optim import Optimizer
 
 from tutti.errors import UsageError
-from tutti.optim.factory import kind_of
 from tutti.parallel import Choice, check_custom_loop
-from tutti.torch_compat import is_wrapped_by_scheduler, mark_stepped, mark_wrapped_by_scheduler
-from tutti.train.prepared_before import keeps_state
+from tutti.torch_compat import mark_stepped, mark_wrapped_by_scheduler
+from tutti.train.prepared_before import keeps_state, wrap_methods
 
 if TYPE_CHECKING:
     from tutti.train.run import Run
 
 
 def accumulate_steps(optimizer: Optimizer, run: Run, choice: Choice, index: int = 0) -> None:
-    """Make ``optimizer.step()`` act once a global batch, by a subclass, which PyTorch's schedulers accept.
+    """Make ``optimizer.step()`` act once a global batch.
+
+    The script calls its own optimizer, so that its methods are wrapped, as PyTorch's schedulers wrap ``step``.
+    Its class stays.
 
     Args:
-        optimizer: one of the script's optimizers; its class is replaced.
+        optimizer: one of the script's optimizers, which gets these methods as attributes.
         run: the run, which synchronises gradients and makes the update.
         choice: the strategy.
         index: the optimizer's index among those of ``tutti.prepare``.
     """
-    # The new run takes over an optimizer that was prepared before.
-    kind = kind_of(optimizer)
-    if is_wrapped_by_scheduler(vars(optimizer).get("step")):
-        # An existing scheduler has wrapped the original step in an instance attribute, which would bypass the subclass.
-        del optimizer.step
+    kind = type(optimizer)
 
     def step(self: Optimizer, closure: Callable[[], float] | None = None) -> float | None:
         mark_stepped(self)
@@ -59,10 +57,13 @@ def accumulate_steps(optimizer: Optimizer, run: Run, choice: Choice, index: int 
         _check_state(run, choice, "load_state_dict()")
         kind.load_state_dict(self, state)
 
+    def __getstate__(self: Optimizer) -> Any:
+        """Return what a copy or ``torch.save`` of the optimizer takes. Raises UsageError as ``state_dict``."""
+        _check_state(run, choice, "a copy")
+        return kind.__getstate__(self)
+
     mark_wrapped_by_scheduler(step)
-    both = {"state_dict": state_dict, "load_state_dict": load_state_dict}
-    body = {"step": step, "zero_grad": zero_grad, "_ungated": kind, **both}
-    optimizer.__class__ = type(f"Gated{kind.__name__}", (kind,), body)
+    wrap_methods(optimizer, (step, zero_grad, state_dict, load_state_dict, __getstate__))
 
 
 def _check_state(run: Run, choice: Choice, call: str) -> None:

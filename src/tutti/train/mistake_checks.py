@@ -30,7 +30,6 @@ from tutti.data.stream import Stream
 from tutti.metrics import suspicion
 from tutti.metrics.diagnoses import Diagnoses
 from tutti.nn.swap import buffers, training_mode
-from tutti.optim.factory import kind_of
 from tutti.types import Batch, LossFn, MicroBatch
 
 if TYPE_CHECKING:
@@ -354,7 +353,7 @@ def group_rates(optimizers: Sequence[Optimizer]) -> list[Rate]:
     """Return the rates of each group of the first optimizer (with local updates, all have the same)."""
     return [
         Rate(
-            kind_of(optimizer).__name__.lower(),
+            type(optimizer).__name__.lower(),
             max(float(group.get(name, 0.0)) for name in ("lr", "initial_lr", "max_lr")),
             float(group.get("momentum", 0.0)),
         )

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from tutti.config.optimizer_config import ImportedOptimizerConfig, check_optimizer
 from tutti.errors import UsageError, did_you_mean
 from tutti.nn.sparse_layers import check_sparse_step
-from tutti.optim.factory import from_config, from_instance, kind_of
+from tutti.optim.factory import from_config, from_instance
 from tutti.optim.scaling import NoRule, scaled
 from tutti.optim.several import several
 from tutti.types import OptimizerFactory
@@ -124,7 +124,7 @@ def _trials(
         return
     wanted = {id(p) for name, p in model.named_parameters() if name in sparse}
     for each in optimizer:
-        kind: Any = kind_of(each)
+        kind: Any = type(each)
         known = set(inspect.signature(kind).parameters)
         for group in each.param_groups:
             if any(id(p) in wanted for p in group["params"]):

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from types import MethodType
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import nn
 from torch.optim import Optimizer
 
 from tutti.errors import UsageError
-from tutti.optim.factory import kind_of
+from tutti.torch_compat import is_wrapped_by_scheduler
 from tutti.types import RunContext
 
 _WHOLE, _BY_WORKER = ("single", "mirrored"), ("local_sgd", "diloco")
@@ -17,21 +19,40 @@ _WHOLE, _BY_WORKER = ("single", "mirrored"), ("local_sgd", "diloco")
 
 _models: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 _optimizers: WeakKeyDictionary[Optimizer, str] = WeakKeyDictionary()
+_wrapped: WeakKeyDictionary[Optimizer, list[str]] = WeakKeyDictionary()
 
 
 def check_earlier(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
     """Raise UsageError, on every rank, if an earlier run has split the model, or the optimizers' state.
 
-    Otherwise restores the class, and so the ``step``, of the optimizers.
+    Otherwise removes what the earlier run has put around the optimizers' methods.
     """
     for module in model.modules():
         if module in _models:
             _refuse("the model", "numbers", _models[module])
     for optimizer in optimizers:
         if optimizer in _optimizers:
-            _refuse(f"the {kind_of(optimizer).__name__}", "moments", _optimizers[optimizer])
+            _refuse(f"the {type(optimizer).__name__}", "moments", _optimizers[optimizer])
     for optimizer in optimizers:
-        optimizer.__class__ = kind_of(optimizer)
+        for name in _wrapped.pop(optimizer, ()):
+            vars(optimizer).pop(name, None)
+
+
+def wrap_methods(optimizer: Optimizer, wrappers: Sequence[Callable[..., Any]]) -> None:
+    """Put functions in place of an optimizer's methods of the same names, until ``check_earlier``.
+
+    A scheduler's wrapper of ``step`` is replaced; another function that the script has put into the optimizer stays.
+
+    Args:
+        optimizer: one of the script's optimizers; its class stays.
+        wrappers: the functions, which take the optimizer first.
+    """
+    for wrapper in wrappers:
+        name = wrapper.__name__
+        present = vars(optimizer).get(name)
+        if present is None or is_wrapped_by_scheduler(present):
+            setattr(optimizer, name, MethodType(wrapper, optimizer))
+            _wrapped.setdefault(optimizer, []).append(name)
 
 
 def note(model: nn.Module, optimizers: Sequence[Optimizer], strategy: str, setting: RunContext) -> None:
