@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import signal
 import tempfile
 import warnings
 from collections.abc import Callable
@@ -11,12 +12,15 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.api import MultiprocessContext
 from torch.distributed.fsdp import FSDPModule
 from torch.overrides import TorchFunctionMode
@@ -73,6 +77,7 @@ from tutti.torch_compat import (
     inductor_mode_options,
     is_hook_of_fsdp,
     is_wrapped_by_scheduler,
+    make_elastic_agent,
     make_wrapper_subclass,
     mark_stepped,
     mark_wrapped_by_scheduler,
@@ -85,6 +90,7 @@ from tutti.torch_compat import (
     order_members,
     reduce_scatter_single,
     saved_tensor_hooks,
+    set_elastic_restarts,
     set_fsdp_collectives,
     set_gradient_hooks,
     sparse_indices,
@@ -431,6 +437,31 @@ def loader_processes_know_their_number() -> None:
         torch.utils.data._utils.worker._worker_info = before
 
 
+def agents_count_the_restarts_that_are_used() -> None:
+    agent = SimpleNamespace(_remaining_restarts=3, _worker_group=SimpleNamespace(spec=SimpleNamespace(max_restarts=5)))
+    for left in (0, 4):
+        set_elastic_restarts(agent, left)
+        assert (agent._remaining_restarts, agent._worker_group.spec.max_restarts) == (left, 2 + left)
+
+
+def agents_ask_at_three_places() -> None:
+    handler = SimpleNamespace(get_run_id=lambda: "0", shutdown=lambda: True)
+    spec = WorkerSpec(role="r", local_world_size=1, rdzv_handler=cast(Any, handler), entrypoint=print, max_restarts=0)
+    asked: list[object] = []
+    agent = make_elastic_agent(
+        spec,
+        DefaultLogsSpecs(),
+        "",
+        start=lambda fork: {0: fork},
+        monitor=lambda: "result",
+        shut_down=asked.append,
+    )
+    assert isinstance(agent, LocalElasticAgent) and agent._monitor_workers(None) == "result"
+    assert callable(agent._start_workers(None)[0])
+    agent._shutdown(signal.SIGINT)
+    assert asked == [signal.SIGINT]
+
+
 def events_are_written_at_once() -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.compat.proto.summary_pb2 import Summary
@@ -479,6 +510,8 @@ TOUCHED: dict[Callable[[], None], str] = {
     options_of_groups_have_a_timeout: "high_priority_options",
     fsdp_takes_other_collectives: "set_fsdp_collectives",
     agents_are_written_by_overriding: "ELASTIC_AGENT_MEMBERS elastic_processes",
+    agents_count_the_restarts_that_are_used: "set_elastic_restarts",
+    agents_ask_at_three_places: "make_elastic_agent",
     events_are_written_at_once: "write_event",
     loader_processes_know_their_number: "enter_loader_process",
     modes_of_compiling_stand_for_options: "inductor_mode_options",

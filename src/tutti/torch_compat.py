@@ -7,8 +7,10 @@ of CPython are in ``python_compat.py``, which loads no torch.
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -74,6 +76,7 @@ __all__ = [
     "inductor_mode_options",
     "is_hook_of_fsdp",
     "is_wrapped_by_scheduler",
+    "make_elastic_agent",
     "make_wrapper_subclass",
     "mark_stepped",
     "mark_wrapped_by_scheduler",
@@ -86,6 +89,7 @@ __all__ = [
     "order_members",
     "reduce_scatter_single",
     "saved_tensor_hooks",
+    "set_elastic_restarts",
     "set_fsdp_collectives",
     "set_gradient_hooks",
     "sparse_indices",
@@ -473,11 +477,56 @@ ELASTIC_AGENT_MEMBERS = (
     "_worker_group",
     "_pcontext",
 )
-"""Members of ``LocalElasticAgent`` that ``launcher/agent.py`` overrides or reads; its constructor sets some of them.
+"""Members of ``LocalElasticAgent`` that the functions below override, read or set; its constructor makes some of them.
 
-tutti's agent starts processes with signals blocked, monitors and ends them itself, and decides about restarts. A public
+tutti starts processes with signals blocked, monitors and ends them itself, and decides about restarts. A public
 replacement would be the same methods without underscores.
 """
+
+
+def make_elastic_agent(
+    spec: Any,
+    logs: Any,
+    prefix: str,
+    *,
+    start: Callable[[Callable[[], dict[int, Any]]], dict[int, Any]],
+    monitor: Callable[[], Any],
+    shut_down: Callable[[signal.Signals], None],
+) -> Any:
+    """Return a ``LocalElasticAgent`` that forks processes, and asks its caller at three places.
+
+    Args:
+        spec: the ``WorkerSpec``.
+        logs: the ``LogsSpecs``.
+        prefix: template of the prefix of lines on the terminal.
+        start: starts all processes by calling its argument, and returns the result of that call.
+        monitor: returns a ``RunResult``; called at every interval of ``spec``.
+        shut_down: ends the processes before the agent releases what belongs to them; its argument is a signal.
+    """
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+
+    class Agent(LocalElasticAgent):
+        def _start_workers(self, worker_group: Any) -> dict[int, Any]:
+            return start(partial(super()._start_workers, worker_group))
+
+        def _monitor_workers(self, worker_group: Any) -> Any:
+            return monitor()
+
+        def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+            shut_down(death_sig)
+            super()._shutdown(death_sig)
+
+    return Agent(spec, logs, start_method="fork", log_line_prefix_template=prefix)
+
+
+def set_elastic_restarts(agent: Any, left: int) -> None:
+    """Set the number of restarts that an agent has left, and keep the number that it has used.
+
+    The agent numbers attempts, and with them the stores, by that number, which must not repeat.
+    """
+    used = agent._worker_group.spec.max_restarts - agent._remaining_restarts
+    agent._remaining_restarts = left
+    agent._worker_group.spec.max_restarts = used + left
 
 
 def elastic_processes(agent: Any) -> list[Any]:

@@ -1,4 +1,4 @@
-"""torchrun's elastic agent on one node, without its network: it forks, monitors and ends the ranks' processes."""
+"""The agent of one node: torchrun's elastic agent without its network; tutti ends and restarts the ranks."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import socket
 import sys
 import time
 import uuid
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from torch.distributed import HashStore
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
-from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec, WorkerState
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
 from torch.distributed.elastic.rendezvous.api import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
@@ -25,7 +25,7 @@ from tutti.launcher.budget import Budget
 from tutti.launcher.failure import Failure
 from tutti.launcher.lost_rank_notes import LostRankNotes
 from tutti.launcher.orphans import await_end
-from tutti.torch_compat import elastic_processes
+from tutti.torch_compat import elastic_processes, make_elastic_agent, set_elastic_restarts
 
 _POLL = 0.05
 # After a failure the other ranks mostly fail too, with records of their own; an orderly end may write a checkpoint.
@@ -85,7 +85,7 @@ class Logs(LogsSpecs):
         return str(self._directory)
 
 
-class Agent(LocalElasticAgent):
+class Agent:
     """Starts the ranks of one node and ends them together, except for expendable ranks that were killed.
 
     Args:
@@ -111,16 +111,27 @@ class Agent(LocalElasticAgent):
             max_restarts=budget.left,
             monitor_interval=_POLL,
         )
-        super().__init__(spec, Logs(job.logs, shown), start_method="fork", log_line_prefix_template="[rank ${rank}] ")
+        self._elastic = make_elastic_agent(
+            spec,
+            Logs(job.logs, shown),
+            "[rank ${rank}] ",
+            start=self._start,
+            monitor=self._monitor,
+            shut_down=lambda number: self._end(number, self._grace),
+        )
         self.deaths: dict[int, tuple[int, float]] = {}
         self.lost: set[int] = set()
         self.exhausted = ""
         self._notes = LostRankNotes(job.store)
-        self._job, self._grace, self._budget = job, grace, budget
+        self._job, self._processes, self._grace, self._budget = job, processes, grace, budget
         self._workers: list[Any] = []
         self._killed: set[int] = set()
         self._ending = False
         _silence()
+
+    def run(self) -> None:
+        """Start the ranks and return when they have ended for good. Raises SignalException for a signal."""
+        self._elastic.run()
 
     def failures(self) -> list[Failure]:
         """Return the failure of each rank that ended by itself, from its record or from its exit code."""
@@ -138,19 +149,21 @@ class Agent(LocalElasticAgent):
         """Kill every rank and its child processes at once."""
         self._end(None, 0)
 
-    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+    def _start(self, fork: Callable[[], dict[int, Any]]) -> dict[int, Any]:
+        """Start all ranks with signals blocked; return the result of ``fork``."""
         self.deaths, self.lost, self._ending = {}, set(), False
         self._notes.clear()
-        failure.clear(self._job.notes, range(worker_group.spec.local_world_size))
+        failure.clear(self._job.notes, range(self._processes))
         signal.pthread_sigmask(signal.SIG_BLOCK, child.SIGNALS)
         try:
-            pids: dict[int, Any] = super()._start_workers(worker_group)
-            self._workers = elastic_processes(self)
+            pids = fork()
+            self._workers = elastic_processes(self._elastic)
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, child.SIGNALS)
         return pids
 
-    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+    def _monitor(self) -> RunResult:
+        """Record ranks that have ended, and return the state of the job; after a failure, end all and decide."""
         self._reap()
         codes = {code for rank, (code, _) in self.deaths.items() if rank not in self.lost}
         if codes - {0}:
@@ -167,24 +180,17 @@ class Agent(LocalElasticAgent):
     def _decide(self) -> None:
         """Decide on a restart, tell the user, and set the elastic agent's own restart counters to match."""
         cause = failure.root_cause(self.failures())
-        used = self._worker_group.spec.max_restarts - self._remaining_restarts
         restart = None if _final(cause) else self._budget.spend()
-        self._remaining_restarts = 0
+        set_elastic_restarts(self._elastic, 0)
         if restart is not None:
             message = failure.describe_failure(cause, failure.log_path(self._job.logs, cause.rank))
             # Print the stack of a stuck rank in full: no exception will show it again.
             message = message if cause.traceback and not cause.kind else message.splitlines()[0]
             print(f"{message}\ntutti: {restart.describe()}", file=sys.stderr, flush=True)
             time.sleep(restart.pause)
-            self._remaining_restarts = restart.left + 1
+            set_elastic_restarts(self._elastic, restart.left + 1)
         elif not _final(cause):
             self.exhausted = self._budget.describe()
-        # The agent numbers attempts, and with them the stores, by this difference, which must not repeat.
-        self._worker_group.spec.max_restarts = used + self._remaining_restarts
-
-    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
-        self._end(death_sig, self._grace)
-        super()._shutdown(death_sig)
 
     def _end(self, number: signal.Signals | None, grace: float) -> None:
         """Send a signal to every rank, wait ``grace`` seconds, then kill the ranks' process groups."""
