@@ -75,6 +75,7 @@ from tutti.torch_compat import (
     high_priority_options,
     in_backward,
     inductor_mode_options,
+    is_fake,
     is_hook_of_fsdp,
     is_wrapped_by_scheduler,
     make_elastic_agent,
@@ -89,6 +90,7 @@ from tutti.torch_compat import (
     operator_arguments,
     order_members,
     reduce_scatter_single,
+    replace_call,
     saved_tensor_hooks,
     set_elastic_restarts,
     set_fsdp_collectives,
@@ -101,6 +103,7 @@ from tutti.torch_compat import (
     tree_map,
     tree_map_only,
     tree_unflatten,
+    uncompiled_call,
     version_counting_view,
     write_event,
 )
@@ -462,6 +465,17 @@ def agents_ask_at_three_places() -> None:
     assert asked == [signal.SIGINT]
 
 
+def calls_of_modules_are_replaced() -> None:
+    layer = nn.Linear(2, 2)
+    before = replace_call(layer, lambda *_: "replaced")
+    assert (before, layer(1)) == (None, "replaced") and uncompiled_call(layer)(torch.ones(2)).shape == (2,)
+    replace_call(layer, before)
+    assert torch.equal(layer(torch.ones(2)), uncompiled_call(layer)(torch.ones(2)))
+    with FakeTensorMode():
+        assert is_fake(torch.ones(1))
+    assert not is_fake(torch.ones(1)) and not is_fake(1)
+
+
 def events_are_written_at_once() -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.compat.proto.summary_pb2 import Summary
@@ -512,6 +526,7 @@ TOUCHED: dict[Callable[[], None], str] = {
     agents_are_written_by_overriding: "ELASTIC_AGENT_MEMBERS elastic_processes",
     agents_count_the_restarts_that_are_used: "set_elastic_restarts",
     agents_ask_at_three_places: "make_elastic_agent",
+    calls_of_modules_are_replaced: "replace_call uncompiled_call is_fake",
     events_are_written_at_once: "write_event",
     loader_processes_know_their_number: "enter_loader_process",
     modes_of_compiling_stand_for_options: "inductor_mode_options",

@@ -74,6 +74,7 @@ __all__ = [
     "high_priority_options",
     "in_backward",
     "inductor_mode_options",
+    "is_fake",
     "is_hook_of_fsdp",
     "is_wrapped_by_scheduler",
     "make_elastic_agent",
@@ -88,6 +89,7 @@ __all__ = [
     "operator_arguments",
     "order_members",
     "reduce_scatter_single",
+    "replace_call",
     "saved_tensor_hooks",
     "set_elastic_restarts",
     "set_fsdp_collectives",
@@ -100,6 +102,7 @@ __all__ = [
     "tree_map",
     "tree_map_only",
     "tree_unflatten",
+    "uncompiled_call",
     "version_counting_view",
     "write_event",
 ]
