@@ -12,9 +12,11 @@ import pytest
 from tests.forkserver import run
 from tests.simulated_accelerator import build
 from tutti.config.train_config import TrainConfig
+from tutti.errors import UsageError
 from tutti.planning import dry_run as command_line
 from tutti.planning.dry_run import _notes
 from tutti.planning.memory_plan import model_facts, nearest_plan, plan_memory
+from tutti.planning.pipeline_memory import observe_stages
 from tutti.workload.tensor_memory import Tracker, parse_bytes
 
 BASE = {"batch_size": 32, "device": "cpu", "devices": "2"}
@@ -117,6 +119,35 @@ def test_a_cut_that_does_not_fit_is_moved(monkeypatch: pytest.MonkeyPatch, capsy
     assert said[2].startswith("most even that fits: 2, cut before ") and said[3] == f"to train so: {chosen.strategy}"
     own, other, chosen = command_line._of_stages("digits", config, found, 100_000, ())
     assert own.total > 100_000 and other is None, "one layer alone takes more"
+
+
+DECIDING = """
+import torch
+from torch import nn
+from tutti import Task
+
+class Deciding(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, inputs):
+        for block in self.blocks if inputs.sum() > 0 else []:
+            inputs = block(inputs)
+        return inputs
+
+def task():
+    data = (torch.ones(8, 4), torch.ones(8, 4))
+    return Task(name="own", model=Deciding, loss=lambda m, b: (m(b[0]) - b[1]).square().mean(), train=data, eval=data)
+"""
+
+
+def test_stages_of_a_recorded_forward_are_not_predicted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "deciding.py").write_text(DECIDING)
+    monkeypatch.chdir(tmp_path)
+    config = TrainConfig(**BASE, strategy="pipeline")
+    with pytest.raises(UsageError, match="the memory of the stages of this model cannot be predicted"):
+        observe_stages("deciding.py:task", config, {})
 
 
 def test_what_this_host_has_no_room_for_is_not_measured(

@@ -19,6 +19,7 @@ from tutti.errors import UsageError
 from tutti.launcher import context
 from tutti.nn.ac_and_compile import recompute
 from tutti.parallel import Choice
+from tutti.parallel.pipeline.graph_trace import UntraceableError
 from tutti.parallel.pipeline.module_timing import module_seconds
 from tutti.parallel.pipeline.stage_memory import StagePlan, find_measured_partition, observe_blocks
 from tutti.planning.memory_plan import Facts, backward, batch_of, first_sample, model_of, summing
@@ -100,6 +101,12 @@ def observe_stages(name: str, config: TrainConfig, seconds: Mapping[str, float])
     samples = MicroBatchSizes.of(config).samples
     try:
         return _look(task, config, seconds, samples, FakeTensorMode(allow_non_fake_inputs=True))
+    except UntraceableError as error:
+        raise UsageError(
+            "the memory of the stages of this model cannot be predicted",
+            why="its forward is cut by running it on a micro-batch when the run starts",
+            remedy="start the run, whose header names the cuts; or take --strategy sharded, whose memory is predicted",
+        ) from error
     except UsageError:
         raise
     except Exception:
