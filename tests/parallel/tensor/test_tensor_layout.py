@@ -317,3 +317,38 @@ def test_an_attribute_of_a_block_is_that_of_the_whole_block() -> None:
     [want] = worlds.run(1, figured, strategy="single")
     for got in worlds.run(2, figured, strategy="tensor:least=1"):
         assert got == pytest.approx(want, rel=1e-12)
+
+
+class Biased(nn.Module):
+    """Attention with a learned bias between positions, for all heads or for each."""
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 4, batch_first=True)
+        self.bias, self.heads = nn.Parameter(torch.randn(heads, 25)), heads
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = self.bias.view(self.heads, 5, 5)
+        mask = mask[0] if self.heads == 1 else mask.repeat(len(x), 1, 1)
+        return self.attention(x, x, x, attn_mask=mask, need_weights=False)[0]
+
+
+def biased(strategy: str, heads: int) -> dict[str, Any]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), Biased(heads), nn.Linear(8, 8)).double()
+    inputs = torch.randn(12, 5, 8, dtype=torch.float64)
+    run = tutti.prepare(
+        model, "sgd:lr=0.5", inputs, lambda called, batch: called(batch).square().mean(),
+        strategy=strategy, batch_size=4, precision="fp64",
+    )  # fmt: skip
+    for batch in run.epoch(0):
+        run.step(batch)
+    return {name: value.numpy().copy() for name, value in run.state().items()}
+
+
+@pytest.mark.parametrize("heads", [1, 4])
+def test_a_learned_bias_of_attention_gets_the_gradient_of_all_heads(heads: int) -> None:
+    [want] = worlds.run(1, biased, strategy="single", heads=heads)
+    for devices in (2, 3):
+        for got in worlds.run(devices, biased, strategy="tensor:least=1", heads=heads):
+            assert largest_difference(got, want) <= TOLERANCE

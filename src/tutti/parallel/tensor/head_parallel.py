@@ -105,13 +105,14 @@ class HeadParallelAttention(TensorParallelLayer, nn.MultiheadAttention):
         """Return the mask to add to the scores (samples or 1, heads here or 1, positions, positions); None for none."""
         masks = []
         if attention is not None:
-            mask = _added(attention, queries.dtype)
+            # A learned mask has a gradient from the heads of every rank.
+            mask = _added(copied(attention, self.tutti_slice), queries.dtype)
             if mask.dim() == 3:
                 mine = self.tutti_slice.mine
                 mask = mask.unflatten(0, (-1, self.tutti_slice.length))[:, mine.start : mine.stop]
             masks.append(mask)
         if padding is not None:
-            mask = _added(padding, queries.dtype)
+            mask = _added(copied(padding, self.tutti_slice), queries.dtype)
             masks.append(mask.view(-1, 1, 1, mask.shape[-1]))
         return sum(masks[1:], masks[0]) if masks else None
 
