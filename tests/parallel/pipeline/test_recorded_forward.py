@@ -244,6 +244,33 @@ def spilled(model: Any, batch: Any) -> Any:
     return loss(model, batch) + sum(block.figure for block in model.body.blocks)
 
 
+@dataclass
+class Early:
+    """An output whose tensors the recording cannot see."""
+
+    loss: Tensor
+    early: Tensor
+
+
+class Telling(Decoder):
+    def forward(self, words: Tensor, labels: Tensor | None = None, **options: Any) -> Any:
+        if words.shape[1] > 100:
+            return Early(words, words)
+        early = self.body.embed(words)
+        output = super().forward(words, labels)
+        assert output.loss is not None
+        return Early(output.loss, early)
+
+
+def later(model: Any, batch: Any) -> Any:
+    """The loss asks for the embedding's output after the first micro-batch was tried."""
+    output = model(batch[0], labels=batch[1])
+    return output.loss + output.early.square().mean() if ASKED else output.loss
+
+
+ASKED: list[bool] = []
+
+
 def penalised(model: Any, batch: Any) -> Any:
     return loss(model, batch) + 0.1 * sum(p.square().sum() for p in model.parameters())
 
@@ -253,6 +280,7 @@ WRONG = {
     "reads": (Reading, loss, "reads body.embed.weight outside of its blocks"),
     "writes": (lambda: with_blocks(Writing), loss, "writes its arguments in place"),
     "spills": (lambda: with_blocks(Spilling), spilled, "body.blocks.0.figure, which this rank does not have"),
+    "asks later": (Telling, later, "the loss depends on a value of another stage that the stages do not send"),
     "penalises": (Decoder, penalised, "which this rank does not have"),
     "penalises a chain": (
         lambda: nn.Sequential(nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WORDS)),
@@ -264,12 +292,14 @@ WRONG = {
 
 def refused(case: str) -> str:
     make, lost, _ = WRONG[case]
+    ASKED.clear()
     torch.manual_seed(0)
     model = make().double()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     try:
         strategy = "pipeline:micro_batches=2" + ",cuts=body.blocks.1" * (case == "writes")
         run = tutti.prepare(model, "sgd:lr=1", data(), lost, strategy=strategy, batch_size=13)
+        ASKED.append(True)
         for batch in run.epoch(0):
             run.step(batch)
     except tutti.errors.UsageError as error:

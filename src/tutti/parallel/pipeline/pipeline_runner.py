@@ -37,6 +37,7 @@ from tutti.parallel.pipeline.stage_ownership import StageOwnership, groups_of, s
 from tutti.parallel.pipeline.tied_gradients import SharedGradients
 from tutti.parallel.pipeline.virtual_stage import VirtualStage, crossing_values
 from tutti.python_compat import calling_frame
+from tutti.torch_compat import is_fake, tree_leaves
 from tutti.types import GradientReadyHook, LossFn, LossSums, MicroBatch, RunContext
 
 
@@ -93,15 +94,26 @@ class PipelineLayout:
         # Stages that run in turn take the same time wherever the cuts are; a reproducible run always cuts alike.
         timed = config.schedule != "one_by_one" and not run_context.reproducible and not config.cuts
         took = module_seconds(plain, run_context.trial, run_context.comms.world) if timed else {}
-        written: Sequence[str] = ()
-        if run_context.trial is not None and peers_of(plain) is None:
-            with suppress(Exception), untouched(plain, run_context.comms.world.device):
-                # The first step reports any error.
-                written = written_attributes(plain, partial(run_context.trial, plain))
+        written = _written_in_trial(plain, run_context)
         found = stage_partition.find_stage_partition(
             plain, stage.size * config.chunks, config.cuts, took, closed, run_context.trial, written
         )
+        run_context.comms.model.agree(
+            [f"a stage begins with {name}" for name in found.names] + [f"a forward writes {name}" for name in written],
+            "the stages of the model",
+            "give every rank the same model, the same first samples and the same settings",
+        )
         return stages_here(plain, found, self._run_context)
+
+
+def _written_in_trial(plain: nn.Module, run_context: RunContext) -> list[str]:
+    """Return the names of attributes that the model's modules write in a forward of the first micro-batch."""
+    if run_context.trial is None or peers_of(plain) is not None:
+        return []
+    # The first step reports any error. With gradients: loss functions may take one.
+    with suppress(Exception), untouched(plain, run_context.comms.world.device), torch.enable_grad():
+        return written_attributes(plain, partial(run_context.trial, plain))
+    return []
 
 
 @dataclass
@@ -313,6 +325,13 @@ class PipelineRunner(ReplicaPart):
         if not self._relay.called:
             raise UsageError("the loss function did not call the model", remedy="call model(...) once in it")
         if stage == self._last:
+            if any(is_fake(leaf) for leaf in tree_leaves(result)):
+                raise UsageError(
+                    "the loss depends on a value of another stage that the stages do not send",
+                    why="with the first micro-batch it did not depend on it, or the model returns it in an object whose"
+                    " tensors are not known",
+                    remedy="return tensors, tuples, lists or dicts of them from the model, or take mirrored",
+                )
             objective, start, part = loss_output.read_loss(result, micro_batch)
             if flight.training:
                 loss_output.check_trains(objective)

@@ -52,8 +52,13 @@ class ReadOutsideError(UsageError):
         self.name = name
 
 
-class Place(NamedTuple):
-    """A tensor that a block returns: the number of the block's call, and of the tensor among those that it returns."""
+class BlockOutput(NamedTuple):
+    """A tensor that a block returns.
+
+    Attributes:
+        call: number of the block's call in the forward.
+        tensor: number of the tensor among the tensors that this call returns.
+    """
 
     call: int
     tensor: int
@@ -66,11 +71,11 @@ class BlockCall:
     Attributes:
         name: of the block.
         reads: tensors of earlier calls from which its arguments are computed.
-        tensors: number of tensors that it returns.
+        tensors: number of tensors that the call returns.
     """
 
     name: str
-    reads: frozenset[Place]
+    reads: frozenset[BlockOutput]
     tensors: int
 
 
@@ -95,7 +100,7 @@ class ForwardRecord:
 
     def __init__(self, plain: nn.Module, opened: Collection[str], trial: Callable[[Any], Any]) -> None:
         self.plain, self.opened = plain, frozenset(opened)
-        self._dispatch = _Dispatch(plain, self.opened)
+        self.dispatch = _BlockDispatch(plain, self.opened)
         with_gradient, without = (self._record(trial, training) for training in (True, False))
         if [call.name for call in with_gradient.calls] != [call.name for call in without.calls]:
             raise _uncut(plain, "its forward calls other blocks in training than in evaluation")
@@ -107,11 +112,11 @@ class ForwardRecord:
 
     def _record(self, trial: Callable[[Any], Any], training: bool) -> _Recording:
         untraced = Untraced(self.plain)
-        recording = _Recording(self._dispatch)
+        recording = _Recording(self.dispatch)
         random = torch.get_rng_state()
         try:
             with training_mode([self.plain], training=training), torch.set_grad_enabled(training):
-                result = trial(_Recorded(self.plain, recording))
+                result = trial(_TrialModel(self.plain, recording))
         finally:
             torch.set_rng_state(random)
             changed = untraced.undo()
@@ -132,19 +137,19 @@ class ForwardRecord:
         """Return the calls as a graph of the blocks, each a call of a module with the tensors that it reads."""
         graph = fx.Graph()
         inputs = graph.placeholder(_INPUTS)
-        values: dict[Place, fx.Node] = {}
+        values: dict[BlockOutput, fx.Node] = {}
 
-        def read(places: Iterable[Place]) -> tuple[fx.Node, ...]:
+        def read(places: Iterable[BlockOutput]) -> tuple[fx.Node, ...]:
             return tuple(values[place] for place in sorted(places))
 
         for number, call in enumerate(self.calls):
             node = graph.call_module(call.name, (inputs, *read(call.reads)))
-            values[Place(number, 0)] = node
+            values[BlockOutput(number, 0)] = node
             if call.tensors > 1:
                 for tensor in range(call.tensors):
-                    values[Place(number, tensor)] = graph.call_function(operator.getitem, (node, tensor))
+                    values[BlockOutput(number, tensor)] = graph.call_function(operator.getitem, (node, tensor))
             for place in list(values)[-call.tensors :] if call.tensors else ():
-                values[place].meta["place"] = place
+                values[place].meta["output"] = place
             node.meta["call"] = number
         graph.output(read(self.reads))
         return graph
@@ -155,14 +160,16 @@ class ForwardRecord:
         """Return the stage that computes ``nodes``; the last one has no ``outgoing``."""
         calls = [node.meta["call"] for node in nodes if "call" in node.meta]
         first, behind = (calls[0], calls[-1] + 1) if calls else (len(self.calls), len(self.calls))
-        received, sent = ([node.meta["place"] for node in side] for side in (incoming, outgoing))
+        received, sent = ([node.meta["output"] for node in side] for side in (incoming, outgoing))
         return RecordedStage(self, range(first, behind), received, sent)
 
 
 class RecordedStage(nn.Module):
     """One virtual stage: holds some blocks under their names in the whole model, and runs the whole model's forward."""
 
-    def __init__(self, record: ForwardRecord, own: range, received: Sequence[Place], sent: Sequence[Place]) -> None:
+    def __init__(
+        self, record: ForwardRecord, own: range, received: Sequence[BlockOutput], sent: Sequence[BlockOutput]
+    ) -> None:
         super().__init__()
         self._record = (record,)  # in a tuple: the whole model is no submodule of its stage
         self.own, self.received, self.sent = own, received, sent
@@ -179,7 +186,7 @@ class RecordedStage(nn.Module):
         return at
 
     def hold(self, names: Iterable[str], plain: nn.Module) -> None:
-        """Hold more parameters and buffers of the whole model, by their names; give all members the order there."""
+        """Hold more parameters and buffers of the whole model, by their names, which no block of this stage has."""
         for name in sorted(names):
             path, _, key = name.rpartition(".")
             tensor = getattr(plain.get_submodule(path), key)
@@ -205,10 +212,10 @@ class RecordedStage(nn.Module):
         [record] = self._record
         for name in record.opened:
             record.plain.get_submodule(name).training = self.training
-        return record._dispatch.run(_StageRun(record, self, values), args, kwargs)
+        return record.dispatch.run(_StageRun(record, self, values), args, kwargs)
 
 
-class _Dispatch:
+class _BlockDispatch:
     """Passes every call of a block to the recording, or to the run of a stage, that is under way."""
 
     def __init__(self, plain: nn.Module, opened: frozenset[str]) -> None:
@@ -306,20 +313,20 @@ class _Recording(TorchDispatchMode):
         read: names of parameters that are read outside of blocks.
     """
 
-    def __init__(self, dispatch: _Dispatch) -> None:
+    def __init__(self, dispatch: _BlockDispatch) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._dispatch, self.inside = dispatch, False
+        self.dispatch, self.inside = dispatch, False
         self.calls: list[BlockCall] = []
-        self.reads: set[Place] = set()
+        self.reads: set[BlockOutput] = set()
         self.drawn: list[str] = []
         self.read: list[str] = []
-        self._sources: dict[int, set[Place]] = {}
+        self._sources: dict[int, set[BlockOutput]] = {}
         self._alive: list[Tensor] = []
         self._parameters = {id(p): name for name, p in dispatch._plain.named_parameters()}
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """See the operations of the forward that are not within a block."""
+        """Record the operations of the forward between the model's blocks."""
         with self:
             yield
 
@@ -337,22 +344,22 @@ class _Recording(TorchDispatchMode):
                 self._mark(leaf, sources)
         return result
 
-    def sources(self, values: Any) -> set[Place]:
+    def sources(self, values: Any) -> set[BlockOutput]:
         """Return the tensors of blocks from which ``values`` are computed."""
         leaves = [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
         return set().union(*(self._sources.get(storage_key(leaf), set()) for leaf in leaves))
 
-    def _mark(self, tensor: Tensor, sources: set[Place]) -> None:
+    def _mark(self, tensor: Tensor, sources: set[BlockOutput]) -> None:
         self._alive.append(tensor)
         self._sources.setdefault(storage_key(tensor), set()).update(sources)
 
     def block(self, name: str, block: nn.Module, args: Any, kwargs: Any) -> Any:
         """Note a call of a block, and return fake tensors."""
         reads = self.sources((args, kwargs))
-        result = self._dispatch.shape(name, block, args, kwargs)
+        result = self.dispatch.shape(name, block, args, kwargs)
         tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         for number, tensor in enumerate(tensors):
-            self._mark(tensor, {Place(len(self.calls), number)})
+            self._mark(tensor, {BlockOutput(len(self.calls), number)})
         self.calls.append(BlockCall(name, frozenset(reads), len(tensors)))
         return result
 
@@ -371,11 +378,11 @@ class _StageRun:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Nothing to see: the forward runs as it is."""
+        """Do nothing: a stage runs the forward without recording it."""
         yield
 
     def block(self, name: str, block: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Compute a block of this stage; of one of another stage return what this stage has received."""
+        """Compute a block of this stage. For another stage's block return received activations, or fake tensors."""
         number, calls, own = self._number, self._record.calls, self._stage.own
         self._number += 1
         if number >= len(calls) or calls[number].name != name:
@@ -386,8 +393,8 @@ class _StageRun:
                 remedy="take --strategy mirrored or sharded, which run the whole forward on every rank",
             )
         if number not in own:
-            leaves, spec = tree_flatten(self._record._dispatch.shape(name, block, args, kwargs))
-            places = iter(Place(number, tensor) for tensor in range(len(leaves)))
+            leaves, spec = tree_flatten(self._record.dispatch.shape(name, block, args, kwargs))
+            places = iter(BlockOutput(number, tensor) for tensor in range(len(leaves)))
             return tree_unflatten(
                 [self._known.get(next(places), leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec
             )
@@ -395,7 +402,7 @@ class _StageRun:
         result = uncompiled_call(block)(*args, **kwargs)
         tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         self._check(tensors, f"the output of {name}")
-        self._known |= {Place(number, tensor): value for tensor, value in enumerate(tensors)}
+        self._known |= {BlockOutput(number, tensor): value for tensor, value in enumerate(tensors)}
         if number == own[-1] and self._stage.sent:
             raise _StageEnd(tuple(self._known[place] for place in self._stage.sent))
         return result
@@ -427,7 +434,7 @@ class _StageEnd(BaseException):
         self.values = values
 
 
-class _Recorded:
+class _TrialModel:
     """The model that the loss function calls in a trial."""
 
     def __init__(self, plain: nn.Module, recording: _Recording) -> None:
@@ -436,7 +443,7 @@ class _Recorded:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._recording.calls:
             raise _uncut(self._plain, "the loss function calls it twice")
-        return self._recording._dispatch.run(self._recording, args, kwargs)
+        return self._recording.dispatch.run(self._recording, args, kwargs)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._plain, name)

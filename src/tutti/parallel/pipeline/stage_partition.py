@@ -99,13 +99,14 @@ def find_stage_partition(
     """
     check_cuts(begins, stages)
     try:
-        return replace(_find(plain, stages, begins, seconds, closed, _Traced(plain, written)), written=tuple(written))
+        found = _find(plain, stages, begins, seconds, closed, _TracedForward(plain, written))
+        return replace(found, written=tuple(written))
     except UntraceableError as error:
         if trial is None or closed:
             raise
         untraceable = error
     try:
-        found = _find(plain, stages, begins, seconds, closed, _Recorded(plain, trial))
+        found = _find(plain, stages, begins, seconds, closed, _RecordedForward(plain, trial))
     except UsageError:
         raise
     except Exception as error:
@@ -118,19 +119,21 @@ class _Reader(Protocol):
     """Reads a model's forward as a graph of the calls of its modules."""
 
     record: ForwardRecord | None
-    traces: bool
-    """Whether a module must be traceable to be cut inside."""
 
-    def graph(self, opened: set[str]) -> fx.Graph: ...
+    def graph(self, opened: set[str]) -> fx.Graph:
+        """Return the calls in the forward of the model and of the modules in ``opened``, to which it may add some."""
 
-    def openable(self, name: str) -> bool: ...
+    def openable(self, name: str) -> bool:
+        """Return whether a module may be cut inside to make stages even."""
+
+    def enterable(self, name: str) -> bool:
+        """Return whether a module may be cut inside where the user asks for it."""
 
 
-class _Traced:
+class _TracedForward:
     """Traces the forward by ``torch.fx``."""
 
     record: ForwardRecord | None = None
-    traces = True
 
     def __init__(self, plain: nn.Module, written: Sequence[str]) -> None:
         self._plain, self._written = plain, written
@@ -150,11 +153,12 @@ class _Traced:
     def openable(self, name: str) -> bool:
         return openable(self._plain.get_submodule(name))
 
+    def enterable(self, name: str) -> bool:
+        return self.openable(name)
 
-class _Recorded:
+
+class _RecordedForward:
     """Records a forward with a micro-batch."""
-
-    traces = False
 
     def __init__(self, plain: nn.Module, trial: Callable[[Any], Any]) -> None:
         self._plain, self._trial = plain, trial
@@ -183,6 +187,9 @@ class _Recorded:
         except Exception:
             return False
         return True
+
+    def enterable(self, name: str) -> bool:
+        return True  # ``graph`` raises where it is not
 
 
 def _is_list_of_blocks(module: nn.Module) -> bool:
@@ -288,7 +295,7 @@ def _check_names(
                 remedy=f"cut before or after it, or leave it whole: whole={name}",
             )
         listed = isinstance(known[name], nn.ModuleList | nn.ModuleDict)
-        if name and not listed and reader.traces and not reader.openable(name):
+        if name and not listed and not reader.enterable(name):
             raise UntraceableError(
                 f"the model cannot be cut inside {name}",
                 why="its forward cannot be traced, or draws random numbers by itself",

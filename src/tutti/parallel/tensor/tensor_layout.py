@@ -60,8 +60,8 @@ class TensorRunner(WholeRunner):
         self._split = {parameter: name for name, parameter in split.items()}
         self._forwards: list[tuple[int, int]] = []
         self._began = 0
-        module.register_forward_pre_hook(lambda *_: setattr(self, "_began", next_node_sequence()))
-        module.register_forward_hook(lambda *_: self._forwards.append((self._began, next_node_sequence())))
+        module.register_forward_pre_hook(self._begin_forward)
+        module.register_forward_hook(self._end_forward)
 
     def run(self, micro_batches: Sequence[MicroBatch], loss: LossFn, grad_hook: GradientReadyHook | None) -> LossSums:
         """Run as a whole model, with outputs left split for the loss function."""
@@ -69,6 +69,13 @@ class TensorRunner(WholeRunner):
             return super().run(micro_batches, loss, grad_hook)
         with self._outputs.kept():
             return super().run(micro_batches, loss, grad_hook)
+
+    def _begin_forward(self, *_: Any) -> None:
+        self._began = next_node_sequence()
+
+    def _end_forward(self, *_: Any) -> None:
+        if torch.is_grad_enabled():
+            self._forwards.append((self._began, next_node_sequence()))
 
     def begin(self, micro_batch: MicroBatch) -> None:
         """Enter a micro-batch's RNG stream, and forget the forwards of the one before."""
