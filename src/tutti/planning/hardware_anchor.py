@@ -107,7 +107,7 @@ def anchored_rate(
         hardware: the name as it is written.
         precision: the precision as it is written.
         anchors: rows to rest on.
-        without: the set whose own rows must not be used.
+        without: the set whose own rows must not be used; empty to use all.
     """
     chip, memory = chip_of(hardware)
     kind = precision_class(precision)
@@ -115,7 +115,7 @@ def anchored_rate(
     same = [each for each in anchors if each.chip == chip and each.precision == kind and each.set_name != without]
     if not chip or math.isnan(peak) or not same:
         said = f"{hardware or 'hardware that is not stated'} in {precision or 'unstated precision'}"
-        return math.nan, math.nan, f"no published row of another set on {said}"
+        return math.nan, math.nan, f"no published row{' of another set' * bool(without)} on {said}"
     near = [each for each in same if memory and each.memory_gb == memory] or same
     logs = np.log([each.utilisation for each in near])
     between = float(logs.std()) if len(near) > 1 else 0.25

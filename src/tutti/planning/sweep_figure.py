@@ -58,7 +58,7 @@ def write_sweep_figure(found: Sequence[StepPrediction], title: str, path: Path) 
             shares.bar([str(count) for count in devices], heights, bottom=bottom, color=colour, label=name)
             bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
     shares.set(xlabel="devices", ylabel="share of the devices' time", ylim=(0, 1), title="where the time goes")
-    shares.legend(fontsize="small")
+    shares.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=4)
     try:
         canvas.savefig(path, format="svg")
     except OSError as error:
