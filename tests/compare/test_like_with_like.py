@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -140,8 +142,8 @@ def test_what_changes_nothing_at_one_worker_is_no_cause(tmp_path: Path) -> None:
     own = read(tmp_path, OTHER)
     one, many, _ = (rung.config for rung in own.rungs)
 
-    def causes(**changes: object) -> list[str]:
-        return other_causes(type(many)(**{**vars(many), **changes}), one)
+    def causes(**changes: Any) -> list[str]:
+        return other_causes(replace(many, **changes), one)
 
     assert causes() == causes(lr_scale="sqrt:base_batch=512", schedule="cosine:warmup=1ep") == []
     assert causes(regime_batch=512, batch_norm="sync", identical_batches=True, seed=7, devices="8", keep=4) == []

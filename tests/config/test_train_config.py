@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from itertools import combinations
 from typing import Any
 
@@ -20,9 +21,9 @@ LENGTHS = {
 
 
 def test_three_epochs_unless_said_otherwise() -> None:
-    assert TrainConfig().length() == Duration(3, "ep")
+    assert TrainConfig().length == Duration(3, "ep")
     for name, (value, length) in LENGTHS.items():
-        assert TrainConfig(**{name: value}).length() == length
+        assert TrainConfig(**{name: value}).length == length
 
 
 @pytest.mark.parametrize("names", [pair for n in (2, 3, 4) for pair in combinations(LENGTHS, n)])
@@ -69,10 +70,10 @@ def test_values_that_mean_nothing_are_refused_by_their_flag(name: str, values: l
 def test_the_edges_are_let_through() -> None:
     TrainConfig(start_timeout=0, step_timeout=0, save_timeout=1)
     TrainConfig(workers=1, batch_size=1, micro_batch=1, steps=1, threads=1, devices="1", seed=0, clip=1e-9)
-    assert TrainConfig(eval_every="none").every("eval_every") is None
-    assert TrainConfig().every("eval_every") == Duration(1, "ep")
-    assert TrainConfig(checkpoint_every="none").every("checkpoint_every") is None
-    assert TrainConfig(eval_every="0.5ep").every("eval_every") == Duration(0.5, "ep")
+    assert TrainConfig(eval_every="none").eval_interval is None
+    assert TrainConfig().eval_interval == Duration(1, "ep")
+    assert TrainConfig(checkpoint_every="none").checkpoint_interval is None
+    assert TrainConfig(eval_every="0.5ep").eval_interval == Duration(0.5, "ep")
     assert TrainConfig(profile="1:1").window("profile") == (1, 1) and TrainConfig().window("trace") is None
 
 
@@ -81,3 +82,14 @@ def test_the_learning_rate_rule_is_parsed_once_and_says_whether_it_adapts() -> N
     assert [config.lr_rule.adaptive for config in rules.values()] == [False, False, True]
     assert all(config.lr_rule is config.lr_rule for config in rules.values())
     assert rules["linear:base_batch=64"] == TrainConfig(lr_scale="linear:base_batch=64")
+
+
+def test_options_are_parsed_once() -> None:
+    config = TrainConfig(
+        schedule="step:milestones=30ep+400st", ema="0.9", batch_growth="milestones=1ep,factor=2", slow="rank=0,factor=2"
+    )
+    for name in ("optimizer_choice", "lr_schedule", "batch_norm_options", "averaging", "growth", "slowness", "length"):
+        assert getattr(config, name) is getattr(config, name) is not None, name
+    assert config.optimizer_choice.text == config.optimizer
+    assert config.lr_schedule.drops == (Duration(30, "ep"), Duration(400, "st"))
+    assert dataclasses.replace(config, ema=None).averaging is None

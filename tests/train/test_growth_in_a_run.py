@@ -116,4 +116,4 @@ def test_contradictions_are_refused(options: dict[str, Any], words: str) -> None
 
 
 def test_none_is_no_growth() -> None:
-    assert TrainConfig(batch_growth="none").growth() is None
+    assert TrainConfig(batch_growth="none").growth is None

@@ -47,12 +47,12 @@ class Command:
 
     def every(self) -> int | None:
         """Return the steps between checkpoints; None if they are not given in steps and depend on the data."""
-        every = self.config.every("checkpoint_every")
+        every = self.config.checkpoint_interval
         return int(every.value) if every is not None and every.unit == "st" else None
 
     def total(self) -> int | None:
         """Return the steps of the whole run; None if its length is not given in steps and depends on the data."""
-        length = self.config.length()
+        length = self.config.length
         return int(length.value) if length.unit == "st" else None
 
 

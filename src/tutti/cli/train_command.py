@@ -22,12 +22,11 @@ from tutti.config.metric_direction import RAW
 from tutti.config.module_config import (
     Sync,
     WorkerBatchNorm,
-    check_batch_norm,
     check_checkpointing,
     check_compile,
     check_compiler,
 )
-from tutti.config.optimizer_config import ImportedOptimizerConfig, check_optimizer, check_schedule
+from tutti.config.optimizer_config import ImportedOptimizerConfig
 from tutti.config.settings import FILES, HEADINGS, flag_table, resolve_config
 from tutti.config.train_config import TrainConfig
 from tutti.config.training_target import check_metric, split_target
@@ -106,7 +105,7 @@ def train(
     first = joined is None or joined.rank == 0
     directory = run_directory(chosen, name, joined is not None and joined.attempt > 0) if first else None
     if joined is not None:
-        watchdog.start_watchdog(joined.rank, chosen.limits())
+        watchdog.start_watchdog(joined.rank, chosen.limits)
     code = _start(name, chosen, directory, joined is not None)
     if directory is not None:
         # The ranks have ended without an error: a launcher must not restart a run that missed its target.
@@ -236,7 +235,7 @@ def refuse_config(task: str, config: TrainConfig) -> None:
         workers=config.workers,
         reproducible=config.reproducible,
         adaptive=adaptive,
-        averaging=config.averaging() is not None,
+        averaging=config.averaging is not None,
         compiled=compiling is not None,
         accelerated=accelerated,
     )
@@ -245,14 +244,14 @@ def refuse_config(task: str, config: TrainConfig) -> None:
     workers = config.workers or ranks
     micro = parallel.micro_batch(choice, config.micro_batch, config.batch_size, workers)
     contract = BatchContract(1, config.batch_size, workers, ranks, micro, config.identical_batches)
-    chosen = scaled(check_optimizer(config.optimizer), rule, config.batch_size)
+    chosen = scaled(config.optimizer_choice.options, rule, config.batch_size)
     if isinstance(chosen, ImportedOptimizerConfig):
         check_script(chosen.module, module=True)
-    check_schedule(config.schedule)
-    for slow in config.slowness():
+    _ = config.lr_schedule
+    for slow in config.slowness:
         slow.check(devices, workers, accelerated)
     noise = check_noise(config.gradient_noise, config.batch_size, adaptive)
-    norm = check_batch_norm(config.batch_norm)
+    norm = config.batch_norm_options
     if isinstance(norm, Sync):
         parallel.check_sync(choice, devices, config.reproducible, per_worker_option(adaptive, noise))
         contract.check_whole()
@@ -279,7 +278,7 @@ def refuse_config(task: str, config: TrainConfig) -> None:
 
 def _check_metrics(reported: Sequence[str], config: TrainConfig) -> None:
     """Raise UsageError unless a built-in task reports the metrics of ``--until`` and ``--keep-best``."""
-    averaged = config.averaging() is not None
+    averaged = config.averaging is not None
     if config.target_text is not None:
         check_metric(split_target(config.target_text)[0], "--until", reported, averaged)
     if config.keep_best not in (None, "none"):
@@ -325,7 +324,7 @@ def _start(task: str, config: TrainConfig, directory: Path | None, joined: bool)
                 restarts=config.max_restarts,
                 preload=PRELOADED,
                 progress=functools.partial(_saved_step, directory),
-                limits=config.limits(),
+                limits=config.limits,
             )
     except KeyboardInterrupt:
         # Written in a thread: a second Ctrl-C must end the process at once even if the disk does not answer.

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from tutti.compare.ladder import Ladder, Rung
-from tutti.config.optimizer_config import check_optimizer, check_schedule
 from tutti.config.train_config import TrainConfig
 from tutti.metrics.records import BESIDE_THE_RESULT
 from tutti.optim.gradient_noise import check_noise
@@ -62,8 +61,8 @@ def _scale(rung: Rung) -> tuple[int | None, int]:
 def _compared(config: TrainConfig, reference: TrainConfig) -> dict[str, Any]:
     names = {field.name for field in dataclasses.fields(TrainConfig)} - BESIDE_THE_RESULT - _SCALE
     found = {name: getattr(config, name) for name in sorted(names)}
-    found["optimizer"] = _without(check_optimizer(config.optimizer), _RATES)
-    found["schedule"] = _without(check_schedule(config.schedule), _WARMUPS)
+    found["optimizer"] = _without(config.optimizer_choice.options, _RATES)
+    found["schedule"] = _without(config.lr_schedule, _WARMUPS)
     noise = check_noise(config.gradient_noise, config.batch_size, False)
     if noise is not None and noise.base_batch == reference.batch_size:
         found["gradient_noise"] = "none"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 
 from tutti.config.spec import Duration, build_options, read_options
@@ -55,7 +56,7 @@ class BatchGrowth:
         """
         return build_options(cls, read_options(text, option, FORM), option)
 
-    @property
+    @cached_property
     def epochs(self) -> tuple[int, ...]:
         """Milestones as epoch numbers from 0: the first epochs with a new batch or rate. Raises UsageError."""
         durations = [Duration.parse(text, "milestones of the batch's growth") for text in self.milestones]

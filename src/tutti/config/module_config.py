@@ -9,7 +9,7 @@ import sysconfig
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from tutti.config.spec import Spec
 from tutti.errors import UsageError, did_you_mean
@@ -42,10 +42,12 @@ class Sync:
     """Synchronised batch norm: statistics of the global batch; a device computes all its workers as one batch."""
 
 
-BATCH_NORMS: Mapping[str, type[Any]] = {"worker": WorkerBatchNorm, "ghost": Ghost, "sync": Sync}
+BatchNormConfig: TypeAlias = WorkerBatchNorm | Ghost | Sync
+
+BATCH_NORMS: Mapping[str, type[BatchNormConfig]] = {"worker": WorkerBatchNorm, "ghost": Ghost, "sync": Sync}
 
 
-def check_batch_norm(text: str) -> Any:
+def check_batch_norm(text: str) -> BatchNormConfig:
     """Parse ``--batch-norm`` into its options. Raises UsageError, naming the nearest name or key."""
     spec = Spec.parse(text, "--batch-norm")
     return spec.build(spec.choose(BATCH_NORMS, "batch norm"), "--batch-norm")

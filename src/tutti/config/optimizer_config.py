@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import cached_property
+from typing import Any, Literal, TypeAlias
 
 from tutti.config.spec import Duration, Spec, read_options
 from tutti.errors import UsageError
@@ -173,7 +174,29 @@ class MuonConfig:
             raise UsageError(f"ns_steps is {self.ns_steps}", remedy="give 1 to 99")
 
 
-OPTIMIZERS: Mapping[str, type[Any]] = {
+@dataclass(frozen=True, kw_only=True)
+class ImportedOptimizerConfig:
+    """An optimizer class of another package, ``package.module:Class:lr=0.001,key=value``.
+
+    Attributes:
+        module: name of the module.
+        name: name of the class in it.
+        lr: learning rate.
+        options: its other arguments.
+    """
+
+    module: str
+    name: str
+    lr: float
+    options: Mapping[str, Any]
+
+
+BuiltInOptimizerConfig: TypeAlias = (
+    SGDConfig | AdamConfig | LARSConfig | LARCConfig | LAMBConfig | NovoGradConfig | MuonConfig
+)
+OptimizerConfig: TypeAlias = BuiltInOptimizerConfig | ImportedOptimizerConfig
+
+OPTIMIZERS: Mapping[str, type[BuiltInOptimizerConfig]] = {
     "sgd": SGDConfig,
     "adam": AdamConfig,
     "adamw": AdamWConfig,
@@ -199,9 +222,19 @@ class ConstantSchedule:
     warmup_from: float | None = None
 
     def __post_init__(self) -> None:
-        Duration.parse(self.warmup, "warmup")
+        _ = self.warmup_length
         if self.warmup_from is not None:
             _check(self, at_least_zero=("warmup_from",))
+
+    @cached_property
+    def warmup_length(self) -> Duration:
+        """The length of the warm-up. Raises UsageError."""
+        return Duration.parse(self.warmup, "warmup")
+
+    @property
+    def drops(self) -> tuple[Duration, ...]:
+        """Durations from the start of the run after which the rate drops; empty for a schedule without drops."""
+        return ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,8 +262,12 @@ class StepSchedule(ConstantSchedule):
         super().__post_init__()
         if not self.milestones:
             raise ValueError("step needs milestones=30ep+60ep")
-        for milestone in self.milestones:
-            Duration.parse(milestone, "milestones")
+        _ = self.drops
+
+    @cached_property
+    def drops(self) -> tuple[Duration, ...]:
+        """The milestones as durations. Raises UsageError."""
+        return tuple(Duration.parse(milestone, "milestones") for milestone in self.milestones)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -255,8 +292,13 @@ class ExponentialSchedule(ConstantSchedule):
     def __post_init__(self) -> None:
         super().__post_init__()
         _check(self, at_least_zero=("gamma",))
-        if not Duration.parse(self.every, "every").value > 0:
+        if not self.interval.value > 0:
             raise ValueError("every is 0: give 1ep or 500st")
+
+    @cached_property
+    def interval(self) -> Duration:
+        """The duration between two drops. Raises UsageError."""
+        return Duration.parse(self.every, "every")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -302,13 +344,13 @@ class OneCycleSchedule(ConstantSchedule):
     def __post_init__(self) -> None:
         super().__post_init__()
         _check(self, at_least_zero=("start", "final"))
-        if Duration.parse(self.warmup).value:
+        if self.warmup_length.value:
             raise ValueError("onecycle has a warm-up of its own: give rise=0.3 in place of warmup")
         if not 0 < self.rise < 1:
             raise ValueError("rise is a fraction of the run: give a number between 0 and 1")
 
 
-SCHEDULES: Mapping[str, type[Any]] = {
+SCHEDULES: Mapping[str, type[ConstantSchedule]] = {
     "constant": ConstantSchedule,
     "cosine": CosineSchedule,
     "linear": LinearSchedule,
@@ -323,24 +365,7 @@ WHOLE_RUN = (CosineSchedule, LinearSchedule, PolynomialSchedule, WSDSchedule, On
 """Schedules that decrease over the whole run, whose length they must know."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ImportedOptimizerConfig:
-    """An optimizer class of another package, ``package.module:Class:lr=0.001,key=value``.
-
-    Attributes:
-        module: name of the module.
-        name: name of the class in it.
-        lr: learning rate.
-        options: its other arguments.
-    """
-
-    module: str
-    name: str
-    lr: float
-    options: Mapping[str, Any]
-
-
-def check_optimizer(text: str) -> Any:
+def check_optimizer(text: str) -> OptimizerConfig:
     """Parse ``--optimizer`` into its options. Raises UsageError, naming the nearest name or key."""
     module, _, rest = text.strip().partition(":")
     name, _, options = rest.partition(":")
@@ -377,7 +402,25 @@ def _value(text: str) -> Any:
     return tuple(map(_value, text.split("+"))) if "+" in text else text
 
 
-def check_schedule(text: str) -> Any:
+@dataclass(frozen=True)
+class OptimizerChoice:
+    """An optimizer given as text.
+
+    Attributes:
+        text: ``--optimizer`` as the user wrote it.
+        options: its parsed options.
+    """
+
+    text: str
+    options: OptimizerConfig
+
+    @classmethod
+    def parse(cls, text: str) -> OptimizerChoice:
+        """Parse ``--optimizer``. Raises UsageError, naming the nearest name or key."""
+        return cls(text, check_optimizer(text))
+
+
+def check_schedule(text: str) -> ConstantSchedule:
     """Parse ``--schedule`` into its options. Raises UsageError, naming the nearest name or key."""
     spec = Spec.parse(text, "--schedule")
     return spec.build(spec.choose(SCHEDULES, "schedule"), "--schedule")

@@ -12,7 +12,8 @@ from tutti.checkpoint.best import Best
 from tutti.config.averaging import Averaging
 from tutti.config.growth import BatchGrowth
 from tutti.config.metric_direction import Direction, Metric
-from tutti.config.optimizer_config import check_schedule
+from tutti.config.module_config import BatchNormConfig, check_batch_norm
+from tutti.config.optimizer_config import ConstantSchedule, OptimizerChoice, check_schedule
 from tutti.config.slowness import Slowness
 from tutti.config.spec import Duration
 from tutti.config.training_target import TrainingTarget, split_target
@@ -168,7 +169,7 @@ class TrainConfig:
                 why="the order of a sum inside one operation depends on the number of threads",
                 remedy="leave out one of the two",
             )
-        if self.regime_batch is not None and self.length().unit == "st":
+        if self.regime_batch is not None and self.length.unit == "st":
             raise UsageError(
                 "--regime-batch changes nothing in a run whose length is in steps",
                 remedy="give --epochs or --samples, or leave it out",
@@ -180,17 +181,12 @@ class TrainConfig:
                 remedy="leave out one of the two",
             )
         self._check_windows()
-        self.limits()
-        self.length()
-        self.every("eval_every")
-        self.every("checkpoint_every")
-        self.averaging()
-        self.growth()
-        self.slowness()
+        for option in ("limits", "length", "eval_interval", "checkpoint_interval", "averaging", "growth", "slowness"):
+            getattr(self, option)
         if self.target_text is not None:
             split_target(self.target_text)
         for name, value in (("until", self.target_text), ("patience", self.patience)):
-            if value is not None and self.every("eval_every") is None:
+            if value is not None and self.eval_interval is None:
                 raise UsageError(
                     f"--{name} needs evaluations during the run, and --eval-every is none",
                     remedy="give --eval-every, such as 1ep or 100st, or leave one of the two out",
@@ -201,8 +197,24 @@ class TrainConfig:
         """The learning-rate rule of ``--lr-scale``. Raises UsageError."""
         return check_rule(self.lr_scale)
 
+    @cached_property
+    def optimizer_choice(self) -> OptimizerChoice:
+        """The options of ``--optimizer``, with their text. Raises UsageError."""
+        return OptimizerChoice.parse(self.optimizer)
+
+    @cached_property
+    def lr_schedule(self) -> ConstantSchedule:
+        """The options of ``--schedule``. Raises UsageError."""
+        return check_schedule(self.schedule)
+
+    @cached_property
+    def batch_norm_options(self) -> BatchNormConfig:
+        """The options of ``--batch-norm``. Raises UsageError."""
+        return check_batch_norm(self.batch_norm)
+
+    @cached_property
     def limits(self) -> WatchdogLimits:
-        """Return the watchdog's limits on time without progress. Raises UsageError."""
+        """The watchdog's limits on time without progress. Raises UsageError."""
         return WatchdogLimits.make(self.start_timeout, self.step_timeout, self.save_timeout)
 
     @property
@@ -210,8 +222,9 @@ class TrainConfig:
         """Whether a watchdog limit is set; then even a single process has a watchdog."""
         return any((self.start_timeout, self.step_timeout, self.save_timeout))
 
+    @cached_property
     def length(self) -> Duration:
-        """Return the length of training. Raises UsageError if more than one of the four options is given."""
+        """The length of training. Raises UsageError if more than one of the four options is given."""
         given = [name for name in ("epochs", "steps", "samples", "duration") if getattr(self, name) is not None]
         if len(given) > 1:
             raise UsageError(f"{' and '.join(map(_flag, given))} exclude each other", remedy="give one of them")
@@ -242,32 +255,34 @@ class TrainConfig:
         """Raise UsageError if steps to profile or trace lie beyond the end of the run."""
         windows = {name: self.window(name) for name in ("profile", "trace")}
         # A resumed run may be nearly over, and adascale counts steps of another batch.
-        if self.length().unit != "st" or self.resume or self.lr_rule.adaptive:
+        if self.length.unit != "st" or self.resume or self.lr_rule.adaptive:
             return
         for name, window in windows.items():
             needed = sum(window) - 1 if window else 0
-            if needed > self.length().value:
+            if needed > self.length.value:
                 raise UsageError(
-                    f"--{name} {getattr(self, name)} needs {needed} steps, and the run has {self.length().value:g}",
+                    f"--{name} {getattr(self, name)} needs {needed} steps, and the run has {self.length.value:g}",
                     remedy=f"write --{name} FIRST:STEPS within the run",
                 )
 
-    def every(self, field: Literal["eval_every", "checkpoint_every"]) -> Duration | None:
-        """Return the interval between evaluations or checkpoints; None for ``none``. Raises UsageError."""
-        text = getattr(self, field)
-        if text == "none":
-            return None
-        duration = Duration.parse(text, _flag(field))
-        if duration.value <= 0:
-            raise UsageError(f"{_flag(field)} is 0", remedy="give 1ep, 100st …, or none")
-        return duration
+    @cached_property
+    def eval_interval(self) -> Duration | None:
+        """The interval between evaluations; None for ``none``. Raises UsageError."""
+        return _interval("--eval-every", self.eval_every)
 
+    @cached_property
+    def checkpoint_interval(self) -> Duration | None:
+        """The interval between checkpoints; None for ``none``. Raises UsageError."""
+        return _interval("--checkpoint-every", self.checkpoint_every)
+
+    @cached_property
     def averaging(self) -> Averaging | None:
-        """Return the options of the weights' average; None without ``--ema``. Raises UsageError."""
+        """The options of the weights' average; None without ``--ema``. Raises UsageError."""
         return None if self.ema is None or self.ema == "none" else Averaging.parse(self.ema)
 
+    @cached_property
     def growth(self) -> BatchGrowth | None:
-        """Return the options of batch growth; None without it.
+        """The options of batch growth; None without it.
 
         Raises:
             UsageError: they are malformed, or conflict with the batch size, ``--lr-scale``, ``--gradient-noise``,
@@ -284,8 +299,7 @@ class TrainConfig:
                 why="one is for fewer updates, the other for as many as with a small batch",
                 remedy="leave out one of the two",
             )
-        for milestone in getattr(check_schedule(self.schedule), "milestones", ()):
-            duration = Duration.parse(milestone)
+        for duration in self.lr_schedule.drops:
             if duration.unit == "ep" and duration.value in growth.epochs:
                 raise UsageError(
                     f"at {duration} the batch grows and the schedule lowers the rate",
@@ -294,8 +308,9 @@ class TrainConfig:
                 )
         return growth
 
+    @cached_property
     def slowness(self) -> tuple[Slowness, ...]:
-        """Return the delays of ``--slow``; empty without it. Raises UsageError."""
+        """The delays of ``--slow``; empty without it. Raises UsageError."""
         return () if self.slow is None or self.slow == "none" else Slowness.parse(self.slow)
 
     def best(self, declared: Mapping[str, Direction] | None = None) -> Best | None:
@@ -332,6 +347,16 @@ class TrainConfig:
         if self.patience is None:
             return None
         return Metric("loss", higher=False) if best is None else Metric(best.metric, best.more)
+
+
+def _interval(flag: str, text: str) -> Duration | None:
+    """Parse an interval, or ``none``. Raises UsageError."""
+    if text == "none":
+        return None
+    duration = Duration.parse(text, flag)
+    if duration.value <= 0:
+        raise UsageError(f"{flag} is 0", remedy="give 1ep, 100st …, or none")
+    return duration
 
 
 def _flag(name: str) -> str:

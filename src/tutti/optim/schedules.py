@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 from tutti.config.optimizer_config import (
     SCHEDULES,
     WHOLE_RUN,
+    ConstantSchedule,
     CosineSchedule,
     ExponentialSchedule,
     LinearSchedule,
@@ -28,7 +28,9 @@ from tutti.optim.learning_rate import gradual
 Schedule = Callable[[int], float]
 
 
-def make_schedule(config: Any, total: int | None, steps: Callable[[Duration], int], scaled: float = 1.0) -> Schedule:
+def make_schedule(
+    config: ConstantSchedule, total: int | None, steps: Callable[[Duration], int], scaled: float = 1.0
+) -> Schedule:
     """Return the schedule: the factor for step 0, 1, …, ``total`` - 1.
 
     Args:
@@ -47,13 +49,12 @@ def make_schedule(config: Any, total: int | None, steps: Callable[[Duration], in
             f"the schedule {name} decreases over the whole run, whose length is not known",
             remedy="give --steps or --samples, or the data set __len__",
         )
-    warmup = steps(Duration.parse(config.warmup))
+    warmup = steps(config.warmup_length)
     start = config.warmup_from
     if start is None:
         start = 1 / scaled if scaled > 1 else 0.0
-    milestones = tuple(steps(Duration.parse(m)) for m in getattr(config, "milestones", ()))
-
-    every = max(steps(Duration.parse(getattr(config, "every", "1st"))), 1)
+    milestones = tuple(map(steps, config.drops))
+    every = max(steps(config.interval), 1) if isinstance(config, ExponentialSchedule) else 1
 
     def factor(step: int) -> float:
         if step < warmup:

@@ -72,7 +72,7 @@ def dry_run(task: str, config: TrainConfig, memory: str | None, preload: Sequenc
             logs=Path(folder) / "logs",
             timeout=config.timeout,
             preload=preload,
-            limits=config.limits(),
+            limits=config.limits,
         )
         if code == ExitCode.DONE:
             ranks = json.loads((Path(folder) / planned.MEASURED).read_text(encoding="utf-8"))
@@ -147,7 +147,7 @@ def _seconds(task: str, config: TrainConfig, preload: Sequence[str]) -> dict[str
             logs=Path(folder) / "logs",
             timeout=config.timeout,
             preload=preload,
-            limits=config.limits(),
+            limits=config.limits,
         )
         # The launcher has reported any failure; a model too large for one device is partitioned by parameters.
         seconds: dict[str, float] = (

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from tutti import parallel
 from tutti.config import optimizer_config as options
-from tutti.config.module_config import Sync, check_batch_norm
-from tutti.config.optimizer_config import check_optimizer
+from tutti.config.module_config import Sync
 from tutti.config.train_config import TrainConfig
 from tutti.data.adapt import adapt_training
 from tutti.data.batches import map_tensors
@@ -81,7 +80,7 @@ def model_facts(name: str, config: TrainConfig) -> Facts:
             sum(p.numel() for p in model.parameters()),
             whole,
             sum(p.nbytes for p in model.parameters() if p.requires_grad),
-            _words(config.optimizer),
+            _words(config.optimizer_choice.options),
             sum(b.nbytes for b in model.buffers()),
             max([sum(p.nbytes for p in unit.parameters()) for unit in units], default=0),
             rest,
@@ -105,7 +104,7 @@ def plan_memory(found: Facts, config: TrainConfig) -> Memory:
     return replace(
         memory,
         messages=_messages(found, split, ranks),
-        average=found.trained / model / (split.shards if split.zero > 1 else 1) * (config.averaging() is not None),
+        average=found.trained / model / (split.shards if split.zero > 1 else 1) * (config.averaging is not None),
         activations=(found.activations or 0) * samples / found.samples / model,
         buffers=found.buffers * workers / model,
     )
@@ -115,7 +114,7 @@ def _largest(config: TrainConfig, choice: Choice, devices: int) -> int:
     """Return the number of samples in the largest forward."""
     ranks = choice.data_ranks(devices)
     contract = BatchContract(1, config.batch_size, config.workers or ranks, ranks, config.micro_batch)
-    together = isinstance(check_batch_norm(config.batch_norm), Sync)
+    together = isinstance(config.batch_norm_options, Sync)
     return len(contract.part(config.batch_size, 0) if together else contract.first_micro_batch(config.batch_size))
 
 
@@ -154,9 +153,8 @@ def summing(trained: float, shards: int, ranks: int) -> float:
     return trained if ranks > 1 else 0.0
 
 
-def _words(text: str) -> float:
+def _words(chosen: options.OptimizerConfig) -> float:
     """Return the number of state elements that an optimizer keeps for each parameter."""
-    chosen = check_optimizer(text)
     if isinstance(chosen, options.SGDConfig):
         return float(chosen.momentum > 0)
     # A guess for classes of other packages: most of them keep two moments.
@@ -283,7 +281,7 @@ def nearest_plan(found: Facts, config: TrainConfig, room: float) -> TrainConfig 
     own = plan_memory(found, config)
     each = own.activations / _largest(config, parallel.parse_strategy(config.strategy), int(config.devices))
     most = math.floor((room - own.total + own.activations) / each) if each else 0
-    if most >= 1 and not isinstance(check_batch_norm(config.batch_norm), Sync):
+    if most >= 1 and not isinstance(config.batch_norm_options, Sync):
         return replace(config, micro_batch=most)
     for devices in sorted({max(int(config.devices), 2), *(2**n for n in range(1, 11))}):
         for stage in (1, 2, 3):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tutti import parallel
-from tutti.config.module_config import Sync, check_batch_norm
+from tutti.config.module_config import Sync
 from tutti.config.spec import Spec
 from tutti.config.train_config import TrainConfig
 from tutti.data.contract import BatchContract
@@ -49,7 +49,7 @@ class MicroBatchSizes:
         workers = config.workers or ranks
         micro = parallel.micro_batch(choice, config.micro_batch, config.batch_size, workers)
         contract = BatchContract(1, config.batch_size, workers, ranks, micro)
-        if isinstance(check_batch_norm(config.batch_norm), Sync):
+        if isinstance(config.batch_norm_options, Sync):
             return cls(1, len(contract.part(config.batch_size, 0)))
         micro_batches = contract.micro_batches(len(contract.worker(config.batch_size, 0)))
         return cls(len(micro_batches), len(micro_batches[0]))
@@ -192,7 +192,7 @@ def _others(config: TrainConfig, blocks: int) -> Iterator[TrainConfig]:
     """Yield configurations with smaller micro-batches and more stages, the nearest first."""
     choice, samples = parallel.parse_strategy(config.strategy), MicroBatchSizes.of(config).samples
     stages = choice.shape(int(config.devices))["stage"]
-    sync = isinstance(check_batch_norm(config.batch_norm), Sync)
+    sync = isinstance(config.batch_norm_options, Sync)
     for times in range(1, max(blocks // (stages * choice.layout.chunks), 1) + 1):
         text = _with(config.strategy, cuts=None, micro_batches=None)
         if choice.layout.stages is not None:
@@ -211,7 +211,7 @@ def _memory(held: Any, found: Facts, choice: Choice, config: TrainConfig) -> Mem
         trained,
         found.words * trained / shards,
         messages=held.messages + summing(trained, shards, ranks),
-        average=trained * (config.averaging() is not None),
+        average=trained * (config.averaging is not None),
         activations=held.activations / tensor,
         buffers=held.buffers * -(-(config.workers or ranks) // ranks),
     )

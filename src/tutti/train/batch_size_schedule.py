@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from torch import nn
 
 from tutti.config.growth import BatchGrowth
-from tutti.config.module_config import Ghost, Sync, check_batch_norm
-from tutti.config.optimizer_config import WHOLE_RUN, check_schedule
+from tutti.config.module_config import BatchNormConfig, Ghost, Sync
+from tutti.config.optimizer_config import WHOLE_RUN
 from tutti.config.spec import Duration
 from tutti.config.train_config import TrainConfig
 from tutti.data.contract import BatchContract
@@ -24,9 +24,9 @@ _SEEN = "as the batch grows"
 
 def batch_size_schedule(
     contract: BatchContract,
-    growth: BatchGrowth | str | None,
+    growth: BatchGrowth | None,
     model: nn.Module,
-    batch_norm: str,
+    batch_norm: BatchNormConfig,
     lr_rule: NoRule,
     gradient_noise: str,
 ) -> Epochs:
@@ -36,15 +36,13 @@ def batch_size_schedule(
         contract: contract of the first epoch.
         growth: the batch-size schedule; None for one batch size.
         model: the script's model.
-        batch_norm: batch norm as ``tutti.prepare`` takes it.
+        batch_norm: options of batch norm.
         lr_rule: rule for the learning rate.
         gradient_noise: noise on the gradient, or ``none``.
 
     Raises:
-        UsageError: the schedule is malformed, or cannot be combined with the other arguments.
+        UsageError: the schedule cannot be combined with the other arguments.
     """
-    if isinstance(growth, str):
-        growth = BatchGrowth.parse(growth, "batch_growth")
     if growth is not None:
         check_growth(lr_rule, gradient_noise)
     epochs = Epochs(contract, growth)
@@ -62,21 +60,20 @@ def without_growth_warnings() -> Iterator[None]:
         yield
 
 
-def model_warnings(epochs: Epochs, model: nn.Module, batch_norm: str) -> Iterator[str]:
+def model_warnings(epochs: Epochs, model: nn.Module, batch_norm: BatchNormConfig) -> Iterator[str]:
     """Yield a warning if batch norm normalises over more samples in the last epoch than in the first.
 
     Args:
         epochs: batch contracts of all epochs.
         model: the script's model.
-        batch_norm: batch norm as ``tutti.prepare`` takes it.
+        batch_norm: options of batch norm.
     """
-    norm = check_batch_norm(batch_norm)
     contracts = (epochs.phases[0].contract, epochs.phases[-1].contract)
-    first, last = (c.batch if isinstance(norm, Sync) else len(c.first_micro_batch(c.batch)) for c in contracts)
-    if first == last or isinstance(norm, Ghost):
+    first, last = (c.batch if isinstance(batch_norm, Sync) else len(c.first_micro_batch(c.batch)) for c in contracts)
+    if first == last or isinstance(batch_norm, Ghost):
         return
     if any(isinstance(module, BatchNormBase) for module in model.modules()):
-        other = "" if isinstance(norm, Sync) else f" or a micro-batch of {first}"
+        other = "" if isinstance(batch_norm, Sync) else f" or a micro-batch of {first}"
         yield (
             f"{_SEEN}, batch norm sees more samples together: {first} at first, {last} in the end. "
             f"That changes the model; batch norm ghost:size={first}{other}keeps the number of samples"
@@ -96,7 +93,7 @@ def plan_warnings(epochs: Epochs, config: TrainConfig, total: int | None) -> Ite
     first = Duration(epochs.growth.epochs[0], "ep")
     if total is not None and total <= epochs.steps(first):
         yield f"the run ends before the batch grows, which is after {first}"
-    schedule = check_schedule(config.schedule)
+    schedule = config.lr_schedule
     if isinstance(schedule, WHOLE_RUN) and schedule.final < 1:
         yield (
             f"the schedule {config.schedule} lowers the learning rate while the batch grows: the noise of the gradient "

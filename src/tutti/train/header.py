@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from tutti import parallel
-from tutti.config.optimizer_config import check_optimizer
 from tutti.config.train_config import TrainConfig
 from tutti.device import describe_products, is_accelerator
 from tutti.launcher.context import World
@@ -41,7 +40,7 @@ def derived(
     kind = world.device.type if is_accelerator(world.device) else f"cpu, {threads} thread{'s' * (threads > 1)} each"
     exact = ", reproducible" if config.reproducible else ""
     worth = "scale-invariant " * (run.adascale is not None)
-    length = f"{total} {worth}steps = {_length(config, run)}" if total is not None else str(config.length())
+    length = f"{total} {worth}steps = {_length(config, run)}" if total is not None else str(config.length)
     return {
         "data": task.describe or f"{run.feed.contract.dataset or 'a stream of'} training samples",
         "model": f"{config.model or 'default'}, {size:,} parameters",
@@ -61,7 +60,7 @@ def derived(
         **_kept(config),
         **_ending(config, task),
         "kernels": facts["kernels"],
-        **({"slowed": "; ".join(map(str, config.slowness()))} if config.slowness() else {}),
+        **({"slowed": "; ".join(map(str, config.slowness))} if config.slowness else {}),
         "seed": str(config.seed),
     }
 
@@ -76,7 +75,7 @@ def _noise(config: TrainConfig, run: Run) -> dict[str, str]:
 
 def _kept(config: TrainConfig) -> dict[str, str]:
     """Return the lines on the average of the weights and the best checkpoint, if any."""
-    average, best = config.averaging(), config.best()
+    average, best = config.averaging, config.best()
     lines = {}
     if average is not None:
         lines["average"] = f"of the weights, decay {average}; it is what is evaluated"
@@ -102,11 +101,11 @@ def _length(config: TrainConfig, run: Run) -> str:
         counted = " of one worker alone"
     if not run.context.in_step:
         counted = "of all workers together; a slow worker makes fewer"
-    return f"{config.length()}{counted}"
+    return f"{config.length}{counted}"
 
 
 def _rate(config: TrainConfig, workers: int) -> str:
-    given = check_optimizer(config.optimizer)
+    given = config.optimizer_choice.options
     rule = config.lr_rule
     rate = f"{scaled(given, rule, config.batch_size).lr:g}"
     if rule.adaptive:
@@ -137,12 +136,12 @@ def run_identity(task: str, config: TrainConfig, run: Run, world: World, size: i
         "threads": threads,
         "kernels": kernels(),
         "global_batch_size": config.batch_size,
-        "batch_growth": None if config.growth() is None else str(config.growth()),
+        "batch_growth": None if config.growth is None else str(config.growth),
         "precision": config.precision,
         "reproducible": config.reproducible,
         "seed": config.seed,
         "parameters": size,
-        "ema": None if config.averaging() is None else str(config.averaging()),
+        "ema": None if config.averaging is None else str(config.averaging),
     }
 
 

@@ -20,7 +20,6 @@ from tutti import parallel
 from tutti.checkpoint.manager import Checkpoints
 from tutti.checkpoint.warm_start import load_warm_start
 from tutti.checkpoint.weights_source import FOLDER
-from tutti.config.optimizer_config import check_schedule
 from tutti.config.spec import Duration
 from tutti.config.train_config import TrainConfig
 from tutti.data.adapt import adapt
@@ -83,7 +82,7 @@ def train_rank(task: str, config: TrainConfig, directory: str | None) -> int:
     again = config.resume is not None or world.identity.attempt > 0
     place = _place(run, directory)
     listeners = Listeners(())
-    for text in (*model_warnings(epochs, model, config.batch_norm), *plan_warnings(epochs, config, total)):
+    for text in (*model_warnings(epochs, model, config.batch_norm_options), *plan_warnings(epochs, config, total)):
         warnings(text)
     try:
         with stop_on_signals(run) as reason:
@@ -145,7 +144,7 @@ def _place(run: Run, directory: str | None) -> str | None:
 def _schedule(config: TrainConfig, epochs: Epochs) -> Schedule:
     total = _plan(config, epochs)[1]
     scaled = config.lr_rule.factor(epochs.first.batch)
-    return make_schedule(check_schedule(config.schedule), total, _steps(config, epochs), scaled)
+    return make_schedule(config.lr_schedule, total, _steps(config, epochs), scaled)
 
 
 def _steps(config: TrainConfig, epochs: Epochs) -> Callable[[Duration], int]:
@@ -222,7 +221,7 @@ def _plan(config: TrainConfig, epochs: Epochs) -> tuple[TrainPlan, int | None]:
             )
         return duration
 
-    length, every = config.length(), (config.every("eval_every"), config.every("checkpoint_every"))
+    length, every = config.length, (config.eval_interval, config.checkpoint_interval)
     evaluate, save = (duration and count(duration, "how often") for duration in every)
     adaptive = config.lr_rule.adaptive
     if dataset is not None or config.regime_batch or adaptive:
@@ -359,7 +358,7 @@ def prepared(
         strategy=config.strategy,
         workers=config.workers,
         batch_size=config.batch_size,
-        batch_growth=config.growth(),
+        batch_growth=config.growth,
         micro_batch=config.micro_batch,
         precision=config.precision,
         loss_scale=config.loss_scale,
@@ -369,17 +368,17 @@ def prepared(
         identical_batches=config.identical_batches,
         clip=config.clip,
         gradient_noise=config.gradient_noise,
-        ema=config.averaging(),
+        ema=config.averaging,
         reproducible=config.reproducible,
         activation_checkpointing=config.activation_checkpointing,
         compile=config.compile,
         seed=config.seed,
         max_nonfinite=config.max_nonfinite,
         data_workers=config.data_workers,
-        slow=config.slowness(),
+        slow=config.slowness,
     )
     schedule = partial(_schedule, config)
-    return prepare_run(model, config.optimizer, task.train, task.loss, options, schedule, warn)
+    return prepare_run(model, config.optimizer_choice, task.train, task.loss, options, schedule, warn)
 
 
 def prepare_process(config: TrainConfig, world: World) -> int:

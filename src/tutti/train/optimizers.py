@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from tutti.config.optimizer_config import ImportedOptimizerConfig, check_optimizer
+from tutti.config.optimizer_config import ImportedOptimizerConfig, OptimizerChoice
 from tutti.errors import UsageError, did_you_mean
 from tutti.nn.sparse_layers import check_sparse_step
 from tutti.optim.factory import from_config, from_instance
@@ -25,7 +25,7 @@ from tutti.types import OptimizerFactory
 
 
 def factory(
-    optimizer: Sequence[Optimizer] | str, rule: NoRule, batch_size: int, sparse: Collection[str] = ()
+    optimizer: Sequence[Optimizer] | OptimizerChoice, rule: NoRule, batch_size: int, sparse: Collection[str] = ()
 ) -> OptimizerFactory:
     """Return a factory of the optimizer, with the learning rate of ``rule``.
 
@@ -38,7 +38,7 @@ def factory(
     Raises:
         UsageError: a rule for the script's own optimizers.
     """
-    if not isinstance(optimizer, str):
+    if not isinstance(optimizer, OptimizerChoice):
         if type(rule) is not NoRule:
             raise UsageError(
                 "lr_scale is for an optimizer given as text",
@@ -46,14 +46,14 @@ def factory(
                 remedy="make it with the scaled rate: see tutti.optim.learning_rate",
             )
         return several([from_instance(each) for each in optimizer])
-    return from_config(scaled(check_optimizer(optimizer), rule, batch_size), bool(sparse))
+    return from_config(scaled(optimizer.options, rule, batch_size), bool(sparse))
 
 
-def imported_optimizer(text: str, model: nn.Module, rule: NoRule, batch_size: int) -> list[Optimizer]:
-    """Return the optimizer of another package that ``text`` names, made as a script would make it; else nothing.
+def imported_optimizer(optimizer: OptimizerChoice, model: nn.Module, rule: NoRule, batch_size: int) -> list[Optimizer]:
+    """Return the optimizer of another package that ``optimizer`` names, made as a script would make it; else nothing.
 
     Args:
-        text: options of an optimizer.
+        optimizer: options of an optimizer.
         model: the script's model.
         rule: rule for the learning rate at ``batch_size``.
         batch_size: samples of the global batch.
@@ -61,7 +61,7 @@ def imported_optimizer(text: str, model: nn.Module, rule: NoRule, batch_size: in
     Raises:
         UsageError: the class cannot be imported, is no optimizer, or refuses its arguments.
     """
-    config = check_optimizer(text)
+    config = optimizer.options
     if not isinstance(config, ImportedOptimizerConfig):
         return []
     given = scaled(config, rule, batch_size)
@@ -70,7 +70,7 @@ def imported_optimizer(text: str, model: nn.Module, rule: NoRule, batch_size: in
     try:
         module = importlib.import_module(config.module)
     except ImportError as error:
-        raise UsageError(f"the module of --optimizer {text} cannot be imported", why=str(error)) from error
+        raise UsageError(f"the module of --optimizer {optimizer.text} cannot be imported", why=str(error)) from error
     finally:
         sys.path.remove(here)
     kind = getattr(module, config.name, None)
@@ -85,12 +85,14 @@ def imported_optimizer(text: str, model: nn.Module, rule: NoRule, batch_size: in
     except (TypeError, ValueError) as error:
         raise UsageError(
             f"{config.name} refuses its arguments: {error}",
-            where=f"--optimizer {text}",
+            where=f"--optimizer {optimizer.text}",
             remedy=f"it takes {inspect.signature(build)}",
         ) from error
 
 
-def check_takes_sparse(optimizer: Sequence[Optimizer] | str, model: nn.Module, sparse: Collection[str]) -> None:
+def check_takes_sparse(
+    optimizer: Sequence[Optimizer] | OptimizerChoice, model: nn.Module, sparse: Collection[str]
+) -> None:
     """Raise UsageError if an optimizer cannot step with sparse gradients of these parameters.
 
     A trial step of a similar optimizer on a parameter of two rows tells.
@@ -115,10 +117,10 @@ def check_takes_sparse(optimizer: Sequence[Optimizer] | str, model: nn.Module, s
 
 
 def _trials(
-    optimizer: Sequence[Optimizer] | str, model: nn.Module, sparse: Collection[str], toy: nn.Parameter
+    optimizer: Sequence[Optimizer] | OptimizerChoice, model: nn.Module, sparse: Collection[str], toy: nn.Parameter
 ) -> Iterator[Optimizer]:
     """Yield optimizers of ``toy`` with the settings of each group that has a parameter of ``sparse``."""
-    if isinstance(optimizer, str):
+    if isinstance(optimizer, OptimizerChoice):
         made = factory(optimizer, NoRule(), 1, sparse)([("toy", toy)])
         yield from () if made is None else (made,)
         return
@@ -134,10 +136,10 @@ def _trials(
                     yield kind([{**settings, "params": [toy]}], **{k: v for k, v in settings.items() if k in known})
 
 
-def describe_optimizers(optimizer: Sequence[Optimizer] | str, lr_scale: str) -> list[str]:
+def describe_optimizers(optimizer: Sequence[Optimizer] | OptimizerChoice, lr_scale: str) -> list[str]:
     """Return one line for each optimizer's class and one for each group's settings, to compare over ranks."""
-    if isinstance(optimizer, str):
-        return [f"optimizer {optimizer}, lr_scale {lr_scale}"]
+    if isinstance(optimizer, OptimizerChoice):
+        return [f"optimizer {optimizer.text}, lr_scale {lr_scale}"]
     return [line for each in optimizer for line in _described(each)]
 
 
@@ -149,9 +151,9 @@ def _described(optimizer: Optimizer) -> list[str]:
     return lines
 
 
-def check_fits(optimizer: Sequence[Optimizer] | str, model: nn.Module) -> None:
+def check_fits(optimizer: Sequence[Optimizer] | OptimizerChoice, model: nn.Module) -> None:
     """Raise UsageError if an optimizer has a parameter, or its options a name pattern, that the model does not have."""
-    if not isinstance(optimizer, str):
+    if not isinstance(optimizer, OptimizerChoice):
         known = {id(p) for p in model.parameters()}
         if any(id(p) not in known for each in optimizer for group in each.param_groups for p in group["params"]):
             raise UsageError(
@@ -159,13 +161,13 @@ def check_fits(optimizer: Sequence[Optimizer] | str, model: nn.Module) -> None:
                 remedy="make it of model.parameters(), and register everything that is trained in the model",
             )
         return
-    options, names = check_optimizer(optimizer), [name for name, _ in model.named_parameters()]
+    options, names = optimizer.options, [name for name, _ in model.named_parameters()]
     for option in ("adam", "exclude"):
         usual = getattr(type(options), option, ())
         for pattern in getattr(options, option, ()):
             if pattern not in (*usual, "none") and not any(fnmatchcase(name, pattern) for name in names):
                 raise UsageError(
                     f"the model has no parameter '{pattern}'",
-                    where=f"--optimizer {optimizer}, {option}",
+                    where=f"--optimizer {optimizer.text}, {option}",
                     remedy=did_you_mean(pattern, names),
                 )

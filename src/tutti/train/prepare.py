@@ -19,9 +19,10 @@ from tutti.comm.communicator import Communicators, everybody
 from tutti.comm.grid import Grid
 from tutti.config.averaging import Averaging
 from tutti.config.growth import BatchGrowth
+from tutti.config.module_config import BatchNormConfig, check_batch_norm
 from tutti.config.module_config import Ghost as GhostConfig
 from tutti.config.module_config import Sync as SyncConfig
-from tutti.config.module_config import check_batch_norm
+from tutti.config.optimizer_config import OptimizerChoice
 from tutti.config.slowness import Slowness
 from tutti.data.adapt import adapt_training
 from tutti.data.batches import placer
@@ -107,6 +108,23 @@ class RunOptions:
     def lr_rule(self) -> NoRule:
         """The learning-rate rule of ``lr_scale``. Raises UsageError."""
         return check_rule(self.lr_scale)
+
+    @cached_property
+    def batch_norm_options(self) -> BatchNormConfig:
+        """The options of ``batch_norm``. Raises UsageError."""
+        return check_batch_norm(self.batch_norm)
+
+    @cached_property
+    def averaging(self) -> Averaging | None:
+        """The options of the weights' average; None without ``ema``. Raises UsageError."""
+        given = self.ema
+        return given if given is None or isinstance(given, Averaging) else Averaging.parse(str(given), "ema")
+
+    @cached_property
+    def growth(self) -> BatchGrowth | None:
+        """The options of ``batch_growth``; None without it. Raises UsageError."""
+        text = self.batch_growth
+        return BatchGrowth.parse(text, "batch_growth") if isinstance(text, str) else text
 
 
 def prepare(
@@ -238,7 +256,7 @@ def prepare(
 
 def prepare_run(
     model: Models,
-    optimizer: Optimizers | str,
+    optimizer: Optimizers | OptimizerChoice | str,
     dataset: Any,
     loss_fn: LossFn | None,
     options: RunOptions,
@@ -265,12 +283,15 @@ def prepare_run(
     batch_size = sampling.batch_size or _BATCH
     o = replace(options, batch_size=batch_size, data_workers=sampling.processes)
     rule = o.lr_rule
-    if isinstance(optimizer, str) and (imported := imported_optimizer(optimizer, whole, rule, batch_size)):
-        # Its rate is scaled as it is made.
-        optimizer, optimizers, rule = imported, imported, NoRule()
+    if isinstance(optimizer, str):
+        optimizer = OptimizerChoice.parse(optimizer)
+    if isinstance(optimizer, OptimizerChoice):
+        imported = imported_optimizer(optimizer, whole, rule, batch_size)
+        if imported:
+            # Its rate is scaled as it is made.
+            optimizer, optimizers, rule = imported, imported, NoRule()
     check_earlier(whole, optimizers)
-    optimizer = optimizer if isinstance(optimizer, str) else optimizers
-    averaging = o.ema if o.ema is None or isinstance(o.ema, Averaging) else Averaging.parse(str(o.ema), "ema")
+    averaging = o.averaging
     world = context.init()
     identity = world.identity
     adaptive = o.lr_rule.adaptive
@@ -281,9 +302,10 @@ def prepare_run(
     choice = parallel.check_strategy(o.strategy, identity.size, workers=o.workers, **asked)
     grid = Grid(**choice.shape(identity.size), rank=identity.rank)
     data = _data(sampling, choice, o)
-    _check_trainable(whole, optimizer, sparse)
+    trainer = optimizer if isinstance(optimizer, OptimizerChoice) else optimizers
+    _check_trainable(whole, trainer, sparse)
     contract = _contract(choice, grid.data_ranks, _count(data, sampling), o)
-    epochs = batch_size_schedule(contract, o.batch_growth, whole, o.batch_norm, o.lr_rule, o.gradient_noise)
+    epochs = batch_size_schedule(contract, o.growth, whole, o.batch_norm_options, o.lr_rule, o.gradient_noise)
     excluded = "lr_scale='adascale'" if adaptive else "" if choice.row.synchronous else "steps=all"
     schedulers = Schedulers(o.scheduler, o.scheduler_every, optimizers, excluded)
     for each in optimizers if not choice.row.optimizer_here else ():
@@ -291,7 +313,7 @@ def prepare_run(
     if o.reproducible:
         torch.set_num_threads(1)
     scale, noise = _scale(o.loss_scale, o.precision, loss_fn), check_noise(o.gradient_noise, batch_size, adaptive)
-    together = _together(o.batch_norm, choice, epochs, o.reproducible, per_worker_option(adaptive, noise))
+    together = _together(o.batch_norm_options, choice, epochs, o.reproducible, per_worker_option(adaptive, noise))
     # Before any process group is made: with different device meshes ranks would wait for each other forever.
     settings = [
         *_settings(choice, epochs, o.precision, o.clip, o.reproducible, o.seed),
@@ -300,7 +322,7 @@ def prepare_run(
         f" gradient noise {noise}",
         f"compile {compiled}, activation_checkpointing {_named(o.activation_checkpointing)}",
         f"ema {averaging}, {'given' if o.init_from is not None else 'own'} initial weights",
-        *describe_optimizers(optimizer, o.lr_scale),
+        *describe_optimizers(trainer, o.lr_scale),
     ]
     everybody(world).agree(settings, "the configuration", "call tutti.prepare with the same arguments on every rank")
 
@@ -313,7 +335,7 @@ def prepare_run(
     )
 
     # Model surgery.
-    converted, dtype = _remade(whole, o.batch_norm, run_context, o.precision, o.channels_last)
+    converted, dtype = _remade(whole, o.batch_norm_options, run_context, o.precision, o.channels_last)
     place, loss = placer(world.device, dtype, o.channels_last), _cast(loss_fn, world.device.type, o.precision)
     run_context = replace(run_context, in_step=choice.row.synchronous, trial=_trial(data, contract, place, loss))
 
@@ -323,7 +345,7 @@ def prepare_run(
     replica = slow_down(layout.build(converted), o.slow, world, contract.workers)
 
     # Gradient synchronisation, which shards parameters and makes the optimizer.
-    grad_hook = sync.attach(replica, factory(optimizer, rule, batch_size, sparse))
+    grad_hook = sync.attach(replica, factory(trainer, rule, batch_size, sparse))
     hooks.watch(replica.parts)
     reads.refuse()
 
@@ -430,7 +452,7 @@ def _check_order(sampling: Sampling, data: Source | Stream, choice: Choice, o: R
             remedy="leave steps=all or the sampler out",
         )
     several = (o.workers or 0) > 1 or o.micro_batch is not None
-    if sampling.collate is not None and isinstance(check_batch_norm(o.batch_norm), SyncConfig) and several:
+    if sampling.collate is not None and isinstance(o.batch_norm_options, SyncConfig) and several:
         raise UsageError(
             "batch_norm='sync' cannot be combined with an own collate and several workers a device",
             why="a device computes on all its samples at once, and collate makes one batch for each worker",
@@ -451,9 +473,9 @@ def one_module(model: Models) -> nn.Module:
     )
 
 
-def given_optimizers(optimizer: Optimizers | str) -> list[Optimizer]:
-    """Return the script's optimizers as a list; empty for options as text. Raises UsageError for other types."""
-    if isinstance(optimizer, str):
+def given_optimizers(optimizer: Optimizers | OptimizerChoice | str) -> list[Optimizer]:
+    """Return the script's optimizers as a list; empty for options. Raises UsageError for other types."""
+    if isinstance(optimizer, str | OptimizerChoice):
         return []
     several = isinstance(optimizer, Sequence)
     found = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer) if several else []
@@ -466,7 +488,7 @@ def given_optimizers(optimizer: Optimizers | str) -> list[Optimizer]:
     return found
 
 
-def _check_trainable(model: nn.Module, optimizer: Sequence[Optimizer] | str, sparse: Sequence[str]) -> None:
+def _check_trainable(model: nn.Module, optimizer: Sequence[Optimizer] | OptimizerChoice, sparse: Sequence[str]) -> None:
     """Raise UsageError if no parameter is trainable, or the optimizer cannot train the model."""
     _check_not_on_meta(model)
     check_memory(model)
@@ -537,7 +559,7 @@ def _cast(loss_fn: LossFn | None, device: str, precision: str | None) -> LossFn 
 
 
 def _remade(
-    model: nn.Module, batch_norm: str, run_context: RunContext, precision: str | None, channels_last: bool
+    model: nn.Module, batch_norm: BatchNormConfig, run_context: RunContext, precision: str | None, channels_last: bool
 ) -> tuple[nn.Module, torch.dtype]:
     """Convert the model's batch norm, dtype and memory layout; return it, and the dtype for floating-point inputs."""
     if run_context.rows and run_context.comms.world.device.type == "cpu" and _is_large(model):
@@ -556,18 +578,20 @@ def _is_large(model: nn.Module) -> bool:
     return bytes_of([*model.parameters(), *model.buffers()]) > free_memory(context.local_size()) // 16
 
 
-def _normalised(model: nn.Module, batch_norm: str, run_context: RunContext) -> nn.Module:
+def _normalised(model: nn.Module, batch_norm: BatchNormConfig, run_context: RunContext) -> nn.Module:
     """Convert the model's batch norm as ``batch_norm`` says. Collective for ``sync``: makes a process group."""
-    norm, model = check_batch_norm(batch_norm), norms.restore_norms(model)
-    if isinstance(norm, SyncConfig):
+    model = norms.restore_norms(model)
+    if isinstance(batch_norm, SyncConfig):
         line = run_context.comms.new_group("batch norm")
         return sync.convert_sync_batch_norm(model, line, run_context.workers, run_context.grid.data_ranks)
-    return ghost.convert_ghost_batch_norm(model, norm.size) if isinstance(norm, GhostConfig) else model
+    return ghost.convert_ghost_batch_norm(model, batch_norm.size) if isinstance(batch_norm, GhostConfig) else model
 
 
-def _together(batch_norm: str, choice: Choice, epochs: Epochs, reproducible: bool, needs: str | None) -> bool:
+def _together(
+    batch_norm: BatchNormConfig, choice: Choice, epochs: Epochs, reproducible: bool, needs: str | None
+) -> bool:
     """Return whether a rank's workers run as one (synchronised batch norm). Raises UsageError if they cannot."""
-    if not isinstance(check_batch_norm(batch_norm), SyncConfig):
+    if not isinstance(batch_norm, SyncConfig):
         return False
     parallel.check_sync(choice, context.current().identity.size, reproducible, needs)
     for phase in epochs.phases:
