@@ -346,8 +346,12 @@ class ReplicaRunner(Protocol):
         swap_values: context manager within which the model holds other values, given by name.
         unify_flags: copies the ``requires_grad`` that the script has set on one of the objects that stand for a
             parameter to the others (FSDP).
+        custom_loop: whether it is a ``CustomLoopRunner``, whose forward and backward a custom training loop may call.
+        split_backwards: for each virtual stage of a zero-bubble schedule its input backward and weight backward;
+            otherwise empty.
     """
 
+    custom_loop: bool
     parts: Sequence[nn.Module]
     specs: Mapping[str, ShardSpec]
     not_owned: Collection[str]
@@ -355,6 +359,7 @@ class ReplicaRunner(Protocol):
     sharded: Mapping[str, Tensor]
     swap_values: Callable[[Mapping[str, Tensor]], AbstractContextManager[None]]
     unify_flags: Callable[[], None]
+    split_backwards: Sequence[Any]
 
     def connect(self, grad_hook: GradientReadyHook) -> None:
         """Call ``grad_hook.gradient_ready`` for every gradient that autograd accumulates from now on."""

@@ -32,6 +32,10 @@ class LayersConfig(StrategyOptions):
     def __post_init__(self) -> None:
         _check_stages(self.stages)
 
+    @property
+    def extents(self) -> Mapping[str, int | None]:
+        return {"stages": self.stages}
+
     def check(self, shape: Mapping[str, int], accelerated: bool, compiled: bool) -> None:
         """Raise UsageError if ``cuts`` does not make as many stages as the device mesh has."""
         if shape["stage"] > 1:
@@ -64,6 +68,10 @@ class PipelineConfig(StrategyOptions):
             raise ValueError(f"virtual stages are for schedule=interleaved, not {self.schedule}")
         if self.virtual is not None and self.virtual < 2:
             raise ValueError(f"virtual is {self.virtual}, must be at least 2")
+
+    @property
+    def extents(self) -> Mapping[str, int | None]:
+        return {"stages": self.stages}
 
     def check(self, shape: Mapping[str, int], accelerated: bool, compiled: bool) -> None:
         """Raise UsageError if ``cuts`` does not fit the number of stages, or zero bubble meets ``--compile``."""
@@ -107,6 +115,10 @@ class TensorConfig(StrategyOptions):
         if self.least < 0:
             raise ValueError(f"least is {self.least}, must be at least 0")
 
+    @property
+    def extents(self) -> Mapping[str, int | None]:
+        return {"tensor": self.tensor}
+
     def check(self, shape: Mapping[str, int], accelerated: bool, compiled: bool) -> None:
         """Raise UsageError if ``sequence`` meets ``--compile``."""
         if self.sequence and compiled:
@@ -136,6 +148,10 @@ class HybridConfig(TensorConfig, PipelineConfig):
         PipelineConfig.__post_init__(self)
         if self.replicas is not None and self.replicas < 1:
             raise ValueError(f"replicas is {self.replicas}, must be at least 1")
+
+    @property
+    def extents(self) -> Mapping[str, int | None]:
+        return {"replicas": self.replicas, "stages": self.stages, "tensor": self.tensor}
 
     def capabilities(self) -> dict[str, Any]:
         return {"custom_loop": self.stages == 1}

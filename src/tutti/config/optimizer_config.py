@@ -196,6 +196,9 @@ BuiltInOptimizerConfig: TypeAlias = (
 )
 OptimizerConfig: TypeAlias = BuiltInOptimizerConfig | ImportedOptimizerConfig
 
+Betas: TypeAlias = AdamConfig | LAMBConfig | NovoGradConfig
+"""Options with the moments' decay rates ``beta1`` and ``beta2``, and ``eps``."""
+
 OPTIMIZERS: Mapping[str, type[BuiltInOptimizerConfig]] = {
     "sgd": SGDConfig,
     "adam": AdamConfig,

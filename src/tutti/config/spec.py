@@ -130,6 +130,21 @@ class StrategyOptions:
         """Return the options with every duration converted to steps by ``steps``."""
         return self
 
+    @property
+    def extents(self) -> Mapping[str, int | None]:
+        """Extent of each device mesh axis that these options set, by option; None where it is open."""
+        return {}
+
+    @property
+    def zero_stage(self) -> int:
+        """ZeRO stage of the gradient synchronisation; 0 for one that shards nothing."""
+        return 0
+
+    @property
+    def wrap_policy(self) -> tuple[str, ...]:
+        """FSDP wrap policy: ``auto``, or names and classes of the modules to wrap."""
+        return ("auto",)
+
     def shards_parameters(self, shape: Mapping[str, int]) -> bool:
         """Return whether the gradient synchronisation shards parameters on a device mesh of this shape."""
         return False

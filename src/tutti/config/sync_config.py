@@ -69,6 +69,14 @@ class RowsConfig(StrategyOptions):
             for option in filter(given.get, given):
                 raise ValueError(f"{option} is for stages 2 and 3: in stage 1 every device holds all parameters")
 
+    @property
+    def zero_stage(self) -> int:
+        return self.stage
+
+    @property
+    def wrap_policy(self) -> tuple[str, ...]:
+        return self.units
+
     def shards_parameters(self, shape: Mapping[str, int]) -> bool:
         return self.stage > 1 and shape["shard"] > 1
 
@@ -109,6 +117,10 @@ class SplitConfig(RowsConfig, AllReduceConfig):
         given = {"algorithm": self.algorithm != "auto", "wire": self.wire != "fp32", "bucket_mb": self.bucket_mb}
         for option in filter(given.get, given) if self.shards > 1 else ():
             raise ValueError(f"{option} does nothing with shards={self.shards}, whose gradients are summed by rows")
+
+    @property
+    def extents(self) -> Mapping[str, int | None]:
+        return {"shards": self.shards}
 
     def check(self, shape: Mapping[str, int], accelerated: bool, compiled: bool) -> None:
         """Raise UsageError as ``RowsConfig`` does, and if sharded parameters (stages 2 and 3) meet pipeline stages."""
@@ -268,3 +280,7 @@ class ShardedConfig(RowsConfig):
         super().__post_init__()
         if self.shards is not None and self.shards < 1:
             raise ValueError(f"shards is {self.shards}, must be at least 1")
+
+    @property
+    def extents(self) -> Mapping[str, int | None]:
+        return {"shards": self.shards}

@@ -61,8 +61,8 @@ def phases(run: Run, region: Callable[[str], AbstractContextManager[Any]] = reco
         (*forward, "forward"),
         # Every model layout and every custom training loop calls this function.
         (torch.autograd, "backward", "backward"),
-        *((split, "inputs", "backward") for split in getattr(run.replica, "split_backwards", ())),
-        *((split, "weights", "weight") for split in getattr(run.replica, "split_backwards", ())),
+        *((split, "inputs", "backward") for split in run.replica.split_backwards),
+        *((split, "weights", "weight") for split in run.replica.split_backwards),
         *((run.exchange, method, "exchange") for method in ("begin_worker", "end_worker", "reduce_gradients")),
         (run.exchange, "optimizer_step", "update"),
     ]

@@ -47,8 +47,8 @@ class _Absent:
         place: words for the location of its values, for the error message.
     """
 
-    called: str
-    place: str
+    called: str = "tensors"
+    place: str = "on other ranks"
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
@@ -58,7 +58,7 @@ class _Absent:
         if func is Tensor.copy_ and args[0] is args[1]:
             # ``load_state_dict`` of the placeholder itself: the ranks that hold the values have loaded them already.
             return args[0]
-        _refuse(next(_found([*args, *(kwargs or {}).values()]), None))
+        _refuse(next(_found([*args, *(kwargs or {}).values()]), _Absent))
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
         _refuse(self)
@@ -146,10 +146,10 @@ def _found(values: Any) -> Any:
             yield from _found(value)
 
 
-def _refuse(tensor: Any) -> NoReturn:
+def _refuse(tensor: _Absent | type[_Absent]) -> NoReturn:
     raise UsageError(
-        f"the script reads or writes the model's {getattr(tensor, 'called', 'tensors')}, which this rank does not have",
-        why=f"its numbers are {getattr(tensor, 'place', 'on other ranks')}",
+        f"the script reads or writes the model's {tensor.called}, which this rank does not have",
+        why=f"its numbers are {tensor.place}",
         remedy="take run.state() for the whole model, run.evaluate(…) for its results, ema=… for an average of its "
         "weights and init_from=… for other weights; or --strategy mirrored",
     )

@@ -46,9 +46,13 @@ def _make(config: Any, named: Named, sparse: bool) -> Optimizer:
     if isinstance(config, options.MuonConfig):
         return optim.Muon(named, adam_names=arguments.pop("adam"), **arguments)
     if isinstance(config, options.LayerWiseConfig):
-        kind = getattr(optim, type(config).__name__.removesuffix("Config"))
-        made: Optimizer = kind(optim.split_groups(named, arguments.pop("exclude")), **arguments)
-        return made
+        layer_wise: dict[type, Callable[..., Optimizer]] = {
+            options.LARSConfig: optim.LARS,
+            options.LARCConfig: optim.LARC,
+            options.LAMBConfig: optim.LAMB,
+            options.NovoGradConfig: optim.NovoGrad,
+        }
+        return layer_wise[type(config)](optim.split_groups(named, arguments.pop("exclude")), **arguments)
     fused = not sparse and all(_is_fusible(p) for _, p in named)
     plain: dict[type, Callable[..., Optimizer]] = {
         options.SGDConfig: torch.optim.SGD,

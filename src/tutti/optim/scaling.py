@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, TypeVar
 
-from tutti.config.optimizer_config import SGDConfig
+from tutti.config.optimizer_config import Betas, MuonConfig, OptimizerConfig, SGDConfig
 from tutti.config.spec import Spec
 from tutti.errors import UsageError
 from tutti.optim import learning_rate as laws
 
-C = TypeVar("C")
+C = TypeVar("C", bound=OptimizerConfig)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,23 +118,26 @@ def scaled(optimizer: C, rule: NoRule, batch: int) -> C:
             remedy="take --optimizer sgd, or another --lr-scale",
         )
     factor = rule.factor(batch)
-    # Muon has a second rate, for the parameters that AdamW updates.
-    changed = {key: getattr(optimizer, key) * factor for key in ("lr", "adam_lr") if hasattr(optimizer, key)}
+    changed = {"lr": optimizer.lr * factor}
+    if isinstance(optimizer, MuonConfig):
+        # Muon has a second rate, for the parameters that AdamW updates.
+        changed["adam_lr"] = optimizer.adam_lr * factor
     if isinstance(rule, AdamSqrtRule):
-        names = ("beta1", "beta2", "eps")
-        if not all(hasattr(optimizer, option) for option in names):
+        if not isinstance(optimizer, Betas):
             raise UsageError(
                 f"--lr-scale adam_sqrt is a rule of Adam, and {name} has no β1, β2 and ε",
                 remedy=f"take --lr-scale sqrt:base_batch={rule.base_batch} or linear:base_batch={rule.base_batch}, or "
                 "--optimizer adam or adamw",
             )
         try:
-            _, *values = laws.adam_sqrt_scaling(batch / rule.base_batch, *(getattr(optimizer, name) for name in names))
+            _, beta1, beta2, eps = laws.adam_sqrt_scaling(
+                batch / rule.base_batch, optimizer.beta1, optimizer.beta2, optimizer.eps
+            )
         except ValueError as error:
             raise UsageError(
                 f"--lr-scale adam_sqrt cannot go from a batch of {rule.base_batch} to one of {batch}",
                 why=str(error),
                 remedy="take β nearer to 1, a closer base batch, or --lr-scale sqrt",
             ) from error
-        changed |= dict(zip(names, values, strict=True))
-    return dataclasses.replace(optimizer, **changed)  # type: ignore[type-var]
+        changed |= {"beta1": beta1, "beta2": beta2, "eps": eps}
+    return dataclasses.replace(optimizer, **changed)  # type: ignore[arg-type]

@@ -68,8 +68,8 @@ class Choice:
 
     def _option(self, name: str) -> int | None:
         """Return an option's extent: as given, None where it is open, 1 where the strategy has no such option."""
-        found = [getattr(config, name) for config in (self.layout, self.exchange) if hasattr(config, name)]
-        return found[0] if found else (None if name == "replicas" else 1)
+        extents = {**self.exchange.extents, **self.layout.extents}
+        return extents.get(name, None if name == "replicas" else 1)
 
     def _nearest(self, devices: int, given: Mapping[str, int | None], exact: bool) -> str:
         """Return the remedy for a number of devices that does not fit.

@@ -72,7 +72,7 @@ def model_facts(name: str, config: TrainConfig) -> Facts:
     choice = parallel.parse_strategy(config.strategy)
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = model_of(task, config)
-        units = fsdp_wrap_policy.wrapped_modules(model, getattr(choice.exchange, "units", ("auto",)))
+        units = fsdp_wrap_policy.wrapped_modules(model, choice.exchange.wrap_policy)
         inside = {id(p) for unit in units for p in unit.parameters()}
         whole = sum(p.nbytes for p in model.parameters())
         rest = sum(p.nbytes for p in model.parameters() if id(p) not in inside)
@@ -126,7 +126,7 @@ def model_of(task: Task, config: TrainConfig) -> nn.Module:
 
 def _split(choice: Choice, devices: int) -> DeviceSplit:
     shape = choice.shape(devices)
-    zero = getattr(choice.exchange, "stage", 0) if shape["shard"] > 1 else 0
+    zero = choice.exchange.zero_stage if shape["shard"] > 1 else 0
     return DeviceSplit(shape["shard"], zero, shape["stage"], shape["tensor"])
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from tutti.config.optimizer_config import ImportedOptimizerConfig, OptimizerChoice
+from tutti.config.optimizer_config import ImportedOptimizerConfig, LayerWiseConfig, MuonConfig, OptimizerChoice
 from tutti.errors import UsageError, did_you_mean
 from tutti.nn.sparse_layers import check_sparse_step
 from tutti.optim.factory import from_config, from_instance
@@ -162,12 +162,18 @@ def check_fits(optimizer: Sequence[Optimizer] | OptimizerChoice, model: nn.Modul
             )
         return
     options, names = optimizer.options, [name for name, _ in model.named_parameters()]
-    for option in ("adam", "exclude"):
-        usual = getattr(type(options), option, ())
-        for pattern in getattr(options, option, ()):
-            if pattern not in (*usual, "none") and not any(fnmatchcase(name, pattern) for name in names):
-                raise UsageError(
-                    f"the model has no parameter '{pattern}'",
-                    where=f"--optimizer {optimizer.text}, {option}",
-                    remedy=did_you_mean(pattern, names),
-                )
+    if isinstance(options, MuonConfig):
+        _check_patterns(
+            [p for p in options.adam if p not in MuonConfig.adam], names, f"--optimizer {optimizer.text}, adam"
+        )
+    elif isinstance(options, LayerWiseConfig):
+        _check_patterns(options.exclude, names, f"--optimizer {optimizer.text}, exclude")
+
+
+def _check_patterns(patterns: Collection[str], names: Sequence[str], where: str) -> None:
+    """Raise UsageError for a name pattern other than ``none`` that fits no parameter."""
+    for pattern in patterns:
+        if pattern != "none" and not any(fnmatchcase(name, pattern) for name in names):
+            raise UsageError(
+                f"the model has no parameter '{pattern}'", where=where, remedy=did_you_mean(pattern, names)
+            )

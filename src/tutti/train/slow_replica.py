@@ -34,8 +34,7 @@ def slow_down(replica: ReplicaRunner, slow: Sequence[Slowness] | str, world: Wor
         each.check(world.identity.size, workers, accelerated=is_accelerator(world.device))
         rank = world.identity.rank
         if each.worker or rank in each.rank:
-            # No wrapper class: callers tell by a replica's methods whether it supports custom training loops.
-            delay = _delay_micro_batches if hasattr(replica, "begin") else _delay_workers
+            delay = _delay_micro_batches if replica.custom_loop else _delay_workers
             delay(replica, each, rank)
     return replica
 

@@ -28,10 +28,13 @@ class ReplicaPart:
         sharded: this rank's rows of parameters that FSDP2 shards, by name.
         swap_values: context manager that puts other values into parameters and buffers.
         unify_flags: copies ``requires_grad``, as the script has set it on one of a parameter's objects, to all of them.
+        custom_loop, split_backwards: as ``types.ReplicaRunner``.
         draws: the RNG streams of these modules.
         peers: state shared by the ``SyncBatchNorm`` modules; None without such modules or on a single device.
         summary: entries for the run's header about this replica's layout.
     """
+
+    custom_loop = False
 
     def __init__(
         self,
@@ -67,6 +70,7 @@ class ReplicaPart:
         self.swap_values: Callable[[Mapping[str, Tensor]], AbstractContextManager[None]]
         self.swap_values = lambda values: swapped(self.parts, values)
         self.unify_flags: Callable[[], None] = lambda: None
+        self.split_backwards: Sequence[Any] = ()
         here = {inner for part in self.parts for inner in part.modules()}
         chosen = {name: inner for name, inner in keyed_modules(plain or module).items() if inner in here}
         self.draws = RngStreams(module, device, run_context.draws, chosen)

@@ -29,6 +29,8 @@ class WholeLayout:
 class WholeRunner(ReplicaPart):
     """One whole model on this rank's device."""
 
+    custom_loop = True
+
     def run(self, micro_batches: Sequence[MicroBatch], loss: LossFn, grad_hook: GradientReadyHook | None) -> LossSums:
         """Run forward and, with a gradient-ready hook, backward of one logical worker's micro-batches.
 
