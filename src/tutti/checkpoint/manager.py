@@ -328,7 +328,7 @@ class Checkpoints:
         return facts
 
     def _restore_average(self, saved: CheckpointReader, facts: Mapping[str, Any]) -> None:
-        average, there = self._run.average, bool(saved.names("ema"))
+        average, has_average = self._run.average, bool(saved.names("ema"))
         updates = facts.get("ema_updates", 0)
         if type(updates) is not int or updates < 0:
             raise CheckpointError(
@@ -336,9 +336,9 @@ class Checkpoints:
             )
         if average is not None:
             average.load(saved, updates)
-        if average is not None and not there:
+        if average is not None and not has_average:
             self.warn(f"the checkpoint has no average of the weights: it starts at step {facts['step']}")
-        if average is None and there:
+        if average is None and has_average:
             self.warn(f"the average of the weights is dropped at step {facts['step']}: the run continues without --ema")
 
     def _find(self) -> Manifest | None:
@@ -359,9 +359,9 @@ class Checkpoints:
         return load_manifest(Path(path)) if path else None
 
 
-def differs(saved: Mapping[str, Any], own: Mapping[str, Any], name: str) -> bool:
+def differs(saved: Mapping[str, Any], current: Mapping[str, Any], name: str) -> bool:
     """Return whether both have the fact ``name`` and its values differ."""
-    return name in own and name in saved and saved[name] != own[name]
+    return name in current and name in saved and saved[name] != current[name]
 
 
 def share_folder(comm: Communicator, folder: Path) -> None:
@@ -395,27 +395,27 @@ def share_folder(comm: Communicator, folder: Path) -> None:
         )
 
 
-def wrong_optimizer(manifest: Manifest, own: Mapping[str, Any]) -> list[str]:
+def wrong_optimizer(manifest: Manifest, run_facts: Mapping[str, Any]) -> list[str]:
     """Return a text if the checkpoint has another optimizer's state, else an empty list.
 
     Only the optimizers' names are compared; settings, such as ``lr``, may differ.
     """
-    saved, mine = (str(facts.get("optimizer", "")).partition(":")[0] for facts in (manifest.facts, own))
-    if not mine or saved == mine:
+    saved, chosen = (str(facts.get("optimizer", "")).partition(":")[0] for facts in (manifest.facts, run_facts))
+    if not chosen or saved == chosen:
         return []
-    kept = sorted({name.rpartition("/")[2] for name in manifest.tensors.get("optim", {})})
-    return [f"optimizer {saved}, which keeps {', '.join(kept) or 'nothing'}, not {mine}"]
+    state_keys = sorted({name.rpartition("/")[2] for name in manifest.tensors.get("optim", {})})
+    return [f"optimizer {saved}, which keeps {', '.join(state_keys) or 'nothing'}, not {chosen}"]
 
 
-def _other_workers(manifest: Manifest, own: Mapping[str, Any]) -> CheckpointError:
+def _other_workers(manifest: Manifest, run_facts: Mapping[str, Any]) -> CheckpointError:
     """Make the error for another number of workers that follows from the number of devices alone."""
-    saved, mine = manifest.facts["workers"], own["workers"]
+    saved, number = manifest.facts["workers"], run_facts["workers"]
     return CheckpointError(
-        f"the checkpoint was made with workers {saved}, not {mine}",
+        f"the checkpoint was made with workers {saved}, not {number}",
         where=str(manifest.path),
         why="the number of workers is part of the algorithm, and here it would follow from the number of devices",
-        remedy=f"name them: --workers {saved} goes on as before on at most as many data ranks, --workers {mine} with "
-        f"{mine} from here on (in a script workers={saved} or workers={mine})",
+        remedy=f"name them: --workers {saved} goes on as before on at most as many data ranks, --workers {number} with "
+        f"{number} from here on (in a script workers={saved} or workers={number})",
     )
 
 

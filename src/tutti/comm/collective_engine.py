@@ -249,9 +249,9 @@ class CollectiveSession:
         elif kind == "closed":
             self._acknowledged.set()
         elif kind == "error":
-            key, what, text = rest
+            key, reason, text = rest
             where = f"rank {self.engine.rank}"
-            error = MismatchError(text, where=where) if what == "mismatch" else PeerError(text, where=where)
+            error = MismatchError(text, where=where) if reason == "mismatch" else PeerError(text, where=where)
             if key is None:
                 joins, self.joins = self.joins, []
                 for handle in joins:

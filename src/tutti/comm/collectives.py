@@ -42,9 +42,9 @@ class ProcessSet:
     @classmethod
     def of_all_ranks(cls) -> ProcessSet:
         """Return the set of all ranks, which is there without ``add_process_set``."""
-        whole = cls(())
-        whole._ranks, whole.process_set_id = None, 0
-        return whole
+        process_set = cls(())
+        process_set._ranks, process_set.process_set_id = None, 0
+        return process_set
 
     @property
     def ranks(self) -> list[int]:
@@ -617,8 +617,8 @@ def _grad_name(name: str | None) -> str | None:
 
 class _AllReduce(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, given: tuple[Any, ...], *tensors: Tensor) -> Any:
-        op, name, prescale, postscale, process_set = ctx.given = given
+    def forward(ctx: Any, arguments: tuple[Any, ...], *tensors: Tensor) -> Any:
+        op, name, prescale, postscale, process_set = ctx.given = arguments
         return tuple(
             grouped_allreduce_async(
                 tensors, op, name, prescale=prescale, postscale=postscale, process_set=process_set
@@ -637,9 +637,9 @@ class _AllReduce(torch.autograd.Function):
 
 class _AllGather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, given: tuple[Any, ...], *tensors: Tensor) -> Any:
-        ctx.given, ctx.shapes = given, [tensor.shape for tensor in tensors]
-        name, process_set = given
+    def forward(ctx: Any, arguments: tuple[Any, ...], *tensors: Tensor) -> Any:
+        ctx.given, ctx.shapes = arguments, [tensor.shape for tensor in tensors]
+        name, process_set = arguments
         return tuple(grouped_allgather_async(tensors, name, process_set=process_set).wait())
 
     @staticmethod
@@ -647,32 +647,32 @@ class _AllGather(torch.autograd.Function):
         name, process_set = ctx.given
         sizes = [math.prod(shape[:1]) for shape in ctx.shapes]
         counts = allgather_async(torch.tensor([sizes]), _grad_name(_grad_name(name)), process_set=process_set).wait()
-        whole = grouped_allreduce(gradients, AVERAGE, _grad_name(name), process_set=process_set)
-        me = process_set.rank()
-        starts = counts[:me].sum(0).tolist()
+        reduced = grouped_allreduce(gradients, AVERAGE, _grad_name(name), process_set=process_set)
+        rank = process_set.rank()
+        starts = counts[:rank].sum(0).tolist()
         return None, *(
             gradient[start : start + size].reshape(shape)
-            for gradient, start, size, shape in zip(whole, starts, sizes, ctx.shapes, strict=True)
+            for gradient, start, size, shape in zip(reduced, starts, sizes, ctx.shapes, strict=True)
         )
 
 
 class _Broadcast(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, given: tuple[Any, ...], tensor: Tensor) -> Any:
-        root, name, process_set = ctx.given = given
+    def forward(ctx: Any, arguments: tuple[Any, ...], tensor: Tensor) -> Any:
+        root, name, process_set = ctx.given = arguments
         return (broadcast_async(tensor, root, name, process_set=process_set).wait(),)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         root, name, process_set = ctx.given
-        whole = allreduce(gradient, AVERAGE, _grad_name(name), process_set=process_set)
-        return None, whole if context.rank() == root else torch.zeros_like(whole)
+        reduced = allreduce(gradient, AVERAGE, _grad_name(name), process_set=process_set)
+        return None, reduced if context.rank() == root else torch.zeros_like(reduced)
 
 
 class _AllToAll(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, given: tuple[Any, ...], tensor: Tensor) -> Any:
-        splits, ctx.name, ctx.process_set, received = given
+    def forward(ctx: Any, arguments: tuple[Any, ...], tensor: Tensor) -> Any:
+        splits, ctx.name, ctx.process_set, received = arguments
         ctx.rows = len(tensor)
         result, ctx.received = alltoall_async(tensor, splits, ctx.name, process_set=ctx.process_set).wait()
         received.append(ctx.received)
@@ -689,8 +689,8 @@ class _AllToAll(torch.autograd.Function):
 
 class _ReduceScatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, given: tuple[Any, ...], *tensors: Tensor) -> Any:
-        op, name, prescale, postscale, process_set = ctx.given = given
+    def forward(ctx: Any, arguments: tuple[Any, ...], *tensors: Tensor) -> Any:
+        op, name, prescale, postscale, process_set = ctx.given = arguments
         return tuple(
             grouped_reducescatter_async(
                 tensors, op, name, prescale=prescale, postscale=postscale, process_set=process_set

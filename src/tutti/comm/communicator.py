@@ -459,10 +459,10 @@ class Communicators:
             kinds: direction of each kind of message: 1 to the next rank, -1 to the previous one.
         """
         for line in self._lines(name):
-            for (here, rank), (kind, way) in product(enumerate(line), kinds.items()):
-                other = line[(here + way) % len(line)]
-                if other != rank:
-                    process_groups((min(rank, other), max(rank, other)), _channel(kind, rank))
+            for (index, rank), (kind, direction) in product(enumerate(line), kinds.items()):
+                neighbour = line[(index + direction) % len(line)]
+                if neighbour != rank:
+                    process_groups((min(rank, neighbour), max(rank, neighbour)), _channel(kind, rank))
         return self.axis(name)
 
     def connect(self, algorithm: Algorithm) -> tuple[Schedule, Sequence[int], Communicator | None]:
@@ -472,20 +472,20 @@ class Communicators:
             The schedule; the members of ``replica`` on this rank's node, where they exchange data within the node, else
             none; and their communicator, None for one member.
         """
-        here = torch.tensor([self._world.identity.cross_rank])
-        node_of = [int(node) for node in self.world.all_gather(here, "nodes of the ranks")]
-        kind, node = f"{algorithm} all-reduce", None
+        own_node = torch.tensor([self._world.identity.cross_rank])
+        node_of = [int(node) for node in self.world.all_gather(own_node, "nodes of the ranks")]
+        channel, node = f"{algorithm} all-reduce", None
         members: Sequence[int] = ()
         for line in self._lines("replica", "shard"):
             schedule, nodes = _schedule_over(line, node_of, algorithm)
             for source, to in schedule.links():
                 sender, receiver = line[source], line[to]
-                process_groups((min(sender, receiver), max(sender, receiver)), _channel(kind, sender))
+                process_groups((min(sender, receiver), max(sender, receiver)), _channel(channel, sender))
             for places in nodes if algorithm == "hierarchical" else []:
                 ranks = tuple(line[place] for place in places)
-                made = process_groups(ranks, "within a node")
+                groups = process_groups(ranks, "within a node")
                 if self._grid.rank in ranks and len(ranks) > 1:
-                    members, node = places, Communicator("ranks of a node", ranks, self._world, *made)
+                    members, node = places, Communicator("ranks of a node", ranks, self._world, *groups)
         return _schedule_over(self.replica.ranks, node_of, algorithm)[0], members, node
 
     def subgroup(self, name: str, places: Sequence[int], purpose: str) -> Communicator | None:
@@ -499,12 +499,12 @@ class Communicators:
         Returns:
             The communicator; None on a rank that is no member.
         """
-        here = self._grid.along(name)
+        own_line = self._grid.along(name)
         for line in self._lines(name):
             made = process_groups(tuple(line[place] for place in places), purpose)
-            if line == here:
+            if line == own_line:
                 mine = made
-        ranks = tuple(here[place] for place in places)
+        ranks = tuple(own_line[place] for place in places)
         return Communicator(purpose, ranks, self._world, *mine) if self._grid.rank in ranks else None
 
     def new_group(self, purpose: str) -> Communicator:

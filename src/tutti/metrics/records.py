@@ -443,10 +443,10 @@ def _write(path: Path, data: bytes) -> None:
 
 
 def _write_all(descriptor: int, data: bytes) -> None:
-    rest = memoryview(data)
+    unwritten = memoryview(data)
     # On a nearly full disk, ``write`` takes a part of the bytes and fails only on the next call.
-    while rest:
-        rest = rest[os.write(descriptor, rest) :]
+    while unwritten:
+        unwritten = unwritten[os.write(descriptor, unwritten) :]
 
 
 @contextlib.contextmanager

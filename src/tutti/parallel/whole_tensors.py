@@ -100,18 +100,18 @@ class WholeTensors:
             if self._owned or any(p.grad is not None for p in rest):
                 optimizer.step()
         finally:
-            for group, own in zip(optimizer.param_groups, members, strict=True):
-                group["params"] = own
+            for group, parameters in zip(optimizer.param_groups, members, strict=True):
+                group["params"] = parameters
         for parameter in self._owned:
             parameter.grad = None
             values[parameter] = parameter.data
         for axis in reversed(self._axes):
             axis.give_back(values)
-        for tensor, own in memory.items():
-            tensor.data = own
+        for tensor, slice_ in memory.items():
+            tensor.data = slice_
             tensor.grad = shown[tensor]
             if tensor in values:
-                own.copy_(values[tensor])
+                slice_.copy_(values[tensor])
 
     def tensors(self, optimizer: Optimizer, named: Sequence[tuple[str, nn.Parameter]]) -> dict[str, Tensor]:
         """Return the optimizer state of the tensors in ``named`` that this rank owns, as ``{parameter}/{key}``."""
@@ -133,17 +133,17 @@ class WholeTensors:
             specs: global shape and tied names of each parameter, by name.
         """
         mine = [(name, p) for name, p in named if p in self._owned]
-        whole = {
+        whole_specs = {
             name: ShardSpec(specs[name].shape, (0,) * len(specs[name].shape), specs[name].tied) for name, _ in mine
         }
         memory = {p: p.data for _, p in mine}
         try:
-            for name, own in mine:
-                own.data = own.data.new_empty(specs[name].shape)
-            load_optimizer(optimizer, mine, saved, "optim", specs=whole)
+            for name, parameter in mine:
+                parameter.data = parameter.data.new_empty(specs[name].shape)
+            load_optimizer(optimizer, mine, saved, "optim", specs=whole_specs)
         finally:
-            for parameter, held in memory.items():
-                parameter.data = held
+            for parameter, slice_ in memory.items():
+                parameter.data = slice_
 
 
 class WholeTensorsOf:
@@ -158,7 +158,7 @@ class WholeTensorsOf:
 
     def of(self, optimizer: Optimizer) -> WholeTensors | None:
         """Return the gatherer of one optimizer; None where it needs no whole tensors."""
-        return next((gathers for own, gathers in self._found if own is optimizer), None)
+        return next((gathers for member, gathers in self._found if member is optimizer), None)
 
     def slices(self, parameter: Tensor) -> bool:
         """As ``WholeTensors.slices``, for any of the optimizers."""
@@ -166,7 +166,9 @@ class WholeTensorsOf:
 
     def tensors(self, optimizer: Optimizer, named: Sequence[tuple[str, nn.Parameter]]) -> dict[str, Tensor]:
         """As ``WholeTensors.tensors``, for all of the optimizers."""
-        return {name: tensor for own, gathers in self._found for name, tensor in gathers.tensors(own, named).items()}
+        return {
+            name: tensor for member, gathers in self._found for name, tensor in gathers.tensors(member, named).items()
+        }
 
     def load(
         self,
@@ -176,8 +178,8 @@ class WholeTensorsOf:
         specs: Mapping[str, ShardSpec],
     ) -> None:
         """As ``WholeTensors.load``, for all of the optimizers."""
-        for own, gathers in self._found:
-            gathers.load(own, named, saved, specs)
+        for member, gathers in self._found:
+            gathers.load(member, named, saved, specs)
 
 
 def gatherers_of_optimizers(
@@ -257,11 +259,11 @@ class _Axis:
                 value, gradient, used = local.new_empty(part.shape), local.new_zeros(part.shape), False
                 for rank, message in enumerate(received):
                     if n := _count(part, rank, owner):
-                        own = message[places[rank] : places[rank] + 2 * n + 1].to(local.device)
+                        packed = message[places[rank] : places[rank] + 2 * n + 1].to(local.device)
                         places[rank] += 2 * n + 1
-                        used = used or bool(own[0])
-                        _put(value, part.regions[rank], own[1 : n + 1])
-                        _put(gradient, part.regions[rank], own[n + 1 :])
+                        used = used or bool(packed[0])
+                        _put(value, part.regions[rank], packed[1 : n + 1])
+                        _put(gradient, part.regions[rank], packed[n + 1 :])
                 values[part.parameter], gradients[part.parameter] = value, gradient if used else None
 
     def give_back(self, values: dict[Tensor, Tensor]) -> None:
@@ -294,14 +296,16 @@ class _Axis:
 def along_rows(rows: Sequence[ShardedParameter], comm: Communicator) -> list[GatheredTensor]:
     """Return the tensors to gather for parameters of which each rank of ``comm`` holds a block of rows."""
     found = []
-    for each in rows:
-        shape = each.local
+    for sharded in rows:
+        shape = sharded.local
         regions: list[list[Region]] = []
         for rank in range(comm.size):
-            place = block(shape[0] if shape else 1, comm.size, rank)
-            whole = tuple(slice(0, size) for size in shape)
-            regions.append([(slice(place.start, place.stop), *whole[1:]) if shape else ()] if len(place) else [])
-        found.append(GatheredTensor(each.parameter, tuple(each.parameter.shape), shape, regions))
+            rows_here = block(shape[0] if shape else 1, comm.size, rank)
+            other_dims = tuple(slice(0, size) for size in shape)
+            regions.append(
+                [(slice(rows_here.start, rows_here.stop), *other_dims[1:]) if shape else ()] if len(rows_here) else []
+            )
+        found.append(GatheredTensor(sharded.parameter, tuple(sharded.parameter.shape), shape, regions))
     return found
 
 

@@ -273,8 +273,8 @@ class CustomLoop:
             if worker in kept.totals:
                 sync.end_worker(worker, kept.totals[worker])
         for parameter, gradient in local.items():
-            own = kept.gradients.get(parameter)
-            kept.gradients[parameter] = gradient if own is None else own.add_(gradient)
+            banked = kept.gradients.get(parameter)
+            kept.gradients[parameter] = gradient if banked is None else banked.add_(gradient)
         if kept.gradients:
             self._show(kept.gradients)
         if kept.used:

@@ -329,8 +329,16 @@ def prepare_run(
     # The device mesh.
     comms = Communicators(world, grid)
     run_context = RunContext(
-        *(grid, comms, contract.workers, contract.mine(grid.data_rank), o.reproducible, o.clip),
-        *(averaging, o.activation_checkpointing, compiled, adaptive),
+        grid=grid,
+        comms=comms,
+        workers=contract.workers,
+        mine=contract.mine(grid.data_rank),
+        reproducible=o.reproducible,
+        clip=o.clip,
+        averaging=averaging,
+        activation_checkpointing=o.activation_checkpointing,
+        compile=compiled,
+        gradient_variance=adaptive,
         rows=choice.exchange.shards_parameters(choice.shape(identity.size)),
     )
 

@@ -315,24 +315,24 @@ class Run:
 
         Collective for a batch that the caller made: an all-gather of the numbers of micro-batches.
         """
-        have = sum(len(micro_batches) for _, micro_batches in work)
+        present = sum(len(micro_batches) for _, micro_batches in work)
         if self._drawn is not None:
             most = self.feed.most_micro_batches(step_context.samples)
         else:
             comm = self.context.comms.replica
-            counts = comm.gather_slices(torch.tensor([have], device=comm.device), "micro-batches of a batch")
+            counts = comm.gather_slices(torch.tensor([present], device=comm.device), "micro-batches of a batch")
             most = int(counts.max())
-        if have >= most:
+        if present >= most:
             return work
-        place = next((i for i, (_, micro_batches) in enumerate(work) if micro_batches), 0)
-        worker, own = work[place]
-        own = own or [self._dummy_micro_batch(worker, step_context)]
-        missing = most - max(have, 1)
-        more = [
-            self.feed.dummy_micro_batch(own[0].batch, step_context.global_step, worker, last=False)
+        index = next((i for i, (_, micro_batches) in enumerate(work) if micro_batches), 0)
+        worker, micro_batches_here = work[index]
+        micro_batches_here = micro_batches_here or [self._dummy_micro_batch(worker, step_context)]
+        missing = most - max(present, 1)
+        dummies = [
+            self.feed.dummy_micro_batch(micro_batches_here[0].batch, step_context.global_step, worker, last=False)
             for _ in range(missing)
         ]
-        return [*work[:place], (worker, [*more, *own]), *work[place + 1 :]]
+        return [*work[:index], (worker, [*dummies, *micro_batches_here]), *work[index + 1 :]]
 
     @property
     def within_batch(self) -> bool:
@@ -348,8 +348,8 @@ class Run:
     def _open_gate(self) -> Iterator[None]:
         self._stepping = True
         # The phase's rate is below 1 where the batch size could not grow as much as its schedule asks.
-        given = self.exchange.optimizers if self.optimizer is None else (self.optimizer,)
-        groups = [group for optimizer in given for group in optimizer.param_groups]
+        optimizers = self.exchange.optimizers if self.optimizer is None else (self.optimizer,)
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         rates = multiply_learning_rates(groups, self._rate if self.lr_schedule is None else 1)
         try:
             yield
@@ -359,18 +359,18 @@ class Run:
 
     def _cells(self, batch: Batch, step_context: StepContext) -> list[tuple[int, list[MicroBatch]]]:
         noise = 0.0 if self.noise is None else self.noise.sigma(step_context.samples)
-        over = self.exchange.loss_normalisation
+        normalisation = self.exchange.loss_normalisation
         batch = self._collated(batch)
         work = self.feed.micro_batches(
-            batch, step_context.global_step, step_context.samples, over, step_context.loss_scale, noise
+            batch, step_context.global_step, step_context.samples, normalisation, step_context.loss_scale, noise
         )
         micro_batches = [micro_batch for _, micro_batches in work for micro_batch in micro_batches]
         alone = all(micro_batch.whole for micro_batch in micro_batches)
         self.hooks(alone)
-        self._step_context_now = replace(step_context, whole=alone and bool(micro_batches) and over == "step")
+        self._step_context_now = replace(step_context, whole=alone and bool(micro_batches) and normalisation == "step")
         if self.checks.looking:
-            own = self.custom.within_batch
-            self.checks.look(batch, work, None if own else self.loss_fn, given=self._drawn is None)
+            custom_loop = self.custom.within_batch
+            self.checks.look(batch, work, None if custom_loop else self.loss_fn, given=self._drawn is None)
         return work
 
     def _collated(self, batch: Batch) -> Batch:
@@ -409,8 +409,8 @@ class Run:
         self.taken += 1
         self.clock = self.taken if clock is None else max(self.clock, clock)
         if self._drawn is not None:
-            own = self.samples + self._drawn.samples
-            self.samples = own if clock is None else self.feed.epochs.consumed(self.clock)
+            samples = self.samples + self._drawn.samples
+            self.samples = samples if clock is None else self.feed.epochs.consumed(self.clock)
             self.at = self._drawn.after
         elif stats is not None:
             self.samples += round(stats.count)
