@@ -122,7 +122,7 @@ def memory(rank: int, size: int, folder: str, strategy: str, width: int) -> None
     grown = torch.tensor([proc("smaps_rollup", "Pss") - before])
     dist.barrier()
     dist.all_reduce(grown)
-    states = [tensor for o in run.exchange.optimizers for state in o.state.values() for tensor in state.values()]
+    states = [tensor for o in run.gradient_sync.optimizers for state in o.state.values() for tensor in state.values()]
     kept = torch.tensor([sum(tensor.nbytes for tensor in states if tensor.dim())])
     dist.all_reduce(kept)
     parameters = sum(p.nbytes for p in run.model.parameters())

@@ -203,8 +203,8 @@ def test_what_would_continue_wrongly_is_refused_on_every_rank(tmp_path: Path) ->
 def statistics(run: Any) -> list[dict[str, np.ndarray]]:
     """Each local worker's own buffers, by name."""
     return [
-        {slot.name: t.numpy().copy() for slot, t in zip(run.exchange._buffers._slots, row, strict=True)}
-        for row in run.exchange._buffers._own.values()
+        {slot.name: t.numpy().copy() for slot, t in zip(run.gradient_sync._buffers._slots, row, strict=True)}
+        for row in run.gradient_sync._buffers._own.values()
     ]
 
 
@@ -217,7 +217,7 @@ def rescaled(folder: str, workers: int, strategy: str = "mirrored", **options: A
         warnings.simplefilter("always")
         assert run.restore(folder) is not None
     if strategy == "mirrored" and workers != 4:
-        merged = {name: t.numpy() for name, t in run.exchange.merged().items()}
+        merged = {name: t.numpy() for name, t in run.gradient_sync.merged().items()}
         for own in statistics(run):
             assert all(np.allclose(own[name], merged[name], atol=1e-12) for name in own)
     begun = run.clock, run.weights_sha256()

@@ -41,7 +41,7 @@ while run.clock < 60:
         with open(f"{sys.argv[3]}/{tutti.rank()}", "w") as file:
             file.write(str(run.clock))
         time.sleep(0.02)
-        pids = run.exchange._link.pids()
+        pids = run.gradient_sync._link.pids()
         if tutti.rank() == 0 and run.clock == kill and pids:
             print("server", pids[0], flush=True)
             os.kill(pids[0], signal.SIGKILL)

@@ -47,7 +47,7 @@ def train(run: tutti.Run, optimizer: Any, custom_loop: bool) -> None:
 def owned(run: tutti.Run) -> list[Any]:
     """What the objects have of their own that a profile puts names around."""
     named = {"_draw", "begin_worker", "end_worker", "reduce_gradients", "optimizer_step", "forward"}
-    found = [sorted(named & vars(owner).keys()) for owner in (run, run.exchange, run.model)]
+    found = [sorted(named & vars(owner).keys()) for owner in (run, run.gradient_sync, run.model)]
     return [*found, torch.autograd.backward, run.loss_fn]
 
 

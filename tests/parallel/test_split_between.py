@@ -167,7 +167,7 @@ def test_rows_of_slices_with_other_forwards(options: dict[str, Any]) -> None:
 def remembered(strategy: str) -> int:
     run = prepare("gpt", strategy, "adamw:lr=0.01", workers=2)
     train(run, 1)
-    return sum(t.numel() for o in run.exchange.optimizers for s in o.state.values() for t in s.values() if t.dim())
+    return sum(t.numel() for o in run.gradient_sync.optimizers for s in o.state.values() for t in s.values() if t.dim())
 
 
 def test_every_rank_has_its_part_of_the_optimizer() -> None:
@@ -184,7 +184,7 @@ def kept(strategy: str) -> int:
     train(run, 1)
     rows = run.replica.sharded
     whole = [p for name, p in parameters(run.replica.parts) if name not in rows]
-    state = [t for o in run.exchange.optimizers for s in o.state.values() for t in s.values() if t.dim()]
+    state = [t for o in run.gradient_sync.optimizers for s in o.state.values() for t in s.values() if t.dim()]
     here = [p.to_local() for part in run.replica.parts for p in part.parameters() if hasattr(p, "to_local")]
     assert sum(p.numel() for p in here) == sum(p.numel() for p in rows.values())
     return sum(t.numel() for t in [*whole, *rows.values(), *state])

@@ -87,7 +87,7 @@ def held(strategy: str, optimizer: str) -> tuple[int, int]:
         real = Communicator.exchange_parts
         patch.setattr(Communicator, "exchange_parts", lambda *given: (gathered.append(given[-1]), real(*given))[1])
         run.step(next(run.epoch(0)))
-    [made] = run.exchange.optimizers
+    [made] = run.gradient_sync.optimizers
     states = [value for s in made.state.values() for value in s.values()]
     return len(gathered), sum(value.numel() for value in states if value.dim())
 

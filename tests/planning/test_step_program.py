@@ -93,7 +93,7 @@ def counted(strategy: str, dtype: torch.dtype) -> Any:
     for batch in run.epoch(0):
         run.step(batch)
         steps += 1
-    links = run.exchange.facts()["links"]
+    links = run.gradient_sync.facts()["links"]
     return steps, {(link["from"], link["to"]): (link["messages"], link["bytes"]) for link in links}
 
 

@@ -53,7 +53,7 @@ def offloaded(strategy: str) -> dict[str, Any]:
     run = prepare(strategy)
     for batch in run.epoch(0):
         run.step(batch)
-    exchange = run.exchange
+    exchange = run.gradient_sync
     assert isinstance(exchange, ShardedSync)
     states = [tensor for each in exchange.optimizers for state in each.state.values() for tensor in state.values()]
     return {

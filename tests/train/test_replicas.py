@@ -60,7 +60,7 @@ def planted(strategy: str, workers: int, name: str, where: int | None) -> str | 
     """What a run says in which rank ``where`` holds another ``name``."""
     run = prepared(strategy, workers)
     run.weights_sha256()
-    held = run.exchange.replicated()
+    held = run.gradient_sync.replicated()
     if tutti.rank() == where:
         flip(held[name])
     try:
@@ -103,7 +103,9 @@ def test_weights_that_are_tied_over_stages_are_copies() -> None:
 
 
 def last_name() -> str:
-    return next(name for name in prepared("pipeline", 1).exchange.replicated() if "embed" in name or "head" in name)
+    return next(
+        name for name in prepared("pipeline", 1).gradient_sync.replicated() if "embed" in name or "head" in name
+    )
 
 
 def planted_last() -> str | None:

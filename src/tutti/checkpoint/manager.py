@@ -121,7 +121,7 @@ class Checkpoints:
         check_replicas(self._run, "its checkpoint")
         average = self._run.average
         with heartbeat.training.during(Phase.SAVE):
-            state = {**self._run.exchange.state(), **({} if average is None else average.state())}
+            state = {**self._run.gradient_sync.state(), **({} if average is None else average.state())}
             apart = save_snapshot.has_room(state, self._world.identity.local_size)
             groups = save_snapshot.slices(state, copy=apart)
         self.saved_step = step = self._run.clock
@@ -315,12 +315,12 @@ class Checkpoints:
         check_model(catalogue(self._run), shapes, str(manifest.path))
         if rescaled:
             self.warn(other_workers(manifest, self._run))
-        elif trained_alone(manifest) and self._run.exchange.loss_normalisation == "step":
+        elif trained_alone(manifest) and self._run.gradient_sync.loss_normalisation == "step":
             self.warn("the parameters of the saved workers are averaged; the first worker's optimizer state is used")
         load_scale(manifest, self._run)
         load_adascale(manifest, self._run)
         saved = CheckpointReader(manifest)
-        self._run.exchange.load(saved)
+        self._run.gradient_sync.load(saved)
         self._restore_average(saved, facts)
         self._run.clock = self._run.taken = clock
         self._run.updates = updates

@@ -39,7 +39,7 @@ def load_warm_start(run: Run, path: str | Path) -> str:
     own = catalogue(run)
     found = Path(_asked_of_first(run.context.comms.world, lambda: str(_find(Path(path), own))))
     saved = WeightsReader(open_weights(found), run.replica.specs)
-    run.exchange.load(saved)
+    run.gradient_sync.load(saved)
     if run.average is not None:
         run.average.load(saved, 0)
     return str(found)

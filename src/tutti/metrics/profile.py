@@ -63,8 +63,8 @@ def phases(run: Run, region: Callable[[str], AbstractContextManager[Any]] = reco
         (torch.autograd, "backward", "backward"),
         *((split, "inputs", "backward") for split in run.replica.split_backwards),
         *((split, "weights", "weight") for split in run.replica.split_backwards),
-        *((run.exchange, method, "exchange") for method in ("begin_worker", "end_worker", "reduce_gradients")),
-        (run.exchange, "optimizer_step", "update"),
+        *((run.gradient_sync, method, "exchange") for method in ("begin_worker", "end_worker", "reduce_gradients")),
+        (run.gradient_sync, "optimizer_step", "update"),
     ]
     with ExitStack() as stack:
         for owner, attribute, phase in named:

@@ -252,7 +252,9 @@ def measure(name: str, config: TrainConfig, directory: Path) -> None:
     parts = nn.ModuleList(run.replica.parts)
     plain = [p for p in parts.parameters() if not hasattr(p, "to_local")]
     state = bytes_of([*plain, *run.replica.sharded.values()]), bytes_of(list(parts.buffers()))
-    kept = [v for o in run.exchange.optimizers for s in o.state.values() for v in s.values() if isinstance(v, Tensor)]
+    kept = [
+        v for o in run.gradient_sync.optimizers for s in o.state.values() for v in s.values() if isinstance(v, Tensor)
+    ]
     mine = torch.tensor([*state, bytes_of(kept), peak], dtype=torch.float64)
     rows = [row.tolist() for row in run.context.comms.world.all_gather(mine, "bytes of a step")]
     if world.identity.rank == 0:

@@ -38,7 +38,7 @@ class BodyComparison:
     """
 
     def __init__(self, run: Run) -> None:
-        self._run, self._exchange = run, cast(CustomLoopSync, run.exchange)
+        self._run, self._sync = run, cast(CustomLoopSync, run.gradient_sync)
         self.several = self._final = False
         self._batches = 0
         self._events: list[tuple[str, int]] = []
@@ -141,8 +141,8 @@ class BodyComparison:
 
     def _values(self) -> tuple[list[int], list[float] | None]:
         """Return versions of the parameters, and in the first global batches the sum of each parameter's values."""
-        values = self._exchange.values()
-        versions = [tensor_version(p) for p in self._exchange.seen()]
+        values = self._sync.values()
+        versions = [tensor_version(p) for p in self._sync.seen()]
         if self._batches >= _COMPARED:
             return versions, None
         return versions, [float(value.sum(dtype=torch.float64)) for value in values]

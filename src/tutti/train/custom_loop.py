@@ -61,7 +61,7 @@ class CustomLoop:
 
     def __init__(self, run: Run, optimizers: Sequence[Optimizer], choice: Choice) -> None:
         self._run, self.optimizers, self._choice = run, optimizers, choice
-        self._exchange = cast(CustomLoopSync, run.exchange)
+        self._sync = cast(CustomLoopSync, run.gradient_sync)
         self._replica = cast(CustomLoopRunner, run.replica)
         self.stepped = False
         self._micro_batch: MicroBatch | None = None
@@ -107,12 +107,12 @@ class CustomLoop:
                 busy = [(worker, [run._dummy_micro_batch(worker, step_context)])]
             self._busy = [worker for worker, _ in busy]
             several = self._bodies.several = run.feed.most_micro_batches(step_context.samples) > 1
-            served = self._exchange.gradient_at == "servers"
+            served = self._sync.gradient_at == "servers"
             self._origin.alone = not several and not served and run.context.comms.replica.size == 1
             # Complete gradients that the script accumulates over global batches.
-            carried = self._exchange.take() if several else {}
+            carried = self._sync.take() if several else {}
             for worker, micro_batches in busy:
-                run.exchange.begin_worker(worker, step_context)
+                run.gradient_sync.begin_worker(worker, step_context)
                 for micro_batch in micro_batches:
                     final = worker == self._busy[-1] and micro_batch.last
                     self._enter_body(micro_batch, final, carried)
@@ -129,7 +129,7 @@ class CustomLoop:
             )
         self._begun = False
         if not self._started:
-            self._exchange.begin_custom_loop()
+            self._sync.begin_custom_loop()
             self._started = True
 
     def _shown(self) -> Gradients:
@@ -143,7 +143,7 @@ class CustomLoop:
             # Each body starts without gradients; the last one with those that the script carries over global batches.
             self._show({})
             if final and carried:
-                self._exchange.settle(carried)
+                self._sync.settle(carried)
             self._origin.remember()
         self._bodies.begin_body(final)
         self._origin.watch()
@@ -157,7 +157,7 @@ class CustomLoop:
         micro_batch = self._micro_batch
         if not self._bodies.several or self._final or micro_batch is None:
             return
-        if micro_batch.last and self._calls == 1 and self._exchange.by_worker:
+        if micro_batch.last and self._calls == 1 and self._sync.by_worker:
             self._hand_over(0, micro_batch.worker)
 
     def _end_batch(self) -> None:
@@ -171,7 +171,7 @@ class CustomLoop:
     def _settle(self) -> None:
         """Count the global batch as consumed, unless an update has counted it."""
         if not self._accounted and self._begun and self._final:
-            if self._exchange.gradient_at == "servers":
+            if self._sync.gradient_at == "servers":
                 raise UsageError(
                     "a global batch without an update cannot be combined with parameter servers",
                     where=f"step {self._run.clock + 1}",
@@ -196,9 +196,9 @@ class CustomLoop:
         def work(before: LossSums | None) -> LossSums:
             try:
                 with self._origin.own_backward():
-                    return self._replica.backward(loss, micro_batch, before, self._run._sink, retain_graph)
+                    return self._replica.backward(loss, micro_batch, before, self._run.grad_hook, retain_graph)
             except RuntimeError as error:
-                if self._exchange.gradient_at == "shards" and "setStorage" in str(error):
+                if self._sync.gradient_at == "shards" and "setStorage" in str(error):
                     self._refuse_twice(error)
                 raise
 
@@ -229,7 +229,7 @@ class CustomLoop:
             self._complete(micro_batch, call, local, work)
         else:
             self._keep(micro_batch, call, local, work)
-        self._exchange.show_gradients()
+        self._sync.show_gradients()
         self._origin.exchanged = True
         self._origin.remember()
 
@@ -244,9 +244,9 @@ class CustomLoop:
         """Bank the gradient and loss sums of a micro-batch that is not the rank's last."""
         shown = self._shown()
         self._show(local)
-        kept = self._bank.setdefault((call, micro_batch.worker if self._exchange.by_worker else -1), Contribution())
+        kept = self._bank.setdefault((call, micro_batch.worker if self._sync.by_worker else -1), Contribution())
         kept.totals[micro_batch.worker] = work(kept.totals.get(micro_batch.worker))
-        used = self._exchange.take_use()
+        used = self._sync.take_use()
         kept.used = [a or b for a, b in zip(kept.used or used, used, strict=True)]
         for parameter, gradient in self._shown().items():
             # A copy: the script may write to .grad.
@@ -261,7 +261,7 @@ class CustomLoop:
         self, micro_batch: MicroBatch, call: int, local: Gradients, work: Callable[[LossSums | None], LossSums]
     ) -> None:
         """Reduce the gradients of this call over ranks. Collective."""
-        run, sync = self._run, self._exchange
+        run, sync = self._run, self._sync
         self._check_remote()
         step_context = run._step_context_now = replace(run._step_context_now, call=call)
         held = sync.take()
@@ -312,12 +312,12 @@ class CustomLoop:
         if kept is not None:
             shown = self._shown()
             self._show(kept.gradients)
-            self._exchange.end_worker(worker, kept.totals[worker])
+            self._sync.end_worker(worker, kept.totals[worker])
             self._show(shown)
 
     def _check_remote(self) -> None:
         """Raise UsageError for a second gradient before an update on parameter servers: one push a global batch."""
-        if self._exchange.gradient_at == "servers" and self._unapplied:
+        if self._sync.gradient_at == "servers" and self._unapplied:
             raise UsageError(
                 "a second gradient before optimizer.step() cannot be combined with parameter servers",
                 where=f"step {self._run.clock + 1}",
@@ -329,7 +329,7 @@ class CustomLoop:
 
     def _follow_script(self) -> None:
         """Follow what the script has done to parameters since: cleared gradients, and ``requires_grad``."""
-        self._exchange.take_clearing()
+        self._sync.take_clearing()
         if self._run._trainability(late=True):
             if self._bank:
                 self._bodies.refuse_different()
@@ -342,11 +342,11 @@ class CustomLoop:
         The weight is the factor on the micro-batch's mean loss in ``run.backward``. ``means``: see
         ``GradientOrigin.local``.
         """
-        if self._exchange.gradient_at == "shards":
+        if self._sync.gradient_at == "shards":
             self._origin.check_shards()
             return {}
         local = self._origin.local(self._origin.seen(), means)
-        if local and self._exchange.gradient_at == "slices":
+        if local and self._sync.gradient_at == "slices":
             raise UsageError(
                 "gradients of split layers that run.backward did not make",
                 where=f"step {self._run.clock + 1}",
@@ -382,9 +382,9 @@ class CustomLoop:
                 "optimizer.step() without a batch of run.microbatches()", remedy="loop over run.microbatches(epoch)"
             )
         self._follow_script()
-        self._exchange.show_gradients()
+        self._sync.show_gradients()
         members = self._origin.members(index)
-        if self._exchange.gradient_at == "shards":
+        if self._sync.gradient_at == "shards":
             self._origin.check_shards()
         elif self._origin.local(members):
             self._exchange_local(micro_batch)
@@ -395,11 +395,11 @@ class CustomLoop:
         edited = self._origin.edited(members)
         if edited:
             self._origin.check_edits()
-        self._exchange.take_edits()
+        self._sync.take_edits()
         stats = self._stats_for(members, bool(edited))
         step_context = run._step_context_now
-        with run._open_gate(), self._exchange.acting(index, members):
-            updated = run.exchange.optimizer_step(stats, step_context)
+        with run._open_gate(), self._sync.acting(index, members):
+            updated = run.gradient_sync.optimizer_step(stats, step_context)
         self._after(stats, updated, index)
         return True
 
@@ -411,8 +411,8 @@ class CustomLoop:
                 "run.reduce_gradients needs a batch of run.microbatches()", remedy="loop over run.microbatches(epoch)"
             )
         self._follow_script()
-        self._exchange.show_gradients()
-        if self._exchange.gradient_at == "shards":
+        self._sync.show_gradients()
+        if self._sync.gradient_at == "shards":
             self._origin.check_shards()
         elif not self._origin.alone or self._origin.local(self._origin.seen(), means=True):
             self._exchange_local(micro_batch, means=True)
@@ -442,7 +442,7 @@ class CustomLoop:
             members: parameters of the update.
             edited: whether the script edited one of their gradients.
         """
-        run, sync = self._run, self._exchange
+        run, sync = self._run, self._sync
         pending, self._pending = self._pending, []
         latest = self._latest
         if latest is None:
@@ -516,7 +516,7 @@ class CustomLoop:
             stats = self._latest
             return loss if stats is None or not isinstance(loss, Tensor) else torch.full_like(loss, stats.loss)
 
-        if not self._exchange.steps_whole(self.optimizers[index]):
+        if not self._sync.steps_whole(self.optimizers[index]):
             # The optimizer calls its closure once, before the update; tutti.prepare has refused all others.
             loss = evaluated()
             self.step(index)
@@ -531,5 +531,5 @@ class CustomLoop:
 
     def cleared(self, index: int, set_to_none: bool) -> None:
         """Clear the gradients that the script sees, after ``zero_grad`` of the optimizer ``index``."""
-        self._exchange.cleared(self.optimizers[index], set_to_none)
+        self._sync.cleared(self.optimizers[index], set_to_none)
         self._origin.cleared(self._origin.members(index))

@@ -39,7 +39,7 @@ class GradientOrigin:
 
     def __init__(self, run: Run, optimizers: Sequence[Optimizer]) -> None:
         self._run, self._optimizers = run, optimizers
-        self._exchange = cast(CustomLoopSync, run.exchange)
+        self._sync = cast(CustomLoopSync, run.gradient_sync)
         self.alone = self.exchanged = False
         # Complete gradients: tensor and version.
         self._complete: dict[nn.Parameter, tuple[Tensor, int]] = {}
@@ -52,19 +52,19 @@ class GradientOrigin:
 
     def seen(self) -> Sequence[nn.Parameter]:
         """Return the trained parameters as the script's model has them."""
-        return self._exchange.seen()
+        return self._sync.seen()
 
     def members(self, index: int | None) -> list[nn.Parameter]:
         """Return the parameters of ``seen`` of one of the script's optimizers, by its index; None: of all."""
         if index is None or not self._optimizers:
             return list(self.seen())
-        return self._exchange.seen_of(self._optimizers[index])
+        return self._sync.seen_of(self._optimizers[index])
 
     # --- records ---------------------------------------------------------------------------------------------------
 
     def watch(self) -> None:
         """Register a hook on every parameter that detects a plain ``loss.backward()``."""
-        place = self._exchange.gradient_at
+        place = self._sync.gradient_at
         if place == "shards" or (self.alone and place != "slices"):
             return
         for parameter in self.seen():
@@ -156,7 +156,7 @@ class GradientOrigin:
             self._refuse_mixed("the loop's body")
         if gradient is None or isinstance(gradient, IncompleteGradient):
             return False
-        if self.alone and self._exchange.gradient_at != "slices":
+        if self.alone and self._sync.gradient_at != "slices":
             return False
         complete = self._complete.get(parameter)
         if complete is None or complete[0] is not gradient:
@@ -180,7 +180,7 @@ class GradientOrigin:
     def check_shards(self) -> None:
         """Raise UsageError if a ``.grad`` does not come from ``run.backward``."""
         there = [p for p in self.seen() if p.grad is not None]
-        if any(self._exchange.take_use()) and there:
+        if any(self._sync.take_use()) and there:
             self._refuse_mixed("the loop's body")
         for parameter in there:
             complete = self._complete.get(parameter)
@@ -217,7 +217,7 @@ class GradientOrigin:
             MismatchError: ranks hold different gradients.
         """
         run = self._run
-        if self._exchange.gradient_at == "slices":
+        if self._sync.gradient_at == "slices":
             raise UsageError(
                 "a script cannot edit gradients of split layers",
                 where=f"step {run.clock + 1}",
@@ -225,9 +225,9 @@ class GradientOrigin:
                 remedy="give tutti.prepare clip=…, or take --strategy mirrored",
             )
         comm = run.context.comms.replica
-        if comm.size == 1 or self._exchange.gradient_at != "rank":
+        if comm.size == 1 or self._sync.gradient_at != "rank":
             return
-        names = {p: name for name, p in self._exchange.named()}
+        names = {p: name for name, p in self._sync.named()}
         seen = self.seen()
         table = torch.zeros(len(seen), 2, dtype=torch.float64)
         for row, parameter in zip(table, seen, strict=True):

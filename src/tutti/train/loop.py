@@ -285,7 +285,7 @@ def train_loop(
         "eval": None if evaluated is None else evaluated.values,
         **({} if watch is None else watch.summary()),
         **_chosen(run, saver),
-        **run.exchange.facts(),
+        **run.gradient_sync.facts(),
         **speed.overall(),
         "weights_sha256": run.weights_sha256(),
         "diagnoses": run.checks.diagnoses.found,
@@ -354,7 +354,7 @@ def _report(run: Run, epoch: int, speed: Speed, means: Means, listener: Listener
     if stats is None or updated is None:
         raise ValueError("no step has been made")
     means.add(stats.loss, stats.count, stats.metrics)
-    groups = [group for optimizer in run.exchange.optimizers for group in optimizer.param_groups]
+    groups = [group for optimizer in run.gradient_sync.optimizers for group in optimizer.param_groups]
     record = StepRecord(
         step=run.clock,
         epoch=epoch + 1,

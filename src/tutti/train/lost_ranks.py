@@ -33,7 +33,7 @@ class LostRanks:
         if len(lost) == len(self.found):
             return
         known, contract = {line["rank"] for line in self.found}, self._run.feed.contract
-        [first, *_] = self._run.exchange.facts()["servers"]
+        [first, *_] = self._run.gradient_sync.facts()["servers"]
         for rank in sorted(lost.keys() - known):
             workers = list(contract.mine(rank))
             steps = max(first["steps"][worker] for worker in workers)

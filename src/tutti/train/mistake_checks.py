@@ -83,7 +83,7 @@ class Checks:
         self._enabled = self.looking = not is_off("DIAGNOSTICS", os.environ)
         self.ended: Callable[[], None] | None = None
         self._first: dict[int, list[str]] = {worker: [] for worker in run.context.mine}
-        self._rates = group_rates(run.exchange.optimizers)
+        self._rates = group_rates(run.gradient_sync.optimizers)
         self._evaluated = self._aside = False
         for hook in _WATCHED.pop(run.model, ()):
             hook.remove()
@@ -213,12 +213,16 @@ class Checks:
     def _update_batch(self) -> int:
         """Return the number of samples of one update: the global batch, or a worker's share of it."""
         contract = self._run.feed.contract
-        return contract.batch if self._run.exchange.loss_normalisation == "step" else contract.batch // contract.workers
+        return (
+            contract.batch
+            if self._run.gradient_sync.loss_normalisation == "step"
+            else contract.batch // contract.workers
+        )
 
     def _rate(self) -> None:
         """Compare each group's largest known learning rate with a rule of thumb."""
         batch = self._update_batch()
-        for prepared, now in zip(self._rates, group_rates(self._run.exchange.optimizers), strict=False):
+        for prepared, now in zip(self._rates, group_rates(self._run.gradient_sync.optimizers), strict=False):
             peak = max(prepared.peak, now.peak)
             usual = suspicion.far_from_usual(now.kind, peak, batch, now.momentum)
             if usual is not None:
@@ -268,9 +272,9 @@ class Checks:
         run = self._run
         slots = [slot for slot in buffers(run.replica.parts) if slot.key.startswith("running_")]
         own_script = self._warn is None and run.context.comms.model.size == 1
-        if not slots or not own_script or run.exchange.loss_normalisation != "step":
+        if not slots or not own_script or run.gradient_sync.loss_normalisation != "step":
             return
-        merged = run.exchange.merged()
+        merged = run.gradient_sync.merged()
         if self._speaks and any(not torch.allclose(slot.get(), merged[slot.name]) for slot in slots):
             _WATCHED[run.model] = [
                 run.model.register_forward_pre_hook(Hook(self._evaluates)),

@@ -520,9 +520,9 @@ def _check_not_on_meta(model: nn.Module) -> None:
         )
 
 
-def _alone(contract: BatchContract, exchange: GradientSync) -> bool:
+def _alone(contract: BatchContract, sync: GradientSync) -> bool:
     """Return whether every gradient is that of a single micro-batch."""
-    single = contract.workers == 1 or exchange.loss_normalisation == "worker"
+    single = contract.workers == 1 or sync.loss_normalisation == "worker"
     return single and len(contract.micro_batches(len(contract.worker(contract.batch, 0)))) == 1
 
 

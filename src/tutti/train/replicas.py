@@ -35,7 +35,7 @@ def check_replicas(run: Run, what: str) -> None:
         MismatchError: on every rank, with the parameter's name and the ranks that differ from the others.
     """
     comm = run.context.comms.world
-    held = run.exchange.replicated() if comm.size > 1 else None
+    held = run.gradient_sync.replicated() if comm.size > 1 else None
     if held is None:
         return
     run.compared = run.taken

@@ -150,9 +150,9 @@ class Run:
         hooks: HookWatch,
         settings: RunSettings,
     ) -> None:
-        self.replica, self.exchange, self.feed, self.context = replica, sync, feed, run_context
+        self.replica, self.gradient_sync, self.feed, self.context = replica, sync, feed, run_context
         self.model: nn.Module = replica.parts[0]
-        self.loss_fn, self.hooks, self._sink = loss_fn, hooks, grad_hook
+        self.loss_fn, self.hooks, self.grad_hook = loss_fn, hooks, grad_hook
         self.average, self.loss_scale = settings.average, settings.loss_scale
         self.noise, self.adascale = settings.noise, settings.adascale
         self.lr_schedule, self.named_workers = settings.lr_schedule, settings.named_workers
@@ -289,7 +289,14 @@ class Run:
         try:
             with self._open_gate():
                 stats, updated = train_step(
-                    self.replica, self.exchange, self._sink, work, self.loss_fn, step_context, self.hooks, self.adascale
+                    self.replica,
+                    self.gradient_sync,
+                    self.grad_hook,
+                    work,
+                    self.loss_fn,
+                    step_context,
+                    self.hooks,
+                    self.adascale,
                 )
             return self._record(stats, updated)
         except Exception as error:
@@ -348,7 +355,7 @@ class Run:
     def _open_gate(self) -> Iterator[None]:
         self._stepping = True
         # The phase's rate is below 1 where the batch size could not grow as much as its schedule asks.
-        optimizers = self.exchange.optimizers if self.optimizer is None else (self.optimizer,)
+        optimizers = self.gradient_sync.optimizers if self.optimizer is None else (self.optimizer,)
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         rates = multiply_learning_rates(groups, self._rate if self.lr_schedule is None else 1)
         try:
@@ -359,7 +366,7 @@ class Run:
 
     def _cells(self, batch: Batch, step_context: StepContext) -> list[tuple[int, list[MicroBatch]]]:
         noise = 0.0 if self.noise is None else self.noise.sigma(step_context.samples)
-        normalisation = self.exchange.loss_normalisation
+        normalisation = self.gradient_sync.loss_normalisation
         batch = self._collated(batch)
         work = self.feed.micro_batches(
             batch, step_context.global_step, step_context.samples, normalisation, step_context.loss_scale, noise
@@ -644,7 +651,7 @@ class Run:
             averaged: the average of the weights in place of the trained parameters.
             as_trained: cast the average to the dtypes of the weights.
         """
-        merged = self.exchange.merged()
+        merged = self.gradient_sync.merged()
         if not averaged:
             return merged
         if self.average is None:

@@ -86,17 +86,17 @@ class StateLoads:
             return
         parts = self._run.replica.parts
         whole = {name: p.data for name, p in parameters(parts)} | {slot.name: slot.get() for slot in buffers(parts)}
-        optim = {} if self._row.optimizer_here else self._run.exchange.state()["optim"]
+        optim = {} if self._row.optimizer_here else self._run.gradient_sync.state()["optim"]
         # Parameter servers have one optimizer, whose tensors are full.
         kept = {name: value for name, value in optim.items() if isinstance(value, Tensor)}
-        self._run.exchange.load(GivenState(whole, self._run.replica.specs, kept))
+        self._run.gradient_sync.load(GivenState(whole, self._run.replica.specs, kept))
 
     def _become(self, own: Mapping[str, ShardSpec], given: Mapping[str, Tensor]) -> None:
         """Load each rank's slices of ``given``; tensors that are missing keep their values. Collective."""
         check_model({n: s for n, s in own.items() if {n, *s.tied} & given.keys()}, _shapes(given), "load_state_dict")
         rest = [name for name, spec in own.items() if not {name, *spec.tied} & given.keys()]
         whole = self._run.state() if rest else {}
-        self._run.exchange.load(GivenState({**{name: whole[name] for name in rest}, **given}, own))
+        self._run.gradient_sync.load(GivenState({**{name: whole[name] for name in rest}, **given}, own))
 
     def _check(self, own: Mapping[str, ShardSpec], given: Mapping[str, Tensor]) -> None:
         """Raise UsageError, on every rank, if the strategy cannot load these tensors now."""

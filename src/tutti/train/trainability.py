@@ -24,7 +24,7 @@ class TrainabilityWatch:
     def __init__(
         self, replica: ReplicaRunner, sync: GradientSync, optimizers: Sequence[Optimizer], average: Average | None
     ) -> None:
-        self._replica, self._exchange, self._optimizers, self._average = replica, sync, optimizers, average
+        self._replica, self._sync, self._optimizers, self._average = replica, sync, optimizers, average
         self._look()
 
     def _look(self) -> None:
@@ -58,13 +58,13 @@ class TrainabilityWatch:
             ]
             if thawed:
                 self._check_trained(thawed[0])
-                self._exchange.reattach(thawed, late)
+                self._sync.reattach(thawed, late)
                 if self._average is not None:
                     self._average.adopt(thawed)
             self._look()
         if self._sizes() != self._counts:
             for optimizer in self._optimizers:
-                self._exchange.adopt(optimizer)
+                self._sync.adopt(optimizer)
             self._look()
         return changed
 

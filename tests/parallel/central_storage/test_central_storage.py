@@ -48,7 +48,7 @@ def once() -> tuple[set[str], set[str], int, list[str]]:
     """Names that this rank owns, that it has optimizer state of, that of the average; and a write that all see."""
     run = prepare(ema="0.9")
     train(run)
-    exchange, average = run.exchange, run.average
+    exchange, average = run.gradient_sync, run.average
     assert isinstance(exchange, CentralStorageSync) and isinstance(average, CentralAverage)
     named = dict(run.replica.parts[0].named_parameters())
     of = {id(p): name for name, p in named.items()}
@@ -93,7 +93,7 @@ def late(rank: int) -> str:
     """One rank writes its slice long after the others; nobody may compute with what is still old there."""
     run = prepare("sgd:lr=0.1")
     if tutti.rank() == rank:
-        for optimizer in run.exchange.optimizers:
+        for optimizer in run.gradient_sync.optimizers:
             optimizer.register_step_pre_hook(lambda *_: time.sleep(0.05))
     return train(run)
 
@@ -109,7 +109,7 @@ def late_average(rank: int) -> list[float]:
     run = prepare("sgd:lr=0.1", ema="0.5")
     assert run.average is not None
     train(run, 1)
-    merged = run.exchange.merged()
+    merged = run.gradient_sync.merged()
     if tutti.rank() == rank:
         time.sleep(0.1)
     run.average.update()
@@ -157,7 +157,7 @@ def given() -> tuple[str, list[float]]:
             optimizer.zero_grad()
             run.backward(loss(net, batch))
             optimizer.step()
-        rates += [group["lr"] for o in run.exchange.optimizers for group in o.param_groups]
+        rates += [group["lr"] for o in run.gradient_sync.optimizers for group in o.param_groups]
         scheduler.step()
     return run.weights_sha256(), rates
 
@@ -173,7 +173,7 @@ def placed() -> dict[str, Any]:
     """Where parameters, optimizer state and average are, and the model after training, saving and loading."""
     run = prepare(ema="0.9", clip=0.5)
     train(run)
-    exchange, average = run.exchange, run.average
+    exchange, average = run.gradient_sync, run.average
     assert isinstance(exchange, CentralStorageSync) and isinstance(average, CentralAverage)
     states = [
         tensor for optimizer in exchange.optimizers for state in optimizer.state.values() for tensor in state.values()

@@ -91,8 +91,8 @@ def published(strategy: str) -> Any:
     for batch in run.epoch(0):
         run.step(batch)
         steps += 1
-    buckets = [bucket.flat.numel() for bucket in run.exchange._reducer._buckets]
-    return run.exchange.facts(), steps, buckets
+    buckets = [bucket.flat.numel() for bucket in run.gradient_sync._reducer._buckets]
+    return run.gradient_sync.facts(), steps, buckets
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])

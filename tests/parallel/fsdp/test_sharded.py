@@ -136,7 +136,7 @@ def held(strategy: str) -> tuple[int, int, int]:
     run.step(next(run.epoch(0)))
     rows = sum(t.numel() for t in run.replica.sharded.values())
     whole = sum(p.numel() for p in run.model.parameters() if not hasattr(p, "to_local"))
-    [optimizer] = run.exchange.optimizers
+    [optimizer] = run.gradient_sync.optimizers
     state = sum(v.numel() for s in optimizer.state.values() for v in s.values() if v.dim())
     return rows, whole, state
 

@@ -72,7 +72,7 @@ def parted(strategy: str, until: int) -> list[bool]:
     while run.clock < until:
         for batch in run.epoch(run.at.epoch):
             run.step(batch)
-            copies = list(run.exchange._copies.values())
+            copies = list(run.gradient_sync._copies.values())
             same.append(all(torch.equal(a, b) for row in copies[1:] for a, b in zip(copies[0], row, strict=True)))
             assert run.updated is not None and run.updated.together == same[-1]
     return same[:until]

@@ -47,7 +47,7 @@ def told(strategy: str, steps: int = 30, **options: Any) -> dict[str, Any]:
         "after": run.evaluate(run.feed.source).loss,
         "losses": losses,
         "updates": run.updates,
-        "facts": run.exchange.facts(),
+        "facts": run.gradient_sync.facts(),
     }
 
 
@@ -97,7 +97,7 @@ def counted(total: int, every: int) -> dict[str, Any]:
         "taken": run.taken,
         "digest": run.weights_sha256(),
         "mine": list(run.feed.workers),
-        "steps": [server["steps"] for server in run.exchange.facts().get("servers", ())],
+        "steps": [server["steps"] for server in run.gradient_sync.facts().get("servers", ())],
     }
 
 
@@ -194,7 +194,7 @@ def with_backup(strategy: str) -> dict[str, Any]:
             if tutti.rank() == 2:
                 time.sleep(0.05)
             losses.append(run.step(batch))
-    return {"losses": losses, "digest": run.weights_sha256(), "facts": run.exchange.facts()}
+    return {"losses": losses, "digest": run.weights_sha256(), "facts": run.gradient_sync.facts()}
 
 
 def test_backup_workers_hide_one_that_is_slow() -> None:
@@ -338,9 +338,9 @@ def servers_of(strategy: str) -> list[int]:
     """Processes of the servers, once the run is over and forgotten."""
     run = prepare(strategy)
     go_on(run, 1)
-    pids = list(run.exchange._link.pids().values())  # type: ignore[attr-defined]
+    pids = list(run.gradient_sync._link.pids().values())  # type: ignore[attr-defined]
     run.context.comms.world.agree(["over"], "the end", "wait for the others")
-    run.exchange._link.close()  # type: ignore[attr-defined]
+    run.gradient_sync._link.close()  # type: ignore[attr-defined]
     return [pid for pid in pids if psutil.pid_exists(pid)] if pids else [os.getpid()]
 
 

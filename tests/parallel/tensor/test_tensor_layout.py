@@ -162,7 +162,7 @@ def test_a_checkpoint_goes_on_anywhere(optimizer: str, directions: Directions, t
 def written(folder: str) -> Any:
     run = prepare("gpt", SPLIT, workers=1)
     train(run, 1)
-    state = run.exchange.state()
+    state = run.gradient_sync.state()
     names = {group: sorted(tensors) for group, tensors in state.items()}
     return names, {
         group: sum(getattr(t, "tensor", t).nbytes for t in tensors.values()) for group, tensors in state.items()

@@ -211,8 +211,8 @@ class AsynchronousServerSync(RemoteGradients):
 
     def reduce_gradients(self, step_context: StepContext) -> StepStats:
         """Return the statistics of this rank's own workers. No message: the servers have decided when all stop."""
-        lanes = self._counting.take()
-        loss, count, *metrics = [self._loss, 0.0] if lanes is None else lanes.tolist()
+        loss_sums = self._counting.take()
+        loss, count, *metrics = [self._loss, 0.0] if loss_sums is None else loss_sums.tolist()
         self._loss = loss / count if count else self._loss
         named = self._counting.means(metrics, count) if count else {}
         if self._stale:

@@ -72,24 +72,24 @@ class ServerReducer:
         self.nonfinite: tuple[str, ...] = ()
         self._under_way = False
 
-    def prepare_for_backward(self, step_context: StepContext, lanes: Tensor | None) -> None:
+    def prepare_for_backward(self, step_context: StepContext, loss_sums: Tensor | None) -> None:
         """Do nothing: ``collect`` or ``finish`` pushes the gradients."""
 
     def gradient_ready(self, parameter: Tensor) -> None:
         """Do nothing."""
 
-    def collect(self, step_context: StepContext, worker: int, lanes: Tensor | None) -> None:
+    def collect(self, step_context: StepContext, worker: int, loss_sums: Tensor | None) -> None:
         if self._by_worker:
-            self._push(step_context, worker, lanes)
+            self._push(step_context, worker, loss_sums)
 
-    def _push(self, step_context: StepContext, worker: int, lanes: Tensor | None) -> None:
+    def _push(self, step_context: StepContext, worker: int, loss_sums: Tensor | None) -> None:
         """Start a push of ``.grad``, after the servers have acknowledged the push before; set ``.grad`` to None."""
         self._settle(step_context)
         numbers = torch.zeros(self._tail.size + self._measured, dtype=torch.float64)
         if self._measured:
-            numbers[self._tail.size :] = own_part(squares_by(self._order), step_context, lanes)
+            numbers[self._tail.size :] = own_part(squares_by(self._order), step_context, loss_sums)
         used = write_gradients(self._link.gradients, [p.grad for p in self._order])
-        self._tail.fill(numbers[: self._tail.size], step_context, lanes, used)
+        self._tail.fill(numbers[: self._tail.size], step_context, loss_sums, used)
         for parameter in self._order:
             parameter.grad = None
         self._link.client.send(PUSH, worker, step_context.global_step, extras=numbers.tolist())
@@ -102,10 +102,10 @@ class ServerReducer:
                 f"push of gradients in step {step_context.global_step + 1}", (self._link.comm.global_rank,)
             )
 
-    def finish(self, step_context: StepContext, lanes: Tensor | None) -> ReducedSums:
+    def finish(self, step_context: StepContext, loss_sums: Tensor | None) -> ReducedSums:
         """Push what is left and wait for the servers' sums. Raises MismatchError where ranks are in different steps."""
         if not self._by_worker:
-            self._push(step_context, self._run_context.mine[0], lanes)
+            self._push(step_context, self._run_context.mine[0], loss_sums)
         self._settle(step_context)
         text = f"sum of gradients in step {step_context.global_step + 1}"
         worker, client = self._run_context.mine[0], self._link.client
