@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 from tutti import python_compat
-from tutti.python_compat import calling_frame
+from tutti.python_compat import calling_frame, live_objects
 
 ENDING = """
 import atexit, os, sys, time
@@ -38,5 +38,24 @@ def test_the_calling_frame_is_its_callers() -> None:
     assert inner() == "test_the_calling_frame_is_its_callers"
 
 
+def test_live_objects_are_those_of_the_class_and_its_subclasses() -> None:
+    class Base:
+        pass
+
+    class Derived(Base):
+        pass
+
+    assert live_objects(Base) == []
+    base, derived = Base(), Derived()
+    assert sorted(map(id, live_objects(Base))) == sorted(map(id, (base, derived)))
+    assert live_objects(Derived) == [derived]
+
+
 def test_every_name_is_touched() -> None:
-    assert set(python_compat.__all__) == {"calling_frame", "forget_exit_handlers", "join_threads", "run_exit_handlers"}
+    assert set(python_compat.__all__) == {
+        "calling_frame",
+        "forget_exit_handlers",
+        "join_threads",
+        "live_objects",
+        "run_exit_handlers",
+    }

@@ -7,6 +7,7 @@ on a device, such as the simulated accelerator; ``TEST_DEVICE=simgpu`` lets all 
 
 from __future__ import annotations
 
+import gc
 import multiprocessing as mp
 import os
 import shutil
@@ -184,6 +185,8 @@ def _serve(pipe: Connection, rank: int, size: int, store: str, timeout: float, d
 
     import tutti
 
+    # What was loaded before the fork is nothing that a garbage collection could free.
+    gc.freeze()
     torch.set_num_threads(1)
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size), TUTTI_STORE=store

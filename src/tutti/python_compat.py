@@ -1,16 +1,21 @@
-"""Private names of CPython that tutti uses, each with its reason.
+"""Private names of CPython that tutti uses, each with its reason, and what its garbage collector knows.
 
-No other module of the package may use one; ``tests/test_python_compat.py`` touches every name of ``__all__``. This
-module loads no torch, for the launcher and its processes; private names of PyTorch are in ``torch_compat.py``.
+No other module of the package may use a private name; ``tests/test_python_compat.py`` touches every name of
+``__all__``. This module loads no torch, for the launcher and its processes; private names of PyTorch are in
+``torch_compat.py``.
 """
 
 from __future__ import annotations
 
 import atexit
+import gc
 import sys
 import threading
+from typing import TypeVar
 
-__all__ = ["calling_frame", "forget_exit_handlers", "join_threads", "run_exit_handlers"]
+__all__ = ["calling_frame", "forget_exit_handlers", "join_threads", "live_objects", "run_exit_handlers"]
+
+_T = TypeVar("_T")
 
 calling_frame = sys._getframe
 """Return the frame ``depth`` calls up the stack. Documented as specific to CPython; the public ``inspect.stack()``
@@ -38,3 +43,14 @@ def join_threads() -> None:
     an executor that has not been shut down.
     """
     threading._shutdown()  # type: ignore[attr-defined]
+
+
+def live_objects(kind: type[_T]) -> list[_T]:
+    """Return the objects of class ``kind`` and its subclasses that the garbage collector tracks.
+
+    There are hundreds of thousands of objects beside a loaded PyTorch. Each is asked for its class, and each class once
+    for its bases.
+    """
+    objects = gc.get_objects()
+    kinds = {each for each in set(map(type, objects)) if issubclass(each, kind)}
+    return [item for item in objects if type(item) in kinds] if kinds else []

@@ -7,7 +7,6 @@ or an RNG stream.
 
 from __future__ import annotations
 
-import gc
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -30,6 +29,7 @@ from tutti.data.stream import Stream
 from tutti.metrics import suspicion
 from tutti.metrics.diagnoses import Diagnoses
 from tutti.nn.swap import buffers, training_mode
+from tutti.python_compat import live_objects
 from tutti.types import Batch, LossFn, MicroBatch
 
 if TYPE_CHECKING:
@@ -233,11 +233,7 @@ class Checks:
 
     def _schedules(self, optimizer: Optimizer, micro_batches: int) -> Callable[[], None]:
         """Return a function that reports schedulers of ``optimizer`` with more than one step since this call."""
-        found = [
-            item
-            for item in gc.get_objects()
-            if issubclass(type(item), LRScheduler) and getattr(item, "optimizer", None) is optimizer
-        ]
+        found = [item for item in live_objects(LRScheduler) if getattr(item, "optimizer", None) is optimizer]
         before = [getattr(scheduler, "last_epoch", 0) for scheduler in found]
 
         def look() -> None:

@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from tutti.errors import UsageError
+from tutti.python_compat import live_objects
 from tutti.types import RunContext
 
 _REFUSED: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
@@ -70,7 +71,7 @@ def _has_average(model: nn.Module) -> bool:
 
 
 def _averages(wanted: list[dict[str, Any]]) -> bool:
-    return any(issubclass(type(item), AveragedModel) and _shapes(item.module) in wanted for item in gc.get_objects())
+    return any(_shapes(average.module) in wanted for average in live_objects(AveragedModel))
 
 
 def _shapes(module: nn.Module) -> dict[str, Any]:
