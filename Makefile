@@ -9,7 +9,7 @@ BENCH := $(VENV)/.bench
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help venv test full contract scripts fuzz faults peers reliability demo lint bench backtest soak study alike clean
+.PHONY: help venv test full contract scripts fuzz faults peers reliability demo lint bench gpu backtest soak study alike clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
@@ -37,10 +37,10 @@ full: $(READY)  ## what `make test` leaves out of all tables but those of contra
 
 # The whole table is about a day on two cores; each part of it has something of everything.
 PART ?= 1/1
-# cpu, or simgpu: the simulated accelerator of tests/simulated_accelerator, which a C++ compiler builds.
+# cpu; simgpu: the simulated accelerator of tests/simulated_accelerator, which a C++ compiler builds; cuda: the GPUs here.
 DEVICE ?= cpu
 
-contract: $(READY)  ## the whole equivalence table, or PART=1/100 of it; DEVICE=simgpu for the simulated accelerator
+contract: $(READY)  ## the whole equivalence table, or PART=1/100 of it; DEVICE=simgpu for the simulated accelerator, DEVICE=cuda for GPUs
 	TEST_DEVICE=$(DEVICE) CONTRACT_PART=$(PART) $(BIN)/pytest -q -n 2 -m contract tests/contract
 
 RECORD := .scripts-record.jsonl
@@ -72,6 +72,9 @@ lint: $(READY)  ## style and types
 
 bench: $(BENCH)  ## what a step through tutti costs beside the same step by hand
 	$(BIN)/python benchmarks/step_tax.py
+
+gpu: $(BENCH)  ## what needs a GPU: tests, contract, step tax, MFU; a dated result. GPU="--device simgpu --quick" for others
+	$(BIN)/python benchmarks/gpu.py --save $(GPU)
 
 # DATA is also where the studies below read their images, so only a stated one counts here.
 BACKTEST := $(if $(filter command environment,$(origin DATA)),$(DATA),data/scaling)

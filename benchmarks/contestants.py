@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from models import Batch, Workload, mean_loss
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
@@ -32,7 +33,7 @@ class Contestant:
 
 def _fresh(work: Workload) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
-    model = work.build()
+    model = work.build().to(work.device)
     return model, work.optimizer(model.parameters())
 
 
@@ -57,9 +58,9 @@ def fully_shard(work: Workload, data: TensorDataset) -> Contestant:
     from tutti.parallel.fsdp.fsdp_wrap_policy import wrapped_modules
 
     torch.manual_seed(0)
-    model = work.build()
+    model, mesh = work.build().to(work.device), init_device_mesh(work.device, (work.processes,))
     for unit in [*wrapped_modules(model), model]:
-        shard(unit)
+        shard(unit, mesh=mesh)
     optimizer = work.optimizer(model.parameters())
     if isinstance(optimizer, torch.optim.SGD):
         # There is no fused one for DTensors.
@@ -79,8 +80,9 @@ def prepared(
 ) -> tuple[tutti.Run, torch.optim.Optimizer]:
     """A run of the workload, and its optimizer."""
     model, optimizer = _fresh(work)
-    size = WORKERS * work.samples
-    run = tutti.prepare(model, optimizer, data, mean_loss, strategy=strategy, workers=WORKERS, batch_size=size)
+    workers = work.processes
+    size = workers * work.samples
+    run = tutti.prepare(model, optimizer, data, mean_loss, strategy=strategy, workers=workers, batch_size=size)
     return run, optimizer
 
 
@@ -123,7 +125,7 @@ def accelerate(work: Workload, data: TensorDataset) -> Contestant:
     from accelerate import Accelerator  # type: ignore[import-untyped]
 
     plain, plain_optimizer = _fresh(work)
-    accelerator = Accelerator(cpu=True)
+    accelerator = Accelerator(cpu=work.device == "cpu")
     model, optimizer = accelerator.prepare(plain, plain_optimizer)
 
     def step(batch: Batch) -> None:
@@ -141,7 +143,7 @@ def fabric(work: Workload, data: TensorDataset) -> Contestant:
     from lightning_fabric.plugins.environments.lightning import LightningEnvironment
 
     plain, plain_optimizer = _fresh(work)
-    engine = Fabric(accelerator="cpu", strategy="ddp", devices=WORKERS, plugins=LightningEnvironment())
+    engine = Fabric(accelerator=work.device, strategy="ddp", devices=work.processes, plugins=LightningEnvironment())
     engine.launch()
     model, optimizer = engine.setup(plain, plain_optimizer)
 
@@ -171,6 +173,16 @@ JUDGED = ("tutti-step", "tutti-loop", "tutti-sharded")
 PACKAGES = {"accelerate": "accelerate", "fabric": "lightning_fabric"}
 
 
-def missing(names: list[str]) -> list[str]:
-    """Those contestants whose package is not installed."""
-    return [name for name in names if name in PACKAGES and importlib.util.find_spec(PACKAGES[name]) is None]
+KNOWN_DEVICES = {"accelerate": ("cpu", "cuda"), "fabric": ("cpu", "cuda")}
+"""Types of devices that a package knows; all others take any."""
+
+
+def missing(names: list[str], device: str = "cpu") -> dict[str, str]:
+    """Those contestants that cannot run, with the reason: a package that is not installed or knows no ``device``."""
+    found = {}
+    for name in names:
+        if name in PACKAGES and importlib.util.find_spec(PACKAGES[name]) is None:
+            found[name] = f"the package {PACKAGES[name]} is not installed"
+        elif device not in KNOWN_DEVICES.get(name, (device,)):
+            found[name] = f"it knows no device {device}"
+    return found

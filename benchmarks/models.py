@@ -25,6 +25,8 @@ class Workload:
         rounds: rounds of a launch; in each, every contestant has one block.
         steps: timed steps in a block.
         lead: untimed steps before them, so that a short step does not pay for the caches that others emptied.
+        processes: ranks that train together.
+        device: type of the device that each of them has.
     """
 
     name: str
@@ -36,6 +38,8 @@ class Workload:
     rounds: int
     steps: int
     lead: int
+    processes: int = 2
+    device: str = "cpu"
 
 
 class Bottleneck(nn.Module):

@@ -3,11 +3,12 @@
     python benchmarks/step_tax.py                          # all workloads, about six minutes
     python benchmarks/step_tax.py --quick                  # does it run? its times mean nothing
     python benchmarks/step_tax.py --workloads mlp --json out.json
+    python benchmarks/step_tax.py --device cuda --processes 4
 
-Two processes with one thread each hold every contestant at once and run them in turn, in short blocks of random
-order. Ratios are taken within a round, so that a drift of the machine cancels; several launches average out where a
-process happened to place its tensors. Exit codes: 0, 2 usage,
-9 where tutti's 95 % interval lies wholly above ``--limit`` times the hand-written loop, or the weights differ.
+Two processes (``--processes``) with one thread each hold every contestant at once and run them in turn, in short
+blocks of random order. Ratios are taken within a round, so that a drift of the machine cancels; several launches
+average out where a process happened to place its tensors. Exit codes: 0, 2 usage, 9 where tutti's 95 % interval lies
+wholly above ``--limit`` times the hand-written loop, or the weights differ.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from contestants import AGAINST, CONTESTANTS, JUDGED, PACKAGES, REFERENCE, WORKERS, Contestant, missing
+from contestants import AGAINST, CONTESTANTS, JUDGED, REFERENCE, WORKERS, Contestant, missing
 from models import WORKLOADS, Batch, Workload
 from paired import order, paired_ratio
 from torch import Tensor
@@ -37,6 +38,8 @@ from torch import distributed as dist
 from torch.multiprocessing.spawn import start_processes
 from torch.utils.data import TensorDataset
 
+import tutti
+from tutti.device import choose, collective_backend, is_device_choice, synchronize
 from tutti.errors import ExitCode
 
 TOLERANCE = 1e-5
@@ -44,26 +47,31 @@ WARM_UP = 5
 BATCHES = 8
 
 
-def join_group(rank: int, folder: str, size: int = WORKERS) -> None:
-    """Makes this process one of ``size`` on the loopback interface, with one thread. Collective."""
+def join_group(rank: int, folder: str, size: int = WORKERS, device: str = "cpu") -> None:
+    """Makes this process one of ``size`` on the loopback interface, with one thread and one device. Collective."""
     torch.set_num_threads(1)
     # Accelerate sets a number of threads of its own where OMP_NUM_THREADS is not set.
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size),
-        MASTER_ADDR="127.0.0.1", OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo", ACCELERATE_USE_CPU="1",
+        MASTER_ADDR="127.0.0.1", OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo",
+        ACCELERATE_USE_CPU=str(int(device == "cpu")),
     )  # fmt: skip
+    place = choose(device, rank, size, f"rank {rank}")
+    backend = collective_backend(place)
     dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size, timeout=timedelta(seconds=120)
-    )
+        "gloo" if backend is None else f"cpu:gloo,{place.type}:{backend}",
+        init_method=f"file://{folder}/store", rank=rank, world_size=size, timeout=timedelta(seconds=120),
+    )  # fmt: skip
+    tutti.init(device)
 
 
 def make_batches(work: Workload, rank: int) -> tuple[TensorDataset, list[Batch]]:
-    """The whole data set, the same on both ranks, and this rank's batches of it."""
+    """The whole data set, the same on all ranks, and this rank's batches of it on its device."""
     generator = torch.Generator().manual_seed(1)
-    whole = [work.batch(work.samples * WORKERS, generator) for _ in range(BATCHES)]
+    whole = [work.batch(work.samples * work.processes, generator) for _ in range(BATCHES)]
     mine = slice(rank * work.samples, (rank + 1) * work.samples)
     data = TensorDataset(*(torch.cat(parts) for parts in zip(*whole, strict=True)))
-    return data, [(inputs[mine].contiguous(), labels[mine].contiguous()) for inputs, labels in whole]
+    return data, [tuple(part[mine].contiguous().to(work.device) for part in batch) for batch in whole]
 
 
 def train(contestant: Contestant, batches: Sequence[Batch], first: int, steps: int) -> None:
@@ -73,15 +81,17 @@ def train(contestant: Contestant, batches: Sequence[Batch], first: int, steps: i
 
 
 def race(team: Sequence[Contestant], batches: Sequence[Batch], work: Workload, seed: int, launch: int) -> Tensor:
-    """Seconds a step, [rounds, contestants]: those of the slower rank. Collective."""
-    times = torch.zeros(work.rounds, len(team), dtype=torch.float64)
+    """Seconds a step, [rounds, contestants]: those of the slowest rank. Collective."""
+    times, place = torch.zeros(work.rounds, len(team), dtype=torch.float64), tutti.init(work.device).device
     for turn in range(work.rounds):
         first = WARM_UP + turn * (work.lead + work.steps)
         for index in order(len(team), seed, launch, turn):
             dist.barrier()
             train(team[index], batches, first, work.lead)
+            synchronize(place)
             began = time.perf_counter()
             train(team[index], batches, first + work.lead, work.steps)
+            synchronize(place)
             times[turn, index] = (time.perf_counter() - began) / work.steps
     dist.all_reduce(times, dist.ReduceOp.MAX)
     return times
@@ -107,8 +117,8 @@ def _whole(parameter: Tensor) -> Tensor:
 
 
 def measure(rank: int, folder: str, work: Workload, names: Sequence[str], seed: int, launch: int) -> None:
-    """One of the two processes: builds the contestants, runs the race; rank 0 writes ``folder/result.json``."""
-    join_group(rank, folder)
+    """One of the processes: builds the contestants, runs the race; rank 0 writes ``folder/result.json``."""
+    join_group(rank, folder, work.processes, work.device)
     data, batches = make_batches(work, rank)
     # Built in random order too: who comes first has another share of the memory.
     built = {names[i]: CONTESTANTS[names[i]](work, data) for i in order(len(names), seed, launch, work.rounds)}
@@ -131,11 +141,11 @@ def measure(rank: int, folder: str, work: Workload, names: Sequence[str], seed: 
 
 
 def run_launch(work: Workload, names: Sequence[str], seed: int, launch: int) -> dict[str, Any]:
-    """Measures in two fresh processes and returns what rank 0 wrote. Raises where either of them fails."""
+    """Measures in fresh processes and returns what rank 0 wrote. Raises where either of them fails."""
     with tempfile.TemporaryDirectory() as folder:
         # Forked, so that torch is imported once: the parent has started no thread that a fork would lose.
         task = (folder, work, names, seed, launch)
-        start_processes(measure, task, nprocs=WORKERS, start_method="fork")  # type: ignore[no-untyped-call]
+        start_processes(measure, task, nprocs=work.processes, start_method="fork")  # type: ignore[no-untyped-call]
         found: dict[str, Any] = json.loads(Path(folder, "result.json").read_text())
         return found
 
@@ -223,6 +233,8 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--launches", type=int, help="pairs of processes to measure in (default: mlp 5, gpt 4, cnn 4)")
     add("--rounds", type=int, help="rounds of a launch, at least 2 (default: mlp 200, gpt 20, cnn 30)")
     add("--limit", type=float, default=1.02, help="largest allowed lower end of tutti's interval (default: 1.02)")
+    add("--device", default="cpu", help="type of the device of each process, such as cuda (default: cpu)")
+    add("--processes", type=int, default=WORKERS, help="processes that train together (default: 2)")
     add("--seed", type=int, default=0, help="of the order and the resampling")
     add("--quick", action="store_true", help="one launch, 4 rounds, times are not judged: does it run?")
     add("--json", type=Path, help="write the report there")
@@ -232,6 +244,10 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--rounds is below 2")
     if given.launches is not None and given.launches < 1:
         parser.error("--launches is below 1")
+    if given.processes < 1:
+        parser.error("--processes is below 1")
+    if not is_device_choice(given.device) or given.device == "auto":
+        parser.error(f"--device {given.device} is no type of a device, such as cuda")
     if given.save and given.quick:
         parser.error("--save keeps results, and those of --quick mean nothing")
     if given.json and not given.json.parent.is_dir():
@@ -247,21 +263,22 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> ExitCode:
     """Runs the benchmark and returns its exit code."""
     given = arguments(argv)
-    skipped = missing(given.contestants)
-    for name in skipped:
-        print(f"{name} is skipped: the package {PACKAGES[name]} is not installed", file=sys.stderr)
+    skipped = missing(given.contestants, given.device)
+    for name, why in skipped.items():
+        print(f"{name} is skipped: {why}", file=sys.stderr)
     names = [name for name in given.contestants if name not in skipped]
     now = datetime.now(UTC)
     report: dict[str, Any] = {
         "benchmark": "step_tax", "date": now.isoformat(timespec="seconds"), "quick": given.quick, "seed": given.seed,
-        "limit": given.limit, "processes": WORKERS, "threads_per_process": 1, "backend": "gloo",
-        "hardware": hardware(), "skipped": skipped, "workloads": {},
+        "limit": given.limit, "processes": given.processes, "threads_per_process": 1, "device": given.device,
+        "backend": collective_backend(torch.device(given.device)) or "gloo",
+        "hardware": hardware(), "skipped": list(skipped), "workloads": {},
     }  # fmt: skip
     for name in given.workloads:
         work = WORKLOADS[name]
         launches = given.launches or (1 if given.quick else work.launches)
         rounds = given.rounds or (4 if given.quick else work.rounds)
-        work = replace(work, launches=launches, rounds=rounds)
+        work = replace(work, launches=launches, rounds=rounds, processes=given.processes, device=given.device)
         report["workloads"][name] = run_workload(work, names, given.seed)
         print(table(name, report["workloads"][name]), flush=True)
     report["failures"] = failures(report["workloads"], None if given.quick else given.limit)

@@ -2,7 +2,8 @@
 
 ``run(size, function, **arguments)`` calls ``function`` on every rank of a world of ``size`` and returns the results in
 rank order; an exception on any rank is raised here as ``RankError`` with every rank's. ``run_on(device, …)`` does so
-on a device, such as the simulated accelerator; ``TEST_DEVICE=simgpu`` lets all other tests run on it, too.
+on a device, such as the simulated accelerator; ``TEST_DEVICE=simgpu`` lets all other tests run on it, too, and
+``TEST_DEVICE=cuda`` on this machine's GPUs. A world of more ranks than there are devices is skipped.
 """
 
 from __future__ import annotations
@@ -15,14 +16,20 @@ import tempfile
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from typing import Any
 
+import pytest
+
 from tests.preloaded import MODULES
 from tests.simulated_accelerator import build
+from tutti.device import accelerator_type, count_by_driver
 
 DEVICE = os.environ.get("TEST_DEVICE", "cpu")
+ACCELERATOR = build.DEVICE if DEVICE == "cpu" else DEVICE
+"""The device of tests that are about accelerators."""
 _context = mp.get_context("forkserver")
 _context.set_forkserver_preload([*MODULES])
 
@@ -49,8 +56,7 @@ class Pool:
     """A world of ``size`` ranks that lives until ``close``."""
 
     def __init__(self, size: int, timeout: float = 30.0, device: str = DEVICE) -> None:
-        if device == build.DEVICE:
-            build.require()
+        require_devices(device, size)
         self.size, self.runs = size, 0
         self._directory = tempfile.mkdtemp()
         self._pipes: list[Connection] = []
@@ -145,6 +151,25 @@ def _run(key: tuple[int, float, str], function: Callable[..., Any], arguments: d
         _pools[key] = Pool(*key)
     _last_call[key] = _calls
     return _pools[key].run(function, **arguments)
+
+
+def require_devices(device: str, count: int) -> None:
+    """Skip the test where fewer than ``count`` devices of this type are here, or the simulated one cannot be built."""
+    if device == build.DEVICE:
+        build.require()
+    elif device != "cpu" and (here := devices_here(device)) < count:
+        pytest.skip(f"{count} devices of type {device} are needed, and {here} are here")
+
+
+@cache
+def devices_here(device: str) -> int:
+    """How many real devices of this type are here, by the driver's files where they tell, so that no driver loads."""
+    by_driver = count_by_driver(os.environ)
+    if by_driver is not None:
+        return by_driver if device == "cuda" else 0
+    import torch
+
+    return torch.accelerator.device_count() if accelerator_type() == device else 0
 
 
 def forget(size: int) -> None:

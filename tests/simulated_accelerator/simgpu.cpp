@@ -147,7 +147,7 @@ struct Allocator final : c10::DeviceAllocator {
   DataPtr allocate(size_t size) override {
     void* data = nullptr;
     if (size) {
-      TORCH_CHECK(!posix_memalign(&data, 64, size), "simgpu: out of memory");
+      TORCH_CHECK_WITH(OutOfMemoryError, !posix_memalign(&data, 64, size), "simgpu: out of memory");
       std::memset(data, 0xff, size);
     }
     return own(current_device, size, data, data, {});
