@@ -39,7 +39,7 @@ def train(steps: int = 6, optimizer: str = "adamw:lr=0.01", **options: Any) -> d
     data = torch.randn(48, 5, generator=draw), torch.randint(0, 3, (48,), generator=draw)
     run = tutti.prepare(model, optimizer, data, loss, workers=2, batch_size=8, **options)
     losses = [run.step(batch) for batch in run.epoch(0)][:steps]
-    made = run.exchange.optimizers[0]
+    made = run.gradient_sync.optimizers[0]
     return {
         "weights": {name: value.cpu() for name, value in run.state().items()},
         "places": {str(p.device) for p in run.model.parameters()},

@@ -1,4 +1,4 @@
-"""Whole runs on the simulated accelerator: offload, profile, trace, the watchdog and a killed process."""
+"""Whole runs on the simulated accelerator: profile, trace, the watchdog and a killed process."""
 
 from __future__ import annotations
 
@@ -7,15 +7,10 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
-from tests import worlds
 from tests.simulated_accelerator import build
-from tests.simulated_accelerator.test_mistakes import prepare
-from tutti.parallel.fsdp.sharded import ShardedSync
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -47,26 +42,3 @@ def test_a_killed_process_on_the_device_is_survived(tmp_path: Path) -> None:
     build.require()
     words = ["train", "digits", "--device", build.DEVICE, "--devices", "2", "--steps", "60"]
     command(tmp_path, "chaos", "kill", "--verify", "--", *words, "--out", "run")
-
-
-def offloaded(strategy: str) -> dict[str, Any]:
-    run = prepare(strategy)
-    for batch in run.epoch(0):
-        run.step(batch)
-    exchange = run.gradient_sync
-    assert isinstance(exchange, ShardedSync)
-    states = [tensor for each in exchange.optimizers for state in each.state.values() for tensor in state.values()]
-    return {
-        "weights": run.weights_sha256(),
-        "state": {t.device.type for t in states if isinstance(t, torch.Tensor) and t.dim()},
-    }
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-def test_offload_keeps_the_state_on_the_host_and_gives_the_weights_of_the_cpu(stage: int) -> None:
-    for own, there in zip(
-        worlds.run_on("cpu", 2, offloaded, strategy=f"sharded:stage={stage}"),
-        worlds.run_on(build.DEVICE, 2, offloaded, strategy=f"sharded:stage={stage},offload=true"),
-        strict=True,
-    ):
-        assert there == {"weights": own["weights"], "state": {"cpu"}}

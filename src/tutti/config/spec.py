@@ -212,10 +212,21 @@ def build_options(config: type[T], options: Mapping[str, Any], where: str) -> T:
         raise UsageError("bad options", where=where, why=str(error)) from error
 
 
+_BOOLEANS = {"true": True, "yes": True, "1": True, "on": True, "false": False, "no": False, "0": False, "off": False}
+
+
 def _convert(text: str, hint: Any, where: str) -> Any:
-    """Convert ``text`` to type ``hint``: bool, int, float, str, a Literal, ``X | None`` or ``tuple[X, …]``."""
+    """Convert ``text`` to type ``hint``.
+
+    ``hint`` is bool, int, float, str, a Literal, ``X | None``, ``bool | Literal`` or ``tuple[X, …]``.
+    """
     origin, arguments = get_origin(hint), get_args(hint)
     if origin in (typing.Union, types.UnionType):
+        named = [word for each in arguments if get_origin(each) is Literal for word in get_args(each)]
+        if text in named:
+            return text
+        if bool in arguments and text.lower() not in _BOOLEANS:
+            raise UsageError(f"'{text}' is not possible", where=where, remedy=did_you_mean(text, ("true", *named)))
         if text.lower() == "none":
             return None
         return _convert(text, next(a for a in arguments if a is not type(None)), where)
@@ -226,11 +237,9 @@ def _convert(text: str, hint: Any, where: str) -> Any:
             raise UsageError(f"'{text}' is not possible", where=where, remedy=did_you_mean(text, arguments))
         return text
     if hint is bool:
-        if text.lower() in ("true", "yes", "1", "on"):
-            return True
-        if text.lower() in ("false", "no", "0", "off"):
-            return False
-        raise UsageError(f"'{text}' is neither true nor false", where=where)
+        if text.lower() not in _BOOLEANS:
+            raise UsageError(f"'{text}' is neither true nor false", where=where)
+        return _BOOLEANS[text.lower()]
     try:
         value = hint(text)
     except ValueError:

@@ -51,13 +51,14 @@ class RowsConfig(StrategyOptions):
 
     Attributes:
         stage: 1: shard optimizer state; 2: gradients too; 3: parameters too.
-        offload: keep parameter shards and optimizer state in host memory; for accelerators.
+        offload: keep parameter shards and optimizer state in host memory, or ``optimizer``: the optimizer state alone,
+            and update there; for accelerators.
         units: FSDP wrap policy: ``auto``, or names and classes of the modules to wrap, ``Block+head``.
         param_dtype: dtype in which parameters are gathered and used in forward and backward; default: their own.
     """
 
     stage: int = 1
-    offload: bool = False
+    offload: bool | Literal["optimizer"] = False
     units: tuple[str, ...] = ("auto",)
     param_dtype: Literal["bf16", "fp16"] | None = None
 
@@ -65,9 +66,14 @@ class RowsConfig(StrategyOptions):
         if self.stage not in (1, 2, 3):
             raise ValueError(f"stage is {self.stage}, must be 1, 2 or 3")
         if self.stage == 1:
-            given = {"offload": self.offload, "units": self.units != ("auto",), "param_dtype": self.param_dtype}
+            given = {
+                "offload=true": self.offload is True,
+                "units": self.units != ("auto",),
+                "param_dtype": self.param_dtype,
+            }
             for option in filter(given.get, given):
-                raise ValueError(f"{option} is for stages 2 and 3: in stage 1 every device holds all parameters")
+                other = "; offload=optimizer is for all stages" * (self.offload is True)
+                raise ValueError(f"{option} is for stages 2 and 3: in stage 1 every device holds all parameters{other}")
 
     @property
     def zero_stage(self) -> int:
@@ -84,13 +90,13 @@ class RowsConfig(StrategyOptions):
         """Raise UsageError if ``offload`` or ``param_dtype`` would have no effect on this device mesh."""
         if self.offload and not accelerated:
             raise UsageError(
-                "offload=true does nothing here",
-                why="it moves rows from the memory of a GPU to the host's, and this run computes on CPUs",
+                f"offload={'true' if self.offload is True else self.offload} does nothing here",
+                why="it moves state from the memory of a GPU to the host's, and this run computes on CPUs",
                 remedy="leave it out",
             )
-        if shape["shard"] == 1 and (self.offload or self.param_dtype is not None):
+        if shape["shard"] == 1 and (self.offload is True or self.param_dtype is not None):
             raise UsageError(
-                f"{'offload' if self.offload else 'param_dtype'} does nothing where one device has a whole copy",
+                f"{'offload=true' if self.offload else 'param_dtype'} does nothing where one device has a whole copy",
                 why="it applies only to parameters that are gathered from other devices",
                 remedy="take more shards, or leave it out"
                 + (f" and take --precision {self.param_dtype}" if self.param_dtype else ""),
@@ -114,6 +120,8 @@ class SplitConfig(RowsConfig, AllReduceConfig):
             raise ValueError(f"shards is {self.shards}, must be at least 1")
         if self.shards == 1 and self.stage != 1:
             raise ValueError(f"stage={self.stage} shards nothing without shards=2 or more")
+        if self.shards == 1 and self.offload:
+            raise ValueError("offload does nothing without shards=2 or more")
         given = {"algorithm": self.algorithm != "auto", "wire": self.wire != "fp32", "bucket_mb": self.bucket_mb}
         for option in filter(given.get, given) if self.shards > 1 else ():
             raise ValueError(f"{option} does nothing with shards={self.shards}, whose gradients are summed by rows")

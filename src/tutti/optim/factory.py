@@ -89,6 +89,7 @@ def from_instance(optimizer: Optimizer) -> OptimizerFactory:
         here = {id(p) for _, p in named}
         if not handed_out and given <= here:
             handed_out = True
+            _bring_state(optimizer)
             return optimizer
         subset = [{**settings, "params": [p for p in members if id(p) in here]} for settings, members in groups]
         subset = [group for group in subset if group["params"]]
@@ -102,6 +103,14 @@ def from_instance(optimizer: Optimizer) -> OptimizerFactory:
         return _following(optimizer, built, here)
 
     return make
+
+
+def _bring_state(optimizer: Optimizer) -> None:
+    """Move state that the constructor has made (Adagrad) to where ``tutti.prepare`` has moved the parameters."""
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items():
+            if isinstance(value, Tensor) and value.dim() and value.device != parameter.device:
+                state[key] = value.to(parameter.device)
 
 
 def check_fresh(optimizer: Optimizer) -> None:

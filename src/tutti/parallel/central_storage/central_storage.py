@@ -31,8 +31,8 @@ from tutti.errors import UsageError
 from tutti.launcher.malloc_tuning import give_back
 from tutti.nn.swap import buffers
 from tutti.optim.mixing import needs_closure
-from tutti.parallel.central_storage.host_parameters import HostParameters
 from tutti.parallel.ddp.allreduce import AllReduceSync, culprits
+from tutti.parallel.ddp.host_parameters import HostParameters
 from tutti.parallel.ddp.reducers import Named, OverlappedReducer, Reducer, TreeReducer, scale_all
 from tutti.parallel.ddp.shared_memory_reducer import SharedReducer, attach_shared
 from tutti.parallel.ddp.sync_module_states import agree_on_state
@@ -70,10 +70,7 @@ class CentralStorageSync(AllReduceSync):
 
         def make(named: Named) -> Optimizer | None:
             with self._updating():
-                made = make_optimizer(self._owned)
-            if made is not None and self._host is not None:
-                _state_to_host(made)
-            return made
+                return make_optimizer(self._owned)
 
         grad_hook = super().attach(replica, make)
         self._guard.note(self._guarded)
@@ -329,14 +326,6 @@ class CentralAverage(ParameterAverage):
 
     def state(self) -> dict[str, dict[str, Tensor | TensorSlice]]:
         return {"ema": dict(zip(self._names, self._values, strict=True))}
-
-
-def _state_to_host(optimizer: Optimizer) -> None:
-    """Move the state that an optimizer's constructor made of parameters on a device."""
-    for state in optimizer.state.values():
-        for key, value in state.items():
-            if isinstance(value, Tensor) and is_accelerator(value.device):
-                state[key] = value.cpu()
 
 
 def _like(flat: Tensor, parameter: Tensor) -> Tensor:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor, nn
 
+from tutti.device import is_accelerator, pins_memory, synchronize
 from tutti.torch_compat import foreach_copy_
 
 
@@ -77,6 +79,53 @@ class HostParameters:
 
     def _to_device(self, gradients: Mapping[nn.Parameter, Tensor | None]) -> None:
         for parameter, gradient in gradients.items():
-            parameter.grad = None
-            parameter.data = self._here[parameter]
-            parameter.grad = gradient
+            _set(parameter, self._here[parameter], gradient)
+
+
+class OffloadedUpdate:
+    """Updates of parameters on a device in host memory, where their optimizer keeps its state.
+
+    Ren et al. 2021, arXiv 2101.06840 (ZeRO-Offload). Values and gradients are copied to page-locked memory together,
+    and the updated values back while the host goes on. The values are copied each time, because a script may have
+    written to them.
+
+    Args:
+        device: where the parameters are between updates.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._values: dict[nn.Parameter, Tensor] = {}
+        self._gradients: dict[nn.Parameter, Tensor] = {}
+
+    @contextmanager
+    def on_host(self, parameters: Collection[nn.Parameter]) -> Iterator[None]:
+        """Return a context in which ``parameters`` and their ``.grad`` are in host memory; afterwards as before."""
+        here = {p: (p.data, p.grad) for p in parameters if is_accelerator(p.device)}
+        there = {p: self._copy(p, value, gradient) for p, (value, gradient) in here.items()}
+        synchronize(self._device)
+        for parameter, (value, gradient) in there.items():
+            _set(parameter, value, gradient)
+        try:
+            yield
+        finally:
+            for parameter, (value, gradient) in here.items():
+                value.copy_(parameter.data, non_blocking=True)
+                _set(parameter, value, gradient)
+
+    def _copy(self, parameter: nn.Parameter, value: Tensor, gradient: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Start the copies of one parameter's value and gradient; their memory is used again in the next update."""
+        copied = self._fill(self._values, parameter, value)
+        return copied, None if gradient is None else self._fill(self._gradients, parameter, gradient)
+
+    def _fill(self, kept: dict[nn.Parameter, Tensor], parameter: nn.Parameter, source: Tensor) -> Tensor:
+        held = kept.get(parameter)
+        if held is None or held.shape != source.shape or held.dtype != source.dtype:
+            held = kept[parameter] = torch.empty_like(source, device="cpu", pin_memory=pins_memory(self._device))
+        return held.copy_(source, non_blocking=True)
+
+
+def _set(parameter: nn.Parameter, value: Tensor, gradient: Tensor | None) -> None:
+    parameter.grad = None
+    parameter.data = value
+    parameter.grad = gradient

@@ -323,7 +323,7 @@ def _shard(
         raise ValueError("one rank has nothing to shard")
     device = comm.device.type
     dtype = _NARROW.get(config.param_dtype or "")
-    offload: OffloadPolicy = CPUOffloadPolicy() if config.offload else OffloadPolicy()
+    offload: OffloadPolicy = CPUOffloadPolicy() if config.offload is True else OffloadPolicy()
     mesh, made = DeviceMesh.from_group(comm.group, device), list[FSDPModule]()
     names = {module: name for name, module in model.named_modules()}
     divided = any(isinstance(module, TensorParallelLayer) for module in model.modules())

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -21,10 +21,13 @@ from torch.optim import Optimizer
 
 from tutti.checkpoint.state_shards import cut_state, mine_of, read_local, written
 from tutti.config.sync_config import RowsConfig
+from tutti.errors import UsageError
 from tutti.nn.swap import parameters
-from tutti.optim.several import acting, members_of
+from tutti.optim.mixing import needs_closure
+from tutti.optim.several import acting, members_of, stepping
 from tutti.parallel.ddp.allreduce import culprits, optimizer_step
 from tutti.parallel.ddp.buckets import ReducedSums, Tail
+from tutti.parallel.ddp.host_parameters import OffloadedUpdate
 from tutti.parallel.ddp.reducers import layout_key_of, refuse_mismatch, scale_all, squares_of
 from tutti.parallel.ddp.sync_module_states import agree_on_state, broadcast_state
 from tutti.parallel.ddp.worker_buffers import WorkerBuffers
@@ -84,6 +87,9 @@ class ShardedSync:
         self._shards, self._copies = run_context.comms.axis("shard"), run_context.comms.axis("replica")
         self._counting = LossCounter()
         self._acting_on: Sequence[nn.Parameter] | None = None
+        self._offloaded: OffloadedUpdate | None = None
+        if config.offload == "optimizer":
+            self._offloaded = OffloadedUpdate(self._shards.device)
         self._uncut: list[tuple[str, nn.Parameter]] = []
 
     def attach(self, replica: ReplicaRunner, make_optimizer: OptimizerFactory) -> GradientReadyHook:
@@ -101,10 +107,37 @@ class ShardedSync:
         self._engines = self._share_out(replica, named)
         self._named = list(named)
         self._index()
-        self._optimizer = make_optimizer(self._named)
+        self._optimizer = self._make(make_optimizer)
         self._whole = gatherers_of_optimizers(self._optimizer, lambda member: self._complete(member, self._slices))
         self.optimizers: Sequence[Optimizer] = (self._optimizer,) if self._optimizer else ()
         return self
+
+    def _make(self, make_optimizer: OptimizerFactory) -> Optimizer | None:
+        """Make the optimizer, in host memory if its state is to be there.
+
+        Raises:
+            UsageError: the optimizer is only for parameters on a device.
+        """
+        with self._updating([p for _, p in self._named]):
+            made = make_optimizer(self._named)
+        for member in members_of(made) if self._config.offload else ():
+            if any(group.get("capturable") for group in member.param_groups):
+                raise _refusal("capturable=True", "leave out one of the two")
+            if self._offloaded is not None and needs_closure(member):
+                raise _refusal(f"{type(member).__name__}, which needs a closure", "leave out offload")
+        return made
+
+    def _updating(self, members: Sequence[nn.Parameter] | None = None) -> AbstractContextManager[None]:
+        """Return a context in which parameters with offloaded optimizer state, and their gradients, are on the host.
+
+        ``members``: the parameters; None for those of the optimizers that act.
+        """
+        if self._offloaded is None:
+            return nullcontext()
+        if members is None:
+            acting = [each for optimizer in self.optimizers for each in stepping(optimizer)]
+            members = [p for each in acting for group in each.param_groups for p in group["params"]]
+        return self._offloaded.on_host(members)
 
     def _index(self) -> None:
         """Collect the rows of all engines, and the layout key of their digests."""
@@ -241,8 +274,9 @@ class ShardedSync:
             factor, norm = clipped(stats.grad_norm, self._run_context.clip)
             if factor != 1.0:
                 scale_all(self._gradients(), factor)
-            for optimizer in self.optimizers:
-                optimizer_step(optimizer, step_context.lr_factor, norm, self._whole)
+            with self._updating():
+                for optimizer in self.optimizers:
+                    optimizer_step(optimizer, step_context.lr_factor, norm, self._whole)
             for engine in self._engines:
                 engine.all_gather_parameters()
         else:
@@ -288,10 +322,11 @@ class ShardedSync:
             whole = self._whole
             # The state of frozen rows too, because the script may unfreeze them.
             rows_here = [rows for rows in self._rows if whole is None or not whole.slices(rows.parameter)]
-            load_optimizer_rows(self._optimizer, rows_here, saved)
-            if whole is not None:
-                named, specs = [(rows.name, rows.parameter) for rows in self._trained], self._replica.specs
-                whole.load(self._optimizer, named, saved, specs)
+            with self._updating([rows.parameter for rows in self._rows]):
+                load_optimizer_rows(self._optimizer, rows_here, saved)
+                if whole is not None:
+                    named, specs = [(rows.name, rows.parameter) for rows in self._trained], self._replica.specs
+                    whole.load(self._optimizer, named, saved, specs)
 
     def facts(self) -> dict[str, object]:
         """Return an empty dict: ``summary.json`` has no facts about sharding."""
@@ -391,6 +426,8 @@ class ShardedSync:
                 self._acting_on = None
 
     def steps_whole(self, optimizer: Optimizer) -> bool:
+        if self._config.offload:
+            return False
         return self._shards.size == 1 and any(optimizer is own for own in members_of(self._optimizer))
 
     def adopt(self, optimizer: Optimizer) -> None:
@@ -500,3 +537,11 @@ class ShardedSync:
         bad += sum(not is_finite(g) for g in self._gradients())
         self._run_context.comms.replica.start_all_reduce(bad, "all_reduce of what is not finite").wait()
         return not bool(bad)
+
+
+def _refusal(what: str, remedy: str) -> UsageError:
+    return UsageError(
+        f"offload cannot be combined with {what}",
+        why="the parameters are in host memory during an update",
+        remedy=remedy,
+    )
