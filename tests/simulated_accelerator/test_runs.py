@@ -1,28 +1,30 @@
-"""Whole runs on the simulated accelerator: profile, trace, the watchdog and a killed process."""
+"""Whole runs on the simulated accelerator: profile, trace, a killed process, and the watchdog."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.faults.commands import write_task
 from tests.simulated_accelerator import build
 
 pytestmark = pytest.mark.timeout(600)
 
 
-def command(folder: Path, *words: str) -> str:
-    """Run ``tutti`` with two simulated devices; return its stdout."""
+def command(folder: Path, *words: str, code: int = 0) -> str:
+    """Run ``tutti`` with two simulated devices; return its stderr. Fails where it does not exit with ``code``."""
     environ = {**os.environ, **build.environment(2)}
     done = subprocess.run(
         [sys.executable, "-m", "tutti", *words], cwd=folder, env=environ, capture_output=True, text=True, timeout=240
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stderr
 
 
 def weights(folder: Path) -> str:
@@ -42,3 +44,27 @@ def test_a_killed_process_on_the_device_is_survived(tmp_path: Path) -> None:
     build.require()
     words = ["train", "digits", "--device", build.DEVICE, "--devices", "2", "--steps", "60"]
     command(tmp_path, "chaos", "kill", "--verify", "--", *words, "--out", "run")
+
+
+STUCK = """
+STEP = 0
+
+def loss(model, batch):
+    global STEP
+    STEP += torch.is_grad_enabled()
+    inputs, labels = batch
+    if RANK == 1 and STEP == 4:
+        # A collective on the device that no other rank enters.
+        torch.distributed.all_reduce(torch.ones(1, device=inputs.device))
+    return nn.functional.cross_entropy(model(inputs), labels)
+"""
+
+
+def test_a_rank_that_hangs_in_a_collective_on_the_device_is_named(tmp_path: Path) -> None:
+    build.require()
+    own = write_task(tmp_path, STUCK)
+    words = ["train", own, "--device", build.DEVICE, "--devices", "2", "--steps", "9", "--batch-size", "12"]
+    said = command(tmp_path, *words, "--step-timeout", "5", "--timeout", "60", "--out", "out", code=5)
+    found = re.search(r"tutti: rank (\d) made no progress for \d+ s in step (\d) \(phase (\w+)\), in (\w+)", said)
+    assert found is not None and found.groups()[:3] == ("1", "4", "compute"), said
+    assert 'own.py", line' in said and "in all_reduce" in said and said.count("tutti: rank") == 1
