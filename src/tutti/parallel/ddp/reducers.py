@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
@@ -111,6 +112,8 @@ class OverlappedReducer:
         self._used: list[bool] = []
         self._loss_sums: Tensor | None = None
         self._step_context = StepContext(0, 0)
+        # Gradients with their sums of squares, which ``finish`` has read together with the totals.
+        self._early: tuple[list[Tensor], list[float]] | None = None
 
     @property
     def listens(self) -> bool:
@@ -166,9 +169,9 @@ class OverlappedReducer:
         """Do nothing: autograd accumulates the gradients of a rank's workers in ``.grad``."""
 
     def finish(self, step_context: StepContext, loss_sums: Tensor | None) -> ReducedSums:
-        self._armed = False
+        self._armed, self._early = False, None
         if self._comm.size == 1:
-            totals = [0.0, 0.0] if loss_sums is None else loss_sums.tolist()
+            totals = [0.0, 0.0] if loss_sums is None else self._read(loss_sums, step_context)
             return ReducedSums(
                 totals[0], totals[1], totals[2:], step_context.stop, [p.grad is not None for p in self._order]
             )
@@ -180,19 +183,36 @@ class OverlappedReducer:
             if wire is not None:
                 bucket.flat.copy_(wire)
         self._under_way, self._used = [], []
-        tail = self._buckets[-1].tail.tolist()
+        tail = self._read(self._buckets[-1].tail, step_context)
         if not self._tail.same(tail, step_context, self._comm.size):
             refuse_mismatch(self._comm, step_context)
         sums = self._tail.read(tail)
         expose(self._buckets, sums.used)
         return sums
 
-    def squares(self) -> list[float]:
+    def _read(self, numbers: Tensor, step_context: StepContext) -> list[float]:
+        """Copy ``numbers`` to the host, and with them the squares of the gradients, where no scale is to come."""
+        counted = self._counted()
+        if step_context.loss_scale != 1.0 or (self._comm.size > 1 and self._lent):
+            return list(numbers.tolist())
+        read, squares = read_with_squares(numbers, counted)
+        self._early = counted, squares
+        return read
+
+    def _counted(self) -> list[Tensor]:
         if self._comm.size > 1 and not self._lent:
-            return [sum(squares_of([bucket.gradients for bucket in self._buckets]))]
-        return [sum(squares_of([p.grad for p in self._order if p.grad is not None and p not in self._lent]))]
+            return [bucket.gradients for bucket in self._buckets]
+        return [p.grad for p in self._order if p.grad is not None and p not in self._lent]
+
+    def squares(self) -> list[float]:
+        counted, early = self._counted(), self._early
+        self._early = None
+        if early is not None and len(early[0]) == len(counted) and all(map(operator.is_, early[0], counted)):
+            return [sum(early[1])]
+        return [sum(squares_of(counted))]
 
     def scale(self, factor: float) -> None:
+        self._early = None
         scale_all([p.grad for p in self._order if p.grad is not None], factor)
 
 
@@ -277,12 +297,22 @@ def expose(buckets: Sequence[Bucket], used: Sequence[bool]) -> None:
 
 def squares_of(tensors: Sequence[Tensor]) -> list[float]:
     """Return the sum of squares of each tensor, computed in float32 or wider, with one host sync for all of them."""
-    if not tensors:
-        return []
+    return _squares(tensors).tolist() if tensors else []
+
+
+def read_with_squares(numbers: Tensor, tensors: Sequence[Tensor]) -> tuple[list[float], list[float]]:
+    """Return the values of ``numbers`` (n,), and ``squares_of(tensors)``, with one host sync where all are together."""
+    if not tensors or any(t.device != numbers.device for t in tensors):
+        return list(numbers.tolist()), squares_of(tensors)
+    both = torch.cat([numbers.double(), _squares(tensors)]).tolist()
+    return both[: len(numbers)], both[len(numbers) :]
+
+
+def _squares(tensors: Sequence[Tensor]) -> Tensor:
     tensors = [values_of(t) for t in tensors]
     norms = foreach_norm([t.float() if t.dtype in (torch.float16, torch.bfloat16) else t for t in tensors])
     same = len({n.dtype for n in norms}) == 1
-    return torch.stack(norms if same else [n.double() for n in norms]).double().square_().tolist()
+    return torch.stack(norms if same else [n.double() for n in norms]).double().square_()
 
 
 def squares_by(parameters: Sequence[nn.Parameter], without: Collection[nn.Parameter] = ()) -> list[float]:
