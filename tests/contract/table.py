@@ -252,7 +252,8 @@ def train(
 ) -> tuple[dict[str, NDArray[Any]], list[float], str]:
     """Train for a few steps on this world: state as one plain model's, losses, hash. Batches of 25, 25, 20 samples.
 
-    The average of the weights is in the state too, and evaluated beside them.
+    The average of the weights is in the state too, and evaluated beside them. The hash is "" outside of reproducible
+    mode, where the bits are not promised: every tensor of the state is gathered for it once more.
     """
     chosen = MODELS[trained]
     built = chosen.build()
@@ -278,7 +279,8 @@ def train(
         losses += evaluation.values.values()
     state = {name: tensor.cpu().numpy().copy() for name, tensor in run.state().items()}
     state |= {f"average of {name}": tensor.cpu().numpy().copy() for name, tensor in run.state(averaged=True).items()}
-    return state, losses, run.weights_sha256() + run.weights_sha256(averaged=True)
+    hashes = run.weights_sha256() + run.weights_sha256(averaged=True) if options.get("reproducible") else ""
+    return state, losses, hashes
 
 
 def largest_difference(a: dict[str, NDArray[Any]], b: dict[str, NDArray[Any]]) -> float:
