@@ -1,0 +1,365 @@
+"""Choose devices, batch and strategy for a target: time and cost of each, the knee, and why each alternative lost.
+
+Pure functions of steps, measured or predicted, and of the data that a batch needs to the target,
+E(B) = E_min(1 + B/B_crit) (McCandlish et al. 2018, arXiv 1812.06162). Uncertain quantities are arrays of ``DRAWS``
+draws; draws of the same place belong together, so that the difference of two plans keeps what they share.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from tutti.errors import UsageError
+from tutti.planning.conformal_band import Residuals, band_factor, distance_class
+from tutti.planning.law_fit import fit_target
+from tutti.planning.recipe import TrainingRecipe
+from tutti.planning.scaling_laws import Array
+
+DRAWS = 256
+WORTH = 1.5
+"""A doubling of the devices is worth it if the time falls by this factor."""
+DATA_BASIS = "data to the target at smaller batches"
+"""Basis of the back-test's cells for data to a target."""
+_FLOOR = 0.03
+_EVEN = 0.01
+"""Two plans whose times differ by less than this are the same, whatever their draws say."""
+
+
+@dataclass(frozen=True)
+class MeasuredTarget:
+    """Runs that have trained to the target at one batch size.
+
+    Attributes:
+        batch: samples in a global batch.
+        samples: to the target, in the median of the runs.
+        runs: number of runs.
+    """
+
+    batch: int
+    samples: float
+    runs: int
+
+
+@dataclass(frozen=True, eq=False)
+class DataDemand:
+    """Data to the target at one batch size.
+
+    Attributes:
+        samples: median.
+        draws: of the samples.
+        band: low and high of the 90 % band; None where none was tested.
+        text: what the figure rests on, and where the band comes from or why there is none.
+    """
+
+    samples: float
+    draws: Array
+    band: tuple[float, float] | None
+    text: str
+
+
+class TargetData:
+    """Data to the target at any batch size: measured where runs have reached it, of the fitted law elsewhere.
+
+    Args:
+        measured: data to the target at measured batches, one entry a batch.
+        recipe: a posterior over E_min and B_crit, which replaces the fit; None for none.
+        residuals: scores of the back-test, by cell.
+
+    Raises:
+        UsageError: neither a measured batch nor a recipe is known.
+    """
+
+    def __init__(self, measured: Sequence[MeasuredTarget], recipe: TrainingRecipe | None, residuals: Residuals) -> None:
+        if not measured and recipe is None:
+            raise UsageError("nothing says how many samples the target needs", remedy="give --runs or --recipe")
+        self.measured = {each.batch: each for each in sorted(measured, key=lambda each: each.batch)}
+        self._recipe, self._residuals = recipe, residuals
+        generator = np.random.default_rng(0)
+        self._normal = generator.standard_normal(DRAWS)
+        self.spread = 0.0
+        self._least = self._critical = np.zeros(0)
+        if recipe is not None:
+            pairs = np.resize(np.array(recipe.draws or [(recipe.samples_min, recipe.critical_batch)]), (DRAWS, 2))
+            self._least, self._critical = pairs[:, 0], pairs[:, 1]
+        elif len(self.measured) > 1:
+            batches = np.array([float(batch) for batch in self.measured])
+            data = np.array([each.samples for each in self.measured.values()])
+            runs = np.array([float(each.runs) for each in self.measured.values()])
+            self._posterior = fit_target(batches, data, runs)
+            chosen = generator.choice(len(self._posterior.weights), size=DRAWS, p=self._posterior.weights)
+            self._least = np.exp(self._posterior.log_least[chosen])
+            self._critical = np.exp(self._posterior.log_critical[chosen])
+            self.spread = self._posterior.seed
+        self._known: dict[int, DataDemand] = {}
+
+    @property
+    def critical_batch(self) -> tuple[float, float, float] | None:
+        """Median, 5 % and 95 % quantile of B_crit in samples; None where one batch alone was measured."""
+        if not len(self._critical):
+            return None
+        low, middle, high = np.quantile(self._critical, [0.05, 0.5, 0.95])
+        return float(middle), float(low), float(high)
+
+    def at(self, batch: int) -> DataDemand:
+        """Return the data to the target at a batch size.
+
+        Raises:
+            UsageError: no run has reached the target at this batch, and one measured batch says nothing of others.
+        """
+        if batch not in self._known:
+            self._known[batch] = self._demand(batch)
+        return self._known[batch]
+
+    def _demand(self, batch: int) -> DataDemand:
+        known = self.measured.get(batch)
+        if known is not None:
+            draws = known.samples * np.exp(self.spread / math.sqrt(known.runs) * self._normal)
+            runs = f"{known.runs} run" + "s" * (known.runs > 1)
+            return DataDemand(known.samples, draws, None, f"measured in {runs}; no band: runs of other seeds differ")
+        if not len(self._least):
+            raise UsageError(
+                f"the data to the target at a batch of {batch} are unknown",
+                why="one measured batch cannot give the two constants of E(B) = E_min(1 + B/B_crit)",
+                remedy="train to the target with a second batch (tutti train TASK --batch-size B --until …), or give "
+                "--recipe, or plan for the measured batch alone with --batch-size",
+            )
+        draws = self._least * (1 + batch / self._critical) * np.exp(self.spread * self._normal)
+        if self._recipe is not None:
+            samples = self._recipe.samples_at(batch)
+            return DataDemand(samples, draws, None, f"of the recipe ({self._recipe.basis}); no band: never checked")
+        samples, sigma = self._posterior.predict(float(batch))
+        far = batch / max(self.measured)
+        basis = f"of E(B) through {len(self.measured)} measured batches"
+        if far < 2:
+            return DataDemand(
+                samples, draws, None, f"{basis}; no band: the back-test asks for twice the batch and more"
+            )
+        # As in the back-test, whose two near distances are one cell.
+        cell = f"{DATA_BASIS}, {distance_class(max(far, 4.0))}"
+        factor = band_factor(self._residuals, cell, "")
+        if factor is None:
+            return DataDemand(samples, draws, None, f"{basis}; no band: nothing so far ({far:.3g} ×) was checked")
+        wide = math.exp(factor * math.hypot(sigma, _FLOOR))
+        text = f"{basis}; band: 90 % of checked predictions like this were within it ({cell})"
+        return DataDemand(samples, draws, (samples / wide, samples * wide), text)
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedStep:
+    """A step that a plan may take.
+
+    Attributes:
+        devices, batch, strategy: the choice.
+        options: further options of ``tutti train`` that belong to it.
+        seconds: of a step, in the median.
+        draws: of the seconds.
+        terms: seconds of it by cause (compute, communication, bubble, idling); empty for a measured step.
+        basis: what it rests on, in words.
+        measured: whether it was measured.
+        samples: to the target, where it was measured for this very algorithm; None: as any synchronous strategy.
+    """
+
+    devices: int
+    batch: int
+    strategy: str
+    seconds: float
+    draws: Array
+    terms: Mapping[str, float]
+    basis: str
+    measured: bool = False
+    options: tuple[tuple[str, object], ...] = ()
+    samples: float | None = None
+
+    @property
+    def label(self) -> str:
+        """Strategy with its further options.
+
+        >>> PlannedStep(2, 64, "mirrored", 0.1, np.ones(1), {}, "", options=(("micro_batch", 8),)).label
+        'mirrored micro_batch=8'
+        """
+        return " ".join([self.strategy, *(f"{name}={value}" for name, value in self.options)])
+
+
+@dataclass(frozen=True, eq=False)
+class DevicePlan:
+    """One choice, with its time to the target.
+
+    Attributes:
+        step: the choice and its step.
+        data: to the target at its batch.
+        steps: of training, whole ones.
+        seconds: of training to the target, without start, evaluations, saves and failures.
+        draws: of the seconds.
+        band: low and high of a 90 % band of the seconds; None where none was tested.
+        cost: devices · hours · price; None without a price.
+    """
+
+    step: PlannedStep
+    data: DataDemand
+    steps: int
+    seconds: float
+    draws: Array
+    band: tuple[float, float] | None
+    cost: float | None
+
+    @property
+    def devices(self) -> int:
+        """Number of devices."""
+        return self.step.devices
+
+    @property
+    def band_text(self) -> str:
+        """Where the band of the time comes from, or why there is none."""
+        if self.band is not None:
+            return "90 % band of the data to the target; the step was measured"
+        if self.data.band is not None:
+            return "no band: only the data have one, and predicted steps were not checked"
+        return "no band: times to a target like this were not checked"
+
+    def slow_end(self) -> float:
+        """Return the seconds that a limit must allow: the high end of the band, or the point figure without one."""
+        return self.seconds if self.band is None else self.band[1]
+
+    def high_cost(self) -> float | None:
+        """Return the cost at ``slow_end``; None without a price."""
+        return None if self.cost is None else self.cost * self.slow_end() / self.seconds
+
+
+def device_plans(steps: Sequence[PlannedStep], data: TargetData, price: float | None) -> list[DevicePlan]:
+    """Return a plan for every step, sorted by devices and time.
+
+    Args:
+        steps: measured or predicted steps.
+        data: to the target.
+        price: of one device for an hour; None for no costs.
+
+    Raises:
+        UsageError: the data to the target at a step's batch are unknown.
+    """
+    plans = []
+    for step in steps:
+        if step.samples is None:
+            demand = data.at(step.batch)
+        else:
+            text = "measured with this algorithm; no band: runs of other seeds differ"
+            demand = DataDemand(step.samples, np.full(DRAWS, step.samples), None, text)
+        number = math.ceil(demand.samples / step.batch)
+        seconds = number * step.seconds
+        draws = demand.draws / step.batch * step.draws
+        band = None
+        if demand.band is not None and step.measured:
+            low, high = (end / demand.samples * seconds for end in demand.band)
+            band = (low, high)
+        cost = None if price is None else price * step.devices * seconds / 3600
+        plans.append(DevicePlan(step, demand, number, seconds, draws, band, cost))
+    return sorted(plans, key=lambda plan: (plan.devices, plan.seconds))
+
+
+def best_by_devices(plans: Sequence[DevicePlan]) -> list[DevicePlan]:
+    """Return the fastest plan of each number of devices, by devices."""
+    best: dict[int, DevicePlan] = {}
+    for plan in plans:
+        if plan.devices not in best or plan.seconds < best[plan.devices].seconds:
+            best[plan.devices] = plan
+    return [best[devices] for devices in sorted(best)]
+
+
+def find_knee(best: Sequence[DevicePlan]) -> DevicePlan | None:
+    """Return the plan of the largest number of devices whose last doubling still bought a factor of ``WORTH``.
+
+    The time of N devices is that of the fastest plan of at most N, so that devices after a bad number do not count as
+    a gain over it. From one row to the next, log₂(N/N′) doublings must buy ``WORTH`` each. The first row is the knee
+    if no doubling bought so much.
+
+    Args:
+        best: one plan for each number of devices, by devices.
+
+    Returns:
+        The knee; None for fewer than two numbers of devices, which say nothing about doublings.
+    """
+    if len(best) < 2:
+        return None
+    found, fastest = best[0], best[0].seconds
+    for before, after in pairwise(best):
+        if fastest / after.seconds >= WORTH ** math.log2(after.devices / before.devices):
+            found = after
+        fastest = min(fastest, after.seconds)
+    return found
+
+
+def last_gain(best: Sequence[DevicePlan], place: int) -> float | None:
+    """Return the factor in time that a row bought over the fastest with fewer devices; None for the first row."""
+    return None if place == 0 else min(plan.seconds for plan in best[:place]) / best[place].seconds
+
+
+def within_limits(plan: DevicePlan, deadline: float | None, budget: float | None) -> bool:
+    """Return whether the slow end of the plan's band, or its point figure, meets a deadline (s) and a budget.
+
+    Raises UsageError for a budget without a price.
+    """
+    if deadline is not None and plan.slow_end() > deadline:
+        return False
+    if budget is None:
+        return True
+    cost = plan.high_cost()
+    if cost is None:
+        raise UsageError("--budget needs a price", remedy="give --price, of one device for an hour")
+    return cost <= budget
+
+
+def cheapest_plan(plans: Sequence[DevicePlan]) -> DevicePlan:
+    """Return the plan with the fewest device-seconds, and the faster of two equal ones."""
+    return min(plans, key=lambda plan: (plan.devices * plan.seconds, plan.seconds))
+
+
+@dataclass(frozen=True)
+class LostReason:
+    """Why a plan takes longer than another.
+
+    Attributes:
+        gap: seconds that it takes longer.
+        term: the term that closes most of the gap if it is replaced by the winner's; empty for a tie.
+        closes: seconds that the term closes.
+        text: the reason in words.
+    """
+
+    gap: float
+    term: str
+    closes: float
+    text: str
+
+    @property
+    def tie(self) -> bool:
+        """Whether the two count as equal."""
+        return not self.term
+
+
+def lost_reason(loser: DevicePlan, winner: DevicePlan) -> LostReason:
+    """Return why ``loser`` takes longer than ``winner``: by the one term that closes most of the gap.
+
+    The loser's terms (data, and the causes of a step's time for each sample) are replaced by the winner's, one at a
+    time. Two plans are a tie if 0 is within the 5 % and 95 % quantile of the differences of their paired draws.
+    """
+    gap = loser.seconds - winner.seconds
+    low = float(np.quantile(np.log(loser.draws) - np.log(winner.draws), 0.05))
+    if gap <= _EVEN * winner.seconds or low <= 0:
+        return LostReason(gap, "", 0.0, f"the same within the draws ({gap:+,.3g} s)")
+    a, b = loser.step, winner.step
+    closed = {"data to the target": (loser.data.samples - winner.data.samples) / a.batch * a.seconds}
+    if a.terms and b.terms:
+        for name in sorted({*a.terms, *b.terms}):
+            each = a.terms.get(name, 0.0) / a.batch - b.terms.get(name, 0.0) / b.batch
+            closed[name] = each * loser.data.samples
+    else:
+        closed["time of a sample"] = (a.seconds / a.batch - b.seconds / b.batch) * loser.data.samples
+    term, seconds = max(closed.items(), key=lambda item: item[1])
+    if term == "data to the target":
+        why = f"{loser.data.samples / winner.data.samples:.2f} × the data"
+    else:
+        why = f"{a.strategy}, batch {a.batch}"
+    return LostReason(gap, term, seconds, f"{gap:,.3g} s longer: {seconds:,.3g} s of {term} ({why})")

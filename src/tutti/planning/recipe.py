@@ -1,0 +1,108 @@
+"""Read and write ``recipe.json``: a posterior over the data to a target, E(B) = E_min(1 + B/B_crit)."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tutti.errors import DiskError, UsageError
+
+RECIPE_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class TrainingRecipe:
+    """What is known of the data that a batch needs to a target (McCandlish et al. 2018, arXiv 1812.06162, eq. 2.11).
+
+    Attributes:
+        metric: name of the held-out metric of the target.
+        value: the target.
+        samples_min: E_min, samples to the target at small batches, in the median.
+        critical_batch: B_crit, samples, in the median.
+        draws: draws of (E_min, B_crit) from their posterior.
+        basis: what they rest on, in words.
+    """
+
+    metric: str
+    value: float
+    samples_min: float
+    critical_batch: float
+    draws: tuple[tuple[float, float], ...]
+    basis: str
+
+    def samples_at(self, batch: float) -> float:
+        """Return the samples to the target at a batch size, in the median.
+
+        >>> TrainingRecipe("loss", 1.0, 64000.0, 64.0, ((64000.0, 64.0),), "T14").samples_at(256)
+        320000.0
+        """
+        return self.samples_min * (1 + batch / self.critical_batch)
+
+
+def recipe_text(recipe: TrainingRecipe) -> str:
+    """Return a recipe as the text of ``recipe.json``."""
+    value = {
+        "format": RECIPE_FORMAT,
+        "target": {"metric": recipe.metric, "value": recipe.value},
+        "samples_min": recipe.samples_min,
+        "critical_batch": recipe.critical_batch,
+        "draws": [list(draw) for draw in recipe.draws],
+        "basis": recipe.basis,
+    }
+    return json.dumps(value, indent=1) + "\n"
+
+
+def write_recipe(recipe: TrainingRecipe, path: Path) -> None:
+    """Write ``recipe.json``. Raises DiskError."""
+    try:
+        path.write_text(recipe_text(recipe), encoding="utf-8")
+    except OSError as error:
+        raise DiskError("cannot write the recipe", where=str(path), why=error.strerror) from error
+
+
+def read_recipe(path: Path) -> TrainingRecipe:
+    """Read ``recipe.json``.
+
+    Raises:
+        UsageError: the file is missing, of another version, or one of its numbers is missing or not above 0.
+    """
+    remedy = "write it with tutti noise"
+    try:
+        stored = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError("cannot read the recipe", where=str(path), why=error.strerror, remedy=remedy) from error
+    except ValueError as error:
+        raise UsageError("the recipe is not JSON", where=str(path), why=str(error), remedy=remedy) from error
+    if not isinstance(stored, dict) or stored.get("format") != RECIPE_FORMAT:
+        found = stored.get("format") if isinstance(stored, dict) else None
+        raise UsageError(f"the recipe has format {found}, and not {RECIPE_FORMAT}", where=str(path), remedy=remedy)
+    try:
+        return TrainingRecipe(
+            metric=str(stored["target"]["metric"]),
+            value=_finite_number(stored["target"]["value"], "target.value"),
+            samples_min=_positive(stored["samples_min"], "samples_min"),
+            critical_batch=_positive(stored["critical_batch"], "critical_batch"),
+            draws=tuple((_positive(least, "draws"), _positive(batch, "draws")) for least, batch in stored["draws"]),
+            basis=str(stored["basis"]),
+        )
+    except KeyError as error:
+        raise UsageError(f"the recipe has no {error}", where=str(path), remedy=remedy) from error
+    except (TypeError, ValueError) as error:
+        raise UsageError("the recipe is invalid", where=str(path), why=str(error), remedy=remedy) from error
+
+
+def _finite_number(value: Any, name: str) -> float:
+    number = float(value)
+    if isinstance(value, bool) or not math.isfinite(number):
+        raise ValueError(f"{name} is {value}")
+    return number
+
+
+def _positive(value: Any, name: str) -> float:
+    number = _finite_number(value, name)
+    if number <= 0:
+        raise ValueError(f"{name} is {value}, and not above 0")
+    return number
