@@ -122,7 +122,7 @@ def test_the_reason_is_the_term_that_closes_most(
     reason = lost_reason(second, first)
     assert reason.term == term and reason.closes == pytest.approx(closes)
     assert reason.gap == pytest.approx(second.seconds - first.seconds) and not reason.tie
-    assert f"s of {term}" in reason.text
+    assert f"s by {term}" in reason.text
 
 
 def test_plans_whose_draws_overlap_are_a_tie() -> None:

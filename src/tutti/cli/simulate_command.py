@@ -131,7 +131,7 @@ def simulate_step(
     from tutti.planning.machine_costs import open_machine
     from tutti.planning.step_prediction import gather_sizes, predict_step, prediction_json
 
-    costs = open_machine(machine, precision, devices_per_node, _link(network))
+    costs = open_machine(machine, precision, devices_per_node, parse_link(network))
     residuals = shipped_residuals()
     found: list[StepPrediction] = []
     sizes, cut = None, None
@@ -182,10 +182,10 @@ def _counts(sweep: str | None, devices: int) -> list[int]:
     return found if found[-1] == int(last) else [*found, int(last)]
 
 
-def _link(text: str | None) -> LinkCost | None:
+def parse_link(text: str | None) -> LinkCost | None:
     """Parse ``alpha=SECONDS,beta=BYTES``.
 
-    >>> _link("alpha=3e-5,beta=1.25e9")
+    >>> parse_link("alpha=3e-5,beta=1.25e9")
     LinkCost(alpha=3e-05, beta=1250000000.0)
     """
     if text is None:

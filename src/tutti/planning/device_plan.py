@@ -359,7 +359,7 @@ def lost_reason(loser: DevicePlan, winner: DevicePlan) -> LostReason:
         closed["time of a sample"] = (a.seconds / a.batch - b.seconds / b.batch) * loser.data.samples
     term, seconds = max(closed.items(), key=lambda item: item[1])
     if term == "data to the target":
-        why = f"{loser.data.samples / winner.data.samples:.2f} × the data"
+        why = f"{loser.data.samples / winner.data.samples:.2f} × the winner's"
     else:
-        why = f"{a.strategy}, batch {a.batch}"
-    return LostReason(gap, term, seconds, f"{gap:,.3g} s longer: {seconds:,.3g} s of {term} ({why})")
+        why = f"the winner: {b.strategy}, batch {b.batch}"
+    return LostReason(gap, term, seconds, f"{gap:,.3g} s longer: {seconds:,.3g} s by {term} ({why})")

@@ -198,6 +198,21 @@ def predict_step(
     return prediction, times
 
 
+def evaluate_step(sizes: ModelSizes, config: TrainConfig, costs: StepCosts) -> tuple[Array, dict[str, float]]:
+    """Return the seconds of a step over the draws, and the shares of the devices' time by cause.
+
+    It is the part of `predict_step` that a search over many plans needs. Raises UsageError as it does.
+    """
+    program, slow = build_step(sizes.step, config, costs)
+    times = evaluate_program(program, SAMPLES)
+    return times.seconds, _shares(times, slow, program.devices > 1)
+
+
+def device_bytes(task_name: str, sizes: ModelSizes, config: TrainConfig) -> float:
+    """Return the bytes on the fullest device, as `predict_step` predicts them."""
+    return _memory(task_name, sizes.memory, config)["total"]
+
+
 def step_band(
     seconds: Array, costs: StepCosts, devices: int, residuals: Residuals
 ) -> tuple[tuple[float, float] | None, str]:

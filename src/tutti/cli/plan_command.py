@@ -1,0 +1,540 @@
+"""``tutti plan``: say how many devices are worth it for a target, at which batch, time and cost."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from cyclopts import Parameter
+
+from tutti.cli.console_tables import print_table
+from tutti.cli.simulate_command import parse_link
+from tutti.config.train_config import TrainConfig
+from tutti.config.training_target import TrainingTarget, check_metric
+from tutti.errors import ExitCode, UsageError
+from tutti.launcher.encoding import json_text
+from tutti.tasks import task_registry, user
+
+if TYPE_CHECKING:
+    from tutti.planning.device_plan import DevicePlan, LostReason, TargetData
+    from tutti.planning.machine_costs import StepCosts
+    from tutti.planning.plan_candidates import PlanCandidates
+    from tutti.planning.run_evidence import RunEvidence
+
+_Precision = Literal["fp32", "bf16", "fp16", "fp64"]
+_VERIFY_STEPS = 25
+_SHOWN = 3
+_UNITS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
+_MANY = Parameter(consume_multiple=True, negative="", show_default=False)
+
+
+def plan_devices(
+    task: Annotated[str, Parameter(show=False)],
+    /,
+    *,
+    runs: Annotated[tuple[Path, ...], _MANY] = (),
+    recipe: Annotated[Path | None, Parameter(show_default=False)] = None,
+    machine: Annotated[str | None, Parameter(show_default=False)] = None,
+    target: Annotated[str | None, Parameter(show_default=False)] = None,
+    max_devices: int = 64,
+    batch_size: Annotated[tuple[int, ...], _MANY] = (),
+    strategy: Annotated[tuple[str, ...], _MANY] = (),
+    deadline: Annotated[str | None, Parameter(show_default=False)] = None,
+    budget: Annotated[float | None, Parameter(show_default=False)] = None,
+    price: Annotated[float | None, Parameter(show_default=False)] = None,
+    device_memory: Annotated[float | None, Parameter(show_default=False)] = None,
+    devices_per_node: Annotated[int | None, Parameter(show_default=False)] = None,
+    network: Annotated[str | None, Parameter(show_default=False)] = None,
+    precision: Annotated[_Precision | None, Parameter(show_default=False)] = None,
+    out: Annotated[Path | None, Parameter(show_default=False)] = None,
+    figure: Annotated[Path | None, Parameter(show_default=False)] = None,
+    verify: Annotated[int, Parameter(show_default=False)] = 0,
+    as_json: Annotated[bool, Parameter(name="--json", negative="", show_default=False)] = False,
+) -> int:
+    """Say how many devices are worth it to train to a target, and why not others.
+
+    Example: tutti plan digits --runs runs --machine machine.json
+
+    Parameters
+    ----------
+    runs:
+        runs of tutti train --until, at two batch sizes at least, or folders of them
+    recipe:
+        recipe.json of tutti noise, in place of a second batch
+    machine:
+        as in tutti simulate; default: only the steps of the runs
+    target:
+        held-out value: accuracy=0.93; default: the runs' own
+    max_devices:
+        most devices; each doubling from 1 on is planned
+    batch_size:
+        batches to plan; default: measured ones and doublings
+    strategy:
+        strategies to plan; default: mirrored, sharded, pipeline
+    deadline:
+        8h, 30m, 90s: most time of training
+    budget:
+        most money; exit with 9 unless a plan is within it
+    price:
+        of one device for an hour
+    device_memory:
+        GiB of a device; plans that need more are refused
+    devices_per_node, network, precision:
+        as in tutti simulate; default precision: the runs'
+    out:
+        write the plan here, for tutti train --config
+    figure:
+        draw time and cost into FILE.svg or FILE.png
+    verify:
+        train so many of the best plans for 25 steps here
+    as_json:
+        print JSON, with the reason of every loser
+    """
+    asked = _Asked.check(max_devices, batch_size, deadline, budget, price, verify)
+    known = None if target is None else TrainingTarget.parse(target, "--target")
+    if known is not None and not user.is_own(task):
+        check_metric(known.metric.name, "--target", task_registry.held_out_values(task), averaged=True)
+    if not runs and recipe is None:
+        raise UsageError(
+            "nothing says how many samples the target needs",
+            remedy=f"give --runs: two runs of tutti train {task} --until NAME=VALUE with different --batch-size, or "
+            "--recipe",
+        )
+    if not runs and machine is None:
+        raise UsageError("nothing says how long a step takes", remedy="give --machine, or --runs")
+
+    from tutti.planning.conformal_band import shipped_residuals
+    from tutti.planning.device_plan import TargetData, device_plans
+    from tutti.planning.machine_costs import open_machine
+    from tutti.planning.plan_candidates import (
+        STRATEGIES,
+        PlanCandidates,
+        check_measured_algorithms,
+        is_single_update,
+        measured_steps,
+        predicted_steps,
+        prefer_measured,
+    )
+    from tutti.planning.recipe import read_recipe
+    from tutti.planning.run_evidence import find_runs, measured_targets, read_evidence, usable_runs
+
+    evidence, notes = usable_runs([read_evidence(path) for path in find_runs(runs)], task)
+    posterior = None if recipe is None else read_recipe(recipe)
+    if posterior is not None:
+        wanted = TrainingTarget.parse(f"{posterior.metric}={posterior.value:.17g}", "--recipe")
+        if known is not None and (known.metric.name, known.value) != (wanted.metric.name, wanted.value):
+            raise UsageError(
+                f"the recipe is for {wanted}, and not {known}", where=str(recipe), remedy="give one target"
+            )
+        known = wanted
+    same = [run for run in evidence if is_single_update(run.config.strategy)]
+    measured: Sequence[Any] = ()
+    if any(run.target is not None for run in same) or posterior is None:
+        known, measured, more = measured_targets(same, known)
+        notes += more
+    if known is None:
+        raise UsageError("no target is given", remedy="give --target, such as accuracy=0.93")
+    data = TargetData(measured, posterior, shipped_residuals())
+    batches = _batches(data, asked.batches)
+
+    base, near = _base(evidence, precision)
+    wanted_strategies = strategy or STRATEGIES
+    costs = None
+    found = PlanCandidates()
+    steps = measured_steps(evidence)
+    command = f"tutti train {task} --until {known.metric.name}={known.value:g}"
+    check_measured_algorithms(wanted_strategies, steps, command)
+    steps = [s for s in steps if s.devices <= max_devices and (s.samples is not None or s.batch in batches)]
+    steps = [s for s in steps if not strategy or s.strategy in strategy]
+    if machine is not None:
+        link = parse_link(network)
+
+        def priced() -> StepCosts:
+            return open_machine(machine, base.precision, devices_per_node, link)
+
+        costs = priced()
+        here, others = _of_machine(evidence, costs, base.precision)
+        if others:
+            notes.append(f"steps of {others} runs are not used: they were trained on another machine or precision")
+            steps = [s for s in measured_steps(here) if s in steps] if here else []
+            kept = {(s.devices, s.batch, s.strategy) for s in measured_steps(here)}
+            steps = [s for s in steps if (s.devices, s.batch, s.strategy) in kept]
+        limit = None if device_memory is None else device_memory * (1 << 30)
+        choices = _choices(asked.max_devices, batches, [s for s in wanted_strategies if is_single_update(s)])
+        predicted_steps(task, base, choices, priced, limit, found)
+    prefer_measured(found, steps)
+    if not found.steps:
+        why = "; ".join(f"{text} ({count} choices)" for text, count in found.refused.items())
+        raise UsageError(
+            "no choice of devices and batch can be planned",
+            why=why or "no run has ten recorded steps",
+            remedy="give --machine, other --strategy or --batch-size",
+        )
+    plans = device_plans(found.steps, data, price)
+    answer = _Answer(task, known, plans, found, notes, data, asked)
+    if verify:
+        _check_here(costs, evidence)
+        verified = _verify(answer, base, near)
+        found.steps = [verified.get((s.devices, s.batch, s.strategy), s) for s in found.steps]
+        answer = replace(answer, plans=device_plans(found.steps, data, price), notes=answer.notes)
+    return answer.show(base, near, out, figure, as_json)
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """Limits that a plan must meet, checked."""
+
+    max_devices: int
+    batches: tuple[int, ...]
+    deadline: float | None
+    budget: float | None
+    price: float | None
+    verify: int
+
+    @classmethod
+    def check(
+        cls,
+        max_devices: int,
+        batches: tuple[int, ...],
+        deadline: str | None,
+        budget: float | None,
+        price: float | None,
+        verify: int,
+    ) -> _Asked:
+        for flag, value in (("--max-devices", max_devices), *(("--batch-size", batch) for batch in batches)):
+            if value < 1:
+                raise UsageError(f"{flag} is {value}", remedy="give a whole number of at least 1")
+        for flag, number in (("--budget", budget), ("--price", price)):
+            if number is not None and not 0 < number < float("inf"):
+                raise UsageError(f"{flag} is {number:g}", remedy="give a number above 0")
+        if budget is not None and price is None:
+            raise UsageError(
+                "--budget needs a price", remedy="give --price, of one device for an hour; tutti knows no prices"
+            )
+        if verify < 0:
+            raise UsageError(f"--verify is {verify}", remedy="give a number of plans, such as 3")
+        return cls(max_devices, batches, None if deadline is None else _deadline(deadline), budget, price, verify)
+
+
+def _deadline(text: str) -> float:
+    """Return the seconds of a time such as 8h.
+
+    >>> _deadline("8h"), _deadline("1.5min"), _deadline("90s")
+    (28800.0, 90.0, 90.0)
+    """
+    match = re.fullmatch(r"\s*([0-9.]+)\s*(s|m|min|h|d)\s*", text)
+    try:
+        seconds = float(match[1]) * _UNITS[match[2]] if match else 0.0
+    except ValueError:
+        seconds = 0.0
+    if seconds <= 0:
+        raise UsageError(f"cannot read '{text}'", where="--deadline", remedy="write 8h, 30m or 90s")
+    return seconds
+
+
+def _batches(data: TargetData, asked: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the batches to plan: the given ones, or the measured ones and doublings up to four times the largest.
+
+    Without a measured batch they are doublings around the critical batch.
+    """
+    if asked:
+        for batch in asked:
+            data.at(batch)
+        return tuple(sorted(set(asked)))
+    known = sorted(data.measured)
+    if data.critical_batch is None:
+        # Raises: one batch alone says nothing of others.
+        data.at(2 * known[0])
+    if known:
+        first, last = known[0], 4 * known[-1]
+    elif data.critical_batch is not None:
+        last = int(4 * data.critical_batch[0])
+        first = max(1, last // 64)
+        first = 1 << (first - 1).bit_length()
+    found = set(known)
+    while first <= max(last, 1):
+        found.add(first)
+        first *= 2
+    return tuple(sorted(found))
+
+
+def _choices(most: int, batches: Sequence[int], strategies: Sequence[str]) -> list[tuple[int, int, str]]:
+    """Return devices, batch and strategy of every choice; one device alone has nothing to shard."""
+    counts = [1 << power for power in range(most.bit_length()) if 1 << power <= most]
+    counts += [most] * (most not in counts)
+    return [
+        (count, batch, name)
+        for count in counts
+        for batch in batches
+        for name in strategies
+        if batch >= count and (count > 1 or name == strategies[0] or name.startswith(("mirrored", "single")))
+    ]
+
+
+def _base(evidence: Sequence[RunEvidence], precision: _Precision | None) -> tuple[TrainConfig, RunEvidence | None]:
+    reached = [run for run in evidence if run.target is not None and run.target["reached"]]
+    near = max(reached or evidence, key=lambda run: run.config.batch_size, default=None)
+    config = TrainConfig() if near is None else near.config
+    return (replace(config, precision=precision) if precision is not None else config), near
+
+
+def _of_machine(evidence: Sequence[RunEvidence], costs: StepCosts, precision: str) -> tuple[list[RunEvidence], int]:
+    """Return the runs that were trained on the machine in this precision, and the number of others."""
+    from tutti.planning.machine_costs import MeasuredCosts
+
+    if not isinstance(costs, MeasuredCosts):
+        return [], len(evidence)
+    kind = "cpu" if costs.machine.device.get("type") == "cpu" else "accelerator"
+    host = f"{costs.machine.host.get('name', '')} {kind}"
+    kept = [run for run in evidence if run.host == host and run.config.precision == precision]
+    return kept, len(evidence) - len(kept)
+
+
+def _check_here(costs: StepCosts | None, evidence: Sequence[RunEvidence]) -> None:
+    """Raise UsageError if the plan is for another machine than this one."""
+    import platform
+
+    from tutti.planning.machine_costs import MeasuredCosts
+
+    host = platform.node()
+    if isinstance(costs, MeasuredCosts):
+        planned = {str(costs.machine.host.get("name"))}
+    elif costs is not None:
+        planned = {costs.name}
+    else:
+        planned = {run.host.rpartition(" ")[0] for run in evidence}
+    if planned != {host}:
+        raise UsageError(
+            "--verify trains here, and the plan is for another machine",
+            why=f"this is {host}, the plan is for {', '.join(sorted(planned))}",
+            remedy="leave out --verify, or plan with --machine of tutti bench from here",
+        )
+
+
+def _verify(answer: _Answer, base: TrainConfig, near: RunEvidence | None) -> dict[tuple[int, int, str], Any]:
+    """Train the best plans that this machine has devices for, and return their measured steps."""
+    from tutti.config.variables import without_settings
+    from tutti.launcher.devices import count_accelerators
+    from tutti.metrics.records import config_toml
+    from tutti.planning.device_plan import best_by_devices
+    from tutti.planning.plan_candidates import measured_steps
+    from tutti.planning.plan_file import plan_config
+    from tutti.planning.run_evidence import read_evidence
+
+    here = count_accelerators(base.device, os.environ) or os.cpu_count() or 1
+    ranked = sorted(answer.plans, key=lambda plan: plan.seconds)
+    able = [plan for plan in ranked if plan.devices <= here and plan.step.samples is None][: answer.asked.verify]
+    if not able:
+        raise UsageError("no plan can be verified", why=f"there are {here} devices here", remedy="leave out --verify")
+    first = best_by_devices(answer.plans)
+    found = {}
+    for plan in able:
+        with tempfile.TemporaryDirectory() as folder:
+            directory, file = Path(folder) / "run", Path(folder) / "plan.toml"
+            config = replace(
+                plan_config(plan, base, answer.target, near),
+                until=None,
+                patience=None,
+                samples=None,
+                steps=_VERIFY_STEPS,
+                eval_every="none",
+                checkpoint_every="none",
+                keep_best=None,
+                out=str(directory),
+            )
+            file.write_text(config_toml(config, answer.task), encoding="utf-8")
+            words = [sys.executable, "-m", "tutti", "train", "--config", str(file)]
+            done = subprocess.run(words, env=without_settings(os.environ), capture_output=True, text=True)
+            label = f"{plan.devices} devices, batch {plan.step.batch}, {plan.step.label}"
+            if done.returncode:
+                last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+                answer.notes.append(f"verify: {label} failed: {last}")
+                continue
+            (step,) = measured_steps([read_evidence(directory)])
+            ratio = step.seconds / plan.step.seconds
+            answer.notes.append(
+                f"verify: {label}: {step.seconds * 1e3:.3g} ms a step ({_VERIFY_STEPS} steps), {ratio:.2f} × the plan's"
+            )
+            found[step.devices, step.batch, step.strategy] = replace(step, basis="measured by --verify")
+    answer.notes.append(f"verify: before it, the fastest plan was {_short(min(first, key=lambda p: p.seconds))}")
+    return found
+
+
+def _short(plan: DevicePlan) -> str:
+    from tutti.planning.plan_file import plan_seconds
+
+    return f"{plan.devices} devices, batch {plan.step.batch}, {plan.step.label}, {plan_seconds(plan.seconds)}"
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """Everything that is printed."""
+
+    task: str
+    target: TrainingTarget
+    plans: list[DevicePlan]
+    found: PlanCandidates
+    notes: list[str]
+    data: TargetData
+    asked: _Asked
+
+    def show(
+        self, base: TrainConfig, near: RunEvidence | None, out: Path | None, figure: Path | None, as_json: bool
+    ) -> int:
+        """Print the plans, write the files and return the exit code."""
+        from tutti.planning.device_plan import best_by_devices, cheapest_plan, find_knee, lost_reason, within_limits
+        from tutti.planning.plan_file import headline, plan_config, plan_json, write_plan, write_plan_figure
+
+        best = best_by_devices(self.plans)
+        rows = {plan.devices: plan for plan in best}
+        limited = self.asked.deadline is not None or self.asked.budget is not None
+        able = [p for p in self.plans if within_limits(p, self.asked.deadline, self.asked.budget)]
+        fastest = min(able, key=lambda plan: plan.seconds, default=None)
+        knee, cheapest = find_knee(best), cheapest_plan(self.plans)
+        marked = {"knee": knee, "cheapest": cheapest, "fastest within the limits" if limited else "fastest": fastest}
+        place = {id(plan): number for number, plan in enumerate(self.plans)}
+        marks: dict[int, list[str]] = {}
+        for name, plan in marked.items():
+            if plan is not None:
+                marks.setdefault(place[id(plan)], []).append(name)
+        reasons = {place[id(p)]: lost_reason(p, rows[p.devices]) for p in self.plans if p is not rows[p.devices]}
+        chosen = fastest if limited else knee or best[0]
+        text = headline(best, self.target, fastest if limited else None) if chosen is not None else self._missed(best)
+        if out is not None and chosen is not None:
+            write_plan(plan_config(chosen, base, self.target, near), self.task, text, out)
+        if figure is not None:
+            write_plan_figure(best, f"{self.task} to {self.target}", figure)
+        if as_json:
+            print(json_text(self._json(text, plan_json(self.plans, reasons, marks), chosen, place), sys.stdout))
+        else:
+            self._print(text, best, marks, place, reasons)
+            for path in (out if chosen is not None else None, figure):
+                if path is not None:
+                    print(f"wrote {path}")
+        return ExitCode.DONE if chosen is not None else ExitCode.THRESHOLD
+
+    def _missed(self, best: Sequence[DevicePlan]) -> str:
+        from tutti.planning.plan_file import plan_seconds
+
+        limits = [f"{plan_seconds(self.asked.deadline)}"] if self.asked.deadline is not None else []
+        limits += [f"a budget of {self.asked.budget:g}"] if self.asked.budget is not None else []
+        quickest = min(best, key=lambda plan: plan.seconds)
+        judged = "by the point figures: there is no band" if quickest.band is None else "by the slow end of the band"
+        cost = "" if quickest.cost is None else f", cost {_money(quickest.cost)}"
+        within = " and ".join(limits)
+        return f"no plan reaches {self.target} within {within} ({judged}); the fastest: {_short(quickest)}{cost}"
+
+    def _facts(self) -> dict[str, Any]:
+        critical = self.data.critical_batch
+        return {
+            "measured": [
+                {"batch": each.batch, "samples": each.samples, "runs": each.runs}
+                for each in self.data.measured.values()
+            ],
+            "critical_batch": None if critical is None else dict(zip(("median", "low", "high"), critical, strict=True)),
+        }
+
+    def _json(
+        self, text: str, plans: list[dict[str, Any]], chosen: DevicePlan | None, place: dict[int, int]
+    ) -> dict[str, Any]:
+        return {
+            "format": "tutti plan",
+            "version": 1,
+            "task": self.task,
+            "target": {"metric": self.target.metric.name, "value": self.target.value},
+            "headline": text,
+            "chosen": None if chosen is None else place[id(chosen)],
+            "price": None
+            if self.asked.price is None
+            else {"device_hour": self.asked.price, "stated": datetime.date.today().isoformat()},
+            "data": self._facts(),
+            "plans": plans,
+            "refused": self.found.refused,
+            "rests_on": self.found.rests,
+            "guesses": self.found.guesses,
+            "notes": self.notes,
+            "back_test": "docs/backtest.md",
+        }
+
+    def _print(
+        self,
+        text: str,
+        best: Sequence[DevicePlan],
+        marks: dict[int, list[str]],
+        place: dict[int, int],
+        reasons: dict[int, LostReason],
+    ) -> None:
+        from tutti.planning.device_plan import last_gain
+        from tutti.planning.plan_file import plan_seconds
+
+        print(f"{text[0].upper()}{text[1:]}.\n")
+        heads = ["devices", "batch", "step", "samples", "time", "draws 5–95 %", "band 90 %", "gain", "cost", "plan"]
+        rows = []
+        for number, plan in enumerate(best):
+            low, high = (float(v) for v in _quantiles(plan))
+            gain = last_gain(best, number)
+            rows.append(
+                [
+                    str(plan.devices),
+                    str(plan.step.batch),
+                    plan_seconds(plan.step.seconds),
+                    f"{plan.data.samples:,.0f}",
+                    plan_seconds(plan.seconds),
+                    f"{plan_seconds(low)}–{plan_seconds(high)}",
+                    "no band" if plan.band is None else "–".join(map(plan_seconds, plan.band)),
+                    "" if gain is None else f"{gain:.2f} ×",
+                    "no price" if plan.cost is None else _money(plan.cost),
+                    ", ".join([plan.step.label, *marks.get(place[id(plan)], ())]),
+                ]
+            )
+        print_table(heads, rows)
+        print()
+        inside = {id(plan) for plan in best}
+        for number, names in marks.items():
+            if id(self.plans[number]) not in inside:
+                print(f"{', '.join(names)}: {_short(self.plans[number])}")
+        for plan in best:
+            losers = [p for p in self.plans if p.devices == plan.devices and p is not plan][:_SHOWN]
+            shown = [f"{p.step.label}, batch {p.step.batch}: {reasons[place[id(p)]].text}" for p in losers]
+            if shown:
+                print(f"why not at {plan.devices}: {' · '.join(shown)}")
+        critical = self.data.critical_batch
+        if critical is not None:
+            print(f"critical batch {critical[0]:,.0f} samples (draws 5–95 %: {critical[1]:,.0f}–{critical[2]:,.0f})")
+        for label, line in (
+            *(("step", line) for line in dict.fromkeys(plan.step.basis for plan in best)),
+            *(("data", line) for line in dict.fromkeys(plan.data.text for plan in best)),
+            *(("band", line) for line in dict.fromkeys(plan.band_text for plan in best)),
+            *(("rests on", line) for line in self.found.rests),
+            *(("GUESSED", line) for line in self.found.guesses),
+            *(("refused", f"{line} ({count} choices)") for line, count in self.found.refused.items()),
+            *(("note", line) for line in self.notes),
+        ):
+            print(f"{label:<9} {line}")
+        if self.asked.price is not None:
+            print(f"price     {self.asked.price:g} a device and hour, as stated on {datetime.date.today().isoformat()}")
+        print("time      of training alone: start, evaluations, saves and failures come on top (tutti goodput)")
+
+
+def _quantiles(plan: DevicePlan) -> tuple[float, float]:
+    import numpy as np
+
+    low, high = np.quantile(plan.draws, [0.05, 0.95])
+    return float(low), float(high)
+
+
+def _money(cost: float) -> str:
+    """Format a cost.
+
+    >>> _money(1234.5), _money(0.001234)
+    ('1,234.50', '0.0012')
+    """
+    return f"{cost:,.2f}" if cost >= 1 else f"{cost:.2g}"

@@ -1,0 +1,195 @@
+"""Write a plan: the options of ``tutti train`` (``plan.toml``), a JSON value, the headline and a figure."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tutti.config.train_config import TrainConfig
+from tutti.config.training_target import TrainingTarget
+from tutti.distribution import pip_install
+from tutti.errors import DiskError, UsageError
+from tutti.metrics.records import config_toml
+from tutti.planning.device_plan import WORTH, DevicePlan, LostReason, find_knee, last_gain
+from tutti.planning.run_evidence import RunEvidence
+
+_ROOM = 2.0
+"""The planned run may take so many times the samples that the target needs, before it ends without it."""
+
+
+def plan_config(plan: DevicePlan, base: TrainConfig, target: TrainingTarget, near: RunEvidence | None) -> TrainConfig:
+    """Return the options of the planned run.
+
+    Args:
+        plan: devices, batch and strategy.
+        base: all further options.
+        target: that ends it.
+        near: run whose options ``base`` has; its length is kept where that is long enough, because the learning-rate
+            schedule depends on it. None: twice the samples that the target needs.
+    """
+    most = math.ceil(_ROOM * plan.data.samples)
+    length: dict[str, Any] = {"epochs": None, "steps": None, "duration": None, "samples": most}
+    if near is not None and near.target is not None and near.target["reached"]:
+        kept = base.length
+        epoch = near.target["samples"] / near.target["epochs"]
+        samples = kept.value * {"ep": epoch, "sa": 1, "st": near.config.batch_size}[kept.unit]
+        if samples >= 1.2 * plan.data.samples:
+            length["samples"] = math.ceil(samples)
+    return replace(
+        base,
+        strategy=plan.step.strategy,
+        devices=str(plan.devices),
+        batch_size=plan.step.batch,
+        workers=None,
+        until=f"{target.metric.name}{'>=' if target.metric.higher else '<='}{target.value:.17g}",
+        out=None,
+        resume=None,
+        overwrite=False,
+        machine=None,
+        profile=None,
+        trace=None,
+        **{**length, **dict(plan.step.options)},
+    )
+
+
+def write_plan(config: TrainConfig, task: str, headline: str, path: Path) -> None:
+    """Write ``plan.toml`` for ``tutti train --config``. Raises DiskError."""
+    try:
+        path.write_text(f"# {headline}\n{config_toml(config, task)}", encoding="utf-8")
+    except OSError as error:
+        raise DiskError("cannot write the plan", where=str(path), why=error.strerror) from error
+
+
+def plan_seconds(seconds: float) -> str:
+    """Format a time with three digits in a unit that people read.
+
+    >>> plan_seconds(0.0123), plan_seconds(90), plan_seconds(6000), plan_seconds(36000), plan_seconds(1e6)
+    ('0.0123 s', '90 s', '100 min', '10 h', '11.6 d')
+    """
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds:.3g} s"
+
+
+def headline(best: Sequence[DevicePlan], target: TrainingTarget, chosen: DevicePlan | None = None) -> str:
+    """Return the answer in one sentence.
+
+    Args:
+        best: a plan for each number of devices.
+        target: what they train to.
+        chosen: the plan within limits; None for the knee.
+    """
+    knee = find_knee(best)
+    answer = chosen or knee or best[0]
+    count = f"{answer.devices} device" + "s" * (answer.devices > 1)
+    band = (
+        "no band" if answer.band is None else f"90 % band {plan_seconds(answer.band[0])}–{plan_seconds(answer.band[1])}"
+    )
+    verb = ("is" if answer.devices == 1 else "are") + " worth it"
+    if chosen is not None and chosen is not knee:
+        verb = ("meets" if answer.devices == 1 else "meet") + " what was asked"
+    text = (
+        f"{count} {verb}: {target} after {plan_seconds(answer.seconds)} of training ({band}), "
+        f"at batch {answer.step.batch}, {answer.step.label}"
+    )
+    place = best.index(answer) if answer in best else None
+    if place is not None and place + 1 < len(best):
+        gain = last_gain(best, place + 1)
+        text += f"; {best[place + 1].devices} devices are {gain:.2f} × as fast"
+    return text
+
+
+def plan_json(
+    plans: Sequence[DevicePlan], reasons: Mapping[int, LostReason], marks: Mapping[int, Sequence[str]]
+) -> list[dict[str, Any]]:
+    """Return plans as JSON values.
+
+    Args:
+        plans: all plans.
+        reasons: of the losers, by place in ``plans``.
+        marks: knee, cheapest …, by place.
+    """
+    found = []
+    for place, plan in enumerate(plans):
+        reason = reasons.get(place)
+        found.append(
+            {
+                "devices": plan.devices,
+                "batch": plan.step.batch,
+                "strategy": plan.step.strategy,
+                "options": dict(plan.step.options),
+                "marks": list(marks.get(place, ())),
+                "step_seconds": plan.step.seconds,
+                "step_basis": plan.step.basis,
+                "step_terms": dict(plan.step.terms),
+                "samples": plan.data.samples,
+                "samples_band": plan.data.band,
+                "samples_basis": plan.data.text,
+                "steps": plan.steps,
+                "seconds": plan.seconds,
+                "band": plan.band,
+                "band_text": plan.band_text,
+                "cost": plan.cost,
+                "lost": None
+                if reason is None
+                else {
+                    "gap_seconds": reason.gap,
+                    "term": reason.term or None,
+                    "closes_seconds": reason.closes,
+                    "tie": reason.tie,
+                    "text": reason.text,
+                },
+            }
+        )
+    return found
+
+
+def write_plan_figure(best: Sequence[DevicePlan], title: str, path: Path) -> None:
+    """Draw time to the target and cost over the number of devices; the format is that of the file's name.
+
+    Raises UsageError without matplotlib or for an unknown format, DiskError.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UsageError("--figure needs the package matplotlib", remedy=f"run {pip_install('plot')}, or leave it out")
+    if path.suffix not in (".svg", ".png"):
+        raise UsageError(
+            f"the figure cannot be written as '{path.suffix}'", where=str(path), remedy="take .svg or .png"
+        )
+    from matplotlib.figure import Figure as Canvas
+
+    devices = [plan.devices for plan in best]
+    seconds = [plan.seconds for plan in best]
+    canvas = Canvas(figsize=(12, 4.6), layout="constrained")
+    canvas.suptitle(title)
+    times, money = canvas.subplots(1, 2)
+    linear = [seconds[0] * devices[0] / count for count in devices]
+    times.plot(devices, linear, "--", color="#888888", label="linear")
+    times.plot(devices, seconds, "o-", label="fastest plan")
+    banded = [plan for plan in best if plan.band is not None]
+    for plan in banded:
+        low, high = plan.band or (plan.seconds, plan.seconds)
+        times.plot([plan.devices] * 2, [low, high], color="#4477AA", alpha=0.4, linewidth=6, solid_capstyle="butt")
+    if not banded:
+        times.text(0.98, 0.95, "no band: not checked", transform=times.transAxes, ha="right", fontsize="small")
+    if (knee := find_knee(best)) is not None:
+        label = f"knee: the last doubling bought {WORTH:g} ×"
+        times.plot([knee.devices], [knee.seconds], "o", markersize=14, fillstyle="none", color="#CC3311", label=label)
+    for plan in best:
+        times.annotate(f"{plan.step.batch}", (plan.devices, plan.seconds), xytext=(0, 8), textcoords="offset points")
+    times.set(xscale="log", yscale="log", xlabel="devices", ylabel="s", title="time to the target (labels: batch)")
+    times.legend(fontsize="small", loc="lower left")
+    priced = all(plan.cost is not None for plan in best)
+    heights = [plan.cost if plan.cost is not None else plan.devices * plan.seconds / 3600 for plan in best]
+    money.bar([str(count) for count in devices], heights, color="#4477AA")
+    money.set(xlabel="devices", ylabel="cost" if priced else "device-hours", title="what it costs")
+    times.set_xticks(devices, [str(count) for count in devices])
+    times.minorticks_off()
+    try:
+        canvas.savefig(path)
+    except OSError as error:
+        raise DiskError("cannot write the figure", where=str(path), why=error.strerror) from error

@@ -1,0 +1,230 @@
+"""Read finished runs: the samples that they needed to a target, and the seconds of their steps. Loads no torch."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from tutti.config.settings import read_file
+from tutti.config.train_config import TrainConfig
+from tutti.config.training_target import TrainingTarget, check_metric
+from tutti.errors import UsageError
+from tutti.metrics.records import read_summary
+from tutti.planning.device_plan import MeasuredTarget
+
+_BLOCKS = 5
+_LEAST_STEPS = 10
+_SAME = ("data", "model", "augment")
+"""Options without which samples to the target are of another problem."""
+_RECIPE = ("optimizer", "schedule", "lr_scale", "clip", "ema", "gradient_noise", "precision")
+
+
+@dataclass(frozen=True)
+class RunEvidence:
+    """A finished run.
+
+    Attributes:
+        path: run directory.
+        task: name of its task.
+        config: its configuration.
+        target: entry ``target`` of its summary; None without ``--until``.
+        step_seconds: seconds of a step of a whole global batch; None where fewer than ten steps were recorded.
+        step_spread: standard error of the logarithm of ``step_seconds``.
+        host: name of the host, and the type of its device (cpu, or an accelerator).
+        held_out: names of the held-out values that it reported.
+    """
+
+    path: Path
+    task: str
+    config: TrainConfig
+    target: Mapping[str, Any] | None
+    step_seconds: float | None
+    step_spread: float
+    host: str
+    held_out: tuple[str, ...]
+
+    @property
+    def devices(self) -> int:
+        """Number of devices."""
+        return int(self.config.devices)
+
+
+def find_runs(paths: Sequence[Path]) -> list[Path]:
+    """Return run directories: the given ones, and those directly in given folders that are none themselves.
+
+    Raises:
+        UsageError: a path is neither.
+    """
+    found: list[Path] = []
+    for path in paths:
+        inside = [path] if (path / "config.toml").is_file() else sorted(c.parent for c in path.glob("*/config.toml"))
+        if not inside:
+            raise UsageError(
+                "there is no run", where=str(path), remedy="give run directories of tutti train, or a folder of them"
+            )
+        found += [each for each in inside if each not in found]
+    return found
+
+
+def read_evidence(path: Path) -> RunEvidence:
+    """Read one run directory. Raises UsageError for a configuration or records that cannot be read."""
+    values = dict(read_file(path / "config.toml"))
+    task = str(values.pop("task", ""))
+    config = TrainConfig(**values)
+    steps, held_out = _records(path / "metrics.jsonl")
+    seconds, spread = _step_seconds(steps, config.batch_size)
+    target = read_summary(path).get("target")
+    if not config.devices.isdecimal():
+        raise UsageError("the run does not say on how many devices it was", where=str(path), remedy="leave it out")
+    return RunEvidence(path, task, config, target, seconds, spread, _host(path), held_out)
+
+
+def _records(path: Path) -> tuple[list[tuple[int, float, float]], tuple[str, ...]]:
+    """Return (step, samples, seconds) of the records of training, and names of held-out values."""
+    found: list[tuple[int, float, float]] = []
+    names: dict[str, None] = {}
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise UsageError(
+            "the run has no records", where=str(path), why=error.strerror, remedy="leave it out"
+        ) from error
+    for line in lines:
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if record.get("group") == "train":
+            found.append((int(record["step"]), float(record["samples"]), float(record["seconds"])))
+        elif record.get("group") == "eval":
+            names |= dict.fromkeys(n for n, v in record.items() if isinstance(v, int | float))
+    for name in ("step", "epoch", "samples", "seconds", "time"):
+        names.pop(name, None)
+    return found, tuple(names)
+
+
+def _step_seconds(steps: Sequence[tuple[int, float, float]], batch: int) -> tuple[float | None, float]:
+    """Return the mean seconds of a step behind the first fifth of them, and the standard error of its logarithm.
+
+    It is seconds a sample × batch, because the last batch of an epoch may be smaller. The error comes from five blocks.
+    """
+    kept = steps[max(1, len(steps) // 5) :]
+    if len(kept) < _LEAST_STEPS:
+        return None, 0.0
+    size = (len(kept) - 1) // _BLOCKS
+    marks = [kept[number * size] for number in range(_BLOCKS)] + [kept[-1]]
+    rates = []
+    for (_, before, start), (_, after, end) in pairwise(marks):
+        if after <= before or end <= start:
+            return None, 0.0
+        rates.append(math.log((end - start) / (after - before)))
+    (_, before, start), (_, after, end) = kept[0], kept[-1]
+    return (end - start) / (after - before) * batch, statistics.stdev(rates) / math.sqrt(_BLOCKS)
+
+
+def _host(path: Path) -> str:
+    try:
+        env = json.loads((path / "env.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return ""
+    return f"{env.get('host', '')} {'accelerator' if env.get('devices') else 'cpu'}"
+
+
+def usable_runs(found: Sequence[RunEvidence], task: str) -> tuple[list[RunEvidence], list[str]]:
+    """Return the runs of one problem, and lines on what was left out or differs.
+
+    Raises:
+        UsageError: a run is of another task, model or data than the first.
+    """
+    notes: list[str] = []
+    kept: list[RunEvidence] = []
+    for run in found:
+        if run.task != task:
+            raise UsageError(
+                f"the run trains '{run.task}', and not '{task}'", where=str(run.path), remedy="leave it out"
+            )
+        if run.config.growth is not None or run.config.lr_rule.adaptive or run.config.regime_batch is not None:
+            notes.append(f"left out {run.path}: its batch or its learning rate changes with the run")
+            continue
+        for name in _SAME:
+            if kept and getattr(run.config, name) != getattr(kept[0].config, name):
+                raise UsageError(
+                    f"two runs differ in '{name}'",
+                    where=f"{kept[0].path}, {run.path}",
+                    why="their samples to the target are of two problems",
+                    remedy="plan from runs of one model and data",
+                )
+        kept.append(run)
+    for name in _RECIPE:
+        values = sorted({str(getattr(run.config, name)) for run in kept})
+        if len(values) > 1:
+            notes.append(f"the runs differ in {name}: {', '.join(values)}")
+    return kept, notes
+
+
+def measured_targets(
+    runs: Sequence[RunEvidence], target: TrainingTarget | None
+) -> tuple[TrainingTarget, list[MeasuredTarget], list[str]]:
+    """Return the target, the data to it by batch, and lines on what was left out.
+
+    A run that missed the target counts as infinitely many samples; a batch whose median run missed it is left out.
+
+    Args:
+        runs: runs of one problem, of synchronous strategies.
+        target: None for the one target of the runs.
+
+    Raises:
+        UsageError: no run has a target, they have several, no run has this one, or none has reached it.
+    """
+    trained = {(str(r.target["metric"]), float(r.target["value"])): r for r in runs if r.target is not None}
+    train = "tutti train TASK --batch-size B --until NAME=VALUE, with two batch sizes at least"
+    if target is None:
+        if len(trained) != 1:
+            shown = ", ".join(f"{name}={value:g}" for name, value in sorted(trained)) or "none"
+            raise UsageError(
+                f"the targets of the runs are: {shown}", remedy=f"give --target; runs have one after {train}"
+            )
+        ((name, value), run), *_ = trained.items()
+        better = "" if run.target is None else run.target["better"]
+        target = TrainingTarget.parse(f"{name}{'>=' if better == 'higher' else '<='}{value:.17g}", "--runs")
+    wanted = (target.metric.name, target.value)
+    reported = sorted({name for run in runs for name in run.held_out})
+    if reported and target.metric.name not in reported:
+        check_metric(target.metric.name, "--target", reported, averaged=False)
+    if wanted not in trained:
+        shown = ", ".join(f"{name}={value:g}" for name, value in sorted(trained)) or "none"
+        raise UsageError(f"no run was trained to {target}", why=f"targets of the runs: {shown}", remedy=f"run {train}")
+    by_batch: dict[int, list[float]] = defaultdict(list)
+    notes = []
+    for run in runs:
+        entry = run.target
+        if entry is None or (entry["metric"], entry["value"]) != wanted:
+            continue
+        reached = bool(entry["reached"])
+        by_batch[run.config.batch_size].append(float(entry["samples"]) if reached else math.inf)
+        if not reached:
+            notes.append(f"{run.path} did not reach {target}: it counts as infinitely many samples")
+        elif entry["samples"] > 1.1 * max(entry["samples_before"], 1):
+            early = 1 - entry["samples_before"] / entry["samples"]
+            notes.append(f"{run.path} may have reached it {early:.0%} earlier: evaluate more often")
+    found = []
+    for batch, values in sorted(by_batch.items()):
+        middle = statistics.median_high(values)
+        if math.isinf(middle):
+            notes.append(f"batch {batch} is left out: {sum(map(math.isinf, values))} of {len(values)} runs missed it")
+        else:
+            found.append(MeasuredTarget(batch, middle, len(values)))
+    if not found:
+        raise UsageError(
+            f"no run has reached {target}",
+            why="; ".join(notes),
+            remedy="train longer, with another learning rate, or plan for a target that was reached",
+        )
+    return target, found, notes

@@ -1,0 +1,81 @@
+"""``tutti plan``: an answer from runs and a machine, a file that ``tutti train`` takes, exit codes and refusals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.faults.commands import tutti
+from tests.planning.test_run_evidence import write_run
+from tutti.config.settings import read_file, resolve_config
+
+
+def write_runs(folder: Path) -> Path:
+    for batch, samples in ((32, 12800), (64, 13600), (128, 16000)):
+        write_run(folder / "runs" / str(batch), batch, samples, step_seconds=batch / 3200)
+    return folder
+
+
+def planned(folder: Path, *words: str) -> dict[str, Any]:
+    done = tutti(folder, "plan", "digits", "--runs", "runs", *words, "--json")
+    assert done.code == 0, done.err
+    found: dict[str, Any] = json.loads(done.out)
+    return found
+
+
+def test_a_plan_from_runs_and_published_hardware(tmp_path: Path) -> None:
+    machine = ("--machine", "a100x8", "--precision", "bf16", "--max-devices", "2", "--price", "2")
+    found = planned(write_runs(tmp_path), *machine, "--strategy", "mirrored", "tensor")
+    assert {each["devices"] for each in found["plans"]} == {1, 2}
+    chosen = found["plans"][found["chosen"]]
+    assert "knee" in chosen["marks"] and chosen["lost"] is None
+    assert all(each["lost"]["text"] for each in found["plans"] if each["lost"])
+    assert all(each["step_terms"] and "predicted" in each["step_basis"] for each in found["plans"])
+    assert any(text.startswith("tensor") for text in found["refused"])
+    assert found["price"]["stated"] and found["guesses"] and any("another machine" in note for note in found["notes"])
+    assert all(each["band"] is None and "no band" in each["band_text"] for each in found["plans"])
+
+
+def test_measured_steps_alone_and_a_file_that_train_takes(tmp_path: Path) -> None:
+    write_runs(tmp_path)
+    found = planned(tmp_path, "--out", "plan.toml", "--deadline", "1h")
+    chosen = found["plans"][found["chosen"]]
+    assert {each["batch"] for each in found["plans"]} == {32, 64, 128} and chosen["batch"] == 32
+    assert chosen["seconds"] == pytest.approx(4.0, rel=0.02) and "measured in 1 run" in chosen["step_basis"]
+    task, config = resolve_config({}, [tmp_path / "plan.toml"], None)
+    assert (task, config.batch_size, config.devices) == ("digits", 32, "1")
+    assert str(config.target()) == "accuracy >= 0.93" and (config.samples or 0) >= 1.2 * chosen["samples"]
+    assert "optimizer" in read_file(tmp_path / "plan.toml")
+    trained = tutti(tmp_path, "train", "--config", "plan.toml", "--dry-run")
+    assert trained.code == 0, trained.err
+
+
+def test_limits_that_cannot_be_met_end_with_9(tmp_path: Path) -> None:
+    write_runs(tmp_path)
+    missed = tutti(tmp_path, "plan", "digits", "--runs", "runs", "--deadline", "1s", "--out", "plan.toml")
+    assert missed.code == 9, missed.err
+    assert "No plan reaches accuracy >= 0.93 within 1 s (by the point figures: there is no band)" in missed.out
+    assert not (tmp_path / "plan.toml").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--runs", "runs", "--budget", "5"), "give --price"),
+        (("--runs", "runs", "--target", "acuracy>=0.93"), "did you mean 'accuracy'"),
+        (("--runs", "runs", "--target", "accuracy=0.99"), "no run was trained to"),
+        (("--runs", "runs/32"), "second batch"),
+        (("--runs", "none"), "there is no run"),
+        (("--machine", "a100x8"), "tutti train digits --until"),
+        (("--recipe", "none.json", "--machine", "a100x8"), "cannot read the recipe"),
+        (("--runs", "runs", "--deadline", "soon"), "write 8h"),
+        (("--runs", "runs", "--strategy", "local_sgd"), "--strategy local_sgd --workers n"),
+        (("--runs", "runs", "--verify", "1"), "for another machine"),
+    ],
+)
+def test_bad_input_is_refused_with_the_remedy(words: tuple[str, ...], message: str, tmp_path: Path) -> None:
+    refused = tutti(write_runs(tmp_path), "plan", "digits", *words)
+    assert refused.code == 2 and message in refused.err.lower().replace("--Price", "--price"), refused.err

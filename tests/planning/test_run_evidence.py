@@ -1,0 +1,109 @@
+"""Runs that are written by hand: what they say of data to a target and of steps, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tutti.config.train_config import TrainConfig
+from tutti.config.training_target import TrainingTarget
+from tutti.errors import UsageError
+from tutti.metrics.records import config_toml
+from tutti.planning.plan_candidates import check_measured_algorithms, measured_steps
+from tutti.planning.run_evidence import find_runs, measured_targets, read_evidence, usable_runs
+
+TARGET = TrainingTarget.parse("accuracy=0.93")
+
+
+def write_run(
+    folder: Path, batch: int, samples: int | None, step_seconds: float = 0.01, task: str = "digits", **options: Any
+) -> Path:
+    """A run of 100 steps that has reached the target after so many samples; None: never."""
+    folder.mkdir(parents=True)
+    config = TrainConfig(**{"batch_size": batch, "devices": "1", "epochs": 20.0, "until": "accuracy=0.93", **options})
+    (folder / "config.toml").write_text(config_toml(config, task), encoding="utf-8")
+    records: list[dict[str, Any]] = [
+        {"group": "train", "step": n, "samples": n * batch, "seconds": 1.0 + n * step_seconds} for n in range(1, 101)
+    ]
+    records.append({"group": "eval", "step": 100, "samples": 359, "accuracy": 0.94, "loss": 0.2, "seconds": 2.0})
+    (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)) + "\n", encoding="utf-8")
+    target = {"metric": "accuracy", "better": "higher", "value": 0.93, "reached": samples is not None}
+    target |= {"samples": samples, "samples_before": samples and samples - 1, "epochs": samples and samples / 1438}
+    (folder / "summary.json").write_text(json.dumps({"target": target}), encoding="utf-8")
+    (folder / "env.json").write_text(json.dumps({"host": "lab", "devices": []}), encoding="utf-8")
+    return folder
+
+
+def evidence(*folders: Path) -> list[Any]:
+    return [read_evidence(folder) for folder in folders]
+
+
+def test_steps_and_samples_are_read(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", 32, 6400)
+    write_run(tmp_path / "b", 32, 7000, step_seconds=0.02)
+    write_run(tmp_path / "c", 128, 9600, step_seconds=0.03)
+    assert [path.name for path in find_runs([tmp_path, tmp_path / "a"])] == ["a", "b", "c"]
+    runs = evidence(*find_runs([tmp_path]))
+    assert runs[0].step_seconds == pytest.approx(0.01) and runs[0].host == "lab cpu"
+    target, found, notes = measured_targets(runs, None)
+    assert str(target) == str(TARGET) and not notes
+    assert [(each.batch, each.samples, each.runs) for each in found] == [(32, 7000, 2), (128, 9600, 1)]
+    steps = measured_steps(runs)
+    assert [(each.devices, each.batch, each.strategy) for each in steps] == [(1, 32, "mirrored"), (1, 128, "mirrored")]
+    assert steps[0].seconds == pytest.approx(0.015) and steps[0].measured and "2 runs" in steps[0].basis
+
+
+def test_a_run_that_missed_the_target_counts_as_infinite(tmp_path: Path) -> None:
+    runs = evidence(
+        write_run(tmp_path / "a", 32, 6400),
+        write_run(tmp_path / "b", 128, None),
+        write_run(tmp_path / "c", 128, 9600),
+        write_run(tmp_path / "d", 32, 6000),
+        write_run(tmp_path / "e", 32, None),
+    )
+    _, found, notes = measured_targets(runs, TARGET)
+    assert [(each.batch, each.samples) for each in found] == [(32, 6400)]
+    assert any("batch 128 is left out" in note for note in notes)
+    with pytest.raises(UsageError, match="no run has reached"):
+        measured_targets(runs[1:2], TARGET)
+
+
+def test_other_targets_and_metrics_are_refused(tmp_path: Path) -> None:
+    runs = evidence(write_run(tmp_path / "a", 32, 6400))
+    with pytest.raises(UsageError, match=r"no run was trained to accuracy >= 0\.95"):
+        measured_targets(runs, TrainingTarget.parse("accuracy=0.95"))
+    with pytest.raises(UsageError, match="Did you mean 'accuracy'"):
+        measured_targets(runs, TrainingTarget.parse("acuracy>=0.9"))
+    with pytest.raises(UsageError, match="targets of the runs are: none"):
+        measured_targets([], None)
+
+
+def test_runs_of_two_problems_are_refused_and_changing_batches_left_out(tmp_path: Path) -> None:
+    first = write_run(tmp_path / "a", 32, 6400)
+    growing = write_run(tmp_path / "b", 64, 6400, batch_growth="milestones=5ep,factor=2")
+    kept, notes = usable_runs(evidence(first, growing), "digits")
+    assert len(kept) == 1 and "left out" in notes[0]
+    _, notes = usable_runs(evidence(first, write_run(tmp_path / "r", 64, 6400, clip=1.0)), "digits")
+    assert notes == ["the runs differ in clip: 1.0, None"]
+    with pytest.raises(UsageError, match="differ in 'model'"):
+        usable_runs(evidence(first, write_run(tmp_path / "c", 64, 6400, model="cnn")), "digits")
+    with pytest.raises(UsageError, match="trains 'text'"):
+        usable_runs(evidence(write_run(tmp_path / "d", 64, 6400, task="text")), "digits")
+    with pytest.raises(UsageError, match="there is no run"):
+        find_runs([tmp_path / "none"])
+
+
+def test_an_algorithm_without_one_update_needs_a_measured_run(tmp_path: Path) -> None:
+    runs = evidence(
+        write_run(tmp_path / "a", 64, 9000, strategy="local_sgd:period=4", devices="2", workers=2),
+        write_run(tmp_path / "b", 64, None, strategy="diloco", devices="2", workers=2),
+    )
+    steps = measured_steps(runs)
+    assert [(step.strategy, step.samples) for step in steps] == [("local_sgd:period=4", 9000.0)]
+    check_measured_algorithms(["local_sgd:period=4", "mirrored"], steps, "tutti train digits")
+    for name in ("diloco", "parameter_server:mode=async"):
+        with pytest.raises(UsageError, match=f"tutti train digits --strategy {name}"):
+            check_measured_algorithms([name], steps, "tutti train digits")
