@@ -59,6 +59,8 @@ _HOME = {
     ),
     "launch": "tutti.launcher.function_ranks",
     "prepare": "tutti.train.prepare",
+    "EarlyStopping": "tutti.train.callbacks",
+    "BestModel": "tutti.train.callbacks",
     "Run": "tutti.train.run",
     "DiagnosisWarning": "tutti.metrics.diagnoses",
     "spilling": "tutti.nn.init_on_disk",
@@ -106,6 +108,8 @@ if TYPE_CHECKING:
     from tutti.metrics.diagnoses import DiagnosisWarning as DiagnosisWarning
     from tutti.nn.init_on_disk import spilling as spilling
     from tutti.tasks.task import Task as Task
+    from tutti.train.callbacks import BestModel as BestModel
+    from tutti.train.callbacks import EarlyStopping as EarlyStopping
     from tutti.train.prepare import prepare as prepare
     from tutti.train.run import Run as Run
 

@@ -62,6 +62,8 @@ def run_facts(run: Run, extra: Mapping[str, Any]) -> dict[str, Any]:
         "within": run.within,
         "settings": [] if run.optimizer is None else [_settings(group) for group in run.optimizer.param_groups],
         "schedulers": run.schedulers.facts(),
+        "callbacks": run.callbacks.facts(),
+        "callback_names": run.callbacks.names(),
         "extra": encode_json(dict(extra), "extra"),
     }
 
@@ -75,6 +77,7 @@ def restore_run(run: Run, saved: Mapping[str, Any]) -> dict[str, Any]:
     run.within = saved.get("within")
     if "settings" in saved:
         run.schedulers.load(saved)
+        run.callbacks.load(saved)
     if run.optimizer is not None and "settings" in saved:
         _set(run.optimizer, decode_json(saved["settings"]))
     extra: dict[str, Any] = decode_json(saved.get("extra", {}))

@@ -53,6 +53,7 @@ from tutti.optim.several import check_apart
 from tutti.parallel import Choice
 from tutti.train.accumulating_optimizer import accumulate_steps
 from tutti.train.batch_size_schedule import batch_size_schedule
+from tutti.train.callbacks import Callbacks
 from tutti.train.hook_watch import HookWatch
 from tutti.train.optimizers import check_fits, check_takes_sparse, describe_optimizers, factory, imported_optimizer
 from tutti.train.partial_reads import PartialReads
@@ -103,6 +104,7 @@ class RunOptions:
     slow: Sequence[Slowness] | str = ()
     scheduler: Given = None
     scheduler_every: str = "update"
+    callbacks: Sequence[Any] = ()
 
     @cached_property
     def lr_rule(self) -> NoRule:
@@ -160,6 +162,7 @@ def prepare(
     slow: Sequence[Slowness] | str = (),
     scheduler: Given = None,
     scheduler_every: str = "update",
+    callbacks: Sequence[Any] = (),
 ) -> Run:
     """Prepare ``model`` for training on every rank of the job as if on one device. Collective.
 
@@ -213,6 +216,8 @@ def prepare(
         slow: ranks or workers with a delay, to simulate stragglers: ``rank=1,factor=3`` or ``worker=2,ms=20``.
         scheduler: a PyTorch scheduler of ``optimizer``, or several; the run steps, saves and restores it.
         scheduler_every: ``update``: step it after every update that is not skipped; ``epoch``: after each epoch.
+        callbacks: functions ``function(run)``, called after each step, and objects with methods such as
+            ``on_evaluation(run, evaluation)``; see ``docs/python.md``.
 
     Returns:
         The run, ready to train.
@@ -250,6 +255,7 @@ def prepare(
         slow=slow,
         scheduler=scheduler,
         scheduler_every=scheduler_every,
+        callbacks=callbacks,
     )
     return prepare_run(model, optimizer, dataset, loss_fn, options)
 
@@ -308,6 +314,13 @@ def prepare_run(
     epochs = batch_size_schedule(contract, o.growth, whole, o.batch_norm_options, o.lr_rule, o.gradient_noise)
     excluded = "lr_scale='adascale'" if adaptive else "" if choice.row.synchronous else "steps=all"
     schedulers = Schedulers(o.scheduler, o.scheduler_every, optimizers, excluded)
+    callbacks = Callbacks(o.callbacks)
+    if callbacks.own and not choice.row.synchronous:
+        raise UsageError(
+            "callbacks cannot be combined with steps=all",
+            why="ranks agree after each event whether to stop, and here each makes as many steps as it can",
+            remedy="leave out one of the two",
+        )
     for each in optimizers if not choice.row.optimizer_here else ():
         check_fresh(each)
     if o.reproducible:
@@ -320,6 +333,7 @@ def prepare_run(
         f"shuffle {sampling.shuffle}, sampler {type(sampling.sampler).__name__}, {_collates(sampling)}",
         f"max_nonfinite {o.max_nonfinite}, batch norm {o.batch_norm}, loss_scale {o.loss_scale},"
         f" gradient noise {noise}",
+        f"callbacks {callbacks.names()}",
         f"compile {compiled}, activation_checkpointing {_named(o.activation_checkpointing)}",
         f"ema {averaging}, {'given' if o.init_from is not None else 'own'} initial weights",
         *describe_optimizers(trainer, o.lr_scale),
@@ -375,6 +389,7 @@ def prepare_run(
         fault_tolerant=fault_tolerant,
         warn=warn,
         schedulers=schedulers,
+        callbacks=callbacks,
     )
     run = Run(replica, sync, grad_hook, feed, loss, run_context, choice, optimizers, hooks, around)
     for index, each in enumerate(optimizers):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -35,6 +35,7 @@ from tutti.optim.loss_scale import LossScale
 from tutti.optim.mixing import needs_closure
 from tutti.optim.several import SeveralOptimizers
 from tutti.parallel import Choice
+from tutti.train.callbacks import Callbacks
 from tutti.train.custom_loop import CustomLoop
 from tutti.train.evaluation import Evaluation, evaluate_samples
 from tutti.train.hook_watch import HookWatch
@@ -79,6 +80,7 @@ class RunSettings:
         fault_tolerant: whether the strategy goes on without a rank that is killed.
         warn: receives each warning's text, on rank 0; None for Python's ``warnings`` and stderr.
         schedulers: PyTorch's schedulers, which the run steps.
+        callbacks: the script's callbacks.
     """
 
     max_nonfinite: int
@@ -91,6 +93,7 @@ class RunSettings:
     fault_tolerant: bool
     warn: Callable[[str], None] | None
     schedulers: Schedulers
+    callbacks: Callbacks
 
 
 class Run:
@@ -133,6 +136,7 @@ class Run:
         named_workers: whether the caller gave the number of workers; otherwise it is the number of data ranks.
         lr_schedule: factor on the initial learning rates by step; None leaves the rates to the caller.
         schedulers: PyTorch's schedulers, which the run steps.
+        callbacks: the script's callbacks.
         losses: tracker of ranks that were killed while the run continued; None on ranks other than 0, and where the
             strategy does not go on without them.
     """
@@ -156,7 +160,7 @@ class Run:
         self.average, self.loss_scale = settings.average, settings.loss_scale
         self.noise, self.adascale = settings.noise, settings.adascale
         self.lr_schedule, self.named_workers = settings.lr_schedule, settings.named_workers
-        self.schedulers = settings.schedulers
+        self.schedulers, self.callbacks = settings.schedulers, settings.callbacks
         self._max_nonfinite = settings.max_nonfinite
         self.clock = self.taken = self.compared = self.updates = self.samples = 0
         self.at = Position()
@@ -201,6 +205,18 @@ class Run:
         """Ask all ranks to stop after the next step, which sets ``stats.stop`` on all. Safe in a signal handler."""
         self._stop = True
 
+    def stop(self, reason: str) -> None:
+        """End training after the callback's event, on every rank; ``reason`` is then in ``stopped``.
+
+        Raises UsageError outside of a callback.
+        """
+        self.callbacks.stop(reason)
+
+    @property
+    def stopped(self) -> str | None:
+        """Why a callback has ended training; None if none has."""
+        return self.callbacks.reason
+
     # --- steps: the same code for every strategy -------------------------------------------------------------------
 
     def epoch(self, number: int, start: int | None = None) -> Iterator[Batch]:
@@ -216,18 +232,29 @@ class Run:
             UsageError: ``restore`` has loaded a later epoch.
         """
         start = self._start(number) if start is None else start
+        self.callbacks.begin(self)
+        if self.callbacks.ended():
+            return
+        self.callbacks.call("on_epoch_begin", self, number)
         self.within, self._rate = number, self.feed.epochs.phase(number).rate
         parts = iter(()) if start is None else self.feed.read(number, start)
-        while (part := self._draw(parts)) is not None:
-            self._drawn = part
+        while not self.callbacks.ended() and (part := self._draw(parts)) is not None:
+            self._drawn, taken = part, self.taken
             try:
                 yield shown(part.batch)
             finally:
                 # Also after an exception or a break in the caller's loop: the step is over.
                 heartbeat.training.enter(Phase.IDLE)
+            if self.taken > taken:
+                self.callbacks.call("on_step_end", self)
+        self._drawn = None
+        if self.callbacks.ended():
+            # The epoch is not over: a checkpoint saved from here on resumes within it.
+            return
         # A checkpoint saved from here on resumes after this epoch's loop.
-        self._drawn = self.within = None
+        self.within = None
         self.schedulers.after_epoch()
+        self.callbacks.call("on_epoch_end", self, number)
         if seldom(self):
             check_replicas(self, f"epoch {number + 2}")
 
@@ -536,11 +563,22 @@ class Run:
         """
         return stop_on_signals(self)
 
-    def epochs(self, number: int) -> range:
-        """Return the remaining epochs of 0 … number-1: all, or after ``restore`` from the checkpoint's epoch on."""
+    def epochs(self, number: int) -> Iterable[int]:
+        """Return the remaining epochs of 0 … number-1: all, or after ``restore`` from the checkpoint's epoch on.
+
+        They end when a callback stops the run; ``on_train_end`` is called after the last, which is collective.
+        """
         if self.feed.contract.dataset is not None:
             self.checks.planned(self.feed.epochs.steps(Duration(number, "ep")))
-        return range(self.at.epoch if self.within is None else self.within, number)
+        left = range(self.at.epoch if self.within is None else self.within, number)
+        return self._until_stopped(left) if self.callbacks.own else left
+
+    def _until_stopped(self, epochs: Iterable[int]) -> Iterator[int]:
+        self.callbacks.begin(self)
+        for epoch in epochs:
+            if not self.callbacks.ended():
+                yield epoch
+        self.callbacks.call("on_train_end", self)
 
     # --- evaluation, profiling, state ------------------------------------------------------------------------------
 
@@ -568,7 +606,9 @@ class Run:
             MismatchError: ranks make different calls, or have taken different numbers of steps.
         """
         averaged = self.average is not None if averaged is None else averaged
-        return evaluate_samples(self, source, batch, loss, averaged, collate)
+        found = evaluate_samples(self, source, batch, loss, averaged, collate)
+        self.callbacks.evaluated(self, found)
+        return found
 
     def predict(
         self,
@@ -701,7 +741,9 @@ class Run:
         saver = run_state.saver(self, Path(folder), keep)
         saver.save(run_state.run_facts(self, extra or {}))
         saver.wait()
-        return saver.folder / step_name(self.clock)
+        path = saver.folder / step_name(self.clock)
+        self.callbacks.call("on_checkpoint", self, path)
+        return path
 
     def restore(self, folder: str | Path) -> dict[str, Any] | None:
         """Restore the newest intact checkpoint of ``folder``. Collective.

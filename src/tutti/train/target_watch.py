@@ -12,6 +12,7 @@ from tutti.checkpoint.manifest import REMEDY
 from tutti.config.metric_direction import Metric
 from tutti.config.training_target import TrainingTarget, check_metric
 from tutti.errors import CheckpointError
+from tutti.train.best_value import BestValue
 
 Ending = Literal["target", "patience", "length"]
 
@@ -58,7 +59,8 @@ class TargetWatch:
         self._reached: EvaluatedAt | None = None
         self._last: EvaluatedAt | None = None
         self._before: int | None = None
-        self._stale = self._count = 0
+        self._values = BestValue(metric)
+        self._count = 0
 
     @property
     def option(self) -> str:
@@ -78,11 +80,8 @@ class TargetWatch:
         """Count an evaluation: note the best value and the first that reaches the target, and set ``ending``."""
         previous, self._last = self._last, at
         self._count += 1
-        # NaN and infinity are never the best value.
-        better = math.isfinite(at.value) and (self._best is None or self.metric.gain(self._best.value, at.value) > 0)
-        if better:
+        if self._values.add(at.value):
             self._best = at
-        self._stale = 0 if better else self._stale + 1
         if self._reached is None and self.target is not None and self.target.reached(at.value):
             self._reached = at
             self._before = 0 if previous is None else previous.samples
@@ -91,7 +90,7 @@ class TargetWatch:
     def _end(self) -> None:
         if self._reached is not None:
             self.ending = "target"
-        elif self.patience is not None and self._stale >= self.patience:
+        elif self.patience is not None and self._values.exhausted(self.patience):
             self.ending = "patience"
 
     def state(self) -> dict[str, Any]:
@@ -103,7 +102,7 @@ class TargetWatch:
             "reached": _plain(self._reached),
             "last": _plain(self._last),
             "samples_before": self._before,
-            "stale": self._stale,
+            "stale": self._values.stale,
             "evaluations": self._count,
         }
 
@@ -117,7 +116,9 @@ class TargetWatch:
             if saved["metric"] != asdict(self.metric):
                 return False
             self._best, self._last = _read(saved["best"]), _read(saved["last"])
-            self._stale, self._count = int(saved["stale"]), int(saved["evaluations"])
+            best = None if self._best is None else self._best.value
+            self._values = BestValue(self.metric, best, int(saved["stale"]))
+            self._count = int(saved["evaluations"])
             if self.target is not None and saved["value"] == self.target.value:
                 self._reached, self._before = _read(saved["reached"]), saved["samples_before"]
         except (KeyError, TypeError, ValueError) as error:
@@ -151,7 +152,7 @@ class TargetWatch:
                 "wall_seconds": None if at is None else at.wall_seconds,
             }
         if self.patience is not None:
-            found["early_stopping"] = {**common, "patience": self.patience, "without_better": self._stale}
+            found["early_stopping"] = {**common, "patience": self.patience, "without_better": self._values.stale}
         return found
 
 

@@ -1,0 +1,251 @@
+"""Callbacks: functions and objects of the script that a run calls at the events of training."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tutti.checkpoint.json_codec import decode_json, encode_json
+from tutti.config.metric_direction import Metric
+from tutti.errors import CheckpointError, UsageError, did_you_mean
+from tutti.train.best_value import BestValue
+from tutti.train.evaluation import Evaluation
+
+if TYPE_CHECKING:
+    from tutti.train.run import Run
+
+EVENTS = (
+    "on_train_begin",
+    "on_epoch_begin",
+    "on_step_end",
+    "on_evaluation",
+    "on_checkpoint",
+    "on_epoch_end",
+    "on_train_end",
+)
+"""Methods that a callback may have. ``on_epoch_…`` get the epoch, ``on_evaluation`` the means, ``on_checkpoint`` the
+directory, after the run."""
+
+_STATE = ("state_dict", "load_state_dict")
+
+
+class Callbacks:
+    """The callbacks of a run, called in their order.
+
+    Args:
+        given: functions ``function(run)``, called after each step, and objects with methods of ``EVENTS``. An object's
+            ``ranks`` is ``"first"`` (rank 0, the default) or ``"all"``.
+
+    Attributes:
+        reason: why a callback has stopped training; None while it goes on.
+
+    Raises:
+        UsageError: an object is no callback, or its state cannot be saved.
+    """
+
+    def __init__(self, given: Sequence[Any] = ()) -> None:
+        self.own = [_checked(each) for each in given]
+        self.reason: str | None = None
+        self._asked = ""
+        self._inside = self._begun = False
+
+    def names(self) -> list[str]:
+        """Return the callbacks' names, which must agree over ranks."""
+        return [f"{_name(each)} on {_ranks(each)}" for each in self.own]
+
+    def stop(self, reason: str) -> None:
+        """Ask for the end of training after the event under way. Raises UsageError outside of a callback."""
+        if not self._inside:
+            raise UsageError("run.stop outside of a callback", remedy="leave the loop with break, on every rank")
+        self._asked = self._asked or reason or "no reason given"
+
+    def ended(self) -> bool:
+        """Return whether a callback has stopped training."""
+        return self.reason is not None
+
+    def begin(self, run: Run) -> None:
+        """Call ``on_train_begin`` before the first epoch. Collective."""
+        if not self._begun:
+            self._begun = True
+            self.call("on_train_begin", run)
+
+    def call(self, event: str, run: Run, *arguments: Any) -> None:
+        """Call the callbacks of an event. Collective if there are any: an all-gather of the reasons to stop.
+
+        An exception of a callback is raised on, with a note that names it.
+        """
+        handlers = [(each, handler) for each in self.own if (handler := _handler(each, event)) is not None]
+        if not handlers:
+            return
+        outer, self._inside = self._inside, True
+        first = run.context.comms.world.rank == 0
+        try:
+            for each, handler in handlers:
+                if not first and _ranks(each) == "first":
+                    continue
+                try:
+                    answer = handler(run, *arguments)
+                except Exception as error:
+                    error.add_note(f"raised by the callback {_name(each)}, {event}, after step {run.clock}")
+                    raise
+                if isinstance(answer, str) or answer is True:
+                    self.stop(answer if isinstance(answer, str) else f"{_name(each)} asked for it")
+        finally:
+            self._inside = outer
+        reasons = run.context.comms.world.all_gather_strings(self._asked, f"reasons to stop, {event}")
+        self._asked = ""
+        self.reason = self.reason or next(filter(None, reasons), None)
+
+    def evaluated(self, run: Run, evaluation: Evaluation) -> None:
+        """Call ``on_evaluation`` with rank 0's values. Collective."""
+        if all(_handler(each, "on_evaluation") is None for each in self.own):
+            return
+        # Sums in another order may differ in the last bit between ranks of one replica: one rank decides.
+        mine = [encode_json(evaluation.loss, "loss"), encode_json(evaluation.metrics, "metrics")]
+        loss, metrics = decode_json(run.context.comms.world.broadcast_json(mine, 0, "evaluation for the callbacks"))
+        self.call("on_evaluation", run, replace(evaluation, loss=loss, metrics=metrics))
+
+    def facts(self) -> list[Any]:
+        """Return the callbacks' states as JSON values for a checkpoint; None for a callback without one."""
+        return [_state(each) for each in self.own]
+
+    def load(self, saved: Mapping[str, Any]) -> None:
+        """Load the states of a checkpoint's facts. Raises CheckpointError if they are of other callbacks."""
+        states, names = saved.get("callbacks", []), saved.get("callback_names", [])
+        if not states:
+            return
+        if names != self.names():
+            raise CheckpointError(
+                f"the checkpoint has the callbacks {', '.join(names)}, and the run {', '.join(self.names()) or 'none'}",
+                remedy="give the callbacks of the saved run, in the same order",
+            )
+        for each, state in zip(self.own, states, strict=True):
+            if state is not None:
+                each.load_state_dict(decode_json(state))
+
+
+def _checked(callback: Any) -> Any:
+    """Return the callback. Raises UsageError if it is none."""
+    if isinstance(callback, type):
+        raise UsageError(
+            f"the callback {callback.__name__} is a class", remedy=f"give an object: {callback.__name__}()"
+        )
+    events = [name for name in dir(callback) if name.startswith("on_")]
+    for name in events:
+        if name not in EVENTS:
+            raise UsageError(f"the callback {_name(callback)} has '{name}'", remedy=did_you_mean(name, EVENTS))
+    if not events and not callable(callback):
+        raise UsageError(
+            f"the callback {_name(callback)} cannot be called, and has no method of an event",
+            remedy=f"give a function, or an object with {', '.join(EVENTS)}",
+        )
+    if getattr(callback, "ranks", "first") not in ("first", "all"):
+        raise UsageError(f"ranks of the callback {_name(callback)} is {callback.ranks!r}", remedy="choices: first, all")
+    _state(callback)
+    return callback
+
+
+def _name(callback: Any) -> str:
+    return str(getattr(callback, "__qualname__", type(callback).__qualname__))
+
+
+def _ranks(callback: Any) -> str:
+    return str(getattr(callback, "ranks", "first"))
+
+
+def _handler(callback: Any, event: str) -> Any:
+    """Return the callback's function for an event; None for none."""
+    if event == "on_step_end" and not any(hasattr(callback, name) for name in EVENTS):
+        return callback
+    return getattr(callback, event, None)
+
+
+def _state(callback: Any) -> Any:
+    if not all(hasattr(callback, name) for name in _STATE):
+        return None
+    return encode_json(callback.state_dict(), f"the state of the callback {_name(callback)}")
+
+
+class _Follower:
+    """Follows a metric of evaluations.
+
+    Args:
+        metric: ``loss``, or a metric of the loss function.
+        mode: ``min`` or ``max``; default: by the metric's name.
+    """
+
+    ranks = "all"
+
+    def __init__(self, metric: str, mode: str | None) -> None:
+        self.values = BestValue(Metric.parse(metric if mode is None else f"{metric}:{mode}", type(self).__name__))
+
+    def better(self, evaluation: Evaluation) -> bool:
+        """Add an evaluation, and return whether it is the best. Raises UsageError without the metric."""
+        name = self.values.metric.name
+        if name not in evaluation.values:
+            raise UsageError(
+                f"the evaluation has no '{name}'",
+                where=type(self).__name__,
+                remedy=did_you_mean(name, evaluation.values),
+            )
+        return self.values.add(evaluation.values[name])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the best value and the number of evaluations since."""
+        return {"metric": str(self.values.metric.name), "best": self.values.best, "stale": self.values.stale}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from ``state_dict``; a state of another metric is left out."""
+        if state["metric"] == self.values.metric.name:
+            best, stale = state["best"], int(state["stale"])
+            if best is not None and not math.isfinite(float(best)):
+                raise CheckpointError(f"the saved best value of {type(self).__name__} is {best}")
+            self.values.best, self.values.stale = None if best is None else float(best), stale
+
+
+class EarlyStopping(_Follower):
+    """The callback that stops training after ``patience`` evaluations in a row without a better value.
+
+    Args:
+        metric: ``loss``, or a metric of the loss function.
+        patience: the number of evaluations.
+        mode: ``min`` or ``max``; default: by the metric's name.
+    """
+
+    def __init__(self, metric: str = "loss", patience: int = 5, mode: str | None = None) -> None:
+        super().__init__(metric, mode)
+        if patience < 1:
+            raise UsageError(f"patience is {patience}", where="EarlyStopping", remedy="give 1 or more")
+        self.patience = patience
+
+    def on_evaluation(self, run: Run, evaluation: Evaluation) -> None:
+        """Count the evaluation, and stop the run when patience is exhausted."""
+        self.better(evaluation)
+        if self.values.exhausted(self.patience):
+            run.stop(f"no better {self.values.metric.name} in {self.values.stale} evaluations")
+
+
+class BestModel(_Follower):
+    """The callback that keeps a checkpoint of the best evaluation.
+
+    Args:
+        folder: directory for the best checkpoint alone, on a file system that all ranks share.
+        metric: ``loss``, or a metric of the loss function.
+        mode: ``min`` or ``max``; default: by the metric's name.
+
+    Attributes:
+        path: the checkpoint's directory; None before the first.
+    """
+
+    def __init__(self, folder: str | Path, metric: str = "loss", mode: str | None = None) -> None:
+        super().__init__(metric, mode)
+        self.folder = Path(folder)
+        self.path: Path | None = None
+
+    def on_evaluation(self, run: Run, evaluation: Evaluation) -> None:
+        """Save the run if the evaluation is the best. Collective."""
+        if self.better(evaluation):
+            self.path = run.save(self.folder, keep=1)
