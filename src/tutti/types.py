@@ -178,6 +178,23 @@ class GradientVariance(NamedTuple):
 
 
 @dataclass(frozen=True)
+class OwnGradients:
+    """This rank's own gradients before the reduction over data ranks, for the gradient noise scale.
+
+    Attributes:
+        parameters: trained parameters whose ``.grad`` accumulates this rank's micro-batches, and which this rank counts
+            in the gradient's norm.
+        take_squares: returns and resets the sum of squares of this rank's gradients that backward itself reduced
+            (FSDP2) since the last call; None where backward reduces none.
+        optimizers: optimizers whose state on this rank is that of ``parameters``; empty where it lies elsewhere.
+    """
+
+    parameters: Sequence[nn.Parameter]
+    take_squares: Callable[[], float] | None = None
+    optimizers: Sequence[Optimizer] = ()
+
+
+@dataclass(frozen=True)
 class StepStats:
     """Results of one step, reduced over the global batch; with asynchronous servers over this rank's workers alone.
 
@@ -236,6 +253,7 @@ class StepRecord:
     skipped: bool = False
     loss_scale: float | None = None
     adascale: Mapping[str, float] = field(default_factory=dict)
+    noise: Mapping[str, float] = field(default_factory=dict)
 
 
 OptimizerFactory: TypeAlias = "Callable[[Sequence[tuple[str, nn.Parameter]]], Optimizer | None]"
@@ -504,6 +522,9 @@ class GradientSync(Protocol):
 
     def load(self, saved: SavedState) -> None:
         """Restore from ``saved``; state missing from the group ``workers`` is taken from the merged model."""
+
+    def own_gradients(self) -> OwnGradients:
+        """Return this rank's gradients before the reduction. Raises UsageError where workers make updates alone."""
 
     def facts(self) -> Mapping[str, Any]:
         """Return this strategy's entries of ``summary.json``, on rank 0. Not collective."""

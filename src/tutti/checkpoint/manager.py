@@ -140,6 +140,8 @@ class Checkpoints:
             facts["loss_scale"] = self._run.loss_scale.state()
         if self._run.adascale is not None:
             facts["adascale"] = self._run.adascale.state()
+        if self._run.noise_probe is not None:
+            facts["noise"] = self._run.noise_probe.state()
         self._count += 1
         key = f"{self._key}/{self._count}"
         self._verified.discard(self.folder / step_name(step))
@@ -319,6 +321,8 @@ class Checkpoints:
             self.warn("the parameters of the saved workers are averaged; the first worker's optimizer state is used")
         load_scale(manifest, self._run)
         load_adascale(manifest, self._run)
+        if self._run.noise_probe is not None and "noise" in manifest.facts:
+            load_checked(manifest, self._run.noise_probe.load, manifest.facts["noise"], "noise scale")
         saved = CheckpointReader(manifest)
         self._run.gradient_sync.load(saved)
         self._restore_average(saved, facts)

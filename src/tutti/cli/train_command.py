@@ -128,7 +128,7 @@ def _dry_run(task: str, config: TrainConfig, memory: str | None, joined: process
     return dry_run(task, config, memory, PRELOADED)
 
 
-BARE = {"--resume": "auto", "--profile": "10:5", "--trace": "10:3", "--compile": "default"}
+BARE = {"--resume": "auto", "--profile": "10:5", "--trace": "10:3", "--noise-every": "50", "--compile": "default"}
 """Value of an option that is given without one."""
 
 
@@ -252,8 +252,11 @@ def refuse_config(task: str, config: TrainConfig) -> None:
         slow.check(devices, workers, accelerated)
     noise = check_noise(config.gradient_noise, config.batch_size, adaptive)
     norm = config.batch_norm_options
+    if config.noise_every is not None:
+        parallel.check_noise_scale(choice, devices, contract, noise is not None, accelerated)
     if isinstance(norm, Sync):
-        parallel.check_sync(choice, devices, config.reproducible, per_worker_option(adaptive, noise))
+        each = per_worker_option(adaptive, noise, config.noise_every)
+        parallel.check_sync(choice, devices, config.reproducible, each)
         contract.check_whole()
     check_loss_scale(config.loss_scale, config.precision)
     check_checkpointing(config.activation_checkpointing, compiled=compiling is not None)

@@ -27,7 +27,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
     "How": (
         *("optimizer", "schedule", "lr_scale", "batch_size", "batch_growth", "micro_batch", "precision", "loss_scale"),
         *("clip", "ema", "gradient_noise", "identical_batches", "channels_last", "compile", "activation_checkpointing"),
-        *("seed", "max_nonfinite"),
+        *("noise_every", "seed", "max_nonfinite"),
     ),
     "How long": ("epochs", "steps", "samples", "duration", "until", "patience", "regime_batch", "eval_every"),
     "Saving and resuming": (

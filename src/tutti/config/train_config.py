@@ -55,6 +55,7 @@ class TrainConfig:
         activation_checkpointing: blocks: recompute activations in backward; selective: only the cheap ones.
         clip: largest norm of the whole gradient.
         gradient_noise: noise of a smaller batch: ``multiplicative:base_batch=512``.
+        noise_every: measure the gradient noise scale every so many steps; alone: 50.
         ema: decay of an average of the weights, which is evaluated: 0.999 or 0.999:warmup.
         eval_every: 1ep, 100st …; none for only at the end.
         checkpoint_every: 1ep, 100st …; none for only when preempted.
@@ -111,6 +112,7 @@ class TrainConfig:
     activation_checkpointing: str = "none"
     clip: float | None = None
     gradient_noise: str = "none"
+    noise_every: int | None = None
     ema: str | None = None
     eval_every: str = "1ep"
     checkpoint_every: str = "1ep"
@@ -147,6 +149,7 @@ class TrainConfig:
             "samples",
             "patience",
             "regime_batch",
+            "noise_every",
             "threads",
             "max_nonfinite",
             "log_every",

@@ -61,7 +61,8 @@ OPTIONS: Mapping[str, Values] = {
         ("data_workers", "batch_size", "keep", "max_restarts", "seed", "max_nonfinite", "log_every"), WHOLE
     ),
     **dict.fromkeys(
-        ("workers", "micro_batch", "steps", "samples", "patience", "regime_batch", "threads"), WHOLE_OR_NONE
+        ("workers", "micro_batch", "steps", "samples", "patience", "regime_batch", "noise_every", "threads"),
+        WHOLE_OR_NONE,
     ),
     "timeout": NUMBER,
     **dict.fromkeys(("epochs", "clip", "start_timeout", "step_timeout", "save_timeout"), NUMBER_OR_NONE),

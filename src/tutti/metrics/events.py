@@ -31,7 +31,7 @@ class TensorBoard:
 
     def stepped(self, record: StepRecord, pace: Pace) -> None:
         values = {"loss": record.loss, **record.metrics, "grad_norm": record.grad_norm, "lr": record.lr}
-        values |= record.adascale
+        values |= {**record.adascale, **record.noise}
         named = {f"train/{name}": value for name, value in values.items()}
         self._add({**named, "train/samples_per_second": pace.samples_per_second, **pace.device}, record.step)
 

@@ -37,7 +37,7 @@ MOST_WAITING = 1000
 
 BESIDE_THE_RESULT = frozenset(
     {"out", "runs", "overwrite", "log_every", "resume", "devices", "device", "threads", "timeout", "keep"}
-    | {"data_workers", "tensorboard", "profile", "keep_best", "machine"}
+    | {"data_workers", "tensorboard", "profile", "keep_best", "machine", "noise_every"}
     | {"start_timeout", "step_timeout", "save_timeout", "max_restarts"}
 )
 """Options that do not affect a run's result, such as output folders, number of devices, logging and timeouts."""
@@ -208,6 +208,8 @@ class RunDirectory:
         if record.loss_scale is not None:
             line["loss_scale"] = record.loss_scale
         for name, value in record.adascale.items():
+            line[name] = _finite(value)
+        for name, value in record.noise.items():
             line[name] = _finite(value)
         line["seconds"] = round(pace.elapsed, 6)
         if pace.data is not None:

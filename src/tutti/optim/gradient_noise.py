@@ -73,8 +73,16 @@ def check_noise(text: str, batch: int, adaptive: bool) -> Multiplicative | None:
     return noise
 
 
-def per_worker_option(adaptive: bool, noise: Multiplicative | None) -> str | None:
-    """Return the option, if any, that needs each logical worker's gradient (AdaScale) or draws (noise) by itself."""
+def per_worker_option(adaptive: bool, noise: Multiplicative | None, noise_every: int | None) -> str | None:
+    """Return the option, if any, that needs each logical worker by itself.
+
+    Args:
+        adaptive: whether the run uses ``--lr-scale adascale``, which needs its gradient.
+        noise: noise on the gradient, which needs its draws; None for none.
+        noise_every: interval at which the noise scale is measured, which needs its gradient; None for never.
+    """
     if adaptive:
         return "--lr-scale adascale"
+    if noise_every is not None:
+        return "--noise-every"
     return None if noise is None else _OPTION

@@ -4,7 +4,7 @@ Imports no torch. A new strategy is one new file in a folder here and one row of
 """
 
 from tutti.parallel.choice import Choice, average, micro_batch, parse_strategy
-from tutti.parallel.combinations import check_custom_loop, check_strategy, check_sync
+from tutti.parallel.combinations import check_custom_loop, check_noise_scale, check_strategy, check_sync
 from tutti.parallel.registry import TABLE, Strategy
 
 __all__ = [
@@ -13,6 +13,7 @@ __all__ = [
     "Strategy",
     "average",
     "check_custom_loop",
+    "check_noise_scale",
     "check_strategy",
     "check_sync",
     "micro_batch",

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 
-from tutti.config.sync_config import AllReduceConfig
+from tutti.config.sync_config import AllReduceConfig, ParameterServerConfig
+from tutti.data.contract import BatchContract
 from tutti.distribution import pip_install
 from tutti.errors import UsageError
 from tutti.parallel.choice import Choice, parse_strategy
@@ -157,6 +158,72 @@ def _check_tree(choice: Choice, option: str) -> None:
             why="floating-point addition is not associative: each device first adds its own workers and the schedule"
             " then adds devices, so that the brackets of the sum, and its last bits, depend on their number",
             remedy="leave out the algorithm: the sum then goes through one fixed tree over workers",
+        )
+
+
+def check_noise_scale(
+    choice: Choice, devices: int, contract: BatchContract, noisy: bool, accelerated: bool, sparse: bool = False
+) -> None:
+    """Raise UsageError where the gradient noise scale cannot be measured.
+
+    Args:
+        choice: the strategy.
+        devices: number of devices.
+        contract: workers and micro-batches of a global batch.
+        noisy: ``--gradient-noise``.
+        accelerated: devices are accelerators.
+        sparse: the model has sparse gradients.
+    """
+    _check_one_gradient(choice)
+    exchange, shape = choice.exchange, choice.shape(devices)
+    if isinstance(exchange, AllReduceConfig) and exchange.wire != "fp32":
+        raise UsageError(
+            "--noise-every cannot be combined with a compressed wire",
+            why="the sum over devices would be rounded, and the gradients that it is compared with would not",
+            remedy="leave out one of the two",
+        )
+    if isinstance(exchange, ParameterServerConfig) and exchange.backup:
+        raise UsageError(
+            "--noise-every cannot be combined with backup workers",
+            why="an update leaves out the slowest gradients, and the noise compares the sum with all of them",
+            remedy="leave out backup, or --noise-every",
+        )
+    if exchange.shards_parameters(shape) and (accelerated or not choice.row.own_backward):
+        raise UsageError(
+            f"--noise-every cannot be combined with stage 2 or 3 of strategy '{choice.name}' here",
+            why="backward itself sums the gradients over the devices, so that no device has its own",
+            remedy="take stage=1, or leave out --noise-every",
+        )
+    if sparse:
+        raise UsageError(
+            "--noise-every cannot be combined with sparse gradients",
+            why="their entries are summed only with the other devices'",
+            remedy="take sparse=False in nn.Embedding, or leave out --noise-every",
+        )
+    if noisy:
+        raise UsageError(
+            "--noise-every cannot be combined with --gradient-noise",
+            why="it would measure the added noise, too",
+            remedy="leave out one of the two",
+        )
+    apart = contract.micro_batches(len(contract.worker(contract.batch, 0))) if choice.row.own_backward else [0]
+    if contract.workers == 1 and len(apart) < 2:
+        micro = f" or --micro-batch {max(contract.batch // 4, 1)}" if choice.row.own_backward else ""
+        raise UsageError(
+            "--noise-every needs gradients of several parts of a batch",
+            why="with one worker" + " and one micro-batch" * choice.row.own_backward + " there is a single gradient",
+            remedy=f"take --workers 4{micro}",
+        )
+
+
+def _check_one_gradient(choice: Choice) -> None:
+    """Raise UsageError where workers make updates of their own."""
+    if not (choice.row.single_update and choice.row.synchronous):
+        raise UsageError(
+            f"--noise-every cannot be combined with strategy '{choice.name}'",
+            why="its workers make updates of their own, at different parameters, and their gradients differ for that"
+            " reason, too",
+            remedy="take --strategy mirrored with as many workers, or leave out --noise-every",
         )
 
 

@@ -33,6 +33,7 @@ class Strategy:
         shared_weights: workers hold the same weights at any time, so that batch norm may pool their samples.
         averages: all ranks see the same parameters after an update, so that an average of the weights is defined.
         worker_gradients: each worker's own gradient exists on one rank before the sum.
+        own_backward: the backward of one micro-batch by itself is possible; otherwise that of a worker's together.
         sparse_devices: largest number of devices with sparse gradients; None for no limit.
         own_copies: every rank has its own copy of the parameters; a script may load into them without collectives.
         optimizer_here: the optimizer's state is on ranks, and not on servers.
@@ -53,6 +54,7 @@ class Strategy:
     shared_weights: bool = True
     averages: bool = True
     worker_gradients: bool = True
+    own_backward: bool = True
     sparse_devices: int | None = 1
     own_copies: bool = False
     optimizer_here: bool = True
@@ -91,6 +93,7 @@ TABLE: Mapping[str, Strategy] = {
         *_ALLREDUCE,
         "layers on different devices, which work in turn",
         custom_loop=False,
+        own_backward=False,
     ),
     "pipeline": Strategy(
         "pipeline.pipeline_runner:PipelineLayout",
@@ -98,6 +101,7 @@ TABLE: Mapping[str, Strategy] = {
         *_ALLREDUCE,
         "layers on different devices, with micro-batches under way on all of them",
         custom_loop=False,
+        own_backward=False,
     ),
     "tensor": Strategy(
         "tensor.tensor_layout:TensorLayout",
@@ -114,6 +118,7 @@ TABLE: Mapping[str, Strategy] = {
         "replicas × shards × stages × split layers, on one grid",
         reproducible=False,
         custom_loop=False,
+        own_backward=False,
     ),
     "central_storage": Strategy(
         *_WHOLE,

@@ -122,6 +122,12 @@ class CustomLoop:
 
     def _check_beginning(self) -> None:
         check_custom_loop(self._choice)
+        if self._run.noise_probe is not None:
+            raise UsageError(
+                "noise_every cannot be combined with a custom training loop",
+                why="the noise is measured in run.step, which sees each micro-batch's gradient before the sum",
+                remedy="call run.step(batch) with a loss_fn, or leave out noise_every",
+            )
         if self._begun and not self._final:
             raise UsageError(
                 "the last loop over run.microbatches() was left in the middle of a global batch",

@@ -52,6 +52,7 @@ def derived(
         **({"float32": products} if (products := describe_products(world.device, config.precision)) else {}),
         "learning rate": _rate(config, run.context.workers),
         **_noise(config, run),
+        **({} if config.noise_every is None else {"noise scale": f"measured every {config.noise_every} steps"}),
         **(
             {"a killed rank": "the other ranks continue without it, except without rank 0"}
             if run.context.comms.world.meetings is not None

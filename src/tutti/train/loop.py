@@ -367,6 +367,7 @@ def _report(run: Run, epoch: int, speed: Speed, means: Means, listener: Listener
         skipped=updated.skipped,
         loss_scale=None if run.loss_scale is None else run.loss_scale.used,
         adascale={} if run.adascale is None else run.adascale.values(),
+        noise={} if run.noise_probe is None else run.noise_probe.values(),
     )
     if updated.skipped:
         where = ", ".join(updated.nonfinite[:3])

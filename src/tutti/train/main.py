@@ -368,6 +368,7 @@ def prepared(
         identical_batches=config.identical_batches,
         clip=config.clip,
         gradient_noise=config.gradient_noise,
+        noise_every=config.noise_every,
         ema=config.averaging,
         reproducible=config.reproducible,
         activation_checkpointing=config.activation_checkpointing,

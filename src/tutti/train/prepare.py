@@ -55,6 +55,7 @@ from tutti.train.accumulating_optimizer import accumulate_steps
 from tutti.train.batch_size_schedule import batch_size_schedule
 from tutti.train.callbacks import Callbacks
 from tutti.train.hook_watch import HookWatch
+from tutti.train.noise_probe import NoiseProbe
 from tutti.train.optimizers import check_fits, check_takes_sparse, describe_optimizers, factory, imported_optimizer
 from tutti.train.partial_reads import PartialReads
 from tutti.train.prepared_before import check_earlier, note
@@ -93,6 +94,7 @@ class RunOptions:
     identical_batches: bool = False
     clip: float | None = None
     gradient_noise: str = "none"
+    noise_every: int | None = None
     ema: Averaging | str | float | None = None
     init_from: str | Path | None = None
     reproducible: bool = False
@@ -151,6 +153,7 @@ def prepare(
     identical_batches: bool = False,
     clip: float | None = None,
     gradient_noise: str = "none",
+    noise_every: int | None = None,
     ema: Averaging | str | float | None = None,
     init_from: str | Path | None = None,
     reproducible: bool = False,
@@ -201,6 +204,7 @@ def prepare(
         clip: largest gradient norm; None for no clipping.
         gradient_noise: ``multiplicative:base_batch=512`` makes the gradient as noisy as that of 512 samples; the
             loss must be one number a sample.
+        noise_every: interval in steps at which ``run.step`` measures the gradient noise scale; None for never.
         ema: decay per update of an average of the weights, ``0.999`` or ``"0.999:warmup"``, which ``run.evaluate``
             then uses; None for no average.
         init_from: warm start from the weights and buffers of a run directory (its newest checkpoint), a checkpoint
@@ -244,6 +248,7 @@ def prepare(
         identical_batches=identical_batches,
         clip=clip,
         gradient_noise=gradient_noise,
+        noise_every=noise_every,
         ema=ema,
         init_from=init_from,
         reproducible=reproducible,
@@ -326,13 +331,19 @@ def prepare_run(
     if o.reproducible:
         torch.set_num_threads(1)
     scale, noise = _scale(o.loss_scale, o.precision, loss_fn), check_noise(o.gradient_noise, batch_size, adaptive)
-    together = _together(o.batch_norm_options, choice, epochs, o.reproducible, per_worker_option(adaptive, noise))
+    if o.noise_every is not None:
+        if o.noise_every < 1:
+            raise UsageError(f"noise_every is {o.noise_every}", remedy="give a whole number of at least 1, or None")
+        accelerated = is_accelerator(world.device)
+        parallel.check_noise_scale(choice, identity.size, contract, noise is not None, accelerated, bool(sparse))
+    each = per_worker_option(adaptive, noise, o.noise_every)
+    together = _together(o.batch_norm_options, choice, epochs, o.reproducible, each)
     # Before any process group is made: with different device meshes ranks would wait for each other forever.
     settings = [
         *_settings(choice, epochs, o.precision, o.clip, o.reproducible, o.seed),
         f"shuffle {sampling.shuffle}, sampler {type(sampling.sampler).__name__}, {_collates(sampling)}",
         f"max_nonfinite {o.max_nonfinite}, batch norm {o.batch_norm}, loss_scale {o.loss_scale},"
-        f" gradient noise {noise}",
+        f" gradient noise {noise}, noise scale every {o.noise_every}",
         f"callbacks {callbacks.names()}",
         f"compile {compiled}, activation_checkpointing {_named(o.activation_checkpointing)}",
         f"ema {averaging}, {'given' if o.init_from is not None else 'own'} initial weights",
@@ -384,6 +395,7 @@ def prepare_run(
         loss_scale=scale,
         noise=noise,
         adascale=AdaScale(batch_size, contract.workers) if adaptive else None,
+        noise_probe=None if o.noise_every is None else NoiseProbe(sync, run_context, choice, o.noise_every),
         lr_schedule=None if lr_schedule is None else lr_schedule(epochs),
         named_workers=o.workers is not None,
         fault_tolerant=fault_tolerant,

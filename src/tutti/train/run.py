@@ -41,6 +41,7 @@ from tutti.train.evaluation import Evaluation, evaluate_samples
 from tutti.train.hook_watch import HookWatch
 from tutti.train.lost_ranks import LostRanks
 from tutti.train.mistake_checks import Checks
+from tutti.train.noise_probe import NoiseProbe
 from tutti.train.prediction import predict_samples
 from tutti.train.preemption import StopReason, stop_on_signals
 from tutti.train.replicas import check_replicas, seldom
@@ -75,6 +76,7 @@ class RunSettings:
         loss_scale: loss scaling, None for none.
         noise: noise on the gradient, None for none.
         adascale: AdaScale, None for none.
+        noise_probe: measures the gradient noise scale, None for never.
         lr_schedule: factor on the initial learning rates by step; None leaves the rates to the caller.
         named_workers: whether the caller gave the number of workers.
         fault_tolerant: whether the strategy goes on without a rank that is killed.
@@ -88,6 +90,7 @@ class RunSettings:
     loss_scale: LossScale | None
     noise: Multiplicative | None
     adascale: AdaScale | None
+    noise_probe: NoiseProbe | None
     lr_schedule: Callable[[int], float] | None
     named_workers: bool
     fault_tolerant: bool
@@ -131,6 +134,7 @@ class Run:
         loss_scale: factor on the loss in backward; None without loss scaling.
         noise: noise on the gradient; None for none.
         adascale: AdaScale's gain of each step; None without AdaScale.
+        noise_probe: measures the gradient noise scale in some steps; None for never.
         hooks: refuses gradient hooks that the strategy cannot call.
         checks: checks for common mistakes, and their findings.
         named_workers: whether the caller gave the number of workers; otherwise it is the number of data ranks.
@@ -159,6 +163,7 @@ class Run:
         self.loss_fn, self.hooks, self.grad_hook = loss_fn, hooks, grad_hook
         self.average, self.loss_scale = settings.average, settings.loss_scale
         self.noise, self.adascale = settings.noise, settings.adascale
+        self.noise_probe = settings.noise_probe
         self.lr_schedule, self.named_workers = settings.lr_schedule, settings.named_workers
         self.schedulers, self.callbacks = settings.schedulers, settings.callbacks
         self._max_nonfinite = settings.max_nonfinite
@@ -324,6 +329,7 @@ class Run:
                     step_context,
                     self.hooks,
                     self.adascale,
+                    self.noise_probe,
                 )
             return self._record(stats, updated)
         except Exception as error:

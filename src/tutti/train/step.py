@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from tutti.train.hook_watch import HookWatch
+from tutti.train.noise_probe import NoiseProbe
 from tutti.types import (
     GradientReadyHook,
     GradientSync,
@@ -31,6 +32,7 @@ def train_step(
     step_context: StepContext,
     hooks: HookWatch,
     adapt: Callable[[StepStats, StepContext], StepContext] | None = None,
+    noise: NoiseProbe | None = None,
 ) -> tuple[StepStats, UpdateResult]:
     """Train on one global batch. Collective: the gradient synchronisation of the strategy.
 
@@ -43,21 +45,25 @@ def train_step(
         step_context: facts of the step that all workers share.
         hooks: raises UsageError before the update if the script's gradient hooks saw gradients of another scale.
         adapt: returns the step context of the update from the reduced results (AdaScale); None: ``step_context``.
+        noise: measures the gradient noise scale, in some steps; None: in none.
 
     Returns:
         The reduced results, and the result of the update.
     """
+    run = replica.run if noise is None else noise.begin(replica, step_context)
     for worker, micro_batches in work:
         sync.begin_worker(worker, step_context)
         part = None
         if micro_batches:
-            part = replace(replica.run(micro_batches, loss, grad_hook), whole=micro_batches[0].whole)
+            part = replace(run(micro_batches, loss, grad_hook), whole=micro_batches[0].whole)
             if sync.loss_normalisation == "worker":
                 hooks.check_part(part)
         sync.end_worker(worker, part)
     stats = sync.reduce_gradients(step_context)
     if sync.loss_normalisation == "step":
         hooks.check_sum(stats, step_context)
+    if noise is not None:
+        noise.finish(stats, step_context)
     updated = sync.optimizer_step(stats, step_context if adapt is None else adapt(stats, step_context))
     sync.clear()
     return stats, updated

@@ -42,6 +42,7 @@ from tutti.parallel.whole_tensors import WholeTensors, agreed_mixing, refuse_par
 from tutti.types import (
     GradientReadyHook,
     OptimizerFactory,
+    OwnGradients,
     ReplicaRunner,
     RunContext,
     SavedState,
@@ -159,6 +160,10 @@ class CentralStorageSync(AllReduceSync):
                 why="ranks share out the optimizer's parameters in tutti.prepare",
                 remedy="add the group before tutti.prepare, or take --strategy mirrored",
             )
+
+    def own_gradients(self) -> OwnGradients:
+        alone = self._host is None and self._run_context.comms.replica.size == 1
+        return OwnGradients(self._counted(), optimizers=self.optimizers if alone else ())
 
     def begin_custom_loop(self) -> None:
         """Switch to a reducer that gives every rank all gradients, and not only those that it owns. Collective."""

@@ -59,6 +59,7 @@ from tutti.types import (
     GradientVariance,
     LossSums,
     OptimizerFactory,
+    OwnGradients,
     ReplicaRunner,
     RunContext,
     SavedState,
@@ -199,6 +200,14 @@ class AllReduceSync:
             load_optimizer(self._optimizer, named, saved, "optim", specs=specs)
             if whole is not None:
                 whole.load(self._optimizer, self._named, saved, specs)
+
+    def own_gradients(self) -> OwnGradients:
+        return OwnGradients(self._counted(), optimizers=self.optimizers)
+
+    def _counted(self) -> list[nn.Parameter]:
+        """Return the trained parameters that this rank counts in the gradient's norm."""
+        lent = self._replica.not_owned
+        return [p for name, p in self._named if p.requires_grad and name not in lent]
 
     def facts(self) -> dict[str, object]:
         """Return messages and bytes of each link between data ranks so far, where a schedule is run. Collective."""

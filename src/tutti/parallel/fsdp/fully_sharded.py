@@ -14,7 +14,7 @@ model between steps, and the unsharded parameter that is in the model around a f
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import MethodType
@@ -30,6 +30,7 @@ from tutti.config.sync_config import RowsConfig
 from tutti.errors import UsageError
 from tutti.nn.incomplete_gradient import RowGradient, after_clearing, clear_gradient, conceal
 from tutti.nn.swap import parameters, swapped
+from tutti.parallel.ddp.reducers import squares_of
 from tutti.parallel.fsdp.fsdp_wrap_policy import root_modules, wrapped_modules
 from tutti.parallel.fsdp.sharded_parameter import ShardedParameter, local_rows
 from tutti.parallel.tensor.tp_layers import TensorParallelLayer
@@ -73,8 +74,8 @@ class FullySharded:
         self._model = model
         named = [(name, p) for name, p in parameters([model]) if p not in whole]
         shapes = [p.shape for _, p in named]
-        self._beginning = _Beginning(comm)
-        self._units = _shard(model, whole, config, comm, self._beginning)
+        self._beginning, self._meter = _Beginning(comm), _GradientMeter()
+        self._units = _shard(model, whole, config, comm, self._beginning, self._meter)
         own = dict(parameters([model]))
         self._gathered = [own[name] for name, _ in named]
         self.rows = [
@@ -255,10 +256,14 @@ class FullySharded:
         self._concealed.clear()
 
     def reduce_scatter_gradients(self, step: int) -> None:
-        self._beginning.over = True
+        self._beginning.over, self._meter.on = True, False
         for each, gathered in self._pairs:
             gradient = gathered.grad
             each.parameter.grad = None if gradient is None else _local(gradient)
+
+    def gradient_meter(self) -> Callable[[], float]:
+        self._meter.take()
+        return self._meter.take
 
     def all_gather_parameters(self) -> None:
         for unit in self._units:
@@ -316,7 +321,12 @@ class FullySharded:
 
 
 def _shard(
-    model: nn.Module, whole: set[nn.Parameter], config: RowsConfig, comm: Communicator, beginning: _Beginning
+    model: nn.Module,
+    whole: set[nn.Parameter],
+    config: RowsConfig,
+    comm: Communicator,
+    beginning: _Beginning,
+    meter: _GradientMeter,
 ) -> list[FSDPModule]:
     """Apply ``fully_shard`` to the modules of the wrap policy, then to the roots for all remaining parameters."""
     if comm.group is None:
@@ -354,7 +364,7 @@ def _shard(
         unit.set_reduce_scatter_unused_params(True)
         if device == "cpu":
             place = names[unit] or "the model"
-            set_fsdp_collectives(unit, _Gather(comm, place, beginning), _ScatterSum(comm, place, beginning))
+            set_fsdp_collectives(unit, _Gather(comm, place, beginning), _ScatterSum(comm, place, beginning, meter))
         made.append(unit)
     return made
 
@@ -377,6 +387,25 @@ class _Beginning:
             )
 
 
+class _GradientMeter:
+    """Sums squares of the gradients that this rank's backward reduces, from the first ``take`` to the end of a step."""
+
+    on = False
+
+    def __init__(self) -> None:
+        self._square = 0.0
+
+    def add(self, gradients: Tensor) -> None:
+        """Add the squares of a message's elements; padding is zero."""
+        if self.on:
+            self._square += squares_of([gradients])[0]
+
+    def take(self) -> float:
+        """Return and reset the sum; messages count from now on."""
+        square, self._square, self.on = self._square, 0.0, True
+        return square
+
+
 class _Message:
     """A custom collective for FSDP2 that runs over ``Communicator``."""
 
@@ -394,10 +423,15 @@ class _Gather(_Message):
 
 
 class _ScatterSum(_Message):
+    def __init__(self, comm: Communicator, place: str, beginning: _Beginning, meter: _GradientMeter) -> None:
+        super().__init__(comm, place, beginning)
+        self._meter = meter
+
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
     ) -> None:
         self._beginning.compare(text := f"reduce_scatter of gradients of {self._place}")
+        self._meter.add(input_tensor)
         self._comm.scatter_sum(output_tensor, input_tensor, text)
 
 

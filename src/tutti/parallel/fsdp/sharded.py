@@ -62,6 +62,7 @@ from tutti.types import (
     GradientReadyHook,
     LossSums,
     OptimizerFactory,
+    OwnGradients,
     ReplicaRunner,
     RunContext,
     SavedState,
@@ -327,6 +328,21 @@ class ShardedSync:
                 if whole is not None:
                     named, specs = [(rows.name, rows.parameter) for rows in self._trained], self._replica.specs
                     whole.load(self._optimizer, named, saved, specs)
+
+    def own_gradients(self) -> OwnGradients:
+        lent = self._replica.not_owned
+        counted: list[nn.Parameter] = []
+        meters = []
+        for engine in self._engines:
+            meter = engine.gradient_meter()
+            if meter is not None:
+                meters.append(meter)
+                continue
+            pairs = zip(engine.trained, engine.seen(), strict=True)
+            counted += [seen for rows, seen in pairs if seen.requires_grad and rows.name not in lent]
+        if not meters:
+            return OwnGradients(counted)
+        return OwnGradients(counted, lambda: sum(meter() for meter in meters))
 
     def facts(self) -> dict[str, object]:
         """Return an empty dict: ``summary.json`` has no facts about sharding."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -130,6 +130,13 @@ class ShardingEngine(Protocol):
 
     def take_edits(self) -> None:
         """Set the rows' gradients to the ``.grad`` that the script has left on the model's parameters."""
+
+    def gradient_meter(self) -> Callable[[], float] | None:
+        """Return a function that returns and resets the sum of squares of this rank's gradients that backward reduced.
+
+        None where backward leaves this rank's gradient in the ``.grad`` of ``seen``. Gradients count from the first
+        call of ``gradient_meter`` on.
+        """
 
 
 def local_rows(
@@ -288,6 +295,9 @@ class ZeroSharding:
             if rows.parameter in members and rows.parameter is not whole:
                 clear_gradient(whole, set_to_none)
                 clear_gradient(rows.parameter, set_to_none)
+
+    def gradient_meter(self) -> None:
+        """Return None: backward leaves this rank's gradient in ``.grad``."""
 
     def take_edits(self) -> None:
         self._reveal()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Literal, NoReturn
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from tutti.checkpoint.state_shards import load_optimizer, mine_of, optimizer_tensors
 from tutti.comm.tree_sum import TreeSum
 from tutti.config.sync_config import LocalSGDConfig
+from tutti.errors import UsageError
 from tutti.nn.swap import parameters
 from tutti.optim.several import slots
 from tutti.parallel.ddp.allreduce import culprits, optimizer_step
@@ -222,6 +223,13 @@ class LocalSGDSync:
                 load_optimizer(self._of[worker], self._trained, saved, group, prefix)
         self._buffers.load(saved)
         self._note()
+
+    def own_gradients(self) -> NoReturn:
+        """Raise UsageError: the noise scale belongs to gradients at the same parameters."""
+        raise UsageError(
+            "the gradient noise scale cannot be measured where workers make updates of their own",
+            remedy="take --strategy mirrored, or leave out --noise-every",
+        )
 
     def facts(self) -> dict[str, object]:
         """Return an empty dict: ``summary.json`` has no facts about local SGD."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
-from typing import Literal
+from typing import Literal, NoReturn
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from tutti.checkpoint.state_shards import read_local
 from tutti.comm.partition import even_share
 from tutti.config.sync_config import ParameterServerConfig
+from tutti.errors import UsageError
 from tutti.launcher import context, lost_rank_notes
 from tutti.nn.swap import parameters
 from tutti.parallel.ddp.reducers import scale_all, squares_of
@@ -287,6 +288,13 @@ class AsynchronousServerSync(RemoteGradients):
         self._updates = self._version = versions[0]
         self._guards = self._new_guards()
         self._stop_at, self._clock = None, 0
+
+    def own_gradients(self) -> NoReturn:
+        """Raise UsageError: the noise scale belongs to gradients at the same parameters."""
+        raise UsageError(
+            "the gradient noise scale cannot be measured where workers make updates of their own",
+            remedy="take --strategy mirrored, or leave out --noise-every",
+        )
 
     def facts(self) -> dict[str, object]:
         """Return the servers' statistics for ``summary.json``, on rank 0."""

@@ -36,6 +36,7 @@ from tutti.torch_compat import foreach_copy_
 from tutti.types import (
     GradientReadyHook,
     OptimizerFactory,
+    OwnGradients,
     ReplicaRunner,
     RunContext,
     SavedState,
@@ -232,6 +233,9 @@ class SynchronousServerSync(RemoteGradients, AllReduceSync):
         """
         self._guard.check(self._trained, f"step {step_context.global_step + 1}")
         return super().reduce_gradients(step_context)
+
+    def own_gradients(self) -> OwnGradients:
+        return OwnGradients(self._counted())
 
     def merged(self) -> dict[str, Tensor]:
         if self._servers.backup:

@@ -1,0 +1,231 @@
+"""Gradient noise scale of a run: in some steps compare each micro-batch's own gradient with the whole batch's.
+
+McCandlish et al. 2018, arXiv 1812.06162, App. A.1. The small batches are micro-batches, or the shares of whole logical
+workers where a layout runs the micro-batches of a worker together (pipelines). So they do not depend on the number of
+devices. A measured step computes the same update, to the bit where micro-batches run by themselves: gradients are set
+aside and added in the order of autograd.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tutti.optim.noise_scale import NoiseAverage, NoiseEstimate, noise_estimate
+from tutti.optim.several import members_of
+from tutti.parallel import Choice
+from tutti.parallel.ddp.reducers import squares_of
+from tutti.parallel.normalisation import divisor_of_backward, mean_factor
+from tutti.types import (
+    GradientReadyHook,
+    GradientSync,
+    LossFn,
+    LossSums,
+    MicroBatch,
+    OwnGradients,
+    ReplicaRunner,
+    RunContext,
+    StepContext,
+    StepStats,
+)
+
+_THETA = 0.95
+
+Runner = Callable[[Sequence[MicroBatch], LossFn, GradientReadyHook], LossSums]
+
+
+class NoiseProbe:
+    """Measures the simple noise scale, and that of the gradient scaled by Adam's preconditioner, every few steps.
+
+    With P = diag(√v̂ + ε), the denominator of Adam before the step, the second is the simple noise scale of P^(-1/2)·g:
+    squared norms are Σ g²/(√v̂ + ε). It is measured where each rank has the second moments of its whole gradients.
+
+    Args:
+        sync: gradient synchronisation.
+        run_context: mesh, communicators and workers of this rank.
+        choice: the strategy.
+        every: interval in steps.
+    """
+
+    def __init__(self, sync: GradientSync, run_context: RunContext, choice: Choice, every: int) -> None:
+        self._sync, self._run_context, self._every = sync, run_context, every
+        self._apart = choice.row.own_backward
+        self._simple, self._scaled = NoiseAverage(_THETA), NoiseAverage(_THETA)
+        self._measured: _MeasuredStep | None = None
+        self._latest: dict[str, float] = {}
+
+    def begin(self, replica: ReplicaRunner, step_context: StepContext) -> Runner:
+        """Return the function that runs a worker's micro-batches in the coming step, with backward."""
+        self._latest, self._measured = {}, None
+        if step_context.global_step % self._every:
+            return replica.run
+        own = self._sync.own_gradients()
+        self._measured = _MeasuredStep(replica, own, self._apart, step_context)
+        return self._measured.run
+
+    def finish(self, stats: StepStats, step_context: StepContext) -> None:
+        """Add a measured step's estimates to the averages. Collective in measured steps: an all-reduce of five numbers.
+
+        Call it between ``GradientSync.reduce_gradients`` and ``optimizer_step``.
+        """
+        measured, self._measured = self._measured, None
+        if measured is None:
+            return
+        comms, grid = self._run_context.comms, self._run_context.grid
+        whole = measured.scaled_square() if grid.data_rank == 0 else 0.0
+        leads = comms.model.rank == 0
+        numbers = [measured.squares, leads * measured.parts, measured.scaled, whole, float(measured.has_scale)]
+        message = torch.tensor(numbers, dtype=torch.float64, device=comms.world.device)
+        comms.world.all_reduce(message, f"all_reduce of gradient noise in step {step_context.global_step + 1}")
+        squares, parts, scaled, scaled_whole, able = message.tolist()
+        if not stats.finite or parts < 2:
+            return
+        # Σ pᵢ‖gᵢ‖² from Σ ‖sᵢ‖²/cᵢ of the sums sᵢ over cᵢ counts.
+        factor = (measured.mean_factor(stats) ** 2) * stats.count
+        count, samples = round(parts), step_context.samples
+        estimate = noise_estimate(squares * factor, stats.grad_norm**2, count, samples)
+        self._add("noise", self._simple, estimate)
+        if able == comms.world.size:
+            estimate = noise_estimate(scaled * factor, scaled_whole, count, samples)
+            self._add("noise/adam", self._scaled, estimate)
+
+    def _add(self, name: str, average: NoiseAverage, estimate: NoiseEstimate) -> None:
+        if not all(map(math.isfinite, estimate)):
+            return
+        average.add(estimate)
+        band = average.band()
+        self._latest |= {
+            f"{name}/scale": band.scale,
+            f"{name}/low": band.low,
+            f"{name}/high": band.high,
+            f"{name}/trace": estimate.trace,
+            f"{name}/square": estimate.square,
+        }
+
+    def values(self) -> Mapping[str, float]:
+        """Return the figures of the last step; none where it was not measured.
+
+        ``noise/trace`` and ``noise/square`` are the step's own estimates of tr Σ and |G|², ``noise/scale`` the ratio
+        of their averages in samples, ``noise/low`` and ``noise/high`` its 90 % band.
+        """
+        return self._latest
+
+    def state(self) -> dict[str, Any]:
+        """Return the averages for a checkpoint."""
+        return {"simple": self._simple.state(), "adam": self._scaled.state()}
+
+    def load(self, saved: Mapping[str, Any]) -> None:
+        """Restore ``state``. Raises ValueError, KeyError or TypeError if ``saved`` is not a valid state."""
+        self._simple.load(saved["simple"])
+        self._scaled.load(saved["adam"])
+
+
+class _SilentHook:
+    """A gradient-ready hook that starts no message during backward: gradients are measured before they are sent."""
+
+    def prepare_for_backward(self, part: LossSums | None) -> None:
+        """Do nothing: the reduction begins in ``reduce_gradients``."""
+
+    def gradient_ready(self, parameter: Tensor) -> None:
+        """Do nothing."""
+
+
+class _MeasuredStep:
+    """Runs the micro-batches of one step and sums the squares of each part's own gradient.
+
+    Attributes:
+        squares: Σ ‖sᵢ‖²/cᵢ over the parts of this rank, where sᵢ is the gradient of a sum over cᵢ counts.
+        scaled: the same of the preconditioned gradient.
+        parts: number of parts with samples.
+        has_scale: whether this rank has second moments of all its gradients.
+    """
+
+    def __init__(self, replica: ReplicaRunner, own: OwnGradients, apart: bool, step_context: StepContext) -> None:
+        self._replica, self._own, self._apart, self._step_context = replica, own, apart, step_context
+        self._weights = _inverse_scales(own)
+        self.has_scale = self._weights is not None
+        self.squares = self.scaled = 0.0
+        self.parts = 0
+        if own.take_squares is not None:
+            own.take_squares()
+
+    def run(self, micro_batches: Sequence[MicroBatch], loss: LossFn, grad_hook: GradientReadyHook) -> LossSums:
+        """As ``ReplicaRunner.run``; ``grad_hook`` is not called."""
+        total: LossSums | None = None
+        for part in [[each] for each in micro_batches] if self._apart else [micro_batches]:
+            sums = self._measure(part, loss)
+            total = sums if total is None else total + sums
+        if total is None:
+            raise ValueError("run needs at least one micro-batch")
+        return total
+
+    def _measure(self, part: Sequence[MicroBatch], loss: LossFn) -> LossSums:
+        parameters = self._own.parameters
+        before = [p.grad for p in parameters]
+        for p in parameters:
+            p.grad = None
+        sums = self._replica.run(part, loss, _SilentHook())
+        own = [p.grad for p in parameters]
+        count = float(sums.sums[1]) if any(each.samples for each in part) else 0.0
+        square = sum(squares_of([g for g in own if g is not None]))
+        if self._own.take_squares is not None:
+            square += self._own.take_squares()
+        if count > 0:
+            below = count * self._step_context.loss_scale**2
+            self.squares += square / below
+            self.parts += 1
+            if self._weights is not None:
+                self.scaled += _weighted_square(own, self._weights) / below
+        for p, earlier in zip(parameters, before, strict=True):
+            if earlier is not None:
+                p.grad = earlier if p.grad is None else earlier.add_(p.grad)
+        return sums
+
+    def mean_factor(self, stats: StepStats) -> float:
+        """Return the factor from a sum of this step's gradients to the mean over the global batch."""
+        return mean_factor(divisor_of_backward(self._step_context), stats.count)
+
+    def scaled_square(self) -> float:
+        """Return the square of this rank's part of the preconditioned gradient of the whole batch, after reduction."""
+        if self._weights is None:
+            return 0.0
+        return _weighted_square([p.grad for p in self._own.parameters], self._weights)
+
+
+@torch.no_grad()
+def _weighted_square(gradients: Sequence[Tensor | None], weights: Sequence[Tensor | None]) -> float:
+    """Return Σ w·g², in float64 over tensors."""
+    found = [
+        (gradient.detach().square() * weight).sum(dtype=torch.float64)
+        for gradient, weight in zip(gradients, weights, strict=True)
+        if gradient is not None and weight is not None
+    ]
+    return float(torch.stack(found).sum()) if found else 0.0
+
+
+@torch.no_grad()
+def _inverse_scales(own: OwnGradients) -> list[Tensor | None] | None:
+    """Return 1/(√v̂ + ε) of each parameter from Adam's second moments; None where any has none.
+
+    The state's ``exp_avg_sq`` (``max_exp_avg_sq`` with amsgrad) and ``step``, and the group's ``betas`` and ``eps``.
+    """
+    if own.take_squares is not None:
+        return None
+    scales: dict[nn.Parameter, Tensor] = {}
+    for optimizer in own.optimizers:
+        for member in members_of(optimizer):
+            for group in member.param_groups:
+                for parameter in group["params"]:
+                    state = member.state.get(parameter, {})
+                    moment = state.get("max_exp_avg_sq", state.get("exp_avg_sq"))
+                    if not isinstance(moment, Tensor) or moment.shape != parameter.shape or "betas" not in group:
+                        continue
+                    correction = 1 - group["betas"][1] ** float(state["step"]) if "step" in state else 1.0
+                    scales[parameter] = (moment / correction).sqrt_().add_(group["eps"]).reciprocal_()
+    if not own.optimizers or any(p not in scales for p in own.parameters):
+        return None
+    return [scales[p] for p in own.parameters]
