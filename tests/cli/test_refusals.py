@@ -247,6 +247,7 @@ def test_help_lists_the_verbs(tmp_path: Path) -> None:
         "doctor",
         "export",
         "goodput",
+        "noise",
         "plan",
         "run",
         "simulate",

@@ -1,0 +1,246 @@
+"""Critical batch size from the metrics of runs: from their gradient noise, and from their samples to a target.
+
+McCandlish et al. 2018, arXiv 1812.06162; Shallue et al. 2018, arXiv 1811.03600. The noise scale is the prior, samples
+to the target at measured batch sizes decide.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tutti.errors import UsageError
+from tutti.optim.noise_scale import NoiseBand, NoiseEstimate, mean_noise
+from tutti.planning.recipe import TrainingRecipe
+
+_DRAWS = 256
+_RECORD = "train again with --noise-every, such as tutti train TASK --workers 8 --noise-every 10"
+
+
+@dataclass(frozen=True)
+class RunEvidence:
+    """What one run says of the critical batch.
+
+    Attributes:
+        path: the run directory.
+        batch: samples in a global batch.
+        estimates: the noise estimates of its measured steps that count, in order.
+        scaled: those of Adam's preconditioned gradient.
+        target: metric and value of ``--until``; None without it.
+        samples: samples to the target; None if it was not reached.
+    """
+
+    path: Path
+    batch: int
+    estimates: tuple[NoiseEstimate, ...]
+    scaled: tuple[NoiseEstimate, ...]
+    target: tuple[str, float] | None
+    samples: float | None
+
+
+@dataclass(frozen=True)
+class CriticalBatch:
+    """A critical batch, with its band and basis.
+
+    Attributes:
+        noise: simple noise scale over all runs; None if none was measured.
+        scaled: that of Adam's preconditioned gradient; None if none was measured.
+        batches: measured (batch, samples to the target, runs), by batch.
+        recipe: posterior of samples to the target; None without a run that reached one.
+        band: 5 % and 95 % quantile of the critical batch.
+        critical_batch: the estimate.
+        basis: what it rests on.
+    """
+
+    noise: NoiseBand | None
+    scaled: NoiseBand | None
+    batches: tuple[tuple[int, float, int], ...]
+    recipe: TrainingRecipe | None
+    band: tuple[float, float]
+    critical_batch: float
+    basis: str
+
+
+def run_evidence(path: Path, last: float = 0.5) -> RunEvidence:
+    """Read a run directory.
+
+    Args:
+        path: the run directory.
+        last: share of the measured steps, counted from the end, whose noise counts.
+
+    Raises:
+        UsageError: it is no finished run directory, or the run diverged.
+    """
+    summary = _object(path / "summary.json", "give the directory of a run that has ended, such as runs/digits-…")
+    lines = _lines(path / "metrics.jsonl")
+    steps = [line for line in lines if line.get("group") == "train"]
+    if not steps or steps[-1].get("loss") is None or steps[-1].get("skipped"):
+        raise UsageError(
+            "the run diverged" if steps else "the run has made no step",
+            where=str(path),
+            why="the loss of its last step is not finite, and its gradients' noise says nothing" if steps else None,
+            remedy="lower the learning rate or clip the gradient, and train again",
+        )
+    return RunEvidence(
+        path,
+        int(summary["global_batch_size"]),
+        _estimates(steps, "noise", last),
+        _estimates(steps, "noise/adam", last),
+        *_reached(summary),
+    )
+
+
+def critical_batch(runs: Sequence[RunEvidence], optimizer_noise: bool = False) -> CriticalBatch:
+    """Return the critical batch from runs of one task.
+
+    Without a run that reached a target it is the noise scale with its band. With runs that did, it is the posterior of
+    E(B) = E_min(1 + B/B_crit) with the noise scale as prior (``law_fit.fit_target``).
+
+    Args:
+        runs: evidence of one or more runs.
+        optimizer_noise: take the noise scale of Adam's preconditioned gradient instead of the simple one.
+
+    Raises:
+        UsageError: no run has noise or enough batch sizes with a target, or targets differ.
+    """
+    noise = _band([estimate for run in runs for estimate in run.estimates])
+    scaled = _band([estimate for run in runs for estimate in run.scaled])
+    prior = scaled if optimizer_noise else noise
+    if optimizer_noise and scaled is None:
+        raise UsageError(
+            "no run has the noise of Adam's preconditioned gradient",
+            why="it needs --noise-every, Adam or another optimizer with second moments, and a strategy that keeps them"
+            " with the gradients",
+            remedy="leave out --adam",
+        )
+    known = prior is not None and math.isfinite(prior.scale) and prior.scale > 0
+    batches = _batches(runs)
+    where = ", ".join(str(run.path) for run in runs)
+    if not batches and prior is None:
+        raise UsageError("no run has recorded gradient noise", where=where, remedy=_RECORD)
+    if not batches and prior is not None:
+        return _from_noise(noise, scaled, prior)
+    if len(batches) + known < 2:
+        raise UsageError(
+            "one batch size with a target does not fix the two constants E_min and B_crit",
+            where=where,
+            remedy="add a run at another --batch-size, or one with --noise-every",
+        )
+    return _from_target(runs, batches, noise, scaled, prior if known else None)
+
+
+def _from_noise(noise: NoiseBand | None, scaled: NoiseBand | None, prior: NoiseBand) -> CriticalBatch:
+    """Return the noise scale as critical batch. Raises UsageError where the data do not bound it from above."""
+    if not math.isfinite(prior.scale) or prior.scale <= 0:
+        raise UsageError(
+            "the gradient is lost in its noise, or has none: its noise scale is neither finite nor above 0",
+            why=f"its 90 % band is {prior.low:.3g} to {prior.high:.3g}",
+            remedy="measure more steps (a smaller --noise-every, a longer run), or larger batches",
+        )
+    return CriticalBatch(noise, scaled, (), None, (prior.low, prior.high), prior.scale, "gradient noise alone")
+
+
+def _from_target(
+    runs: Sequence[RunEvidence],
+    batches: tuple[tuple[int, float, int], ...],
+    noise: NoiseBand | None,
+    scaled: NoiseBand | None,
+    prior: NoiseBand | None,
+) -> CriticalBatch:
+    import numpy as np
+
+    from tutti.planning.law_fit import fit_target
+
+    sizes, samples, counts = (np.array(column, dtype=float) for column in zip(*batches, strict=True))
+    posterior = fit_target(sizes, samples, counts, None if prior is None else prior.scale)
+    generator = np.random.default_rng(0)
+    chosen = generator.choice(len(posterior.weights), size=_DRAWS, p=posterior.weights)
+    least = posterior.log_least[chosen] + posterior.seed * generator.standard_normal(_DRAWS)
+    critical = np.exp(posterior.log_critical[chosen])
+    draws = tuple(zip(np.exp(least).tolist(), critical.tolist(), strict=True))
+    target = next(run.target for run in runs if run.target is not None)
+    low, middle, high = np.quantile(critical, (0.05, 0.5, 0.95)).tolist()
+    words = f"samples to the target at {len(batches)} batch size{'s' * (len(batches) > 1)}"
+    basis = words + (", and gradient noise" if prior is not None else "")
+    recipe = TrainingRecipe(*target, float(np.median(np.exp(least))), middle, draws, basis)
+    return CriticalBatch(noise, scaled, batches, recipe, (low, high), middle, basis)
+
+
+def _batches(runs: Sequence[RunEvidence]) -> tuple[tuple[int, float, int], ...]:
+    """Return (batch, geometric mean of samples to the target, runs). Raises UsageError where targets differ."""
+    targets = {run.target for run in runs if run.target is not None}
+    if len(targets) > 1:
+        raise UsageError(
+            "the runs have different targets",
+            where=", ".join(f"{metric}={value:g}" for metric, value in sorted(targets)),
+            remedy="give runs with one --until",
+        )
+    missed = [run for run in runs if run.target is not None and run.samples is None]
+    if missed:
+        raise UsageError(
+            "a run did not reach its target",
+            where=str(missed[0].path),
+            why="its samples to the target are unknown, and leaving it out would favour its batch size",
+            remedy="train it longer, with another learning rate, or to a lower target",
+        )
+    found: dict[int, list[float]] = {}
+    for run in runs:
+        if run.samples is not None:
+            found.setdefault(run.batch, []).append(math.log(run.samples))
+    return tuple((batch, math.exp(sum(logs) / len(logs)), len(logs)) for batch, logs in sorted(found.items()))
+
+
+def _band(estimates: Sequence[NoiseEstimate]) -> NoiseBand | None:
+    return mean_noise(estimates).band() if estimates else None
+
+
+def _estimates(steps: Sequence[dict[str, Any]], name: str, last: float) -> tuple[NoiseEstimate, ...]:
+    found = [
+        NoiseEstimate(float(line[f"{name}/trace"]), float(line[f"{name}/square"]))
+        for line in steps
+        if line.get(f"{name}/trace") is not None and line.get(f"{name}/square") is not None
+    ]
+    return tuple(found[-max(math.ceil(len(found) * last), 1) :]) if found else ()
+
+
+def _reached(summary: dict[str, Any]) -> tuple[tuple[str, float] | None, float | None]:
+    """Return target and samples to it: half-way between the evaluation that reached it and the one before."""
+    target = summary.get("target")
+    if not isinstance(target, dict) or target.get("value") is None:
+        return None, None
+    samples = target.get("samples")
+    if samples is not None:
+        samples = (float(samples) + float(target.get("samples_before") or 0)) / 2
+    return (str(target["metric"]), float(target["value"])), samples
+
+
+def _object(path: Path, remedy: str) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError("cannot read the run", where=str(path), why=error.strerror, remedy=remedy) from error
+    except ValueError as error:
+        raise UsageError("the run's summary is not JSON", where=str(path), why=str(error), remedy=remedy) from error
+    if not isinstance(found, dict) or not isinstance(found.get("global_batch_size"), int):
+        raise UsageError("the summary has no global_batch_size", where=str(path), remedy=remedy)
+    return found
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise UsageError("cannot read the run's metrics", where=str(path), why=error.strerror) from error
+    found = []
+    for line in text.splitlines():
+        try:
+            value = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(value, dict):
+            found.append(value)
+    return found
