@@ -336,8 +336,8 @@ def prepare_run(
             raise UsageError(f"noise_every is {o.noise_every}", remedy="give a whole number of at least 1, or None")
         accelerated = is_accelerator(world.device)
         parallel.check_noise_scale(choice, identity.size, contract, noise is not None, accelerated, bool(sparse))
-    each = per_worker_option(adaptive, noise, o.noise_every)
-    together = _together(o.batch_norm_options, choice, epochs, o.reproducible, each)
+    option = per_worker_option(adaptive, noise, o.noise_every)
+    together = _together(o.batch_norm_options, choice, epochs, o.reproducible, option)
     # Before any process group is made: with different device meshes ranks would wait for each other forever.
     settings = [
         *_settings(choice, epochs, o.precision, o.clip, o.reproducible, o.seed),
