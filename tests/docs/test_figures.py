@@ -60,6 +60,11 @@ LISTED: Mapping[str, Mapping[str, str]] = {
         "0.02 (√8-fold: 0.057) → 76.8 %, 0.01 → 76.0 %": NOT_KEPT,
         "Adam 0.001 reaches 72.6 %, and 93 % of the training images": NOT_KEPT,
     },
+    "docs/noise.md": {
+        "weight of the newest 5 %": SETTING,
+        "its 90 % band (Fieller's)": SETTING,
+        "in 90 % of 400 draws": "tests/optim/test_noise_scale.py counts them",
+    },
     "docs/plan.md": {
         "| a tested 90 % band": SETTING,
         "at which the last doubling still bought 1.5 ×": SETTING,

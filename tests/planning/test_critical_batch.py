@@ -11,7 +11,7 @@ import pytest
 
 from tutti.cli.app import main
 from tutti.errors import UsageError
-from tutti.planning.critical_batch import critical_batch, run_evidence
+from tutti.planning.critical_batch import critical_batch, noise_evidence
 from tutti.planning.recipe import read_recipe
 
 
@@ -45,12 +45,12 @@ def run_directory(
 
 
 def test_the_noise_of_the_last_half_counts(tmp_path: Path) -> None:
-    run = run_evidence(run_directory(tmp_path / "a"))
+    run = noise_evidence(run_directory(tmp_path / "a"))
     found = critical_batch([run])
     assert found.critical_batch == pytest.approx(200, rel=0.15) and found.band[0] < 200 < found.band[1]
     assert found.recipe is None and found.basis == "gradient noise alone"
     assert critical_batch([run], optimizer_noise=True).critical_batch == pytest.approx(600, rel=0.15)
-    assert critical_batch([run_evidence(tmp_path / "a", last=1.0)]).critical_batch < 150
+    assert critical_batch([noise_evidence(tmp_path / "a", last=1.0)]).critical_batch < 150
 
 
 def test_samples_to_the_target_decide(tmp_path: Path) -> None:
@@ -59,7 +59,7 @@ def test_samples_to_the_target_decide(tmp_path: Path) -> None:
         # The worked example: E_min 64,000 and B_crit 64; each evaluation is 100 samples after the one before.
         samples = round(64000 * (1 + batch / 64)) + 50
         path = run_directory(tmp_path / str(number), batch, noise=None, samples=samples, target=0.9)
-        runs.append(run_evidence(path))
+        runs.append(noise_evidence(path))
     found = critical_batch(runs)
     assert found.critical_batch == pytest.approx(64, rel=0.1) and found.band[0] < 64 < found.band[1]
     assert found.recipe is not None and found.recipe.samples_min == pytest.approx(64000, rel=0.1)
@@ -121,4 +121,4 @@ def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture
         assert words in capsys.readouterr().err
     (path / "summary.json").write_text("[]")
     with pytest.raises(UsageError, match="has no global_batch_size"):
-        run_evidence(path)
+        noise_evidence(path)

@@ -13,7 +13,7 @@ from tutti.cli.console_tables import print_table
 from tutti.errors import ExitCode, UsageError
 from tutti.launcher.encoding import json_text
 from tutti.optim.noise_scale import NoiseBand
-from tutti.planning.critical_batch import CriticalBatch, critical_batch, run_evidence
+from tutti.planning.critical_batch import CriticalBatch, critical_batch, noise_evidence
 from tutti.planning.recipe import write_recipe
 
 
@@ -54,7 +54,7 @@ def noise(
                 f"there is no run directory {run}",
                 remedy="train one first, such as tutti train digits --workers 8 --noise-every 10 --until accuracy=0.9",
             )
-    evidence = [run_evidence(run, last) for run in runs]
+    evidence = [noise_evidence(run, last) for run in runs]
     found = critical_batch(evidence, adam)
     if recipe is not None:
         if found.recipe is None:

@@ -22,7 +22,7 @@ _RECORD = "train again with --noise-every, such as tutti train TASK --workers 8 
 
 
 @dataclass(frozen=True)
-class RunEvidence:
+class NoiseEvidence:
     """What one run says of the critical batch.
 
     Attributes:
@@ -65,7 +65,7 @@ class CriticalBatch:
     basis: str
 
 
-def run_evidence(path: Path, last: float = 0.5) -> RunEvidence:
+def noise_evidence(path: Path, last: float = 0.5) -> NoiseEvidence:
     """Read a run directory.
 
     Args:
@@ -85,7 +85,7 @@ def run_evidence(path: Path, last: float = 0.5) -> RunEvidence:
             why="the loss of its last step is not finite, and its gradients' noise says nothing" if steps else None,
             remedy="lower the learning rate or clip the gradient, and train again",
         )
-    return RunEvidence(
+    return NoiseEvidence(
         path,
         int(summary["global_batch_size"]),
         _estimates(steps, "noise", last),
@@ -94,7 +94,7 @@ def run_evidence(path: Path, last: float = 0.5) -> RunEvidence:
     )
 
 
-def critical_batch(runs: Sequence[RunEvidence], optimizer_noise: bool = False) -> CriticalBatch:
+def critical_batch(runs: Sequence[NoiseEvidence], optimizer_noise: bool = False) -> CriticalBatch:
     """Return the critical batch from runs of one task.
 
     Without a run that reached a target it is the noise scale with its band. With runs that did, it is the posterior of
@@ -145,7 +145,7 @@ def _from_noise(noise: NoiseBand | None, scaled: NoiseBand | None, prior: NoiseB
 
 
 def _from_target(
-    runs: Sequence[RunEvidence],
+    runs: Sequence[NoiseEvidence],
     batches: tuple[tuple[int, float, int], ...],
     noise: NoiseBand | None,
     scaled: NoiseBand | None,
@@ -170,7 +170,7 @@ def _from_target(
     return CriticalBatch(noise, scaled, batches, recipe, (low, high), middle, basis)
 
 
-def _batches(runs: Sequence[RunEvidence]) -> tuple[tuple[int, float, int], ...]:
+def _batches(runs: Sequence[NoiseEvidence]) -> tuple[tuple[int, float, int], ...]:
     """Return (batch, geometric mean of samples to the target, runs). Raises UsageError where targets differ."""
     targets = {run.target for run in runs if run.target is not None}
     if len(targets) > 1:

@@ -9,12 +9,12 @@ from pathlib import Path
 from tutti.distribution import pip_install
 from tutti.errors import DiskError, UsageError
 from tutti.optim.noise_scale import mean_noise
-from tutti.planning.critical_batch import CriticalBatch, RunEvidence
+from tutti.planning.critical_batch import CriticalBatch, NoiseEvidence
 
 _GROUPS = 12
 
 
-def write_noise_figure(runs: Sequence[RunEvidence], found: CriticalBatch, path: Path) -> None:
+def write_noise_figure(runs: Sequence[NoiseEvidence], found: CriticalBatch, path: Path) -> None:
     """Draw the noise scale over groups of measured steps and, where runs reached a target, the fitted hyperbola.
 
     Raises UsageError without matplotlib, DiskError.
