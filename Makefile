@@ -21,7 +21,7 @@ $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed: make PYTHON=python3.11" if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv $(VENV)
 	$(INSTALL) torch==2.13.0
-	$(INSTALL) --editable '.[data,demo,planning,plot,tensorboard,dev]'
+	$(INSTALL) --editable '.[data,demo,planning,plot,report,tensorboard,dev]'
 	touch $@
 
 $(BENCH): $(READY)

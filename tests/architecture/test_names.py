@@ -43,5 +43,6 @@ def test_every_public_class_and_function_is_unique() -> None:
 def test_a_command_has_a_file_of_its_name() -> None:
     named = {path.stem for path in (SOURCE / "cli").glob("*.py")}
     commands = {"train", "run", "compare", "export", "doctor", "chaos", "workload", "bench", "goodput", "simulate"}
-    commands |= {"plan", "noise"}
+    commands = {"train", "run", "compare", "export", "doctor", "chaos", "workload", "bench", "goodput", "simulate"}
+    commands |= {"plan", "noise", "report"}
     assert {f"{command}_command" for command in commands} <= named

@@ -21,6 +21,7 @@ from tutti.cli.goodput_command import goodput
 from tutti.cli.help_pages import OneScreen
 from tutti.cli.noise_command import noise
 from tutti.cli.plan_command import plan_devices
+from tutti.cli.report_command import report_runs
 from tutti.cli.run_command import end_options, run
 from tutti.cli.simulate_command import simulate_step
 from tutti.cli.train_command import bare_options, train
@@ -58,6 +59,7 @@ def build_app() -> App:
     app.command(bench, usage="Usage: tutti bench [PARTS] [OPTIONS]")
     app.command(simulate_step, name="simulate", usage="Usage: tutti simulate TASK --machine FILE [OPTIONS]")
     app.command(plan_devices, name="plan", usage="Usage: tutti plan TASK --runs DIR [OPTIONS]")
+    app.command(report_runs, name="report", usage="Usage: tutti report RUN... [OPTIONS]")
     app.command(doctor, usage="Usage: tutti doctor [--json]")
     app.command(chaos_command.verb())
     return app

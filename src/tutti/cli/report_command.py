@@ -1,0 +1,35 @@
+"""``tutti report``: write one HTML file from run directories. Loads no torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from tutti.errors import ExitCode
+
+
+def report_runs(
+    *runs: Annotated[Path, Parameter(show=False)],
+    plan: Annotated[Path | None, Parameter(show_default=False)] = None,
+    out: Annotated[Path | None, Parameter(show_default=False)] = None,
+) -> int:
+    """Write one HTML file on a run, or on several side by side.
+
+    Example: tutti report runs/one-device runs/two-devices --out report.html
+
+    RUN is a run directory; the run may be under way or have failed. The file
+    holds everything that it shows, and opens without a network.
+
+    Parameters
+    ----------
+    plan:
+        file to show beside the runs: plan.toml, or JSON such as of tutti simulate
+    out:
+        file to write; default: report.html in the run, or here for several runs
+    """
+    from tutti.report.html_report import write_report
+
+    print(write_report(runs, plan, out))
+    return ExitCode.DONE

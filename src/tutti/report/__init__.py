@@ -1,0 +1,1 @@
+"""One HTML file from the records of runs."""

@@ -1,0 +1,222 @@
+"""Draw a report's charts as SVG that takes its colours from the page, light or dark. Needs the extra ``report``.
+
+Matplotlib is given colours that stand for the page's: text and axes become ``currentColor``, series ``var(--seriesN)``,
+parts of a stack ``var(--part-NAME)``. Nothing in the SVG refers to a network.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import re
+import warnings
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+SERIES = 6
+"""Colours of runs, after which they are repeated."""
+
+PARTS = (
+    *("data", "compute", "forward", "backward", "weight", "update", "exchange", "communication", "bubble", "idle"),
+    *("evaluation", "save", "start", "restart", "failure", "stopped", "slow steps", "productive", "other"),
+)
+"""Parts of a stack that have a colour in the page."""
+
+_DASHES: tuple[Any, ...] = ("solid", (0, (5, 2)), (0, (1, 1.5)), (0, (6, 1.5, 1, 1.5)))
+_MOST_POINTS = 400
+_TEXT = "#010203"
+_GRID = "#010204"
+
+Point = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class ReportChart:
+    """A chart.
+
+    Attributes:
+        caption: what it shows, in a sentence; also its text for screen readers.
+        svg: the ``<svg>`` element.
+        wide: whether it needs the whole width of the page.
+        parts: parts of a stack that its legend lists.
+    """
+
+    caption: str
+    svg: str
+    wide: bool = False
+    parts: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class ChartSeries:
+    """Points of one run, and the run's number in the report, which gives colour and dashes."""
+
+    number: int
+    points: Sequence[Point]
+
+
+def thinned(points: Sequence[Point], most: int = _MOST_POINTS) -> list[Point]:
+    """Return at most ``most`` points, each the mean of as many neighbours.
+
+    >>> thinned([(0, 1.0), (1, 3.0), (2, 5.0), (3, 7.0)], 2)
+    [(0.5, 2.0), (2.5, 6.0)]
+    """
+    if len(points) <= most:
+        return list(points)
+    edges = [len(points) * part // most for part in range(most + 1)]
+    groups = [points[low:high] for low, high in itertools.pairwise(edges)]
+    return [(sum(x for x, _ in group) / len(group), sum(y for _, y in group) / len(group)) for group in groups]
+
+
+def line_chart(
+    series: Sequence[ChartSeries], x: str, y: str, caption: str, *, reference: tuple[str, float] | None = None
+) -> ReportChart:
+    """Draw one line a run.
+
+    Args:
+        series: points of each run.
+        x, y: labels of the axes, with units.
+        caption: what the chart shows.
+        reference: label and height of a horizontal line; None for none.
+    """
+
+    def draw(axes: Axes) -> None:
+        for each in series:
+            points = thinned(each.points)
+            style: dict[str, Any] = {"color": _series(each.number), "linestyle": _DASHES[each.number % len(_DASHES)]}
+            axes.plot(*zip(*points, strict=True), linewidth=1.6, marker="o" if len(points) < 25 else "", ms=3, **style)
+        if reference is not None:
+            axes.axhline(reference[1], color=_TEXT, linewidth=1, linestyle=":")
+            axes.text(0.99, reference[1], reference[0], transform=axes.get_yaxis_transform(), ha="right", va="bottom")
+        axes.set(xlabel=x, ylabel=y)
+
+    return ReportChart(caption, _svg(draw, caption))
+
+
+def scaling_chart(points: Sequence[tuple[int, int, float]], unit: str, caption: str) -> ReportChart:
+    """Draw rates over devices, with the line through the run with the fewest devices at its rate a device.
+
+    Args:
+        points: number of the run, devices, and rate of all devices.
+        unit: of the rate.
+        caption: what the chart shows.
+    """
+    counts = sorted({devices for _, devices, _ in points})
+    least = min(points, key=lambda point: (point[1], -point[2]))
+
+    def draw(axes: Axes) -> None:
+        each = least[2] / least[1]
+        axes.plot(counts, [each * count for count in counts], "--", color=_TEXT, linewidth=1)
+        axes.annotate("linear", (counts[-1], each * counts[-1]), (-4, 4), textcoords="offset points", ha="right")
+        for number, devices, rate in points:
+            axes.plot([devices], [rate], "o", ms=7, color=_series(number))
+        axes.set(xlabel="devices", ylabel=unit, ylim=(0, 1.15 * max([each * counts[-1], *(p[2] for p in points)])))
+        axes.set_xlim(0, counts[-1] * 1.08)
+        axes.set_xticks(counts, [str(count) for count in counts])
+
+    return ReportChart(caption, _svg(draw, caption))
+
+
+def stack_chart(
+    rows: Sequence[tuple[str, Mapping[str, float]]], unit: str, caption: str, *, share: bool = False
+) -> ReportChart:
+    """Draw a horizontal bar a run, stacked from its parts.
+
+    Args:
+        rows: label and parts of each bar; parts are of ``PARTS``.
+        unit: of the parts.
+        caption: what the chart shows.
+        share: divide each bar by its length.
+    """
+    parts = [name for name in PARTS if any(row.get(name, 0) > 0 for _, row in rows)]
+    height = 1.0 + 0.36 * len(rows)
+
+    def draw(axes: Axes) -> None:
+        starts = [0.0] * len(rows)
+        places = range(len(rows))
+        for name in parts:
+            widths = []
+            for _, row in rows:
+                total = sum(row.values()) if share else 1.0
+                widths.append(max(row.get(name, 0.0), 0.0) / total * (100 if share else 1) if total > 0 else 0.0)
+            axes.barh(places, widths, left=starts, color=_part(name), height=0.62)
+            starts = [start + width for start, width in zip(starts, widths, strict=True)]
+        axes.set_yticks(places, [label for label, _ in rows])
+        axes.invert_yaxis()
+        axes.set_xlabel(unit)
+        axes.set_xlim(0, max([*starts, 1e-9]) * 1.02)
+        axes.grid(visible=False, axis="y")
+
+    return ReportChart(caption, _svg(draw, caption, (4.6, height)), parts=parts)
+
+
+def themed_timeline(svg: str, caption: str) -> ReportChart:
+    """Return a timeline of ``tutti.metrics.timeline`` as a chart: its text and background take the page's colours."""
+    found = svg.replace("<svg ", f'<svg role="img" aria-label="{_attribute(caption)}" class="timeline" ', 1)
+    found = found.replace(' xmlns="http://www.w3.org/2000/svg"', "", 1)
+    return ReportChart(caption, found, wide=True)
+
+
+def _series(number: int) -> str:
+    return f"#0102{0x10 + number % SERIES:02x}"
+
+
+def _part(name: str) -> str:
+    return f"#0102{0x40 + PARTS.index(name):02x}"
+
+
+def page_colours() -> Iterable[tuple[str, str]]:
+    """Yield each colour that a chart is drawn in, with the page's colour that replaces it."""
+    yield _TEXT, "currentColor"
+    yield _GRID, "var(--grid)"
+    for number in range(SERIES):
+        yield _series(number), f"var(--series{number})"
+    for name in PARTS:
+        yield _part(name), f"var(--part-{name.replace(' ', '-')})"
+
+
+def _svg(draw: Callable[[Axes], None], caption: str, size: tuple[float, float] = (4.6, 3.0)) -> str:
+    """Draw on new axes and return the ``<svg>`` element, without a size of its own and without metadata."""
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    colours = ("axes.edgecolor", "axes.labelcolor", "text.color", "xtick.color", "ytick.color")
+    style: Any = {name: _TEXT for name in colours}
+    style |= {"grid.color": _GRID, "axes.grid": True, "axes.axisbelow": True, "grid.linewidth": 0.6}
+    style |= {"svg.fonttype": "none", "svg.hashsalt": "tutti", "text.parse_math": False, "font.size": 9}
+    style |= {"axes.spines.top": False, "axes.spines.right": False, "axes.formatter.useoffset": False}
+    with mpl.rc_context(style), warnings.catch_warnings():
+        # Names in scripts that matplotlib's font lacks: the browser has them.
+        warnings.simplefilter("ignore")
+        figure = Figure(figsize=size, layout="constrained")
+        figure.patch.set_visible(False)
+        axes = figure.subplots()
+        axes.patch.set_visible(False)
+        draw(axes)
+        file = io.StringIO()
+        figure.savefig(file, format="svg", metadata={"Date": None})
+    return _inline(file.getvalue(), caption, f"c{zlib.crc32(f'{caption}{file.getvalue()}'.encode()):08x}-")
+
+
+def _inline(text: str, caption: str, prefix: str) -> str:
+    """Return the ``<svg>`` element of a file for a page: its ids begin with ``prefix``, its colours are the page's."""
+    body = text[text.index("<svg") :]
+    body = re.sub(r"<metadata>.*?</metadata>", "", body, flags=re.DOTALL)
+    head, rest = body[: body.index(">") + 1], body[body.index(">") + 1 :]
+    box = re.search(r'viewBox="[^"]*"', head)
+    opening = f'<svg role="img" aria-label="{_attribute(caption)}" {box[0] if box else ""}>'
+    rest = re.sub(r'(\bid="|\bhref="#|url\(#)', rf"\g<1>{prefix}", rest).replace("xlink:href", "href")
+    for drawn, page in page_colours():
+        rest = rest.replace(drawn, page)
+    return opening + rest.strip()
+
+
+def _attribute(text: str) -> str:
+    from markupsafe import escape
+
+    return str(escape(text))

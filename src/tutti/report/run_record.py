@@ -1,0 +1,344 @@
+"""Read a run directory as far as it goes: records, summary, configuration, environment, and what is missing. No torch.
+
+A run that crashed, was killed or is under way leaves some of its files. Each missing or unreadable part becomes a
+sentence in ``RunRecord.problems``; only a folder without any file of a run is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import tomllib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from tutti.errors import ExitCode, TuttiError, UsageError
+from tutti.metrics.goodput import Goodput, run_goodput
+from tutti.metrics.timeline import TimelineSegment
+
+FILES = ("config.toml", "env.json", "metrics.jsonl", "summary.json")
+"""Files of a run directory, of which at least one, or a failure record, makes a folder a run directory."""
+
+MOST_SEGMENTS = 20_000
+"""Segments of a timeline above which it is not drawn."""
+
+Point = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class MeasuredStep:
+    """A step that is not the first of a start.
+
+    Attributes:
+        seconds: its duration, with the wait for its batch.
+        data: seconds of that wait; None if not recorded.
+        samples: in its global batch.
+    """
+
+    seconds: float
+    data: float | None
+    samples: float
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """The content of a run directory.
+
+    Attributes:
+        path: the directory.
+        name: its name, made printable.
+        trained: lines of ``metrics.jsonl`` of steps, in order.
+        evaluated: lines of evaluations, in order.
+        resumed: number of resumes.
+        warnings: texts of warnings and diagnoses.
+        failures: one sentence for each rank that recorded a failure.
+        config: ``config.toml``; empty if missing.
+        environment: ``env.json``; empty if missing.
+        summary: ``summary.json``; empty if missing.
+        timeline: segments of each device's trace; empty if none was recorded.
+        goodput: the account of the run's time; None if its records do not give it.
+        problems: a sentence for each part that is missing or unreadable.
+        lines: number of readable lines in ``metrics.jsonl``.
+    """
+
+    path: Path
+    name: str
+    trained: Sequence[Mapping[str, Any]] = ()
+    evaluated: Sequence[Mapping[str, Any]] = ()
+    resumed: int = 0
+    warnings: Sequence[str] = ()
+    failures: Sequence[str] = ()
+    config: Mapping[str, Any] = field(default_factory=dict)
+    environment: Mapping[str, Any] = field(default_factory=dict)
+    summary: Mapping[str, Any] = field(default_factory=dict)
+    timeline: Sequence[Sequence[TimelineSegment]] = ()
+    goodput: Goodput | None = None
+    problems: Sequence[str] = ()
+    lines: int = 0
+
+    @property
+    def task(self) -> str:
+        """Name of the task; ``unknown task`` if no file has it."""
+        found = self.summary.get("task", self.config.get("task"))
+        return found if isinstance(found, str) and found else "unknown task"
+
+    @property
+    def devices(self) -> int | None:
+        """Number of devices; None if no file has it."""
+        found = finite(self.summary.get("devices"))
+        if found is None:
+            text = self.config.get("devices")
+            found = float(text) if isinstance(text, str) and text.isdecimal() else finite(text)
+        return int(found) if found is not None and found >= 1 else None
+
+    @property
+    def exit_code(self) -> int | None:
+        """Exit code of the run; None if it has not recorded its end."""
+        found = finite(self.summary.get("exit_code"))
+        return None if found is None else int(found)
+
+    @property
+    def state(self) -> str:
+        """How the run ended, for a table.
+
+        >>> RunRecord(Path("r"), "r").state, RunRecord(Path("r"), "r", summary={"exit_code": 5}).state
+        ('no end recorded', 'exit code 5: peer')
+        """
+        if self.exit_code is None:
+            return "no end recorded"
+        if self.exit_code == ExitCode.DONE:
+            return "finished"
+        try:
+            meaning = ExitCode(self.exit_code).name.lower().replace("_", " ")
+        except ValueError:
+            meaning = "unknown"
+        return f"exit code {self.exit_code}: {'threshold not met' if meaning == 'threshold' else meaning}"
+
+    @cached_property
+    def steps(self) -> list[MeasuredStep]:
+        """Steps with a duration: all but the first of each start, whose time includes the start."""
+        found = []
+        for before, line in zip(self.trained, self.trained[1:], strict=False):
+            now, then = finite(line.get("seconds")), finite(before.get("seconds"))
+            samples, fewer = finite(line.get("samples")), finite(before.get("samples"))
+            if line.get("first") or None in (now, then, samples, fewer):
+                continue
+            seconds, count = float(now or 0) - float(then or 0), float(samples or 0) - float(fewer or 0)
+            if seconds > 0 and count > 0:
+                found.append(MeasuredStep(seconds, finite(line.get("data_seconds")), count))
+        return found
+
+    @property
+    def step_seconds(self) -> float | None:
+        """Median duration of a step in seconds; None if fewer than two steps were recorded."""
+        return statistics.median(step.seconds for step in self.steps) if self.steps else None
+
+    @property
+    def data_seconds(self) -> float | None:
+        """Median wait of a step for its batch in seconds; None if not recorded."""
+        waits = [step.data for step in self.steps if step.data is not None]
+        return statistics.median(waits) if waits else None
+
+    @property
+    def rate(self) -> float | None:
+        """Samples a second of all devices: the median over steps, else the summary's mean; None if unknown."""
+        if self.steps:
+            return statistics.median(step.samples / step.seconds for step in self.steps)
+        return finite(self.summary.get("samples_per_second"))
+
+    @property
+    def held_out(self) -> list[str]:
+        """Names of held-out values, ``loss`` first."""
+        known = ("group", "step", "epoch", "samples", "seconds", "time", "weights")
+        names = dict.fromkeys(name for line in self.evaluated for name in line if name not in known)
+        return sorted(names, key=lambda name: name != "loss")
+
+    def curve(self, name: str, axis: str, of: str = "train") -> list[Point]:
+        """Return the points of a value over ``samples``, ``step`` or ``seconds``; missing and non-finite ones left out.
+
+        Args:
+            name: of the value.
+            axis: ``samples`` trained, ``step``, or ``seconds`` of training.
+            of: ``train`` for the value of each step, ``eval`` for that of each evaluation.
+        """
+        trained_samples = {finite(line.get("step")): line.get("samples") for line in self.trained}
+        found = []
+        for line in self.trained if of == "train" else self.evaluated:
+            place = line.get(axis)
+            if of == "eval" and axis == "samples":
+                # In an evaluation's record, samples are those that it was measured on.
+                place = trained_samples.get(finite(line.get("step")))
+            x, y = finite(place), finite(line.get(name))
+            if x is not None and y is not None:
+                found.append((x, y))
+        return found
+
+
+def finite(value: Any) -> float | None:
+    """Return a number as a float; None for anything else, NaN and infinities.
+
+    >>> finite(3), finite("3"), finite(float("nan")), finite(True)
+    (3.0, None, None, None)
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        found = float(value)
+    except OverflowError:
+        return None
+    return found if math.isfinite(found) else None
+
+
+def printable(text: object) -> str:
+    r"""Return a text that UTF-8 can encode, without control characters.
+
+    >>> printable("a\x00b"), printable("n\udce4m")
+    ('a�b', 'n�m')
+    """
+    # A lone surrogate, which stands for an undecodable byte of a file name, is not printable either.
+    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in str(text))
+
+
+def read_run(path: Path) -> RunRecord:
+    """Read a run directory. Raises UsageError if it is none."""
+    if not path.is_dir():
+        raise UsageError(
+            "there is no run", where=printable(path), why="it is no directory", remedy="give a run directory"
+        )
+    failures = list(_failures(path))
+    if not failures and not any((path / name).is_file() for name in FILES):
+        raise UsageError(
+            "this directory is no run",
+            where=printable(path),
+            why=f"it has none of {', '.join(FILES)}",
+            remedy="give a run directory, such as runs/NAME",
+        )
+    problems: list[str] = []
+    config = _parsed(path / "config.toml", tomllib.loads, problems)
+    environment = _parsed(path / "env.json", json.loads, problems)
+    summary = _parsed(path / "summary.json", json.loads, problems)
+    trained, evaluated, resumed, warnings, lines = _metrics(path / "metrics.jsonl", problems)
+    if summary and finite(summary.get("exit_code")) is None:
+        problems.append("summary.json has no exit code: the run was ended before it could record one")
+    diagnoses = summary.get("diagnoses")
+    warnings += [printable(each) for each in diagnoses] if isinstance(diagnoses, list) else []
+    return RunRecord(
+        path=path,
+        name=printable(path.resolve().name or path),
+        trained=trained,
+        evaluated=evaluated,
+        resumed=resumed,
+        warnings=list(dict.fromkeys(warnings)),
+        failures=failures,
+        config=config,
+        environment=environment,
+        summary=summary,
+        timeline=_timeline(path / "trace" / "trace.json", problems),
+        goodput=_goodput(path, problems),
+        problems=problems,
+        lines=lines,
+    )
+
+
+def _parsed(path: Path, parse: Callable[[str], Any], problems: list[str]) -> dict[str, Any]:
+    """Return the file's table; an empty one, and a problem, if it is missing or invalid."""
+    try:
+        found = parse(path.read_text(encoding="utf-8", errors="replace"))
+    except FileNotFoundError:
+        problems.append(f"{path.name} is missing")
+        return {}
+    except (OSError, ValueError, RecursionError) as error:
+        problems.append(f"{path.name} cannot be read: {printable(error)}")
+        return {}
+    if not isinstance(found, dict):
+        problems.append(f"{path.name} is no table")
+        return {}
+    if not found:
+        problems.append(f"{path.name} is empty")
+    return found
+
+
+Lines = list[dict[str, Any]]
+
+
+def _metrics(path: Path, problems: list[str]) -> tuple[Lines, Lines, int, list[str], int]:
+    """Return steps, evaluations, number of resumes, warnings and number of readable lines."""
+    trained: Lines = []
+    evaluated: Lines = []
+    warnings: list[str] = []
+    resumed = unread = read = 0
+    first = True
+    try:
+        texts = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError as error:
+        problems.append("metrics.jsonl " + ("is missing" if isinstance(error, FileNotFoundError) else "is unreadable"))
+        texts = []
+    for text in texts:
+        try:
+            line = json.loads(text)
+        except (ValueError, RecursionError):
+            line = None
+        if not isinstance(line, dict):
+            unread += 1
+            continue
+        read += 1
+        group = line.get("group")
+        if group == "train":
+            trained.append({**line, "first": first})
+            first = False
+        elif group == "eval":
+            evaluated.append(line)
+        elif group == "resume":
+            resumed, first = resumed + 1, True
+        elif group == "warning":
+            warnings.append(printable(line.get("text", "")))
+    if unread:
+        many = "1 line" if unread == 1 else f"{unread:,} lines"
+        problems.append(f"{many} of metrics.jsonl cannot be read; the last line of a killed run may be cut")
+    if path.is_file() and not trained:
+        problems.append("metrics.jsonl has no step")
+    return trained, evaluated, resumed, warnings, read
+
+
+def _failures(path: Path) -> Iterator[str]:
+    for file in sorted((path / "logs").glob("failure-rank*.json")):
+        found = _parsed(file, json.loads, [])
+        rank = file.stem.removeprefix("failure-rank")
+        step = f", step {found['step']}" if finite(found.get("step")) is not None else ""
+        message = printable(found.get("message") or "no message").strip()
+        yield f"rank {printable(found.get('rank', rank))}{step}: {message}"
+
+
+def _timeline(path: Path, problems: list[str]) -> list[list[TimelineSegment]]:
+    """Return each device's segments, in seconds, from a trace for Perfetto; none if there is no trace."""
+    if not path.is_file():
+        return []
+    events = _parsed(path, json.loads, problems).get("traceEvents")
+    rows: dict[int, list[TimelineSegment]] = {}
+    for event in events if isinstance(events, list) else ():
+        if not isinstance(event, dict) or event.get("ph") != "X":
+            continue
+        device, start, length = (finite(event.get(key)) for key in ("tid", "ts", "dur"))
+        if device is None or start is None or length is None or device < 0 or length < 0:
+            continue
+        segment = TimelineSegment(printable(event.get("name")), start / 1e6, (start + length) / 1e6)
+        rows.setdefault(int(device), []).append(segment)
+    count = sum(map(len, rows.values()))
+    if count > MOST_SEGMENTS or (rows and max(rows) > 4096):
+        problems.append(f"the timeline has {count:,} segments, too many for a page: open trace/trace.json in Perfetto")
+        return []
+    return [rows.get(device, []) for device in range(max(rows) + 1)] if rows else []
+
+
+def _goodput(path: Path, problems: list[str]) -> Goodput | None:
+    try:
+        return run_goodput(path)
+    except TuttiError as error:
+        problems.append(f"no goodput: {printable(error.why or error.what)}")
+    except (ArithmeticError, AttributeError, KeyError, LookupError, TypeError, ValueError):
+        problems.append("no goodput: a record lacks a field, or has one of another type")
+    return None

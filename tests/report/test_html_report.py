@@ -1,0 +1,241 @@
+"""The report shows what a run directory holds, says what it lacks, and is one file without scripts of others."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tutti.cli.app import main
+from tutti.errors import UsageError
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("jinja2")
+
+from tutti.report.html_report import write_report
+from tutti.report.report_charts import PARTS, page_colours, thinned
+from tutti.report.run_record import read_run
+
+EVIL = "<script>alert(1)</script>"
+STEPS = 12
+
+
+def write_run(path: Path, devices: int = 1, step: float = 0.5, **summary: Any) -> Path:
+    """A run directory of 12 steps of 64 samples and three evaluations; its clock begins at 1000."""
+    path.mkdir()
+    options = {"task": "digits", "strategy": "mirrored", "devices": str(devices), "batch_size": 64}
+    text = "".join(f"{name} = {json.dumps(value)}\n" for name, value in options.items())
+    (path / "config.toml").write_text(text, encoding="utf-8")
+    environment = {"launched": 1000.0, "started": 1001.0, "host": "node", "versions": {"tutti": "0.1"}}
+    (path / "env.json").write_text(json.dumps(environment))
+    lines = []
+    for number in range(1, STEPS + 1):
+        at = {"step": number, "seconds": step * number, "time": 1002 + step * number}
+        train = {"group": "train", **at, "samples": 64 * number, "loss": 2 / number, "data_seconds": step / 10}
+        lines.append(train | {"noise_scale": 100.0 + number})
+        if number % 4 == 0:
+            lines.append({"group": "eval", **at, "samples": 359, "loss": 2.5 / number, "accuracy": number / 20})
+    write_lines(path, lines)
+    target = {"metric": "accuracy", "value": 0.4, "reached": True, "steps": 8, "samples": 512, "seconds": 8 * step}
+    known = {"task": "digits", "devices": devices, "strategy": "mirrored", "steps": STEPS, "samples": 64 * STEPS}
+    known |= {"seconds": step * STEPS, "global_batch_size": 64, "exit_code": 0, "ended": 1010.0, "target": target}
+    (path / "summary.json").write_text(json.dumps({**known, **summary}))
+    return path
+
+
+def write_lines(path: Path, lines: list[dict[str, Any]]) -> None:
+    (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+
+
+class Page(HTMLParser):
+    """Elements, ids, links and headings of a page, and the text of its tables by caption."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.text = path.read_text(encoding="utf-8")
+        self.tags: list[str] = []
+        self.ids: list[str] = []
+        self.links: list[str] = []
+        self.headings: list[str] = []
+        self._within = ""
+        self.feed(self.text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self._within = tag
+        for name, value in attrs:
+            if name == "id":
+                self.ids.append(value or "")
+            elif name in ("src", "href", "xlink:href", "action", "srcset", "data"):
+                self.links.append(value or "")
+
+    def handle_data(self, data: str) -> None:
+        if self._within == "h2" and data.strip():
+            self.headings.append(data)
+
+    def cells(self, caption: str) -> list[list[str]]:
+        body = self.text.split(f"<caption>{caption}")[1].split("</table>")[0]
+        rows = re.findall(r"<tr>(.*?)</tr>", body.split("<tbody>")[1], re.DOTALL)
+        return [re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row) for row in rows]
+
+
+def report(*runs: Path, **options: Path) -> Page:
+    target = runs[0].parent / "page.html"
+    assert write_report(runs, options.get("plan"), target) == target
+    return Page(target)
+
+
+def test_one_run(tmp_path: Path) -> None:
+    page = report(write_run(tmp_path / "one"))
+    assert "digits trained to accuracy 0.4 on 1 device for 12 steps (768 samples)" in page.text
+    assert page.cells("To the target of --until")[0][1:6] == ["accuracy 0.4", "yes", "8", "512", "4 s"]
+    assert page.cells("Duration of a step")[0][1:] == ["500 ms", "500 ms–500 ms", "50 ms", "11"]
+    assert {"Convergence", "Gradient noise", "Environment"} <= set(page.headings)
+    assert not {"Scaling", "Timeline", "Memory", "What changed between the runs"} & set(page.headings)
+    missing = page.text.split('id="missing"')[1]
+    for name in ("scaling over devices", "a timeline", "memory of a device", "a plan", "the loss landscape"):
+        assert f"<strong>{name}</strong>" in missing
+    assert "gradient noise" not in missing and "goodput" not in missing
+
+
+def test_goodput_is_that_of_the_command(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "one")
+    goodput = read_run(run).goodput
+    assert goodput is not None and 0 < goodput.fraction < 1
+    shares = {row[1]: row[3] for row in report(run).cells("Where the time went")}
+    assert shares["productive"] == f"{goodput.fraction:.1%}" and shares["start"] == f"{goodput.lost['start'] / 10:.1%}"
+
+
+def test_several_runs_are_compared(tmp_path: Path) -> None:
+    page = report(write_run(tmp_path / "one"), write_run(tmp_path / "two", devices=2, step=0.3))
+    assert "B was the first of 2: 2.4 s of training" in page.text
+    assert [row[1:] for row in page.cells("Against A")] == [["1", "128", "100%"], ["2", "213", "83%"]]
+    assert ["devices", "option", "1", "2"] in page.cells("Only what differs")
+    assert page.cells("To held-out accuracy 0.6")[1] == ["B", "12", "768", "3.6 s"]
+
+
+def test_nothing_is_asked_of_a_network(tmp_path: Path) -> None:
+    page = report(write_run(tmp_path / "one"), write_run(tmp_path / "two", devices=2))
+    assert page.links and all(link.startswith(("#", "data:")) for link in page.links)
+    assert "http://" not in page.text and "https://" not in page.text and "@import" not in page.text
+    assert all(reference.startswith("#") for reference in re.findall(r"url\(([^)]*)\)", page.text))
+    assert not {"link", "iframe", "img", "object", "embed"} & set(page.tags) - {"link"}
+    assert len(page.ids) == len(set(page.ids))
+    assert {link[1:] for link in page.links if link.startswith("#")} <= set(page.ids)
+
+
+def test_charts_take_the_colours_of_the_page(tmp_path: Path) -> None:
+    page = report(write_run(tmp_path / "one"))
+    assert "currentColor" in page.text and "var(--series0)" in page.text and "prefers-color-scheme: dark" in page.text
+    assert not [drawn for drawn, _ in page_colours() if drawn in page.text]
+    assert all(f"--part-{name.replace(' ', '-')}:" in page.text for name in PARTS)
+
+
+def test_what_a_user_wrote_is_escaped(tmp_path: Path) -> None:
+    run = write_run(tmp_path / EVIL.replace("/", "∕"), task=EVIL, diagnoses=[EVIL], strategy=EVIL)
+    lines = [json.loads(text) for text in (run / "metrics.jsonl").read_text().splitlines()]
+    noise = f"noise{EVIL}"
+    write_lines(run, [{**line, "accuracy": 0.1, EVIL: 1.0, noise: 2.0, f"memory{EVIL}": 1.0} for line in lines])
+    plan = tmp_path / "plan.json"
+    plan.write_text(json.dumps({EVIL: EVIL, "plans": [{EVIL: EVIL}]}))
+    (run / "trace").mkdir()
+    event = {"ph": "X", "tid": 0, "ts": 0, "dur": 5, "name": EVIL}
+    (run / "trace" / "trace.json").write_text(json.dumps({"traceEvents": [event]}))
+    page = report(run, plan=plan)
+    assert page.tags.count("script") == 1 and "<script>alert" not in page.text
+    assert "&lt;script&gt;alert(1)" in page.text and {"Timeline", "Memory", "The plan"} <= set(page.headings)
+
+
+def test_formulas_in_names_are_not_typeset(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "one")
+    lines = [json.loads(text) for text in (run / "metrics.jsonl").read_text().splitlines()]
+    write_lines(run, [{**line, r"$\frac{1}$": 1.0} for line in lines])
+    assert r"held-out $\frac{1}$" in report(run).text
+
+
+FILES = ("config.toml", "env.json", "metrics.jsonl", "summary.json")
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_an_incomplete_run_is_reported(tmp_path: Path, file: str) -> None:
+    run = write_run(tmp_path / "one")
+    (run / file).unlink()
+    page = report(run)
+    trouble = page.text.split("What went wrong, or is missing</h2>")[1].split("</section>")[0]
+    assert f"{file} is missing" in trouble
+
+
+@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("content", ["", "[1", "5\n[]\n", '{"group": "train"}', "\x00\udcff"])
+def test_an_unreadable_part_is_a_problem(tmp_path: Path, file: str, content: str) -> None:
+    run = write_run(tmp_path / "one")
+    (run / file).write_bytes(content.encode(errors="surrogateescape"))
+    assert read_run(run).problems
+
+
+def test_records_of_other_types_are_reported(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "one", target={"metric": 3}, eval=[1], devices="many", diagnoses=7, exit_code="x")
+    odd = [{"group": "train", "step": [], "seconds": "x", "samples": {}, "loss": 10**400, "time": None}]
+    write_lines(run, [*odd * 3, {"group": "eval", "accuracy": True}, {"group": 5}])
+    assert "no end is recorded" in report(run).text
+
+
+def test_a_crashed_run_says_why(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "one", exit_code=5)
+    (run / "logs").mkdir()
+    failure = {"rank": 1, "step": 7, "message": "the peer closed the connection"}
+    (run / "logs" / "failure-rank1.json").write_text(json.dumps(failure))
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"group": "tr')
+    page = report(run)
+    for text in ("exit code 5: peer", "rank 1, step 7: the peer closed the connection", "1 line of metrics.jsonl"):
+        assert text in page.text
+
+
+def test_a_prediction_stands_beside_the_measurement(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "one")
+    plan = tmp_path / "simulated.json"
+    rows = [{"devices": d, "batch": 64, "strategy": "mirrored", "seconds": 0.4, "band": [0.3, 0.6]} for d in (1, 2)]
+    plan.write_text(json.dumps({"format": "tutti simulation", "steps": rows}))
+    [row] = report(run, plan=plan).cells("Predicted beside measured")
+    assert row[1:] == ["1", "400 ms", "300 ms–600 ms", "500 ms", "1.25", "yes"]
+    toml = tmp_path / "plan.toml"
+    toml.write_text('strategy = "sharded"\nbatch_size = 64\n')
+    assert ["strategy", "sharded", "mirrored"] in report(run, plan=toml).cells("Planned options")
+
+
+def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, empty = write_run(tmp_path / "one"), tmp_path / "empty"
+    empty.mkdir()
+    bad = tmp_path / "plan.toml"
+    bad.write_text("= 3")
+    for words, said in (
+        ([str(empty)], "this directory is no run"),
+        ([str(tmp_path / "nothing")], "there is no run"),
+        ([], "no run is given"),
+        ([str(run), str(run)], "given twice"),
+        ([str(run), "--out", str(empty)], "--out is a directory"),
+        ([str(run), "--out", str(run / "metrics.jsonl")], "is no HTML page"),
+        ([str(run), "--plan", str(bad)], "this is no plan"),
+        ([str(run), "--plan", str(empty / "x.toml")], "there is no plan"),
+    ):
+        assert main(["report", *words]) == 2
+        assert said in capsys.readouterr().err
+    assert main(["report", str(run), "--out", str(empty / "deeper" / "r.html")]) == 8
+    assert main(["report", str(run)]) == 0 and main(["report", str(run)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == str(run / "report.html")
+
+
+def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tutti.report.html_report.importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UsageError, match=r"jinja2.*tutti-train\[report\]"):
+        write_report([write_run(tmp_path / "one")], None, None)
+
+
+def test_long_curves_are_thinned() -> None:
+    points = thinned([(float(x), 1.0) for x in range(100_001)])
+    assert len(points) == 400 and points[0][0] < points[-1][0]
