@@ -249,6 +249,7 @@ def test_help_lists_the_verbs(tmp_path: Path) -> None:
         "goodput",
         "noise",
         "plan",
+        "report",
         "run",
         "simulate",
         "train",

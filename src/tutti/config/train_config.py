@@ -55,8 +55,8 @@ class TrainConfig:
         activation_checkpointing: blocks: recompute activations in backward; selective: only the cheap ones.
         clip: largest norm of the whole gradient.
         gradient_noise: noise of a smaller batch: ``multiplicative:base_batch=512``.
-        noise_every: measure the gradient noise scale every so many steps; alone: 50.
-        ema: decay of an average of the weights, which is evaluated: 0.999 or 0.999:warmup.
+        noise_every: measure gradient noise every so many steps; alone: 50.
+        ema: decay of the weights' average: 0.999 or 0.999:warmup.
         eval_every: 1ep, 100st …; none for only at the end.
         checkpoint_every: 1ep, 100st …; none for only when preempted.
         keep: number of newest checkpoints to keep.
