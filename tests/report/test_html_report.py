@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tutti.cli.app import main
@@ -16,6 +18,8 @@ from tutti.errors import UsageError
 pytest.importorskip("matplotlib")
 pytest.importorskip("jinja2")
 
+from tutti.planning.device_plan import DRAWS, MeasuredTarget, PlannedStep, TargetData, device_plans
+from tutti.planning.plan_file import plan_json
 from tutti.report.html_report import write_report
 from tutti.report.report_charts import PARTS, page_colours, thinned
 from tutti.report.run_record import read_run
@@ -206,6 +210,22 @@ def test_a_prediction_stands_beside_the_measurement(tmp_path: Path) -> None:
     toml = tmp_path / "plan.toml"
     toml.write_text('strategy = "sharded"\nbatch_size = 64\n')
     assert ["strategy", "sharded", "mirrored"] in report(run, plan=toml).cells("Planned options")
+
+
+def test_the_time_to_a_target_is_no_step(tmp_path: Path) -> None:
+    """In ``tutti plan --json`` the ``seconds`` and the ``band`` are of the time to the target."""
+    step = PlannedStep(1, 64, "mirrored", 0.4, np.full(DRAWS, 0.4), {"compute": 0.4}, "measured")
+    measured = [MeasuredTarget(64, 512.0, 1), MeasuredTarget(128, 600.0, 1)]
+    other = replace(step, options=(("micro_batch", 8),))
+    plans = device_plans([step, other], TargetData(measured, None, {}), None)
+    values = plan_json(plans, {}, {})
+    assert values[0]["seconds"] == pytest.approx(3.2)
+    for value in values:
+        value["band"] = [3.0, 3.5]
+    plan = tmp_path / "plan.json"
+    plan.write_text(json.dumps({"format": "tutti plan", "version": 1, "plans": values}))
+    [row] = report(write_run(tmp_path / "one"), plan=plan).cells("Predicted beside measured")
+    assert row[1:] == ["1", "400 ms", "no band", "500 ms", "1.25", "no band"]
 
 
 def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

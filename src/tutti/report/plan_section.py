@@ -13,7 +13,6 @@ from tutti.report.report_sections import ReportRow, ReportSection, ReportTable, 
 from tutti.report.run_record import RunRecord, finite, printable
 
 _MOST_ROWS = 200
-_STEP_SECONDS = ("seconds", "step_seconds")
 
 
 def plan_section(path: Path, runs: Sequence[RunRecord]) -> ReportSection:
@@ -45,14 +44,15 @@ def _predicted(plan: Mapping[str, Any], runs: Sequence[RunRecord]) -> ReportTabl
     """Return predicted steps beside the measured ones of runs with the same devices, batch and strategy."""
     rows: list[ReportRow] = []
     for row in _entries(plan):
-        predicted = next((found for name in _STEP_SECONDS if (found := finite(row.get(name))) is not None), None)
+        whole = "step_seconds" in row  # then ``seconds`` and ``band`` are of the time to the target
+        predicted = finite(row.get("step_seconds" if whole else "seconds"))
         if predicted is None or predicted <= 0:
             continue
         for number, run in enumerate(runs):
             measured = run.step_seconds
             if measured is None or not _same(row, run):
                 continue
-            band = row.get("band")
+            band = None if whole else row.get("band")
             ends = [finite(end) for end in band] if isinstance(band, list) else []
             low, high = ends if len(ends) == 2 else (None, None)
             within, said = "no band", "no band"
@@ -76,13 +76,16 @@ def _predicted(plan: Mapping[str, Any], runs: Sequence[RunRecord]) -> ReportTabl
 
 
 def _same(row: Mapping[str, Any], run: RunRecord) -> bool:
-    """Return whether a predicted step and a run agree in devices, and in batch and strategy where the row has them."""
+    """Return whether a predicted step and a run agree in devices, and in all else that the row states."""
     if run.devices is None or finite(row.get("devices")) != run.devices:
         return False
     batch = finite(run.summary.get("global_batch_size", run.config.get("batch_size")))
     asked = finite(row.get("batch", row.get("batch_size")))
     strategy = run.config.get("strategy", run.summary.get("strategy"))
-    return asked in (None, batch) and row.get("strategy") in (None, strategy)
+    options = row.get("options")
+    stated = options.items() if isinstance(options, Mapping) else ()
+    same = all(run.config.get(name) == value for name, value in stated)
+    return same and asked in (None, batch) and row.get("strategy") in (None, strategy)
 
 
 def _followed(plan: Mapping[str, Any], runs: Sequence[RunRecord]) -> ReportTable | None:
