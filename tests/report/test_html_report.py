@@ -93,8 +93,19 @@ def report(*runs: Path, **options: Path) -> Page:
     return Page(target)
 
 
-def test_one_run(tmp_path: Path) -> None:
-    page = report(write_run(tmp_path / "one"))
+@pytest.fixture(scope="module")
+def page_of_one(tmp_path_factory: pytest.TempPathFactory) -> Page:
+    return report(write_run(tmp_path_factory.mktemp("report") / "one"))
+
+
+@pytest.fixture(scope="module")
+def page_of_two(tmp_path_factory: pytest.TempPathFactory) -> Page:
+    folder = tmp_path_factory.mktemp("report")
+    return report(write_run(folder / "one"), write_run(folder / "two", devices=2, step=0.3))
+
+
+def test_one_run(page_of_one: Page) -> None:
+    page = page_of_one
     assert "digits trained to accuracy 0.4 on 1 device for 12 steps (768 samples)" in page.text
     assert page.cells("To the target of --until")[0][1:6] == ["accuracy 0.4", "yes", "8", "512", "4 s"]
     assert page.cells("Duration of a step")[0][1:] == ["500 ms", "500 ms–500 ms", "50 ms", "11"]
@@ -114,16 +125,16 @@ def test_goodput_is_that_of_the_command(tmp_path: Path) -> None:
     assert shares["productive"] == f"{goodput.fraction:.1%}" and shares["start"] == f"{goodput.lost['start'] / 10:.1%}"
 
 
-def test_several_runs_are_compared(tmp_path: Path) -> None:
-    page = report(write_run(tmp_path / "one"), write_run(tmp_path / "two", devices=2, step=0.3))
+def test_several_runs_are_compared(page_of_two: Page) -> None:
+    page = page_of_two
     assert "B was the first of 2: 2.4 s of training" in page.text
     assert [row[1:] for row in page.cells("Against A")] == [["1", "128", "100%"], ["2", "213", "83%"]]
     assert ["devices", "option", "1", "2"] in page.cells("Only what differs")
     assert page.cells("To held-out accuracy 0.6")[1] == ["B", "12", "768", "3.6 s"]
 
 
-def test_nothing_is_asked_of_a_network(tmp_path: Path) -> None:
-    page = report(write_run(tmp_path / "one"), write_run(tmp_path / "two", devices=2))
+def test_nothing_is_asked_of_a_network(page_of_two: Page) -> None:
+    page = page_of_two
     assert page.links and all(link.startswith(("#", "data:")) for link in page.links)
     assert "http://" not in page.text and "https://" not in page.text and "@import" not in page.text
     assert all(reference.startswith("#") for reference in re.findall(r"url\(([^)]*)\)", page.text))
@@ -132,8 +143,8 @@ def test_nothing_is_asked_of_a_network(tmp_path: Path) -> None:
     assert {link[1:] for link in page.links if link.startswith("#")} <= set(page.ids)
 
 
-def test_charts_take_the_colours_of_the_page(tmp_path: Path) -> None:
-    page = report(write_run(tmp_path / "one"))
+def test_charts_take_the_colours_of_the_page(page_of_one: Page) -> None:
+    page = page_of_one
     assert "currentColor" in page.text and "var(--series0)" in page.text and "prefers-color-scheme: dark" in page.text
     assert not [drawn for drawn, _ in page_colours() if drawn in page.text]
     assert all(f"--part-{name.replace(' ', '-')}:" in page.text for name in PARTS)
