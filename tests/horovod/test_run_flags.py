@@ -32,7 +32,6 @@ def test_flags_that_stand_for_variables() -> None:
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (["--min-np", "2"], "elastic"),
         (["--ssh-port", "22"], "ssh/config"),
         (["--fusion-threshold-mb", "x"], "whole number"),
         (["--timeline-filename"], "needs a value"),
@@ -47,3 +46,10 @@ def test_what_would_matter_is_refused(words: list[str], text: str) -> None:
 def test_other_commands_are_left_alone() -> None:
     for words in (["train", "digits", "--horovod"], ["run", "--start-timeout", "3", "x.py", "--horovod", "--mpi"]):
         assert translate_flags(words, {}) == words
+
+
+def test_flags_of_elastic_jobs() -> None:
+    words = ["--min-np", "1", "--max-num-proc=4", "--host-discovery-script", "./d.sh", "--blacklist-cooldown-range"]
+    found = translate_flags(["run", "--horovod", *words, "1", "10", "x.py"], {})
+    kept = ["--min-np", "1", "--max-np", "4", "--host-discovery-script", "./d.sh", "--blacklist-cooldown-range"]
+    assert found == ["run", "--horovod", *kept, "1", "10", "x.py"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -15,10 +16,21 @@ from tutti.horovod.installing import run_horovod_script
 from tutti.launcher import hosts as hosts_
 from tutti.launcher import stdin_control, watchdog
 from tutti.launcher.devices import count_accelerators
+from tutti.launcher.elastic_driver import ElasticOptions
 from tutti.launcher.launch import check_script, launch, run_script
 from tutti.launcher.watchdog import WatchdogLimits
 
+_TIMEOUT = 300.0
+# Ranks of an elastic job are there already when a generation begins; a rank that dies meanwhile costs this time.
+_ELASTIC_TIMEOUT = 20.0
+
+_OF_ELASTIC_JOBS = (
+    *("--min-np", "--max-np", "--host-discovery-script", "--slots-per-host", "--reset-limit"),
+    "--elastic-timeout",
+)
+
 WITH_VALUE = (
+    *_OF_ELASTIC_JOBS,
     *("-H", "--hosts"),
     *("-np", "--num-proc", "--devices", "--logs", "--timeout", "--max-restarts"),
     *("--start-timeout", "--step-timeout"),
@@ -37,7 +49,8 @@ def end_options(words: list[str]) -> list[str]:
     while at < len(words) and words[at].startswith("-"):
         if words[at] == "--":
             return words
-        at += 2 if words[at].replace("_", "-") in WITH_VALUE else 1
+        word = words[at].replace("_", "-")
+        at += 3 if word == "--blacklist-cooldown-range" else 2 if word in WITH_VALUE else 1
     return [*words[:at], "--", *words[at:]] if at < len(words) else words
 
 
@@ -47,12 +60,19 @@ def run(
     hosts: Annotated[str | None, Parameter(name=("-H", "--hosts"))] = None,
     module: Annotated[bool, Parameter(name="-m", negative="", show_default=False)] = False,
     logs: Path = Path("runs/logs"),
-    timeout: float = 300,
+    timeout: float = _TIMEOUT,
     start_timeout: Annotated[float | None, Parameter(env_var="TUTTI_START_TIMEOUT")] = None,
     step_timeout: Annotated[float | None, Parameter(env_var="TUTTI_STEP_TIMEOUT")] = None,
     max_restarts: int = 0,
     show_all: Annotated[bool, Parameter(negative="", show_default=False)] = False,
     horovod: Annotated[bool, Parameter(negative="", show_default=False)] = False,
+    min_np: int | None = None,
+    max_np: int | None = None,
+    host_discovery_script: Path | None = None,
+    slots_per_host: int | None = None,
+    reset_limit: int | None = None,
+    elastic_timeout: float = 600,
+    blacklist_cooldown_range: tuple[float, float] | None = None,
 ) -> int:
     """Start your own script on many devices; in it, call tutti.init().
 
@@ -82,6 +102,21 @@ def run(
         show every process's output, not the first one's only
     horovod:
         serve import horovod.torch in the script by tutti
+    min_np:
+        with --horovod: fewest ranks of an elastic job
+    max_np:
+        with --horovod: most ranks of an elastic job
+    host_discovery_script:
+        prints the slots of this machine, localhost:SLOTS; run again and again
+    slots_per_host:
+        slots of hosts that the script prints without a number
+    reset_limit:
+        changes of members that end an elastic job
+    elastic_timeout:
+        seconds to wait for min-np slots
+    blacklist_cooldown_range:
+        seconds for which a failed rank's slot stays empty, first and at most;
+        default: for good
     """
     if not command:
         raise UsageError("no script is given", remedy="write tutti run -np 4 script.py")
@@ -95,6 +130,24 @@ def run(
         raise UsageError(
             f"unknown option {script}", remedy="see tutti run --help; write the script's own options after its name"
         )
+    elastic = None
+    given = (min_np, max_np, host_discovery_script, slots_per_host, reset_limit, blacklist_cooldown_range)
+    if any(option is not None for option in given):
+        if not horovod or hosts is not None or max_restarts or process_context.joined(os.environ):
+            raise UsageError(
+                "--min-np, --max-np and the other options of elastic jobs need --horovod and tutti's own launcher",
+                remedy="leave out -H and --max-restarts",
+            )
+        elastic = _elastic(devices, min_np, max_np, host_discovery_script)
+        elastic = replace(
+            elastic,
+            slots_per_host=slots_per_host,
+            reset_limit=reset_limit,
+            timeout=elastic_timeout,
+            cooldown=blacklist_cooldown_range,
+        )
+        os.environ["HOROVOD_ELASTIC"] = "1"
+        timeout = timeout if timeout != _TIMEOUT else _ELASTIC_TIMEOUT
     check_script(script, module)
     stdin_control.control_by_stdin(os.environ)
     entry = run_horovod_script if horovod else run_script
@@ -124,9 +177,24 @@ def run(
         show_all=show_all,
         restarts=max_restarts,
         # Every torch optimizer imports it, which takes two seconds.
-        preload=("torch._dynamo",),
+        preload=("torch._dynamo", *(("tutti.horovod.torch",) if elastic else ())),
         limits=limits,
+        elastic=elastic,
     )
+
+
+def _elastic(devices: str, least: int | None, most: int | None, script: Path | None) -> ElasticOptions:
+    """Return the limits of an elastic job, and its script's absolute path."""
+    if devices == "auto":
+        raise UsageError("an elastic job needs -np", remedy="write -np 2 --min-np 1 --max-np 4")
+    np = int(devices)
+    least, most = np if least is None else least, np if most is None else most
+    if not 1 <= least <= np <= most:
+        raise UsageError(
+            f"--min-np {least}, -np {np} and --max-np {most} contradict each other",
+            remedy="give 1 <= min-np <= np <= max-np",
+        )
+    return ElasticOptions(np, least, most, None if script is None else script.absolute())
 
 
 def _again(start_timeout: float | None, step_timeout: float | None, module: bool, horovod: bool) -> list[str]:

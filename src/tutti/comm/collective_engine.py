@@ -39,6 +39,8 @@ DUPLICATE = (
 )
 SETTLE = 0.1
 """Seconds for which a completed call that nobody has waited for keeps its name."""
+_ABANDONED = 0.5
+"""Seconds for which a collective under way may end by itself when its engine is abandoned."""
 _PATIENCE = 2.0
 """Seconds after which a waiting rank tells the coordinator so."""
 
@@ -462,6 +464,22 @@ class CollectiveEngine:
         if self._hub is not None:
             self._hub.close()
 
+    def interrupt(self, text: str) -> None:
+        """Fail all calls, now and later, because a rank is lost; from any thread."""
+        self.broken = self.broken or PeerError(text, where=f"rank {self.rank}")
+        for session in list(self.sessions.values()):
+            session.fail_all(self.broken)
+
+    def abandon(self) -> None:
+        """End without a word to other ranks, some of which may be gone."""
+        self._closing = True
+        self.interrupt(SHUT_DOWN)
+        self._connection.close()
+        # A thread that waits for a lost rank in native code ends when the collective's timeout does.
+        self._thread.join(_ABANDONED)
+        if self._hub is not None:
+            self._hub.close()
+
     def _make_hub(self, store: dist.Store) -> MessageHub:
         coordinator = Coordinator(self.size, time.monotonic)
         left: set[int] = set()
@@ -557,3 +575,18 @@ def close_engine() -> None:
         ending, _engine, _default = _engine, None, None
     if ending is not None:
         ending.close()
+
+
+def abandon_engine() -> None:
+    """End this process's engine, if it has one, without waiting for other ranks."""
+    global _engine, _default
+    with _lock:
+        ending, _engine, _default = _engine, None, None
+    if ending is not None:
+        ending.abandon()
+
+
+def interrupt_engine(text: str) -> None:
+    """Fail all calls of this process's engine, if it has one."""
+    if (running := _engine) is not None:
+        running.interrupt(text)

@@ -8,8 +8,20 @@ from pathlib import Path
 
 from tutti.errors import UsageError
 
-_RENAMED = {"--start-timeout": "--timeout", "--output-filename": "--logs", "--num-proc": "-np", "--host": "-H"}
-_KEPT = frozenset(("-np", "-H", "--hosts", "--devices", "--logs", "--timeout", "--max-restarts", "--step-timeout"))
+_RENAMED = {
+    "--min-num-proc": "--min-np",
+    "--max-num-proc": "--max-np",
+    "--start-timeout": "--timeout",
+    "--output-filename": "--logs",
+    "--num-proc": "-np",
+    "--host": "-H",
+}
+_KEPT = frozenset(
+    (
+        *("-np", "-H", "--hosts", "--devices", "--logs", "--timeout", "--max-restarts", "--step-timeout"),
+        *("--min-np", "--max-np", "--host-discovery-script", "--slots-per-host", "--reset-limit", "--elastic-timeout"),
+    )
+)
 """Flags of ``tutti run`` with a value."""
 
 _VARIABLES = {
@@ -42,10 +54,6 @@ _IDLE_WITH_VALUE = frozenset(
     )
 )
 _REFUSED = {
-    **dict.fromkeys(
-        ("--min-np", "--max-np", "--min-num-proc", "--max-num-proc", "--host-discovery-script", "--reset-limit"),
-        "elastic training is not served",
-    ),
     **dict.fromkeys(
         ("-p", "--ssh-port", "-i", "--ssh-identity-file"), "ssh reads the port and the key of a host in ~/.ssh/config"
     ),
@@ -87,6 +95,9 @@ def translate_flags(words: list[str], environ: MutableMapping[str, str]) -> list
             raise UsageError(f"{flag} is not served", why=_REFUSED[flag], remedy="leave it out")
         if flag == "--hostfile" or flag == "-hostfile":
             made += ["-H", _hosts(Path(taken()))]
+        elif flag == "--blacklist-cooldown-range":
+            made += [flag, taken(), *rest[:1]]
+            del rest[:1]
         elif flag in _RENAMED or flag in _KEPT:
             made += [_RENAMED.get(flag, flag), taken()]
         elif flag in _VARIABLES:

@@ -25,6 +25,7 @@ from tutti.errors import PeerError, UsageError
 from tutti.launcher import child, failure, heartbeat, interface, watchdog
 from tutti.launcher.heartbeat import Phase
 from tutti.launcher.malloc_tuning import keep_freed_memory
+from tutti.launcher.membership import current_membership
 from tutti.launcher.watchdog import WatchdogLimits
 from tutti.process_context import Identity
 from tutti.torch_compat import default_store, flight_recorder
@@ -173,6 +174,15 @@ def shutdown() -> None:
         with contextlib.suppress(RuntimeError):
             dist.destroy_process_group()
         child.let_go()
+
+
+def abandon_world() -> None:
+    """Leave a job some of whose ranks may be gone, to join another with ``init``: nothing waits for other ranks."""
+    global _world
+    leaving, _world = _world, None
+    if leaving is not None and leaving.owned and dist.is_initialized():
+        with contextlib.suppress(RuntimeError):
+            dist.destroy_process_group()
 
 
 def before_shutdown(function: Callable[[], object]) -> None:
@@ -335,6 +345,8 @@ def _await_all(
                 where=f"rank {identity.rank}{place}",
                 remedy="check that every process was started and reaches the same address, or raise --timeout",
             )
+        if (member := current_membership()) is not None:
+            member.check()
         heartbeat.training.beat("arrival of all ranks")
         time.sleep(pause)
         pause = min(2 * pause, 0.05)

@@ -24,6 +24,7 @@ from tutti.device import is_compiled_in
 from tutti.errors import DiskError, ExitCode, UsageError
 from tutti.launcher import child, failure
 from tutti.launcher.budget import Budget
+from tutti.launcher.elastic_driver import ElasticDriver, ElasticOptions
 from tutti.launcher.orphans import adopt_orphans
 from tutti.launcher.watchdog import WatchdogLimits
 
@@ -44,6 +45,7 @@ def launch(
     limits: WatchdogLimits | None = None,
     grace: float = 30.0,
     preload: Collection[str] = (),
+    elastic: ElasticOptions | None = None,
 ) -> int:
     """Run ``entry(*args)`` in local processes and return the run's exit code, as in ``tutti.errors.ExitCode``.
 
@@ -67,6 +69,7 @@ def launch(
         grace: seconds between a signal and SIGKILL.
         preload: modules that every rank imports. Not imported early if torch has an accelerator, which must not
             be touched before a fork.
+        elastic: limits of an elastic job, whose ranks change while it runs; None: all ranks end together.
 
     Raises:
         UsageError: fewer than one process, or called outside the main thread.
@@ -86,6 +89,8 @@ def launch(
             if not is_compiled_in():
                 for module in preload:
                     importlib.import_module(module)
+            if elastic is not None:
+                return ElasticDriver(job, elastic, grace).run()
             agent = Agent(job, processes, Budget(restarts, progress), shown, grace)
             stopped = run_agent(agent)
         return _conclude(agent, stopped, logs)

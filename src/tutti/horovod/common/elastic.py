@@ -157,12 +157,14 @@ def reset_limit() -> int | None:
     return int(text) if text else None
 
 
-def run_fn(func: Callable[..., T], reset: Callable[[], None]) -> Callable[..., T]:
+def run_fn(func: Callable[..., T], reset: Callable[[bool], bool], hear: Callable[[State], None]) -> Callable[..., T]:
     """Return a function that calls ``func(state, …)`` again after each failed collective and each change of hosts.
 
     Args:
         func: trains; its first argument is a ``State``.
-        reset: leaves the job and joins it again; raises HorovodInternalError where a rank is gone.
+        reset: leaves the job and joins it again, told whether a collective failed; returns whether ranks may have
+            been added, and raises HorovodInternalError where a rank is gone.
+        hear: lets the state hear of changes of hosts from now on.
 
     Raises:
         HorovodInternalError: from the returned function, with the state of the last commit: the ranks could not join
@@ -175,6 +177,7 @@ def run_fn(func: Callable[..., T], reset: Callable[[], None]) -> Callable[..., T
         mismatched_at = -1
         joined = True
         reason: RuntimeError
+        hear(state)
         while True:
             try:
                 if not joined:
@@ -199,7 +202,8 @@ def run_fn(func: Callable[..., T], reset: Callable[[], None]) -> Callable[..., T
             resets += 1
             if limit is not None and resets > limit:
                 raise HorovodInternalError(RESET_LIMIT_EXCEEDED_MESSAGE.format(limit)) from reason
-            reset()
+            # A rank that was added has no state: all synchronise.
+            skip_sync = not reset(isinstance(reason, HorovodInternalError)) and skip_sync
             joined = False
 
     return wrapper

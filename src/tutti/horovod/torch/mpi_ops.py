@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import functools
 import itertools
+import logging
 import os
 import warnings
 from collections.abc import Callable, Sequence
@@ -14,7 +15,13 @@ from torch import Tensor
 
 from tutti.comm import collectives
 from tutti.comm.collective_call import ReduceOperation
-from tutti.comm.collective_engine import CollectiveHandle, CollectiveSession, engine
+from tutti.comm.collective_engine import (
+    CollectiveHandle,
+    CollectiveSession,
+    abandon_engine,
+    engine,
+    interrupt_engine,
+)
 from tutti.comm.collectives import ProcessSet
 from tutti.comm.collectives import all_ranks as global_process_set
 from tutti.comm.negotiation import SessionOptions
@@ -24,12 +31,16 @@ from tutti.horovod.common.exceptions import HorovodInternalError
 from tutti.horovod.torch.compression import Compression
 from tutti.horovod.torch.timeline import Timeline
 from tutti.launcher import context
+from tutti.launcher.membership import current_membership
+
+log = logging.getLogger("tutti.elastic")
 
 T = TypeVar("T", bound=Callable[..., Any])
 
 Average, Sum, Adasum = ReduceOperation.AVERAGE, ReduceOperation.SUM, ReduceOperation.ADASUM
 Min, Max, Product = ReduceOperation.MIN, ReduceOperation.MAX, ReduceOperation.PRODUCT
 
+_ATTEMPTS = 20
 NOT_INITIALIZED = "Horovod has not been initialized; use hvd.init()."
 
 _session: CollectiveSession | None = None
@@ -92,9 +103,49 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet | Sequence[int]] | 
     Raises:
         ValueError: two process sets have the same ranks, or ``comm`` is not served.
     """
-    global _session
     if _session is not None:
         return
+    if current_membership() is not None:
+        rejoin(failed=False, process_sets=process_sets)
+        return
+    _join(comm, process_sets)
+
+
+def rejoin(failed: bool, process_sets: Sequence[ProcessSet | Sequence[int]] | str | None = None) -> None:
+    """Take a place in the next generation of an elastic job, as often as ranks are lost while it begins.
+
+    Args:
+        failed: whether this generation failed.
+        process_sets: as for ``init``.
+    """
+    member = current_membership()
+    assert member is not None
+    member.on_lost = interrupt_engine
+    for attempt in itertools.count():
+        member.join(failed, _abandon)
+        try:
+            _join(None, process_sets)
+            member.check()
+            return
+        except (PeerError, RuntimeError, TimeoutError) as error:
+            if attempt == _ATTEMPTS:
+                raise
+            log.warning("the ranks could not join each other, and try again: %s", error)
+            failed = True
+
+
+def _abandon() -> None:
+    """Give up the connections of a generation."""
+    global _session
+    _session = None
+    collectives.use_session(None)
+    _handles.clear()
+    abandon_engine()
+    context.abandon_world()
+
+
+def _join(comm: Any, process_sets: Sequence[ProcessSet | Sequence[int]] | str | None) -> None:
+    global _session
     sets = [] if process_sets is None or isinstance(process_sets, str) else list(process_sets)
     made = [given if isinstance(given, ProcessSet) else ProcessSet(given) for given in sets]
     context.init()

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from tutti.horovod.common.elastic import ObjectState, run_fn
+from tutti.horovod.common.elastic import ObjectState, State, run_fn
 from tutti.horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
 from tutti.horovod.torch.elastic.sampler import ElasticSampler
 from tutti.horovod.torch.elastic.state import TorchState
-from tutti.horovod.torch.mpi_ops import init, shutdown
+from tutti.horovod.torch.mpi_ops import init, rejoin, shutdown
+from tutti.launcher.membership import current_membership
 
 T = TypeVar("T")
 
@@ -22,15 +23,25 @@ def run(func: Callable[..., T]) -> Callable[..., T]:
     Its first argument is a state, which all ranks get from rank 0 before each call.
 
     Raises:
-        HorovodInternalError: from the decorated function, with the state of the last commit, where a rank has ended.
+        HorovodInternalError: from the decorated function, with the state of the last commit, where a rank has ended
+            and the job is not elastic.
     """
-    return run_fn(func, _reset)
+    return run_fn(func, _reset, _hear)
 
 
-def _reset() -> None:
+def _reset(failed: bool) -> bool:
+    if current_membership() is not None:
+        rejoin(failed)
+        return True
     shutdown()
     try:
         init()
     except BaseException:
         shutdown()
         raise
+    return False
+
+
+def _hear(state: State) -> None:
+    if (member := current_membership()) is not None:
+        member.on_update = state.on_hosts_updated

@@ -1,0 +1,300 @@
+"""Ranks of an elastic job on one node: survivors keep process and memory; members change between generations.
+
+When every rank of a generation has left it, the driver gives places in the next: survivors first, in their old order,
+so that rank 0 holds the job's state; then ranks that were started since.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tutti.errors import ExitCode
+from tutti.launcher import child, failure, membership
+from tutti.launcher.failure import Failure
+from tutti.launcher.forking import fork
+from tutti.launcher.host_discovery import SlotTable
+
+_POLL, _TELL = 0.02, 0.2
+_REMOVED, _ADDED = 1, 2
+
+
+@dataclass(frozen=True)
+class ElasticOptions:
+    """Limits of an elastic job.
+
+    Attributes:
+        np: slots that must exist before the first generation begins.
+        min_np: fewest ranks of a generation.
+        max_np: most ranks.
+        script: host discovery script; None: ``np`` slots on localhost.
+        slots_per_host: slots of hosts that the script prints without a number.
+        reset_limit: generations after the first; None: no limit.
+        cooldown: seconds for which a failure takes a slot, as ``SlotTable``.
+        timeout: seconds to wait for ``min_np`` slots.
+    """
+
+    np: int
+    min_np: int
+    max_np: int
+    script: Path | None = None
+    slots_per_host: int | None = None
+    reset_limit: int | None = None
+    cooldown: tuple[float, float] | None = None
+    timeout: float = 600.0
+
+
+@dataclass(eq=False)
+class _Member:
+    number: int
+    host: str
+    pid: int
+    line: socket.socket
+    rank: int = sys.maxsize
+    generation: int = -1
+    ready: bool = False
+    leaving: bool = False
+    received: bytearray = field(default_factory=bytearray)
+
+
+class ElasticDriver:
+    """Starts ranks where slots are free, forms generations, and ends the job.
+
+    Args:
+        job: entry point, arguments and folders of every rank.
+        options: limits.
+        grace: seconds between a signal and SIGKILL.
+    """
+
+    def __init__(self, job: child.Job, options: ElasticOptions, grace: float) -> None:
+        self._job, self._options, self._grace = job, options, grace
+        self._slots = SlotTable(options.script, options.np, options.slots_per_host, options.cooldown, _say)
+        self._alive: list[_Member] = []
+        self._failures: list[Failure] = []
+        self._started = self._finished = 0
+        self._generation = -1
+        self._told = 0.0
+        self._short_since: float | None = None
+        self._stopped: signal.Signals | None = None
+
+    def run(self) -> int:
+        """Run the job to its end and return its exit code."""
+        before = {number: signal.signal(number, self._stop) for number in child.SIGNALS}
+        try:
+            while True:
+                code = self._turn(time.monotonic())
+                if code is not None:
+                    return code
+                select.select([member.line for member in self._alive], [], [], _POLL)
+        finally:
+            self._end_all()
+            self._slots.close()
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _stop(self, number: int, _frame: Any) -> None:
+        self._stopped = signal.Signals(number)
+
+    def _turn(self, now: float) -> int | None:
+        """Do all that there is to do; return the exit code at the end of the job."""
+        if self._stopped is not None:
+            self._signal(self._stopped)
+            return 128 + self._stopped
+        for member in list(self._alive):
+            self._read(member)
+        self._reap(now)
+        if not self._alive and self._finished:
+            return int(ExitCode.DONE)
+        if not self._alive and self._started:
+            cause = failure.root_cause(self._failures)
+            _say(failure.describe_failure(cause, failure.log_path(self._job.logs, cause.rank)).removeprefix("tutti: "))
+            return cause.exit_code or int(ExitCode.UNEXPECTED)
+        self._slots.poll(now)
+        self._fill(now)
+        return self._form(now)
+
+    # --- members ---------------------------------------------------------------------------------------------------
+
+    def _fill(self, now: float) -> None:
+        """Start ranks in free slots; mark those without a slot."""
+        if self._finished:
+            return
+        slots = self._slots.slots(now)
+        if not self._started and sum(slots.values()) < self._options.np:
+            return
+        for host in {member.host for member in self._alive} - slots.keys():
+            slots[host] = 0
+        staying = [member for member in self._alive if not member.leaving]
+        for host, count in slots.items():
+            here = [member for member in staying if member.host == host]
+            for member in here[count:]:
+                member.leaving = True
+                staying.remove(member)
+        for host, count in slots.items():
+            free = count - sum(member.host == host for member in self._alive)
+            for _ in range(min(free, self._options.max_np - len(staying))):
+                staying.append(self._start(host))
+
+    def _start(self, host: str) -> _Member:
+        mine, theirs = socket.socketpair()
+        number = self._started
+        self._started += 1
+        failure.clear(self._job.notes, [number])
+        signal.pthread_sigmask(signal.SIG_BLOCK, child.SIGNALS)
+        try:
+            pid = fork()
+            if pid == 0:
+                for other in (mine, *(member.line for member in self._alive)):
+                    other.close()
+                os.environ["RANK"] = str(number)
+                _be_rank(self._job, theirs)
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, child.SIGNALS)
+        theirs.close()
+        mine.setblocking(False)
+        member = _Member(number, host, pid, mine)
+        self._alive.append(member)
+        return member
+
+    def _read(self, member: _Member) -> None:
+        try:
+            while data := member.line.recv(65536):
+                member.received += data
+        except BlockingIOError:
+            pass
+        except OSError:
+            return
+        while (end := member.received.find(b"\n")) >= 0:
+            message = json.loads(member.received[:end])
+            del member.received[: end + 1]
+            member.ready = True
+            if message["failed"]:
+                self._interrupt(message["ready"], f"process {member.number} has left the generation", member)
+
+    def _reap(self, now: float) -> None:
+        for member in list(self._alive):
+            pid, status = os.waitpid(member.pid, os.WNOHANG)
+            if not pid:
+                continue
+            self._read(member)
+            code = os.waitstatus_to_exitcode(status)
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(member.pid, signal.SIGKILL)
+            member.line.close()
+            self._alive.remove(member)
+            if code == 0:
+                self._finished += not member.leaving
+                continue
+            found = failure.read_failure(self._job.notes, member.number)
+            found = found or failure.from_death(member.number, code, time.time())
+            self._failures.append(found)
+            self._slots.fail(member.host, now)
+            text = f"rank {member.rank} has ended" if member.generation >= 0 else "a new process has ended"
+            what = found.message.splitlines()[0] if found.message else found.kind
+            if self._alive:
+                _say(f"{text} (process {member.number}): {what}; {len(self._alive)} go on")
+            if member.generation >= 0:
+                self._interrupt(member.generation, text, member)
+
+    def _interrupt(self, generation: int, text: str, cause: _Member) -> None:
+        """Fail what the other ranks of a generation wait for."""
+        for member in self._alive:
+            if member is not cause and member.generation == generation:
+                self._send(member, {"generation": generation, "lost": text})
+
+    def _send(self, member: _Member, message: dict[str, Any]) -> None:
+        with suppress(OSError):
+            member.line.sendall(json.dumps(message).encode() + b"\n")
+
+    # --- generations -----------------------------------------------------------------------------------------------
+
+    def _form(self, now: float) -> int | None:
+        """Tell the ranks of waiting ones, and form the next generation when all ranks have left this one."""
+        members = [member for member in self._alive if member.generation == self._generation >= 0]
+        waiting = [m for m in self._alive if m.ready and m.generation < self._generation and not m.leaving]
+        kind = (_REMOVED if any(m.leaving for m in members) else 0) | (_ADDED if waiting else 0)
+        # Again and again: ranks that are just beginning a generation forget what they heard before.
+        if kind and now >= self._told + _TELL:
+            self._told = now
+            for member in members:
+                self._send(member, {"update": kind, "time": time.time()})
+        if not all(member.ready for member in members):
+            self._short_since = None
+            return None
+        places = [member for member in self._alive if member.ready and not member.leaving]
+        places.sort(key=lambda member: (member.rank, member.number))
+        needed = 1 if self._finished else self._options.min_np if self._generation >= 0 else self._wanted()
+        if len(places) < max(1, needed):
+            return self._wait(now, len(places), needed)
+        self._short_since = None
+        limit = self._options.reset_limit
+        if limit is not None and self._generation >= limit:
+            _say(f"the job was ended because its resets exceeded --reset-limit {limit}")
+            return int(ExitCode.PEER)
+        self._generation += 1
+        self._told = 0.0
+        for member in [member for member in self._alive if member.leaving and member.ready]:
+            self._send(member, {"place": {}})
+            member.generation = -1
+        store = str(self._job.store / f"generation-{self._generation}")
+        for rank, member in enumerate(places):
+            member.rank, member.generation, member.ready = rank, self._generation, False
+            place = {"generation": self._generation, "rank": rank, "size": len(places), "store": store}
+            self._send(member, {"place": place})
+        return None
+
+    def _wanted(self) -> int:
+        """Ranks that the first generation waits for: all that were started and live."""
+        return max(self._options.min_np, len(self._alive)) if self._started else self._options.np
+
+    def _wait(self, now: float, there: int, needed: int) -> int | None:
+        """Wait for further ranks, at most ``timeout``; return the exit code after it."""
+        self._short_since = now if self._short_since is None else self._short_since
+        if now - self._short_since < self._options.timeout:
+            return None
+        _say(
+            f"{there} ranks are left and {needed} are needed (--min-np); no slot became free within "
+            f"{self._options.timeout:g} s (--elastic-timeout)"
+        )
+        return int(ExitCode.PEER)
+
+    # --- the end ---------------------------------------------------------------------------------------------------
+
+    def _signal(self, number: signal.Signals) -> None:
+        for member in self._alive:
+            with suppress(ProcessLookupError):
+                os.kill(member.pid, number)
+        end = time.monotonic() + self._grace
+        while self._alive and time.monotonic() < end:
+            for member in list(self._alive):
+                if os.waitpid(member.pid, os.WNOHANG)[0]:
+                    self._alive.remove(member)
+            time.sleep(_POLL)
+
+    def _end_all(self) -> None:
+        for member in self._alive:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(member.pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.kill(member.pid, signal.SIGKILL)
+            with suppress(ChildProcessError):
+                os.waitpid(member.pid, 0)
+        self._alive = []
+
+
+def _be_rank(job: child.Job, line: socket.socket) -> None:
+    membership.connect(line)
+    child.child_main(job)
+
+
+def _say(text: str) -> None:
+    print(f"tutti: {text}", file=sys.stderr, flush=True)

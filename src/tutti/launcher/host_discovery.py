@@ -1,0 +1,136 @@
+"""Slots for ranks: a discovery script names them, failures take them away for a while. No torch."""
+
+from __future__ import annotations
+
+import math
+import socket
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+from tutti.errors import UsageError
+
+_EVERY, _LIMIT = 0.5, 60.0
+
+
+def parse_slots(text: str, default: int | None) -> dict[str, int]:
+    """Return the slots of each host from lines ``HOST:SLOTS`` or ``HOST``.
+
+    Args:
+        text: output of a discovery script.
+        default: slots of a line without a number; None: such lines are refused.
+
+    Raises:
+        UsageError: a line is malformed, or names another machine than this one.
+
+    >>> parse_slots("localhost:2\\n127.0.0.1\\n", 4)
+    {'localhost': 2, '127.0.0.1': 4}
+    """
+    found: dict[str, int] = {}
+    for line in filter(None, map(str.strip, text.splitlines())):
+        host, colon, slots = line.partition(":")
+        if colon and not slots.isdecimal():
+            raise UsageError(f"the host discovery script printed '{line}'", remedy="print lines HOST:SLOTS")
+        if not colon and default is None:
+            raise UsageError(
+                f"the host discovery script printed '{line}' without slots",
+                remedy="print HOST:SLOTS, or give --slots-per-host",
+            )
+        if not (host.startswith("127.") or host in ("localhost", socket.gethostname(), socket.getfqdn())):
+            raise UsageError(
+                f"the host discovery script names {host}",
+                why="an elastic job starts ranks on this machine only",
+                remedy="print localhost:SLOTS; on several machines use torchrun or -H, with a fixed number of ranks",
+            )
+        found[host] = found.get(host, 0) + (int(slots) if colon else default or 0)
+    return found
+
+
+class SlotTable:
+    """Slots that ranks may take now.
+
+    Args:
+        script: prints the hosts; None: there are ``fixed`` slots on localhost.
+        fixed: slots without a script.
+        default: slots of a host that the script prints without a number.
+        cooldown: seconds for which a failure takes a slot: the first, and the most after doublings; None: for good.
+        warn: called with a message when a later call of the script fails.
+    """
+
+    def __init__(
+        self,
+        script: Path | None,
+        fixed: int,
+        default: int | None,
+        cooldown: tuple[float, float] | None,
+        warn: Callable[[str], None],
+    ) -> None:
+        self._script, self._default, self._cooldown, self._warn = script, default, cooldown, warn
+        self._hosts = {"localhost": fixed} if script is None else self._first(script)
+        self._taken: dict[str, list[float]] = {}
+        self._failures: dict[str, int] = {}
+        self._running: subprocess.Popen[str] | None = None
+        self._next = 0.0
+        self._warned = False
+
+    def poll(self, now: float) -> None:
+        """Start the script, or read its output, without waiting for it."""
+        if self._script is None:
+            return
+        if self._running is None:
+            if now >= self._next:
+                self._running = _start(self._script)
+                self._next = now + _LIMIT
+        elif self._running.poll() is not None:
+            output, _ = self._running.communicate()
+            code, self._running, self._next = self._running.returncode, None, now + _EVERY
+            self._take(code, output)
+        elif now >= self._next:
+            self._running.kill()
+
+    def fail(self, host: str, now: float) -> None:
+        """Take a slot of a host because its rank failed."""
+        count = self._failures.get(host, 0)
+        self._failures[host] = count + 1
+        seconds = math.inf if self._cooldown is None else min(self._cooldown[0] * 2.0**count, self._cooldown[1])
+        self._taken.setdefault(host, []).append(now + seconds)
+
+    def slots(self, now: float) -> dict[str, int]:
+        """Return the slots of each host, without those that failures have taken."""
+        return {
+            host: max(0, count - sum(until > now for until in self._taken.get(host, [])))
+            for host, count in self._hosts.items()
+        }
+
+    def close(self) -> None:
+        """End the script, if it runs."""
+        if self._running is not None:
+            self._running.kill()
+            self._running.communicate()
+
+    def _first(self, script: Path) -> dict[str, int]:
+        try:
+            ended = subprocess.run([script], capture_output=True, text=True, timeout=_LIMIT, check=False)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise UsageError(f"the host discovery script {script} cannot be run", why=str(error)) from error
+        if ended.returncode:
+            raise UsageError(
+                f"the host discovery script {script} ended with code {ended.returncode}", why=ended.stderr.strip()
+            )
+        return parse_slots(ended.stdout, self._default)
+
+    def _take(self, code: int, output: str) -> None:
+        try:
+            if code:
+                raise UsageError(f"the host discovery script ended with code {code}")
+            self._hosts, self._warned = parse_slots(output, self._default), False
+        except UsageError as error:
+            if not self._warned:
+                self._warn(f"{error}; the hosts that it named before still hold")
+            self._warned = True
+
+
+def _start(script: Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [script], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )

@@ -1,0 +1,104 @@
+"""A rank's line to the elastic driver: it asks for a place in the next generation, and hears of lost ranks. No torch.
+
+A generation is a job of fixed members, with a store of its own. The line is a socket pair that the rank inherits.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import socket
+import threading
+from collections.abc import Callable, MutableMapping
+from typing import Any
+
+from tutti.errors import PeerError
+
+
+class Membership:
+    """One rank's end of the line.
+
+    Args:
+        line: connection to the driver.
+        environ: receives rank, size and store of each generation.
+
+    Attributes:
+        generation: number of the generation that this rank belongs to; -1 before the first.
+        interrupted: why this generation cannot go on; None while it can.
+        on_lost: called with the reason in the line's thread when a rank of this generation is lost.
+        on_update: called there with time and kind (1 removed, 2 added, 3 both) when ranks wait to join or to leave.
+    """
+
+    def __init__(self, line: socket.socket, environ: MutableMapping[str, str]) -> None:
+        self._line, self._environ = line, environ
+        self.generation = -1
+        self.interrupted: str | None = None
+        self.on_lost: Callable[[str], None] = lambda _: None
+        self.on_update: Callable[[float, int], None] = lambda _time, _kind: None
+        self._places: queue.Queue[dict[str, Any]] = queue.Queue()
+        self._lock = threading.Lock()
+        threading.Thread(target=self._listen, name="tutti-membership", daemon=True).start()
+
+    def join(self, failed: bool, leave: Callable[[], None]) -> None:
+        """Wait for the next generation, leave this one and take a place in the next.
+
+        Args:
+            failed: whether this generation failed, so that the driver interrupts its other ranks.
+            leave: gives up the connections of this generation; called once every rank has left it.
+
+        Raises:
+            SystemExit: this rank has no place, because its slot was removed.
+        """
+        self._line.sendall(json.dumps({"ready": self.generation, "failed": failed}).encode() + b"\n")
+        place = self._places.get()
+        leave()
+        if not place:
+            raise SystemExit(0)
+        with self._lock:
+            self.generation, self.interrupted = place["generation"], None
+        rank, size = str(place["rank"]), str(place["size"])
+        self._environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
+        self._environ.update(TUTTI_STORE=place["store"], TORCHELASTIC_RUN_ID="elastic")
+
+    def check(self) -> None:
+        """Raise PeerError if a rank of this generation is lost."""
+        if self.interrupted is not None:
+            raise PeerError(self.interrupted)
+
+    def _listen(self) -> None:
+        with self._line.makefile("rb") as lines:
+            for line in lines:
+                message = json.loads(line)
+                if "lost" in message:
+                    # A later generation's loss cannot arrive before this rank has its place there.
+                    self._lose(message["generation"], message["lost"])
+                elif "update" in message:
+                    self.on_update(message["time"], message["update"])
+                else:
+                    self._places.put(message["place"])
+
+    def _lose(self, generation: int, text: str) -> None:
+        with self._lock:
+            # The place may still lie in the queue: wait for ``join`` to take it.
+            current = generation == self.generation
+            if current:
+                self.interrupted = text
+        if current:
+            self.on_lost(text)
+        elif generation > self.generation:
+            threading.Timer(0.05, self._lose, (generation, text)).start()
+
+
+_membership: Membership | None = None
+
+
+def connect(line: socket.socket) -> None:
+    """Make this process a rank of an elastic job."""
+    global _membership
+    _membership = Membership(line, os.environ)
+
+
+def current_membership() -> Membership | None:
+    """Return this process's line to the elastic driver; None outside of elastic jobs."""
+    return _membership
