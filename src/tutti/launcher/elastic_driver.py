@@ -112,6 +112,8 @@ class ElasticDriver:
         for member in list(self._alive):
             self._read(member)
         self._reap(now)
+        if self._finished:
+            self._dismiss()
         if not self._alive and self._finished:
             return int(ExitCode.DONE)
         if not self._alive and self._started:
@@ -204,6 +206,13 @@ class ElasticDriver:
                 _say(f"{text} (process {member.number}): {what}; {len(self._alive)} go on")
             if member.generation >= 0:
                 self._interrupt(member.generation, text, member)
+
+    def _dismiss(self) -> None:
+        """End the ranks that have not joined: the others are ending, and hold the state."""
+        for member in self._alive:
+            if member.generation < 0 and member.ready:
+                member.ready, member.leaving = False, True
+                self._send(member, {"place": {}})
 
     def _interrupt(self, generation: int, text: str, cause: _Member) -> None:
         """Fail what the other ranks of a generation wait for."""

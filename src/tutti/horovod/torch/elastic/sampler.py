@@ -16,9 +16,10 @@ from tutti.horovod.torch.mpi_ops import rank, size
 class ElasticSampler(Sampler[int]):
     """Gives each rank its part of the samples that are not done yet, in an order drawn from ``seed + epoch``.
 
-    The script records what it has processed, and gives the sampler to ``TorchState``, whose ``sync`` puts the ranks'
-    records together and parts the rest anew. Every sample is given once an epoch; where the samples are not a multiple
-    of the ranks, up to ``size() - 1`` are given twice at the end of a partition, so that all ranks have equally many.
+    The script records what it has processed, and gives the sampler to ``TorchState``, whose ``commit`` and ``sync`` put
+    the ranks' records together; ``sync`` parts the rest anew. Every sample is given once an epoch; where the samples
+    are not a multiple of the ranks, up to ``size() - 1`` are given twice at the end of a partition, so that all ranks
+    have equally many.
 
     Args:
         dataset: has a length.
@@ -31,11 +32,12 @@ class ElasticSampler(Sampler[int]):
         self.epoch = 0
         # In the order in which they were recorded; a dict is an ordered set.
         self._processed: dict[int, None] = {}
+        self._unshared: list[int] = []
         self.reset()
 
     @property
     def processed_indices(self) -> set[int]:
-        """Samples of this epoch that are done: this rank's, and since the last ``TorchState.sync`` all ranks'."""
+        """Samples of this epoch that are done: this rank's, and up to the last commit or ``sync`` all ranks'."""
         return set(self._processed)
 
     @property
@@ -48,7 +50,7 @@ class ElasticSampler(Sampler[int]):
         if epoch == self.epoch:
             return
         self.epoch = epoch
-        self._processed = {}
+        self._processed, self._unshared = {}, []
         self.reset()
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
@@ -57,7 +59,18 @@ class ElasticSampler(Sampler[int]):
 
     def record_indices(self, indices: Iterable[int]) -> None:
         """Record samples as done."""
-        self._processed.update(dict.fromkeys(int(index) for index in indices))
+        new = [int(index) for index in indices]
+        self._unshared += new
+        self._processed.update(dict.fromkeys(new))
+
+    def unshared(self) -> list[int]:
+        """Return what was recorded since the ranks' records were last put together."""
+        return self._unshared
+
+    def share(self, indices: Iterable[int]) -> None:
+        """Take over the records of all ranks."""
+        self._processed.update(dict.fromkeys(indices))
+        self._unshared = []
 
     def get_indices(self, batch_idx: int, batch_size: int) -> list[int]:
         """Return the samples of a batch of this rank."""
@@ -85,6 +98,7 @@ class ElasticSampler(Sampler[int]):
         """Set what is done to a snapshot; the partition stays, unless the epoch differs, until ``reset``."""
         epoch, processed = snapshot
         changed, self.epoch, self._processed = epoch != self.epoch, epoch, processed.copy()
+        self._unshared = []
         if changed:
             self.reset()
 
@@ -102,6 +116,7 @@ class ElasticSampler(Sampler[int]):
             raise ValueError(f"the state of a sampler needs processed_indices; it has {', '.join(state_dict)}")
         self.epoch = state_dict["epoch"]
         self._processed = dict.fromkeys(int(index) for index in state_dict["processed_indices"])
+        self._unshared = []
         self.reset()
 
     def __iter__(self) -> Iterator[int]:

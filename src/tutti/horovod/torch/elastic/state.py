@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -83,21 +84,36 @@ class OptimizerStateHandler(StateHandler):
 class SamplerStateHandler(StateHandler):
     """Handles an ``ElasticSampler``."""
 
+    _restored = False
+
     def save(self) -> None:
         """Copy which samples are done."""
-        self._saved = self.value.snapshot()
+        self._saved, self._whole = self.value.snapshot(), not self.value.unshared()
+        self._restored = False
 
     def restore(self) -> None:
         """Return to the copy; ``sync`` parts the rest anew."""
         self.value.return_to(self._saved)
+        self._restored = True
+
+    def gather(self) -> None:
+        """Put together what ranks have done, so that a lost rank's record is known. Collective over all ranks."""
+        sampler: ElasticSampler = self.value
+        found = allgather_object([sampler.epoch, sampler.unshared()])
+        sampler.share(itertools.chain.from_iterable(done for epoch, done in found if epoch == sampler.epoch))
 
     def sync(self) -> None:
-        """Put together what ranks have done in rank 0's epoch, and part the rest. Collective over all ranks."""
+        """Put together what ranks have done in rank 0's epoch, and part the rest. Collective over all ranks.
+
+        After ``restore`` rank 0's copy counts alone, as its model does: it has the records of all ranks at that commit.
+        """
         sampler: ElasticSampler = self.value
-        epochs = allgather_object(sampler.epoch)
-        mine = list(sampler.processed_indices) if sampler.epoch == epochs[0] else []
+        found = allgather_object([sampler.epoch, self._restored and self._whole])
+        epoch, alone = found[0]
+        counts = sampler.epoch == epoch and (not alone or mpi_ops.rank() == 0)
+        mine = list(sampler.processed_indices) if counts else []
         done = mpi_ops.allgather(torch.tensor(mine, dtype=torch.int64))
-        sampler.load_state_dict({"epoch": epochs[0], "processed_indices": done.tolist()})
+        sampler.load_state_dict({"epoch": epoch, "processed_indices": done.tolist()})
 
     def skip_sync(self) -> None:
         """Do as ``sync``: each rank knows its own samples only."""
@@ -179,7 +195,11 @@ class TorchState(ObjectState):
             ValueError: between a backward and its ``optimizer.step``, whose gradients are no part of the state.
         """
         self._check_between_steps()
-        super().commit()
+        self._gather()
+        self._bcast_object(None)
+        self.save()
+        self.commits += 1
+        super().check_host_updates()
 
     def check_host_updates(self) -> None:
         """Raise HostsUpdatedInterrupt on all ranks if rank 0 was told of new hosts. Collective over all ranks.
@@ -188,7 +208,13 @@ class TorchState(ObjectState):
             ValueError: between a backward and its ``optimizer.step``.
         """
         self._check_between_steps()
+        self._gather()
         super().check_host_updates()
+
+    def _gather(self) -> None:
+        for handler in self._handlers.values():
+            if isinstance(handler, SamplerStateHandler):
+                handler.gather()
 
     def _check_between_steps(self) -> None:
         for handler in self._handlers.values():
