@@ -516,8 +516,9 @@ class CollectiveEngine:
             self.broken = self.broken or PeerError(
                 "rank 0 has ended", where=f"rank {self.rank}", remedy="look at the log of rank 0"
             )
-            for session in list(self.sessions.values()):
-                session.fail_all(self.broken)
+        # Also while closing: rank 0 may have left before it answered a session's ``close``, which waits for it.
+        for session in list(self.sessions.values()):
+            session.fail_all(self.broken or PeerError(SHUT_DOWN, where=f"rank {self.rank}"))
 
     def _handle(self, message: list[Any]) -> None:
         kind, number, *rest = message
