@@ -9,7 +9,7 @@ BENCH := $(VENV)/.bench
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help venv test full contract scripts fuzz faults peers reliability demo lint bench gpu backtest soak study alike clean
+.PHONY: help venv test full engines contract scripts fuzz faults peers reliability demo lint bench gpu backtest soak study alike clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
@@ -42,6 +42,9 @@ DEVICE ?= cpu
 
 contract: $(READY)  ## the whole equivalence table, or PART=1/100 of it; DEVICE=simgpu for the simulated accelerator, DEVICE=cuda for GPUs
 	TEST_DEVICE=$(DEVICE) CONTRACT_PART=$(PART) $(BIN)/pytest -q -n 2 -m contract tests/contract
+
+engines: $(READY)  ## runs on Ray clusters whose nodes are killed and added; needs the extra ray, else skipped
+	$(BIN)/pytest -q -n 0 -m engines tests/launcher
 
 RECORD := .scripts-record.jsonl
 

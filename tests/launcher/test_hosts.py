@@ -164,7 +164,7 @@ def test_nothing_outlives_a_launcher_that_is_killed(tmp_path: Path) -> None:
     assert launched.running() == []
 
 
-@pytest.mark.parametrize("option", ["--max-restarts=1", "--show-all"])
+@pytest.mark.parametrize("option", ["--on=local", "--show-all"])
 def test_what_does_not_go_with_hosts(option: str, tmp_path: Path) -> None:
     (tmp_path / "s.py").write_text("")
     words = [sys.executable, "-m", "tutti", "run", "-H", "localhost:2", option, "s.py"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -11,13 +10,15 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from tutti import process_context
+from tutti.config.engine_config import SshEngineConfig, parse_engine
 from tutti.errors import ExitCode, UsageError
 from tutti.horovod.installing import run_horovod_script
-from tutti.launcher import hosts as hosts_
 from tutti.launcher import stdin_control, watchdog
 from tutti.launcher.devices import count_accelerators
 from tutti.launcher.elastic_driver import ElasticOptions
+from tutti.launcher.engines import make_engine
 from tutti.launcher.launch import check_script, launch, run_script
+from tutti.launcher.supervisor import EngineJob, supervise
 from tutti.launcher.watchdog import WatchdogLimits
 
 _TIMEOUT = 300.0
@@ -31,7 +32,7 @@ _OF_ELASTIC_JOBS = (
 
 WITH_VALUE = (
     *_OF_ELASTIC_JOBS,
-    *("-H", "--hosts"),
+    *("-H", "--hosts", "--on"),
     *("-np", "--num-proc", "--devices", "--logs", "--timeout", "--max-restarts"),
     *("--start-timeout", "--step-timeout"),
 )
@@ -58,6 +59,7 @@ def run(
     *command: Annotated[str, Parameter(show=False, allow_leading_hyphen=True)],
     devices: Annotated[str, Parameter(name=("-np", "--num-proc", "--devices"))] = "auto",
     hosts: Annotated[str | None, Parameter(name=("-H", "--hosts"))] = None,
+    on: str | None = None,
     module: Annotated[bool, Parameter(name="-m", negative="", show_default=False)] = False,
     logs: Path = Path("runs/logs"),
     timeout: float = _TIMEOUT,
@@ -84,6 +86,8 @@ def run(
         processes to start; auto: one a GPU, or one
     hosts:
         HOST:PROCESSES,… to start on over ssh, in this directory of each
+    on:
+        engine that starts them: local, ssh:hosts=a:2+b:2, ray or ray:address=…
     module:
         SCRIPT is a module's name, as in python -m
     logs:
@@ -133,10 +137,10 @@ def run(
     elastic = None
     given = (min_np, max_np, host_discovery_script, slots_per_host, reset_limit, blacklist_cooldown_range)
     if any(option is not None for option in given):
-        if not horovod or hosts is not None or max_restarts or process_context.joined(os.environ):
+        if not horovod or hosts is not None or on is not None or max_restarts or process_context.joined(os.environ):
             raise UsageError(
                 "--min-np, --max-np and the other options of elastic jobs need --horovod and tutti's own launcher",
-                remedy="leave out -H and --max-restarts",
+                remedy="leave out -H, --on and --max-restarts",
             )
         elastic = _elastic(devices, min_np, max_np, host_discovery_script)
         elastic = replace(
@@ -159,14 +163,16 @@ def run(
         watchdog.start_watchdog(process_context.read_identity(os.environ).rank, limits)
         entry(script, arguments, module)
         return ExitCode.DONE
-    if hosts is not None:
-        if max_restarts or show_all:
-            raise UsageError(
-                f"--{'max-restarts' if max_restarts else 'show-all'} cannot be combined with -H",
-                remedy="leave out one of the two; with torchrun on every host --max-restarts works",
-            )
+    if hosts is not None or on is not None:
+        option = "-H" if hosts is not None else "--on"
+        if hosts is not None and on is not None:
+            raise UsageError("-H cannot be combined with --on", remedy="write --on ssh:hosts=a:2+b:2 for -H a:2,b:2")
+        if show_all:
+            raise UsageError(f"--show-all cannot be combined with {option}", remedy="leave out one of the two")
         os.environ["TUTTI_TIMEOUT"] = f"{timeout:g}"
-        return _on(hosts, devices, [*_again(start_timeout, step_timeout, module, horovod), script, *arguments], logs)
+        words = ["-m", "tutti", "run", *_again(start_timeout, step_timeout, module, horovod), script, *arguments]
+        text = str(on) if hosts is None else f"ssh:hosts={hosts.replace(',', '+')}"
+        return _on(text, devices, words, logs, max_restarts)
     processes = count_accelerators("auto", os.environ) or 1 if devices == "auto" else int(devices)
     return launch(
         entry,
@@ -204,16 +210,19 @@ def _again(start_timeout: float | None, step_timeout: float | None, module: bool
     return [*words, *(["-m"] if module else []), *(["--horovod"] if horovod else []), "--"]
 
 
-def _on(text: str, devices: str, words: list[str], logs: Path) -> int:
-    """Run ``tutti run`` with ``words`` on every host.
+def _on(text: str, devices: str, words: list[str], logs: Path, restarts: int) -> int:
+    """Run a command line in every rank on an engine.
 
     Args:
-        text: value of ``-H``.
+        text: value of ``--on``.
         devices: value of ``--devices``.
-        words: options, script and arguments.
+        words: the command line, behind the Python interpreter.
         logs: folder for the output of each process.
+        restarts: restarts allowed.
     """
-    found = hosts_.parse_hosts(text)
-    processes = None if devices == "auto" else int(devices)
-    started = hosts_.plan_processes(found, processes, *hosts_.meeting(found))
-    return hosts_.run_hosts(started, [sys.executable, "-m", "tutti", "run", *words], logs)
+    config = parse_engine(text)
+    if devices == "auto" and not isinstance(config, SshEngineConfig):
+        raise UsageError(f"--on {text} needs -np", remedy="say how many, such as -np 4")
+    engine = make_engine(config, 1 if devices == "auto" else int(devices), logs)
+    size = sum(engine.slots().values()) if devices == "auto" else int(devices)
+    return supervise(engine, EngineJob(words, (size,), logs, restarts))

@@ -18,6 +18,7 @@ from cyclopts import Parameter
 
 from tutti import parallel, process_context
 from tutti.checkpoint.weights_source import check_source
+from tutti.config.engine_config import EngineConfig, parse_seconds
 from tutti.config.metric_direction import RAW
 from tutti.config.module_config import (
     Sync,
@@ -37,7 +38,9 @@ from tutti.errors import FINISHED, DiskError, ExitCode, TuttiError, UsageError
 from tutti.launcher import stdin_control, watchdog
 from tutti.launcher.devices import count_accelerators
 from tutti.launcher.encoding import json_text, toml_text
+from tutti.launcher.engines import make_engine
 from tutti.launcher.launch import check_script, launch
+from tutti.launcher.supervisor import EngineJob, supervise
 from tutti.metrics.progress import format_number
 from tutti.metrics.records import config_toml, find_run, make_run_directory, read_summary, record_exit
 from tutti.metrics.throughput import MFU
@@ -46,10 +49,12 @@ from tutti.optim.loss_scale import chosen as check_loss_scale
 from tutti.optim.scaling import scaled
 from tutti.process_context import LAUNCHED
 from tutti.tasks import task_registry, user
+from tutti.train.engine_rank import CONFIGURATION
 from tutti.train.rank_entry import PRELOADED, run_launched_rank, run_rank
 from tutti.workload.machine_file import read_machine
 
 _MOMENT = 1.0
+_RESTARTS = 3
 
 Flags = flag_table()
 _HERE = HEADINGS[FILES]
@@ -89,7 +94,12 @@ def train(
         print(toml_text(config_toml(chosen, name), sys.stdout), end="")
         return ExitCode.DONE
     joined = process_context.read_identity(os.environ) if process_context.joined(os.environ) else None
-    chosen = dataclasses.replace(chosen, devices=str(count_devices(chosen, joined)))
+    engine = chosen.engine()
+    if engine is not None and (joined is not None or dry_run):
+        other = "--dry-run" if dry_run else "a job that another launcher has started"
+        raise UsageError(f"--on {chosen.on} cannot be combined with {other}", remedy="leave out one of the two")
+    sizes = _sizes(name, chosen)
+    chosen = dataclasses.replace(chosen, devices=str(sizes[-1] if engine else count_devices(chosen, joined)))
     if joined is not None and chosen.max_restarts:
         raise UsageError(
             "--max-restarts needs tutti's own launcher", remedy="use the restarts of torchrun or the scheduler"
@@ -106,7 +116,11 @@ def train(
     directory = run_directory(chosen, name, joined is not None and joined.attempt > 0) if first else None
     if joined is not None:
         watchdog.start_watchdog(joined.rank, chosen.limits)
-    code = _start(name, chosen, directory, joined is not None)
+    if engine is not None and directory is not None:
+        directory = directory.absolute()
+        code = _start_on(engine, name, chosen, directory, sizes)
+    else:
+        code = _start(name, chosen, directory, joined is not None)
     if directory is not None:
         # The ranks have ended without an error: a launcher must not restart a run that missed its target.
         code = code or _finished_code(directory)
@@ -335,6 +349,63 @@ def _start(task: str, config: TrainConfig, directory: Path | None, joined: bool)
         writer.start()
         writer.join(_MOMENT)
         raise
+    except BaseException as error:
+        _leave_code(directory, process_exit_code(error))
+        raise
+    if code:
+        _leave_code(directory, code)
+    return code
+
+
+def _sizes(task: str, config: TrainConfig) -> list[int]:
+    """Return the numbers of devices that a run on an engine can have, ascending; empty without an engine.
+
+    Raises UsageError if the strategy can use none of a range.
+    """
+    if config.engine() is None:
+        return []
+    if config.device_range is None:
+        return [int(config.devices)]
+    least, most = config.device_range
+    found, refusal = [], None
+    for devices in range(least, most + 1):
+        try:
+            refuse_config(task, dataclasses.replace(config, devices=str(devices)))
+            found.append(devices)
+        except UsageError as error:
+            refusal = error
+    if refusal is not None and not found:
+        raise refusal
+    return found
+
+
+def _start_on(engine: EngineConfig, task: str, config: TrainConfig, directory: Path, sizes: list[int]) -> int:
+    """Train on an engine; write the exit code of a failed run to ``summary.json`` and return it.
+
+    Args:
+        engine: its options.
+        task: name of the task.
+        config: the configuration.
+        directory: run directory, which all nodes must share.
+        sizes: numbers of devices that the run can have.
+    """
+    logs = directory / "logs"
+    try:
+        logs.mkdir(exist_ok=True)
+        (logs / CONFIGURATION).write_text(config_toml(config, task), encoding="utf-8")
+        job = EngineJob(
+            ["-m", "tutti.train.engine_rank", str(directory)],
+            sizes,
+            logs,
+            # A run that may shrink outlives lost nodes without being told how often.
+            config.max_restarts or _RESTARTS * (len(sizes) > 1),
+            functools.partial(_saved_step, directory),
+            parse_seconds(config.wait, "--wait"),
+            environment={LAUNCHED: os.environ[LAUNCHED], "TUTTI_TIMEOUT": f"{config.timeout:g}"},
+        )
+        code = supervise(make_engine(engine, sizes[-1], logs), job)
+    except OSError as error:
+        raise DiskError("cannot write into the run directory", where=str(directory), why=error.strerror) from error
     except BaseException as error:
         _leave_code(directory, process_exit_code(error))
         raise

@@ -23,7 +23,9 @@ HINTS = typing.get_type_hints(TrainConfig)
 FILES = "Configuration and output"
 GROUPS: Mapping[str, tuple[str, ...]] = {
     "What is trained": ("data", "model", "augment", "batch_norm", "data_workers"),
-    "On what": ("strategy", "workers", "devices", "device", "threads", "timeout", "reproducible", "slow"),
+    "On what": (
+        *("strategy", "workers", "devices", "on", "wait", "device", "threads", "timeout", "reproducible", "slow"),
+    ),
     "How": (
         *("optimizer", "schedule", "lr_scale", "batch_size", "batch_growth", "micro_batch", "precision", "loss_scale"),
         *("clip", "ema", "gradient_noise", "identical_batches", "channels_last", "compile", "activation_checkpointing"),

@@ -10,6 +10,7 @@ from typing import Literal
 
 from tutti.checkpoint.best import Best
 from tutti.config.averaging import Averaging
+from tutti.config.engine_config import EngineConfig, RayEngineConfig, parse_device_range, parse_engine, parse_seconds
 from tutti.config.growth import BatchGrowth
 from tutti.config.metric_direction import Direction, Metric
 from tutti.config.module_config import BatchNormConfig, check_batch_norm
@@ -38,7 +39,9 @@ class TrainConfig:
         schedule: learning-rate schedule, ``name:key=value``.
         lr_scale: learning-rate rule for this batch: linear, sqrt or adam_sqrt, ``linear:base_batch=256``; or adascale.
         workers: logical replicas, part of the algorithm; default: devices.
-        devices: processes or GPUs P, only speed; ``auto``: every GPU here, or one process.
+        devices: processes or GPUs P, only speed; ``auto``: every GPU here, or one process; 2:8: least and most on Ray.
+        on: engine that starts them: local, ``ssh:hosts=a:2+b:2`` or ray; default: this node, or the launcher's.
+        wait: how long to wait for a lost device on Ray before fewer go on.
         batch_size: samples in one *global* batch, over all workers.
         batch_growth: larger batches instead of a smaller rate, ``milestones=30ep+60ep,factor=5``.
         micro_batch: most samples in one forward pass; default: no limit.
@@ -94,6 +97,8 @@ class TrainConfig:
     lr_scale: str = "none"
     workers: int | None = None
     devices: str = "auto"
+    on: str | None = None
+    wait: str = "60s"
     batch_size: int = 64
     batch_growth: str | None = None
     micro_batch: int | None = None
@@ -161,7 +166,9 @@ class TrainConfig:
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise UsageError(f"{_flag(name)} is {value}", remedy="give a number above 0")
-        if self.devices != "auto" and (not self.devices.isdecimal() or int(self.devices) < 1):
+        self._check_engine()
+        plain = self.device_range is None and self.devices != "auto"
+        if plain and (not self.devices.isdecimal() or int(self.devices) < 1):
             raise UsageError(f"--devices is '{self.devices}'", remedy="give a whole number of at least 1, or auto")
         for name in ("seed", "max_restarts", "data_workers"):
             if getattr(self, name) < 0:
@@ -194,6 +201,30 @@ class TrainConfig:
                     f"--{name} needs evaluations during the run, and --eval-every is none",
                     remedy="give --eval-every, such as 1ep or 100st, or leave one of the two out",
                 )
+
+    @property
+    def device_range(self) -> tuple[int, int] | None:
+        """Least and most of ``--devices 2:8``; None for a plain number. Raises UsageError."""
+        return parse_device_range(self.devices)
+
+    def engine(self) -> EngineConfig | None:
+        """Return the options of the engine of ``--on``; None without one. Raises UsageError."""
+        return None if self.on is None or self.on == "none" else parse_engine(self.on)
+
+    def _check_engine(self) -> None:
+        """Raise UsageError if ``--on``, ``--wait`` and a range of devices are malformed or do not go together."""
+        engine = self.engine()
+        parse_seconds(self.wait, "--wait")
+        if engine is not None and self.devices == "auto":
+            raise UsageError(f"--on {self.on} needs --devices", remedy="say how many, such as --devices 4")
+        if self.device_range is not None and not isinstance(engine, RayEngineConfig):
+            raise UsageError(f"--devices {self.devices} needs --on ray", remedy="give one number")
+        if self.device_range is not None and self.workers is None:
+            raise UsageError(
+                f"--devices {self.devices} needs --workers",
+                why="the number of workers is part of the result, and by default it is the number of devices",
+                remedy="add --workers, such as the most devices",
+            )
 
     @cached_property
     def lr_rule(self) -> NoRule:

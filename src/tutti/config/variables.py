@@ -73,7 +73,7 @@ OPTIONS: Mapping[str, Values] = {
     **dict.fromkeys(("data", "model", "batch_norm", "strategy", "optimizer", "schedule", "lr_scale", "devices"), TEXT),
     **dict.fromkeys(("batch_growth", "duration", "until", "loss_scale", "compile", "activation_checkpointing"), TEXT),
     **dict.fromkeys(("gradient_noise", "ema", "eval_every", "checkpoint_every", "keep_best", "init_from"), TEXT),
-    **dict.fromkeys(("resume", "slow", "runs", "out", "profile", "trace", "machine"), TEXT),
+    **dict.fromkeys(("resume", "slow", "runs", "out", "profile", "trace", "machine", "on", "wait"), TEXT),
 }
 """Fields of ``TrainConfig``, which this module must not import; a test compares the two."""
 
@@ -89,7 +89,7 @@ MACHINE: Mapping[str, Values] = {
 INTERNAL: Mapping[str, Values] = {
     "LAUNCHED": NUMBER,  # from the command to its ranks: Unix time at which it was started
     "STORE": TEXT,  # from the launcher to its ranks: file of their rendezvous store
-    "TETHER": choice("stdin"),  # from a remote launcher: stdin ends and signals the process
+    "TETHER": choice("stdin", "stdin-kill"),  # from a remote launcher: stdin ends and signals the process
     "TEST_DATA": TEXT,  # to the tests alone: folder of published data sets
 }
 """Variables that tutti sets for the processes that it starts."""

@@ -19,7 +19,7 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec, Wo
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
 from torch.distributed.elastic.rendezvous.api import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
-from tutti.errors import ExitCode, LoaderError
+from tutti.errors import ExitCode
 from tutti.launcher import child, failure
 from tutti.launcher.budget import Budget
 from tutti.launcher.failure import Failure
@@ -32,9 +32,6 @@ _POLL = 0.05
 _SETTLE = 1.0
 _TERMINATE = 5.0
 _ORDERLY = frozenset({ExitCode.PREEMPTED, ExitCode.INTERRUPTED})
-# Exit codes for which a restart is useless; for the lasting ones only if tutti raised them.
-_FINAL = frozenset({*failure.QUIET, ExitCode.USAGE})
-_LASTING = frozenset({ExitCode.DATA, ExitCode.CHECKPOINT, ExitCode.AUTHENTICATION, ExitCode.DISK})
 
 
 class OneHost(RendezvousHandler):
@@ -180,7 +177,7 @@ class Agent:
     def _decide(self) -> None:
         """Decide on a restart, tell the user, and set the elastic agent's own restart counters to match."""
         cause = failure.root_cause(self.failures())
-        restart = None if _final(cause) else self._budget.spend()
+        restart = None if failure.is_final(cause) else self._budget.spend()
         set_elastic_restarts(self._elastic, 0)
         if restart is not None:
             message = failure.describe_failure(cause, failure.log_path(self._job.logs, cause.rank))
@@ -189,7 +186,7 @@ class Agent:
             print(f"{message}\ntutti: {restart.describe()}", file=sys.stderr, flush=True)
             time.sleep(restart.pause)
             set_elastic_restarts(self._elastic, restart.left + 1)
-        elif not _final(cause):
+        elif not failure.is_final(cause):
             self.exhausted = self._budget.describe()
 
     def _end(self, number: signal.Signals | None, grace: float) -> None:
@@ -242,12 +239,6 @@ class Agent:
         if worker.exitcode is None:
             # The rank may not have made its process group yet.
             worker.kill()
-
-
-def _final(cause: Failure) -> bool:
-    """Whether a restart would fail in the same way. A script's own ``sys.exit(8)`` does not count as a disk error."""
-    raised = cause.kind not in ("", SystemExit.__name__, LoaderError.__name__)
-    return cause.exit_code in _FINAL or (cause.exit_code in _LASTING and raised)
 
 
 def _silence() -> None:

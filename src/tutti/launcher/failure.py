@@ -14,12 +14,15 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from tutti.errors import ExitCode, TuttiError, UsageError
+from tutti.errors import ExitCode, LoaderError, TuttiError, UsageError
 
 _TAIL = 20
 _WORKER = Path(__file__).with_name("child.py")
 # Orderly ends, which the run itself has already reported to the user.
 QUIET = frozenset({ExitCode.DONE, ExitCode.PREEMPTED, ExitCode.INTERRUPTED, ExitCode.TERMINATED})
+# Exit codes for which a restart is useless; for the lasting ones only if tutti raised them.
+_FINAL = frozenset({*QUIET, ExitCode.USAGE})
+_LASTING = frozenset({ExitCode.DATA, ExitCode.CHECKPOINT, ExitCode.AUTHENTICATION, ExitCode.DISK})
 # Messages of Gloo and the file store about a peer that is gone or never arrived; a plain RuntimeError in torch.
 _LOST_PEER = re.compile(
     r"(?i)^wait timeout|connection (closed|reset) by peer|connection refused|broken pipe|connectFullMesh"
@@ -183,6 +186,12 @@ def root_cause(failures: Iterable[Failure]) -> Failure:
         return (2 if failure.exit_code == ExitCode.PEER and failure.signal is None else 1), failure.time
 
     return min(failures, key=order)
+
+
+def is_final(cause: Failure) -> bool:
+    """Whether a restart would fail in the same way. A script's own ``sys.exit(8)`` does not count as a disk error."""
+    raised = cause.kind not in ("", SystemExit.__name__, LoaderError.__name__)
+    return cause.exit_code in _FINAL or (cause.exit_code in _LASTING and raised)
 
 
 def describe_failure(failure: Failure, log: Path) -> str:

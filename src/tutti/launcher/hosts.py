@@ -14,26 +14,22 @@ import signal
 import socket
 import subprocess
 import sys
-import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
-from types import FrameType
 
 from tutti.device import COLLECTIVE_VARIABLES, VISIBLE_DEVICES
-from tutti.errors import DiskError, ExitCode, UsageError
+from tutti.errors import DiskError, UsageError
+from tutti.launcher.engine import EndedRank
 from tutti.launcher.stdin_control import TETHER
 
 # A name that begins with a dash would be an option of ssh.
 _NAME = re.compile(r"(?:[A-Za-z0-9_][\w.-]*@)?[A-Za-z0-9_][\w.:-]*")
 _PASSED = ("TUTTI_", "GLOO_", *COLLECTIVE_VARIABLES)
 _ALSO_PASSED = ("PYTHONPATH", "OMP_NUM_THREADS", *VISIBLE_DEVICES)
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _SSH_FAILED = 255
-_ASKED = (ExitCode.PREEMPTED, ExitCode.INTERRUPTED, ExitCode.TERMINATED)
-_POLL = 0.05
-_TAIL = 20
 
 
 @dataclass(frozen=True)
@@ -126,6 +122,11 @@ def meeting(hosts: Sequence[Host]) -> tuple[str, int]:
     return address, int(port) if port.isdecimal() else 10_000 + secrets.randbelow(20_000)
 
 
+def passed_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that ranks on other nodes get from this process's environment."""
+    return {name: value for name, value in environ.items() if name.startswith(_PASSED) or name in _ALSO_PASSED}
+
+
 def command(process: RemoteProcess, words: Sequence[str], directory: Path) -> list[str]:
     """Return the command line that starts a process: directly on this node, by ssh with quoted words elsewhere.
 
@@ -134,137 +135,90 @@ def command(process: RemoteProcess, words: Sequence[str], directory: Path) -> li
         words: the rank's command.
         directory: working directory on another node.
     """
-    passed = {n: v for n, v in os.environ.items() if n.startswith(_PASSED) or n in _ALSO_PASSED}
-    pairs = [f"{name}={value}" for name, value in {**passed, **process.environment, TETHER: "stdin"}.items()]
+    passed = {**passed_variables(os.environ), **process.environment, TETHER: "stdin"}
+    pairs = [f"{name}={value}" for name, value in passed.items()]
     if process.host.local:
         return ["env", *pairs, *words]
     there = f"cd {shlex.quote(str(directory))} && exec env {shlex.join([*pairs, *words])}"
     return ["ssh", "-T", "-o", "BatchMode=yes", process.host.name, there]
 
 
-def run_hosts(processes: Sequence[RemoteProcess], words: Sequence[str], logs: Path, grace: float = 30.0) -> int:
-    """Start all ranks, wait for them, and return the exit code of the first that failed, or 0.
-
-    When one rank fails, all get SIGTERM, and SIGKILL after ``grace`` seconds. Signals to the launcher are passed on; a
-    second one kills all ranks.
+class HostsEngine:
+    """The engine of this node and of nodes that are reached over SSH: a process for each rank.
 
     Args:
-        processes: the ranks, in order.
-        words: the command of every rank.
+        hosts: the nodes with their slots.
         logs: folder for the output of all ranks but rank 0.
-        grace: seconds between SIGTERM and SIGKILL.
-
-    Raises:
-        DiskError: ``logs`` cannot be written.
     """
-    with ExitStack() as stack:
-        started: list[subprocess.Popen[bytes]] = []
-        stack.callback(_kill, started)
-        stack.enter_context(_passing_signals(started))
-        for rank, process in enumerate(processes):
-            output = None if rank == 0 else stack.enter_context(_log(logs, rank))
-            started.append(
-                subprocess.Popen(
-                    command(process, words, Path.cwd()),
+
+    def __init__(self, hosts: Sequence[Host], logs: Path) -> None:
+        self._hosts, self._logs = hosts, logs
+        self._started: list[tuple[Host, subprocess.Popen[bytes]]] = []
+
+    def slots(self) -> Mapping[str, int]:
+        """Return the free slots of each host. Whether SSH reaches it shows only when a rank starts."""
+        held = Counter(host.name for host, process in self._started if process.poll() is None)
+        return {host.name: host.slots - held[host.name] for host in self._hosts}
+
+    def start(self, size: int, words: Sequence[str], environment: Mapping[str, str]) -> None:
+        """Start all ranks. Raises DiskError if a log cannot be written."""
+        self._started = []
+        for rank, process in enumerate(plan_processes(self._hosts, size, *meeting(self._hosts))):
+            process = replace(process, environment={**process.environment, **environment})
+            with _log(self._logs, rank) if rank else nullcontext() as output:
+                running = subprocess.Popen(
+                    command(process, [sys.executable, *words], Path.cwd()),
                     stdin=subprocess.PIPE,
                     stdout=output,
                     stderr=None if output is None else subprocess.STDOUT,
                     # A session of its own: a terminal's signal reaches the launcher, which passes it on once.
                     start_new_session=True,
                 )
-            )
-        first = _wait(started, grace)
-    if first is None:
-        return int(ExitCode.DONE)
-    return _conclude(first, started[first].returncode, processes[first].host, logs)
+            self._started.append((process.host, running))
 
+    def poll(self) -> Sequence[EndedRank | None]:
+        """Return the end of each rank, None for one that runs."""
+        return [None if process.poll() is None else _ended(host, process.returncode) for host, process in self._started]
 
-def _wait(started: Sequence[subprocess.Popen[bytes]], grace: float) -> int | None:
-    """Wait for all ranks; return the first that failed, or None."""
-    first, deadline = None, float("inf")
-    while None in (codes := [process.poll() for process in started]):
-        failed = [rank for rank, code in enumerate(codes) if code]
-        if failed and first is None:
-            first, deadline = failed[0], time.monotonic() + grace
-            # In a run that was asked to stop, other ranks may still be saving, and a second signal would end them.
-            if started[first].returncode not in _ASKED:
-                _tell(started, signal.SIGTERM)
-        if time.monotonic() > deadline:
-            _kill(started)
-        time.sleep(_POLL)
-    failed = [rank for rank, code in enumerate(codes) if code]
-    return first if first is not None else failed[0] if failed else None
-
-
-def _tell(started: Sequence[subprocess.Popen[bytes]], number: int) -> None:
-    """Send a signal over every tether."""
-    for process in started:
-        if process.poll() is None and process.stdin is not None:
-            with suppress(OSError, ValueError):
-                process.stdin.write(f"{int(number)}\n".encode())
-                process.stdin.flush()
-
-
-def _kill(started: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Kill all running processes: over the tether on their nodes, then the local ssh processes."""
-    for process in started:
-        if process.poll() is None:
+    def stop(self, number: int) -> None:
+        """Send a signal over every tether; for SIGKILL kill the local ssh processes too."""
+        running = [process for _, process in self._started if process.poll() is None]
+        for process in running:
+            if process.stdin is not None:
+                with suppress(OSError, ValueError):
+                    process.stdin.write(f"{int(number)}\n".encode())
+                    process.stdin.flush()
+        if number != signal.SIGKILL:
+            return
+        for process in running:
             with suppress(OSError, ValueError):
                 if process.stdin is not None:
-                    process.stdin.write(f"{int(signal.SIGKILL)}\n".encode())
                     process.stdin.close()
-    for process in started:
-        try:
-            process.wait(timeout=5)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+            try:
+                process.wait(timeout=5)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
 
 
-@contextmanager
-def _passing_signals(started: Sequence[subprocess.Popen[bytes]]) -> Iterator[None]:
-    """Within the block, pass a signal on to all processes; a second one kills them."""
-    seen: list[int] = []
-
-    def take(number: int, _frame: FrameType | None) -> None:
-        seen.append(number)
-        if len(seen) > 1:
-            raise SystemExit(128 + number)
-        _tell(started, number)
-
-    before = {number: signal.signal(number, take) for number in _SIGNALS}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+def _ended(host: Host, code: int) -> EndedRank:
+    if code != _SSH_FAILED or host.local:
+        return EndedRank(code, host.name)
+    return EndedRank(
+        code,
+        host.name,
+        lost=f"has no connection to {host.name} by ssh, or it was lost",
+        remedy=f"'ssh -o BatchMode=yes {host.name} true' must work without a password.",
+    )
 
 
 @contextmanager
 def _log(logs: Path, rank: int) -> Iterator[int]:
-    """Open the rank's log and yield its file descriptor. Raises DiskError."""
+    """Open the rank's log to append and yield its file descriptor. Raises DiskError."""
     try:
         logs.mkdir(parents=True, exist_ok=True)
-        file = (logs / f"rank{rank}.log").open("wb")
+        file = (logs / f"rank{rank}.log").open("ab")
     except OSError as error:
         raise DiskError("cannot write a log", where=str(logs), why=error.strerror) from error
     with file:
         yield file.fileno()
-
-
-def _conclude(rank: int, code: int, host: Host, logs: Path) -> int:
-    """Print which rank failed first, and on which node; return the exit code of the run."""
-    code = 128 - code if code < 0 else code
-    if code in _ASKED:
-        return code
-    log = logs / f"rank{rank}.log"
-    message = f"tutti: rank {rank} on {host.name} ended with exit code {code}"
-    if code == _SSH_FAILED and not host.local:
-        message = f"tutti: rank {rank}: no connection to {host.name} by ssh, or it was lost"
-        message += f". 'ssh -o BatchMode=yes {host.name} true' must work without a password."
-        code = int(ExitCode.PEER)
-    print(message, file=sys.stderr)
-    if rank and log.is_file():
-        tail = log.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL:]
-        print("\n".join([f"The end of {log}:", *tail]), file=sys.stderr, flush=True)
-    return code

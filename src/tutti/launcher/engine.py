@@ -1,0 +1,65 @@
+"""The seam between tutti and what starts processes: a protocol of four calls, of which each engine is one file.
+
+``tutti.launcher.supervisor`` drives an engine, so that restarts, logs, the first cause and exit codes are the same on
+all of them. ``hosts.py`` starts ranks on this node and over SSH, ``ray_engine.py`` on a Ray cluster. No torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True)
+class EndedRank:
+    """The end of a rank's process.
+
+    Attributes:
+        code: its exit code; negative for a signal, as ``subprocess`` has it.
+        node: name of its node.
+        lost: why the rank was lost together with its slot; empty if the process itself ended.
+        remedy: advice for the user, if known.
+    """
+
+    code: int
+    node: str
+    lost: str = ""
+    remedy: str | None = None
+
+
+class SlotsGone(Exception):
+    """An engine could not start the ranks: slots that it had counted are not there any more."""
+
+
+class EngineGone(Exception):
+    """An engine does not answer any more, such as a Ray cluster whose head was killed."""
+
+
+class Engine(Protocol):
+    """Starts the ranks of a job on slots, each of which takes one rank with its device.
+
+    Rank 0's output is the terminal's; that of the other ranks goes to ``rank{N}.log`` in the engine's log folder.
+    """
+
+    def slots(self) -> Mapping[str, int]:
+        """Return the free slots of each node; those of running ranks are not free. Raises EngineGone."""
+
+    def start(self, size: int, words: Sequence[str], environment: Mapping[str, str]) -> None:
+        """Start ranks 0 to ``size`` - 1; those of one node follow each other.
+
+        Args:
+            size: number of ranks.
+            words: command line of every rank, behind the Python interpreter.
+            environment: additional variables of every rank; the engine adds rank, size and rendezvous.
+
+        Raises:
+            SlotsGone: there are fewer slots by now.
+            EngineGone: the engine does not answer.
+        """
+
+    def poll(self) -> Sequence[EndedRank | None]:
+        """Return the end of each rank, None for one that runs. Raises EngineGone."""
+
+    def stop(self, number: int) -> None:
+        """Send a signal to every rank. For SIGKILL, return when the processes have ended and their slots are free."""

@@ -1,0 +1,34 @@
+"""Make the engine that ``--on`` names. No torch."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+from tutti.config.engine_config import EngineConfig, LocalEngineConfig, SshEngineConfig
+from tutti.distribution import pip_install
+from tutti.errors import UsageError
+from tutti.launcher.engine import Engine
+from tutti.launcher.hosts import Host, HostsEngine, parse_hosts
+
+
+def make_engine(config: EngineConfig, devices: int, logs: Path) -> Engine:
+    """Return an engine.
+
+    Args:
+        config: its options.
+        devices: slots of this node, for ``local``.
+        logs: folder for the output of all ranks but rank 0.
+
+    Raises:
+        UsageError: a package is missing, or the engine cannot be reached.
+    """
+    if isinstance(config, LocalEngineConfig):
+        return HostsEngine([Host("localhost", devices)], logs)
+    if isinstance(config, SshEngineConfig):
+        return HostsEngine(parse_hosts(",".join(config.hosts)), logs)
+    if importlib.util.find_spec("ray") is None:
+        raise UsageError("--on ray needs the package ray", remedy=f"run {pip_install('ray')}")
+    from tutti.launcher.ray_engine import RayEngine
+
+    return RayEngine(config, logs)

@@ -1,0 +1,265 @@
+"""The Ray engine: a placement group with one bundle a device, and on each an actor that holds a rank's process.
+
+Ray Core alone: it places, uploads the working directory and tells of lost nodes; the ranks' own rendezvous, process
+groups and checkpoints are tutti's. Values go through Ray as it serialises them: words, variables, bytes of output.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import ray
+from ray.util import placement_group, placement_group_table, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from tutti.config.engine_config import RayEngineConfig
+from tutti.errors import DiskError, PeerError, UsageError
+from tutti.launcher import failure
+from tutti.launcher.engine import EndedRank, EngineGone, SlotsGone
+from tutti.launcher.hosts import Host, passed_variables, plan_processes
+from tutti.launcher.ray_supervisor import RankSupervisor
+
+T = TypeVar("T")
+
+_PLACE = 30.0
+_ANSWER = 30.0
+_HEAD = 40.0
+_PACE = 0.25
+_EXCLUDED = ["/runs", ".git", ".venv", "__pycache__"]
+
+
+@dataclass
+class _Rank:
+    """A rank: its actor, its node, the call that has not been answered yet, and its end."""
+
+    actor: Any
+    node: str
+    asked: Any = None
+    since: float = 0.0
+    end: EndedRank | None = None
+
+
+class RayEngine:
+    """The engine of a Ray cluster.
+
+    Args:
+        config: the options of ``--on ray``.
+        logs: folder for the output of all ranks but rank 0.
+
+    Raises:
+        UsageError: Ray refuses the working directory or the options.
+        PeerError: there is no cluster at the address.
+    """
+
+    def __init__(self, config: RayEngineConfig, logs: Path) -> None:
+        self._config, self._logs = config, logs
+        self._needs = {name: n for name, n in (("CPU", config.cpus), ("GPU", config.gpus)) if n}
+        self._ranks: list[_Rank] = []
+        self._group: Any = None
+        self._polled = 0.0
+        # A cluster that is made here has no other nodes than this one.
+        own = config.address == "local"
+        self._upload = config.code == "upload" and not own
+        self._connect(own)
+        self._answered = time.monotonic()
+        threading.Thread(target=self._listen, name="ray-head", daemon=True).start()
+
+    def slots(self) -> Mapping[str, int]:
+        """Return the free slots of each live node, by its address and id."""
+        nodes = [node for node in self._ask(ray.nodes) if node["Alive"]]
+        free = self._ask(ray.available_resources)
+        left = self._room(free)
+        found = {}
+        for node in nodes:
+            found[_name(node)] = min(left, self._room(node["Resources"]))
+            left -= found[_name(node)]
+        return found
+
+    def start(self, size: int, words: Sequence[str], environment: Mapping[str, str]) -> None:
+        """Reserve a placement group, start an actor on each bundle and the rank's process in it."""
+        self._group = self._ask(lambda: placement_group([self._needs] * size, strategy="PACK"))
+        if not self._ask(lambda: self._group.wait(_PLACE), _PLACE + 10):
+            self.stop(signal.SIGKILL)
+            raise SlotsGone
+        nodes = {node["NodeID"]: node for node in self._ask(ray.nodes)}
+        bundles = self._ask(lambda: placement_group_table(self._group))["bundles_to_node_id"]
+        order = sorted(bundles, key=lambda bundle: (list(bundles.values()).index(bundles[bundle]), bundle))
+        made = ray.remote(RankSupervisor)
+        self._ranks = []
+        for bundle in order:
+            where = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=int(bundle))
+            options = made.options(
+                num_cpus=self._config.cpus, num_gpus=self._config.gpus, max_restarts=0, scheduling_strategy=where
+            )
+            self._ranks.append(_Rank(options.remote(), _name(nodes[bundles[bundle]])))
+        visible = self._get([rank.actor.visible.remote() for rank in self._ranks])
+        held = [rank.node for rank in self._ranks]
+        hosts = [Host(name, held.count(name)) for name in dict.fromkeys(held)]
+        address = nodes[bundles[order[0]]]["NodeManagerAddress"] if len(hosts) > 1 else "127.0.0.1"
+        port = self._get([self._ranks[0].actor.free_port.remote()])[0]
+        common = {**passed_variables(os.environ), **environment}
+        if len(hosts) == 1:
+            common.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        started = []
+        for rank, planned in zip(self._ranks, plan_processes(hosts, size, address, port), strict=True):
+            shown = [one for one, name in zip(visible, held, strict=True) if name == rank.node]
+            joint = {name: ",".join(one[name] for one in shown if name in one) for name in shown[0]}
+            told = {**common, **planned.environment, **joint}
+            started.append(rank.actor.start.remote(words, told, None if self._upload else os.getcwd()))
+        self._get(started)
+
+    def poll(self) -> Sequence[EndedRank | None]:
+        """Return the end of each rank, None for one that runs; pass the output of all on."""
+        time.sleep(max(0.0, self._polled + _PACE - time.monotonic()))
+        self._polled = time.monotonic()
+        if self._polled - self._answered > _HEAD:
+            raise EngineGone("the head of the Ray cluster does not answer any more")
+        running = [rank for rank in self._ranks if rank.end is None]
+        for rank in running:
+            if rank.asked is None:
+                rank.asked, rank.since = rank.actor.poll.remote(), self._polled
+        asked = [rank.asked for rank in running]
+        ready = ray.wait(asked, num_returns=len(asked), timeout=_PACE)[0] if asked else []
+        for number, rank in enumerate(self._ranks):
+            if rank.end is None and rank.asked in ready:
+                self._take(number, rank)
+            elif rank.end is None and self._polled - rank.since > _ANSWER:
+                rank.end = _lost(rank.node)
+        return [rank.end for rank in self._ranks]
+
+    def stop(self, number: int) -> None:
+        """Send a signal to every rank; for SIGKILL end the actors too and give their slots back."""
+        running = [rank for rank in self._ranks if rank.end is None]
+        with suppress(Exception):
+            # A node that is gone does not answer; its processes end with it.
+            asked = [rank.actor.signal.remote(int(number)) for rank in running]
+            if asked:
+                ray.wait(asked, num_returns=len(asked), timeout=5)
+        if number != signal.SIGKILL:
+            return
+        for end in running:
+            end.end = end.end or EndedRank(-signal.SIGKILL, end.node)
+        with suppress(EngineGone):
+            self._ask(self._release)
+
+    def _release(self) -> None:
+        for rank in self._ranks:
+            with suppress(Exception):
+                ray.kill(rank.actor)
+        if self._group is not None:
+            remove_placement_group(self._group)
+            self._group = None
+
+    def _connect(self, own: bool) -> None:
+        """Connect to the cluster, or make one."""
+        environment: dict[str, Any] = {}
+        if path := os.environ.get("PYTHONPATH"):
+            environment["env_vars"] = {"PYTHONPATH": path}
+        if self._upload:
+            environment |= {"working_dir": os.getcwd(), "excludes": _EXCLUDED}
+        options: dict[str, Any] = {"include_dashboard": False} if own else {}
+        try:
+            ray.init(
+                self._config.address,
+                runtime_env=environment,
+                log_to_driver=False,
+                logging_level="ERROR",
+                **options,
+            )
+        except (ConnectionError, TimeoutError) as error:
+            raise PeerError(
+                "there is no Ray cluster to run on",
+                where=self._config.address or os.environ.get("RAY_ADDRESS"),
+                why=str(error).splitlines()[0],
+                remedy="start one with ray start --head, or write --on ray:address=local for one on this node",
+            ) from error
+        except (ValueError, RuntimeError) as error:
+            raise UsageError("Ray refuses to run here", why=str(error).splitlines()[0]) from error
+
+    def _room(self, resources: Mapping[str, float]) -> int:
+        return min(int(resources.get(name, 0) / needed + 1e-9) for name, needed in self._needs.items())
+
+    def _listen(self) -> None:
+        """Note when the head has answered last; without it Ray itself would abort this process after a minute."""
+        while ray.is_initialized():
+            with suppress(Exception):
+                ray.nodes()
+                self._answered = time.monotonic()
+            time.sleep(2)
+
+    def _ask(self, question: Callable[[], T], seconds: float = _HEAD) -> T:
+        """Return the head's answer, from a thread, because Ray waits for a lost head without a limit."""
+        answers: list[T] = []
+        errors: list[Exception] = []
+
+        def call() -> None:
+            try:
+                answers.append(question())
+            except Exception as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=call, daemon=True)
+        thread.start()
+        thread.join(seconds)
+        if not answers:
+            raise EngineGone("the head of the Ray cluster does not answer any more") from next(iter(errors), None)
+        return answers[0]
+
+    def _get(self, asked: list[Any]) -> list[Any]:
+        """Return the actors' answers. Raises SlotsGone if one is gone, UsageError if a node cannot run tutti."""
+        try:
+            return list(ray.get(asked, timeout=_PLACE + _ANSWER))
+        except ray.exceptions.RuntimeEnvSetupError as error:
+            raise UsageError("Ray cannot prepare a node for the ranks", why=str(error).splitlines()[0]) from error
+        except ray.exceptions.RayActorError as error:
+            # The class could not be imported there.
+            if "ModuleNotFoundError" in str(error):
+                raise UsageError("a node of the Ray cluster has no tutti", remedy="install it on every node") from error
+            raise SlotsGone from error
+        except ray.exceptions.GetTimeoutError as error:
+            raise SlotsGone from error
+
+    def _take(self, number: int, rank: _Rank) -> None:
+        """Take one rank's answer: pass its output on and note its end."""
+        asked, rank.asked = rank.asked, None
+        try:
+            code, out, err = ray.get(asked)
+        except Exception:
+            rank.end = _lost(rank.node)
+            return
+        if number == 0:
+            for stream, data in ((sys.stdout, out), (sys.stderr, err)):
+                if data:
+                    stream.write(data.decode("utf-8", "replace"))
+                    stream.flush()
+        elif out or err:
+            self._append(number, out + err)
+        if code is not None:
+            rank.end = EndedRank(code, rank.node)
+
+    def _append(self, number: int, data: bytes) -> None:
+        path = failure.log_path(self._logs, number)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("ab") as log:
+                log.write(data)
+        except OSError as error:
+            raise DiskError("cannot write a log", where=str(path), why=error.strerror) from error
+
+
+def _name(node: Mapping[str, Any]) -> str:
+    """Return a node's address and the beginning of its id: several nodes of a test share an address."""
+    return f"{node['NodeManagerAddress']}/{node['NodeID'][:6]}"
+
+
+def _lost(node: str) -> EndedRank:
+    return EndedRank(-signal.SIGKILL, node, lost=f"was lost with its node {node}")

@@ -1,0 +1,112 @@
+"""The actor that holds one rank's process on a Ray node, by its standard input. No torch, and no Ray of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import IO
+
+from tutti.device import VISIBLE_DEVICES
+from tutti.launcher.stdin_control import TETHER, TETHER_KILL
+
+_LEASE = 30.0
+_CHUNK = 1 << 16
+# More than this is not kept for a launcher that does not ask: the rank's output blocks until it does.
+_MOST = 16 << 20
+
+
+class RankSupervisor:
+    """Starts one rank's process, passes its output and exit code on, and ends it with itself.
+
+    The process ends with this actor, because its standard input does. It ends too if the launcher does not ask for
+    ``lease`` seconds, as after the loss of the cluster's head, without which Ray ends no actor.
+    """
+
+    def __init__(self, lease: float = _LEASE) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._held: tuple[list[bytes], list[bytes]] = ([], [])
+        self._readers: list[threading.Thread] = []
+        self._room = threading.Condition()
+        self._lease, self._heard = lease, time.monotonic()
+
+    def visible(self) -> dict[str, str]:
+        """Return the variables by which Ray limits this actor's accelerators."""
+        return {name: os.environ[name] for name in VISIBLE_DEVICES if os.environ.get(name)}
+
+    def free_port(self) -> int:
+        """Return a TCP port that is free on this node now."""
+        with socket.socket() as free:
+            free.bind(("", 0))
+            return int(free.getsockname()[1])
+
+    def start(self, words: Sequence[str], environment: Mapping[str, str], folder: str | None) -> None:
+        """Start the process: this node's Python interpreter with ``words``, in ``folder`` or this actor's."""
+        self._heard = time.monotonic()
+        self._process = subprocess.Popen(
+            [sys.executable, *words],
+            env={**os.environ, "PYTHONUNBUFFERED": "1", **environment, TETHER: TETHER_KILL},
+            cwd=folder,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+        for pipe, held in zip((self._process.stdout, self._process.stderr), self._held, strict=True):
+            if pipe is not None:
+                reader = threading.Thread(target=self._read, args=(pipe, held), daemon=True)
+                reader.start()
+                self._readers.append(reader)
+        threading.Thread(target=self._expire, daemon=True).start()
+
+    def poll(self) -> tuple[int | None, bytes, bytes]:
+        """Return the exit code, None while the process runs, and what it has written since the last call."""
+        self._heard = time.monotonic()
+        code = None if self._process is None else self._process.poll()
+        if code is not None:
+            # Child processes of the rank may hold its output open.
+            self._kill_group()
+            for reader in self._readers:
+                reader.join(1)
+        with self._room:
+            out, err = (b"".join(held) for held in self._held)
+            for held in self._held:
+                held.clear()
+            self._room.notify_all()
+        return code, out, err
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the process; SIGKILL to its process group, and wait for its end."""
+        self._heard = time.monotonic()
+        if self._process is None:
+            return
+        if number == signal.SIGKILL:
+            self._kill_group()
+            self._process.wait()
+        elif self._process.poll() is None and self._process.stdin is not None:
+            with suppress(OSError, ValueError):
+                self._process.stdin.write(f"{number}\n".encode())
+                self._process.stdin.flush()
+
+    def _read(self, pipe: IO[bytes], held: list[bytes]) -> None:
+        while chunk := os.read(pipe.fileno(), _CHUNK):
+            with self._room:
+                self._room.wait_for(lambda: sum(map(len, held)) < _MOST)
+                held.append(chunk)
+
+    def _expire(self) -> None:
+        while self._process is not None and self._process.poll() is None:
+            if time.monotonic() - self._heard > self._lease:
+                self._kill_group()
+            time.sleep(1)
+
+    def _kill_group(self) -> None:
+        if self._process is not None:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)

@@ -1,0 +1,267 @@
+"""Run a job on an engine: start ranks, pass signals on, find the first cause, restart, shrink, grow. No torch."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import FrameType
+
+from tutti.errors import ExitCode, PeerError, UsageError
+from tutti.launcher import failure
+from tutti.launcher.budget import Budget
+from tutti.launcher.engine import EndedRank, Engine, EngineGone, SlotsGone
+from tutti.launcher.failure import Failure
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+_ASKED = (ExitCode.PREEMPTED, ExitCode.INTERRUPTED, ExitCode.TERMINATED)
+_POLL = 0.05
+_LOOK = 2.0
+# After a failure the other ranks mostly fail too, with records of their own.
+_SETTLE = 1.0
+
+
+@dataclass(frozen=True)
+class EngineJob:
+    """A job, the same on every engine.
+
+    Attributes:
+        words: command line of every rank, behind the Python interpreter.
+        sizes: numbers of ranks that the job can have, ascending; with several it shrinks and grows among them.
+        logs: folder of the ranks' logs and failure records.
+        restarts: restarts in a row without progress.
+        progress: returns a number that grows with saved progress; None: nothing is ever saved.
+        wait: seconds to wait for another slot when one is lost.
+        grace: seconds between a signal and SIGKILL.
+        environment: additional variables of every rank.
+    """
+
+    words: Sequence[str]
+    sizes: Sequence[int]
+    logs: Path
+    restarts: int = 0
+    progress: Callable[[], int] | None = None
+    wait: float = 60.0
+    grace: float = 30.0
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """How an attempt ended: the end of each rank, the first that failed, and whether the ranks were ended to grow."""
+
+    ended: Sequence[EndedRank]
+    first: int | None
+    grown: bool
+
+
+def supervise(engine: Engine, job: EngineJob) -> int:
+    """Run ``job`` on ``engine`` and return its exit code, as in ``tutti.errors.ExitCode``.
+
+    When a rank fails, all are ended, the first cause is printed, and the job is restarted as often as ``job`` allows,
+    on as many slots as there are. A signal is passed on to all ranks once, and a second one kills them.
+
+    Raises:
+        UsageError: the engine has fewer slots than the smallest size.
+        PeerError: the engine does not answer any more.
+    """
+    for old in job.logs.glob("rank*.log"):
+        old.unlink()
+    try:
+        with _signals() as asked:
+            return _Supervisor(engine, job, asked).run()
+    except EngineGone as gone:
+        raise PeerError(str(gone), remedy="start the command again with --resume when it is back") from gone
+    finally:
+        engine.stop(signal.SIGKILL)
+
+
+def describe_slots(slots: Mapping[str, int]) -> str:
+    """Return the free slots in words.
+
+    >>> describe_slots({"a": 2, "b": 1})
+    '3: 2 on a, 1 on b'
+    >>> describe_slots({})
+    'none'
+    """
+    if not sum(slots.values()):
+        return "none"
+    return f"{sum(slots.values())}: {', '.join(f'{count} on {node}' for node, count in slots.items() if count)}"
+
+
+class _Supervisor:
+    """The attempts of one job."""
+
+    def __init__(self, engine: Engine, job: EngineJob, asked: list[int]) -> None:
+        self._engine, self._job, self._asked = engine, job, asked
+        self._budget = Budget(job.restarts, job.progress)
+        self._progress = job.progress or (lambda: 0)
+
+    def run(self) -> int:
+        size, attempt = self._first_size(), 0
+        while True:
+            outcome = self._attempt(size, attempt)
+            attempt += 1
+            if outcome is not None and not outcome.grown:
+                if outcome.first is None or self._asked:
+                    return self._asked_code(outcome)
+                cause = self._cause(outcome)
+                restart = None if failure.is_final(cause) else self._budget.spend()
+                if cause.exit_code not in failure.QUIET:
+                    self._say(failure.describe_failure(cause, failure.log_path(self._job.logs, cause.rank)))
+                if restart is None:
+                    if not failure.is_final(cause) and self._budget.describe():
+                        self._say(f"tutti: {self._budget.describe()}")
+                    return cause.exit_code
+                self._say(f"tutti: {restart.describe()}")
+                self._sleep(restart.pause)
+            if self._asked:
+                return self._asked_code(outcome)
+            found = self._await_slots(size)
+            if self._asked:
+                return self._asked_code(outcome)
+            if found is None:
+                least, saved = self._job.sizes[0], self._progress()
+                self._say(
+                    f"tutti: {least} devices are needed, and there are {describe_slots(self._engine.slots())}. "
+                    + (f"The run is saved at step {saved}; start" if saved else "Start")
+                    + " the command again with --resume when there are more."
+                )
+                return int(ExitCode.PREEMPTED)
+            if found != size:
+                self._say(f"tutti: going on with {found} devices instead of {size}")
+            size = found
+
+    def _first_size(self) -> int:
+        slots = self._engine.slots()
+        size = self._largest(sum(slots.values()))
+        if size is None:
+            least = self._job.sizes[0]
+            raise UsageError(
+                f"{least} devices need {least} slots, and there are {describe_slots(slots)}",
+                remedy="give fewer --devices, or add nodes",
+            )
+        return size
+
+    def _largest(self, room: int) -> int | None:
+        """Return the largest size that fits on ``room`` slots; None if none does."""
+        return max((size for size in self._job.sizes if size <= room), default=None)
+
+    def _attempt(self, size: int, attempt: int) -> _Outcome | None:
+        """Run all ranks once; None if the slots for them were gone before they started."""
+        failure.clear([self._job.logs], range(self._job.sizes[-1]))
+        environment = {**self._job.environment, "TORCHELASTIC_RESTART_COUNT": str(attempt)}
+        try:
+            self._engine.start(size, self._job.words, environment)
+            return self._watch(size)
+        except SlotsGone:
+            return None
+        finally:
+            self._engine.stop(signal.SIGKILL)
+
+    def _watch(self, size: int) -> _Outcome:
+        """Wait for all ranks, and end them together when one has failed, a signal came or there are more slots."""
+        first, deadline, term = None, float("inf"), float("inf")
+        passed, saved, look, grown = 0, None, time.monotonic() + _LOOK, False
+        while None in (ended := self._engine.poll()):
+            now = time.monotonic()
+            if len(self._asked) > passed:
+                number = self._asked[passed]
+                passed += 1
+                if passed > 1:
+                    raise SystemExit(128 + number)
+                self._engine.stop(number)
+                deadline = min(deadline, now + self._job.grace)
+            first = _first_failed(ended) if first is None else first
+            if first is not None and deadline == float("inf"):
+                # In a run that was asked to stop, other ranks may still be saving, and a second signal would end them.
+                orderly = _code(ended[first]) in _ASKED
+                term = float("inf") if orderly else now + _SETTLE
+                deadline = now + self._job.grace
+            if now > term:
+                self._engine.stop(signal.SIGTERM)
+                term = float("inf")
+            if now > deadline:
+                self._engine.stop(signal.SIGKILL)
+            if now > look and deadline == float("inf") and size < self._job.sizes[-1]:
+                look = now + _LOOK
+                if (self._largest(size + sum(self._engine.slots().values())) or 0) <= size:
+                    saved = None
+                elif saved is None:
+                    saved = self._progress()
+                elif self._progress() > saved:
+                    # The signal makes the ranks save once more, so that no step is lost.
+                    grown, deadline = True, now + self._job.grace
+                    self._engine.stop(signal.SIGTERM)
+            time.sleep(_POLL)
+        whole = [each for each in ended if each is not None]
+        first = _first_failed(whole) if first is None else first
+        grown = grown and all(_code(each) == ExitCode.PREEMPTED for each in whole)
+        return _Outcome(whole, first, grown)
+
+    def _await_slots(self, wanted: int) -> int | None:
+        """Wait until ``wanted`` slots are free, at most ``wait`` seconds; return the largest size that fits by then."""
+        end = time.monotonic() + self._job.wait
+        while (room := sum(self._engine.slots().values())) < wanted and time.monotonic() < end and not self._asked:
+            time.sleep(min(0.5, self._job.wait))
+        return self._largest(room)
+
+    def _sleep(self, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end and not self._asked:
+            time.sleep(_POLL)
+
+    def _cause(self, outcome: _Outcome) -> Failure:
+        """Return the failure that caused the others; a lost slot comes before all."""
+        found = []
+        now = time.time()
+        for rank, ended in enumerate(outcome.ended):
+            if ended.lost:
+                found.append(Failure(rank, 0.0, "", ended.lost, int(ExitCode.PEER), remedy=ended.remedy, signal=9))
+            elif ended.code:
+                death = failure.from_death(rank, ended.code, now - (rank == outcome.first))
+                death = replace(death, message=f"on {ended.node} {death.message}")
+                found.append(failure.read_failure([self._job.logs], rank) or death)
+        return failure.root_cause(found)
+
+    def _asked_code(self, outcome: _Outcome | None) -> int:
+        """Return the exit code of a job that ended without a failure, or because a signal asked for it."""
+        codes = {_code(ended) for ended in outcome.ended} if outcome else {int(ExitCode.PREEMPTED)}
+        if not self._asked or codes == {0}:
+            return int(ExitCode.DONE)
+        return int(ExitCode.PREEMPTED) if ExitCode.PREEMPTED in codes else 128 + self._asked[0]
+
+    @staticmethod
+    def _say(text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+
+def _first_failed(ended: Sequence[EndedRank | None]) -> int | None:
+    return next((rank for rank, each in enumerate(ended) if each is not None and each.code), None)
+
+
+def _code(ended: EndedRank | None) -> int:
+    code = 0 if ended is None else ended.code
+    return 128 - code if code < 0 else code
+
+
+@contextmanager
+def _signals() -> Iterator[list[int]]:
+    """Within the block, collect signals in the list that it yields; a third one raises SystemExit at once."""
+    seen: list[int] = []
+
+    def take(number: int, _frame: FrameType | None) -> None:
+        seen.append(number)
+        if len(seen) > 2:
+            raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, take) for number in _SIGNALS}
+    try:
+        yield seen
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

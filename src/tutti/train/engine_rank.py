@@ -1,0 +1,58 @@
+"""One rank of ``tutti train --on …``: ``python -m tutti.train.engine_rank RUN``, on any node. Loads torch late."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from pathlib import Path
+
+from tutti import process_context
+from tutti.config.settings import resolve_config
+from tutti.config.variables import check_variables
+from tutti.errors import TuttiError
+from tutti.launcher import failure, heartbeat, stdin_control, watchdog
+from tutti.launcher.encoding import replace_unencodable
+from tutti.train.rank_entry import run_rank
+
+CONFIGURATION = "engine.toml"
+"""File in the run's folder of logs with the configuration, from the command to its ranks."""
+
+
+def engine_rank(directory: Path) -> int:
+    """Train as the rank that the environment describes and return its exit code; record a failure as ranks do.
+
+    Args:
+        directory: the run directory, on a disk that all nodes share.
+    """
+    replace_unencodable(sys.stdout, sys.stderr)
+    stdin_control.control_by_stdin(os.environ)
+    logs, rank = directory / "logs", 0
+    try:
+        check_variables(os.environ)
+        identity = process_context.read_identity(os.environ)
+        rank = identity.rank
+        task, config = resolve_config({"devices": str(identity.size)}, (logs / CONFIGURATION,), None)
+        heartbeat.process.report_to(logs)
+        watchdog.start_watchdog(rank, config.limits)
+        return run_rank(task, config, directory if rank == 0 else None)
+    except BaseException as error:
+        code = failure.failure_exit_code(error)
+        if code not in failure.QUIET:
+            failure.record_failure([logs], rank, error)
+            foreseen = isinstance(error, (TuttiError, KeyboardInterrupt, SystemExit))
+            print(error if foreseen else traceback.format_exc(), file=sys.stderr, flush=True)
+        return code
+
+
+def exit_as_rank() -> None:
+    """Run ``engine_rank`` and end this process at once: an orderly exit may wait for peers that are gone."""
+    code = engine_rank(Path(sys.argv[1]))
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    if code:
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    exit_as_rank()

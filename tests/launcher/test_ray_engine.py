@@ -1,0 +1,175 @@
+"""Runs on Ray clusters: one smoke case in ordinary runs, nodes that are killed and added in ``make engines``."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.launching import SOURCE, until
+
+ray = pytest.importorskip("ray", reason="the package ray is not installed")
+
+OPTIONS = (
+    *("--workers", "4", "--batch-size", "16", "--steps", "400", "--checkpoint-every", "20st", "--eval-every", "none"),
+    *("--reproducible", "--wait", "0s", "--optimizer", "adam:lr=0.01", "--overwrite", "--log-every", "10"),
+)
+SLOW = ("--slow", "rank=0,ms=50")
+SCRIPT = """
+import tutti
+
+world = tutti.init()
+print("rank", tutti.rank(), "of", tutti.size(), flush=True)
+"""
+
+
+def environment(**more: str) -> dict[str, str]:
+    paths = [str(SOURCE), *(path for path in os.environ.get("PYTHONPATH", "").split(":") if path)]
+    return {**os.environ, "PYTHONPATH": ":".join(paths), "RAY_raylet_start_wait_time_s": "120", **more}
+
+
+def started(folder: Path, *words: str, **more: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "tutti", *words],
+        cwd=folder,
+        env=environment(**more),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def digest(folder: Path) -> str:
+    return str(json.loads((folder / "summary.json").read_text())["weights_sha256"])
+
+
+def alone(folder: Path, *options: str) -> str:
+    process = started(folder, "train", "linear", "--devices", "1", *OPTIONS, *options, "--out", "alone")
+    _, err = process.communicate(timeout=250)
+    assert process.returncode == 0, err
+    return digest(folder / "alone")
+
+
+def test_a_script_on_a_cluster_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    process = started(tmp_path, "run", "-np", "2", "--on", "ray:address=local", "script.py")
+    out, err = process.communicate(timeout=250)
+    assert (process.returncode, out) == (0, "rank 0 of 2\n"), err
+    assert (tmp_path / "runs" / "logs" / "rank1.log").read_text() == "rank 1 of 2\n"
+
+
+class Nodes:
+    """A cluster of nodes on this machine, each with one CPU; the head takes part in it."""
+
+    def __init__(self, count: int) -> None:
+        from ray.cluster_utils import Cluster
+
+        self.cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+        self.others: list[Any] = []
+        for _ in range(count - 1):
+            self.add()
+        self.cluster.wait_for_nodes()
+        self.address = str(self.cluster.address)
+
+    def add(self) -> None:
+        self.others.append(self.cluster.add_node(num_cpus=1))
+
+    def kill(self) -> None:
+        self.cluster.remove_node(self.others.pop(), allow_graceful=False)
+
+
+@pytest.fixture
+def nodes(request: pytest.FixtureRequest) -> Iterator[Nodes]:
+    os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")
+    os.environ["PYTHONPATH"] = environment()["PYTHONPATH"]
+    made = Nodes(request.param)
+    yield made
+    with suppress(Exception):
+        made.cluster.shutdown()
+
+
+def at_step(folder: Path, step: int) -> None:
+    """Wait until the run has saved a checkpoint of ``step`` or later."""
+    until(lambda: any(int(path.name[5:]) >= step for path in (folder / "checkpoints").glob("step-????????")))
+
+
+@pytest.mark.engines
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("nodes", [1, 2, 3], indirect=True)
+def test_as_many_nodes_as_there_are(nodes: Nodes, tmp_path: Path) -> None:
+    count = len(nodes.others) + 1
+    on = ("--on", f"ray:address={nodes.address}", "--devices", str(count), "--out", "run")
+    process = started(tmp_path, "train", "linear", *OPTIONS, *on)
+    _, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+    assert digest(tmp_path / "run") == alone(tmp_path)
+    more = started(tmp_path, "train", "linear", *OPTIONS, *on, "--devices", str(count + 1))
+    _, err = more.communicate(timeout=300)
+    assert more.returncode == 2 and f"there are {count}: 1 on " in err
+
+
+@pytest.mark.engines
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("nodes", [3], indirect=True)
+@pytest.mark.parametrize("strategy", ["mirrored", "sharded"])
+def test_a_killed_node_shrinks_the_run_and_keeps_its_weights(nodes: Nodes, strategy: str, tmp_path: Path) -> None:
+    on = ("--on", f"ray:address={nodes.address}", "--devices", "2:3", "--strategy", strategy, "--out", "run")
+    process = started(tmp_path, "train", "linear", *OPTIONS, *SLOW, *on)
+    at_step(tmp_path / "run", 40)
+    nodes.kill()
+    _, err = process.communicate(timeout=600)
+    assert process.returncode == 0, err
+    assert "was lost with its node" in err and "2 devices instead of 3" in err
+    assert digest(tmp_path / "run") == alone(tmp_path, "--strategy", "mirrored")
+
+
+@pytest.mark.engines
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("nodes", [2], indirect=True)
+def test_an_added_node_grows_the_run_and_keeps_its_weights(nodes: Nodes, tmp_path: Path) -> None:
+    on = ("--on", f"ray:address={nodes.address}", "--devices", "2:3", "--out", "run")
+    process = started(tmp_path, "train", "linear", *OPTIONS, *SLOW, *on)
+    at_step(tmp_path / "run", 40)
+    nodes.add()
+    _, err = process.communicate(timeout=600)
+    assert process.returncode == 0, err
+    assert "3 devices instead of 2" in err
+    assert digest(tmp_path / "run") == alone(tmp_path)
+
+
+@pytest.mark.engines
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("nodes", [2], indirect=True)
+@pytest.mark.parametrize(("end", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
+def test_a_signal_ends_every_rank(nodes: Nodes, end: int, code: int, tmp_path: Path) -> None:
+    on = ("--on", f"ray:address={nodes.address}", "--devices", "2", "--out", "run")
+    process = started(tmp_path, "train", "linear", *OPTIONS, *SLOW, *on)
+    at_step(tmp_path / "run", 20)
+    process.send_signal(end)
+    process.communicate(timeout=300)
+    assert process.returncode in (code, 75)
+    time.sleep(1)
+    shown = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout
+    assert not [line for line in shown.splitlines() if "engine_rank" in line and str(tmp_path) in line]
+
+
+@pytest.mark.engines
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("nodes", [2], indirect=True)
+def test_a_killed_head_ends_the_run_with_a_clean_code(nodes: Nodes, tmp_path: Path) -> None:
+    on = ("--on", f"ray:address={nodes.address}", "--devices", "2", "--out", "run")
+    process = started(tmp_path, "train", "linear", *OPTIONS, *SLOW, *on)
+    at_step(tmp_path / "run", 20)
+    nodes.cluster.remove_node(nodes.cluster.head_node, allow_graceful=False)
+    _, err = process.communicate(timeout=300)
+    assert process.returncode == 5, err
+    assert "Ray" in err

@@ -1,0 +1,77 @@
+"""The actor's class, called here as Ray calls it there: it needs no cluster."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.launching import SAFETY_NET
+from tutti.launcher.ray_supervisor import RankSupervisor
+
+TETHERED = """
+import os, signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
+from tutti.launcher.stdin_control import control_by_stdin
+control_by_stdin(os.environ)
+print("out", os.environ["MARK"], flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def supervisor(tmp_path: Path) -> Iterator[RankSupervisor]:
+    made = RankSupervisor(lease=SAFETY_NET)
+    yield made
+    made.signal(signal.SIGKILL)
+
+
+def start(supervisor: RankSupervisor, folder: Path, script: str = TETHERED) -> None:
+    path = {"PYTHONPATH": ":".join(sys.path), "MARK": "a mark"}
+    supervisor.start(["-c", script], path, str(folder))
+
+
+def until(supervisor: RankSupervisor, text: bytes = b"", ended: bool = False) -> tuple[int | None, bytes]:
+    """Poll until the process has written ``text`` or has ended; its exit code, and all that it wrote."""
+    written, limit = b"", time.monotonic() + SAFETY_NET
+    while time.monotonic() < limit:
+        code, out, err = supervisor.poll()
+        written += out + err
+        if code is not None or (not ended and text in written):
+            return code, written
+        time.sleep(0.01)
+    raise AssertionError(f"only {written!r}")
+
+
+def test_signals_go_over_standard_input_and_output_comes_back(supervisor: RankSupervisor, tmp_path: Path) -> None:
+    start(supervisor, tmp_path)
+    assert until(supervisor, b"out a mark\n")[0] is None
+    supervisor.signal(signal.SIGTERM)
+    assert until(supervisor, ended=True)[0] == 75
+
+
+def test_the_end_of_the_actor_is_that_of_the_process(supervisor: RankSupervisor, tmp_path: Path) -> None:
+    start(supervisor, tmp_path)
+    until(supervisor, b"out")
+    process = supervisor._process
+    assert process is not None and process.stdin is not None
+    process.stdin.close()
+    assert until(supervisor, ended=True)[0] == -signal.SIGKILL
+
+
+def test_a_launcher_that_does_not_ask_is_gone(tmp_path: Path) -> None:
+    supervisor = RankSupervisor(lease=0.1)
+    start(supervisor, tmp_path)
+    assert supervisor._process is not None
+    assert supervisor._process.wait(SAFETY_NET) == -signal.SIGKILL
+    assert supervisor.poll()[0] == -signal.SIGKILL
+
+
+def test_much_output_arrives_whole(supervisor: RankSupervisor, tmp_path: Path) -> None:
+    start(supervisor, tmp_path, "import sys; sys.stdout.write('x' * 3_000_000); sys.exit(7)")
+    code, written = until(supervisor, ended=True)
+    assert (code, len(written)) == (7, 3_000_000)

@@ -1,0 +1,223 @@
+"""The supervisor over an engine that plays its ranks in this process, step by step of a script."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from tutti.errors import PeerError, UsageError
+from tutti.launcher.engine import EndedRank, EngineGone, SlotsGone
+from tutti.launcher.supervisor import EngineJob, supervise
+
+Attempt = Callable[["FakeEngine"], object]
+
+
+class FakeEngine:
+    """Ranks that run until the attempt's function, called at every poll, ends them; signals are noted."""
+
+    def __init__(self, slots: int, *attempts: Attempt) -> None:
+        self.there, self.attempts = slots, list(attempts)
+        self.sizes: list[int] = []
+        self.told: list[int] = []
+        self.environments: list[Mapping[str, str]] = []
+        self.ends: list[EndedRank | None] = []
+        self.polls = 0
+
+    def slots(self) -> Mapping[str, int]:
+        if self.there < 0:
+            raise EngineGone("the head does not answer")
+        return {"a": self.there - self.ends.count(None)}
+
+    def start(self, size: int, words: Sequence[str], environment: Mapping[str, str]) -> None:
+        if size > self.there:
+            raise SlotsGone
+        self.sizes.append(size)
+        self.environments.append(environment)
+        self.ends, self.polls = [None] * size, 0
+
+    def poll(self) -> Sequence[EndedRank | None]:
+        self.polls += 1
+        self.attempts[len(self.sizes) - 1](self)
+        return list(self.ends)
+
+    def stop(self, number: int) -> None:
+        running = [rank for rank, end in enumerate(self.ends) if end is None]
+        if running:
+            self.told.append(number)
+        code = {signal.SIGTERM: 75, signal.SIGKILL: -9}.get(signal.Signals(number))
+        for rank in running:
+            if code is not None:
+                self.end(rank, code)
+
+    def end(self, rank: int, code: int, lost: str = "") -> None:
+        self.ends[rank] = EndedRank(code, "a", lost)
+
+
+def done(engine: FakeEngine) -> None:
+    for rank in range(len(engine.ends)):
+        engine.end(rank, 0)
+
+
+def lose_one(engine: FakeEngine) -> None:
+    if engine.ends[1] is None:
+        engine.there -= 1
+        engine.end(1, -9, "was lost with its node b")
+
+
+def fail(engine: FakeEngine) -> None:
+    engine.end(0, 7)
+    engine.end(1, 5)
+
+
+@pytest.fixture(autouse=True)
+def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tutti.launcher.supervisor._SETTLE", 0.0)
+    monkeypatch.setattr("tutti.launcher.supervisor._POLL", 0.001)
+
+
+def job(tmp_path: Path, *sizes: int, **settings: object) -> EngineJob:
+    return EngineJob([], sizes, tmp_path, **settings)  # type: ignore[arg-type]
+
+
+def test_a_run_that_ends_well(tmp_path: Path) -> None:
+    engine = FakeEngine(4, done)
+    assert supervise(engine, job(tmp_path, 2, environment={"x": "1"})) == 0
+    assert engine.sizes == [2] and engine.told == []
+    assert engine.environments == [{"x": "1", "TORCHELASTIC_RESTART_COUNT": "0"}]
+
+
+def test_the_first_cause_gives_the_exit_code(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "rank1.log").write_text("of an earlier run")
+    assert supervise(FakeEngine(2, fail), job(tmp_path, 2)) == 7
+    assert "rank 0 on a ended with exit code 7" in capfd.readouterr().err
+    assert not (tmp_path / "rank1.log").exists()
+
+
+def test_restarts_are_counted_without_progress(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    engine = FakeEngine(2, fail, fail, done)
+    assert supervise(engine, job(tmp_path, 2, restarts=1)) == 7
+    assert engine.sizes == [2, 2] and "--max-restarts is 1" in capfd.readouterr().err
+    saved = iter([0, 1, 2, 3])
+    engine = FakeEngine(2, fail, fail, done)
+    assert supervise(engine, job(tmp_path, 2, restarts=1, progress=lambda: next(saved))) == 0
+    assert [each["TORCHELASTIC_RESTART_COUNT"] for each in engine.environments] == ["0", "1", "2"]
+
+
+def test_what_would_fail_again_is_not_restarted(tmp_path: Path) -> None:
+    engine = FakeEngine(2, lambda engine: engine.end(0, 2))
+    assert supervise(engine, job(tmp_path, 2, restarts=3)) == 2
+    assert engine.sizes == [2] and engine.told == [signal.SIGTERM]
+
+
+def test_too_few_slots(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="4 devices need 4 slots, and there are 3: 3 on a"):
+        supervise(FakeEngine(3), job(tmp_path, 4))
+
+
+def test_a_lost_slot_shrinks_the_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    engine = FakeEngine(5, lose_one, done)
+    assert supervise(engine, job(tmp_path, 1, 2, 4, restarts=1, wait=0)) == 0
+    assert engine.sizes == [4, 4], "five slots, of which one was lost"
+    engine = FakeEngine(4, lose_one, done)
+    assert supervise(engine, job(tmp_path, 1, 2, 4, restarts=1, wait=0)) == 0
+    assert engine.sizes == [4, 2]
+    shown = capfd.readouterr().err
+    assert "rank 1 was lost with its node b" in shown and "2 devices instead of 4" in shown
+
+
+def test_a_slot_that_comes_back_is_waited_for(tmp_path: Path) -> None:
+    engine = FakeEngine(2, lose_one, done)
+    slots, asked = engine.slots, [0]
+
+    def later() -> Mapping[str, int]:
+        asked[0] += 1
+        engine.there += asked[0] == 3
+        return slots()
+
+    engine.slots = later  # type: ignore[method-assign]
+    assert supervise(engine, job(tmp_path, 1, 2, restarts=1, wait=60)) == 0
+    assert engine.sizes == [2, 2]
+
+
+def test_fewer_slots_than_the_least_end_the_run_to_be_resumed(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    engine = FakeEngine(2, lose_one)
+    assert supervise(engine, job(tmp_path, 2, restarts=1, wait=0, progress=lambda: 30)) == 75
+    shown = capfd.readouterr().err
+    assert "2 devices are needed, and there are 1: 1 on a. The run is saved at step 30" in shown
+
+
+def test_slots_that_vanish_before_the_start(tmp_path: Path) -> None:
+    engine = FakeEngine(3, done)
+    counts = iter([{"a": 3}])
+    engine.there, slots = 2, engine.slots
+    engine.slots = lambda: next(counts, None) or slots()  # type: ignore[method-assign]
+    assert supervise(engine, job(tmp_path, 2, 3, wait=0)) == 0
+    assert engine.sizes == [2]
+
+
+def test_more_slots_grow_the_run_once_it_has_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tutti.launcher.supervisor._LOOK", 0.0)
+
+    def more(engine: FakeEngine) -> None:
+        engine.there = 4 if engine.polls > 2 else 2
+
+    saved = [0]
+    engine = FakeEngine(2, more, done)
+
+    def progress() -> int:
+        saved[0] += engine.polls > 4
+        return saved[0]
+
+    assert supervise(engine, job(tmp_path, 2, 4, progress=progress)) == 0
+    assert engine.sizes == [2, 4] and engine.told == [signal.SIGTERM]
+
+
+def test_a_run_grows_without_a_restart_of_its_budget_and_not_before_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tutti.launcher.supervisor._LOOK", 0.0)
+
+    def wait(engine: FakeEngine) -> None:
+        engine.there = 4
+        if engine.polls > 5:
+            done(engine)
+
+    engine = FakeEngine(2, wait)
+    assert supervise(engine, job(tmp_path, 2, 4, progress=lambda: 0)) == 0
+    assert engine.sizes == [2] and engine.told == []
+
+
+def test_a_signal_is_passed_on_once(tmp_path: Path) -> None:
+    def signalled(engine: FakeEngine) -> None:
+        if engine.polls == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    engine = FakeEngine(2, signalled)
+    assert supervise(engine, job(tmp_path, 2, restarts=3)) == 75
+    assert engine.told == [signal.SIGTERM] and engine.sizes == [2]
+
+
+def test_a_second_signal_kills(tmp_path: Path) -> None:
+    def signalled(engine: FakeEngine) -> None:
+        if engine.polls < 3:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    engine = FakeEngine(2, signalled)
+    with pytest.raises(SystemExit) as stopped:
+        supervise(engine, job(tmp_path, 2))
+    assert stopped.value.code == 130 and engine.told == [signal.SIGINT, signal.SIGKILL]
+
+
+def test_an_engine_that_is_gone(tmp_path: Path) -> None:
+    def lose_head(engine: FakeEngine) -> None:
+        engine.there = -1
+        raise EngineGone("the head does not answer")
+
+    with pytest.raises(PeerError, match="the head does not answer"):
+        supervise(FakeEngine(2, lose_head), job(tmp_path, 2, restarts=3))
