@@ -107,8 +107,8 @@ def at_step(folder: Path, step: int) -> None:
 @pytest.mark.parametrize("nodes", [1, 2, 3], indirect=True)
 def test_as_many_nodes_as_there_are(nodes: Nodes, tmp_path: Path) -> None:
     count = len(nodes.others) + 1
-    on = ("--on", f"ray:address={nodes.address}", "--devices", str(count), "--out", "run")
-    process = started(tmp_path, "train", "linear", *OPTIONS, *on)
+    on = ("--on", f"ray:address={nodes.address}", "--out", "run")
+    process = started(tmp_path, "train", "linear", *OPTIONS, *on, "--devices", str(count))
     _, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
     assert digest(tmp_path / "run") == alone(tmp_path)
