@@ -119,35 +119,6 @@ def test_as_many_nodes_as_there_are(nodes: Nodes, tmp_path: Path) -> None:
 
 @pytest.mark.engines
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("nodes", [3], indirect=True)
-@pytest.mark.parametrize("strategy", ["mirrored", "sharded"])
-def test_a_killed_node_shrinks_the_run_and_keeps_its_weights(nodes: Nodes, strategy: str, tmp_path: Path) -> None:
-    on = ("--on", f"ray:address={nodes.address}", "--devices", "2:3", "--strategy", strategy, "--out", "run")
-    process = started(tmp_path, "train", "linear", *OPTIONS, *SLOW, *on)
-    at_step(tmp_path / "run", 40)
-    nodes.kill()
-    _, err = process.communicate(timeout=600)
-    assert process.returncode == 0, err
-    assert "was lost with its node" in err and "2 devices instead of 3" in err
-    assert digest(tmp_path / "run") == alone(tmp_path, "--strategy", "mirrored")
-
-
-@pytest.mark.engines
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("nodes", [2], indirect=True)
-def test_an_added_node_grows_the_run_and_keeps_its_weights(nodes: Nodes, tmp_path: Path) -> None:
-    on = ("--on", f"ray:address={nodes.address}", "--devices", "2:3", "--out", "run")
-    process = started(tmp_path, "train", "linear", *OPTIONS, *SLOW, *on)
-    at_step(tmp_path / "run", 40)
-    nodes.add()
-    _, err = process.communicate(timeout=600)
-    assert process.returncode == 0, err
-    assert "3 devices instead of 2" in err
-    assert digest(tmp_path / "run") == alone(tmp_path)
-
-
-@pytest.mark.engines
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("nodes", [2], indirect=True)
 @pytest.mark.parametrize(("end", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
 def test_a_signal_ends_every_rank(nodes: Nodes, end: int, code: int, tmp_path: Path) -> None:
@@ -160,16 +131,3 @@ def test_a_signal_ends_every_rank(nodes: Nodes, end: int, code: int, tmp_path: P
     time.sleep(1)
     shown = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout
     assert not [line for line in shown.splitlines() if "engine_rank" in line and str(tmp_path) in line]
-
-
-@pytest.mark.engines
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("nodes", [2], indirect=True)
-def test_a_killed_head_ends_the_run_with_a_clean_code(nodes: Nodes, tmp_path: Path) -> None:
-    on = ("--on", f"ray:address={nodes.address}", "--devices", "2", "--out", "run")
-    process = started(tmp_path, "train", "linear", *OPTIONS, *SLOW, *on)
-    at_step(tmp_path / "run", 20)
-    nodes.cluster.remove_node(nodes.cluster.head_node, allow_graceful=False)
-    _, err = process.communicate(timeout=300)
-    assert process.returncode == 5, err
-    assert "Ray" in err

@@ -39,9 +39,9 @@ class TrainConfig:
         schedule: learning-rate schedule, ``name:key=value``.
         lr_scale: learning-rate rule for this batch: linear, sqrt or adam_sqrt, ``linear:base_batch=256``; or adascale.
         workers: logical replicas, part of the algorithm; default: devices.
-        devices: processes or GPUs P, only speed; ``auto``: every GPU here, or one process; 2:8: least and most on Ray.
-        on: engine that starts them: local, ``ssh:hosts=a:2+b:2`` or ray; default: this node, or the launcher's.
-        wait: how long to wait for a lost device on Ray before fewer go on.
+        devices: processes or GPUs; ``auto``: every GPU here, or one.
+        on: engine that starts ranks: local, ``ssh:hosts=a:2+b:2`` or ray.
+        wait: how long to wait for a lost device on Ray.
         batch_size: samples in one *global* batch, over all workers.
         batch_growth: larger batches instead of a smaller rate, ``milestones=30ep+60ep,factor=5``.
         micro_batch: most samples in one forward pass; default: no limit.
@@ -63,7 +63,7 @@ class TrainConfig:
         eval_every: 1ep, 100st …; none for only at the end.
         checkpoint_every: 1ep, 100st …; none for only when preempted.
         keep: number of newest checkpoints to keep.
-        keep_best: keep the best one too, by a held-out value: loss, accuracy, NAME:min or NAME:max.
+        keep_best: the best one too, by loss, accuracy, NAME:min or NAME:max.
         init_from: warm start from a run, a checkpoint or a .safetensors file.
         resume: run directory; alone: the newest run of this configuration.
         max_restarts: restarts from the last checkpoint after a failure.
@@ -219,11 +219,12 @@ class TrainConfig:
             raise UsageError(f"--on {self.on} needs --devices", remedy="say how many, such as --devices 4")
         if self.device_range is not None and not isinstance(engine, RayEngineConfig):
             raise UsageError(f"--devices {self.devices} needs --on ray", remedy="give one number")
-        if self.device_range is not None and self.workers is None:
+        if self.device_range is not None:
             raise UsageError(
-                f"--devices {self.devices} needs --workers",
-                why="the number of workers is part of the result, and by default it is the number of devices",
-                remedy="add --workers, such as the most devices",
+                f"--devices {self.devices} does not exist yet",
+                why="on a cluster that grows, the run was saved and then found its own slots taken",
+                remedy=f"give one number; where a node is lost, the command with --resume and --devices"
+                f" {self.device_range[0]} goes on with fewer",
             )
 
     @cached_property
