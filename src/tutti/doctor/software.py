@@ -31,6 +31,8 @@ EXTRAS = {
     "demo": ("scikit-learn",),
     "planning": ("scipy",),
     "plot": ("matplotlib",),
+    "ray": ("ray",),
+    "report": ("jinja2", "matplotlib"),
     "server": ("pyzmq",),
     "tensorboard": ("tensorboard",),
     "bench": ("accelerate", "lightning-fabric", "pytorch-optimizer", "torch-optimizer"),
