@@ -13,12 +13,12 @@ from tutti.train.lost_ranks import LostRanks
 def run_that_lost(rank: int) -> Any:
     """A run of 4 workers on 2 ranks, before its first update has been recorded."""
     world = SimpleNamespace(lost_ranks=lambda: {rank: "was killed by SIGKILL"})
-    exchange = SimpleNamespace(facts=lambda: {"servers": [{"steps": [1, 1, 0, 0]}]})
+    gradient_sync = SimpleNamespace(facts=lambda: {"servers": [{"steps": [1, 1, 0, 0]}]})
     contract = SimpleNamespace(batch=8, mine=lambda rank: range(2 * rank, 2 * rank + 2))
     contract.worker = lambda batch, worker: range(2 * worker, 2 * worker + 2)
     return SimpleNamespace(
         context=SimpleNamespace(comms=SimpleNamespace(world=world)),
-        exchange=exchange,
+        gradient_sync=gradient_sync,
         feed=SimpleNamespace(contract=contract),
         updated=None,
     )
