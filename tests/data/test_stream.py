@@ -143,6 +143,26 @@ def test_it_goes_on_where_it_was() -> None:
         assert everything(own.read(1, start)) == want[start:]
 
 
+@pytest.mark.parametrize("own", [False, True])
+def test_a_first_batch_is_read_again_with_the_same_draws(own: bool) -> None:
+    kept = Numbers()
+    wanted = everything(reader(Sharded(Numbers()) if own else Numbers()).read(0, 0))
+    source = adapt_training(Sharded(kept) if own else kept)
+    assert isinstance(source, Stream)
+    for count in (2, 3):
+        batch = source.first_batch(count, source.key(3, 0))
+        assert batch is not None
+        assert [field.tolist() for field in batch] == [field[:count] for field in wanted[0][:2]]
+    reading = make_reader(source, Epochs(BatchContract(source.samples, 8, 4, 1)), 0, 3, Alone(), Prefetch())
+    assert everything(reading.read(0, 0)) == wanted
+    assert kept.given == 20, "each sample is read once"
+    assert everything(reading.read(0, 0)) == wanted and kept.given == 40, "and from the start for another epoch"
+
+
+def test_an_empty_stream_has_no_first_batch() -> None:
+    assert Stream(Numbers(0)).first_batch(2, 3) is None
+
+
 def test_a_state_of_its_own_spares_reading_again() -> None:
     first, again = Stateful(), Stateful()
     own, other = reader(first), reader(again)

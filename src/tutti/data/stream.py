@@ -46,6 +46,31 @@ class Stream:
         self.data, self.sharded, self.name = data, sharded, type(data).__name__
         self.collate, self.drop_last = collate, drop_last
         self.samples = None if sharded else _length(data)
+        self._tried: Cursor | None = None
+
+    def key(self, seed: int, rank: int) -> int:
+        """Return the key of random draws on data rank ``rank``."""
+        return int(hash64(seed, rank)) if self.sharded else seed
+
+    def cursor(self, epoch: int, key: int) -> Cursor:
+        """Return a cursor before the first sample of ``epoch``: that of ``first_batch`` if it is still unused."""
+        tried, self._tried = self._tried, None
+        return tried if tried is not None and tried.begins(epoch, key) else Cursor(self, epoch, key)
+
+    def first_batch(self, count: int, key: int) -> Batch | None:
+        """Return the first ``count`` samples of epoch 0 as a batch; None without samples. ``cursor`` reads them again.
+
+        Raises:
+            DataError: a sample cannot be read or collated.
+        """
+        if self._tried is None:
+            self._tried = Cursor(self, 0, key)
+        items = self._tried.peek(count)
+        if not items:
+            return None
+        if self.collate is not None:
+            return _collated(self.collate, items, key, Position(), 0)
+        return _collate(items, items, 0, self.name)
 
     def open(self, epoch: int) -> Any:
         """Return the iterable for ``epoch``, after ``set_epoch`` if it has that method."""
@@ -94,6 +119,15 @@ class Cursor:
                 taken += item
         self.number += len(taken)
         return taken
+
+    def begins(self, epoch: int, key: int) -> bool:
+        """Return whether this is a cursor of ``epoch`` with ``key`` from which no sample has been taken."""
+        return (self._epoch, self._key, self.number) == (epoch, key, 0)
+
+    def peek(self, count: int) -> list[Any]:
+        """Return the next ``count`` samples, fewer at the end, which ``take`` returns again."""
+        self.more(count)
+        return self._ahead[:count]
 
     def skip(self, count: int) -> list[Any]:
         """Read on until ``number`` is ``count``, discarding samples; return the last one in a list."""
@@ -224,8 +258,8 @@ class ReplicatedStream:
 
     def _open(self, epoch: int, start: int, number: int) -> Cursor:
         """Return a cursor at batch ``start``, whose first sample has ``number``: from saved state, or by skipping."""
-        cursor = Cursor(self.source, epoch, self._seed)
         at, state = self._loaded
+        cursor = Cursor(self.source, epoch, self._seed) if start else self.source.cursor(epoch, self._seed)
         if not (start and at == (epoch, start) and cursor.restore(state, number)):
             cursor.skip(number)
         if cursor.number < number:
@@ -303,7 +337,8 @@ class ShardedStream:
             DataError: a rank's stream is empty.
         """
         share = len(self._contract.part(self._contract.batch, self._rank))
-        cursor = Cursor(self.source, epoch, int(hash64(self._seed, self._rank)))
+        key = self.source.key(self._seed, self._rank)
+        cursor = self.source.cursor(epoch, key)
         step, last = start, False
         some = cursor.skip(start * share)
         while not last:
@@ -318,7 +353,7 @@ class ShardedStream:
             held = [count for count, _, _ in counts]
             after = Position(epoch + 1, 0) if last else Position(epoch, step)
             if (function := self.source.collate) is not None:
-                keys = int(hash64(self._seed, self._rank)), after
+                keys = key, after
                 spans = self._contract.spans(sum(held), self._rank, len(items))
                 dummy = None if items else _collated(function, some, *keys, first)
                 yield RankBatch(_parts(function, items, spans, *keys, first), sum(held), after, dummy)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -25,7 +25,7 @@ from tutti.config.module_config import Sync as SyncConfig
 from tutti.config.optimizer_config import OptimizerChoice
 from tutti.config.slowness import Slowness
 from tutti.data.adapt import adapt_training
-from tutti.data.batches import placer
+from tutti.data.batches import placer, slice_batch
 from tutti.data.contract import BatchContract
 from tutti.data.epochs import Epochs
 from tutti.data.feed import Feed
@@ -37,7 +37,7 @@ from tutti.data.source import Source
 from tutti.data.stream import Stream
 from tutti.data.transfer import make_transfer
 from tutti.device import is_accelerator
-from tutti.errors import UsageError
+from tutti.errors import DataError, UsageError
 from tutti.launcher import context
 from tutti.launcher.malloc_tuning import free_at_once
 from tutti.nn import ghost, norms, sync
@@ -370,7 +370,9 @@ def prepare_run(
     # Model surgery.
     converted, dtype = _remade(whole, o.batch_norm_options, run_context, o.precision, o.channels_last)
     place, loss = placer(world.device, dtype, o.channels_last), _cast(loss_fn, world.device.type, o.precision)
-    run_context = replace(run_context, in_step=choice.row.synchronous, trial=_trial(data, contract, place, loss))
+    run_context = replace(
+        run_context, in_step=choice.row.synchronous, trial=_trial(data, contract, place, loss, o.seed, grid.data_rank)
+    )
 
     # Layout: tensor slices, stages, activation checkpointing, compilation.
     layout, sync = choice.counted(epochs.steps).make(_as_one(run_context, together))
@@ -643,13 +645,37 @@ def _as_one(run_context: RunContext, together: bool) -> RunContext:
 
 
 def _trial(
-    data: Source | Stream, contract: BatchContract, place: Callable[[Any], Any], loss: LossFn | None
+    data: Source | Stream,
+    contract: BatchContract,
+    place: Callable[[Any], Any],
+    loss: LossFn | None,
+    seed: int,
+    data_rank: int,
 ) -> Callable[..., Any] | None:
-    """Return ``RunContext.trial``: a call of the loss function on the data set's first micro-batch, or None."""
-    if loss is None or isinstance(data, Stream):
+    """Return ``RunContext.trial``: a call of the loss function on the data's first micro-batch, or None."""
+    if loss is None:
         return None
+    if isinstance(data, Stream):
+        return partial(_try_stream, data, len(contract.first_micro_batch(contract.batch)), seed, data_rank, place, loss)
     first = np.arange(len(contract.first_micro_batch(min(contract.batch, len(data)))))
     return lambda model, most=None: loss(model, place(data.fetch(first[:most], None)))
+
+
+def _try_stream(
+    data: Stream,
+    count: int,
+    seed: int,
+    data_rank: int,
+    place: Callable[[Any], Any],
+    loss: LossFn,
+    model: nn.Module,
+    most: int | None = None,
+) -> Any:
+    """Return the loss of ``model`` on the stream's first samples, which the first epoch reads again."""
+    batch = data.first_batch(count, data.key(seed, data_rank))
+    if batch is None:
+        raise DataError("the stream has no samples", where=data.name, remedy="check its path and filters")
+    return loss(model, place(batch if most is None else slice_batch(batch, 0, most)))
 
 
 def _precise(model: nn.Module, precision: str | None, channels_last: bool) -> torch.dtype:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.data import IterableDataset
 
 import tutti
 from tests import worlds
@@ -290,15 +292,23 @@ WRONG = {
 }
 
 
+class Samples(IterableDataset[Any]):
+    """The samples as a stream."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return zip(*data(), strict=True)
+
+
 def refused(case: str) -> str:
-    make, lost, _ = WRONG[case]
+    make, lost, _ = WRONG[case.removesuffix(" on a stream")]
     ASKED.clear()
     torch.manual_seed(0)
     model = make().double()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     try:
         strategy = "pipeline:micro_batches=2" + ",cuts=body.blocks.1" * (case == "writes")
-        run = tutti.prepare(model, "sgd:lr=1", data(), lost, strategy=strategy, batch_size=13)
+        samples = Samples() if case.endswith("stream") else data()
+        run = tutti.prepare(model, "sgd:lr=1", samples, lost, strategy=strategy, batch_size=13)
         ASKED.append(True)
         for batch in run.epoch(0):
             run.step(batch)
@@ -308,11 +318,11 @@ def refused(case: str) -> str:
     return "nothing was raised"
 
 
-@pytest.mark.parametrize("case", WRONG)
+@pytest.mark.parametrize("case", [*WRONG, "spills on a stream"])
 def test_what_stages_cannot_compute_is_refused_before_any_update(case: str) -> None:
     try:
         for said in worlds.run(2, refused, case=case):
-            assert WRONG[case][2] in said and said.endswith("updated: []")
+            assert WRONG[case.removesuffix(" on a stream")][2] in said and said.endswith("updated: []")
     finally:
         # Messages of the refused step are under way.
         worlds.forget(2)
