@@ -364,6 +364,8 @@ class ReplicaRunner(Protocol):
         swap_values: context manager within which the model holds other values, given by name.
         unify_flags: copies the ``requires_grad`` that the script has set on one of the objects that stand for a
             parameter to the others (FSDP).
+        script_code: context manager around code of the script, which may refuse what that code reads.
+        model_code: context manager within it, around code that may read everything.
         custom_loop: whether it is a ``CustomLoopRunner``, whose forward and backward a custom training loop may call.
         split_backwards: for each virtual stage of a zero-bubble schedule its input backward and weight backward;
             otherwise empty.
@@ -377,6 +379,8 @@ class ReplicaRunner(Protocol):
     sharded: Mapping[str, Tensor]
     swap_values: Callable[[Mapping[str, Tensor]], AbstractContextManager[None]]
     unify_flags: Callable[[], None]
+    script_code: Callable[[], AbstractContextManager[None]]
+    model_code: Callable[[], AbstractContextManager[None]]
     split_backwards: Sequence[Any]
 
     def connect(self, grad_hook: GradientReadyHook) -> None:

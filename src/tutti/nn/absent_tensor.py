@@ -27,7 +27,7 @@ _CALLED = (
 )
 
 
-def _allowed() -> set[Any]:
+def _metadata() -> set[Any]:
     """Return the functions that need no values: metadata, hooks, and attributes that an optimizer sets."""
     found = {getattr(Tensor, name).__get__ for name in _READ if hasattr(Tensor, name)}
     found |= {getattr(Tensor, name).__set__ for name in _WRITTEN}
@@ -36,7 +36,8 @@ def _allowed() -> set[Any]:
     return found | {torch.is_floating_point, torch.is_complex, torch.numel, torch.is_signed}
 
 
-_ALLOWED = _allowed()
+METADATA = _metadata()
+"""Functions that read or write no values of a tensor."""
 
 
 class _Absent:
@@ -52,7 +53,7 @@ class _Absent:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
-        if func in _ALLOWED:
+        if func in METADATA:
             with TorchFunctionDisabled():
                 return func(*args, **(kwargs or {}))
         if func is Tensor.copy_ and args[0] is args[1]:

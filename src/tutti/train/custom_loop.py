@@ -116,7 +116,8 @@ class CustomLoop:
                 for micro_batch in micro_batches:
                     final = worker == self._busy[-1] and micro_batch.last
                     self._enter_body(micro_batch, final, carried)
-                    yield micro_batch.batch
+                    with self._replica.script_code():
+                        yield micro_batch.batch
                     self._leave_body()
             self._end_batch()
 
@@ -208,7 +209,8 @@ class CustomLoop:
                     self._refuse_twice(error)
                 raise
 
-        self._contribute(micro_batch, work)
+        with self._replica.model_code():
+            self._contribute(micro_batch, work)
 
     def _refuse_twice(self, error: RuntimeError) -> NoReturn:
         raise UsageError(

@@ -283,7 +283,7 @@ def penalised(strategy: str, own: bool, only: str) -> str:
 @pytest.mark.parametrize("strategy", ["tensor:least=1", "hybrid:tensor=2,least=1"])
 def test_a_penalty_on_slices_is_refused(strategy: str, own: bool) -> None:
     for said in worlds.run(2, penalised, strategy=strategy, own=own, only=""):
-        assert said.startswith("the loss reads ") and "each tensor rank has a slice" in said
+        assert said.startswith("the loss or a metric reads ") and "each tensor rank has a slice" in said
     assert worlds.run(2, penalised, strategy=strategy, own=own, only="3.") == ["", ""], "whole parameters"
 
 
@@ -352,3 +352,111 @@ def test_a_learned_bias_of_attention_gets_the_gradient_of_all_heads(heads: int) 
     for devices in (2, 3):
         for got in worlds.run(devices, biased, strategy="tensor:least=1", heads=heads):
             assert largest_difference(got, want) <= TOLERANCE
+
+
+KEPT: list[Any] = []
+
+
+class Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.square().sum()
+
+
+FIGURES: dict[str, Any] = {
+    "of an own function": Square.apply,
+    "norm": lambda weight: weight.norm(),
+    "of data": lambda weight: weight.data.abs().max(),
+    "of a result": lambda weight: (weight.detach() * 2).sum(),
+    "of a product": lambda weight: weight @ torch.ones(weight.shape[-1], dtype=weight.dtype),
+    "of many": lambda weight: torch._foreach_norm([weight, weight])[0],
+    "as a list": lambda weight: torch.tensor(weight.tolist()),
+    "draws": lambda weight: weight.normal_(),
+    "none": lambda weight: torch.zeros(weight.shape),
+}
+MOMENTS = ["loss", "body", "after backward", "after step"]
+
+
+def told(strategy: str, figure: str, place: str, layer: str = "0") -> str:
+    """Compute a figure of a layer's weight somewhere in a script."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4), nn.LayerNorm(4)).double()
+    inputs = torch.randn(8, 4, dtype=torch.float64)
+    weight = model.get_submodule(layer).weight
+
+    @torch.no_grad()
+    def tell(now: str) -> None:
+        if now == place:
+            KEPT.append(FIGURES[figure](weight))
+
+    def loss(called: Any, batch: Any) -> Any:
+        tell("loss")
+        return called(batch[0]).square().mean()
+
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    own = place != "loss"
+    try:
+        run = tutti.prepare(
+            model, optimizer, (inputs, inputs), None if own else loss, strategy=strategy, batch_size=4, precision="fp64"
+        )
+        if not own:
+            run.step(next(iter(run.epoch(0))))
+        for batch in run.microbatches(0) if own else ():
+            tell("body")
+            optimizer.zero_grad()
+            run.backward(model(batch[0]).square().mean())
+            tell("after backward")
+            optimizer.step()
+            tell("after step")
+    except tutti.errors.UsageError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("figure", FIGURES)
+@pytest.mark.parametrize("place", MOMENTS)
+def test_a_figure_of_a_slice_is_refused(place: str, figure: str) -> None:
+    for said in worlds.run(2, told, strategy="tensor:least=1", figure=figure, place=place):
+        assert ("reads 0.weight, of which each tensor rank has a slice" in said) == (figure != "none")
+    assert worlds.run(2, told, strategy="tensor:least=1", figure=figure, place=place, layer="3") == ["", ""]
+
+
+def test_a_figure_of_a_slice_is_refused_in_stages() -> None:
+    try:
+        for said in worlds.run(
+            4, told, strategy="hybrid:tensor=2,pipeline=2,least=1", figure="norm", place="loss", layer="2"
+        ):
+            assert said != ""
+    finally:
+        worlds.forget(4)
+
+
+def averaged(strategy: str) -> list[Any]:
+    """Average and clamp weights by hand, and evaluate a layer by itself."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4), nn.LayerNorm(4)).double()
+    inputs = torch.randn(24, 4, dtype=torch.float64)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+    run = tutti.prepare(model, optimizer, (inputs, inputs), strategy=strategy, batch_size=8, precision="fp64")
+    averages = [p.detach().clone() for p in model.parameters()]
+    for batch in run.microbatches(0):
+        optimizer.zero_grad()
+        loss = model(batch[0]).square().mean()
+        run.backward(loss)
+        optimizer.step()
+        with torch.no_grad():
+            for average, p in zip(averages, model.parameters(), strict=True):
+                average.mul_(0.5).add_(p, alpha=0.5)
+            torch._foreach_lerp_(averages, list(model.parameters()), 0.25)
+            model[0].weight.clamp_(-0.3, 0.3)
+            for p, average in zip(model[2].parameters(), averages[2:], strict=False):
+                p.copy_(average)
+    return [tensor.double().numpy().copy() for tensor in run.state().values()]
+
+
+@pytest.mark.parametrize("devices", [2, 3, 4])
+def test_weights_changed_element_by_element(devices: int) -> None:
+    [want] = worlds.run(1, averaged, strategy="single")
+    for got in worlds.run(devices, averaged, strategy="tensor:least=1"):
+        for mine, one in zip(got, want, strict=True):
+            assert abs(mine - one).max() <= 1e-12

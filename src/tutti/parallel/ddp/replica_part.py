@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -31,6 +31,8 @@ class ReplicaPart:
         custom_loop, split_backwards: as ``types.ReplicaRunner``.
         draws: the RNG streams of these modules.
         peers: state shared by the ``SyncBatchNorm`` modules; None without such modules or on a single device.
+        script_code: context manager around code of the script, which may refuse what that code reads.
+        model_code: context manager within it, around code that may read everything.
         summary: entries for the run's header about this replica's layout.
     """
 
@@ -75,6 +77,8 @@ class ReplicaPart:
         chosen = {name: inner for name, inner in keyed_modules(plain or module).items() if inner in here}
         self.draws = RngStreams(module, device, run_context.draws, chosen)
         self.peers = next((found for part in self.parts if (found := peers_of(part)) is not None), None)
+        self.script_code: Callable[[], AbstractContextManager[None]] = nullcontext
+        self.model_code: Callable[[], AbstractContextManager[None]] = nullcontext
         self.summary: Mapping[str, str] = {}
         self._kept: list[tuple[BufferRef, Tensor]] = []
         self._connected: list[Any] = []

@@ -45,7 +45,8 @@ class WholeRunner(ReplicaPart):
         model, total = self.parts[0], None
         for micro_batch in micro_batches:
             self.begin(micro_batch)
-            result = loss(model, micro_batch.batch)
+            with self.script_code():
+                result = loss(model, micro_batch.batch)
             if grad_hook is not None:
                 total = self.backward(result, micro_batch, total, grad_hook)
             else:

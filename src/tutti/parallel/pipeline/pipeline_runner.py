@@ -98,7 +98,7 @@ class PipelineLayout:
         found = stage_partition.find_stage_partition(
             plain, stage.size * config.chunks, config.cuts, took, closed, run_context.trial, written
         )
-        run_context.comms.model.agree(
+        run_context.comms.world.agree(
             [f"a stage begins with {name}" for name in found.names] + [f"a forward writes {name}" for name in written],
             "the stages of the model",
             "give every rank the same model, the same first samples and the same settings",
@@ -321,7 +321,8 @@ class PipelineRunner(ReplicaPart):
 
     def _lose(self, stage: int, micro_batch: MicroBatch, flight: MicroBatchState, turn: _Turn) -> None:
         """Call the loss function; on the last stage, store the root of backward and add to the loss sums."""
-        result = self._relay.call(turn.loss, micro_batch.batch)
+        with self.script_code():
+            result = self._relay.call(turn.loss, micro_batch.batch)
         if not self._relay.called:
             raise UsageError("the loss function did not call the model", remedy="call model(...) once in it")
         if stage == self._last:
@@ -552,7 +553,8 @@ class _Relay:
         if self._handed_over:
             raise StageReached
         try:
-            return self._called(args, kwargs)
+            with self._replica.model_code():
+                return self._called(args, kwargs)
         except StageReached:
             self._handed_over = True
             raise

@@ -16,6 +16,7 @@ from tutti.parallel.ddp.replica_part import ReplicaPart
 from tutti.parallel.tensor.head_parallel import HeadParallelAttention
 from tutti.parallel.tensor.local_shape import HeadParallelBlock, run_within
 from tutti.parallel.tensor.loss_parallel_plan import add_loss_parallel, hooked
+from tutti.parallel.tensor.split_reads import SplitReads
 from tutti.parallel.tensor.tensor_slice import LayerSlice
 from tutti.parallel.tensor.tp_layers import (
     ColumnParallelLinear,
@@ -120,6 +121,8 @@ class TensorParallelizer:
             return
         here = {name: spec for name, spec in self._specs.items() if name in replica.specs}
         replica.summary = {**replica.summary, **self._said}
+        reads = SplitReads(self.split_parameters())
+        replica.script_code, replica.model_code = reads.script_code, reads.model_code
         if self._comm.rank:
             replica.not_owned = {*replica.not_owned, *(name for name in replica.specs if name not in here)}
         replica.specs = {**replica.specs, **here}

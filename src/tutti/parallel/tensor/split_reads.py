@@ -1,0 +1,182 @@
+"""Refuse code of the script that reads a split parameter as if it were whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import chain
+from types import FrameType
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
+
+from tutti.errors import UsageError
+from tutti.nn.absent_tensor import METADATA
+from tutti.parallel.tensor.tp_layers import TensorParallelLayer
+from tutti.python_compat import calling_frame
+from tutti.torch_compat import function_mode_depth
+
+_ELEMENTWISE = frozenset(
+    (
+        *(
+            "abs",
+            "add",
+            "addcdiv",
+            "addcmul",
+            "clamp",
+            "clamp_max",
+            "clamp_min",
+            "clip",
+            "div",
+            "divide",
+            "exp",
+            "lerp",
+        ),
+        *("log", "maximum", "minimum", "mul", "multiply", "nan_to_num", "neg", "negative", "pow", "reciprocal", "relu"),
+        *("rsqrt", "sgn", "sign", "sqrt", "square", "sub", "subtract", "true_divide", "truediv"),
+        *("bfloat16", "clone", "contiguous", "copy", "detach", "double", "float", "half", "to", "type"),
+        *("empty_like", "fill", "full_like", "ones_like", "zero", "zeros_like"),
+    )
+)
+"""Names of functions whose result on slices is the slice of their result, without ``_foreach_`` and underscores."""
+
+_DATA = {Tensor.data.__get__, Tensor.data.__set__}  # type: ignore[attr-defined]
+
+
+class SplitReads:
+    """Refuses what the script computes from split parameters, unless slices give the slice of the result.
+
+    Elementwise functions are allowed (an average of weights, weights clamped in place), and so are metadata; a norm, a
+    sum or a product with a matrix is not. Results of elementwise functions count as split, too.
+
+    Args:
+        split: parameters of which this rank has a slice, by name.
+    """
+
+    def __init__(self, split: Mapping[str, nn.Parameter]) -> None:
+        self._mode = _ReadMode(split)
+        self._depth = 0
+        self._paused = 0
+
+    @contextmanager
+    def script_code(self) -> Iterator[None]:
+        """Refuse wrong reads in the code within; also an own loop's body, between two calls of a generator.
+
+        Raises:
+            UsageError: the script computes something from a split parameter that needs the whole one.
+        """
+        if self._depth:
+            yield
+            return
+        self._push()
+        try:
+            yield
+        finally:
+            self._pop()
+            self._depth = 0
+
+    @contextmanager
+    def model_code(self) -> Iterator[None]:
+        """Allow every read in the code within: the model's forward, a backward, the exchange of gradients."""
+        self._paused += 1
+        if self._depth and self._paused == 1:
+            self._pop()
+        try:
+            yield
+        finally:
+            self._paused -= 1
+            if self._depth and not self._paused:
+                self._push()
+
+    def _push(self) -> None:
+        # A mode of the script may lie above ours, which is then still there and has only been quiet.
+        if self._mode.quiet:
+            self._mode.quiet = False
+        else:
+            self._mode.__enter__()  # type: ignore[no-untyped-call]
+            self._depth = function_mode_depth()
+
+    def _pop(self) -> None:
+        if function_mode_depth() == self._depth:
+            self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        else:
+            self._mode.quiet = True
+
+
+class _ReadMode(TorchFunctionMode):
+    """Sees every call of PyTorch by the script."""
+
+    def __init__(self, split: Mapping[str, nn.Parameter]) -> None:
+        super().__init__()
+        self.quiet = False
+        self._names: Any = WeakIdKeyDictionary({parameter: name for name, parameter in split.items()})
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = None if self.quiet or func in METADATA else self._read(args, kwargs)
+        if name is None or _in_tutti():
+            return func(*args, **kwargs)
+        if not _is_elementwise(func) and func is not torch.autograd.grad:
+            if _in_layer_or_optimizer():
+                return func(*args, **kwargs)
+            _refuse(name)
+        result = func(*args, **kwargs)
+        for tensor in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(tensor, Tensor):
+                self._names.setdefault(tensor, name)
+        return result
+
+    def _read(self, args: Any, kwargs: Any) -> str | None:
+        """Return the name of the first split parameter among the arguments, or None."""
+        for value in chain(args, kwargs.values()):
+            for tensor in value if isinstance(value, tuple | list) else (value,):
+                if isinstance(tensor, Tensor) and (name := self._names.get(tensor)) is not None:
+                    return str(name)
+        return None
+
+
+def _is_elementwise(func: Callable[..., Any]) -> bool:
+    if func in _DATA:
+        return True
+    name: str = getattr(func, "__name__", "")
+    base = name.removeprefix("_foreach_").strip("_")
+    # Operators: __add__, __radd__ and __iadd__.
+    return base in _ELEMENTWISE or (name.startswith("__") and base[1:] in _ELEMENTWISE)
+
+
+def _frames() -> Iterator[FrameType]:
+    """Yield the frames of the call, without those of this module, from the innermost."""
+    frame: FrameType | None = calling_frame(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__") != __name__:
+            yield frame
+        frame = frame.f_back
+
+
+def _in_tutti() -> bool:
+    """Return whether tutti, not the script, calls PyTorch."""
+    for frame in _frames():
+        package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        if package not in ("torch", "contextlib"):
+            return package == "tutti"
+    return False
+
+
+def _in_layer_or_optimizer() -> bool:
+    """Return whether a split layer computes, or an optimizer, whose update tutti has tried on slices."""
+    return any(
+        isinstance(frame.f_locals.get("self"), TensorParallelLayer | torch.optim.Optimizer) for frame in _frames()
+    )
+
+
+def _refuse(name: str) -> NoReturn:
+    raise UsageError(
+        f"the loss or a metric reads {name}, of which each tensor rank has a slice",
+        why="a penalty, norm or product of a slice is not that of the whole parameter",
+        remedy="take weight_decay of the optimizer for a penalty on weights and run.state() for figures of whole"
+        f" weights, leave the layer whole by tensor:whole={name.rpartition('.')[0]}, or take --strategy mirrored or"
+        " sharded:stage=2",
+    )
