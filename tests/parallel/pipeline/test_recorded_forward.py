@@ -132,7 +132,44 @@ class Translator(nn.Module):
         return Output(scores, functional.cross_entropy(scores.flatten(0, 1), labels.flatten()))
 
 
+class FusedBlock(nn.Module):
+    """A block with fused attention, which keeps the length of its input, as blocks with shifted windows do."""
+
+    length = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        self.length = x.shape[1]
+        q, k, v = self.qkv(x).unflatten(-1, (3, 3, 4)).permute(2, 0, 3, 1, 4)
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=mask is not None and self.length > 1)
+        return x + self.out(mixed.transpose(1, 2).flatten(2))
+
+
+class Direct(Decoder):
+    """Calls the parts of its body without calling the body, and adds a buffer behind all blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body.blocks = nn.ModuleList(FusedBlock() for _ in range(3))
+        self.register_buffer("shift", torch.linspace(-1, 1, WORDS, dtype=torch.float64))
+        self.register_buffer("factor", torch.full((), 0.5, dtype=torch.float64), persistent=False)
+
+    def forward(self, words: Tensor, labels: Tensor | None = None, **options: Any) -> Output:
+        x = self.body.embed(words)
+        mask = torch.ones(words.shape[1], words.shape[1]).tril().bool() if words.shape[1] > 1 else None
+        for block in self.body.blocks:
+            x = block(x, mask)
+        scores = self.factor * self.head(self.body.norm(x)) + self.shift
+        if labels is None:
+            return Output(scores)
+        return Output(scores, functional.cross_entropy(scores.flatten(0, 1), labels.flatten()))
+
+
 MODELS = {
+    "direct": Direct,
     "decoder": Decoder,
     "decoder with dropout": lambda: Decoder(0.2),
     "translator": Translator,
@@ -168,6 +205,9 @@ def on_one_device(name: str, reproducible: bool) -> Any:
 
 
 PLACES = [
+    ("direct", 2, "pipeline:micro_batches=4", False),
+    ("direct", 3, "pipeline:micro_batches=4", True),
+    ("direct", 2, "model_parallel", True),
     ("decoder", 2, "model_parallel", True),
     ("decoder", 3, "pipeline:micro_batches=4", True),
     ("decoder", 3, "pipeline:schedule=zero_bubble,micro_batches=4", False),

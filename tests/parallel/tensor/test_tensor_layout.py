@@ -283,7 +283,7 @@ def penalised(strategy: str, own: bool, only: str) -> str:
 @pytest.mark.parametrize("strategy", ["tensor:least=1", "hybrid:tensor=2,least=1"])
 def test_a_penalty_on_slices_is_refused(strategy: str, own: bool) -> None:
     for said in worlds.run(2, penalised, strategy=strategy, own=own, only=""):
-        assert said.startswith("the loss or a metric reads ") and "each tensor rank has a slice" in said
+        assert said.startswith("the script reads ") and "each tensor rank has a slice" in said
     assert worlds.run(2, penalised, strategy=strategy, own=own, only="3.") == ["", ""], "whole parameters"
 
 
@@ -460,3 +460,59 @@ def test_weights_changed_element_by_element(devices: int) -> None:
     for got in worlds.run(devices, averaged, strategy="tensor:least=1"):
         for mine, one in zip(got, want, strict=True):
             assert abs(mine - one).max() <= 1e-12
+
+
+class Elsewhere(nn.Module):
+    """Reads the weights of its layers in its own forward."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.embed, self.wide, self.narrow = nn.Embedding(12, 8), nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = self.embed(words)
+        x = x + self.narrow(self.wide(x).tanh())
+        if self.kind == "norm":
+            return x * self.wide.weight.norm()
+        if self.kind == "layer's own":
+            return x
+        if self.kind == "scaled":
+            return x * (self.narrow.weight * 2).mean()
+        return nn.functional.linear(x, self.embed.weight)
+
+
+def elsewhere(strategy: str, kind: str, own: bool) -> Any:
+    torch.manual_seed(0)
+    model = Elsewhere(kind).double()
+    words = torch.randint(0, 12, (12, 3), generator=torch.Generator().manual_seed(1))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def loss(called: Any, batch: Any) -> Any:
+        return called(batch).square().mean()
+
+    try:
+        run = tutti.prepare(
+            model, optimizer, words, None if own else loss, strategy=strategy, batch_size=4, precision="fp64"
+        )
+        for batch in () if own else run.epoch(0):
+            run.step(batch)
+        for batch in run.microbatches(0) if own else ():
+            optimizer.zero_grad()
+            run.backward(loss(model, batch))
+            optimizer.step()
+    except tutti.errors.UsageError as error:
+        return str(error)
+    return {name: value.numpy().copy() for name, value in run.state().items()}
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("kind", ["norm", "scaled", "tied by hand", "layer's own"])
+def test_layers_whose_weights_the_forward_reads_stay_whole(kind: str, own: bool) -> None:
+    [want] = worlds.run(1, elsewhere, strategy="single", kind=kind, own=own)
+    for devices in (2, 3):
+        for got in worlds.run(devices, elsewhere, strategy="tensor:least=1", kind=kind, own=own):
+            if own and kind != "layer's own":
+                assert "the script reads " in got and "tensor:whole=" in got
+            else:
+                assert largest_difference(got, want) <= TOLERANCE

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import nn
 
 from tutti.comm.communicator import Communicator
-from tutti.device import forked_generators, synchronize
-from tutti.nn.swap import buffers, swapped
+from tutti.device import synchronize
 from tutti.nn.sync import peers_of
+from tutti.nn.untouched import untouched
 
 _RUNS = 3
 
@@ -36,18 +36,6 @@ def module_seconds(plain: nn.Module, trial: Callable[[Any], Any] | None, world: 
             found = _measure(plain, trial, world.device)
     seconds: dict[str, float] = world.broadcast_json(found, 0, "seconds of each module")
     return seconds
-
-
-@contextmanager
-def untouched(plain: nn.Module, device: torch.device) -> Iterator[None]:
-    """Within the block the model is on ``device``, under ``no_grad``; its device, buffers and RNG state come back."""
-    here = next((p.device for p in plain.parameters()), torch.device("cpu"))
-    try:
-        kept = {slot.name: slot.get().clone() for slot in buffers([plain.to(device)], persistent=False)}
-        with forked_generators(device), torch.no_grad(), swapped([plain], kept):
-            yield
-    finally:
-        plain.to(here)
 
 
 def _measure(plain: nn.Module, trial: Callable[[Any], Any], device: torch.device) -> dict[str, float]:

@@ -25,11 +25,12 @@ from tutti.nn.absent_tensor import put_attributes_away, put_away
 from tutti.nn.ac_and_compile import restore_forwards
 from tutti.nn.swap import describe_tensors, parameters
 from tutti.nn.sync import peers_of
+from tutti.nn.untouched import untouched
 from tutti.nn.untraced import Constants, written_attributes
 from tutti.parallel.ddp import loss_output
 from tutti.parallel.ddp.replica_part import ReplicaPart
 from tutti.parallel.pipeline import stage_partition
-from tutti.parallel.pipeline.module_timing import module_seconds, untouched
+from tutti.parallel.pipeline.module_timing import module_seconds
 from tutti.parallel.pipeline.pipeline_schedule import Action, bubble_fraction, forwards, make_order
 from tutti.parallel.pipeline.split_backward import BackwardRoots, LayerOutput, SplitBackward
 from tutti.parallel.pipeline.stage_messages import KINDS, StageMessages, shapes
@@ -93,8 +94,9 @@ class PipelineLayout:
         config, run_context = self._config, self._run_context
         # Stages that run in turn take the same time wherever the cuts are; a reproducible run always cuts alike.
         timed = config.schedule != "one_by_one" and not run_context.reproducible and not config.cuts
-        took = module_seconds(plain, run_context.trial, run_context.comms.world) if timed else {}
+        # Before rank 0 measures: a value that its forward has written already would not count as written.
         written = _written_in_trial(plain, run_context)
+        took = module_seconds(plain, run_context.trial, run_context.comms.world) if timed else {}
         found = stage_partition.find_stage_partition(
             plain, stage.size * config.chunks, config.cuts, took, closed, run_context.trial, written
         )

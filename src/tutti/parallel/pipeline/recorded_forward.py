@@ -21,12 +21,14 @@ from torch.func import functional_call
 
 from tutti.errors import UsageError
 from tutti.nn.absent_tensor import is_absent
-from tutti.nn.swap import training_mode
+from tutti.nn.swap import buffers, training_mode
 from tutti.nn.untraced import Untraced, has_hooks
 from tutti.torch_compat import (
     FakeTensorMode,
     TorchDispatchMode,
     is_fake,
+    non_persistent_buffers,
+    operator_arguments,
     replace_call,
     storage_key,
     tensor_version,
@@ -92,6 +94,7 @@ class ForwardRecord:
         opened: as given.
         calls: in order.
         reads: tensors from which the model's output or the loss is computed outside of blocks.
+        buffers: names of buffers of opened modules that are read outside of blocks, on every stage.
 
     Raises:
         UsageError: the code outside of blocks reads parameters, draws random numbers or writes attributes, or calls
@@ -101,6 +104,7 @@ class ForwardRecord:
     def __init__(self, plain: nn.Module, opened: Collection[str], trial: Callable[[Any], Any]) -> None:
         self.plain, self.opened = plain, frozenset(opened)
         self.dispatch = _BlockDispatch(plain, self.opened)
+        self.buffers: set[str] = set()
         with_gradient, without = (self._record(trial, training) for training in (True, False))
         if [call.name for call in with_gradient.calls] != [call.name for call in without.calls]:
             raise _uncut(plain, "its forward calls other blocks in training than in evaluation")
@@ -123,13 +127,15 @@ class ForwardRecord:
         changed = [name for name in changed if name.rpartition(".")[0] in self.opened]
         if changed:
             raise _uncut(self.plain, f"its forward writes {changed[0]}, which every stage would write")
-        if recording.drawn:
-            why = f"its own forward draws random numbers by {recording.drawn[0]}, which would depend on the stages"
-            raise _uncut(self.plain, why)
+        # First of all what opening a block can mend: its parts are then blocks, and draw by themselves.
         if recording.read:
             name = recording.read[0]
             error = _uncut(self.plain, f"its own forward reads {name} outside of its blocks")
             raise ReadOutsideError(error.what, why=error.why, remedy=error.remedy, name=name)
+        if recording.drawn:
+            why = f"its own forward draws random numbers by {recording.drawn[0]}, which would depend on the stages"
+            raise _uncut(self.plain, why)
+        self.buffers |= recording.buffers
         recording.reads |= recording.sources(result)
         return recording
 
@@ -193,7 +199,8 @@ class RecordedStage(nn.Module):
             if isinstance(tensor, nn.Parameter):
                 self._container(path).register_parameter(key, tensor)
             else:
-                self._container(path).register_buffer(key, tensor)
+                persistent = key not in non_persistent_buffers(plain.get_submodule(path))
+                self._container(path).register_buffer(key, tensor, persistent=persistent)
 
     def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *values: Tensor) -> Any:
         """Run the model's forward up to this stage's last block.
@@ -228,8 +235,8 @@ class _BlockDispatch:
             and name.rpartition(".")[0] in opened | _containers(plain, opened)
             and not isinstance(module, nn.ModuleList | nn.ModuleDict)
         }
-        self._opened = [plain.get_submodule(name) for name in opened]
-        if any(has_hooks(module) for module in self._opened):
+        self.opened = [plain.get_submodule(name) for name in opened]
+        if any(has_hooks(module) for module in self.opened):
             raise _uncut(plain, "it has hooks of its own")
         with self.fakes:
             self._values = {
@@ -311,6 +318,7 @@ class _Recording(TorchDispatchMode):
     Attributes:
         drawn: operations outside of blocks that draw random numbers.
         read: names of parameters that are read outside of blocks.
+        buffers: names of buffers of opened modules that are read outside of blocks.
     """
 
     def __init__(self, dispatch: _BlockDispatch) -> None:
@@ -320,9 +328,13 @@ class _Recording(TorchDispatchMode):
         self.reads: set[BlockOutput] = set()
         self.drawn: list[str] = []
         self.read: list[str] = []
+        self.buffers: set[str] = set()
         self._sources: dict[int, set[BlockOutput]] = {}
         self._alive: list[Tensor] = []
         self._parameters = {id(p): name for name, p in dispatch._plain.named_parameters()}
+        self._buffers = {
+            id(slot.get()): slot.name for slot in buffers([dispatch._plain]) if slot.owner in dispatch.opened
+        }
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -336,7 +348,8 @@ class _Recording(TorchDispatchMode):
             return result
         entering = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         self.read += [self._parameters[id(leaf)] for leaf in entering if id(leaf) in self._parameters]
-        if torch.Tag.nondeterministic_seeded in func.tags:
+        self.buffers |= {self._buffers[id(leaf)] for leaf in entering if id(leaf) in self._buffers}
+        if torch.Tag.nondeterministic_seeded in func.tags and _dropout_rate(func, args, kwargs) != 0.0:
             self.drawn.append(func.overloadpacket.__name__)
         sources = self.sources(entering)
         for leaf in tree_leaves(result) if sources else ():
@@ -447,6 +460,13 @@ class _TrialModel:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._plain, name)
+
+
+def _dropout_rate(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> float | None:
+    """Return the dropout rate with which fused attention is called; None for other operations."""
+    arguments = operator_arguments(func)
+    given = dict(zip((a.name for a in arguments), args, strict=False)) | dict(kwargs or {})
+    return given.get("dropout_p", next((a.default_value for a in arguments if a.name == "dropout_p"), None))
 
 
 def _containers(plain: nn.Module, opened: frozenset[str]) -> set[str]:

@@ -51,16 +51,20 @@ def stages_here(
     ranks, here = run_context.grid.stage, run_context.grid.at("stage")
     held = found.held(plain)
     names = {id(slot.get()): slot.name for slot in buffers([plain])}
-    direct = [{names[id(t)] for t in read_directly(n, plain).values() if id(t) in names} for n in found.stages]
+    everywhere = found.record.buffers if found.record is not None else frozenset[str]()
+    direct = [
+        {names[id(t)] for t in read_directly(n, plain).values() if id(t) in names} | everywhere for n in found.stages
+    ]
     used = [tensors_of(nodes, plain) for nodes in found.stages]
     idle = {slot.name for slot in buffers([plain])} - {names[i] for each in used for i in each if i in names}
+    idle -= everywhere
     direct[0] |= idle
     holders: dict[str, list[int]] = {}
     for stage, row in enumerate(zip(held, direct, strict=True)):
         for name in (*row[0], *row[1]):
             holders.setdefault(name, []).append(stage)
     mine = range(here, len(held), ranks)
-    also = [_aliases(row.keys(), plain, nodes) for row, nodes in zip(held, found.stages, strict=True)]
+    also = [_aliases(row.keys(), plain, nodes) | everywhere for row, nodes in zip(held, found.stages, strict=True)]
     also[0] |= idle
     virtual_stages = cut_into_stages(plain, found.graph, found.bounds, also, found.record)
     borrowed = {n for n, s in holders.items() if here in {i % ranks for i in s} and s[0] % ranks != here}

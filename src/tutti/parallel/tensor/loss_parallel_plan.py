@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from tutti.nn.sync import peers_of
-from tutti.parallel.pipeline.module_timing import untouched
+from tutti.nn.untouched import untouched
 from tutti.parallel.tensor.split_tensor import SplitTensor, whole
 from tutti.parallel.tensor.tensor_slice import LayerSlice, SliceRanks
 from tutti.parallel.tensor.tp_plan import PlanEntry

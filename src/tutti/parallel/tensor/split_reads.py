@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import chain
 from types import FrameType
 from typing import Any, NoReturn
@@ -15,9 +15,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from tutti.errors import UsageError
 from tutti.nn.absent_tensor import METADATA
+from tutti.nn.sync import peers_of
+from tutti.nn.untouched import untouched
 from tutti.parallel.tensor.tp_layers import TensorParallelLayer
 from tutti.python_compat import calling_frame
-from tutti.torch_compat import function_mode_depth
+from tutti.torch_compat import function_mode_depth, module_parameters
 
 _ELEMENTWISE = frozenset(
     (
@@ -42,6 +44,9 @@ _ELEMENTWISE = frozenset(
     )
 )
 """Names of functions whose result on slices is the slice of their result, without ``_foreach_`` and underscores."""
+
+_SAMPLES = 2
+"""Samples of the trial of the forward."""
 
 _DATA = {Tensor.data.__get__, Tensor.data.__set__}  # type: ignore[attr-defined]
 
@@ -138,6 +143,61 @@ class _ReadMode(TorchFunctionMode):
         return None
 
 
+class _ForwardReads(TorchFunctionMode):
+    """Finds modules of a model whose parameters another module's forward reads.
+
+    Args:
+        plain: the whole model.
+
+    Attributes:
+        names: of the modules found.
+    """
+
+    def __init__(self, plain: nn.Module) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+        self._modules = {id(module) for module in plain.modules()}
+        self._owners: dict[int, dict[int, str]] = {}
+        for name, module in plain.named_modules():
+            for parameter in module_parameters(module).values():
+                if parameter is not None:
+                    self._owners.setdefault(id(parameter), {})[id(module)] = name
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func not in METADATA:
+            for value in chain(args, kwargs.values()):
+                for tensor in value if isinstance(value, tuple | list) else (value,):
+                    if (owners := self._owners.get(id(tensor))) is not None and self._reads_other(owners):
+                        self.names |= set(owners.values())
+        return func(*args, **kwargs)
+
+    def _reads_other(self, owners: Mapping[int, str]) -> bool:
+        """Return whether code of the model reads outside of the owners' forwards, and of PyTorch's own modules."""
+        readers = [frame.f_locals.get("self") for frame in _frames()]
+        modules = [reader for reader in readers if id(reader) in self._modules]
+        if not modules or any(id(reader) in owners for reader in modules):
+            return False
+        return not type(modules[0]).__module__.startswith("torch.nn.")
+
+
+def read_elsewhere(plain: nn.Module, trial: Callable[..., Any] | None, device: torch.device) -> list[str]:
+    """Return the names of modules whose parameters another module's forward reads, and which must stay whole.
+
+    Args:
+        plain: the whole model.
+        trial: calls the loss function on a model with a micro-batch; None where no micro-batch is at hand.
+        device: of the trial.
+    """
+    if trial is None or peers_of(plain) is not None:
+        return []
+    mode = _ForwardReads(plain)
+    # The first step reports any error.
+    with suppress(Exception), untouched(plain, device), mode:
+        trial(plain, _SAMPLES)
+    return sorted(mode.names)
+
+
 def _is_elementwise(func: Callable[..., Any]) -> bool:
     if func in _DATA:
         return True
@@ -174,8 +234,8 @@ def _in_layer_or_optimizer() -> bool:
 
 def _refuse(name: str) -> NoReturn:
     raise UsageError(
-        f"the loss or a metric reads {name}, of which each tensor rank has a slice",
-        why="a penalty, norm or product of a slice is not that of the whole parameter",
+        f"the script reads {name}, of which each tensor rank has a slice",
+        why="outside of its layer a penalty, norm or product of a slice is not that of the whole parameter",
         remedy="take weight_decay of the optimizer for a penalty on weights and run.state() for figures of whole"
         f" weights, leave the layer whole by tensor:whole={name.rpartition('.')[0]}, or take --strategy mirrored or"
         " sharded:stage=2",

@@ -53,6 +53,8 @@ class TensorRunner(WholeRunner):
         super().__init__(module, run_context)
         self._outputs = Outputs(module) if parted else None
         self._forward = ExitStack()
+        # Compiled code takes no function mode.
+        self._checked = {training: run_context.compile != "none" for training in (True, False)}
         module.register_forward_pre_hook(self._begin_forward)
         module.register_forward_hook(self._end_forward, always_call=True)
 
@@ -63,9 +65,12 @@ class TensorRunner(WholeRunner):
         with self._outputs.kept():
             return super().run(micro_batches, loss, grad_hook)
 
-    def _begin_forward(self, *_: Any) -> None:
+    def _begin_forward(self, module: nn.Module, *_: Any) -> None:
+        # The first forward is checked as the script's other code is: custom loops have no trial when the plan is made.
         self._forward.close()
-        self._forward.enter_context(self.model_code())
+        if self._checked[module.training]:
+            self._forward.enter_context(self.model_code())
+        self._checked[module.training] = True
 
     def _end_forward(self, *_: Any) -> None:
         self._forward.close()

@@ -16,7 +16,7 @@ from tutti.parallel.ddp.replica_part import ReplicaPart
 from tutti.parallel.tensor.head_parallel import HeadParallelAttention
 from tutti.parallel.tensor.local_shape import HeadParallelBlock, run_within
 from tutti.parallel.tensor.loss_parallel_plan import add_loss_parallel, hooked
-from tutti.parallel.tensor.split_reads import SplitReads
+from tutti.parallel.tensor.split_reads import SplitReads, read_elsewhere
 from tutti.parallel.tensor.tensor_slice import LayerSlice
 from tutti.parallel.tensor.tp_layers import (
     ColumnParallelLinear,
@@ -131,7 +131,8 @@ class TensorParallelizer:
         """Broadcast the plan that the first rank finds, so that all ranks have the same."""
         comm, config, found = self._comm, self._config, []
         if comm.rank == 0:
-            finder = PlanFinder(module, comm.size, config.least, config.whole, drops=comm.device.type == "cpu")
+            whole = [*config.whole, *read_elsewhere(module, run_context.trial, comm.device)]
+            finder = PlanFinder(module, comm.size, config.least, whole, drops=comm.device.type == "cpu")
             # Compiled code takes no split tensors.
             trial = run_context.trial if run_context.compile == "none" else None
             found = [entry.as_json() for entry in add_loss_parallel(module, finder.find(), trial, comm.device)]

@@ -1,0 +1,30 @@
+"""Run a model's forward for a trial, and leave the model and the RNG streams as they were."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from tutti.device import forked_generators
+from tutti.nn.swap import buffers, swapped
+from tutti.nn.untraced import Untraced
+
+
+@contextmanager
+def untouched(plain: nn.Module, device: torch.device) -> Iterator[None]:
+    """Within the block the model is on ``device``, under ``no_grad``.
+
+    Its device, its buffers, the attributes that its modules write and the RNG state come back.
+    """
+    here = next((p.device for p in plain.parameters()), torch.device("cpu"))
+    before = Untraced(plain)
+    try:
+        kept = {slot.name: slot.get().clone() for slot in buffers([plain.to(device)], persistent=False)}
+        with forked_generators(device), torch.no_grad(), swapped([plain], kept):
+            yield
+    finally:
+        before.undo()
+        plain.to(here)
