@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import tutti
 from tests import worlds
 from tutti.comm.communicator import Communicators
 from tutti.comm.grid import Grid
@@ -216,3 +217,79 @@ def twice() -> str:
 @pytest.mark.parametrize("size", [2, 3])
 def test_gradients_of_gradients_are_refused(size: int) -> None:
     assert all("cannot be combined with gradients of gradients" in said for said in worlds.run(size, twice))
+
+
+class NormAct(nn.BatchNorm2d):
+    """Batch norm, dropout of nothing and an activation with a weight in one module, as timm's."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__(channels)
+        self.act = nn.PReLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_batches_tracked.add_(1)  # type: ignore[union-attr]
+        training = self.training or self.running_mean is None
+        y = nn.functional.batch_norm(
+            x, self.running_mean, self.running_var, self.weight, self.bias, training, self.momentum or 0.0, self.eps
+        )
+        return self.act(y)
+
+
+class InTwo(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.act = nn.BatchNorm2d(3), nn.PReLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self.norm(x))
+
+
+class ByHand(nn.BatchNorm2d):
+    def forward(self, x: Tensor) -> Tensor:
+        return (x - x.mean((0, 2, 3), keepdim=True)) * self.weight[:, None, None]
+
+
+HOOKED: list[int] = []
+
+
+def fused(kind: str, strategy: str, batch_norm: str | None) -> Any:
+    torch.manual_seed(0)
+    own: nn.Module = {"in one": NormAct, "hooked": NormAct, "by hand": ByHand}.get(kind, lambda _: InTwo())(3)
+    model = nn.Sequential(nn.Conv2d(2, 3, 3), own, nn.Flatten(), nn.Linear(3 * 9, 2)).double()
+    HOOKED.clear()
+    if kind == "hooked":
+        own.register_forward_hook(lambda module, args, out: HOOKED.append(len(out)))
+    inputs = torch.randn(24, 2, 5, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    options = {} if batch_norm is None else {"batch_norm": batch_norm}
+    try:
+        run = tutti.prepare(
+            model, "sgd:lr=0.1", inputs, lambda called, batch: called(batch).square().mean(),
+            strategy=strategy, batch_size=12, precision="fp64", shuffle=False, **options,
+        )  # fmt: skip
+        for batch in run.epoch(0):
+            run.step(batch)
+    except UsageError as error:
+        return str(error)
+    state = {name.replace("1.norm.", "1."): value.numpy().copy() for name, value in run.state().items()}
+    return state, list(HOOKED)
+
+
+@pytest.mark.parametrize(("batch_norm", "ranks"), [("sync", 1), ("sync", 2), ("sync", 3), ("ghost:size=4", 1)])
+def test_a_batch_norm_with_a_forward_of_its_own_keeps_it(batch_norm: str, ranks: int) -> None:
+    strategy = "single" if ranks == 1 else "mirrored"
+    wanted = worlds.run(ranks, fused, kind="in two", strategy=strategy, batch_norm=batch_norm)
+    for kind in ("in one", "hooked"):
+        got = worlds.run(ranks, fused, kind=kind, strategy=strategy, batch_norm=batch_norm)
+        for (state, lengths), (want, _) in zip(got, wanted, strict=True):
+            assert state.keys() == want.keys()
+            assert all((state[name] == want[name]).all() for name in want)
+            assert lengths[-2:] == ([12 // ranks] * 2 if kind == "hooked" else [])
+    if batch_norm == "sync":
+        [(one, _)] = worlds.run(1, fused, kind="in one", strategy="single", batch_norm=None)
+        assert all(abs(state[name] - one[name]).max() <= 1e-12 for name in one)
+
+
+@pytest.mark.parametrize("batch_norm", ["sync", "ghost:size=4"])
+def test_a_batch_norm_that_normalises_by_hand_is_refused(batch_norm: str) -> None:
+    for said in worlds.run(2, fused, kind="by hand", strategy="mirrored", batch_norm=batch_norm):
+        assert "cannot be combined with the batch norm ByHand" in said

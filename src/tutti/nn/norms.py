@@ -2,22 +2,58 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
+from typing import Any, NoReturn
 
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 from tutti.errors import UsageError
-from tutti.torch_compat import BatchNormBase
+from tutti.torch_compat import BatchNormBase, has_backward_hook, has_forward_hook
 
 
 class TakenOver(BatchNormBase):
-    """Base of batch norms that take over parameters, buffers and mode of a plain one; for inputs of ≥ 2 dimensions."""
+    """Base of batch norms that take over parameters, buffers and mode of a plain one; for inputs of ≥ 2 dimensions.
+
+    A plain one of a class with its own forward (batch norm and activation in one, as timm's), or with hooks, still runs
+    itself: only its call of ``torch.nn.functional.batch_norm`` is replaced by ``normalised``.
+    """
 
     def __init__(self, plain: BatchNormBase) -> None:
         super().__init__(plain.num_features, plain.eps, plain.momentum, plain.affine, plain.track_running_stats)
         # In a tuple, so that it is not registered as a submodule.
         self._plain = (plain,)
+        usual = type(plain).forward in (BatchNormBase.forward, nn.SyncBatchNorm.forward)
+        self._runs_plain = not usual or has_forward_hook(plain) or has_backward_hook(plain)
+        for name, child in plain.named_children():
+            self.add_module(name, child)
         _hand_over(plain, self)
+
+    def forward(self, input: Tensor) -> Any:
+        """Return what the plain batch norm returns, with ``normalised`` for its normalisation.
+
+        Raises:
+            UsageError: the plain one has its own forward, which does not normalise by one call of
+                ``torch.nn.functional.batch_norm`` with its own parameters.
+        """
+        if not self._runs_plain:
+            return self.normalised(input)
+        [plain] = self._plain
+        _hand_over(self, plain)
+        if not self.training:
+            return plain(input)
+        mode = _Normalisation(self)
+        with mode:
+            result = plain(input)
+        if mode.calls != 1:
+            mode.refuse()
+        return result
+
+    def normalised(self, input: Tensor) -> Tensor:
+        """Normalise ``input``, (samples, channels, …), and return the same shape. Updates the running statistics."""
+        raise NotImplementedError
 
     def given_back(self) -> BatchNormBase:
         """Return the plain batch norm with the current parameters, buffers and mode."""
@@ -27,6 +63,46 @@ class TakenOver(BatchNormBase):
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:
             raise ValueError(f"expected an input of (samples, channels, …), got {input.dim()} dimensions")
+
+
+class _Normalisation(TorchFunctionMode):
+    """Calls ``normalised`` of a batch norm in place of ``torch.nn.functional.batch_norm``.
+
+    Attributes:
+        calls: number of these calls so far.
+    """
+
+    def __init__(self, norm: TakenOver) -> None:
+        super().__init__()
+        counter = norm.num_batches_tracked
+        self._norm, self._before, self.calls = norm, None if counter is None else counter.clone(), 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not functional.batch_norm:
+            return func(*args, **(kwargs or {}))
+        norm = self._norm
+        self.calls += 1
+        given = inspect.signature(functional.batch_norm).bind(*args, **(kwargs or {}))
+        given.apply_defaults()
+        call = given.arguments
+        if not call["training"]:
+            return func(*args, **(kwargs or {}))
+        if call["weight"] is not norm.weight or call["bias"] is not norm.bias or call["eps"] != norm.eps:
+            self.refuse()
+        if self._before is not None and norm.num_batches_tracked is not None:
+            # ``normalised`` counts, and the plain forward has counted already.
+            norm.num_batches_tracked.copy_(self._before)
+        return norm.normalised(call["input"])
+
+    def refuse(self) -> NoReturn:
+        """Raise UsageError: the plain batch norm's own forward cannot be replaced."""
+        kind = type(self._norm._plain[0])
+        raise UsageError(
+            f"batch_norm='sync' and 'ghost' cannot be combined with the batch norm {kind.__name__}",
+            where=f"{kind.__module__}.{kind.__name__}.forward",
+            why="it does not normalise by one call of torch.nn.functional.batch_norm with its own weight, bias and eps",
+            remedy="leave out batch_norm, or make it of torch.nn.BatchNorm2d and a module for the rest",
+        )
 
 
 def _hand_over(source: BatchNormBase, to: BatchNormBase) -> None:

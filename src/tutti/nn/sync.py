@@ -69,7 +69,7 @@ class SyncBatchNorm(TakenOver):
         super().__init__(plain)
         self.peers, self.number = peers, number
 
-    def forward(self, input: Tensor) -> Tensor:
+    def normalised(self, input: Tensor) -> Tensor:
         """Normalise ``input``, (samples, channels, …), and return the same shape.
 
         Raises:
@@ -79,7 +79,7 @@ class SyncBatchNorm(TakenOver):
         """
         self._check_input_dim(input)
         if not self.training or self.peers.line.size == 1:
-            return super().forward(input)
+            return BatchNormBase.forward(self, input)
         count, mean, variance = self._gather(input.detach())
         if self.track_running_stats and self.running_mean is not None:
             self._track(mean, variance * (count / (count - 1)))
