@@ -23,6 +23,12 @@ _TWO = Place("mirrored", 2, 2, 2)
 KNOWN = {
     "clipped before the exchange": Script(place=_TWO, layers=("Linear",), loop=Loop("plain", ("clip_value",))),
     "assigned, reduced and clipped": Script(place=_TWO, layers=("Linear",), loop=Loop("assigned", ("clip_value",))),
+    "never cleared on servers": Script(
+        place=Place("parameter_server"), layers=("Linear",), samples=9, loop=Loop(zero="never")
+    ),
+    "never cleared on two servers": Script(
+        place=Place("parameter_server", 2, 2, 2), layers=("Linear",), samples=9, loop=Loop(zero="never")
+    ),
     "two counts in one exchange": Script(
         place=_TWO, layers=("Linear",), loss="weighted", samples=10, batch=5, loop=Loop("plain_then_run")
     ),

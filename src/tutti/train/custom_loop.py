@@ -324,13 +324,22 @@ class CustomLoop:
             self._show(shown)
 
     def _check_remote(self) -> None:
-        """Raise UsageError for a second gradient before an update on parameter servers: one push a global batch."""
-        if self._sync.gradient_at == "servers" and self._unapplied:
+        """Raise UsageError for gradients that a script adds up, on parameter servers: one push a global batch."""
+        if self._sync.gradient_at != "servers":
+            return
+        if self._unapplied:
             raise UsageError(
                 "a second gradient before optimizer.step() cannot be combined with parameter servers",
                 where=f"step {self._run.clock + 1}",
                 why="the first one is on the servers, where a script cannot add to it",
                 remedy="add the losses up and call run.backward once, or take --strategy mirrored",
+            )
+        if self._origin.carried():
+            raise UsageError(
+                "gradients that are not cleared after an update cannot be combined with parameter servers",
+                where=f"step {self._run.clock + 1}",
+                why="the servers have applied them and keep none, and the script adds the next ones to them",
+                remedy="call optimizer.zero_grad() in every step, or take --strategy mirrored",
             )
 
     # --- gradients without run.backward ----------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tutti.errors import MismatchError, UsageError
-from tutti.nn.incomplete_gradient import IncompleteGradient
+from tutti.nn.incomplete_gradient import IncompleteGradient, is_cleared
 from tutti.torch_compat import tensor_version
 from tutti.types import CustomLoopSync
 
@@ -59,6 +59,15 @@ class GradientOrigin:
         if index is None or not self._optimizers:
             return list(self.seen())
         return self._sync.seen_of(self._optimizers[index])
+
+    def carried(self) -> list[nn.Parameter]:
+        """Return the parameters of the script's optimizers whose concealed gradient the script has not cleared."""
+        updated = self._optimizers and {p for o in self._optimizers for p in self._sync.seen_of(o)}
+        return [
+            p
+            for p in self.seen()
+            if isinstance(p.grad, IncompleteGradient) and not is_cleared(p.grad) and (not updated or p in updated)
+        ]
 
     # --- records ---------------------------------------------------------------------------------------------------
 
