@@ -29,6 +29,9 @@ KNOWN = {
     "never cleared on two servers": Script(
         place=Place("parameter_server", 2, 2, 2), layers=("Linear",), samples=9, loop=Loop(zero="never")
     ),
+    "never cleared on servers, two bodies a batch": Script(
+        place=Place("parameter_server", 1, 2, 1), layers=("Linear",), samples=9, loop=Loop(zero="never")
+    ),
     "two counts in one exchange": Script(
         place=_TWO, layers=("Linear",), loss="weighted", samples=10, batch=5, loop=Loop("plain_then_run")
     ),

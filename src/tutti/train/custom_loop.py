@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from tutti.errors import UsageError
 from tutti.launcher import heartbeat
 from tutti.launcher.heartbeat import Phase
+from tutti.nn.incomplete_gradient import conceal
 from tutti.parallel import Choice, check_custom_loop
 from tutti.train.body_comparison import BodyComparison
 from tutti.train.gradient_origin import GradientOrigin
@@ -109,6 +110,7 @@ class CustomLoop:
             several = self._bodies.several = run.feed.most_micro_batches(step_context.samples) > 1
             served = self._sync.gradient_at == "servers"
             self._origin.alone = not several and not served and run.context.comms.replica.size == 1
+            pushed = self._origin.carried() if several and served else []
             # Complete gradients that the script accumulates over global batches.
             carried = self._sync.take() if several else {}
             for worker, micro_batches in busy:
@@ -116,6 +118,10 @@ class CustomLoop:
                 for micro_batch in micro_batches:
                     final = worker == self._busy[-1] and micro_batch.last
                     self._enter_body(micro_batch, final, carried)
+                    if pushed:
+                        # The first body must clear them, as without several bodies.
+                        conceal(pushed, "on the parameter servers, which have applied it")
+                        pushed = []
                     with self._replica.script_code():
                         yield micro_batch.batch
                     self._leave_body()
@@ -231,6 +237,7 @@ class CustomLoop:
                 first) and returns them including this micro-batch.
             means: see ``GradientOrigin.local``.
         """
+        self._check_carried()
         local = self._take_local(micro_batch, means)
         call, self._calls = self._calls, self._calls + 1
         if self._final:
@@ -324,17 +331,18 @@ class CustomLoop:
             self._show(shown)
 
     def _check_remote(self) -> None:
-        """Raise UsageError for gradients that a script adds up, on parameter servers: one push a global batch."""
-        if self._sync.gradient_at != "servers":
-            return
-        if self._unapplied:
+        """Raise UsageError for a second gradient before an update on parameter servers: one push a global batch."""
+        if self._sync.gradient_at == "servers" and self._unapplied:
             raise UsageError(
                 "a second gradient before optimizer.step() cannot be combined with parameter servers",
                 where=f"step {self._run.clock + 1}",
                 why="the first one is on the servers, where a script cannot add to it",
                 remedy="add the losses up and call run.backward once, or take --strategy mirrored",
             )
-        if self._origin.carried():
+
+    def _check_carried(self) -> None:
+        """Raise UsageError for gradients that a script adds to those of an update, which parameter servers hold."""
+        if self._sync.gradient_at == "servers" and not self._unapplied and self._origin.carried():
             raise UsageError(
                 "gradients that are not cleared after an update cannot be combined with parameter servers",
                 where=f"step {self._run.clock + 1}",
