@@ -32,6 +32,9 @@ KNOWN = {
     "never cleared on servers, two bodies a batch": Script(
         place=Place("parameter_server", 1, 2, 1), layers=("Linear",), samples=9, loop=Loop(zero="never")
     ),
+    "hooked in the first of several bodies": Script(
+        layers=("Linear",), samples=9, micro=2, loop=Loop(backward="two"), edits=(Edit(where="between", kind="hook"),)
+    ),
     "two counts in one exchange": Script(
         place=_TWO, layers=("Linear",), loss="weighted", samples=10, batch=5, loop=Loop("plain_then_run")
     ),

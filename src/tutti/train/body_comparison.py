@@ -15,7 +15,7 @@ from torch import nn
 
 from tutti.errors import UsageError
 from tutti.nn.swap import parameters
-from tutti.torch_compat import tensor_version
+from tutti.torch_compat import GRADIENT_HOOK_ATTRIBUTES, tensor_version
 from tutti.train.gradient_origin import script_line
 from tutti.train.mistake_checks import Hook
 from tutti.types import CustomLoopSync
@@ -45,6 +45,7 @@ class BodyComparison:
         self._first: list[tuple[str, int]] | None = None
         self._written: tuple[list[int], list[float] | None] = ([], None)
         self._at_forward: list[bool] | None = None
+        self._hooks_at_forward: list[int] | None = None
         self._hooked = False
 
     def begin_batch(self) -> None:
@@ -53,7 +54,7 @@ class BodyComparison:
 
     def begin_body(self, final: bool) -> None:
         """Begin a body; ``final``: whether it is this rank's last in the global batch."""
-        self._final, self._events, self._at_forward = final, [], None
+        self._final, self._events, self._at_forward, self._hooks_at_forward = final, [], None, None
         if self.several:
             self._written = self._values()
             self._watch_forward()
@@ -63,6 +64,9 @@ class BodyComparison:
         if not self.several:
             return
         self._check_writes()
+        if not self._final and self._hooks_at_forward not in (None, self._gradient_hooks()):
+            # Later bodies of this batch would have hooks that this one had not.
+            self.refuse_different()
         if self._first is None:
             self._first = self._events
         elif len(self._events) != len(self._first):
@@ -127,9 +131,15 @@ class BodyComparison:
     def _before_forward(self, part: nn.Module) -> None:
         if self.several and self._at_forward is None and torch.is_grad_enabled():
             self._at_forward = self._trained()
+            self._hooks_at_forward = self._hooks_at_forward or self._gradient_hooks()
 
     def _trained(self) -> list[bool]:
         return [p.requires_grad for _, p in parameters(self._run.replica.parts)]
+
+    def _gradient_hooks(self) -> list[int]:
+        """Return the number of hooks that ``Tensor.register_hook`` has put on each parameter."""
+        table, _ = GRADIENT_HOOK_ATTRIBUTES
+        return [len(getattr(p, table) or ()) for _, p in parameters(self._run.replica.parts)]
 
     def retrained(self) -> None:
         """Accept parameters frozen or thawed in this body. Raises UsageError if its forward had begun."""
