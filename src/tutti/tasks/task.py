@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +27,7 @@ class Task:
         images: batches hold NCHW images, so that channels-last memory layout helps.
         directions: ``lower`` or ``higher``, whichever is better, for metrics whose name does not decide it:
             ``{"distance": "lower"}``. ``--keep-best`` and ``tutti compare`` read it.
+        callbacks: functions and objects that the run calls at its events, as in ``tutti.prepare``.
         describe: description of the data for the header, such as ``"50,000 + 10,000 images 32×32"``.
     """
 
@@ -37,6 +38,7 @@ class Task:
     eval: Any = None
     images: bool = False
     directions: Mapping[str, Direction] = field(default_factory=dict)
+    callbacks: Sequence[Any] = ()
     describe: str = ""
 
     def __post_init__(self) -> None:

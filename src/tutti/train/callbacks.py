@@ -66,6 +66,10 @@ class Callbacks:
         """Return whether a callback has stopped training."""
         return self.reason is not None
 
+    def handles(self, event: str) -> bool:
+        """Return whether a callback has a method of the event."""
+        return any(_handler(each, event) is not None for each in self.own)
+
     def begin(self, run: Run) -> None:
         """Call ``on_train_begin`` before the first epoch. Collective."""
         if not self._begun:
@@ -101,7 +105,7 @@ class Callbacks:
 
     def evaluated(self, run: Run, evaluation: Evaluation) -> None:
         """Call ``on_evaluation`` with rank 0's values. Collective."""
-        if all(_handler(each, "on_evaluation") is None for each in self.own):
+        if not self.handles("on_evaluation"):
             return
         # Sums in another order may differ in the last bit between ranks of one replica: one rank decides.
         mine = [encode_json(evaluation.loss, "loss"), encode_json(evaluation.metrics, "metrics")]
@@ -111,6 +115,21 @@ class Callbacks:
     def facts(self) -> list[Any]:
         """Return the callbacks' states as JSON values for a checkpoint; None for a callback without one."""
         return [_state(each) for each in self.own]
+
+    def saved(self) -> dict[str, Any]:
+        """Return the entries of a checkpoint: states, names, and why a callback has stopped training."""
+        if not self.own:
+            return {}
+        return {"callbacks": self.facts(), "callback_names": self.names(), "stopped": self.reason}
+
+    def load_run(self, saved: Mapping[str, Any]) -> None:
+        """Load ``saved`` of a checkpoint of ``tutti train``; a run that a callback had stopped remains stopped.
+
+        Raises CheckpointError as ``load``.
+        """
+        self.load(saved)
+        reason = saved.get("stopped") if self.own else None
+        self.reason = None if reason is None else str(reason)
 
     def load(self, saved: Mapping[str, Any]) -> None:
         """Load the states of a checkpoint's facts. Raises CheckpointError if they are of other callbacks."""

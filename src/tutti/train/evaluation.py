@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from tutti.train.run import Run
 
 
+BLOCK = 512
+"""Default of the largest number of samples in one forward."""
+
+
 @dataclass(frozen=True)
 class Evaluation:
     """Means over all held-out samples, each counted once.

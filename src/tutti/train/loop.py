@@ -6,11 +6,13 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from tutti.checkpoint.manager import Checkpoints
 from tutti.checkpoint.manifest import REMEDY
+from tutti.checkpoint.write import step_name
 from tutti.config.metric_direction import RAW
 from tutti.config.spec import Duration
 from tutti.data.epochs import Epochs
@@ -22,6 +24,7 @@ from tutti.metrics.listener import Clock, EvalRecord, Listener, Pace, RunHeader
 from tutti.metrics.profile import Window
 from tutti.metrics.throughput import DeviceThroughput, device_rates
 from tutti.optim.loss_scale import LossScale
+from tutti.train.evaluation import BLOCK, evaluate_samples
 from tutti.train.run import Run
 from tutti.train.target_watch import EvaluatedAt, TargetWatch, wall_seconds
 from tutti.types import Batch, StepRecord
@@ -134,6 +137,15 @@ class Speed:
         """Exclude the time since ``since`` (seconds of ``time.perf_counter``)."""
         self._paused += time.perf_counter() - since
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Exclude the time of the block, such as that of callbacks."""
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.pause(begin)
+
     def overall(self) -> dict[str, float]:
         """Return seconds of training until the last step, seconds of start-up, and samples per second after it."""
         (now, samples), (begun, done) = self._marks[-1], self._first
@@ -241,6 +253,9 @@ def train_loop(
     evaluated, skipped = None, 0
     means = means or Means()
     unchecked = watch is not None
+    finished = run.callbacks.ended()
+    with speed.paused():
+        run.callbacks.begin(run)
     _look(windows, speed)
     while not _over(plan, run, watch):
         number, start = run.at
@@ -259,21 +274,29 @@ def train_loop(
             if unchecked and watch is not None and held_out is not None:
                 _check_watch(watch, run, held_out, speed)
                 unchecked = False
+            with speed.paused():
+                run.end_step()
+                run.end_epoch(number)
             # Before the save: the checkpoint records the held-out values of its own step.
             fresh = None
-            if to_evaluate() and held_out is not None:
+            # A stop by a callback is followed by the evaluation of the last weights.
+            if (to_evaluate() or run.callbacks.ended()) and held_out is not None:
                 evaluated = fresh = _evaluate(run, held_out, epoch, speed, listener)
                 if watch is not None:
                     _watch(watch, run, fresh, clock)
-            due = to_save() or (watch is not None and watch.ending is not None)
+            due = to_save() or (watch is not None and watch.ending is not None) or run.callbacks.ended()
             _save(run, due and plan.save is not None, means, fresh, saver, speed, clock, watch)
             if _over(plan, run, watch):
                 break
+    if run.callbacks.ended() and not finished and saver is not None and saver.saved_step != run.clock > 0:
+        # A callback has stopped the run between two steps.
+        _save(run, plan.save is not None, means, None, saver, speed, clock, watch)
     if saver is not None:
         saver.wait()
     heartbeat.training.enter(Phase.END)
     if evaluated is None and held_out is not None:
         evaluated = _evaluate(run, held_out, max(run.at.epoch - (run.at.batch == 0), 0), speed, listener)
+    run.callbacks.call("on_train_end", run)
     return {
         "epochs": run.samples / contract.dataset if contract.dataset is not None else run.at.epoch,
         "steps": run.clock,
@@ -284,6 +307,7 @@ def train_loop(
         "train": means.summary(),
         "eval": None if evaluated is None else evaluated.values,
         **({} if watch is None else watch.summary()),
+        **({} if run.stopped is None else {"stopped": run.stopped}),
         **_chosen(run, saver),
         **run.gradient_sync.facts(),
         **speed.overall(),
@@ -293,8 +317,8 @@ def train_loop(
 
 
 def _over(plan: TrainPlan, run: Run, watch: TargetWatch | None) -> bool:
-    """Return whether the run has its planned length, or an evaluation has ended it."""
-    return ended(plan.total, run) or (watch is not None and watch.ending is not None)
+    """Return whether the run has its planned length, or an evaluation or a callback has ended it."""
+    return ended(plan.total, run) or (watch is not None and watch.ending is not None) or run.callbacks.ended()
 
 
 def _check_watch(watch: TargetWatch, run: Run, held_out: Source, speed: Speed) -> None:
@@ -308,7 +332,7 @@ def _check_watch(watch: TargetWatch, run: Run, held_out: Source, speed: Speed) -
     reported = ["loss", *run.context.comms.world.broadcast_json(mine, 0, "names of the metrics")]
     if watch.metric.name.removeprefix(RAW) not in reported:
         start = time.perf_counter()
-        reported = list(run.evaluate(held_out).values)
+        reported = list(evaluate_samples(run, held_out, BLOCK, None, averaged).values)
         speed.pause(start)
     watch.check(reported, averaged)
 
@@ -434,13 +458,25 @@ def _save(
         spent: dict[str, Any] = {"started": clock.started, "seconds": speed.elapsed()}
         if watch is not None:
             spent["target"] = watch.state()
+        spent |= run.callbacks.saved()
         saver.save({"means": means.facts(), **spent}, None if evaluated is None else evaluated.values)
+        _tell_checkpoint(run, saver)
         speed.pause(start)
     if stop:
         if saver is not None:
             saver.wait()
         saved = "state saved, continue with --resume" if saver is not None else "nothing was saved"
         raise Preempted("the run was asked to stop", where=f"step {run.clock}", remedy=saved)
+
+
+def _tell_checkpoint(run: Run, saver: Checkpoints) -> None:
+    """Call ``on_checkpoint`` once the checkpoint is on disk. Collective if a callback has the method."""
+    if not run.callbacks.handles("on_checkpoint"):
+        return
+    saver.wait()
+    path = saver.folder / step_name(run.clock)
+    if run.context.comms.world.broadcast_json(path.is_dir(), 0, "checkpoint for the callbacks"):
+        run.callbacks.call("on_checkpoint", run, path)
 
 
 def _evaluate(run: Run, held_out: Source, epoch: int, speed: Speed, listener: Listener) -> EvalRecord:
@@ -450,7 +486,8 @@ def _evaluate(run: Run, held_out: Source, epoch: int, speed: Speed, listener: Li
     start = time.perf_counter()
     seconds = speed.elapsed()
     first = run.evaluate(held_out)
-    raw = run.evaluate(held_out, averaged=False).values if first.averaged else None
+    # Callbacks see one evaluation of a step.
+    raw = evaluate_samples(run, held_out, BLOCK, None, False).values if first.averaged else None
     record = EvalRecord(run.clock, epoch + 1, first.loss, first.metrics, first.samples, raw, seconds)
     listener.evaluated(record)
     speed.pause(start)

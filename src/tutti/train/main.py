@@ -7,7 +7,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
@@ -73,7 +73,7 @@ def train_rank(task: str, config: TrainConfig, directory: str | None) -> int:
     model = built(chosen, config, world)
     size = sum(p.numel() for p in model.parameters())
     warnings = EarlyWarnings()
-    run = prepared(chosen, model, config, world, warnings)
+    run = prepared(chosen, model, config, world, warnings, callbacks=chosen.callbacks)
     epochs = run.feed.epochs
     plan, total = _plan(config, epochs)
     held_out = _held_out(chosen, task, config)
@@ -88,6 +88,8 @@ def train_rank(task: str, config: TrainConfig, directory: str | None) -> int:
         with stop_on_signals(run) as reason:
             saver = _saver(run, place, world, config, facts, warnings)
             restored = saver.restore() if saver is not None and again else None
+            if restored is not None:
+                run.callbacks.load_run(restored)
             origin = _begin(run, config, restored, facts)
             clock = Clock.saved(restored or {}) if again else Clock(time.time())
             if world.identity.rank == 0:
@@ -343,7 +345,12 @@ def built(task: Task, config: TrainConfig, world: World) -> nn.Module:
 
 @without_growth_warnings()
 def prepared(
-    task: Task, model: nn.Module, config: TrainConfig, world: World, warn: Callable[[str], None] | None = None
+    task: Task,
+    model: nn.Module,
+    config: TrainConfig,
+    world: World,
+    warn: Callable[[str], None] | None = None,
+    callbacks: Sequence[Any] = (),
 ) -> Run:
     """Prepare the run of the task with the options of the configuration. Collective.
 
@@ -353,6 +360,7 @@ def prepared(
         config: the resolved configuration.
         world: all ranks.
         warn: see ``prepare_run``.
+        callbacks: the task's callbacks; none where a run is prepared only to be measured.
     """
     options = RunOptions(
         strategy=config.strategy,
@@ -377,6 +385,7 @@ def prepared(
         max_nonfinite=config.max_nonfinite,
         data_workers=config.data_workers,
         slow=config.slowness,
+        callbacks=callbacks,
     )
     schedule = partial(_schedule, config)
     return prepare_run(model, config.optimizer_choice, task.train, task.loss, options, schedule, warn)

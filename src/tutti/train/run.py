@@ -37,7 +37,7 @@ from tutti.optim.several import SeveralOptimizers
 from tutti.parallel import Choice
 from tutti.train.callbacks import Callbacks
 from tutti.train.custom_loop import CustomLoop
-from tutti.train.evaluation import Evaluation, evaluate_samples
+from tutti.train.evaluation import BLOCK, Evaluation, evaluate_samples
 from tutti.train.hook_watch import HookWatch
 from tutti.train.lost_ranks import LostRanks
 from tutti.train.mistake_checks import Checks
@@ -176,6 +176,7 @@ class Run:
         self._drawn: RankBatch | None = None
         self._resumed: Position | None = None
         self._stepping = self._stop = self._warm = False
+        self._step_told = self._epoch_told = True
         self.optimizer = SeveralOptimizers(optimizers) if len(optimizers) > 1 else next(iter(optimizers), None)
         self._trainability = TrainabilityWatch(replica, sync, optimizers, self.average)
         self.custom = CustomLoop(self, optimizers, choice)
@@ -240,6 +241,7 @@ class Run:
         self.callbacks.begin(self)
         if self.callbacks.ended():
             return
+        self._epoch_told = False
         self.callbacks.call("on_epoch_begin", self, number)
         self.within, self._rate = number, self.feed.epochs.phase(number).rate
         parts = iter(()) if start is None else self.feed.read(number, start)
@@ -251,17 +253,35 @@ class Run:
                 # Also after an exception or a break in the caller's loop: the step is over.
                 heartbeat.training.enter(Phase.IDLE)
             if self.taken > taken:
-                self.callbacks.call("on_step_end", self)
+                self.end_step()
         self._drawn = None
-        if self.callbacks.ended():
+        if self.callbacks.ended() and not self._epoch_told:
             # The epoch is not over: a checkpoint saved from here on resumes within it.
             return
         # A checkpoint saved from here on resumes after this epoch's loop.
         self.within = None
         self.schedulers.after_epoch()
-        self.callbacks.call("on_epoch_end", self, number)
+        if not self._epoch_told:
+            self._epoch_told = True
+            self.callbacks.call("on_epoch_end", self, number)
         if seldom(self):
             check_replicas(self, f"epoch {number + 2}")
+
+    def end_step(self) -> None:
+        """Call ``on_step_end`` for the last step, once. Collective.
+
+        ``epoch`` calls it after the body of the caller's loop. ``tutti train`` calls it and ``end_epoch`` within the
+        body, because the checkpoint of a step holds the states of callbacks after the step's events.
+        """
+        if not self._step_told:
+            self._step_told = True
+            self.callbacks.call("on_step_end", self)
+
+    def end_epoch(self, number: int) -> None:
+        """Call ``on_epoch_end`` if the last step has consumed the last batch of epoch ``number``. Collective."""
+        if self.at.epoch > number and not self._epoch_told:
+            self._epoch_told = True
+            self.callbacks.call("on_epoch_end", self, number)
 
     def _start(self, number: int) -> int | None:
         """Return the first batch of epoch ``number``; None if a restored run has consumed all of them."""
@@ -446,6 +466,7 @@ class Run:
     def _advance(self, stats: StepStats | None, clock: int | None) -> None:
         """Count a global batch as consumed; ``clock``: steps of all workers together, None to count this rank's."""
         self._warm = True
+        self._step_told = False
         self.taken += 1
         self.clock = self.taken if clock is None else max(self.clock, clock)
         if self._drawn is not None:
@@ -591,7 +612,7 @@ class Run:
     def evaluate(
         self,
         source: Any,
-        batch: int = 512,
+        batch: int = BLOCK,
         loss: LossFn | None = None,
         averaged: bool | None = None,
         collate: Collate | None = None,
