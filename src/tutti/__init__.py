@@ -61,6 +61,9 @@ _HOME = {
     "prepare": "tutti.train.prepare",
     "EarlyStopping": "tutti.train.callbacks",
     "BestModel": "tutti.train.callbacks",
+    "JsonLinesLogger": "tutti.train.metric_loggers",
+    "WandbLogger": "tutti.train.metric_loggers",
+    "MLflowLogger": "tutti.train.metric_loggers",
     "Run": "tutti.train.run",
     "DiagnosisWarning": "tutti.metrics.diagnoses",
     "spilling": "tutti.nn.init_on_disk",
@@ -110,6 +113,9 @@ if TYPE_CHECKING:
     from tutti.tasks.task import Task as Task
     from tutti.train.callbacks import BestModel as BestModel
     from tutti.train.callbacks import EarlyStopping as EarlyStopping
+    from tutti.train.metric_loggers import JsonLinesLogger as JsonLinesLogger
+    from tutti.train.metric_loggers import MLflowLogger as MLflowLogger
+    from tutti.train.metric_loggers import WandbLogger as WandbLogger
     from tutti.train.prepare import prepare as prepare
     from tutti.train.run import Run as Run
 

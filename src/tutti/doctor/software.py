@@ -32,6 +32,8 @@ EXTRAS = {
     "planning": ("scipy",),
     "plot": ("matplotlib",),
     "ray": ("ray",),
+    "wandb": ("wandb",),
+    "mlflow": ("mlflow",),
     "report": ("jinja2", "matplotlib"),
     "server": ("pyzmq",),
     "tensorboard": ("tensorboard",),

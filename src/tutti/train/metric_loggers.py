@@ -1,0 +1,211 @@
+"""Callbacks that write a run's metrics to Weights & Biases, MLflow, or a file of JSON lines."""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import importlib.util
+import json
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from tutti.errors import DiskError, UsageError
+from tutti.train.evaluation import Evaluation
+
+if TYPE_CHECKING:
+    from tutti.train.run import Run
+
+
+class MetricLogger(ABC):
+    """The base of callbacks that write metrics, on rank 0: ``train/…`` after each step, ``eval/…`` after evaluations.
+
+    A logger whose run was saved in a checkpoint continues that run. A run that ends without ``on_train_end``, such as
+    by an exception, is closed as failed when the process exits.
+    """
+
+    ranks = "first"
+
+    def __init__(self) -> None:
+        self.identity: str | None = None
+        self._open = False
+
+    @abstractmethod
+    def open(self) -> str | None:
+        """Start to write, and return the name under which a resumed run continues; None for none."""
+
+    @abstractmethod
+    def write(self, values: Mapping[str, float], step: int) -> None:
+        """Write values by name after ``step`` steps."""
+
+    @abstractmethod
+    def close(self, failed: bool) -> None:
+        """Write what is still in memory and end."""
+
+    def on_train_begin(self, run: Run) -> None:
+        """Open the logger."""
+        self.identity = self.open()
+        self._open = True
+        atexit.register(self._close, True)
+
+    def on_step_end(self, run: Run) -> None:
+        """Write loss, metrics, gradient norm and learning rate of the step."""
+        if run.stats is None:
+            return
+        groups = [group for optimizer in run.gradient_sync.optimizers for group in optimizer.param_groups]
+        values = {"loss": run.stats.loss, **run.stats.metrics, "grad_norm": run.stats.grad_norm}
+        values |= {"lr": float(groups[0]["lr"])} if groups else {}
+        self.write({f"train/{n}": float(v) for n, v in values.items() if v is not None}, run.clock)
+
+    def on_evaluation(self, run: Run, evaluation: Evaluation) -> None:
+        """Write loss and metrics of the evaluation."""
+        self.write({f"eval/{name}": value for name, value in evaluation.values.items()}, run.clock)
+
+    def on_train_end(self, run: Run) -> None:
+        """Close the logger."""
+        self._close(False)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the name under which a resumed run continues."""
+        return {"identity": self.identity}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue the run of ``state_dict``."""
+        self.identity = None if state["identity"] is None else str(state["identity"])
+
+    def _close(self, failed: bool) -> None:
+        if self._open:
+            self._open = False
+            atexit.unregister(self._close)
+            self.close(failed)
+
+
+class JsonLinesLogger(MetricLogger):
+    """The logger that appends ``{"step": …, "train/loss": …}`` to a file.
+
+    Args:
+        path: the file; its folder is made.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        super().__init__()
+        self.path, self._file = Path(path), None  # type: Path, Any
+
+    def open(self) -> None:
+        """Open the file. Raises DiskError."""
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self.path.open("a", encoding="utf-8")
+        except OSError as error:
+            raise DiskError("the log cannot be written", where=str(self.path), why=str(error)) from error
+
+    def write(self, values: Mapping[str, float], step: int) -> None:
+        """Append a line."""
+        self._file.write(json.dumps({"step": step, **values}) + "\n")
+        self._file.flush()
+
+    def close(self, failed: bool) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+class WandbLogger(MetricLogger):
+    """The logger that writes to Weights & Biases.
+
+    Args:
+        project: the project.
+        name: the run's name; None for one that Weights & Biases makes.
+        mode: ``online``, ``offline`` (files for ``wandb sync``, no network) or ``disabled``; None: as ``WANDB_MODE``.
+        folder: directory for its files; None for the current one.
+
+    Raises:
+        UsageError: ``wandb`` is not installed.
+    """
+
+    def __init__(
+        self,
+        project: str,
+        name: str | None = None,
+        mode: Literal["online", "offline", "disabled"] | None = None,
+        folder: str | Path | None = None,
+    ) -> None:
+        super().__init__()
+        _require("wandb", "WandbLogger")
+        self.project, self.name, self.mode, self.folder = project, name, mode, folder
+        self._run: Any = None
+
+    def open(self) -> str:
+        """Start the run, or continue that of the checkpoint."""
+        self._run = importlib.import_module("wandb").init(
+            project=self.project,
+            name=self.name,
+            mode=self.mode,
+            dir=None if self.folder is None else str(self.folder),
+            id=self.identity,
+            resume=None if self.identity is None else "allow",
+        )
+        # Weights & Biases drops steps that do not rise, such as those that a resumed run repeats.
+        self._run.define_metric("*", step_metric="step")
+        return str(self._run.id)
+
+    def write(self, values: Mapping[str, float], step: int) -> None:
+        """Log the values against ``step``."""
+        self._run.log({"step": step, **values})
+
+    def close(self, failed: bool) -> None:
+        """Finish the run."""
+        self._run.finish(exit_code=int(failed))
+
+
+class MLflowLogger(MetricLogger):
+    """The logger that writes to MLflow.
+
+    Args:
+        experiment: the experiment, which is created if it is missing.
+        name: the run's name; None for one that MLflow makes.
+        uri: the tracking server, or a store without network, such as ``sqlite:///runs.db``; None: as
+            ``MLFLOW_TRACKING_URI``.
+
+    Raises:
+        UsageError: ``mlflow`` is not installed.
+    """
+
+    def __init__(self, experiment: str, name: str | None = None, uri: str | None = None) -> None:
+        super().__init__()
+        _require("mlflow", "MLflowLogger")
+        self.experiment, self.name, self.uri = experiment, name, uri
+        self._client: Any = None
+        self._metric: Any = None
+
+    def open(self) -> str:
+        """Create the run, or continue that of the checkpoint."""
+        self._client = importlib.import_module("mlflow").MlflowClient(tracking_uri=self.uri)
+        self._metric = importlib.import_module("mlflow.entities").Metric
+        if self.identity is not None:
+            self._client.update_run(self.identity, status="RUNNING")
+            return self.identity
+        found = self._client.get_experiment_by_name(self.experiment)
+        number = self._client.create_experiment(self.experiment) if found is None else found.experiment_id
+        return str(self._client.create_run(number, run_name=self.name).info.run_id)
+
+    def write(self, values: Mapping[str, float], step: int) -> None:
+        """Log the values in one request."""
+        now = int(time.time() * 1000)
+        metrics = [self._metric(name, value, now, step) for name, value in values.items()]
+        self._client.log_batch(self.identity, metrics=metrics)
+
+    def close(self, failed: bool) -> None:
+        """End the run as finished or failed."""
+        self._client.set_terminated(self.identity, status="FAILED" if failed else "FINISHED")
+
+
+def _require(package: str, logger: str) -> None:
+    """Raise UsageError if the package is not installed."""
+    if importlib.util.find_spec(package) is None:
+        raise UsageError(
+            f"{logger} needs the package {package}",
+            why="it is not installed",
+            remedy=f'pip install "tutti-train[{package}]"',
+        )

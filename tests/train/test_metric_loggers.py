@@ -1,0 +1,67 @@
+"""Loggers write a run's metrics on rank 0 alone, continue a restored run, and name the extra that is missing."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tutti
+from tests import worlds
+from tests.train.test_callbacks import INPUTS, TARGETS, prepared
+from tutti.errors import UsageError
+
+
+def trained(logger: Any, epochs: int = 1, folder: str | None = None) -> tuple[Any, str | None]:
+    run = prepared([logger])
+    if folder is not None:
+        run.restore(folder)
+    for epoch in run.epochs(epochs):
+        for batch in run.epoch(epoch):
+            run.step(batch)
+        run.evaluate((INPUTS, TARGETS))
+        if folder is not None:
+            run.save(folder)
+    return run.weights_sha256(), getattr(logger, "identity", None)
+
+
+def to_file(path: str) -> Any:
+    return trained(tutti.JsonLinesLogger(path) if path else lambda run: None)[0]
+
+
+def test_rank_0_alone_writes_json_lines(tmp_path: Path) -> None:
+    file = tmp_path / "logs" / "run.jsonl"
+    assert worlds.run(2, to_file, path=str(file)) == worlds.run(2, to_file, path="")
+    lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 4]
+    assert {"step", "train/loss", "train/lr"} <= lines[0].keys() and list(lines[4]) == ["step", "eval/loss"]
+
+
+@pytest.mark.parametrize(("kind", "package"), [(tutti.WandbLogger, "wandb"), (tutti.MLflowLogger, "mlflow")])
+def test_a_missing_package_is_named(kind: Any, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UsageError, match=rf"tutti-train\[{package}\]"):
+        kind("project")
+
+
+def test_mlflow_continues_a_restored_run(tmp_path: Path) -> None:
+    mlflow = pytest.importorskip("mlflow")
+    uri = f"sqlite:///{tmp_path}/runs.db"
+    _, first = trained(tutti.MLflowLogger("digits", uri=uri), 1, str(tmp_path / "kept"))
+    _, again = trained(tutti.MLflowLogger("digits", uri=uri), 2, str(tmp_path / "kept"))
+    assert first == again
+    client = mlflow.MlflowClient(tracking_uri=uri)
+    assert client.get_run(first).info.status == "FINISHED"
+    assert [each.step for each in client.get_metric_history(first, "train/loss")] == [*range(1, 9)]
+    assert [each.step for each in client.get_metric_history(first, "eval/loss")] == [4, 8]
+
+
+def test_wandb_writes_without_a_network(tmp_path: Path) -> None:
+    pytest.importorskip("wandb")
+    _, identity = trained(tutti.WandbLogger("digits", mode="offline", folder=tmp_path))
+    files = list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
+    assert len(files) == 1 and identity is not None and identity in files[0].name
+    assert b"train/loss" in files[0].read_bytes() and b"eval/loss" in files[0].read_bytes()
