@@ -151,7 +151,6 @@ def test_a_first_batch_is_read_again_with_the_same_draws(own: bool) -> None:
     assert isinstance(source, Stream)
     for count in (2, 3):
         batch = source.first_batch(count, source.key(3, 0))
-        assert batch is not None
         assert [field.tolist() for field in batch] == [field[:count] for field in wanted[0][:2]]
     reading = make_reader(source, Epochs(BatchContract(source.samples, 8, 4, 1)), 0, 3, Alone(), Prefetch())
     assert everything(reading.read(0, 0)) == wanted
@@ -160,7 +159,8 @@ def test_a_first_batch_is_read_again_with_the_same_draws(own: bool) -> None:
 
 
 def test_an_empty_stream_has_no_first_batch() -> None:
-    assert Stream(Numbers(0)).first_batch(2, 3) is None
+    with pytest.raises(DataError, match="the stream is empty"):
+        Stream(Numbers(0)).first_batch(2, 3)
 
 
 def test_a_state_of_its_own_spares_reading_again() -> None:

@@ -57,17 +57,17 @@ class Stream:
         tried, self._tried = self._tried, None
         return tried if tried is not None and tried.begins(epoch, key) else Cursor(self, epoch, key)
 
-    def first_batch(self, count: int, key: int) -> Batch | None:
-        """Return the first ``count`` samples of epoch 0 as a batch; None without samples. ``cursor`` reads them again.
+    def first_batch(self, count: int, key: int) -> Batch:
+        """Return the first ``count`` samples of epoch 0 as a batch, which ``cursor`` reads again.
 
         Raises:
-            DataError: a sample cannot be read or collated.
+            DataError: the stream is empty, or a sample cannot be read or collated.
         """
         if self._tried is None:
             self._tried = Cursor(self, 0, key)
         items = self._tried.peek(count)
         if not items:
-            return None
+            _empty(self, 0, 0)
         if self.collate is not None:
             return _collated(self.collate, items, key, Position(), 0)
         return _collate(items, items, 0, self.name)

@@ -13,12 +13,14 @@ from torch.overrides import TorchFunctionMode
 from tutti.errors import UsageError
 from tutti.torch_compat import BatchNormBase, has_backward_hook, has_forward_hook
 
+_SIGNATURE = inspect.signature(functional.batch_norm)
+
 
 class TakenOver(BatchNormBase):
     """Base of batch norms that take over parameters, buffers and mode of a plain one; for inputs of ≥ 2 dimensions.
 
-    A plain one of a class with its own forward (batch norm and activation in one, as timm's), or with hooks, still runs
-    itself: only its call of ``torch.nn.functional.batch_norm`` is replaced by ``normalised``.
+    A plain batch norm whose class has its own forward (timm's ``BatchNormAct2d`` has an activation in it), or that has
+    hooks, still runs itself: ``normalised`` replaces only its call of ``torch.nn.functional.batch_norm``.
     """
 
     def __init__(self, plain: BatchNormBase) -> None:
@@ -35,7 +37,7 @@ class TakenOver(BatchNormBase):
         """Return what the plain batch norm returns, with ``normalised`` for its normalisation.
 
         Raises:
-            UsageError: the plain one has its own forward, which does not normalise by one call of
+            UsageError: the forward of the plain batch norm's class does not normalise by one call of
                 ``torch.nn.functional.batch_norm`` with its own parameters.
         """
         if not self._runs_plain:
@@ -82,7 +84,7 @@ class _Normalisation(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         norm = self._norm
         self.calls += 1
-        given = inspect.signature(functional.batch_norm).bind(*args, **(kwargs or {}))
+        given = _SIGNATURE.bind(*args, **(kwargs or {}))
         given.apply_defaults()
         call = given.arguments
         if not call["training"]:

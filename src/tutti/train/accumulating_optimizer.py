@@ -39,13 +39,15 @@ def accumulate_steps(optimizer: Optimizer, run: Run, choice: Choice, index: int 
         if closure is not None:
             loss: float | None = run.custom.step_with(index, closure, lambda evaluated: kind.step(self, evaluated))
             return loss
-        run.custom.step(index)
+        with run.replica.model_code():
+            run.custom.step(index)
         return None
 
     def zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
         """Clear the optimizer's gradients, and those that the script sees."""
-        kind.zero_grad(self, set_to_none)
-        run.custom.cleared(index, set_to_none)
+        with run.replica.model_code():
+            kind.zero_grad(self, set_to_none)
+            run.custom.cleared(index, set_to_none)
 
     def state_dict(self: Optimizer) -> dict[str, Any]:
         """Return the optimizer's state. Raises UsageError if it is split over ranks, logical workers or servers."""

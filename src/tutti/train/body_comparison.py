@@ -60,13 +60,21 @@ class BodyComparison:
             self._watch_forward()
 
     def end_body(self) -> None:
-        """End a body. Raises UsageError if its calls differ from those of the first body."""
+        """End a body.
+
+        Raises:
+            UsageError: its calls differ from those of the first body, or it has registered a gradient hook too late.
+        """
         if not self.several:
             return
         self._check_writes()
         if not self._final and self._hooks_at_forward not in (None, self._gradient_hooks()):
-            # Later bodies of this batch would have hooks that this one had not.
-            self.refuse_different()
+            raise UsageError(
+                "the loop's body registers a hook on a gradient after its forward, with several micro-batches a rank",
+                where=f"step {self._run.clock + 1}",
+                why="the hook would act on the later micro-batches of this global batch and not on the first",
+                remedy="register it before the loop, or where run.stepped is true",
+            )
         if self._first is None:
             self._first = self._events
         elif len(self._events) != len(self._first):
@@ -138,8 +146,7 @@ class BodyComparison:
 
     def _gradient_hooks(self) -> list[int]:
         """Return the number of hooks that ``Tensor.register_hook`` has put on each parameter."""
-        table, _ = GRADIENT_HOOK_ATTRIBUTES
-        return [len(getattr(p, table) or ()) for _, p in parameters(self._run.replica.parts)]
+        return [len(getattr(p, GRADIENT_HOOK_ATTRIBUTES[0]) or ()) for _, p in parameters(self._run.replica.parts)]
 
     def retrained(self) -> None:
         """Accept parameters frozen or thawed in this body. Raises UsageError if its forward had begun."""

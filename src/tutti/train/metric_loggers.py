@@ -91,7 +91,8 @@ class JsonLinesLogger(MetricLogger):
 
     def __init__(self, path: str | Path) -> None:
         super().__init__()
-        self.path, self._file = Path(path), None  # type: Path, Any
+        self.path = Path(path)
+        self._file: Any = None
 
     def open(self) -> None:
         """Open the file. Raises DiskError."""

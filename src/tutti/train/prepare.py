@@ -37,7 +37,7 @@ from tutti.data.source import Source
 from tutti.data.stream import Stream
 from tutti.data.transfer import make_transfer
 from tutti.device import is_accelerator
-from tutti.errors import DataError, UsageError
+from tutti.errors import UsageError
 from tutti.launcher import context
 from tutti.launcher.malloc_tuning import free_at_once
 from tutti.nn import ghost, norms, sync
@@ -673,8 +673,6 @@ def _try_stream(
 ) -> Any:
     """Return the loss of ``model`` on the stream's first samples, which the first epoch reads again."""
     batch = data.first_batch(count, data.key(seed, data_rank))
-    if batch is None:
-        raise DataError("the stream has no samples", where=data.name, remedy="check its path and filters")
     return loss(model, place(batch if most is None else slice_batch(batch, 0, most)))
 
 

@@ -94,9 +94,8 @@ class PipelineLayout:
         config, run_context = self._config, self._run_context
         # Stages that run in turn take the same time wherever the cuts are; a reproducible run always cuts alike.
         timed = config.schedule != "one_by_one" and not run_context.reproducible and not config.cuts
-        # Before rank 0 measures: a value that its forward has written already would not count as written.
-        written = _written_in_trial(plain, run_context)
         took = module_seconds(plain, run_context.trial, run_context.comms.world) if timed else {}
+        written = _written_in_trial(plain, run_context)
         found = stage_partition.find_stage_partition(
             plain, stage.size * config.chunks, config.cuts, took, closed, run_context.trial, written
         )

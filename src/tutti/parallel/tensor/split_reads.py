@@ -23,24 +23,11 @@ from tutti.torch_compat import function_mode_depth, module_parameters
 
 _ELEMENTWISE = frozenset(
     (
-        *(
-            "abs",
-            "add",
-            "addcdiv",
-            "addcmul",
-            "clamp",
-            "clamp_max",
-            "clamp_min",
-            "clip",
-            "div",
-            "divide",
-            "exp",
-            "lerp",
-        ),
-        *("log", "maximum", "minimum", "mul", "multiply", "nan_to_num", "neg", "negative", "pow", "reciprocal", "relu"),
-        *("rsqrt", "sgn", "sign", "sqrt", "square", "sub", "subtract", "true_divide", "truediv"),
-        *("bfloat16", "clone", "contiguous", "copy", "detach", "double", "float", "half", "to", "type"),
-        *("empty_like", "fill", "full_like", "ones_like", "zero", "zeros_like"),
+        *("abs", "add", "addcdiv", "addcmul", "bfloat16", "clamp", "clamp_max", "clamp_min", "clip", "clone"),
+        *("contiguous", "copy", "detach", "div", "divide", "double", "empty_like", "exp", "fill", "float"),
+        *("full_like", "half", "lerp", "log", "maximum", "minimum", "mul", "multiply", "nan_to_num", "neg"),
+        *("negative", "ones_like", "pow", "reciprocal", "relu", "rsqrt", "sgn", "sign", "sqrt", "square"),
+        *("sub", "subtract", "to", "true_divide", "truediv", "type", "zero", "zeros_like"),
     )
 )
 """Names of functions whose result on slices is the slice of their result, without ``_foreach_`` and underscores."""
@@ -63,51 +50,53 @@ class SplitReads:
 
     def __init__(self, split: Mapping[str, nn.Parameter]) -> None:
         self._mode = _ReadMode(split)
-        self._depth = 0
+        self._depth = 0  # of the mode on PyTorch's stack; 0 while it is not there
+        self._watching = False
         self._paused = 0
 
     @contextmanager
     def script_code(self) -> Iterator[None]:
-        """Refuse wrong reads in the code within; also an own loop's body, between two calls of a generator.
+        """Refuse wrong reads in the code within; also in a custom loop's body, between two calls of a generator.
 
         Raises:
-            UsageError: the script computes something from a split parameter that needs the whole one.
+            UsageError: the script computes something from a split parameter that needs the whole parameter.
         """
-        if self._depth:
+        if self._watching:
             yield
             return
+        self._watching = True
         self._push()
         try:
             yield
         finally:
+            self._watching = False
             self._pop()
-            self._depth = 0
 
     @contextmanager
     def model_code(self) -> Iterator[None]:
-        """Allow every read in the code within: the model's forward, a backward, the exchange of gradients."""
+        """Allow every read in the code within: the model's forward, a backward, an optimizer's update."""
         self._paused += 1
-        if self._depth and self._paused == 1:
-            self._pop()
+        self._pop()
         try:
             yield
         finally:
             self._paused -= 1
-            if self._depth and not self._paused:
-                self._push()
+            self._push()
 
     def _push(self) -> None:
-        # A mode of the script may lie above ours, which is then still there and has only been quiet.
-        if self._mode.quiet:
-            self._mode.quiet = False
-        else:
+        if not self._watching or self._paused:
+            return
+        self._mode.quiet = False
+        if not self._depth:
             self._mode.__enter__()  # type: ignore[no-untyped-call]
             self._depth = function_mode_depth()
 
     def _pop(self) -> None:
-        if function_mode_depth() == self._depth:
+        if self._depth and function_mode_depth() == self._depth:
             self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            self._depth = 0
         else:
+            # A mode of the script lies above this mode, which therefore stays on the stack.
             self._mode.quiet = True
 
 
@@ -121,7 +110,7 @@ class _ReadMode(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        name = None if self.quiet or func in METADATA else self._read(args, kwargs)
+        name = None if self.quiet or func in METADATA else self._name_in(args, kwargs)
         if name is None or _in_tutti():
             return func(*args, **kwargs)
         if not _is_elementwise(func) and func is not torch.autograd.grad:
@@ -134,13 +123,9 @@ class _ReadMode(TorchFunctionMode):
                 self._names.setdefault(tensor, name)
         return result
 
-    def _read(self, args: Any, kwargs: Any) -> str | None:
+    def _name_in(self, args: Any, kwargs: Any) -> str | None:
         """Return the name of the first split parameter among the arguments, or None."""
-        for value in chain(args, kwargs.values()):
-            for tensor in value if isinstance(value, tuple | list) else (value,):
-                if isinstance(tensor, Tensor) and (name := self._names.get(tensor)) is not None:
-                    return str(name)
-        return None
+        return next((name for tensor in _tensors(args, kwargs) if (name := self._names.get(tensor)) is not None), None)
 
 
 class _ForwardReads(TorchFunctionMode):
@@ -166,16 +151,15 @@ class _ForwardReads(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func not in METADATA:
-            for value in chain(args, kwargs.values()):
-                for tensor in value if isinstance(value, tuple | list) else (value,):
-                    if (owners := self._owners.get(id(tensor))) is not None and self._reads_other(owners):
-                        self.names |= set(owners.values())
+            for tensor in _tensors(args, kwargs):
+                if (owners := self._owners.get(id(tensor))) is not None and self._is_outside(owners):
+                    self.names |= set(owners.values())
         return func(*args, **kwargs)
 
-    def _reads_other(self, owners: Mapping[int, str]) -> bool:
-        """Return whether code of the model reads outside of the owners' forwards, and of PyTorch's own modules."""
-        readers = [frame.f_locals.get("self") for frame in _frames()]
-        modules = [reader for reader in readers if id(reader) in self._modules]
+    def _is_outside(self, owners: Mapping[int, str]) -> bool:
+        """Return whether a forward of the model calls that is neither an owner's nor one of ``torch.nn``."""
+        callers = [frame.f_locals.get("self") for frame in _frames()]
+        modules = [caller for caller in callers if id(caller) in self._modules]
         if not modules or any(id(reader) in owners for reader in modules):
             return False
         return not type(modules[0]).__module__.startswith("torch.nn.")
@@ -196,6 +180,14 @@ def read_elsewhere(plain: nn.Module, trial: Callable[..., Any] | None, device: t
     with suppress(Exception), untouched(plain, device), mode:
         trial(plain, _SAMPLES)
     return sorted(mode.names)
+
+
+def _tensors(args: Any, kwargs: Any) -> Iterator[Tensor]:
+    """Yield the tensors among the arguments, and in lists of them."""
+    for value in chain(args, kwargs.values()):
+        for tensor in value if isinstance(value, tuple | list) else (value,):
+            if isinstance(tensor, Tensor):
+                yield tensor
 
 
 def _is_elementwise(func: Callable[..., Any]) -> bool:
