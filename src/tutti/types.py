@@ -304,6 +304,7 @@ class RunContext:
         comms: communicators along the axes of the mesh.
         workers: number of logical workers N.
         mine: the contiguous workers that this data rank plays.
+        sharers: where R > N the contiguous data ranks that share this rank's worker; None where none do.
         reproducible: whether weights are bit-identical on any number of data ranks.
         clip: largest gradient norm, None for no clipping.
         averaging: average of the weights over the updates, None for none.
@@ -321,6 +322,7 @@ class RunContext:
     comms: Communicators
     workers: int
     mine: range
+    sharers: range | None = None
     reproducible: bool = False
     clip: float | None = None
     averaging: Averaging | None = None
@@ -331,6 +333,11 @@ class RunContext:
     in_step: bool = True
     trial: Callable[..., Any] | None = None
     rows: bool = False
+
+    @property
+    def begins_worker(self) -> bool:
+        """Whether this rank has the first micro-batches of its workers; False for later ranks of a shared worker."""
+        return self.sharers is None or self.sharers.start == self.comms.replica.rank
 
 
 class GradientReadyHook(Protocol):

@@ -42,7 +42,7 @@ def test_a_run_that_named_no_workers_goes_on_with_those_it_had(tmp_path: Path) -
     words = ("--devices", "3", "--strategy", "mirrored", "--steps", "5")
     more = tutti("train", "--resume", "out", *words, cwd=tmp_path)
     assert more.returncode == 2 and "2 workers cannot be distributed over 3 data ranks" in more.stderr
-    assert "Take --workers 3 or more, or --devices 2 or fewer." in more.stderr
+    assert "Take --micro-batch 16 or less, --workers 3 or more, or fewer devices." in more.stderr
     for devices, workers, step in (("2", "2", 5), ("3", "3", 6), ("1", "1", 7)):
         words = ("--devices", devices, "--workers", workers, "--strategy", "mirrored", "--steps", str(step))
         again = tutti("train", "--resume", "out", *words, cwd=tmp_path)

@@ -38,7 +38,7 @@ def sums(dtype: torch.dtype) -> list[bytes]:
     found = []
     for workers in WORKERS:
         for length in LENGTHS:
-            total = TreeSum(comm, workers, length)
+            total = TreeSum(comm, workers, length, dtype)
             for _ in range(2):  # it is ready for the next step
                 for worker in even_share(workers, comm.size, comm.rank):
                     total.add(worker, vector(worker, length, dtype))

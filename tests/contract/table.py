@@ -21,6 +21,7 @@ import tutti
 from tests.contract.models import MODELS
 
 STEPS = 5
+BATCH = 25
 DEVICES = (1, 2, 3, 4, 8)
 _PREFERRED = {1: 0.8, 2: 1.0, 3: 1.0, 4: 0.7, 8: 0.3} | {"odd": 1.0, "digits": 0.7, "unet": 0.4, "gpt": 0.4}
 """Weights of the choice among cases that hold as many missing pairs, by devices and model: what takes long is light."""
@@ -138,7 +139,7 @@ class Refusal:
         if case.strategy not in self.strategies or case.model not in self.models:
             return False
         values = {"workers": case.workers, "devices": case.devices, "batch_norm": case.batch_norm}
-        values["optimizer"] = case.optimizer
+        values |= {"optimizer": case.optimizer, "micro_batch": case.micro_batch}
         return bool(eval(self.when, {"__builtins__": {}}, values))
 
 
@@ -246,7 +247,7 @@ def train(
     *,
     trained: str = "odd",
     steps: int = STEPS,
-    batch_size: int = 25,
+    batch_size: int = BATCH,
     precision: str = "fp64",
     **options: Any,
 ) -> tuple[dict[str, NDArray[Any]], list[float], str]:

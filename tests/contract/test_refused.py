@@ -10,6 +10,7 @@ import pytest
 
 from tests.contract.models import MODELS
 from tests.contract.table import (
+    BATCH,
     MADE,
     OPTIMIZERS,
     REFUSED,
@@ -23,6 +24,7 @@ from tests.contract.table import (
 )
 from tutti import parallel
 from tutti.config.layout_config import LayersConfig, PipelineConfig
+from tutti.data.contract import BatchContract
 from tutti.errors import UsageError
 from tutti.nn import ghost
 from tutti.parallel.pipeline import stage_partition
@@ -49,10 +51,12 @@ def without_norms(model: str) -> str:
 
 
 @cache
-def refused(specification: str, model: str, workers: int, devices: int) -> tuple[str, ...]:
+def refused(specification: str, model: str, workers: int, devices: int, micro_batch: int | None) -> tuple[str, ...]:
     """Everything that tutti says against a combination; nothing where it runs."""
     try:
         choice = parallel.check_strategy(named(specification, model), devices, workers=workers)
+        micro = parallel.micro_batch(choice, micro_batch, BATCH, workers)
+        BatchContract(None, BATCH, workers, choice.data_ranks(devices), micro)
     except UsageError as error:
         return (str(error),)
     stages, layout = choice.shape(devices)["stage"], choice.layout
@@ -75,7 +79,7 @@ def unbuildable(model: str, optimizer: str) -> str:
 
 def against(case: Case) -> tuple[str, ...]:
     """Everything that tutti, or PyTorch, says against a case."""
-    said = refused(STRATEGIES[case.strategy][0], case.model, case.workers, case.devices)
+    said = refused(STRATEGIES[case.strategy][0], case.model, case.workers, case.devices, case.micro_batch)
     made = unbuildable(case.model, case.optimizer)
     said = (*said, made) if made else said
     norms = without_norms(case.model) if case.batch_norm != "worker" else ""

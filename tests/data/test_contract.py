@@ -24,6 +24,24 @@ def test_every_sample_of_every_batch_has_one_worker_and_one_rank() -> None:
             assert max(map(len, spans)) - min(map(len, spans)) <= 1
 
 
+def test_ranks_share_the_micro_batches_of_a_worker() -> None:
+    for samples, workers, ranks, micro in product((1, 5, 19, 24), (1, 2, 3), (2, 3, 4, 7), (1, 2)):
+        if ranks <= workers:
+            continue
+        contract, alone = BatchContract(None, 24, workers, ranks, micro), BatchContract(None, 24, workers, 1, micro)
+        parts = [contract.part(samples, rank) for rank in range(ranks)]
+        assert [i for part in parts for i in part] == list(range(samples))
+        found: dict[int, list[range]] = {worker: [] for worker in range(workers)}
+        most = 0
+        for rank, part in enumerate(parts):
+            [(worker, pieces)] = contract.spans(samples, rank, len(part))
+            assert contract.first_micro(samples, rank) == len(found[worker])
+            found[worker] += [range(part.start + p.start, part.start + p.stop) for p in pieces]
+            most = max(most, len(pieces))
+        assert most == contract.most_micro_batches(samples)
+        assert list(found.items()) == alone.spans(samples, 0, samples)
+
+
 def test_workers_do_not_see_how_many_ranks_there_are() -> None:
     one = BatchContract(100, 25, 5)
     for ranks in (2, 3, 4, 5):
@@ -84,7 +102,8 @@ def test_what_a_stream_leaves_open() -> None:
     [
         ((0, 4, 1), DataError, "training set is empty"),
         ((10, 3, 4), UsageError, "--batch-size 4"),
-        ((10, 8, 2, 3), UsageError, "3 workers or more"),
+        ((10, 8, 2, 3), UsageError, "take --micro-batch 2 or less, --workers 3 or more"),
+        ((10, 2, 1, 3), UsageError, "take --workers 3 or more, or fewer devices"),
     ],
 )
 def test_impossible_contracts_are_refused(numbers: tuple[int, ...], kind: type[Exception], words: str) -> None:

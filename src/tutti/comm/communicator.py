@@ -449,21 +449,21 @@ class Communicators:
             notes.mark_expendable(self._world.identity.rank)
         return True
 
-    def p2p_channels(self, name: str, kinds: Mapping[str, int]) -> Communicator:
-        """Return ``axis(name)`` after making its point-to-point channels for ``start_send``. Collective.
+    def p2p_channels(self, kinds: Mapping[str, int], *names: str) -> Communicator:
+        """Return ``axis(*names)`` after making its point-to-point channels for ``start_send``. Collective.
 
         Channels connect neighbours, and the last rank with the first.
 
         Args:
-            name: mesh axis.
             kinds: direction of each kind of message: 1 to the next rank, -1 to the previous one.
+            names: mesh axes.
         """
-        for line in self._lines(name):
+        for line in self._lines(*names):
             for (index, rank), (kind, direction) in product(enumerate(line), kinds.items()):
                 neighbour = line[(index + direction) % len(line)]
                 if neighbour != rank:
                     process_groups((min(rank, neighbour), max(rank, neighbour)), _channel(kind, rank))
-        return self.axis(name)
+        return self.axis(*names)
 
     def connect(self, algorithm: Algorithm) -> tuple[Schedule, Sequence[int], Communicator | None]:
         """Make the point-to-point channels of a schedule over ``replica`` for ``start_send``. Collective.

@@ -16,6 +16,29 @@ def even_share(total: int, parts: int, index: int) -> range:
     return range(start, start + size + (index < rest))
 
 
+def workers_of(workers: int, ranks: int, rank: int) -> range:
+    """Return the contiguous logical workers of a data rank: several, one, or one that it shares with other ranks.
+
+    >>> [list(workers_of(3, 2, rank)) for rank in range(2)], [list(workers_of(2, 3, rank)) for rank in range(3)]
+    ([[0, 1], [2]], [[0], [0], [1]])
+    """
+    if ranks <= workers:
+        return even_share(workers, ranks, rank)
+    worker = next(w for w in range(workers) if rank in even_share(ranks, workers, w))
+    return range(worker, worker + 1)
+
+
+def sharers(workers: int, ranks: int, rank: int) -> range:
+    """Return the contiguous data ranks that share the worker of ``rank``: itself alone where ranks have whole workers.
+
+    >>> [list(sharers(2, 3, rank)) for rank in range(3)], list(sharers(3, 2, 1))
+    ([[0, 1], [0, 1], [2]], [1])
+    """
+    if ranks <= workers:
+        return range(rank, rank + 1)
+    return even_share(ranks, workers, workers_of(workers, ranks, rank)[0])
+
+
 def owners(sizes: Sequence[int], parts: int) -> list[int]:
     """Assign items to ``parts`` of even total size, the largest item first to the lightest part.
 

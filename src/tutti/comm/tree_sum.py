@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tutti.comm.communicator import Communicator
-from tutti.comm.partition import even_share
+from tutti.comm.partition import even_share, workers_of
 from tutti.comm.summation_tree import Node, fold, merge_siblings, subtree_roots
 
 
@@ -19,37 +19,81 @@ class TreeSum:
 
     Sent per rank: (its subtrees + 1) · length · (R-1)/R elements; one all-to-all and one all-gather.
 
+    Where R > N, ranks share workers. A worker's vector is then the sum of its ranks' vectors, added one after the other
+    in the order of ranks and calls of ``add``, and a rank may call ``add`` any number of times. One more all-gather
+    exchanges these numbers.
+
     Args:
         comm: the R data ranks.
         workers: N, over all ranks.
         length: elements of a worker's vector.
+        dtype: of the vectors.
+
+    Attributes:
+        addends: number of vectors in the last total: N, or those of all ranks where ranks share workers.
     """
 
-    def __init__(self, comm: Communicator, workers: int, length: int) -> None:
-        self._comm, self._workers, self._length = comm, workers, length
-        self._nodes = [subtree_roots(even_share(workers, comm.size, r), workers) for r in range(comm.size)]
+    def __init__(self, comm: Communicator, workers: int, length: int, dtype: torch.dtype) -> None:
+        self._comm, self._workers, self._length, self._dtype = comm, workers, length, dtype
+        self._shared = comm.size > workers
+        self._nodes = (
+            []
+            if self._shared
+            else [subtree_roots(even_share(workers, comm.size, r), workers) for r in range(comm.size)]
+        )
         self._pieces: dict[Node, Tensor] = {}
+        self._addends: list[Tensor] = []
+        self.addends = workers
 
     def add(self, worker: int, vector: Tensor) -> None:
         """Add one worker's vector (length,), in increasing order of workers. The tensor is kept and written to."""
+        if self._shared:
+            self._addends.append(vector)
+            return
         self._pieces[worker, worker + 1] = vector
         merge_siblings(self._pieces, worker, self._workers, Tensor.add_)
 
     def total(self) -> Tensor:
         """Return the sum over all workers (length,), bit-identical on every rank, and reset. Collective."""
+        if self._shared:
+            return self._shared_total()
         pieces, self._pieces = self._pieces, {}
         if self._comm.size == 1:
             return fold((0, self._workers), pieces, Tensor.add_)
         mine = self._nodes[self._comm.rank]
-        width = -(-self._length // self._comm.size)
-        first = pieces[mine[0]]
-        rows = first.new_zeros(len(mine), self._comm.size * width)
-        for row, node in zip(rows, mine, strict=True):
-            row[: self._length] = pieces.pop(node)
-        send = rows.view(len(mine), self._comm.size, width).transpose(0, 1).reshape(-1, width)
-        counts = [len(nodes) for nodes in self._nodes]
-        receive = first.new_empty(sum(counts), width)
-        self._comm.exchange_slices(send, receive, counts, len(mine), "all-to-all of gradient subtrees")
+        received = self._exchange([pieces.pop(node) for node in mine], [len(nodes) for nodes in self._nodes])
         order = [node for nodes in self._nodes for node in nodes]
-        slice_ = fold((0, self._workers), dict(zip(order, receive.unbind(), strict=True)), torch.add)
+        return self._gathered(dict(zip(order, received, strict=True)))
+
+    def _exchange(self, vectors: list[Tensor], counts: list[int]) -> tuple[Tensor, ...]:
+        """Return this rank's slice of all ranks' vectors, in rank order; ``counts``: vectors of each rank."""
+        size = self._comm.size
+        width = -(-self._length // size)
+        device = vectors[0].device if vectors else self._comm.device
+        rows = torch.zeros(len(vectors), size * width, dtype=self._dtype, device=device)
+        for row, vector in zip(rows, vectors, strict=True):
+            row[: self._length] = vector
+        send = rows.view(len(vectors), size, width).transpose(0, 1).reshape(-1, width)
+        receive = rows.new_empty(sum(counts), width)
+        self._comm.exchange_slices(send, receive, counts, len(vectors), "all-to-all of gradient subtrees")
+        return receive.unbind()
+
+    def _gathered(self, slices: dict[Node, Tensor]) -> Tensor:
+        """Return the whole sum from this rank's slice of each subtree."""
+        slice_ = fold((0, self._workers), slices, torch.add)
         return self._comm.gather_slices(slice_.contiguous(), "all-gather of summed gradients")[: self._length]
+
+    def _shared_total(self) -> Tensor:
+        """Return the sum where ranks share workers."""
+        addends, self._addends = self._addends, []
+        number = torch.tensor([len(addends)], device=self._comm.device)
+        counts = [int(n) for n in self._comm.gather_slices(number, "numbers of gradients of shared workers")]
+        self.addends = sum(counts)
+        slices: dict[Node, Tensor] = {}
+        received = iter(self._exchange(addends, counts))
+        for rank, count in enumerate(counts):
+            worker = workers_of(self._workers, self._comm.size, rank)[0]
+            for _ in range(count):
+                piece, before = next(received), slices.get((worker, worker + 1))
+                slices[worker, worker + 1] = piece if before is None else before + piece
+        return self._gathered(slices)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tutti.comm.partition import chunks, even_share
+from tutti.comm.partition import chunks, even_share, sharers, workers_of
 from tutti.errors import DataError, UsageError
 
 
@@ -18,14 +18,15 @@ class BatchContract:
         dataset: samples in an epoch; None if unknown until the stream ends.
         batch: samples in a global batch B, over all workers.
         workers: number N of logical workers.
-        ranks: number R of data ranks, each of which runs one or more workers.
+        ranks: number R of data ranks. Each runs one or more workers; with R > N ranks share a worker's micro-batches.
         micro: most samples in a micro-batch; None for a worker's whole share.
         identical: every worker draws worker 0's share, as with a loader that is not sharded and has one seed on all
             ranks. The batch then holds only 1/N of B different samples.
 
     Raises:
         DataError: ``dataset`` is 0.
-        UsageError: fewer samples in a global batch than workers, or fewer workers than data ranks.
+        UsageError: fewer samples in a global batch than workers, or fewer micro-batches of a worker than data ranks
+            that share it.
     """
 
     dataset: int | None
@@ -43,11 +44,27 @@ class BatchContract:
                 f"a global batch of {self.batch} gives {self.workers} workers less than one sample each",
                 remedy=f"take --batch-size {self.workers} or more, or fewer workers",
             )
-        if self.workers < self.ranks:
+        if self.shared:
+            self._check_shared_workers()
+
+    def _check_shared_workers(self) -> None:
+        """Raise UsageError unless every data rank has a micro-batch of the worker that it shares."""
+        for worker in range(self.workers):
+            ranks, share = len(even_share(self.ranks, self.workers, worker)), len(self.worker(self.batch, worker))
+            if len(self.micro_batches(share)) >= ranks:
+                continue
+            pieces = f"{n} micro-batches" if (n := len(self.micro_batches(share))) != 1 else "a single micro-batch"
             raise UsageError(
                 f"{self.workers} workers cannot be distributed over {self.ranks} data ranks",
-                remedy=f"take {self.ranks} workers or more, or fewer devices",
+                why=f"{ranks} devices would share the {share} samples of worker {worker}, which are {pieces}",
+                remedy=(f"take --micro-batch {share // ranks} or less, " if share >= ranks else "take ")
+                + f"--workers {self.ranks} or more, or fewer devices",
             )
+
+    @property
+    def shared(self) -> bool:
+        """Whether data ranks share workers: R > N."""
+        return self.ranks > self.workers
 
     @property
     def known(self) -> int:
@@ -69,21 +86,55 @@ class BatchContract:
         return min(self.batch, self.known - step * self.batch)
 
     def mine(self, rank: int) -> range:
-        """Return the contiguous workers that data rank ``rank`` runs."""
-        return even_share(self.workers, self.ranks, rank)
+        """Return the contiguous workers that data rank ``rank`` runs; with R > N one, of which it may run a part."""
+        return workers_of(self.workers, self.ranks, rank)
 
     def worker(self, samples: int, worker: int) -> range:
         """Return a worker's share as a range within a global batch of ``samples``."""
         return even_share(samples, self.workers, 0 if self.identical else worker)
 
     def part(self, samples: int, rank: int) -> range:
-        """Return a data rank's part as a range within a global batch of ``samples``; the last rank has the fewest."""
+        """Return a data rank's part as a range within a global batch of ``samples``; it may be empty."""
         workers = self.mine(rank)
-        return range(self.worker(samples, workers[0]).start, self.worker(samples, workers[-1]).stop)
+        first, last = self.worker(samples, workers[0]), self.worker(samples, workers[-1])
+        if not self.shared:
+            return range(first.start, last.stop)
+        pieces = self._pieces(samples, rank)
+        if not pieces:
+            return range(first.stop, first.stop)
+        return range(first.start + pieces[0].start, first.start + pieces[-1].stop)
+
+    def first_micro(self, samples: int, rank: int) -> int:
+        """Return the index, within its worker, of a data rank's first micro-batch in a global batch of ``samples``."""
+        if not self.shared:
+            return 0
+        return self._places(samples, rank).start
+
+    def _shared_micro_batches(self, rank: int) -> int:
+        """Return the number of micro-batches of a shared worker that a data rank runs in a full global batch."""
+        return len(self._places(self.batch, rank))
+
+    def _places(self, samples: int, rank: int) -> range:
+        """Return the indices of the micro-batches of its shared worker that a data rank runs; the first have most."""
+        ranks = sharers(self.workers, self.ranks, rank)
+        pieces = self.micro_batches(len(self.worker(samples, self.mine(rank)[0])))
+        return even_share(len(pieces), len(ranks), rank - ranks.start)
+
+    def _pieces(self, samples: int, rank: int) -> list[range]:
+        """Return the micro-batches of its shared worker that a data rank runs, as ranges within the worker's share."""
+        places = self._places(samples, rank)
+        return self.micro_batches(len(self.worker(samples, self.mine(rank)[0])))[places.start : places.stop]
 
     def micro_batches(self, count: int) -> list[range]:
         """Cut a worker's ``count`` samples into micro-batches: ranges within its share."""
         return chunks(count, self.micro)
+
+    def most_micro_batches(self, samples: int) -> int:
+        """Return the largest number of micro-batches of any data rank in a global batch of ``samples``."""
+        if not self.shared:
+            return sum(len(self.micro_batches(len(self.worker(samples, worker)))) for worker in self.mine(0))
+        first_ranks = (even_share(self.ranks, self.workers, worker).start for worker in range(self.workers))
+        return max(len(self._places(samples, rank)) for rank in first_ranks)
 
     def spans(self, samples: int, rank: int, have: int) -> list[tuple[int, list[range]]]:
         """Return the micro-batches of each worker of a data rank, as ranges within the rank's batch.
@@ -95,6 +146,10 @@ class BatchContract:
                 or of a stream that shards itself, they are divided over the rank's workers.
         """
         workers, part = self.mine(rank), self.part(samples, rank)
+        if self.shared:
+            pieces = self.micro_batches(have) if have != len(part) else self._pieces(samples, rank)
+            first = pieces[0].start if pieces else 0
+            return [(workers[0], [range(piece.start - first, piece.stop - first) for piece in pieces])]
         first, shares = part.start, [self.worker(samples, worker) for worker in workers]
         if have != len(part):
             first, shares = 0, [even_share(have, len(workers), place) for place in range(len(workers))]
@@ -134,13 +189,15 @@ class BatchContract:
             len(even_share(self.batch, self.workers, 0)),
             len(even_share(self.batch, self.workers, self.workers - 1)),
         )
-        most, least = len(self.mine(0)), len(self.mine(self.ranks - 1))
+        count = self._shared_micro_batches if self.shared else lambda rank: len(self.mine(rank))
+        most, least = count(0), count(self.ranks - 1)
+        unit = "micro-batch" + "es" * (most > 1) if self.shared else "worker" + "s" * (most > 1)
         micro = len(self.micro_batches(big)[0])
         lines = {
             "global batch": f"{self.batch} samples",
             "workers": f"{self.workers}, each {_between(small, big)} samples a step",
             "micro-batch": f"{micro} samples × {len(self.micro_batches(big))} accumulated",
-            "data ranks": f"{self.ranks}, each plays {_between(least, most)} worker{'s' * (most > 1)}",
+            "data ranks": f"{self.ranks}, each plays {_between(least, most)} {unit}",
             "epoch": "until the stream ends",
         }
         if self.dataset is not None:
@@ -148,7 +205,7 @@ class BatchContract:
         if self.identical:
             lines["identical batches"] = f"all workers draw the same {big} samples: N times the work, one batch's worth"
         if most != least:
-            busy = self.workers / (self.ranks * most)
+            busy = sum(map(count, range(self.ranks))) / (self.ranks * most)
             lines["imbalance"] = f"ranks with {least} wait for those with {most}: {busy:.0%} busy"
         if self.dataset is None:
             lines["last batch"] = "what is left, weighted exactly"

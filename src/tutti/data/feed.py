@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tutti.comm.partition import chunks, even_share
+from tutti.comm.partition import chunks, even_share, sharers
 from tutti.comm.random_keys import mix
 from tutti.data.batches import length, shown, slice_batch
 from tutti.data.epochs import Epochs
@@ -35,6 +35,7 @@ class Feed:
         prefetch: fetches held-out samples, in this process or in loader processes.
         together: this rank's workers compute as one: the first of them has all their samples in one micro-batch.
         transfer: copies batches to the device ahead of their steps; None to copy each as it is read.
+        in_order: gradients are summed in the order of workers and micro-batches (reproducible mode).
     """
 
     def __init__(
@@ -47,12 +48,16 @@ class Feed:
         prefetch: Prefetch = IN_PROCESS,
         together: bool = False,
         transfer: Transfer | None = None,
+        in_order: bool = False,
     ) -> None:
         self.reader, self.epochs, self._rank, self.seed, self.place = reader, epochs, rank, seed, place
         self.together = together
         self.prefetch, self._transfer = prefetch, transfer
         self.contract = epochs.first
         self.workers = self.contract.mine(rank)
+        ranks = sharers(self.contract.workers, self.contract.ranks, rank)
+        # Autograd adds up the first micro-batches of a worker in order; later ones are added to the sum of others'.
+        self._separate = in_order and rank != ranks.start
         self._plans: dict[tuple[int, int, str], Plan] = {}
 
     @property
@@ -91,21 +96,40 @@ class Feed:
             noise: standard deviation of the random weights on samples' losses.
 
         Returns:
-            (worker, its micro-batches) for each worker of this rank.
+            (worker, its micro-batches) for each worker of this rank. In reproducible mode a rank that does not begin
+            a worker that it shares has an entry for each micro-batch.
         """
         work = []
+        first, single = self._first_micro(samples, length(batch)), self.is_single(samples)
         for worker, pieces in self._plan(samples, length(batch), over):
             micro_batches = []
-            whole = len(pieces) == 1 and (over == "worker" or self.contract.workers == 1)
-            for micro, (span, weight) in enumerate(pieces):
+            alone = len(pieces) == 1 and (over == "worker" or self.contract.workers == 1)
+            whole = single if self.contract.shared else alone
+            for micro, (span, weight) in enumerate(pieces, first):
                 part = shown(batch) if span is None else slice_batch(batch, span.start, span.stop)
                 count = length(batch) if span is None else len(span)
                 key = mix(self.seed, clock, worker, micro)
                 factor = scale if whole else weight * scale
-                last = micro == len(pieces) - 1
+                last = micro == first + len(pieces) - 1
                 micro_batches.append(MicroBatch(worker, micro, part, count, factor, key, last, noise, whole))
-            work.append((worker, micro_batches))
+            if self._separate and len(micro_batches) > 1:
+                work += [(worker, [micro_batch]) for micro_batch in micro_batches]
+            else:
+                work.append((worker, micro_batches))
         return work
+
+    def _first_micro(self, samples: int, have: int) -> int:
+        """Return the index, within its worker, of this rank's first micro-batch; ``have``: samples of this rank."""
+        contract = self.contract
+        if not contract.shared:
+            return 0
+        # In a batch of the caller's own a rank has at most as many micro-batches as in a full global batch.
+        planned = have == len(contract.part(samples, self._rank))
+        return contract.first_micro(samples if planned else contract.batch, self._rank)
+
+    def is_single(self, samples: int) -> bool:
+        """Return whether a global batch of ``samples`` is one micro-batch of one worker; equal on all ranks."""
+        return self.contract.workers == 1 and len(self.contract.micro_batches(samples)) == 1
 
     def dummy_micro_batch(self, batch: Batch, clock: int, worker: int, last: bool = True) -> MicroBatch:
         """Make a dummy micro-batch: 0 samples, weight 0; it keeps this rank's collectives aligned with other ranks'.
@@ -119,11 +143,8 @@ class Feed:
         return MicroBatch(worker, 0, batch, 0, 0.0, mix(self.seed, clock, worker, 0), last)
 
     def most_micro_batches(self, samples: int) -> int:
-        """Return the largest number of micro-batches of any rank in a global batch of ``samples``: that of rank 0."""
-        if self.together:
-            return 1
-        contract = self.contract
-        return sum(len(contract.micro_batches(len(contract.worker(samples, w)))) for w in contract.mine(0))
+        """Return the largest number of micro-batches of any rank in a global batch of ``samples``."""
+        return 1 if self.together else self.contract.most_micro_batches(samples)
 
     def _plan(self, samples: int, have: int, over: str) -> Plan:
         """Return each worker's micro-batches as ranges of this rank's batch; cached, because most steps are alike."""

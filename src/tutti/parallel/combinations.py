@@ -54,11 +54,7 @@ def check_strategy(
         config.check(choice.shape(devices), accelerated, compiled)
     ranks = choice.data_ranks(devices)
     if workers is not None and workers < ranks:
-        raise UsageError(
-            f"{workers} workers cannot be distributed over {ranks} data ranks",
-            why="a worker's share is never split over devices",
-            remedy=f"take --workers {ranks} or more, or --devices {workers * (devices // ranks)} or fewer",
-        )
+        _check_shared_workers(choice, workers, devices, adaptive)
     if reproducible and not row.reproducible:
         raise UsageError(
             f"strategy '{choice.name}' is not reproducible on any number of devices",
@@ -79,6 +75,21 @@ def check_strategy(
     if custom_loop:
         check_custom_loop(choice)
     return choice
+
+
+def _check_shared_workers(choice: Choice, workers: int, devices: int, adaptive: bool) -> None:
+    """Raise UsageError where data ranks cannot share the micro-batches of a worker."""
+    if choice.row.shares_workers and not adaptive:
+        return
+    ranks = choice.data_ranks(devices)
+    raise UsageError(
+        f"{workers} workers cannot be distributed over {ranks} data ranks"
+        + (" with --lr-scale adascale" if adaptive else f" of strategy '{choice.name}'"),
+        why="the gain compares workers' gradients, which are never whole on one device"
+        if adaptive
+        else "each worker's gradient or update is made on one device",
+        remedy=f"take --workers {ranks} or more, or --devices {workers * (devices // ranks)} or fewer",
+    )
 
 
 def check_custom_loop(choice: Choice) -> None:
@@ -205,6 +216,12 @@ def check_noise_scale(
             "--noise-every cannot be combined with --gradient-noise",
             why="it would measure the added noise, too",
             remedy="leave out one of the two",
+        )
+    if contract.shared and not choice.row.own_backward:
+        raise UsageError(
+            "--noise-every cannot be combined with replicas that share a worker's micro-batches",
+            why="a pipeline measures the gradients of whole workers, of which a replica has a part",
+            remedy=f"take --workers {contract.ranks} or more, or leave out --noise-every",
         )
     apart = contract.micro_batches(len(contract.worker(contract.batch, 0))) if choice.row.own_backward else [0]
     if contract.workers == 1 and len(apart) < 2:

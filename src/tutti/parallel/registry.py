@@ -39,6 +39,7 @@ class Strategy:
         optimizer_here: the optimizer's state is on ranks, and not on servers.
         fault_tolerant: the run continues when a rank is killed; no rank needs another for a step.
         synchronous: every rank makes all steps of the run.
+        shares_workers: several data ranks may share the micro-batches of one worker.
         most_devices: largest number of devices; None for no limit.
         needs: module, package and extra that the strategy requires; None for none.
     """
@@ -60,6 +61,7 @@ class Strategy:
     optimizer_here: bool = True
     fault_tolerant: bool = False
     synchronous: bool = True
+    shares_workers: bool = True
     most_devices: int | None = None
     needs: tuple[str, str, str] | None = None
 
@@ -136,6 +138,7 @@ TABLE: Mapping[str, Strategy] = {
         sparse_devices=None,
         custom_loop=False,
         shared_weights=False,
+        shares_workers=False,
     ),
     "diloco": Strategy(
         *_WHOLE,
@@ -146,6 +149,7 @@ TABLE: Mapping[str, Strategy] = {
         sparse_devices=None,
         custom_loop=False,
         shared_weights=False,
+        shares_workers=False,
     ),
     "parameter_server": Strategy(
         *_WHOLE,
@@ -154,6 +158,7 @@ TABLE: Mapping[str, Strategy] = {
         "parameters and optimizer on servers, to which workers push their gradients",
         sparse_devices=0,
         optimizer_here=False,
+        shares_workers=False,
         needs=("zmq", "pyzmq", "server"),
     ),
     "sharded": Strategy(

@@ -107,6 +107,8 @@ class CustomLoop:
                 worker, *self._idle = self._idle
                 busy = [(worker, [run._dummy_micro_batch(worker, step_context)])]
             self._busy = [worker for worker, _ in busy]
+            if len(set(self._busy)) < len(self._busy):
+                self._refuse_parts_of_worker(len(busy))
             several = self._bodies.several = run.feed.most_micro_batches(step_context.samples) > 1
             served = self._sync.gradient_at == "servers"
             self._origin.alone = not several and not served and run.context.comms.replica.size == 1
@@ -126,6 +128,13 @@ class CustomLoop:
                         yield micro_batch.batch
                     self._leave_body()
             self._end_batch()
+
+    def _refuse_parts_of_worker(self, count: int) -> NoReturn:
+        raise UsageError(
+            f"a custom training loop has {count} micro-batches of a worker on a device that is not the worker's first",
+            why="in reproducible mode each of their gradients is added to the sum by itself",
+            remedy="leave out reproducible, or take as many devices a worker as it has micro-batches, or run.step",
+        )
 
     def _check_beginning(self) -> None:
         check_custom_loop(self._choice)

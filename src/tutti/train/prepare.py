@@ -17,6 +17,7 @@ from tutti import parallel
 from tutti.checkpoint.warm_start import load_warm_start
 from tutti.comm.communicator import Communicators, everybody
 from tutti.comm.grid import Grid
+from tutti.comm.partition import sharers
 from tutti.config.averaging import Averaging
 from tutti.config.growth import BatchGrowth
 from tutti.config.module_config import BatchNormConfig, check_batch_norm
@@ -358,6 +359,7 @@ def prepare_run(
         comms=comms,
         workers=contract.workers,
         mine=contract.mine(grid.data_rank),
+        sharers=sharers(contract.workers, grid.data_ranks, grid.data_rank) if contract.shared else None,
         reproducible=o.reproducible,
         clip=o.clip,
         averaging=averaging,
@@ -387,7 +389,7 @@ def prepare_run(
     # Data.
     prefetch = Prefetch(sampling.processes, identity.rank, sampling.timeout or world.timeout, sampling.begin)
     order = None if isinstance(data, Stream) else sampling.order(o.seed, len(data))
-    feed = _feed(data, epochs, grid.data_rank, o.seed, comms, place, prefetch, together, order)
+    feed = _feed(data, epochs, grid.data_rank, o.seed, comms, place, prefetch, together, order, o.reproducible)
 
     # Ranks read a stream in step, and so cannot continue without one of them.
     fault_tolerant = choice.row.fault_tolerant and not isinstance(data, Stream)
@@ -419,11 +421,12 @@ def prepare_run(
 
 def _feed(
     data: Source | Stream, epochs: Epochs, rank: int, seed: int, comms: Communicators,
-    place: Callable[[Any], Any], prefetch: Prefetch, together: bool, order: SampleOrder | None,
+    place: Callable[[Any], Any], prefetch: Prefetch, together: bool, order: SampleOrder | None, in_order: bool,
 ) -> Feed:  # fmt: skip
     """Build the feed of this data rank's part of every global batch, on the device."""
     reader = make_reader(data, epochs, rank, seed, comms, prefetch, order)
-    return Feed(reader, epochs, rank, seed, place, prefetch, together, make_transfer(comms.world.device, data))
+    transfer = make_transfer(comms.world.device, data)
+    return Feed(reader, epochs, rank, seed, place, prefetch, together, transfer, in_order)
 
 
 def _sampling(dataset: Any, o: RunOptions) -> Sampling:
@@ -641,7 +644,7 @@ def _as_one(run_context: RunContext, together: bool) -> RunContext:
     if not together:
         return run_context
     alone = run_context.workers == run_context.grid.data_ranks
-    return replace(run_context, workers=1, mine=run_context.mine[:1], draws=alone)
+    return replace(run_context, workers=1, mine=run_context.mine[:1], sharers=None, draws=alone)
 
 
 def _trial(

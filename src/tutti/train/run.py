@@ -425,9 +425,13 @@ class Run:
             batch, step_context.global_step, step_context.samples, normalisation, step_context.loss_scale, noise
         )
         micro_batches = [micro_batch for _, micro_batches in work for micro_batch in micro_batches]
-        alone = all(micro_batch.whole for micro_batch in micro_batches)
+        if shared := self.feed.contract.shared:
+            alone = self.feed.is_single(step_context.samples)
+        else:
+            alone = all(micro_batch.whole for micro_batch in micro_batches)
         self.hooks(alone)
-        self._step_context_now = replace(step_context, whole=alone and bool(micro_batches) and normalisation == "step")
+        whole = alone and (shared or bool(micro_batches)) and normalisation == "step"
+        self._step_context_now = replace(step_context, whole=whole)
         if self.checks.looking:
             custom_loop = self.custom.within_batch
             self.checks.look(batch, work, None if custom_loop else self.loss_fn, given=self._drawn is None)

@@ -25,7 +25,7 @@ _SHARED, _SHARED_ROUNDS = 768, 5
 def bench_links(world: World, found: Findings) -> None:
     """Measure messages from each rank to the next: half of a message there and back. Collective."""
     comms = Communicators(world, Grid(replica=world.identity.size, rank=world.identity.rank))
-    line = comms.p2p_channels("replica", {"there": 1, "back": -1})
+    line = comms.p2p_channels({"there": 1, "back": -1}, "replica")
     for sender in range(line.size - 1):
         points = [_message(line, sender, size, world.device) for size in _SIZES]
         _draw(line, f"links/{sender}-{sender + 1}", points, sender, found)

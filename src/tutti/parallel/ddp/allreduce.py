@@ -136,18 +136,20 @@ class AllReduceSync:
         ``part``: loss sums of the current logical worker, None where this rank does not know them yet.
         """
         if self._worker == self._last:
+            self._buffers.pass_on()
             together = self._counting.together(part)
             self._reducer.prepare_for_backward(self._step_context, None if together is None else together.sums)
 
     def begin_worker(self, worker: int, step_context: StepContext) -> None:
         self._step_context, self._worker = step_context, worker
-        self._buffers.enter(worker)
+        self._buffers.enter(worker, step_context.global_step)
 
     def end_worker(self, worker: int, part: LossSums | None) -> None:
         self._counting.add(part)
         self._reducer.collect(self._step_context, worker, None if part is None else part.sums)
 
     def reduce_gradients(self, step_context: StepContext) -> StepStats:
+        self._buffers.finish()
         sums = self._reducer.finish(step_context, self._counting.take())
         whole = mean_factor(divisor_of_backward(step_context), sums.samples)
         factor = whole / step_context.loss_scale

@@ -247,7 +247,8 @@ class TreeReducer:
             )
             for dtype in dtypes
         ]
-        self._sums = [TreeSum(self._comm, self._workers, bucket.flat.numel()) for bucket in self._buckets]
+        self._sums = [TreeSum(self._comm, self._workers, b.flat.numel(), b.flat.dtype) for b in self._buckets]
+        self._begins = run_context.begins_worker
 
     def prepare_for_backward(self, step_context: StepContext, loss_sums: Tensor | None) -> None:
         """Do nothing: ``collect`` takes the gradients."""
@@ -256,6 +257,9 @@ class TreeReducer:
         """Do nothing: ``collect`` takes the gradients."""
 
     def collect(self, step_context: StepContext, worker: int, loss_sums: Tensor | None) -> None:
+        if loss_sums is None and not self._begins:
+            # The worker's other micro-batches are on the ranks before this one, and nothing is added to their sum.
+            return
         used: list[bool] = []
         size, own = self._tail.size, own_part(self.squares(), step_context, loss_sums) if self._measured else None
         for bucket, total in zip(self._buckets, self._sums, strict=True):
@@ -273,7 +277,7 @@ class TreeReducer:
         for bucket, total in zip(self._buckets, self._sums, strict=True):
             bucket.use(total.total())
         tail = self._buckets[-1].tail.tolist()
-        if not self._tail.same(tail, step_context, self._workers):
+        if not self._tail.same(tail, step_context, self._sums[-1].addends):
             refuse_mismatch(self._comm, step_context)
         sums = self._tail.read(tail[: self._tail.size])._replace(own=tail[self._tail.size :])
         expose(self._buckets, sums.used)

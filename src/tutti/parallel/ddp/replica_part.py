@@ -86,7 +86,7 @@ class ReplicaPart:
             apply_ac_and_compile(part, self.draws, run_context)
 
     def enter(self, micro_batch: MicroBatch, before: Mapping[str, int] | None = None) -> None:
-        """Enter a micro-batch's RNG stream; of a dummy micro-batch also keep a copy of the buffers for ``forget``.
+        """Enter a micro-batch's RNG stream; a dummy micro-batch computes with copies of the buffers until ``forget``.
 
         ``before``: number of earlier calls of each module in this micro-batch, by other parts.
         """
@@ -95,7 +95,9 @@ class ReplicaPart:
             self.peers.counts = micro_batch.samples > 0
         if not micro_batch.samples:
             own = [slot for slot in buffers(self.parts) if not isinstance(slot.owner, SyncBatchNorm)]
-            self._kept = [(slot, slot.get().clone()) for slot in own]
+            self._kept = [(slot, slot.get()) for slot in own]
+            for slot, tensor in self._kept:
+                slot.put(tensor.clone())
 
     def forget(self) -> None:
         """Undo a dummy micro-batch: restore all buffers except those of ``SyncBatchNorm``, and clear gradients."""

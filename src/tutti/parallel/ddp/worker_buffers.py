@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from tutti.comm.communicator import Communicator
-from tutti.comm.partition import even_share
+from tutti.comm.partition import sharers, workers_of
 from tutti.nn.swap import BufferRef, buffers
+from tutti.parallel.ddp.buffer_handover import BufferHandover
 from tutti.types import RunContext, SavedState
 
 
@@ -22,27 +23,62 @@ class WorkerBuffers:
         parts: the modules on this rank.
         run_context: of the run.
         borrowed: names of buffers that another rank of the replica saves.
+        in_turn: ranks that share a worker may wait for each other before a forward: see ``BufferHandover``.
     """
 
-    def __init__(self, parts: Sequence[nn.Module], run_context: RunContext, borrowed: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        parts: Sequence[nn.Module],
+        run_context: RunContext,
+        borrowed: Collection[str] = (),
+        in_turn: bool = True,
+    ) -> None:
         self._comm, self._run_context, self._borrowed = run_context.comms.replica, run_context, borrowed
         self._slots = buffers(parts)
         self._own = {w: [slot.get().clone() for slot in self._slots] for w in run_context.mine[1:]}
         if len(run_context.mine):
             self._own[run_context.mine[0]] = [slot.get() for slot in self._slots]
         self._inside = run_context.mine[0] if len(run_context.mine) else -1
+        self._handover: BufferHandover | None = None
+        if run_context.sharers is not None:
+            self._handover = BufferHandover(self._slots, run_context, in_turn)
 
-    def enter(self, worker: int) -> None:
-        """Put ``worker``'s buffers into the model."""
+    def enter(self, worker: int, step: int = 0) -> None:
+        """Put ``worker``'s buffers into the model; where ranks share a worker, those after the ranks before this one.
+
+        Args:
+            worker: the worker.
+            step: the global step.
+        """
+        if self._handover is not None:
+            self._handover.begin(step)
         if worker != self._inside and self._slots:
             self._take_out()
             for slot, tensor in zip(self._slots, self._own[worker], strict=True):
                 slot.put(tensor)
             self._inside = worker
 
+    def pass_on(self) -> None:
+        """Give the buffers to the next rank that shares the worker, after this rank's last forward of a step."""
+        if self._handover is not None:
+            self._handover.pass_on()
+
+    def finish(self) -> None:
+        """Give all ranks that share a worker its buffers, before the update. Collective where forwards change them."""
+        if self._handover is not None:
+            self._handover.finish()
+
+    def close(self) -> None:
+        """Finish a step without a backward where ranks share a worker. Collective where forwards change buffers."""
+        if self._handover is not None:
+            self._handover.close()
+
     def state(self) -> dict[str, Tensor]:
-        """Return ``{worker}/{buffer}`` of this rank's workers; empty for a run of one worker."""
-        if self._run_context.workers == 1 or not self._slots:
+        """Return ``{worker}/{buffer}`` of this rank's workers, of a shared worker on its first rank alone.
+
+        Empty for a run of one worker.
+        """
+        if self._run_context.workers == 1 or not self._slots or not self._run_context.begins_worker:
             return {}
         self._take_out()
         rows = [
@@ -53,6 +89,8 @@ class WorkerBuffers:
     def load(self, saved: SavedState) -> None:
         """Load each worker's buffers from a checkpoint of as many workers, else the merged model's buffers."""
         self._take_out()
+        if self._handover is not None:
+            self._handover.forget()
         names = saved.names("workers")
         same = self._slots and f"{self._run_context.workers - 1}/{self._slots[0].name}" in names
         same = same and f"{self._run_context.workers}/{self._slots[0].name}" not in names
@@ -96,6 +134,7 @@ class WorkerBuffers:
         """
         if not self._slots:
             return {}
+        self.close()
         if self._run_context.workers == 1:
             return {slot.name: slot.get() for slot in self._slots}
         self._take_out()
@@ -135,19 +174,22 @@ def _gather_rows(rows: Sequence[Tensor], comm: Communicator, workers: int) -> Te
     Returns:
         (N, width) in worker order, without the workers of lost ranks.
     """
-    most = len(even_share(workers, comm.size, 0))
+    most = len(workers_of(workers, comm.size, 0))
     mine = torch.stack(list(rows))
     padded = mine.new_zeros(most, mine.shape[1])
     padded[: len(rows)] = mine
     parts = comm.all_gather(padded, "buffers of all workers")
-    return torch.cat(
-        [p[: len(even_share(workers, comm.size, r))] for r, p in zip(comm.alive_ranks, parts, strict=True)]
-    )
+    return torch.cat([p[: len(_led(workers, comm.size, r))] for r, p in zip(comm.alive_ranks, parts, strict=True)])
 
 
 def _present(comm: Communicator, workers: int) -> list[int]:
     """Return the workers of the ranks that took part in the last collective."""
-    return [worker for rank in comm.alive_ranks for worker in even_share(workers, comm.size, rank)]
+    return [worker for rank in comm.alive_ranks for worker in _led(workers, comm.size, rank)]
+
+
+def _led(workers: int, ranks: int, rank: int) -> range:
+    """Return the workers of a rank, without a worker that it shares with a rank before it."""
+    return workers_of(workers, ranks, rank) if sharers(workers, ranks, rank).start == rank else range(0)
 
 
 def _merge(slot: BufferRef, table: dict[str, Tensor]) -> Tensor:

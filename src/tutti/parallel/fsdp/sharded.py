@@ -99,7 +99,8 @@ class ShardedSync:
         self._shards.share_memory(like=comm)
         agree_on_state(comm, replica.parts)
         broadcast_state(comm, replica.parts)
-        self._buffers = WorkerBuffers(replica.parts, self._run_context, replica.not_owned)
+        in_turn = not self._run_context.rows
+        self._buffers = WorkerBuffers(replica.parts, self._run_context, replica.not_owned, in_turn)
         named = parameters(replica.parts)
         for _, parameter in named:
             # FSDP2 takes contiguous parameters only, and the sharded gradients are contiguous.
@@ -234,13 +235,14 @@ class ShardedSync:
         return [engine, ZeroSharding(rest, replica.parts, replica.specs, self._shards)] if rest else [engine]
 
     def prepare_for_backward(self, part: LossSums | None) -> None:
-        """Do nothing: FSDP2 has hooks of its own, and stage 1 sends in ``reduce_gradients``."""
+        """Pass a shared worker's buffers on. FSDP2 has hooks of its own, and stage 1 sends in ``reduce_gradients``."""
+        self._buffers.pass_on()
 
     def gradient_ready(self, parameter: Tensor) -> None:
         """Do nothing, as ``prepare_for_backward``."""
 
     def begin_worker(self, worker: int, step_context: StepContext) -> None:
-        self._buffers.enter(worker)
+        self._buffers.enter(worker, step_context.global_step)
 
     def end_worker(self, worker: int, part: LossSums | None) -> None:
         self._counting.add(part)
@@ -249,6 +251,7 @@ class ShardedSync:
         if self._uncut:
             new, self._uncut = self._uncut, []
             self._cut(new)
+        self._buffers.finish()
         used = [flag for engine in self._engines for flag in engine.used()]
         for engine in self._engines:
             engine.reduce_scatter_gradients(step_context.global_step + 1)

@@ -85,7 +85,7 @@ class LocalSGDSync:
         )
         self._note()
         self._make_sums()
-        self._totals = TreeSum(comm, workers, _LANES)
+        self._totals = TreeSum(comm, workers, _LANES, torch.float64)
         return self
 
     def prepare_for_backward(self, part: LossSums | None) -> None:
@@ -258,7 +258,7 @@ class LocalSGDSync:
     def _make_sums(self) -> None:
         comm, workers = self._run_context.comms.replica, self._run_context.workers
         self._sums = {
-            dtype: TreeSum(comm, workers, sum(p.numel() for _, p in self._trained if p.dtype == dtype))
+            dtype: TreeSum(comm, workers, sum(p.numel() for _, p in self._trained if p.dtype == dtype), dtype)
             for dtype in sorted({p.dtype for _, p in self._trained}, key=str)
         }
         self._reducer: Reducer | None = None

@@ -81,7 +81,7 @@ class PipelineLayout:
             UsageError: the model cannot be cut into that many stages, or has nothing for activation checkpointing to
                 recompute.
         """
-        stage = self._run_context.comms.p2p_channels("stage", KINDS)
+        stage = self._run_context.comms.p2p_channels(KINDS, "stage")
         self._run_context.comms.model.agree(
             describe_tensors([plain]),
             "the model",
