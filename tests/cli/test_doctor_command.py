@@ -18,12 +18,12 @@ from typing import Any
 import psutil
 import pytest
 
+from tutti import cgroup
 from tutti.cli import doctor_command
 from tutti.doctor import collective_probe, limits, machine
 from tutti.doctor.finding import Finding, checked, conclude
 from tutti.doctor.software import EXTRAS
 from tutti.errors import ExitCode, PeerError
-from tutti.workload import cgroup
 
 ROOT = Path(__file__).parents[2]
 LINES, COLUMNS = 40, 100

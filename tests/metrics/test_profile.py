@@ -14,8 +14,9 @@ from torch import nn
 import tutti
 from tests import worlds
 from tutti.errors import DiskError
-from tutti.metrics.profile import PHASES, TABLE, Window, phases
-from tutti.metrics.profile import profiled as profile_of
+from tutti.metrics.profile import PHASES, TABLE
+from tutti.train.step_windows import Window, phases
+from tutti.train.step_windows import profiled as profile_of
 
 BATCHES = 4
 

@@ -230,14 +230,14 @@ def test_only_what_no_device_keeps_whole_is_built_in_files(
 # A process of its own: threads of earlier tests end at any time, and each gives back 8 MiB.
 _LIMITED = """
 import resource, psutil, torch
-from tutti.workload import tensor_memory
+from tutti import host_memory
 
-assert tensor_memory.free_memory(1) > 2 * tensor_memory.free_memory(4) > 0
+assert host_memory.free_memory(1) > 2 * host_memory.free_memory(4) > 0
 limit = psutil.Process().memory_info().data + (400 << 20)
 resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-limited = tensor_memory.free_memory(1)
+limited = host_memory.free_memory(1)
 taken = torch.ones(100 << 18)
-print(limited >> 20, (limited - tensor_memory.free_memory(1)) / taken.nbytes)
+print(limited >> 20, (limited - host_memory.free_memory(1)) / taken.nbytes)
 """
 
 

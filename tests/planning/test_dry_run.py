@@ -13,11 +13,12 @@ from tests.forkserver import run
 from tests.simulated_accelerator import build
 from tutti.config.train_config import TrainConfig
 from tutti.errors import UsageError
+from tutti.host_memory import parse_bytes
 from tutti.planning import dry_run as command_line
 from tutti.planning.dry_run import _notes
 from tutti.planning.memory_plan import model_facts, nearest_plan, plan_memory
 from tutti.planning.pipeline_memory import observe_stages
-from tutti.workload.tensor_memory import Tracker, parse_bytes
+from tutti.workload.tensor_memory import Tracker
 
 BASE = {"batch_size": 32, "device": "cpu", "devices": "2"}
 
@@ -154,7 +155,7 @@ def test_what_this_host_has_no_room_for_is_not_measured(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It fits into the devices that were told of, which need not be here."""
-    monkeypatch.setattr("tutti.workload.tensor_memory.free_memory", lambda processes: 2**29 // processes)
+    monkeypatch.setattr("tutti.planning.dry_run.free_memory", lambda processes: 2**29 // processes)
     monkeypatch.setattr(command_line, "launch", lambda *_, **__: pytest.fail("a process was started"))
     assert command_line.dry_run("digits", TrainConfig(**BASE), "16GB", ()) == 0
     *table, said = capsys.readouterr().out.splitlines()
@@ -163,9 +164,11 @@ def test_what_this_host_has_no_room_for_is_not_measured(
 
 
 def test_what_is_taken_for_granted_is_said() -> None:
-    told = {s: _notes(TrainConfig(**BASE, strategy=s), known=True) for s in ("pipeline", "tensor", "central_storage")}
+    strategies = ("pipeline", "tensor", "central_storage", "parameter_server")
+    told = {s: _notes(TrainConfig(**BASE, strategy=s), known=True) for s in strategies}
     assert told["pipeline"] == []
     assert "into equal parts" in told["tensor"][0] and "not one copy for all" in told["central_storage"][0]
+    assert told["parameter_server"] == told["central_storage"]
     assert "without activations" in _notes(TrainConfig(**BASE), known=False)[0]
 
 

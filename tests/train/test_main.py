@@ -13,9 +13,9 @@ from tutti.data.contract import BatchContract
 from tutti.data.epochs import Epochs
 from tutti.errors import UsageError
 from tutti.metrics.listener import Listeners
-from tutti.metrics.profile import Window
 from tutti.train.loop import TrainPlan
 from tutti.train.main import _plan, _windows
+from tutti.train.step_windows import Window
 
 EVERY = {"eval_every": "none", "checkpoint_every": "none"}
 PLANS: list[tuple[dict[str, Any], int | None, TrainPlan, int | None]] = [

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, TypeAlias
 
 from tutti.checkpoint.write import WritableSlice
+from tutti.host_memory import free_memory
 from tutti.types import ShardSpec, TensorSlice
-from tutti.workload.tensor_memory import free_memory
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -11,13 +11,12 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from tutti import process_context
+from tutti import cgroup, process_context
 from tutti.config.variables import PREFIX, check_variables
 from tutti.doctor import collective_probe, limits, machine, software
 from tutti.doctor.finding import Check, Finding, Mark, checked, conclude
 from tutti.errors import UsageError
 from tutti.launcher.encoding import json_text
-from tutti.workload import cgroup
 
 WIDTH = 100
 _NAME_WIDTH = 21

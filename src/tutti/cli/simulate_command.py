@@ -15,8 +15,8 @@ from tutti.cli.workload_command import quantity
 from tutti.comm.collective_schedules import LinkCost
 from tutti.config.optimizer_config import check_optimizer
 from tutti.config.train_config import TrainConfig
-from tutti.doctor.finding import format_bytes
 from tutti.errors import DiskError, ExitCode, UsageError
+from tutti.host_memory import format_bytes
 from tutti.launcher.encoding import json_text
 from tutti.tasks import task_registry
 

@@ -59,16 +59,3 @@ def conclude(findings: Sequence[Finding]) -> ExitCode:
     """
     codes = [finding.code for finding in findings if finding.mark == "problem"]
     return ExitCode.PEER if ExitCode.PEER in codes else next(iter(codes), ExitCode.DONE)
-
-
-def format_bytes(count: float) -> str:
-    """Format bytes in binary units.
-
-    >>> format_bytes(64 << 20), format_bytes(1536), format_bytes(0)
-    ('64 MiB', '1.5 KiB', '0 B')
-    """
-    units = ["B", "KiB", "MiB", "GiB", "TiB"]
-    while count >= 1024 and len(units) > 1:
-        count /= 1024
-        units.pop(0)
-    return f"{round(count, 1 if count < 100 else 0):g} {units[0]}"

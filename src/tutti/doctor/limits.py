@@ -11,9 +11,10 @@ import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from tutti.doctor.finding import Finding, format_bytes
+from tutti import cgroup
+from tutti.doctor.finding import Finding
 from tutti.errors import ExitCode
-from tutti.workload import cgroup
+from tutti.host_memory import format_bytes
 
 SHARED_MEMORY = Path("/dev/shm")
 

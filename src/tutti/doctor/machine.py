@@ -8,10 +8,11 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from tutti import cgroup
 from tutti.device import cpu_model, usable_cores
-from tutti.doctor.finding import Finding, format_bytes
+from tutti.doctor.finding import Finding
 from tutti.errors import ExitCode
-from tutti.workload import cgroup
+from tutti.host_memory import format_bytes
 
 LITTLE_MEMORY = 1 << 30
 """Free bytes below which a run is likely to be killed: torch alone takes about 200 MiB a process."""

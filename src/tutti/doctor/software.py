@@ -18,8 +18,9 @@ from typing import Any
 
 from tutti.device import describe_toolkit
 from tutti.distribution import DISTRIBUTION, VERSION, pip_install
-from tutti.doctor.finding import Finding, format_bytes
+from tutti.doctor.finding import Finding
 from tutti.errors import ExitCode
+from tutti.host_memory import format_bytes
 from tutti.launcher import isolated
 from tutti.native.native_library import kernels
 

@@ -1,7 +1,7 @@
 """Trace the phases of a few steps on all devices, as a picture with one row a device and as a trace file.
 
-As in ``profile``, the run's own methods are wrapped while it is traced and unwrapped afterwards. A segment costs two
-reads of the clock, far less than a profiler, so that the measured shares of time are those of the run.
+A segment costs two reads of the clock, far less than a profiler, so that the measured shares of time are those of the
+run.
 """
 
 from __future__ import annotations
@@ -9,30 +9,43 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tutti.comm.communicator import Communicator
 from tutti.comm.stall import Call, StallInspector
 from tutti.errors import DiskError
 from tutti.metrics import timeline
-from tutti.metrics.profile import named_as, phases
+from tutti.metrics.profile import named_as
 from tutti.metrics.timeline import WAITING, TimelineSegment
-
-if TYPE_CHECKING:
-    from tutti.train.run import Run
 
 TABLE = "shares.txt"
 
 
-class _Recorder:
-    """Record this rank's segments: at any time, the innermost open phase."""
+class TraceRecorder:
+    """Record this rank's segments: at any time, the innermost open phase.
 
-    def __init__(self) -> None:
-        self.segments: list[TimelineSegment] = []
+    Collective: two barriers in the constructor align the ranks' clocks.
+
+    Args:
+        comm: all ranks.
+        step: steps taken before the trace, the same on all ranks.
+
+    Raises:
+        MismatchError: ranks have taken different numbers of steps.
+    """
+
+    def __init__(self, comm: Communicator, step: int) -> None:
+        self._comm, self._step = comm, step
+        self._segments: list[TimelineSegment] = []
         self._open: list[tuple[str, str, tuple[int, ...]]] = []
         self._since = 0.0
+        # ``agree`` acts as a barrier. All ranks enter the second one soon after the first, and so leave it at nearly
+        # the same time.
+        for _ in range(2):
+            comm.agree([f"trace from step {step}"], "what is traced", "make every rank trace the same steps")
+        self._start = time.perf_counter()
 
     @contextmanager
     def during(self, phase: str, call: str = "", ranks: tuple[int, ...] = ()) -> Iterator[None]:
@@ -56,33 +69,34 @@ class _Recorder:
         now = time.perf_counter()
         if self._open and now > self._since:
             phase, call, ranks = self._open[-1]
-            self.segments.append(TimelineSegment(phase, self._since, now, call, ranks))
+            self._segments.append(TimelineSegment(phase, self._since, now, call, ranks))
         self._since = now
 
+    def waits(self) -> AbstractContextManager[None]:
+        """Within the block, record the waiting for each collective."""
 
-@contextmanager
-def traced(run: Run, folder: Path) -> Iterator[None]:
-    """Trace every rank's phases within the block. Collective at its beginning and its end.
+        def wait(inner: Callable[..., Any], inspector: StallInspector, done: Any, call: Call) -> Any:
+            with self.during(WAITING, call.text, call.ranks):
+                return inner(inspector, done, call)
 
-    Rank 0 writes ``timeline.svg``, ``trace.json`` for ui.perfetto.dev or chrome://tracing, and ``shares.txt``. A
-    barrier at the block's beginning aligns the ranks' clocks. Raises DiskError where rank 0 cannot write.
-    """
-    comm, clock, recorder = run.context.comms.world, run.taken, _Recorder()
+        return named_as(StallInspector, "poll", wait)
 
-    def wait(inner: Callable[..., Any], inspector: StallInspector, done: Any, call: Call) -> Any:
-        with recorder.during(WAITING, call.text, call.ranks):
-            return inner(inspector, done, call)
+    def write(self, folder: Path, step: int) -> None:
+        """Write ``timeline.svg``, ``trace.json`` for ui.perfetto.dev or chrome://tracing, and ``shares.txt`` on rank 0.
 
-    # ``agree`` acts as a barrier. All ranks enter the second one soon after the first, and so leave it at nearly the
-    # same time.
-    for _ in range(2):
-        comm.agree([f"trace from step {clock}"], "what is traced", "make every rank trace the same steps")
-    start = time.perf_counter()
-    with phases(run, recorder.during), named_as(StallInspector, "poll", wait):
-        yield
-    rows = _gathered(comm, recorder.segments, start)
-    if comm.rank == 0:
-        _write(folder, timeline.resolve_waits(rows), f"steps {clock + 1} to {run.taken} on {comm.size} devices")
+        Collective: one broadcast a rank.
+
+        Args:
+            folder: is created if it does not exist.
+            step: steps taken at the end of the trace.
+
+        Raises:
+            DiskError: rank 0 cannot write.
+        """
+        rows = _gathered(self._comm, self._segments, self._start)
+        if self._comm.rank == 0:
+            title = f"steps {self._step + 1} to {step} on {self._comm.size} devices"
+            _write(folder, timeline.resolve_waits(rows), title)
 
 
 def _gathered(comm: Communicator, own: list[TimelineSegment], start: float) -> list[list[TimelineSegment]]:

@@ -37,6 +37,7 @@ class Strategy:
         sparse_devices: largest number of devices with sparse gradients; None for no limit.
         own_copies: every rank has its own copy of the parameters; a script may load into them without collectives.
         optimizer_here: the optimizer's state is on ranks, and not on servers.
+        one_copy: parameters and optimizer state exist once for all devices, in host memory or on servers.
         fault_tolerant: the run continues when a rank is killed; no rank needs another for a step.
         synchronous: every rank makes all steps of the run.
         shares_workers: several data ranks may share the micro-batches of one worker.
@@ -59,6 +60,7 @@ class Strategy:
     sparse_devices: int | None = 1
     own_copies: bool = False
     optimizer_here: bool = True
+    one_copy: bool = False
     fault_tolerant: bool = False
     synchronous: bool = True
     shares_workers: bool = True
@@ -128,6 +130,7 @@ TABLE: Mapping[str, Strategy] = {
         CentralConfig,
         "one copy of parameters and optimizer state in the host's memory",
         sparse_devices=None,
+        one_copy=True,
     ),
     "local_sgd": Strategy(
         *_WHOLE,
@@ -159,6 +162,7 @@ TABLE: Mapping[str, Strategy] = {
         sparse_devices=0,
         optimizer_here=False,
         shares_workers=False,
+        one_copy=True,
         needs=("zmq", "pyzmq", "server"),
     ),
     "sharded": Strategy(

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from tutti import parallel
 from tutti.config.train_config import TrainConfig
-from tutti.doctor.finding import format_bytes
 from tutti.errors import ExitCode, UsageError
+from tutti.host_memory import format_bytes, free_memory, memory_share, parse_bytes
 from tutti.launcher import isolated
 from tutti.launcher.devices import count_accelerators
 from tutti.launcher.launch import launch
@@ -169,14 +169,13 @@ def _notes(config: TrainConfig, known: bool) -> list[str]:
     notes = [] if known else ["without activations: what a stream gives is not known before it is read"]
     if shape["tensor"] > 1:
         notes.append("layers are taken to be split into equal parts; the fullest one may need more")
-    if choice.row.exchange.startswith(("central", "server")):
+    if choice.row.one_copy:
         notes.append("counted as if every device had its own parameters and optimizer, not one copy for all")
     return notes
 
 
 def _room(config: TrainConfig, memory: str | None) -> int:
     """Return the bytes of a device: as given, else of the smallest GPU, else a process's share of this node."""
-    from tutti.workload.tensor_memory import parse_bytes, room
 
     if memory is not None:
         return parse_bytes(memory, "--memory")
@@ -185,12 +184,11 @@ def _room(config: TrainConfig, memory: str | None) -> int:
         gpus = json.loads(result.out)["gpus"] if result.code == 0 else []
         if gpus:
             return min(int(gpu["memory_bytes"]) for gpu in gpus)
-    return room(int(config.devices))
+    return memory_share(int(config.devices))
 
 
 def _short(config: TrainConfig, each: float) -> str | None:
     """Return why no step is measured: this node has too little free memory for the processes. None if it has enough."""
-    from tutti.workload.tensor_memory import free_memory
 
     if count_accelerators(config.device, os.environ):
         return None

@@ -21,11 +21,11 @@ from tutti.errors import CheckpointError, Preempted
 from tutti.launcher import heartbeat
 from tutti.launcher.heartbeat import Phase
 from tutti.metrics.listener import Clock, EvalRecord, Listener, Pace, RunHeader
-from tutti.metrics.profile import Window
 from tutti.metrics.throughput import DeviceThroughput, device_rates
 from tutti.optim.loss_scale import LossScale
 from tutti.train.evaluation import BLOCK, evaluate_samples
 from tutti.train.run import Run
+from tutti.train.step_windows import Window
 from tutti.train.target_watch import EvaluatedAt, TargetWatch, wall_seconds
 from tutti.types import Batch, StepRecord
 

@@ -26,16 +26,15 @@ from tutti.data.adapt import adapt
 from tutti.data.epochs import Epochs
 from tutti.data.source import Source
 from tutti.errors import ExitCode, Preempted, UsageError
+from tutti.host_memory import free_memory
 from tutti.launcher import context, heartbeat
 from tutti.launcher.context import World
 from tutti.metrics.events import TensorBoard
 from tutti.metrics.listener import Clock, EarlyWarnings, Listener, Listeners, RunHeader
 from tutti.metrics.profile import TABLE as PROFILE
-from tutti.metrics.profile import Window, profiled
 from tutti.metrics.progress import terminal_listener
 from tutti.metrics.records import RunDirectory, config_sha256
 from tutti.metrics.trace import TABLE as TRACE
-from tutti.metrics.trace import traced
 from tutti.nn.init_on_disk import spilling
 from tutti.optim.schedules import Schedule, make_schedule
 from tutti.process_context import launch_time
@@ -47,9 +46,9 @@ from tutti.train.loop import Length, Means, TrainPlan, train_loop
 from tutti.train.preemption import stop_on_signals
 from tutti.train.prepare import RunOptions, prepare_run
 from tutti.train.run import Run
+from tutti.train.step_windows import Window, profiled, traced
 from tutti.train.target_watch import TargetWatch
 from tutti.train.utilisation import measured_throughput
-from tutti.workload.tensor_memory import free_memory
 
 
 def train_rank(task: str, config: TrainConfig, directory: str | None) -> int:

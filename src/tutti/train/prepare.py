@@ -39,6 +39,7 @@ from tutti.data.stream import Stream
 from tutti.data.transfer import make_transfer
 from tutti.device import is_accelerator
 from tutti.errors import UsageError
+from tutti.host_memory import free_memory
 from tutti.launcher import context
 from tutti.launcher.malloc_tuning import free_at_once
 from tutti.nn import ghost, norms, sync
@@ -65,7 +66,7 @@ from tutti.train.schedulers import Given, Schedulers
 from tutti.train.slow_replica import slow_down
 from tutti.train.state_loads import StateLoads
 from tutti.types import GradientSync, LossFn, RunContext
-from tutti.workload.tensor_memory import bytes_of, free_memory
+from tutti.workload.tensor_memory import bytes_of
 
 Models: TypeAlias = "nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]"
 Optimizers: TypeAlias = "Optimizer | Sequence[Optimizer]"

@@ -26,8 +26,6 @@ from tutti.data.reader import Position, RankBatch
 from tutti.errors import NonFiniteError, UsageError
 from tutti.launcher import heartbeat
 from tutti.launcher.heartbeat import Phase
-from tutti.metrics.profile import profiled
-from tutti.metrics.trace import traced
 from tutti.optim.adascale import AdaScale
 from tutti.optim.gradient_noise import Multiplicative
 from tutti.optim.learning_rate import multiply_learning_rates, restore_learning_rates
@@ -47,6 +45,7 @@ from tutti.train.preemption import StopReason, stop_on_signals
 from tutti.train.replicas import check_replicas, seldom
 from tutti.train.schedulers import Schedulers
 from tutti.train.step import train_step
+from tutti.train.step_windows import profiled, traced
 from tutti.train.trainability import TrainabilityWatch
 from tutti.types import (
     Average,

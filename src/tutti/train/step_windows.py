@@ -1,0 +1,124 @@
+"""Profile or trace a few steps of a run, with the phases of a step as named regions.
+
+The run's own methods are wrapped in these regions while it is profiled or traced, and unwrapped afterwards: without
+either, a run has no overhead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from torch.profiler import record_function
+
+from tutti.metrics.profile import make_profiler, named_as, write_profile
+from tutti.metrics.trace import TraceRecorder
+
+if TYPE_CHECKING:
+    from tutti.train.run import Run
+
+Region: TypeAlias = Callable[[str], AbstractContextManager[Any]]
+"""Returns the context manager around one phase, given its name."""
+
+
+@contextmanager
+def profiled(run: Run, folder: Path) -> Iterator[None]:
+    """Profile this rank's part of ``run`` within the block, and write the files of ``write_profile``.
+
+    Raises DiskError where they cannot be written.
+    """
+    comm, taken = run.context.comms.world, run.taken
+    profiler = make_profiler(comm.device)
+    with phases(run), profiler:
+        yield
+    write_profile(profiler, comm, folder, run.taken - taken)
+
+
+@contextmanager
+def traced(run: Run, folder: Path) -> Iterator[None]:
+    """Trace every rank's phases within the block, and write the files of ``TraceRecorder.write`` on rank 0.
+
+    Collective at its beginning and its end. Raises DiskError where rank 0 cannot write.
+    """
+    recorder = TraceRecorder(run.context.comms.world, run.taken)
+    with phases(run, recorder.during), recorder.waits():
+        yield
+    recorder.write(folder, run.taken)
+
+
+@contextmanager
+def phases(run: Run, region: Region = record_function) -> Iterator[None]:
+    """Run every phase of a step within the block in a ``region`` of the phase's name."""
+    forward = (run, "loss_fn") if run.loss_fn is not None else (run.model, "forward")
+    named: list[tuple[Any, str, str]] = [
+        (run, "_draw", "data"),
+        (*forward, "forward"),
+        # Every model layout and every custom training loop calls this function.
+        (torch.autograd, "backward", "backward"),
+        *((split, "inputs", "backward") for split in run.replica.split_backwards),
+        *((split, "weights", "weight") for split in run.replica.split_backwards),
+        *((run.gradient_sync, method, "exchange") for method in ("begin_worker", "end_worker", "reduce_gradients")),
+        (run.gradient_sync, "optimizer_step", "update"),
+    ]
+    with ExitStack() as stack:
+        for owner, attribute, phase in named:
+            stack.enter_context(named_as(owner, attribute, partial(_as, phase, region)))
+        yield
+
+
+def _as(
+    phase: str,
+    region: Region,
+    inner: Callable[..., Any],
+    *args: Any,
+    **options: Any,
+) -> Any:
+    with region(phase):
+        return inner(*args, **options)
+
+
+class Window:
+    """Profile or trace a window of steps, counted from the run's present step.
+
+    Args:
+        run: the run.
+        watch: ``profiled`` or ``traced``, entered before the window's first step and left after its last.
+        folder: the folder for its files.
+        table: name of the file that rank 0 prints at the end.
+        first: first step of the window, from 1; earlier steps are warm-up.
+        steps: number of steps in the window.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        watch: Callable[[Run, Path], AbstractContextManager[None]],
+        folder: Path,
+        table: str,
+        first: int,
+        steps: int,
+    ) -> None:
+        self._run, self._watch, self._folder, self._table = run, watch, folder, table
+        self._begin, self._end = run.taken + first - 1, run.taken + first - 1 + steps
+        self._open = ExitStack()
+
+    def look(self) -> None:
+        """Open the window before its first step, close it after its last; call before the first step and after each."""
+        if self._run.taken == self._begin:
+            self._open.enter_context(self._watch(self._run, self._folder))
+        elif self._run.taken == self._end:
+            self._open.close()
+
+    def close(self) -> None:
+        """Close the window if the run ends within it."""
+        self._open.close()
+
+    def table(self) -> str:
+        """Return the text that rank 0 prints at the end: the table, and the folder of all files."""
+        path = self._folder / self._table
+        text = path.read_text(encoding="utf-8") if path.is_file() else "the run ended before the first of its steps\n"
+        return f"{text}For ui.perfetto.dev: {self._folder}"
