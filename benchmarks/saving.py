@@ -33,9 +33,9 @@ from step_tax import WARM_UP, hardware, join_group, make_batches
 from torch import distributed as dist
 from torch.multiprocessing.spawn import start_processes
 
-from tutti.checkpoint.manager import Checkpoints
 from tutti.errors import ExitCode
 from tutti.launcher import context
+from tutti.train.run_checkpoints import Checkpoints
 
 EVERY = 50
 BLOCKS = ("without", "save", "without-again")

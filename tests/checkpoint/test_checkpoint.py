@@ -207,7 +207,7 @@ def test_prune_keeps_the_last_and_the_best(tmp_path: Path) -> None:
     (tmp_path / "step-00000006.tmp-0").mkdir()
     (tmp_path / "notes").mkdir()
     known: set[Path] = set()
-    assert prune(tmp_path, keep_last=2, keep_best=1, score=lambda m: m.facts["accuracy"], verified=known) == []
+    assert prune(tmp_path, keep_last=2, keep_best=1, score=lambda facts: facts["accuracy"], verified=known) == []
     (tmp_path / "notes").rmdir()
     assert steps(tmp_path) == [2, 4, 5] == sorted(int(path.name[5:]) for path in known)
 

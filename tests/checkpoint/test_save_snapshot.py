@@ -12,9 +12,9 @@ import tutti
 from tests import worlds
 from tests.contract.models import loss, model, samples
 from tutti.checkpoint import save_snapshot
-from tutti.checkpoint.manager import Checkpoints
 from tutti.checkpoint.read import load_manifest
 from tutti.launcher import context
+from tutti.train.run_checkpoints import Checkpoints
 from tutti.types import TensorSlice
 
 STRATEGIES = ["mirrored", "sharded:units=Linear", "central_storage", "local_sgd:period=4", "tensor:least=1", "pipeline"]

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 import tutti
 from tests import worlds
 from tutti.checkpoint.export import export_weights
-from tutti.checkpoint.manager import Checkpoints
 from tutti.checkpoint.read import load_manifest
 from tutti.checkpoint.weights import SavedWeights
 from tutti.checkpoint.weights_source import check_source
 from tutti.errors import CheckpointError, TuttiError, UsageError
 from tutti.launcher import context
+from tutti.train.run_checkpoints import Checkpoints
 
 
 class Tied(nn.Sequential):
@@ -215,7 +215,7 @@ def test_what_is_no_source_is_refused_before_anything_starts(saved: Path, tmp_pa
 
 def begun() -> str:
     run = train(prepare(Plain(1), "mirrored"), 1)
-    from tutti.checkpoint.warm_start import load_warm_start
+    from tutti.train.warm_start import load_warm_start
 
     try:
         load_warm_start(run, "anything")

@@ -15,10 +15,10 @@ from tests import worlds
 from tests.contract.models import loss, model, samples
 from tests.contract.table import OPTIMIZERS, STEPS, largest_difference, optimizer_of
 from tests.covering import covering
-from tutti.checkpoint.manager import Checkpoints
 from tutti.data import Sharded
 from tutti.errors import CheckpointError
 from tutti.launcher import context
+from tutti.train.run_checkpoints import Checkpoints
 
 SAVED_AT = 2
 # (strategy, devices): the matrix is every pair of them

@@ -17,9 +17,9 @@ import tutti
 from tests import worlds
 from tests.contract.models import loss, model, samples
 from tests.contract.table import largest_difference
-from tutti.checkpoint.manager import Checkpoints
 from tutti.data.order import permutation
 from tutti.launcher import context
+from tutti.train.run_checkpoints import Checkpoints
 
 pytestmark = pytest.mark.faults
 Record = Callable[[str, object], None]

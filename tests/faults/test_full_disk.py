@@ -13,11 +13,11 @@ from tests import worlds
 from tests.contract.models import loss, model, samples
 from tests.disks import fill, small_disk
 from tutti.checkpoint.folder import newest_checkpoint
-from tutti.checkpoint.manager import Checkpoints
 from tutti.checkpoint.read import verify
 from tutti.errors import DiskError
 from tutti.launcher import context
 from tutti.launcher.failure import read_failure, record_failure
+from tutti.train.run_checkpoints import Checkpoints
 
 pytestmark = [pytest.mark.faults, pytest.mark.row(12)]
 PLACES = [("single", 1), ("mirrored", 3), ("model_parallel", 3), ("local_sgd:period=2", 3), ("central_storage", 3)]

@@ -17,9 +17,9 @@ from tests.contract.models import loss, model, samples
 from tests.faults.saving import arm
 from tutti.checkpoint.fingerprint import weights_sha256
 from tutti.checkpoint.folder import newest_checkpoint
-from tutti.checkpoint.manager import Checkpoints
 from tutti.checkpoint.read import TensorReader
 from tutti.launcher import context
+from tutti.train.run_checkpoints import Checkpoints
 
 pytestmark = [pytest.mark.faults, pytest.mark.row(2)]
 STRATEGIES = ["mirrored", "model_parallel", "mirrored:algorithm=native", "local_sgd:period=2", "central_storage"]

@@ -12,10 +12,10 @@ import tutti
 from tests import worlds
 from tests.covering import Directions, both_or_in_turn
 from tests.parallel.mixers import loss, prepared, state, trained
-from tutti.checkpoint.manager import Checkpoints
 from tutti.comm.communicator import Communicator
 from tutti.errors import UsageError
 from tutti.launcher import context
+from tutti.train.run_checkpoints import Checkpoints
 
 PLACES = [
     (2, "sharded:units=Linear"),

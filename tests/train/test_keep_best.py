@@ -12,15 +12,15 @@ from torch import Tensor, nn
 
 import tutti
 from tests import worlds
-from tutti.checkpoint.best import Best
 from tutti.checkpoint.folder import best_checkpoint, newest_checkpoint, scan
-from tutti.checkpoint.manager import Checkpoints
 from tutti.checkpoint.read import TensorReader, load_manifest
+from tutti.config.best import Best
 from tutti.data.adapt import adapt
 from tutti.errors import UsageError
 from tutti.launcher import context
 from tutti.metrics.listener import Listeners, RunHeader
 from tutti.train.loop import TrainPlan, train_loop
+from tutti.train.run_checkpoints import Checkpoints
 
 RATE = 0.25
 

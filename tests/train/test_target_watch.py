@@ -13,7 +13,6 @@ import torch
 import tutti
 from tests import worlds
 from tests.train.test_keep_best import RATE, Counting, loss
-from tutti.checkpoint.manager import Checkpoints
 from tutti.config.metric_direction import Metric
 from tutti.config.training_target import TrainingTarget
 from tutti.data.adapt import adapt
@@ -21,6 +20,7 @@ from tutti.errors import CheckpointError, UsageError
 from tutti.launcher import context
 from tutti.metrics.listener import Clock, Listeners, RunHeader
 from tutti.train.loop import TrainPlan, train_loop
+from tutti.train.run_checkpoints import Checkpoints
 from tutti.train.target_watch import EvaluatedAt, TargetWatch
 
 DISTANCE = Metric("distance", higher=False)

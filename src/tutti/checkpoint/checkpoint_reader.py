@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
@@ -11,11 +11,9 @@ from tutti.checkpoint.dtypes import tensor_from_bytes
 from tutti.checkpoint.manifest import REMEDY, Manifest
 from tutti.checkpoint.read import TensorReader
 from tutti.checkpoint.weights import Weights
+from tutti.comm.communicator import Communicator
 from tutti.errors import CheckpointError
-from tutti.types import ShardSpec
-
-if TYPE_CHECKING:
-    from tutti.train.run import Run
+from tutti.types import ReplicaRunner, ShardSpec
 
 _MOST_LISTED = 8
 
@@ -76,13 +74,16 @@ class WeightsReader:
         return self.get(group, name)[region]
 
 
-def catalogue(run: Run) -> dict[str, ShardSpec]:
+def catalogue(replica: ReplicaRunner, comm: Communicator) -> dict[str, ShardSpec]:
     """Return shape and tied names of every tensor of the whole model, on every rank.
 
     Collective: broadcasts from each rank of one replica to the others.
+
+    Args:
+        replica: this rank's part of the model.
+        comm: the ranks of one replica.
     """
-    comm = run.context.comms.model
-    specs, borrowed = run.replica.specs, run.replica.not_owned
+    specs, borrowed = replica.specs, replica.not_owned
     local = {name: [spec.shape, spec.tied] for name, spec in specs.items() if name not in borrowed}
     whole = {}
     for source in range(comm.size):
@@ -130,21 +131,6 @@ def _differences(own: Mapping[str, ShardSpec], saved: Mapping[str, Sequence[int]
 
 def _more(count: int) -> str:
     return f" and {count - _MOST_LISTED} more" if count > _MOST_LISTED else ""
-
-
-def load_adascale(manifest: Manifest, run: Run) -> None:
-    """Restore AdaScale's τ. Raises CheckpointError where only one of run and checkpoint uses AdaScale."""
-    saved = manifest.facts.get("adascale")
-    if run.adascale is None and saved is None:
-        return
-    if run.adascale is None or saved is None:
-        raise CheckpointError(
-            f"the checkpoint was made with{'out' * (saved is None)} --lr-scale adascale",
-            where=str(manifest.path),
-            why="progress on the schedule is counted differently with adascale",
-            remedy="resume with the same --lr-scale, or start a new run with --init-from",
-        )
-    load_checked(manifest, run.adascale.load, saved, "AdaScale")
 
 
 def load_checked(manifest: Manifest, load: Callable[[Any], None], saved: Any, name: str) -> None:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from tutti.checkpoint.disk import discard
 from tutti.checkpoint.manifest import MANIFEST, Manifest
@@ -19,8 +20,8 @@ _UNFINISHED = re.compile(r"step-\d+(\.old)?\.tmp-.+")
 _FINISHED = re.compile(r"step-\d+(\.old)?")
 
 
-Score = Callable[[Manifest], float | None]
-"""Maps a checkpoint's manifest to its score: higher is better, None for a checkpoint without a score."""
+Score = Callable[[Mapping[str, Any]], float | None]
+"""Maps the facts of a checkpoint's manifest to its score: higher is better, None for a checkpoint without a score."""
 
 
 def newest_checkpoint(folder: Path) -> tuple[Manifest | None, list[str]]:
@@ -47,7 +48,7 @@ def scan(folder: Path) -> list[Manifest]:
 
 def ranked(manifests: Iterable[Manifest], score: Score) -> list[Manifest]:
     """Return the manifests that have a score, highest first; equal scores keep their order."""
-    scored = [(worth, manifest) for manifest in manifests if (worth := score(manifest)) is not None]
+    scored = [(worth, manifest) for manifest in manifests if (worth := score(manifest.facts)) is not None]
     return [manifest for _, manifest in sorted(scored, key=lambda pair: -pair[0])]
 
 
@@ -74,7 +75,7 @@ def prune(
         folder: the run's ``checkpoints``.
         keep_last: number of newest checkpoints to keep, at least 1.
         keep_best: number of checkpoints with the highest ``score`` to keep besides.
-        score: maps a manifest to its score.
+        score: maps the facts of a manifest to its score.
         verified: paths of checkpoints already verified, which are not read again; updated in place.
 
     Returns:

@@ -1,78 +1,73 @@
-"""Save checkpoints while training goes on, and restore a run from one on any number of devices under any strategy.
+"""Save the checkpoints of a run in the background, keep the newest and the best, and find the newest that verifies.
 
 A save copies this rank's state and returns; a thread writes the files. Where memory has no room for a copy, the save
 returns once the files are written. Ranks report through the job's store, so that the thread runs no collective beside
-those of training. The whole state is the model, the optimizer, the state that each logical worker has of its own, the
-loss scale, the steps taken and the data position. Sample order and RNG streams follow from these and the seed.
+those of training.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import secrets
 import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tutti.checkpoint import save_snapshot
-from tutti.checkpoint.best import Best
-from tutti.checkpoint.checkpoint_reader import CheckpointReader, catalogue, check_model, load_adascale, load_checked
 from tutti.checkpoint.folder import newest_checkpoint, prune, ranked, scan
-from tutti.checkpoint.manifest import REMEDY, FileRecord, Manifest
+from tutti.checkpoint.manifest import FileRecord, Manifest
 from tutti.checkpoint.read import load_manifest
+from tutti.checkpoint.save_snapshot import State
 from tutti.checkpoint.write import WritableSlice, abandon, begin, commit, step_name, write_part
 from tutti.comm.communicator import Communicator
+from tutti.config.best import Best
 from tutti.errors import CheckpointError, DiskError, PeerError, TuttiError
 from tutti.launcher import heartbeat
 from tutti.launcher.context import World
 from tutti.launcher.heartbeat import Phase
-from tutti.train.replicas import check_replicas
-
-if TYPE_CHECKING:
-    from tutti.train.run import Run
 
 _POLL = 0.005
 # Seconds: a network file system may show a file of another node with a delay.
 _APPEARS = 5.0
 _NOTHING = json.dumps({"records": []})
-_MUST_AGREE = ("global_batch_size", "batch_growth", "training_samples", "seed", "optimizer_class")
 
 
-class Checkpoints:
-    """Save, keep and restore the checkpoints of one run.
+class CheckpointManager:
+    """Write, keep and find the checkpoints in one folder.
 
-    Collective: the constructor broadcasts within each replica and from rank 0 to all ranks.
+    Collective: the constructor broadcasts from rank 0 to all ranks.
 
     Args:
-        run: the run to save and to restore.
+        comm: all ranks.
         folder: the run's ``checkpoints``; all ranks use rank 0's path.
         world: this process's rank, size, store and timeout.
-        facts: the run's identity (workers, global batch size and the like), stored in every manifest.
         keep: number of newest checkpoints to keep.
         warn: receives the text of each warning, such as a failed save.
         most_failures: consecutive saves that may fail before the run ends.
         best: criterion of the best checkpoint, which is kept besides; None to keep none.
+
+    Attributes:
+        folder: of the checkpoints.
+        warn, best: as above.
+        saved_step: step of the last save, -1 before the first.
     """
 
     def __init__(
         self,
-        run: Run,
+        comm: Communicator,
         folder: Path,
         world: World,
-        facts: Mapping[str, Any],
         keep: int,
         warn: Callable[[str], None],
         most_failures: int = 3,
         best: Best | None = None,
     ) -> None:
-        self._run, self._world, self._facts = run, world, dict(facts)
+        self._comm, self._world = comm, world
         self._keep, self.warn, self._most_failures = keep, warn, most_failures
         self.best = best
-        self._facts["tied"] = {other: name for name, spec in catalogue(run).items() for other in spec.tied}
         self._thread: threading.Thread | None = None
         self._written, self._held = threading.Event(), False
         self._outcome = ""
@@ -80,7 +75,6 @@ class Checkpoints:
         self._verified: set[Path] = set()
         self.saved_step = -1
         # The token makes the store's keys unique to this object: a store may outlive several runs.
-        comm = run.context.comms.world
         token, place = comm.broadcast_json([secrets.token_hex(8), str(folder.absolute())], 0, "name of the saves")
         self.folder, self._key, self._count = Path(place), f"save/{token}", 0
         self._opened = False
@@ -95,60 +89,46 @@ class Checkpoints:
             DiskError: rank 0 cannot write there.
         """
         if not self._opened:
-            share_folder(self._run.context.comms.world, self.folder)
+            share_folder(self._comm, self.folder)
             self._opened = True
 
-    def save(self, extra: Mapping[str, Any], evaluated: Mapping[str, float] | None = None) -> None:
-        """Write this rank's state, in the background where memory has room for a copy; waits for the save before.
-
-        Collective; copies of a tensor on several ranks are compared first, by digest.
+    def begin_save(self, evaluated: Mapping[str, float] | None = None) -> None:
+        """Wait for the save before, and check that the next can begin. Collective as ``open``.
 
         Args:
-            extra: facts to store in the manifest besides the run's own.
-            evaluated: held-out loss and metrics of this very step; None where it was not evaluated.
+            evaluated: held-out loss and metrics of the step to save; None where it was not evaluated.
 
         Raises:
-            DiskError: too many consecutive saves have failed.
-            PeerError: the save before did not finish.
             UsageError: ``evaluated`` lacks the metric that decides which checkpoint is the best.
+            DiskError, PeerError: as ``wait``.
             CheckpointError: as ``open``.
-            MismatchError: ranks hold different copies of a parameter; nothing is written.
         """
         if self.best is not None and evaluated is not None:
             self.best.check(evaluated)
         self.open()
         self.wait()
-        check_replicas(self._run, "its checkpoint")
-        average = self._run.average
+
+    def write(self, step: int, state: State, facts: Mapping[str, Any]) -> None:
+        """Write this rank's state of ``step``, in the background where memory has room for a copy of it.
+
+        Call ``begin_save`` before.
+
+        Args:
+            step: the step.
+            state: this rank's tensors, by group.
+            facts: the manifest's; rank 0's are written.
+        """
         with heartbeat.training.during(Phase.SAVE):
-            state = {**self._run.gradient_sync.state(), **({} if average is None else average.state())}
-            apart = save_snapshot.has_room(state, self._world.identity.local_size)
-            groups = save_snapshot.slices(state, copy=apart)
-        self.saved_step = step = self._run.clock
-        facts = {
-            **self._facts,
-            "step": step,
-            "updates": self._run.updates,
-            "position": self._run.position(),
-            **extra,
-        }
-        if evaluated is not None:
-            facts["eval"] = {name: value if math.isfinite(value) else None for name, value in evaluated.items()}
-        if average is not None:
-            facts["ema_updates"] = average.updates
-        if self._run.loss_scale is not None:
-            facts["loss_scale"] = self._run.loss_scale.state()
-        if self._run.adascale is not None:
-            facts["adascale"] = self._run.adascale.state()
-        if self._run.noise_probe is not None:
-            facts["noise"] = self._run.noise_probe.state()
+            copied = save_snapshot.has_room(state, self._world.identity.local_size)
+            groups = save_snapshot.slices(state, copy=copied)
+        self.saved_step = step
         self._count += 1
         key = f"{self._key}/{self._count}"
         self._verified.discard(self.folder / step_name(step))
         self._thread = threading.Thread(target=self._write, args=(key, step, groups, facts), daemon=True)
         self._written.clear()
         self._thread.start()
-        if not apart:
+        if not copied:
             self._hold()
 
     def _hold(self) -> None:
@@ -263,7 +243,7 @@ class Checkpoints:
         tolerate lost ranks let rank 0 write the whole state. Raises PeerError after the timeout.
         """
         end = time.monotonic() + self._world.timeout
-        store, comm = self._world.store, self._run.context.comms.world
+        store, comm = self._world.store, self._comm
         with heartbeat.saving.during(Phase.WAITING):
             while not store.check([key]):
                 if rank in comm.lost_ranks():
@@ -278,81 +258,18 @@ class Checkpoints:
                 time.sleep(_POLL)
         return bytes(store.get(key)).decode()
 
-    # --- restore ---------------------------------------------------------------------------------------------------
+    def newest(self) -> Manifest | None:
+        """Return the manifest of the newest checkpoint that verifies, on every rank; None where there is none.
 
-    def restore(self) -> Mapping[str, Any] | None:
-        """Restore the run from the newest checkpoint that verifies, on every rank.
-
-        The number of workers may differ from the checkpoint's only if the user named it; a warning then says which
-        state starts afresh. Collective.
-
-        Returns:
-            The checkpoint's facts; None where the folder has no checkpoint.
-
-        Raises:
-            CheckpointError: no checkpoint in the folder verifies, or the newest is of another run: another model,
-                optimizer, global batch size or seed, or another number of workers that the user did not name.
+        Rank 0 warns of damaged checkpoints. Collective: a broadcast. Raises CheckpointError if all are damaged.
         """
-        manifest = self._find()
-        if manifest is None:
-            return None
-        facts = manifest.facts
-        wrong = [
-            f"{name} {facts.get(name)}, not {self._facts[name]}"
-            for name in _MUST_AGREE
-            if differs(facts, self._facts, name)
-        ]
-        wrong += wrong_optimizer(manifest, self._facts)
-        rescaled = differs(facts, self._facts, "workers")
-        if rescaled and not self._run.named_workers:
-            raise _other_workers(manifest, self._facts)
-        if wrong:
-            raise CheckpointError(
-                f"the checkpoint was made with {'; '.join(wrong)}",
-                where=str(manifest.path),
-                remedy="resume with the same settings, or start a new run in another --out",
-            )
-        clock, updates, position = saved_progress(manifest)
-        shapes = {name: record.shape for name, record in manifest.tensors.get("model", {}).items()}
-        check_model(catalogue(self._run), shapes, str(manifest.path))
-        if rescaled:
-            self.warn(other_workers(manifest, self._run))
-        elif trained_alone(manifest) and self._run.gradient_sync.loss_normalisation == "step":
-            self.warn("the parameters of the saved workers are averaged; the first worker's optimizer state is used")
-        load_scale(manifest, self._run)
-        load_adascale(manifest, self._run)
-        if self._run.noise_probe is not None and "noise" in manifest.facts:
-            load_checked(manifest, self._run.noise_probe.load, manifest.facts["noise"], "noise scale")
-        saved = CheckpointReader(manifest)
-        self._run.gradient_sync.load(saved)
-        self._restore_average(saved, facts)
-        self._run.clock = self._run.taken = clock
-        self._run.updates = updates
-        self._run.seek(position)
-        return facts
-
-    def _restore_average(self, saved: CheckpointReader, facts: Mapping[str, Any]) -> None:
-        average, has_average = self._run.average, bool(saved.names("ema"))
-        updates = facts.get("ema_updates", 0)
-        if type(updates) is not int or updates < 0:
-            raise CheckpointError(
-                "the checkpoint's 'ema_updates' is not a number of updates", why=repr(updates), remedy=REMEDY
-            )
-        if average is not None:
-            average.load(saved, updates)
-        if average is not None and not has_average:
-            self.warn(f"the checkpoint has no average of the weights: it starts at step {facts['step']}")
-        if average is None and has_average:
-            self.warn(f"the average of the weights is dropped at step {facts['step']}: the run continues without --ema")
-
-    def _find(self) -> Manifest | None:
         answer: list[str] = []
         if self._world.identity.rank == 0:
             manifest, broken = newest_checkpoint(self.folder)
             for text in broken if manifest else ():
                 self.warn(f"ignored: {text}")
             answer = [str(manifest.path) if manifest else "", *broken]
-        path, *damaged = self._run.context.comms.world.broadcast_json(answer, 0, "checkpoint to resume from")
+        path, *damaged = self._comm.broadcast_json(answer, 0, "checkpoint to resume from")
         if not path and damaged:
             raise CheckpointError(
                 "no checkpoint of the run is valid",
@@ -363,15 +280,10 @@ class Checkpoints:
         return load_manifest(Path(path)) if path else None
 
 
-def differs(saved: Mapping[str, Any], current: Mapping[str, Any], name: str) -> bool:
-    """Return whether both have the fact ``name`` and its values differ."""
-    return name in current and name in saved and saved[name] != current[name]
-
-
 def share_folder(comm: Communicator, folder: Path) -> None:
     """Create ``folder`` on rank 0 and check that every rank sees a file that rank 0 creates there.
 
-    Collective: a broadcast and an all-gather over ``comm``. Raises as ``Checkpoints.open``.
+    Collective: a broadcast and an all-gather over ``comm``. Raises as ``CheckpointManager.open``.
     """
     mark, failed = folder / f".seen-{secrets.token_hex(8)}", ""
     if comm.rank == 0:
@@ -397,76 +309,3 @@ def share_folder(comm: Communicator, folder: Path) -> None:
             why="every rank writes its part of a checkpoint there",
             remedy="put the run directory on a file system that all hosts share, at the same path",
         )
-
-
-def wrong_optimizer(manifest: Manifest, run_facts: Mapping[str, Any]) -> list[str]:
-    """Return a text if the checkpoint has another optimizer's state, else an empty list.
-
-    Only the optimizers' names are compared; settings, such as ``lr``, may differ.
-    """
-    saved, chosen = (str(facts.get("optimizer", "")).partition(":")[0] for facts in (manifest.facts, run_facts))
-    if not chosen or saved == chosen:
-        return []
-    state_keys = sorted({name.rpartition("/")[2] for name in manifest.tensors.get("optim", {})})
-    return [f"optimizer {saved}, which keeps {', '.join(state_keys) or 'nothing'}, not {chosen}"]
-
-
-def _other_workers(manifest: Manifest, run_facts: Mapping[str, Any]) -> CheckpointError:
-    """Make the error for another number of workers that follows from the number of devices alone."""
-    saved, number = manifest.facts["workers"], run_facts["workers"]
-    return CheckpointError(
-        f"the checkpoint was made with workers {saved}, not {number}",
-        where=str(manifest.path),
-        why="the number of workers is part of the algorithm, and here it would follow from the number of devices",
-        remedy=f"name them: --workers {saved} goes on as before on at most as many data ranks, --workers {number} with "
-        f"{number} from here on (in a script workers={saved} or workers={number})",
-    )
-
-
-def other_workers(manifest: Manifest, run: Run) -> str:
-    """Return the warning that says which state starts afresh with another number of workers.
-
-    Raises CheckpointError with AdaScale, whose step count depends on the number of workers.
-    """
-    saved, mine = manifest.facts["workers"], run.feed.contract.workers
-    if run.adascale is not None:
-        raise CheckpointError(
-            f"the checkpoint was made with workers {saved}, not {mine}",
-            where=str(manifest.path),
-            why="--lr-scale adascale counts steps of one worker's share of the batch, which would change",
-            remedy=f"resume with --workers {saved}, or start a new run with --init-from",
-        )
-    kept = {name.partition("/")[2].partition("/")[0] for name in manifest.tensors.get("workers", {})}
-    begins = []
-    if kept - {"parameter", "optimizer", "momentum"}:
-        begins.append("every worker begins with the merged batch-norm statistics")
-    if trained_alone(manifest):
-        begins.append(
-            "every worker begins with the average of the saved workers' parameters and the first worker's optimizer"
-        )
-    begins.append(f"shares of the batch and random draws are those of {mine} workers")
-    return f"workers {saved} → {mine} from step {manifest.facts['step']} on: {'; '.join(begins)}"
-
-
-def trained_alone(manifest: Manifest) -> bool:
-    """Return whether every worker of the checkpoint has parameters of its own, as in local SGD."""
-    return any("/parameter/" in name for name in manifest.tensors.get("workers", {}))
-
-
-def saved_progress(manifest: Manifest) -> tuple[int, int, Mapping[str, Any]]:
-    """Return steps, updates and data position of a checkpoint. Raises CheckpointError where one is no valid number."""
-    facts, position = manifest.facts, manifest.facts.get("position")
-    place = position if isinstance(position, dict) else {}
-    numbers = [facts.get("step"), facts.get("updates"), *(place.get(name) for name in ("epoch", "batch", "samples"))]
-    if not all(type(number) is int and number >= 0 for number in numbers) or "state" not in place:
-        why = f"steps, updates, epoch, batch and samples are {', '.join(map(repr, numbers))}"
-        raise CheckpointError("the checkpoint's progress is invalid", where=str(manifest.path), why=why, remedy=REMEDY)
-    return facts["step"], facts["updates"], place
-
-
-def load_scale(manifest: Manifest, run: Run) -> None:
-    """Restore the loss scale if the run and the checkpoint have one. Raises CheckpointError where it is invalid."""
-    saved = manifest.facts.get("loss_scale")
-    if run.loss_scale is None or saved is None:
-        return
-    load_checked(manifest, run.loss_scale.load, saved, "loss scale")

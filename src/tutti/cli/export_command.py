@@ -10,13 +10,13 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from tutti.checkpoint.best import Best
 from tutti.checkpoint.export import export_weights as write
 from tutti.checkpoint.folder import best_checkpoint, newest_checkpoint, scan
 from tutti.checkpoint.manifest import MANIFEST, Manifest
 from tutti.checkpoint.read import verify
 from tutti.checkpoint.weights import SavedWeights
 from tutti.checkpoint.weights_source import FOLDER
+from tutti.config.best import Best
 from tutti.config.metric_direction import RAW
 from tutti.errors import CheckpointError, ExitCode, UsageError
 from tutti.launcher.encoding import json_text

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from tutti.checkpoint.best import Best
 from tutti.config.averaging import Averaging
+from tutti.config.best import Best
 from tutti.config.engine_config import EngineConfig, RayEngineConfig, parse_device_range, parse_engine, parse_seconds
 from tutti.config.growth import BatchGrowth
 from tutti.config.metric_direction import Direction, Metric

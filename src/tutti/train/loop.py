@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from tutti.checkpoint.manager import Checkpoints
 from tutti.checkpoint.manifest import REMEDY
 from tutti.checkpoint.write import step_name
 from tutti.config.metric_direction import RAW
@@ -25,6 +24,7 @@ from tutti.metrics.throughput import DeviceThroughput, device_rates
 from tutti.optim.loss_scale import LossScale
 from tutti.train.evaluation import BLOCK, evaluate_samples
 from tutti.train.run import Run
+from tutti.train.run_checkpoints import Checkpoints
 from tutti.train.step_windows import Window
 from tutti.train.target_watch import EvaluatedAt, TargetWatch, wall_seconds
 from tutti.types import Batch, StepRecord

@@ -17,8 +17,6 @@ import torch
 from torch import nn
 
 from tutti import parallel
-from tutti.checkpoint.manager import Checkpoints
-from tutti.checkpoint.warm_start import load_warm_start
 from tutti.checkpoint.weights_source import FOLDER
 from tutti.config.spec import Duration
 from tutti.config.train_config import TrainConfig
@@ -46,9 +44,11 @@ from tutti.train.loop import Length, Means, TrainPlan, train_loop
 from tutti.train.preemption import stop_on_signals
 from tutti.train.prepare import RunOptions, prepare_run
 from tutti.train.run import Run
+from tutti.train.run_checkpoints import Checkpoints
 from tutti.train.step_windows import Window, profiled, traced
 from tutti.train.target_watch import TargetWatch
 from tutti.train.utilisation import measured_throughput
+from tutti.train.warm_start import load_warm_start
 
 
 def train_rank(task: str, config: TrainConfig, directory: str | None) -> int:

@@ -14,7 +14,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from tutti import parallel
-from tutti.checkpoint.warm_start import load_warm_start
 from tutti.comm.communicator import Communicators, everybody
 from tutti.comm.grid import Grid
 from tutti.comm.partition import sharers
@@ -65,6 +64,7 @@ from tutti.train.run import Run, RunSettings
 from tutti.train.schedulers import Given, Schedulers
 from tutti.train.slow_replica import slow_down
 from tutti.train.state_loads import StateLoads
+from tutti.train.warm_start import load_warm_start
 from tutti.types import GradientSync, LossFn, RunContext
 from tutti.workload.tensor_memory import bytes_of
 

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tutti.checkpoint import run_state
 from tutti.checkpoint.fingerprint import weights_sha256
 from tutti.checkpoint.gather import GatheredModel, gathered_model
 from tutti.checkpoint.write import step_name
@@ -33,6 +32,7 @@ from tutti.optim.loss_scale import LossScale
 from tutti.optim.mixing import needs_closure
 from tutti.optim.several import SeveralOptimizers
 from tutti.parallel import Choice
+from tutti.train import run_state
 from tutti.train.callbacks import Callbacks
 from tutti.train.custom_loop import CustomLoop
 from tutti.train.evaluation import BLOCK, Evaluation, evaluate_samples
@@ -62,7 +62,7 @@ from tutti.types import (
 )
 
 if TYPE_CHECKING:
-    from tutti.checkpoint.manager import Checkpoints
+    from tutti.train.run_checkpoints import Checkpoints
 
 
 @dataclass(frozen=True, kw_only=True)

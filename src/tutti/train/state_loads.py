@@ -65,7 +65,8 @@ class StateLoads:
             )
         place = f"{name}." if (name := self._names[module]) else ""
         given = {place + key: value for key, value in state.items() if isinstance(value, Tensor)}
-        own = catalogue(self._run) if self._in_parts else self._run.replica.specs
+        replica, comm = self._run.replica, self._run.context.comms.model
+        own = catalogue(replica, comm) if self._in_parts else replica.specs
         known = {name: t for name, t in given.items() if any(name in (n, *spec.tied) for n, spec in own.items())}
         self._check(own, known)
         if not self._row.own_copies:

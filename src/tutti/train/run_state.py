@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from tutti.checkpoint.json_codec import decode_json, encode_json
-from tutti.checkpoint.manager import Checkpoints
 from tutti.errors import CheckpointError, UsageError
 from tutti.launcher import context
 from tutti.optim.several import members_of
+from tutti.train.run_checkpoints import Checkpoints
 
 if TYPE_CHECKING:
     from tutti.train.run import Run

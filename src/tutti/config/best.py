@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from tutti.checkpoint.manifest import Manifest
 from tutti.config.metric_direction import Direction, Metric
 from tutti.errors import UsageError, did_you_mean
 
@@ -49,9 +49,9 @@ class Best:
                 remedy=did_you_mean(self.metric, values),
             )
 
-    def score(self, manifest: Manifest) -> float | None:
-        """Return a checkpoint's score, higher is better; None if it was not evaluated at its very step."""
-        values = manifest.facts.get("eval")
+    def score(self, facts: Mapping[str, Any]) -> float | None:
+        """Return the score of a checkpoint with these facts, higher is better; None if its step was not evaluated."""
+        values = facts.get("eval")
         value = values.get(self.metric) if isinstance(values, dict) else None
         if not isinstance(value, int | float):
             return None

@@ -36,7 +36,7 @@ def load_warm_start(run: Run, path: str | Path) -> str:
     """
     if run.clock:
         raise UsageError("a run that has already made steps cannot load initial weights", where=f"step {run.clock}")
-    own = catalogue(run)
+    own = catalogue(run.replica, run.context.comms.model)
     found = Path(_asked_of_first(run.context.comms.world, lambda: str(_find(Path(path), own))))
     saved = WeightsReader(open_weights(found), run.replica.specs)
     run.gradient_sync.load(saved)

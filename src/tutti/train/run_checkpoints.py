@@ -1,0 +1,252 @@
+"""Save a run's checkpoints, and restore a run from one on any number of devices under any strategy.
+
+The whole state is the model, the optimizer, the state that each logical worker has of its own, the loss scale, the
+steps taken and the data position. Sample order and RNG streams follow from these and the seed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tutti.checkpoint.checkpoint_reader import CheckpointReader, catalogue, check_model, load_checked
+from tutti.checkpoint.manager import CheckpointManager
+from tutti.checkpoint.manifest import REMEDY, Manifest
+from tutti.config.best import Best
+from tutti.errors import CheckpointError
+from tutti.launcher import heartbeat
+from tutti.launcher.context import World
+from tutti.launcher.heartbeat import Phase
+from tutti.train.replicas import check_replicas
+
+if TYPE_CHECKING:
+    from tutti.train.run import Run
+
+_MUST_AGREE = ("global_batch_size", "batch_growth", "training_samples", "seed", "optimizer_class")
+
+
+class Checkpoints(CheckpointManager):
+    """Save, keep and restore the checkpoints of one run.
+
+    Collective: the constructor broadcasts within each replica and from rank 0 to all ranks.
+
+    Args:
+        run: the run to save and to restore.
+        folder: the run's ``checkpoints``; all ranks use rank 0's path.
+        world: this process's rank, size, store and timeout.
+        facts: the run's identity (workers, global batch size and the like), stored in every manifest.
+        keep: number of newest checkpoints to keep.
+        warn: receives the text of each warning, such as a failed save.
+        most_failures: consecutive saves that may fail before the run ends.
+        best: criterion of the best checkpoint, which is kept besides; None to keep none.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        folder: Path,
+        world: World,
+        facts: Mapping[str, Any],
+        keep: int,
+        warn: Callable[[str], None],
+        most_failures: int = 3,
+        best: Best | None = None,
+    ) -> None:
+        super().__init__(run.context.comms.world, folder, world, keep, warn, most_failures, best)
+        self._run, self._facts = run, dict(facts)
+        model = catalogue(run.replica, run.context.comms.model)
+        self._facts["tied"] = {other: name for name, spec in model.items() for other in spec.tied}
+
+    def save(self, extra: Mapping[str, Any], evaluated: Mapping[str, float] | None = None) -> None:
+        """Write this rank's state, in the background where memory has room for a copy; waits for the save before.
+
+        Collective; copies of a tensor on several ranks are compared first, by digest.
+
+        Args:
+            extra: facts to store in the manifest besides the run's own.
+            evaluated: held-out loss and metrics of this very step; None where it was not evaluated.
+
+        Raises:
+            DiskError: too many consecutive saves have failed.
+            PeerError: the save before did not finish.
+            UsageError: ``evaluated`` lacks the metric that decides which checkpoint is the best.
+            CheckpointError: as ``open``.
+            MismatchError: ranks hold different copies of a parameter; nothing is written.
+        """
+        run = self._run
+        self.begin_save(evaluated)
+        check_replicas(run, "its checkpoint")
+        with heartbeat.training.during(Phase.SAVE):
+            state = {**run.gradient_sync.state(), **({} if run.average is None else run.average.state())}
+        facts = {**self._facts, "step": run.clock, "updates": run.updates, "position": run.position(), **extra}
+        if evaluated is not None:
+            facts["eval"] = {name: value if math.isfinite(value) else None for name, value in evaluated.items()}
+        if run.average is not None:
+            facts["ema_updates"] = run.average.updates
+        if run.loss_scale is not None:
+            facts["loss_scale"] = run.loss_scale.state()
+        if run.adascale is not None:
+            facts["adascale"] = run.adascale.state()
+        if run.noise_probe is not None:
+            facts["noise"] = run.noise_probe.state()
+        self.write(run.clock, state, facts)
+
+    def restore(self) -> Mapping[str, Any] | None:
+        """Restore the run from the newest checkpoint that verifies, on every rank.
+
+        The number of workers may differ from the checkpoint's only if the user named it; a warning then says which
+        state starts afresh. Collective.
+
+        Returns:
+            The checkpoint's facts; None where the folder has no checkpoint.
+
+        Raises:
+            CheckpointError: no checkpoint in the folder verifies, or the newest is of another run: another model,
+                optimizer, global batch size or seed, or another number of workers that the user did not name.
+        """
+        manifest = self.newest()
+        if manifest is None:
+            return None
+        facts = manifest.facts
+        wrong = [
+            f"{name} {facts.get(name)}, not {self._facts[name]}"
+            for name in _MUST_AGREE
+            if differs(facts, self._facts, name)
+        ]
+        wrong += wrong_optimizer(manifest, self._facts)
+        rescaled = differs(facts, self._facts, "workers")
+        if rescaled and not self._run.named_workers:
+            raise _other_workers(manifest, self._facts)
+        if wrong:
+            raise CheckpointError(
+                f"the checkpoint was made with {'; '.join(wrong)}",
+                where=str(manifest.path),
+                remedy="resume with the same settings, or start a new run in another --out",
+            )
+        clock, updates, position = saved_progress(manifest)
+        shapes = {name: record.shape for name, record in manifest.tensors.get("model", {}).items()}
+        check_model(catalogue(self._run.replica, self._run.context.comms.model), shapes, str(manifest.path))
+        if rescaled:
+            self.warn(other_workers(manifest, self._run))
+        elif trained_alone(manifest) and self._run.gradient_sync.loss_normalisation == "step":
+            self.warn("the parameters of the saved workers are averaged; the first worker's optimizer state is used")
+        load_scale(manifest, self._run)
+        load_adascale(manifest, self._run)
+        if self._run.noise_probe is not None and "noise" in manifest.facts:
+            load_checked(manifest, self._run.noise_probe.load, manifest.facts["noise"], "noise scale")
+        saved = CheckpointReader(manifest)
+        self._run.gradient_sync.load(saved)
+        self._restore_average(saved, facts)
+        self._run.clock = self._run.taken = clock
+        self._run.updates = updates
+        self._run.seek(position)
+        return facts
+
+    def _restore_average(self, saved: CheckpointReader, facts: Mapping[str, Any]) -> None:
+        average, has_average = self._run.average, bool(saved.names("ema"))
+        updates = facts.get("ema_updates", 0)
+        if type(updates) is not int or updates < 0:
+            raise CheckpointError(
+                "the checkpoint's 'ema_updates' is not a number of updates", why=repr(updates), remedy=REMEDY
+            )
+        if average is not None:
+            average.load(saved, updates)
+        if average is not None and not has_average:
+            self.warn(f"the checkpoint has no average of the weights: it starts at step {facts['step']}")
+        if average is None and has_average:
+            self.warn(f"the average of the weights is dropped at step {facts['step']}: the run continues without --ema")
+
+
+def differs(saved: Mapping[str, Any], current: Mapping[str, Any], name: str) -> bool:
+    """Return whether both have the fact ``name`` and its values differ."""
+    return name in current and name in saved and saved[name] != current[name]
+
+
+def wrong_optimizer(manifest: Manifest, run_facts: Mapping[str, Any]) -> list[str]:
+    """Return a text if the checkpoint has another optimizer's state, else an empty list.
+
+    Only the optimizers' names are compared; settings, such as ``lr``, may differ.
+    """
+    saved, chosen = (str(facts.get("optimizer", "")).partition(":")[0] for facts in (manifest.facts, run_facts))
+    if not chosen or saved == chosen:
+        return []
+    state_keys = sorted({name.rpartition("/")[2] for name in manifest.tensors.get("optim", {})})
+    return [f"optimizer {saved}, which keeps {', '.join(state_keys) or 'nothing'}, not {chosen}"]
+
+
+def _other_workers(manifest: Manifest, run_facts: Mapping[str, Any]) -> CheckpointError:
+    """Make the error for another number of workers that follows from the number of devices alone."""
+    saved, number = manifest.facts["workers"], run_facts["workers"]
+    return CheckpointError(
+        f"the checkpoint was made with workers {saved}, not {number}",
+        where=str(manifest.path),
+        why="the number of workers is part of the algorithm, and here it would follow from the number of devices",
+        remedy=f"name them: --workers {saved} goes on as before on at most as many data ranks, --workers {number} with "
+        f"{number} from here on (in a script workers={saved} or workers={number})",
+    )
+
+
+def other_workers(manifest: Manifest, run: Run) -> str:
+    """Return the warning that says which state starts afresh with another number of workers.
+
+    Raises CheckpointError with AdaScale, whose step count depends on the number of workers.
+    """
+    saved, mine = manifest.facts["workers"], run.feed.contract.workers
+    if run.adascale is not None:
+        raise CheckpointError(
+            f"the checkpoint was made with workers {saved}, not {mine}",
+            where=str(manifest.path),
+            why="--lr-scale adascale counts steps of one worker's share of the batch, which would change",
+            remedy=f"resume with --workers {saved}, or start a new run with --init-from",
+        )
+    kept = {name.partition("/")[2].partition("/")[0] for name in manifest.tensors.get("workers", {})}
+    begins = []
+    if kept - {"parameter", "optimizer", "momentum"}:
+        begins.append("every worker begins with the merged batch-norm statistics")
+    if trained_alone(manifest):
+        begins.append(
+            "every worker begins with the average of the saved workers' parameters and the first worker's optimizer"
+        )
+    begins.append(f"shares of the batch and random draws are those of {mine} workers")
+    return f"workers {saved} → {mine} from step {manifest.facts['step']} on: {'; '.join(begins)}"
+
+
+def trained_alone(manifest: Manifest) -> bool:
+    """Return whether every worker of the checkpoint has parameters of its own, as in local SGD."""
+    return any("/parameter/" in name for name in manifest.tensors.get("workers", {}))
+
+
+def saved_progress(manifest: Manifest) -> tuple[int, int, Mapping[str, Any]]:
+    """Return steps, updates and data position of a checkpoint. Raises CheckpointError where one is no valid number."""
+    facts, position = manifest.facts, manifest.facts.get("position")
+    place = position if isinstance(position, dict) else {}
+    numbers = [facts.get("step"), facts.get("updates"), *(place.get(name) for name in ("epoch", "batch", "samples"))]
+    if not all(type(number) is int and number >= 0 for number in numbers) or "state" not in place:
+        why = f"steps, updates, epoch, batch and samples are {', '.join(map(repr, numbers))}"
+        raise CheckpointError("the checkpoint's progress is invalid", where=str(manifest.path), why=why, remedy=REMEDY)
+    return facts["step"], facts["updates"], place
+
+
+def load_scale(manifest: Manifest, run: Run) -> None:
+    """Restore the loss scale if the run and the checkpoint have one. Raises CheckpointError where it is invalid."""
+    saved = manifest.facts.get("loss_scale")
+    if run.loss_scale is None or saved is None:
+        return
+    load_checked(manifest, run.loss_scale.load, saved, "loss scale")
+
+
+def load_adascale(manifest: Manifest, run: Run) -> None:
+    """Restore AdaScale's τ. Raises CheckpointError where only one of run and checkpoint uses AdaScale."""
+    saved = manifest.facts.get("adascale")
+    if run.adascale is None and saved is None:
+        return
+    if run.adascale is None or saved is None:
+        raise CheckpointError(
+            f"the checkpoint was made with{'out' * (saved is None)} --lr-scale adascale",
+            where=str(manifest.path),
+            why="progress on the schedule is counted differently with adascale",
+            remedy="resume with the same --lr-scale, or start a new run with --init-from",
+        )
+    load_checked(manifest, run.adascale.load, saved, "AdaScale")
