@@ -19,10 +19,10 @@ from collections.abc import Callable
 from contextlib import redirect_stderr
 from pathlib import Path
 
+from tutti.config.watchdog_limits import WatchdogLimits
 from tutti.launcher import failure, heartbeat, watchdog
 from tutti.launcher.heartbeat import Phase
 from tutti.launcher.launch import launch
-from tutti.launcher.watchdog import WatchdogLimits
 
 LIMIT = 2.0
 RANKS = 3

@@ -13,10 +13,11 @@ import psutil
 import pytest
 
 from tests.launching import Running, alive, launched, launching, until
+from tutti.config.watchdog_limits import WatchdogLimits
 from tutti.errors import UsageError
 from tutti.launcher import failure, heartbeat
 from tutti.launcher.heartbeat import Lane, Phase, ProcessHeartbeat, Seen
-from tutti.launcher.watchdog import Stall, Watch, WatchdogLimits
+from tutti.launcher.watchdog import Stall, Watch, phase_limit
 
 LIMITS = WatchdogLimits(start=100, step=10, save=50)
 
@@ -48,7 +49,7 @@ def lanes(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Lane, Lane]]:
     ],
 )
 def test_each_phase_has_its_limit(phase: int, seconds: float, lanes: tuple[Lane, Lane]) -> None:
-    assert LIMITS.seconds(phase) == seconds
+    assert phase_limit(LIMITS, phase) == seconds
     watch = Watch(LIMITS)
     lanes[0].enter(phase, 3)
     assert watch.look(1e6, False) is None, "it has just moved"
@@ -102,13 +103,13 @@ def test_a_stopped_process_is_a_stall_in_any_phase(lanes: tuple[Lane, Lane]) -> 
 
 
 def test_a_step_may_last_as_long_as_ranks_wait_for_each_other_unless_said_otherwise(lanes: tuple[Lane, Lane]) -> None:
-    assert WatchdogLimits().seconds(Phase.COMPUTE) == 300
+    assert phase_limit(WatchdogLimits(), Phase.COMPUTE) == 300
     heartbeat.process.set_timeout(7200)
-    assert WatchdogLimits().seconds(Phase.COMPUTE) == 7200
-    assert LIMITS.seconds(Phase.COMPUTE) == 10
+    assert phase_limit(WatchdogLimits(), Phase.COMPUTE) == 7200
+    assert phase_limit(LIMITS, Phase.COMPUTE) == 10
     never = WatchdogLimits(0, 0, 0)
     assert never.never and not WatchdogLimits().never
-    watched = {phase for phase in range(len(Phase.NAMES)) if never.seconds(phase) < math.inf}
+    watched = {phase for phase in range(len(Phase.NAMES)) if phase_limit(never, phase) < math.inf}
     assert watched == {Phase.MEETING}
 
 
@@ -149,7 +150,7 @@ def test_what_is_said(stall: Stall, said: str) -> None:
 IMPORTS = """
         from tutti.launcher import heartbeat
         from tutti.launcher.heartbeat import Phase
-        from tutti.launcher.watchdog import WatchdogLimits
+        from tutti.config.watchdog_limits import WatchdogLimits
 """
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from tutti.config.lr_rule import check_rule
 from tutti.config.optimizer_config import check_optimizer
 from tutti.errors import UsageError
-from tutti.optim.scaling import check_rule, scaled
+from tutti.optim.scaling import scaled
 
 
 def test_rules_multiply_the_rate_and_nothing_else() -> None:

@@ -11,6 +11,7 @@ from cyclopts import Parameter
 
 from tutti import process_context
 from tutti.config.engine_config import SshEngineConfig, parse_engine
+from tutti.config.watchdog_limits import WatchdogLimits
 from tutti.errors import ExitCode, UsageError
 from tutti.horovod.installing import run_horovod_script
 from tutti.launcher import stdin_control, watchdog
@@ -19,7 +20,6 @@ from tutti.launcher.elastic_driver import ElasticOptions
 from tutti.launcher.engines import make_engine
 from tutti.launcher.launch import check_script, launch, run_script
 from tutti.launcher.supervisor import EngineJob, supervise
-from tutti.launcher.watchdog import WatchdogLimits
 
 _TIMEOUT = 300.0
 # Ranks of an elastic job are there already when a generation begins; a rank that dies meanwhile costs this time.

@@ -12,15 +12,15 @@ from tutti.config.averaging import Averaging
 from tutti.config.best import Best
 from tutti.config.engine_config import EngineConfig, RayEngineConfig, parse_device_range, parse_engine, parse_seconds
 from tutti.config.growth import BatchGrowth
+from tutti.config.lr_rule import NoRule, check_growth, check_rule
 from tutti.config.metric_direction import Direction, Metric
 from tutti.config.module_config import BatchNormConfig, check_batch_norm
 from tutti.config.optimizer_config import ConstantSchedule, OptimizerChoice, check_schedule
 from tutti.config.slowness import Slowness
 from tutti.config.spec import Duration
 from tutti.config.training_target import TrainingTarget, split_target
+from tutti.config.watchdog_limits import WatchdogLimits
 from tutti.errors import UsageError
-from tutti.launcher.watchdog import WatchdogLimits
-from tutti.optim.scaling import NoRule, check_growth, check_rule
 
 
 @dataclass(frozen=True, kw_only=True)

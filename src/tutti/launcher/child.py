@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from tutti.config.watchdog_limits import WatchdogLimits
 from tutti.errors import DiskError, ExitCode, NotEnoughMemory, TuttiError
 from tutti.launcher import failure, heartbeat, watchdog
 from tutti.launcher.encoding import replace_unencodable, write_utf8
 from tutti.launcher.orphans import die_with_parent
-from tutti.launcher.watchdog import WatchdogLimits
 from tutti.python_compat import forget_exit_handlers, join_threads, run_exit_handlers
 
 # Source files of tutti and Python whose outermost frames are omitted from a user's traceback.

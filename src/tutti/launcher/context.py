@@ -20,13 +20,13 @@ import torch.distributed as dist
 
 from tutti import process_context as identities
 from tutti.config.variables import check_variables, is_off
+from tutti.config.watchdog_limits import WatchdogLimits
 from tutti.device import choose, collective_backend, set_collective_defaults
 from tutti.errors import PeerError, UsageError
 from tutti.launcher import child, failure, heartbeat, interface, watchdog
 from tutti.launcher.heartbeat import Phase
 from tutti.launcher.malloc_tuning import keep_freed_memory
 from tutti.launcher.membership import current_membership
-from tutti.launcher.watchdog import WatchdogLimits
 from tutti.process_context import Identity
 from tutti.torch_compat import default_store, flight_recorder
 

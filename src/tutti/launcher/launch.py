@@ -20,13 +20,13 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from tutti.config.watchdog_limits import WatchdogLimits
 from tutti.device import is_compiled_in
 from tutti.errors import DiskError, ExitCode, UsageError
 from tutti.launcher import child, failure
 from tutti.launcher.budget import Budget
 from tutti.launcher.elastic_driver import ElasticDriver, ElasticOptions
 from tutti.launcher.orphans import adopt_orphans
-from tutti.launcher.watchdog import WatchdogLimits
 
 if TYPE_CHECKING:
     from tutti.launcher.agent import Agent

@@ -15,13 +15,14 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from tutti.errors import ExitCode, UsageError
+from tutti.config.watchdog_limits import WatchdogLimits
+from tutti.errors import ExitCode
 from tutti.launcher import dumps, failure, heartbeat
 from tutti.launcher.dumps import Dumps
 from tutti.launcher.failure import Failure
@@ -29,7 +30,7 @@ from tutti.launcher.forking import fork
 from tutti.launcher.heartbeat import Phase, Seen
 from tutti.launcher.orphans import await_end, die_with_parent
 
-START, SAVE, TIMEOUT = 1800.0, 1800.0, 300.0
+TIMEOUT = 300.0
 # A rank that waits in a collective starts to poll, and so to beat, after two seconds.
 _LOOKING_AROUND = 4.0
 # Native code that waits for other ranks gives up by itself, a minute after tutti's own limit.
@@ -56,69 +57,21 @@ _WHEN = {
 }
 
 
-@dataclass(frozen=True)
-class WatchdogLimits:
-    """Seconds without progress after which a rank counts as stuck; 0: never.
+def phase_limit(limits: WatchdogLimits, phase: int) -> float:
+    """Return the seconds that ``phase`` may last without progress; infinite if it is not watched."""
+    wait = heartbeat.process.timeout() or TIMEOUT
+    if phase == Phase.IDLE:
+        return math.inf
+    if phase == Phase.MEETING:
+        return 2 * wait + _MEETING
+    limit = {"start": limits.start, "step": limits.step, "save": limits.save}[_LIMIT_OF[phase]]
+    limit = wait if limit is None else limit
+    return (limit or math.inf) + _LOOKING_AROUND * (phase == Phase.WAITING)
 
-    Attributes:
-        start: until the first step is done, in one block of an evaluation, and at the end.
-        step: in one step's own work, without waiting; None: the collectives' timeout.
-        save: while a checkpoint or a record is written.
-    """
 
-    start: float = START
-    step: float | None = None
-    save: float = SAVE
-
-    def __post_init__(self) -> None:
-        for name in ("start", "step", "save"):
-            value = getattr(self, name)
-            if value is not None and value != 0 and not 1 <= value < math.inf:
-                raise UsageError(f"--{name}-timeout is {value:g}", remedy="give seconds, at least 1, or 0 for no limit")
-
-    @classmethod
-    def make(cls, start: float | None, step: float | None, save: float | None) -> WatchdogLimits:
-        """Return the limits, with the default for each argument that is None.
-
-        Args:
-            start, step, save: seconds, as the attributes.
-
-        Raises:
-            UsageError: a limit is neither 0 nor a finite number of at least 1.
-        """
-        return cls(START if start is None else start, step, SAVE if save is None else save)
-
-    @classmethod
-    def read(cls, environ: Mapping[str, str]) -> WatchdogLimits:
-        """Parse ``TUTTI_START_TIMEOUT``, ``TUTTI_STEP_TIMEOUT`` and ``TUTTI_SAVE_TIMEOUT``. Raises UsageError."""
-        found = {}
-        for name in ("start", "step", "save"):
-            text = environ.get(variable := f"TUTTI_{name.upper()}_TIMEOUT")
-            try:
-                found[name] = None if text is None else float(text)
-            except ValueError:
-                raise UsageError(f"{variable} is '{text}'", remedy="give seconds, or 0 for no limit") from None
-        return cls.make(**found)
-
-    def seconds(self, phase: int) -> float:
-        """Return the seconds that ``phase`` may last without progress; infinite if it is not watched."""
-        wait = heartbeat.process.timeout() or TIMEOUT
-        if phase == Phase.IDLE:
-            return math.inf
-        if phase == Phase.MEETING:
-            return 2 * wait + _MEETING
-        limit = getattr(self, _LIMIT_OF[phase])
-        limit = wait if limit is None else limit
-        return (limit or math.inf) + _LOOKING_AROUND * (phase == Phase.WAITING)
-
-    @property
-    def never(self) -> bool:
-        """Whether all limits are off."""
-        return self.start == self.step == self.save == 0
-
-    def pause(self) -> float:
-        """Return the polling interval in seconds."""
-        return min(1.0, min(self.seconds(phase) for phase in range(len(Phase.NAMES))) / 20)
+def polling_interval(limits: WatchdogLimits) -> float:
+    """Return the seconds between two looks at the heartbeats."""
+    return min(1.0, min(phase_limit(limits, phase) for phase in range(len(Phase.NAMES))) / 20)
 
 
 @dataclass(frozen=True)
@@ -172,13 +125,13 @@ class Watch:
             stopped: whether a signal has stopped the rank.
         """
         self._stopped = self._stopped + passed if stopped else 0.0
-        if self._stopped >= self._limits.seconds(Phase.COMPUTE):
+        if self._stopped >= phase_limit(self._limits, Phase.COMPUTE):
             return Stall(heartbeat.training.seen(), self._stopped, stopped=True)
         for lane, (before, quiet) in self._lanes.items():
             seen = lane.seen()
             quiet = quiet + passed if seen == before else 0.0
             self._lanes[lane] = seen, quiet
-            if quiet >= self._limits.seconds(seen.phase):
+            if quiet >= phase_limit(self._limits, seen.phase):
                 return Stall(seen, quiet, stopped, background=lane is heartbeat.saving)
         return None
 
@@ -264,7 +217,7 @@ def _watch(limits: WatchdogLimits, parent: int) -> Stall | None:
     """Poll the process ``parent`` until it stalls; return the stall, or None if the process has ended."""
     watch, now = Watch(limits), time.monotonic()
     while os.getppid() == parent:
-        time.sleep(pause := limits.pause())
+        time.sleep(pause := polling_interval(limits))
         before, now = now, time.monotonic()
         stall = watch.look(min(now - before, 2 * pause), dumps.is_stopped(parent))
         if stall is not None:

@@ -12,26 +12,6 @@ from typing import Any, TypeAlias
 Group: TypeAlias = dict[str, Any]
 
 
-def linear_scaling(kappa: float) -> float:
-    """Return κ: k times the batch, k times the rate (Goyal et al. 2017, arXiv 1706.02677, §2.1).
-
-    >>> round(0.1 * linear_scaling(8192 / 256), 9)
-    3.2
-    """
-    return kappa
-
-
-def sqrt_scaling(kappa: float) -> float:
-    """Return √κ, which keeps the variance of the step's noise.
-
-    Krizhevsky 2014, arXiv 1404.5997; Hoffer et al. 2017, arXiv 1705.08741.
-
-    >>> round(0.1 * sqrt_scaling(8192 / 256), 9)
-    0.565685425
-    """
-    return math.sqrt(kappa)
-
-
 def adam_sqrt_scaling(kappa: float, beta1: float, beta2: float, eps: float) -> tuple[float, float, float, float]:
     """Apply Adam's square-root rule: factor on the rate √κ, 1 - β → κ(1 - β), ε/√κ.
 

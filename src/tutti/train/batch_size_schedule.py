@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from torch import nn
 
 from tutti.config.growth import BatchGrowth
+from tutti.config.lr_rule import NoRule, check_growth
 from tutti.config.module_config import BatchNormConfig, Ghost, Sync
 from tutti.config.optimizer_config import WHOLE_RUN
 from tutti.config.spec import Duration
@@ -16,7 +17,6 @@ from tutti.config.train_config import TrainConfig
 from tutti.data.contract import BatchContract
 from tutti.data.epochs import Epochs
 from tutti.launcher import context
-from tutti.optim.scaling import NoRule, check_growth
 from tutti.torch_compat import BatchNormBase
 
 _SEEN = "as the batch grows"

@@ -15,11 +15,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from tutti.config.lr_rule import NoRule
 from tutti.config.optimizer_config import ImportedOptimizerConfig, LayerWiseConfig, MuonConfig, OptimizerChoice
 from tutti.errors import UsageError, did_you_mean
 from tutti.nn.sparse_layers import check_sparse_step
 from tutti.optim.factory import from_config, from_instance
-from tutti.optim.scaling import NoRule, scaled
+from tutti.optim.scaling import scaled
 from tutti.optim.several import several
 from tutti.types import OptimizerFactory
 

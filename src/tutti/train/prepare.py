@@ -19,6 +19,7 @@ from tutti.comm.grid import Grid
 from tutti.comm.partition import sharers
 from tutti.config.averaging import Averaging
 from tutti.config.growth import BatchGrowth
+from tutti.config.lr_rule import NoRule, check_rule
 from tutti.config.module_config import BatchNormConfig, check_batch_norm
 from tutti.config.module_config import Ghost as GhostConfig
 from tutti.config.module_config import Sync as SyncConfig
@@ -49,7 +50,6 @@ from tutti.optim.adascale import AdaScale
 from tutti.optim.factory import check_fresh
 from tutti.optim.gradient_noise import check_noise, per_worker_option
 from tutti.optim.loss_scale import LossScale, chosen
-from tutti.optim.scaling import NoRule, check_rule
 from tutti.optim.several import check_apart
 from tutti.parallel import Choice
 from tutti.train.accumulating_optimizer import accumulate_steps
