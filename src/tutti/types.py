@@ -369,6 +369,8 @@ class ReplicaRunner(Protocol):
         sharded: parameters of which this rank keeps only rows (FSDP), as plain tensors. A forward all-gathers them, so
             that all ranks must run equally many.
         swap_values: context manager within which the model holds other values, given by name.
+        around_fsdp_hooks: context manager around FSDP2's registration of its hooks on a module, which unwraps tensors
+            that these hooks do not know.
         unify_flags: copies the ``requires_grad`` that the script has set on one of the objects that stand for a
             parameter to the others (FSDP).
         script_code: context manager around code of the script, which may refuse what that code reads.
@@ -385,6 +387,7 @@ class ReplicaRunner(Protocol):
     summary: Mapping[str, str]
     sharded: Mapping[str, Tensor]
     swap_values: Callable[[Mapping[str, Tensor]], AbstractContextManager[None]]
+    around_fsdp_hooks: Callable[[nn.Module], AbstractContextManager[None]]
     unify_flags: Callable[[], None]
     script_code: Callable[[], AbstractContextManager[None]]
     model_code: Callable[[], AbstractContextManager[None]]

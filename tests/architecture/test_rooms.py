@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import re
 from graphlib import CycleError, TopologicalSorter
-from pathlib import Path
 
 import pytest
 
@@ -41,7 +40,8 @@ TYPES_ONLY = {("types", "parallel"), ("types", "comm")}
 ENTRANCES = frozenset({"tutti", "__main__"})
 """May import everything: the package itself (lazily: test_imports.py)."""
 
-EXCEPTIONS = frozenset((Path(__file__).with_name("exceptions.txt")).read_text(encoding="utf-8").splitlines())
+COMPOSERS = frozenset({"tutti.parallel.registry", "tutti.parallel.hybrid_layout"})
+"""Modules of ``parallel`` that put its members together, and that no member imports (docs/decisions/024)."""
 
 
 def may_import(importer: str, target: str) -> bool:
@@ -56,7 +56,7 @@ def may_import(importer: str, target: str) -> bool:
     if here in ENTRANCES or (here, there) in WITHIN_A_LAYER:
         return True
     if here == there == "parallel":
-        return member(target) in (None, "ddp", member(importer)) or importer == "tutti.parallel.registry"
+        return member(target) in (None, "ddp", member(importer)) or importer in COMPOSERS
     return here == there or HEIGHT[here] > HEIGHT[there] or {here, there} <= BASE
 
 
@@ -93,10 +93,18 @@ def test_the_document_says_the_same() -> None:
 
 
 def test_modules_import_lower_layers_alone() -> None:
-    """No exception is new, and none of the list is settled already: the list becomes shorter and no longer."""
-    found = violations()
-    assert found - EXCEPTIONS == set()
-    assert EXCEPTIONS - found == set()
+    assert not violations(), "the importing module, or the imported part, is in the wrong room"
+
+
+def test_no_member_imports_what_composes_members() -> None:
+    wrong = [
+        f"{name} → {found.target}"
+        for name, path in MODULES.items()
+        if room(name) == "parallel" and member(name) is not None
+        for found in imports(path, KNOWN)
+        if found.target in COMPOSERS
+    ]
+    assert not wrong
 
 
 def run_time_imports(name: str) -> set[str]:

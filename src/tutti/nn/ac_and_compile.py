@@ -16,12 +16,12 @@ from torch import nn
 
 from tutti.config.module_config import Compile, check_checkpointing, check_compile, check_compiler
 from tutti.nn.ac_policy import CheckpointUnits, Choice, find_units, is_sequence
+from tutti.nn.eager_layer import EagerLayer
 from tutti.nn.recompute import Forward, recomputed
 from tutti.nn.rng_streams import RngStreams
 from tutti.nn.rng_streams import module_draws as draws_by_itself
 from tutti.nn.swap import describe_tensors
 from tutti.nn.sync import SyncBatchNorm
-from tutti.parallel.tensor.tp_layers import TensorParallelLayer
 from tutti.torch_compat import has_forward_hook, inductor_mode_options
 from tutti.types import RunContext
 
@@ -204,7 +204,7 @@ def _walk(names: tuple[str, ...]) -> Forward:
 
 def _stays_out(module: nn.Module) -> bool:
     """Whether this layer cannot be compiled: it draws from a keyed RNG stream, or performs collectives."""
-    return draws_by_itself(module) or isinstance(module, SyncBatchNorm | TensorParallelLayer)
+    return draws_by_itself(module) or isinstance(module, SyncBatchNorm | EagerLayer)
 
 
 def _is_layer(module: nn.Module) -> bool:

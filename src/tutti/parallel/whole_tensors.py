@@ -20,11 +20,10 @@ from torch.optim import Optimizer
 
 from tutti.checkpoint.state_shards import load_optimizer, optimizer_tensors
 from tutti.comm.communicator import Communicator
-from tutti.comm.partition import block, owners
+from tutti.comm.partition import owners
 from tutti.errors import UsageError
 from tutti.optim.mixing import Mixing, mixing_of
 from tutti.optim.several import slots
-from tutti.parallel.fsdp.sharded_parameter import ShardedParameter
 from tutti.parallel.split_optimizer import SliceRegions
 from tutti.types import RunContext, SavedState, ShardSpec
 
@@ -291,22 +290,6 @@ class _Axis:
         flat = [tensor.to(self._comm.device) for message in messages for tensor in message]
         send = torch.cat(flat) if flat else torch.empty(0, dtype=dtype, device=self._comm.device)
         return self._comm.exchange_parts(send, sizes, come, text)
-
-
-def along_rows(rows: Sequence[ShardedParameter], comm: Communicator) -> list[GatheredTensor]:
-    """Return the tensors to gather for parameters of which each rank of ``comm`` holds a block of rows."""
-    found = []
-    for sharded in rows:
-        shape = sharded.local
-        regions: list[list[Region]] = []
-        for rank in range(comm.size):
-            rows_here = block(shape[0] if shape else 1, comm.size, rank)
-            other_dims = tuple(slice(0, size) for size in shape)
-            regions.append(
-                [(slice(rows_here.start, rows_here.stop), *other_dims[1:]) if shape else ()] if len(rows_here) else []
-            )
-        found.append(GatheredTensor(sharded.parameter, tuple(sharded.parameter.shape), shape, regions))
-    return found
 
 
 def along_slices(

@@ -27,6 +27,7 @@ class ReplicaPart:
         not_owned: names of tensors that another rank of this replica saves and counts in norms.
         sharded: this rank's rows of parameters that FSDP2 shards, by name.
         swap_values: context manager that puts other values into parameters and buffers.
+        around_fsdp_hooks: as ``types.ReplicaRunner``.
         unify_flags: copies ``requires_grad``, as the script has set it on one of a parameter's objects, to all of them.
         custom_loop, split_backwards: as ``types.ReplicaRunner``.
         draws: the RNG streams of these modules.
@@ -71,6 +72,7 @@ class ReplicaPart:
         self.sharded: Mapping[str, Tensor] = {}
         self.swap_values: Callable[[Mapping[str, Tensor]], AbstractContextManager[None]]
         self.swap_values = lambda values: swapped(self.parts, values)
+        self.around_fsdp_hooks: Callable[[nn.Module], AbstractContextManager[None]] = lambda _: nullcontext()
         self.unify_flags: Callable[[], None] = lambda: None
         self.split_backwards: Sequence[Any] = ()
         here = {inner for part in self.parts for inner in part.modules()}

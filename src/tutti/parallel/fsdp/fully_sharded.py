@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from types import MethodType
 from typing import Any, cast
@@ -33,8 +33,6 @@ from tutti.nn.swap import parameters, swapped
 from tutti.parallel.ddp.reducers import squares_of
 from tutti.parallel.fsdp.fsdp_wrap_policy import root_modules, wrapped_modules
 from tutti.parallel.fsdp.sharded_parameter import ShardedParameter, local_rows
-from tutti.parallel.tensor.tp_layers import TensorParallelLayer
-from tutti.parallel.tensor.unwrap_split import seen_as_shares
 from tutti.torch_compat import module_parameters, set_fsdp_collectives, tree_leaves
 from tutti.types import ShardSpec
 
@@ -53,6 +51,7 @@ class FullySharded:
         whole: parameters that FSDP2 ignores, unsharded on every rank.
         config: stage, wrap policy, CPU offload and dtype.
         comm: the ranks that share one copy of the parameters, at least two.
+        around_hooks: as ``ReplicaRunner.around_fsdp_hooks``.
 
     Attributes:
         rows: this rank's rows of each parameter.
@@ -68,6 +67,7 @@ class FullySharded:
         whole: set[nn.Parameter],
         config: RowsConfig,
         comm: Communicator,
+        around_hooks: Callable[[nn.Module], AbstractContextManager[None]],
     ) -> None:
         if any(isinstance(module, FSDPModule) for module in model.modules()):
             raise UsageError("the model is sharded already", remedy="build it anew for another run")
@@ -75,7 +75,7 @@ class FullySharded:
         named = [(name, p) for name, p in parameters([model]) if p not in whole]
         shapes = [p.shape for _, p in named]
         self._beginning, self._meter = _Beginning(comm), _GradientMeter()
-        self._units = _shard(model, whole, config, comm, self._beginning, self._meter)
+        self._units = _shard(model, whole, config, comm, self._beginning, self._meter, around_hooks)
         own = dict(parameters([model]))
         self._gathered = [own[name] for name, _ in named]
         self.rows = [
@@ -327,6 +327,7 @@ def _shard(
     comm: Communicator,
     beginning: _Beginning,
     meter: _GradientMeter,
+    around_hooks: Callable[[nn.Module], AbstractContextManager[None]],
 ) -> list[FSDPModule]:
     """Apply ``fully_shard`` to the modules of the wrap policy, then to the roots for all remaining parameters."""
     if comm.group is None:
@@ -336,7 +337,6 @@ def _shard(
     offload: OffloadPolicy = CPUOffloadPolicy() if config.offload is True else OffloadPolicy()
     mesh, made = DeviceMesh.from_group(comm.group, device), list[FSDPModule]()
     names = {module: name for name, module in model.named_modules()}
-    divided = any(isinstance(module, TensorParallelLayer) for module in model.modules())
     tops = root_modules(model)
     below = [unit for unit in wrapped_modules(model, config.units) if unit not in tops]
     for unit in [*below, *tops]:
@@ -348,7 +348,7 @@ def _shard(
         )
         # The root's own parameters stay gathered: backward begins as its forward ends and needs them again.
         reshard = config.stage == 3 and not root
-        with seen_as_shares(unit) if divided else nullcontext():
+        with around_hooks(unit):
             fully_shard(
                 unit,
                 mesh=mesh,

@@ -37,6 +37,7 @@ from tutti.parallel.fsdp.sharded_parameter import (
     ShardedParameter,
     ShardingEngine,
     ZeroSharding,
+    along_rows,
     load_optimizer_rows,
     optimizer_pieces,
 )
@@ -47,7 +48,6 @@ from tutti.parallel.split_optimizer import SliceRegions, support_split_tensors
 from tutti.parallel.whole_tensors import (
     WholeTensors,
     agreed_mixing,
-    along_rows,
     along_slices,
     axis,
     gatherers_of_optimizers,
@@ -227,7 +227,7 @@ class ShardedSync:
         for parameter in whole:
             # FSDP2 moves only the other parameters to the device. The copy also moves memory-mapped ones into memory.
             parameter.data = parameter.data.to(self._shards.device, copy=True)
-        engine = FullySharded(model, replica.specs, whole, self._config, self._shards)
+        engine = FullySharded(model, replica.specs, whole, self._config, self._shards, replica.around_fsdp_hooks)
         replica.sharded = {rows.name: rows.parameter.data for rows in engine.rows}
         replica.specs = {**replica.specs, **{rows.name: rows.spec for rows in engine.rows}}
         replica.swap_values, replica.unify_flags = engine.holding, engine.unify_flags

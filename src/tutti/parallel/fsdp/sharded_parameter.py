@@ -16,6 +16,7 @@ from tutti.comm.partition import block
 from tutti.nn.gradient_hooks import share_gradient_hooks
 from tutti.nn.incomplete_gradient import after_clearing, clear_gradient, conceal
 from tutti.parallel.ddp.buckets import plan_buckets
+from tutti.parallel.whole_tensors import GatheredTensor, Region
 from tutti.torch_compat import chunk_cat, module_parameters
 from tutti.types import SavedState, ShardSpec, TensorSlice
 
@@ -137,6 +138,22 @@ class ShardingEngine(Protocol):
         None where backward leaves this rank's gradient in the ``.grad`` of ``seen``. Gradients count from the first
         call of ``gradient_meter`` on.
         """
+
+
+def along_rows(rows: Sequence[ShardedParameter], comm: Communicator) -> list[GatheredTensor]:
+    """Return the tensors to gather for parameters of which each rank of ``comm`` holds a block of rows."""
+    found = []
+    for sharded in rows:
+        shape = sharded.local
+        regions: list[list[Region]] = []
+        for rank in range(comm.size):
+            rows_here = block(shape[0] if shape else 1, comm.size, rank)
+            other_dims = tuple(slice(0, size) for size in shape)
+            regions.append(
+                [(slice(rows_here.start, rows_here.stop), *other_dims[1:]) if shape else ()] if len(rows_here) else []
+            )
+        found.append(GatheredTensor(sharded.parameter, tuple(sharded.parameter.shape), shape, regions))
+    return found
 
 
 def local_rows(

@@ -30,6 +30,7 @@ from tutti.parallel.tensor.tp_layers import (
 )
 from tutti.parallel.tensor.tp_plan import PlanEntry, PlanFinder, summary
 from tutti.parallel.tensor.tp_verify import TensorCut
+from tutti.parallel.tensor.unwrap_split import seen_as_shares
 from tutti.torch_compat import FUSED_ACTIVATION, module_parameters
 from tutti.types import RunContext, ShardSpec
 
@@ -122,6 +123,7 @@ class TensorParallelizer:
         here = {name: spec for name, spec in self._specs.items() if name in replica.specs}
         replica.summary = {**replica.summary, **self._said}
         reads = SplitReads(self.split_parameters())
+        replica.around_fsdp_hooks = seen_as_shares
         replica.script_code, replica.model_code = reads.script_code, reads.model_code
         if self._comm.rank:
             replica.not_owned = {*replica.not_owned, *(name for name in replica.specs if name not in here)}

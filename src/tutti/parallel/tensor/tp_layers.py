@@ -11,12 +11,13 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional
 
+from tutti.nn.eager_layer import EagerLayer
 from tutti.parallel.tensor.split_tensor import SplitTensor, copied, summed
 from tutti.parallel.tensor.tensor_slice import LayerSlice, dropped
 from tutti.torch_compat import ConvBase
 
 
-class TensorParallelLayer(nn.Module):
+class TensorParallelLayer(EagerLayer):
     """Base class of layers whose forward depends on this rank's slice.
 
     Attributes:

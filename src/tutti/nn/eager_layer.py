@@ -1,0 +1,9 @@
+"""Layers that ``torch.compile`` leaves out."""
+
+from __future__ import annotations
+
+from torch import nn
+
+
+class EagerLayer(nn.Module):
+    """Base class of layers that ``torch.compile`` leaves out, because their forward performs collectives."""
