@@ -187,3 +187,14 @@ def test_what_is_no_scheduler_of_the_optimizer_is_refused() -> None:
             Schedulers(given, every, optimizers)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="cannot be combined with steps=all"):
         Schedulers(StepLR(own, 1), "epoch", [own], "steps=all")
+
+
+def test_an_attribute_in_place_of_step_would_be_saved_with_the_scheduler() -> None:
+    """Which is why its class is replaced (docs/decisions/025): ``state_dict`` is all that the object has."""
+    _, optimizer = built()
+    scheduler = StepLR(optimizer, 1)
+    plain = scheduler.state_dict().keys()
+    Schedulers(scheduler, "update", [optimizer])
+    assert scheduler.state_dict().keys() == plain
+    scheduler.step = lambda: None  # type: ignore[assignment, method-assign]
+    assert scheduler.state_dict().keys() - plain == {"step"}
