@@ -28,6 +28,7 @@ from paired import order, paired_ratio
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from tutti.config.module_config import Blocks, check_checkpointing
 from tutti.config.task_config import GptConfig, UnetConfig
 from tutti.errors import ExitCode
 from tutti.launcher import malloc_tuning
@@ -75,7 +76,7 @@ def by_hand(model: nn.Module, choice: str) -> None:
     """Wrap the blocks that tutti would find, as a script without it does."""
     contexts = partial(create_selective_checkpoint_contexts, KEPT)
     options = {"context_fn": contexts} if choice == "selective" else {}
-    for block in find_units(model, "blocks").whole:
+    for block in find_units(model, Blocks()).whole:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False, **options)  # type: ignore[method-assign]
 
 
@@ -85,7 +86,7 @@ def made(name: str, choice: str, hand: bool) -> tuple[nn.Module, Loss]:
     if hand:
         by_hand(model, choice)
     else:
-        ac_and_compile.recompute(model, choice)
+        ac_and_compile.recompute(model, check_checkpointing(choice))
     return model, loss
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
 
 from tutti.config.averaging import Averaging
+from tutti.config.module_config import Checkpointing, CompileChoice
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -308,8 +309,8 @@ class RunContext:
         reproducible: whether weights are bit-identical on any number of data ranks.
         clip: largest gradient norm, None for no clipping.
         averaging: average of the weights over the updates, None for none.
-        activation_checkpointing: ``none``, ``blocks`` or ``selective`` with options, or names and classes of modules.
-        compile: mode and options of ``torch.compile``, or ``none``.
+        activation_checkpointing: options, or names and classes of modules; None for none.
+        compile: mode and options of ``torch.compile``; None for none.
         gradient_variance: whether to measure each worker's gradient before the sum: ``StepStats.gradient_variance``.
         draws: whether the model may draw random numbers in training.
         in_step: whether every rank makes as many steps as the run has.
@@ -326,8 +327,8 @@ class RunContext:
     reproducible: bool = False
     clip: float | None = None
     averaging: Averaging | None = None
-    activation_checkpointing: str | Sequence[str | type[nn.Module]] = "none"
-    compile: str = "none"
+    activation_checkpointing: Checkpointing = None
+    compile: CompileChoice | None = None
     gradient_variance: bool = False
     draws: bool = True
     in_step: bool = True

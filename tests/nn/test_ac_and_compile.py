@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import tutti
 from tests import worlds
 from tests.contract.table import largest_difference
+from tutti.config.module_config import Blocks, check_checkpointing
 from tutti.config.task_config import CnnConfig, GptConfig, LineConfig, Resnet18Config, UnetConfig
 from tutti.errors import UsageError
 from tutti.nn.ac_policy import check_units, find_units
@@ -163,7 +164,7 @@ def test_units_may_be_named() -> None:
 
 
 def unit_names(model: nn.Module) -> list[Any]:
-    units, names = find_units(model, "blocks"), {module: name for name, module in model.named_modules()}
+    units, names = find_units(model, Blocks()), {module: name for name, module in model.named_modules()}
     return [names[m] for m in units.whole] + [(names[m], runs) for m, runs in units.runs.items()]
 
 
@@ -206,7 +207,7 @@ WRONG: list[tuple[nn.Module, Any, str]] = [
 @pytest.mark.parametrize(("model", "choice", "words"), WRONG, ids=[str(choice) for _, choice, _ in WRONG])
 def test_what_would_compute_nothing_again_is_refused(model: nn.Module, choice: Any, words: str) -> None:
     with pytest.raises(UsageError) as caught:
-        check_units(model, choice)
+        check_units(model, check_checkpointing(choice))
     assert words in str(caught.value)
 
 

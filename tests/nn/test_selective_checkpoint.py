@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tutti.config.module_config import Selective, check_checkpointing
 from tutti.config.task_config import GptConfig, UnetConfig
 from tutti.errors import UsageError
 from tutti.nn import selective_checkpoint
@@ -80,7 +81,7 @@ def step(name: str, choice: str, backwards: int = 1) -> tuple[dict[str, Tensor],
     torch.manual_seed(0)
     make, inputs = MODELS[name]
     model = make()
-    recompute(model, choice)
+    recompute(model, check_checkpointing(choice))
     with Tracker() as memory, Counted() as counted:
         loss = model(inputs()).square().mean()
         forward, held = counted.calls, memory.now
@@ -168,7 +169,7 @@ class Forgetful(nn.Module):
 @pytest.mark.parametrize("products", [(1, 2), (2, 1), (1, 0)])
 def test_a_forward_that_calls_others_when_it_is_recomputed_is_refused(products: tuple[int, int]) -> None:
     model = nn.Sequential(Forgetful(products))
-    recompute(model, "selective")
+    recompute(model, Selective())
     loss = model(torch.ones(2, 4)).sum()
     with pytest.raises(UsageError, match=r"recomputing a module in backward calls .*in their order"):
         loss.backward()

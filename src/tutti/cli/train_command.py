@@ -23,8 +23,6 @@ from tutti.config.metric_direction import RAW
 from tutti.config.module_config import (
     Sync,
     WorkerBatchNorm,
-    check_checkpointing,
-    check_compile,
     check_compiler,
 )
 from tutti.config.optimizer_config import ImportedOptimizerConfig
@@ -241,7 +239,7 @@ def refuse_config(task: str, config: TrainConfig) -> None:
     check_device(config.device)
     rule = config.lr_rule
     adaptive = rule.adaptive
-    compiling = check_compile(config.compile, config.reproducible)
+    compiling = config.compile_choice
     accelerated = config.device not in ("cpu", "auto") or count_accelerators(config.device, os.environ) > 0
     choice = parallel.check_strategy(
         config.strategy,
@@ -273,9 +271,9 @@ def refuse_config(task: str, config: TrainConfig) -> None:
         parallel.check_sync(choice, devices, config.reproducible, each)
         contract.check_whole()
     check_loss_scale(config.loss_scale, config.precision)
-    check_checkpointing(config.activation_checkpointing, compiled=compiling is not None)
+    _ = config.checkpointing
     if compiling and not accelerated:
-        check_compiler(compiling[1])
+        check_compiler(compiling.options)
     if config.machine is not None:
         read_machine(Path(config.machine))
     if config.tensorboard and importlib.util.find_spec("tensorboard") is None:

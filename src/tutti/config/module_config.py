@@ -64,11 +64,19 @@ class Compile:
     backend: str = "inductor"
 
 
+@dataclass(frozen=True)
+class CompileChoice:
+    """A mode of ``torch.compile`` with its options."""
+
+    mode: str
+    options: Compile
+
+
 MODES: Mapping[str, type[Any]] = {"none": Compile, "default": Compile, "max-autotune-no-cudagraphs": Compile}
 _GRAPHS = ("reduce-overhead", "max-autotune")
 
 
-def check_compile(text: str, reproducible: bool = False) -> tuple[str, Compile] | None:
+def check_compile(text: str, reproducible: bool = False) -> CompileChoice | None:
     """Parse ``--compile`` into mode and options; None for ``none``.
 
     Raises:
@@ -90,7 +98,7 @@ def check_compile(text: str, reproducible: bool = False) -> tuple[str, Compile] 
             why="compiled code rounds differently for different shapes and stages of a model",
             remedy="leave out one of the two",
         )
-    return spec.name, options
+    return CompileChoice(spec.name, options)
 
 
 def check_compiler(options: Compile) -> None:
@@ -143,25 +151,29 @@ class Selective(Blocks):
 CHECKPOINTING: Mapping[str, type[Any]] = {"none": Nothing, "blocks": Blocks, "selective": Selective}
 
 
-def check_checkpointing(choice: str | Sequence[Any], compiled: bool = False) -> Blocks | None:
-    """Parse ``--activation-checkpointing`` into its options; None for ``none`` and for a list of modules.
+Checkpointing: TypeAlias = Blocks | Sequence[Any] | None
+"""Options of activation checkpointing by structure, names and classes of modules, or None for none."""
+
+
+def check_checkpointing(choice: str | Checkpointing, compiled: bool = False) -> Checkpointing:
+    """Parse ``--activation-checkpointing`` into its options; None for ``none``; names and classes of modules stay.
 
     Raises:
         UsageError: unknown name or key, naming the nearest, or ``selective`` with ``--compile``.
     """
-    if not isinstance(choice, str):
-        return None
-    spec = Spec.parse(choice, _CHECKPOINTING)
-    if spec.name not in CHECKPOINTING:
-        raise UsageError(
-            f"unknown activation checkpointing '{choice}'",
-            remedy=f"{did_you_mean(spec.name, CHECKPOINTING)}; in Python also a list of modules' names or classes",
-        )
-    options = spec.build(CHECKPOINTING[spec.name], _CHECKPOINTING)
+    options: Any = choice
+    if isinstance(choice, str):
+        spec = Spec.parse(choice, _CHECKPOINTING)
+        if spec.name not in CHECKPOINTING:
+            raise UsageError(
+                f"unknown activation checkpointing '{choice}'",
+                remedy=f"{did_you_mean(spec.name, CHECKPOINTING)}; in Python also a list of modules' names or classes",
+            )
+        options = spec.build(CHECKPOINTING[spec.name], _CHECKPOINTING)
     if compiled and isinstance(options, Selective):
         raise UsageError(
             f"{_CHECKPOINTING} selective cannot be combined with {_COMPILE}",
             why="selective checkpointing cannot see the operations inside compiled code",
             remedy=f"take {_CHECKPOINTING} blocks, blocks:every=2, or leave out {_COMPILE}",
         )
-    return options if isinstance(options, Blocks) else None
+    return None if isinstance(options, Nothing) else options

@@ -14,7 +14,14 @@ from tutti.config.engine_config import EngineConfig, RayEngineConfig, parse_devi
 from tutti.config.growth import BatchGrowth
 from tutti.config.lr_rule import NoRule, check_growth, check_rule
 from tutti.config.metric_direction import Direction, Metric
-from tutti.config.module_config import BatchNormConfig, check_batch_norm
+from tutti.config.module_config import (
+    BatchNormConfig,
+    Checkpointing,
+    CompileChoice,
+    check_batch_norm,
+    check_checkpointing,
+    check_compile,
+)
 from tutti.config.optimizer_config import ConstantSchedule, OptimizerChoice, check_schedule
 from tutti.config.slowness import Slowness
 from tutti.config.spec import Duration
@@ -246,6 +253,16 @@ class TrainConfig:
     def batch_norm_options(self) -> BatchNormConfig:
         """The options of ``--batch-norm``. Raises UsageError."""
         return check_batch_norm(self.batch_norm)
+
+    @cached_property
+    def compile_choice(self) -> CompileChoice | None:
+        """Mode and options of ``--compile``; None without it. Raises UsageError."""
+        return check_compile(self.compile, self.reproducible)
+
+    @cached_property
+    def checkpointing(self) -> Checkpointing:
+        """The options of ``--activation-checkpointing``; None without it. Raises UsageError."""
+        return check_checkpointing(self.activation_checkpointing, compiled=self.compile_choice is not None)
 
     @cached_property
     def limits(self) -> WatchdogLimits:

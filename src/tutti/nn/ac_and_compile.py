@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from tutti.config.module_config import Compile, check_checkpointing, check_compile, check_compiler
-from tutti.nn.ac_policy import CheckpointUnits, Choice, find_units, is_sequence
+from tutti.config.module_config import Checkpointing, CompileChoice, check_checkpointing, check_compiler
+from tutti.nn.ac_policy import CheckpointUnits, find_units, is_sequence
 from tutti.nn.eager_layer import EagerLayer
 from tutti.nn.recompute import Forward, recomputed
 from tutti.nn.rng_streams import RngStreams
@@ -38,23 +38,23 @@ def apply_ac_and_compile(part: nn.Module, draws: RngStreams, run_context: RunCon
     Args:
         part: the modules on this rank.
         draws: RNG streams of the model, which recomputation replays.
-        run_context: holds the options ``activation_checkpointing``, ``compile`` and ``reproducible``.
+        run_context: holds the options ``activation_checkpointing`` and ``compile``.
 
     Raises:
         UsageError: the options exclude each other, or the CPU has no compiler for the backend.
     """
     units = find_units(part, run_context.activation_checkpointing)
     compiler = None
-    if chosen := check_compile(run_context.compile, run_context.reproducible):
+    if run_context.compile is not None:
         check_checkpointing(run_context.activation_checkpointing, compiled=True)
         if run_context.comms.world.device.type == "cpu":
-            check_compiler(chosen[1])
-        compiler = _Compiler(*chosen)
+            check_compiler(run_context.compile.options)
+        compiler = _Compiler(run_context.compile)
     if compiler is not None or units:
         _Transformation(compiler, units, draws).of(part, root=True)
 
 
-def recompute(part: nn.Module, choice: Choice) -> None:
+def recompute(part: nn.Module, choice: Checkpointing) -> None:
     """Apply activation checkpointing to a model as training would, for memory estimates; modules get no RNG stream of
     their own.
     """
@@ -65,11 +65,11 @@ def recompute(part: nn.Module, choice: Choice) -> None:
 class _Compiler:
     """``torch.compile`` of forwards; modules of the same code, structure and shapes share one compiled function."""
 
-    def __init__(self, mode: str, options: Compile) -> None:
-        self._backend, self._settings = options.backend, None
-        if options.backend == "inductor":
+    def __init__(self, choice: CompileChoice) -> None:
+        self._backend, self._settings = choice.options.backend, None
+        if self._backend == "inductor":
             # Draw random numbers as in eager mode, from the generator that the micro-batch's key has seeded.
-            own = inductor_mode_options(mode) if mode != "default" else {}
+            own = inductor_mode_options(choice.mode) if choice.mode != "default" else {}
             self._settings = {**own, "fallback_random": True}
         self._kept: dict[Any, Forward] = {}
         # An eager module call, with the hook that keys its draws or its messages: the graph breaks there.

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
 
-from tutti.config.module_config import Selective, check_checkpointing
+from tutti.config.module_config import Blocks, Checkpointing, Selective
 from tutti.errors import UsageError, did_you_mean
-
-Choice = str | Sequence[str | type[nn.Module]]
-"""``none``, ``blocks`` or ``selective`` with options, or names and classes of modules."""
 
 _LONG = 8
 """Length from which a sequence of plain layers is cut into runs; a shorter one is one block."""
@@ -38,15 +34,16 @@ class CheckpointUnits:
         return len(self.whole) + len(self.runs)
 
 
-def check_units(model: nn.Module, choice: Choice) -> None:
+def check_units(model: nn.Module, choice: Checkpointing) -> None:
     """Raise UsageError if ``choice`` names a module that the whole model lacks, or selects nothing in it."""
-    options = check_checkpointing(choice)
-    if not isinstance(choice, str):
+    if choice is None:
+        return
+    if not isinstance(choice, Blocks):
         names = dict(model.named_modules())
         for entry in choice:
             if isinstance(entry, str) and entry not in names:
                 raise UsageError(f"the model has no module '{entry}'", remedy=did_you_mean(entry, filter(None, names)))
-    if (options or not isinstance(choice, str)) and not find_units(model, choice):
+    if not find_units(model, choice):
         raise UsageError(
             "activation checkpointing finds nothing in this model to compute again",
             why="it holds neither blocks nor a sequence of layers, nor a module of a class that was named",
@@ -54,19 +51,21 @@ def check_units(model: nn.Module, choice: Choice) -> None:
         )
 
 
-def find_units(part: nn.Module, choice: Choice) -> CheckpointUnits:
+def find_units(part: nn.Module, choice: Checkpointing) -> CheckpointUnits:
     """Return the units in a part of a model; names are those of the whole model, absent ones are ignored."""
     units = CheckpointUnits()
-    if not isinstance(choice, str):
+    if choice is None:
+        return units
+    if not isinstance(choice, Blocks):
         names = {entry for entry in choice if isinstance(entry, str)}
         classes = tuple(entry for entry in choice if not isinstance(entry, str))
         units.whole = [m for name, m in part.named_modules() if name in names or isinstance(m, classes)]
-    elif options := check_checkpointing(choice):
-        units.every, units.selective = options.every, isinstance(options, Selective)
+    else:
+        units.every, units.selective = choice.every, isinstance(choice, Selective)
         _split(part, _size(part) / 2, units)
         if not units and is_sequence(part) and len(list(part.children())) > 1:
             units.runs[part] = _runs(part)
-        units.whole = units.whole[:: options.every]
+        units.whole = units.whole[:: choice.every]
     return units
 
 

@@ -179,7 +179,7 @@ def _activations(task: Task, config: TrainConfig, samples: int) -> float | None:
 
 
 def _peak(model: nn.Module, task: Task, config: TrainConfig, sample: Any, samples: int) -> float:
-    recompute(model, config.activation_checkpointing)
+    recompute(model, config.checkpointing)
     batch = batch_of(sample, samples, config)
     with Tracker() as tracker:
         backward(model, task, config, batch)

@@ -123,7 +123,7 @@ def _look(
         model = model_of(task, config)
     model.train()
     found = find_measured_partition(choice.layout, model, choice.shape(int(config.devices))["stage"], seconds)
-    recompute(model, config.activation_checkpointing)
+    recompute(model, config.checkpointing)
     with fake, Tracker() as tracker:
         batch = None if sample is None else batch_of(sample, samples, config)
 

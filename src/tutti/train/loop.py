@@ -248,7 +248,7 @@ def train_loop(
     contract = run.feed.contract
     total = math.inf if run.adascale is not None else _samples(plan.total, run.feed.epochs)
     clock = clock or Clock(time.time())
-    speed = Speed(total, run.samples, run.context.compile != "none", clock.spent)
+    speed = Speed(total, run.samples, run.context.compile is not None, clock.spent)
     to_evaluate, to_save = (Due(every, plan.total, run) for every in (plan.evaluate, plan.save))
     evaluated, skipped = None, 0
     means = means or Means()

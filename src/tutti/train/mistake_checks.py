@@ -172,7 +172,7 @@ class Checks:
         setting = self._run.context
         # Another shape would recompile; the forward of a split model would need the other ranks.
         split = setting.comms.model.size > 1 or bool(self._run.replica.sharded)
-        if loss is None or setting.compile != "none" or split:
+        if loss is None or setting.compile is not None or split:
             return
         try:
             few = slice_batch(batch, 0, min(_FEW, length(batch), max(micro // 2, 1)))

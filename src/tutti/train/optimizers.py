@@ -137,7 +137,7 @@ def _trials(
                     yield kind([{**settings, "params": [toy]}], **{k: v for k, v in settings.items() if k in known})
 
 
-def describe_optimizers(optimizer: Sequence[Optimizer] | OptimizerChoice, lr_scale: str) -> list[str]:
+def describe_optimizers(optimizer: Sequence[Optimizer] | OptimizerChoice, lr_scale: object) -> list[str]:
     """Return one line for each optimizer's class and one for each group's settings, to compare over ranks."""
     if isinstance(optimizer, OptimizerChoice):
         return [f"optimizer {optimizer.text}, lr_scale {lr_scale}"]

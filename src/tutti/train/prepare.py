@@ -20,7 +20,15 @@ from tutti.comm.partition import sharers
 from tutti.config.averaging import Averaging
 from tutti.config.growth import BatchGrowth
 from tutti.config.lr_rule import NoRule, check_rule
-from tutti.config.module_config import BatchNormConfig, check_batch_norm
+from tutti.config.module_config import (
+    BatchNormConfig,
+    Blocks,
+    Checkpointing,
+    CompileChoice,
+    check_batch_norm,
+    check_checkpointing,
+    check_compile,
+)
 from tutti.config.module_config import Ghost as GhostConfig
 from tutti.config.module_config import Sync as SyncConfig
 from tutti.config.optimizer_config import OptimizerChoice
@@ -91,8 +99,8 @@ class RunOptions:
     precision: str | None = None
     loss_scale: str | None = None
     channels_last: bool = False
-    lr_scale: str = "none"
-    batch_norm: str = "worker"
+    lr_scale: NoRule | str = "none"
+    batch_norm: BatchNormConfig | str = "worker"
     identical_batches: bool = False
     clip: float | None = None
     gradient_noise: str = "none"
@@ -100,8 +108,8 @@ class RunOptions:
     ema: Averaging | str | float | None = None
     init_from: str | Path | None = None
     reproducible: bool = False
-    activation_checkpointing: str | Sequence[str | type[nn.Module]] = "none"
-    compile: str | bool = "none"
+    activation_checkpointing: str | Checkpointing = "none"
+    compile: CompileChoice | str | bool | None = "none"
     seed: int = 0
     max_nonfinite: int = 10
     data_workers: int | None = None
@@ -113,12 +121,25 @@ class RunOptions:
     @cached_property
     def lr_rule(self) -> NoRule:
         """The learning-rate rule of ``lr_scale``. Raises UsageError."""
-        return check_rule(self.lr_scale)
+        return check_rule(self.lr_scale) if isinstance(self.lr_scale, str) else self.lr_scale
 
     @cached_property
     def batch_norm_options(self) -> BatchNormConfig:
         """The options of ``batch_norm``. Raises UsageError."""
-        return check_batch_norm(self.batch_norm)
+        return check_batch_norm(self.batch_norm) if isinstance(self.batch_norm, str) else self.batch_norm
+
+    @cached_property
+    def compile_choice(self) -> CompileChoice | None:
+        """Mode and options of ``compile``; None without it. Raises UsageError."""
+        given = self.compile
+        if given is None or isinstance(given, CompileChoice):
+            return given
+        return check_compile(given if isinstance(given, str) else "default" if given else "none", self.reproducible)
+
+    @cached_property
+    def checkpointing(self) -> Checkpointing:
+        """The options of ``activation_checkpointing``; None without it. Raises UsageError."""
+        return check_checkpointing(self.activation_checkpointing)
 
     @cached_property
     def averaging(self) -> Averaging | None:
@@ -308,10 +329,13 @@ def prepare_run(
     world = context.init()
     identity = world.identity
     adaptive = o.lr_rule.adaptive
-    compiled = o.compile if isinstance(o.compile, str) else "default" if o.compile else "none"
     asked = {"reproducible": o.reproducible, "adaptive": adaptive, "averaging": averaging is not None}
     sparse = [name for name, p in sparse_parameters([whole]).items() if p.requires_grad]
-    asked |= {"compiled": compiled != "none", "accelerated": is_accelerator(world.device), "sparse": bool(sparse)}
+    asked |= {
+        "compiled": o.compile_choice is not None,
+        "accelerated": is_accelerator(world.device),
+        "sparse": bool(sparse),
+    }
     choice = parallel.check_strategy(o.strategy, identity.size, workers=o.workers, **asked)
     grid = Grid(**choice.shape(identity.size), rank=identity.rank)
     data = _data(sampling, choice, o)
@@ -347,7 +371,7 @@ def prepare_run(
         f"max_nonfinite {o.max_nonfinite}, batch norm {o.batch_norm}, loss_scale {o.loss_scale},"
         f" gradient noise {noise}, noise scale every {o.noise_every}",
         f"callbacks {callbacks.names()}",
-        f"compile {compiled}, activation_checkpointing {_named(o.activation_checkpointing)}",
+        f"compile {o.compile_choice}, activation_checkpointing {_named(o.checkpointing)}",
         f"ema {averaging}, {'given' if o.init_from is not None else 'own'} initial weights",
         *describe_optimizers(trainer, o.lr_scale),
     ]
@@ -364,8 +388,8 @@ def prepare_run(
         reproducible=o.reproducible,
         clip=o.clip,
         averaging=averaging,
-        activation_checkpointing=o.activation_checkpointing,
-        compile=compiled,
+        activation_checkpointing=o.checkpointing,
+        compile=o.compile_choice,
         gradient_variance=adaptive,
         rows=choice.exchange.shards_parameters(choice.shape(identity.size)),
     )
@@ -711,6 +735,8 @@ def _settings(
     ]
 
 
-def _named(units: str | Sequence[str | type[nn.Module]]) -> str | list[str]:
-    """Return activation checkpointing's modules as names, which are the same text on every rank."""
-    return units if isinstance(units, str) else [u if isinstance(u, str) else u.__qualname__ for u in units]
+def _named(units: Checkpointing) -> str | list[str]:
+    """Return the options of activation checkpointing, modules as names: the same text on every rank."""
+    if units is None or isinstance(units, Blocks):
+        return str(units)
+    return [unit if isinstance(unit, str) else unit.__qualname__ for unit in units]

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from tutti.config.module_config import check_checkpointing
 from tutti.data.adapt import adapt_training
 from tutti.data.batches import map_tensors
 from tutti.data.collation import collate
@@ -123,7 +124,7 @@ def trace_workload(subject: TracedModel, *, real: bool = False, choices: Sequenc
         model = _build(subject)
     names = {id(module): name for name, module in model.named_modules()}
     found = [names[id(module)] for module in subject.groups(model)]
-    possible = [choice for choice in choices if choice == "none" or find_units(model, choice)]
+    possible = [choice for choice in choices if choice == "none" or find_units(model, check_checkpointing(choice))]
     traces = {
         choice: [
             _trace(subject, found, samples, choice, real) for samples in ((*FIT, CHECK) if choice == "none" else FIT)
@@ -198,7 +199,7 @@ def _trace(subject: TracedModel, groups: Sequence[str], samples: int, choice: st
         model = _build(subject)
     model.train()
     modules = dict(model.named_modules())
-    recompute(model, choice)
+    recompute(model, check_checkpointing(choice))
     meter = _Meter(model, {name: modules[name] for name in groups})
     wide = subject.precision == "fp64"
 

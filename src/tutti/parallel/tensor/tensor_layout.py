@@ -54,7 +54,7 @@ class TensorRunner(WholeRunner):
         self._outputs = Outputs(module) if parted else None
         self._forward = ExitStack()
         # Compiled code takes no function mode.
-        self._checked = {training: run_context.compile != "none" for training in (True, False)}
+        self._checked = {training: run_context.compile is not None for training in (True, False)}
         module.register_forward_pre_hook(self._begin_forward)
         module.register_forward_hook(self._end_forward, always_call=True)
 

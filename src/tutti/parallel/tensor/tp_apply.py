@@ -136,7 +136,7 @@ class TensorParallelizer:
             whole = [*config.whole, *read_elsewhere(module, run_context.trial, comm.device)]
             finder = PlanFinder(module, comm.size, config.least, whole, drops=comm.device.type == "cpu")
             # Compiled code takes no split tensors.
-            trial = run_context.trial if run_context.compile == "none" else None
+            trial = run_context.trial if run_context.compile is None else None
             found = [entry.as_json() for entry in add_loss_parallel(module, finder.find(), trial, comm.device)]
         return [PlanEntry.from_json(entry) for entry in comm.broadcast_json(found, 0, "plan of the split")]
 
