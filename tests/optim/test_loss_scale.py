@@ -7,8 +7,9 @@ import random
 import pytest
 import torch
 
+from tutti.config.loss_scale_config import ConstantLossScale, check_loss_scale, choose_loss_scale
 from tutti.errors import UsageError
-from tutti.optim.loss_scale import LossScale, check_loss_scale, chosen
+from tutti.optim.loss_scale import LossScale
 
 FASTEST = "dynamic:growth_interval=3"
 
@@ -16,7 +17,7 @@ FASTEST = "dynamic:growth_interval=3"
 @pytest.mark.parametrize("seed", range(3))
 def test_rises_and_falls_as_pytorchs_own(seed: int) -> None:
     draw = random.Random(seed)
-    ours = check_loss_scale(FASTEST)
+    ours = LossScale(check_loss_scale(FASTEST))
     theirs = torch.amp.GradScaler("cpu", growth_interval=3)
     weight = torch.zeros(1, requires_grad=True)
     optimizer = torch.optim.SGD([weight])
@@ -32,7 +33,7 @@ def test_rises_and_falls_as_pytorchs_own(seed: int) -> None:
 
 
 def test_has_a_floor_and_a_ceiling() -> None:
-    scale = check_loss_scale("dynamic:init=4,min=2,max=8,growth_interval=1")
+    scale = LossScale(check_loss_scale("dynamic:init=4,min=2,max=8,growth_interval=1"))
     found = []
     for finite in (False, False, True, True, True):
         can_fall = scale.can_fall
@@ -42,7 +43,7 @@ def test_has_a_floor_and_a_ceiling() -> None:
 
 
 def test_continues_where_it_was_saved() -> None:
-    scale, other = check_loss_scale(FASTEST), check_loss_scale("dynamic:init=8,growth_interval=3")
+    scale, other = (LossScale(check_loss_scale(text)) for text in (FASTEST, "dynamic:init=8,growth_interval=3"))
     for finite in (False, True, True):
         scale.update(finite)
     other.load(scale.state())
@@ -50,17 +51,17 @@ def test_continues_where_it_was_saved() -> None:
         scale.update(finite)
         other.update(finite)
         assert other.state() == scale.state()
-    stated = LossScale(512.0)
+    stated = LossScale(ConstantLossScale(512.0))
     stated.load(scale.state())
     stated.update(False)
     assert (stated.value, stated.can_fall) == (512.0, False)
 
 
 def test_is_there_for_float16_alone() -> None:
-    assert [chosen(None, precision) for precision in (None, "fp32", "bf16", "fp64")] == [None] * 4
-    found = chosen(None, "fp16")
+    assert [choose_loss_scale(None, precision) for precision in (None, "fp32", "bf16", "fp64")] == [None] * 4
+    found = choose_loss_scale(None, "fp16")
     assert found is not None and (found.value, found.can_fall) == (65536, True)
-    own = chosen("128", None)
+    own = choose_loss_scale("128", None)
     assert own is not None and (own.value, own.can_fall) == (128, False)
 
 
@@ -79,10 +80,10 @@ WRONG = {
 @pytest.mark.parametrize("text", WRONG)
 def test_what_means_nothing_is_refused(text: str) -> None:
     with pytest.raises(UsageError) as caught:
-        chosen(text, "fp16")
+        choose_loss_scale(text, "fp16")
     assert WRONG[text] in str(caught.value)
 
 
 def test_a_precision_that_needs_none_is_refused() -> None:
     with pytest.raises(UsageError, match="does nothing for bf16"):
-        chosen("dynamic", "bf16")
+        choose_loss_scale("dynamic", "bf16")

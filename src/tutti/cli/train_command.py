@@ -19,6 +19,7 @@ from cyclopts import Parameter
 from tutti import parallel, process_context
 from tutti.checkpoint.weights_source import check_source
 from tutti.config.engine_config import EngineConfig, parse_seconds
+from tutti.config.gradient_noise import per_worker_option
 from tutti.config.metric_direction import RAW
 from tutti.config.module_config import (
     Sync,
@@ -42,8 +43,6 @@ from tutti.launcher.supervisor import EngineJob, supervise
 from tutti.metrics.progress import format_number
 from tutti.metrics.records import config_toml, find_run, make_run_directory, read_summary, record_exit
 from tutti.metrics.throughput import MFU
-from tutti.optim.gradient_noise import check_noise, per_worker_option
-from tutti.optim.loss_scale import chosen as check_loss_scale
 from tutti.optim.scaling import scaled
 from tutti.process_context import LAUNCHED
 from tutti.tasks import task_registry, user
@@ -262,7 +261,7 @@ def refuse_config(task: str, config: TrainConfig) -> None:
     _ = config.lr_schedule
     for slow in config.slowness:
         slow.check(devices, workers, accelerated)
-    noise = check_noise(config.gradient_noise, config.batch_size, adaptive)
+    noise = config.noise
     norm = config.batch_norm_options
     if config.noise_every is not None:
         parallel.check_noise_scale(choice, devices, contract, noise is not None, accelerated)
@@ -270,7 +269,7 @@ def refuse_config(task: str, config: TrainConfig) -> None:
         each = per_worker_option(adaptive, noise, config.noise_every)
         parallel.check_sync(choice, devices, config.reproducible, each)
         contract.check_whole()
-    check_loss_scale(config.loss_scale, config.precision)
+    _ = config.loss_scale_options
     _ = config.checkpointing
     if compiling and not accelerated:
         check_compiler(compiling.options)

@@ -13,7 +13,6 @@ from typing import Any
 from tutti.compare.ladder import Ladder, Rung
 from tutti.config.train_config import TrainConfig
 from tutti.metrics.records import BESIDE_THE_RESULT
-from tutti.optim.gradient_noise import check_noise
 
 _SCALE = frozenset({"workers", "batch_size", "lr_scale", "seed"})
 """Scale of a run: workers, their batch and its learning-rate rule. Seeds are repeated and not compared."""
@@ -63,7 +62,7 @@ def _compared(config: TrainConfig, reference: TrainConfig) -> dict[str, Any]:
     found = {name: getattr(config, name) for name in sorted(names)}
     found["optimizer"] = _without(config.optimizer_choice.options, _RATES)
     found["schedule"] = _without(config.lr_schedule, _WARMUPS)
-    noise = check_noise(config.gradient_noise, config.batch_size, False)
+    noise = config.noise
     if noise is not None and noise.base_batch == reference.batch_size:
         found["gradient_noise"] = "none"
     if config.regime_batch == reference.batch_size:

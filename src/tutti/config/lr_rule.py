@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
+from tutti.config.gradient_noise import Multiplicative
 from tutti.config.spec import Spec
 from tutti.errors import UsageError
 
@@ -88,7 +89,7 @@ def check_rule(text: str) -> NoRule:
     return spec.build(spec.choose(RULES, "rule"), "--lr-scale")
 
 
-def check_growth(rule: NoRule, gradient_noise: str) -> None:
+def check_growth(rule: NoRule, noise: Multiplicative | None) -> None:
     """Raise UsageError for options that contradict a growing batch."""
     if rule.adaptive:
         raise UsageError(
@@ -96,7 +97,7 @@ def check_growth(rule: NoRule, gradient_noise: str) -> None:
             why="adascale measures the rate for a batch that stays N times one worker's",
             remedy="leave out one of the two",
         )
-    if gradient_noise != "none":
+    if noise is not None:
         raise UsageError(
             "a batch that grows cannot be combined with --gradient-noise",
             why="growth lowers the noise that this option adds",

@@ -11,7 +11,9 @@ from typing import Literal
 from tutti.config.averaging import Averaging
 from tutti.config.best import Best
 from tutti.config.engine_config import EngineConfig, RayEngineConfig, parse_device_range, parse_engine, parse_seconds
+from tutti.config.gradient_noise import Multiplicative, check_noise
 from tutti.config.growth import BatchGrowth
+from tutti.config.loss_scale_config import LossScaleConfig, choose_loss_scale
 from tutti.config.lr_rule import NoRule, check_growth, check_rule
 from tutti.config.metric_direction import Direction, Metric
 from tutti.config.module_config import (
@@ -265,6 +267,16 @@ class TrainConfig:
         return check_checkpointing(self.activation_checkpointing, compiled=self.compile_choice is not None)
 
     @cached_property
+    def loss_scale_options(self) -> LossScaleConfig | None:
+        """The options of the loss scale; None for none. Raises UsageError."""
+        return choose_loss_scale(self.loss_scale, self.precision)
+
+    @cached_property
+    def noise(self) -> Multiplicative | None:
+        """The options of ``--gradient-noise``; None without it. Raises UsageError."""
+        return check_noise(self.gradient_noise, self.batch_size, self.lr_rule.adaptive)
+
+    @cached_property
     def limits(self) -> WatchdogLimits:
         """The watchdog's limits on time without progress. Raises UsageError."""
         return WatchdogLimits.make(self.start_timeout, self.step_timeout, self.save_timeout)
@@ -344,7 +356,7 @@ class TrainConfig:
             return None
         growth = BatchGrowth.parse(self.batch_growth)
         growth.most(self.batch_size, None)
-        check_growth(self.lr_rule, self.gradient_noise)
+        check_growth(self.lr_rule, self.noise)
         if self.regime_batch is not None:
             raise UsageError(
                 "--batch-growth cannot be combined with --regime-batch",

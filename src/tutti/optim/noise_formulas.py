@@ -5,19 +5,6 @@ from __future__ import annotations
 import math
 
 
-def multiplicative_sigma(batch: int, base: int) -> float:
-    """Return σ = √(M/M₀ - 1): with z ~ N(1, σ²) a batch of M samples gets the noise of a batch of M₀.
-
-    The gradient is (1/M) Σ gₙ zₙ (Hoffer et al. 2017, arXiv 1705.08741, §4).
-
-    >>> round(multiplicative_sigma(1024, 128), 9)
-    2.645751311
-    """
-    if batch < base:
-        raise ValueError(f"a batch of {batch} has more noise than one of {base}: there is none to add")
-    return math.sqrt(batch / base - 1)
-
-
 def scale_of_sgd(lr: float, dataset: int, batch: int, momentum: float = 0.0) -> float:
     """Return ε (N/B - 1) / (1 - m), the noise scale of stochastic gradient descent.
 

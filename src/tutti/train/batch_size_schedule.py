@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 from torch import nn
 
+from tutti.config.gradient_noise import Multiplicative
 from tutti.config.growth import BatchGrowth
 from tutti.config.lr_rule import NoRule, check_growth
 from tutti.config.module_config import BatchNormConfig, Ghost, Sync
@@ -28,7 +29,7 @@ def batch_size_schedule(
     model: nn.Module,
     batch_norm: BatchNormConfig,
     lr_rule: NoRule,
-    gradient_noise: str,
+    noise: Multiplicative | None,
 ) -> Epochs:
     """Return the batch contracts of all epochs. Rank 0 warns if the batches that batch norm normalises over grow.
 
@@ -38,13 +39,13 @@ def batch_size_schedule(
         model: the script's model.
         batch_norm: options of batch norm.
         lr_rule: rule for the learning rate.
-        gradient_noise: noise on the gradient, or ``none``.
+        noise: noise on the gradient; None for none.
 
     Raises:
         UsageError: the schedule cannot be combined with the other arguments.
     """
     if growth is not None:
-        check_growth(lr_rule, gradient_noise)
+        check_growth(lr_rule, noise)
     epochs = Epochs(contract, growth)
     if context.current().identity.rank == 0:
         for text in model_warnings(epochs, model, batch_norm):

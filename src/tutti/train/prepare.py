@@ -18,7 +18,9 @@ from tutti.comm.communicator import Communicators, everybody
 from tutti.comm.grid import Grid
 from tutti.comm.partition import sharers
 from tutti.config.averaging import Averaging
+from tutti.config.gradient_noise import Multiplicative, check_noise, per_worker_option
 from tutti.config.growth import BatchGrowth
+from tutti.config.loss_scale_config import LossScaleConfig, choose_loss_scale
 from tutti.config.lr_rule import NoRule, check_rule
 from tutti.config.module_config import (
     BatchNormConfig,
@@ -56,8 +58,7 @@ from tutti.nn.overlapping import check_memory
 from tutti.nn.sparse_layers import sparse_parameters
 from tutti.optim.adascale import AdaScale
 from tutti.optim.factory import check_fresh
-from tutti.optim.gradient_noise import check_noise, per_worker_option
-from tutti.optim.loss_scale import LossScale, chosen
+from tutti.optim.loss_scale import LossScale
 from tutti.optim.several import check_apart
 from tutti.parallel import Choice
 from tutti.train.accumulating_optimizer import accumulate_steps
@@ -97,13 +98,13 @@ class RunOptions:
     batch_growth: BatchGrowth | str | None = None
     micro_batch: int | None = None
     precision: str | None = None
-    loss_scale: str | None = None
+    loss_scale: LossScaleConfig | str | None = None
     channels_last: bool = False
     lr_scale: NoRule | str = "none"
     batch_norm: BatchNormConfig | str = "worker"
     identical_batches: bool = False
     clip: float | None = None
-    gradient_noise: str = "none"
+    gradient_noise: Multiplicative | str | None = "none"
     noise_every: int | None = None
     ema: Averaging | str | float | None = None
     init_from: str | Path | None = None
@@ -342,7 +343,9 @@ def prepare_run(
     trainer = optimizer if isinstance(optimizer, OptimizerChoice) else optimizers
     _check_trainable(whole, trainer, sparse)
     contract = _contract(choice, grid.data_ranks, _count(data, sampling), o)
-    epochs = batch_size_schedule(contract, o.growth, whole, o.batch_norm_options, o.lr_rule, o.gradient_noise)
+    given = o.gradient_noise
+    noise = check_noise(given, batch_size, adaptive) if isinstance(given, str) else given
+    epochs = batch_size_schedule(contract, o.growth, whole, o.batch_norm_options, o.lr_rule, noise)
     excluded = "lr_scale='adascale'" if adaptive else "" if choice.row.synchronous else "steps=all"
     schedulers = Schedulers(o.scheduler, o.scheduler_every, optimizers, excluded)
     callbacks = Callbacks(o.callbacks)
@@ -356,7 +359,7 @@ def prepare_run(
         check_fresh(each)
     if o.reproducible:
         torch.set_num_threads(1)
-    scale, noise = _scale(o.loss_scale, o.precision, loss_fn), check_noise(o.gradient_noise, batch_size, adaptive)
+    scale = _scale(o.loss_scale, o.precision, loss_fn)
     if o.noise_every is not None:
         if o.noise_every < 1:
             raise UsageError(f"noise_every is {o.noise_every}", remedy="give a whole number of at least 1, or None")
@@ -599,7 +602,7 @@ def _count(data: Source | Stream, sampling: Sampling) -> int | None:
     return data.samples // (sampling.batch_size or 1) * (sampling.batch_size or 1)
 
 
-def _scale(loss_scale: str | None, precision: str | None, loss_fn: LossFn | None) -> LossScale | None:
+def _scale(given: LossScaleConfig | str | None, precision: str | None, loss_fn: LossFn | None) -> LossScale | None:
     """Return the run's loss scale, None for none. Raises UsageError if it or the precision has no effect."""
     if loss_fn is None and precision in _CAST:
         raise UsageError(
@@ -607,7 +610,8 @@ def _scale(loss_scale: str | None, precision: str | None, loss_fn: LossFn | None
             remedy="give a loss_fn, or wrap your own forward in torch.autocast"
             + " and set loss_scale='dynamic'" * (precision == "fp16"),
         )
-    return chosen(loss_scale, precision)
+    config = given if isinstance(given, LossScaleConfig) else choose_loss_scale(given, precision)
+    return None if config is None else LossScale(config)
 
 
 def _cast(loss_fn: LossFn | None, device: str, precision: str | None) -> LossFn | None:

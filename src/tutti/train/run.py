@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from tutti.checkpoint.fingerprint import weights_sha256
 from tutti.checkpoint.gather import GatheredModel, gathered_model
 from tutti.checkpoint.write import step_name
+from tutti.config.gradient_noise import Multiplicative
 from tutti.config.spec import Duration
 from tutti.data.adapt import Collate
 from tutti.data.batches import CollatedBatch, shown
@@ -26,7 +27,6 @@ from tutti.errors import NonFiniteError, UsageError
 from tutti.launcher import heartbeat
 from tutti.launcher.heartbeat import Phase
 from tutti.optim.adascale import AdaScale
-from tutti.optim.gradient_noise import Multiplicative
 from tutti.optim.learning_rate import multiply_learning_rates, restore_learning_rates
 from tutti.optim.loss_scale import LossScale
 from tutti.optim.mixing import needs_closure

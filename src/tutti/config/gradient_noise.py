@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from tutti.config.spec import Spec
 from tutti.errors import UsageError
-from tutti.optim.noise_formulas import multiplicative_sigma
 
 _OPTION = "--gradient-noise"
 
@@ -30,8 +30,12 @@ class Multiplicative:
             raise ValueError("it needs base_batch=N, the global batch whose noise the gradient is to have")
 
     def sigma(self, batch: int) -> float:
-        """Return σ of the weights zₙ at ``batch`` samples; 0 for a last batch no larger than the base."""
-        return multiplicative_sigma(batch, self.base_batch) if batch > self.base_batch else 0.0
+        """Return σ = √(M/M₀ - 1) of the weights zₙ at M = ``batch`` samples; 0 for a batch no larger than the base.
+
+        >>> round(Multiplicative(base_batch=128).sigma(1024), 9)
+        2.645751311
+        """
+        return math.sqrt(max(batch / self.base_batch - 1, 0.0))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,90 @@
+"""Options of loss scaling for float16. No torch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from tutti.config.spec import Spec
+from tutti.errors import UsageError
+
+_OPTION = "--loss-scale"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dynamic:
+    """Options of dynamic loss scaling.
+
+    Attributes:
+        init: the first scale.
+        growth_factor: factor on the scale after ``growth_interval`` steps in a row without an overflow.
+        backoff_factor: factor on the scale after a step with an overflow.
+        growth_interval: steps.
+        min: lower bound of the scale; a non-finite gradient at this scale has another cause.
+        max: upper bound of the scale, so that sums of squares of scaled gradients stay finite in float32.
+    """
+
+    init: float = 65536.0
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    min: float = 1.0
+    max: float = 2.0**24
+
+    def __post_init__(self) -> None:
+        if not 0 < self.min <= self.init <= self.max < math.inf:
+            raise ValueError(f"0 < min ≤ init ≤ max is not true of {self.min:g}, {self.init:g}, {self.max:g}")
+        if not self.growth_factor >= 1:
+            raise ValueError(f"growth_factor is {self.growth_factor:g}, must be at least 1")
+        if not 0 < self.backoff_factor < 1:
+            raise ValueError(f"backoff_factor is {self.backoff_factor:g}, must be between 0 and 1")
+        if self.growth_interval < 1:
+            raise ValueError(f"growth_interval is {self.growth_interval}, must be at least 1")
+
+
+@dataclass(frozen=True)
+class ConstantLossScale:
+    """A loss scale that never changes: ``value``."""
+
+    value: float
+
+
+LossScaleConfig: TypeAlias = Dynamic | ConstantLossScale
+
+
+def check_loss_scale(text: str) -> LossScaleConfig:
+    """Parse ``--loss-scale``: a number, or ``dynamic:key=value,…``. Raises UsageError.
+
+    >>> check_loss_scale("1024"), check_loss_scale("dynamic:init=256").init
+    (ConstantLossScale(value=1024.0), 256.0)
+    """
+    try:
+        value = float(text)
+    except ValueError:
+        spec = Spec.parse(text, _OPTION)
+        return spec.build(spec.choose({"dynamic": Dynamic}, "loss scale"), _OPTION)
+    if not 0 < value < math.inf:
+        raise UsageError(f"{_OPTION} is {text}", remedy="give a number above 0, or dynamic")
+    return ConstantLossScale(value)
+
+
+def choose_loss_scale(text: str | None, precision: str | None) -> LossScaleConfig | None:
+    """Return the options of a run's loss scale: as given, else dynamic for fp16, else None.
+
+    Args:
+        text: ``--loss-scale``; None if not given.
+        precision: ``--precision``; None: the user's own autocast decides.
+
+    Raises:
+        UsageError: ``text`` is invalid, or given with a precision other than fp16.
+    """
+    if text is None:
+        return Dynamic() if precision == "fp16" else None
+    if precision not in (None, "fp16"):
+        raise UsageError(
+            f"{_OPTION} does nothing for {precision}",
+            why="only float16's range is too small for gradients",
+            remedy="leave it out, or take --precision fp16",
+        )
+    return check_loss_scale(text)
