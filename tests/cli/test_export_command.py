@@ -173,7 +173,7 @@ assert state.keys() == want.keys() and all((state[name] == want[name]).all() for
 
 
 REFUSED = {
-    "export gone": (2, "there is no run to export (gone)"),
+    "export gone": (2, "there is no run with checkpoints (gone)"),
     "export first --step 7": (2, "there is no checkpoint of step 7"),
     "export first --step last": (2, "--step is 'last'"),
     "export first --step best:nothing:max": (4, "none was evaluated so"),

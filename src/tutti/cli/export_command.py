@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import sys
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 from cyclopts import Parameter
 
+from tutti.checkpoint.chosen_checkpoint import chosen_checkpoint
 from tutti.checkpoint.export import export_weights as write
-from tutti.checkpoint.folder import best_checkpoint, newest_checkpoint, scan
-from tutti.checkpoint.manifest import MANIFEST, Manifest
-from tutti.checkpoint.read import verify
 from tutti.checkpoint.weights import SavedWeights
-from tutti.checkpoint.weights_source import FOLDER
-from tutti.config.best import Best
 from tutti.config.metric_direction import RAW
-from tutti.errors import CheckpointError, ExitCode, UsageError
+from tutti.errors import ExitCode
 from tutti.launcher.encoding import json_text
 
 
@@ -52,7 +47,7 @@ def export(
     as_json:
         print one JSON object instead of one line
     """
-    manifest = _chosen(run, step)
+    manifest = chosen_checkpoint(run, step, lambda text: print(f"tutti: {text}", file=sys.stderr))
     weights = SavedWeights(manifest, ema)
     facts = {
         "step": manifest.step,
@@ -98,54 +93,3 @@ def _values(found: Mapping[str, Any]) -> dict[str, float]:
     if raw and found["weights"] != "ema":
         return raw
     return {name: value for name, value in known.items() if not name.startswith(RAW)}
-
-
-def _chosen(run: Path, step: str) -> Manifest:
-    """Return the manifest of the chosen checkpoint, with every byte verified. Raises UsageError and CheckpointError."""
-    if (run / MANIFEST).exists():
-        if step != "newest":
-            raise UsageError("--step needs a run directory", where=str(run), remedy="give the run directory")
-        return verify(run)
-    folder = run / FOLDER
-    if not folder.is_dir():
-        raise UsageError(
-            "there is no run to export", where=str(run), remedy="give a run directory, or a checkpoint directory step-N"
-        )
-    if step.isdecimal():
-        return _numbered(folder, int(step))
-    if step == "newest":
-        manifest, broken = newest_checkpoint(folder)
-    elif step.partition(":")[0] == "best":
-        manifest, broken = best_checkpoint(folder, _measure(run, step).score)
-    else:
-        raise UsageError(f"--step is '{step}'", remedy="give a step, best, best:NAME or newest")
-    for text in broken:
-        print(f"tutti: ignored: {text}", file=sys.stderr)
-    if manifest is None:
-        why = "none can be trusted" if broken else "none was saved" if step == "newest" else "none was evaluated so"
-        raise CheckpointError("there is no checkpoint to export", where=str(folder), why=why)
-    return manifest
-
-
-def _numbered(folder: Path, step: int) -> Manifest:
-    manifests = scan(folder)
-    found = next((manifest for manifest in manifests if manifest.step == step), None)
-    if found is None:
-        there = ", ".join(str(manifest.step) for manifest in reversed(manifests)) or "none"
-        raise UsageError(f"there is no checkpoint of step {step}", where=str(folder), remedy=f"there are: {there}")
-    return verify(found.path)
-
-
-def _measure(run: Path, step: str) -> Best:
-    """Return the metric of ``best``: from ``best:NAME``, or from the run's ``--keep-best``. Raises UsageError."""
-    name = step.partition(":")[2]
-    if not name:
-        try:
-            name = str(tomllib.loads((run / "config.toml").read_text(encoding="utf-8"))["keep_best"])
-        except (OSError, ValueError, KeyError):
-            raise UsageError(
-                "the run was trained without --keep-best",
-                where=str(run),
-                remedy="give --step best:NAME, such as best:accuracy",
-            ) from None
-    return Best.parse(name, "--step best")

@@ -1,0 +1,77 @@
+"""Choose a checkpoint of a run for commands that read it: by step, the newest, or the best by a metric. No torch."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+
+from tutti.checkpoint.folder import best_checkpoint, newest_checkpoint, scan
+from tutti.checkpoint.manifest import MANIFEST, Manifest
+from tutti.checkpoint.read import verify
+from tutti.checkpoint.weights_source import FOLDER
+from tutti.config.best import Best
+from tutti.errors import CheckpointError, UsageError
+
+
+def chosen_checkpoint(run: Path, step: str, warn: Callable[[str], None]) -> Manifest:
+    """Return the manifest of a run's checkpoint, with every byte verified.
+
+    Args:
+        run: a run directory, or one of its checkpoints.
+        step: the checkpoint's step, ``best``, ``best:NAME`` or ``newest``.
+        warn: called with a line on each checkpoint that cannot be trusted.
+
+    Raises:
+        UsageError: there is no such run, ``step`` is malformed, or no checkpoint has this step.
+        CheckpointError: no checkpoint can be trusted.
+    """
+    if (run / MANIFEST).exists():
+        if step != "newest":
+            raise UsageError("--step needs a run directory", where=str(run), remedy="give the run directory")
+        return verify(run)
+    folder = run / FOLDER
+    if not folder.is_dir():
+        raise UsageError(
+            "there is no run with checkpoints",
+            where=str(run),
+            remedy="give a run directory, or a checkpoint directory step-N",
+        )
+    if step.isdecimal():
+        return _numbered(folder, int(step))
+    if step == "newest":
+        manifest, broken = newest_checkpoint(folder)
+    elif step.partition(":")[0] == "best":
+        manifest, broken = best_checkpoint(folder, _measure(run, step).score)
+    else:
+        raise UsageError(f"--step is '{step}'", remedy="give a step, best, best:NAME or newest")
+    for text in broken:
+        warn(f"ignored: {text}")
+    if manifest is None:
+        why = "none can be trusted" if broken else "none was saved" if step == "newest" else "none was evaluated so"
+        raise CheckpointError("there is no such checkpoint", where=str(folder), why=why)
+    return manifest
+
+
+def _numbered(folder: Path, step: int) -> Manifest:
+    manifests = scan(folder)
+    found = next((manifest for manifest in manifests if manifest.step == step), None)
+    if found is None:
+        there = ", ".join(str(manifest.step) for manifest in reversed(manifests)) or "none"
+        raise UsageError(f"there is no checkpoint of step {step}", where=str(folder), remedy=f"there are: {there}")
+    return verify(found.path)
+
+
+def _measure(run: Path, step: str) -> Best:
+    """Return the metric of ``best``: from ``best:NAME``, or from the run's ``--keep-best``. Raises UsageError."""
+    name = step.partition(":")[2]
+    if not name:
+        try:
+            name = str(tomllib.loads((run / "config.toml").read_text(encoding="utf-8"))["keep_best"])
+        except (OSError, ValueError, KeyError):
+            raise UsageError(
+                "the run was trained without --keep-best",
+                where=str(run),
+                remedy="give --step best:NAME, such as best:accuracy",
+            ) from None
+    return Best.parse(name, "--step best")

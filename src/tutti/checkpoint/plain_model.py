@@ -1,0 +1,32 @@
+"""Load a checkpoint's weights into a plain model, outside of a run."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from tutti.checkpoint.checkpoint_reader import check_model
+from tutti.checkpoint.dtypes import tensor_from_bytes
+from tutti.checkpoint.manifest import Manifest
+from tutti.checkpoint.weights import SavedWeights
+from tutti.types import ShardSpec
+
+
+@torch.no_grad()
+def load_plain_model(model: nn.Module, manifest: Manifest, ema: bool = False) -> None:
+    """Copy the weights and buffers of a checkpoint into ``model``, in its dtype; one tensor at a time is in memory.
+
+    Args:
+        model: the plain model, as its task builds it.
+        manifest: of a verified checkpoint.
+        ema: load the average of the weights.
+
+    Raises:
+        CheckpointError: the checkpoint is of another model, or has no average of the weights.
+    """
+    weights = SavedWeights(manifest, ema)
+    own = model.state_dict()
+    specs = {name: ShardSpec(tuple(t.shape), (0,) * t.dim(), ()) for name, t in own.items()}
+    check_model(specs, {name: record.shape for name, record in weights.records.items()}, str(manifest.path))
+    for name, tensor in own.items():
+        tensor.copy_(tensor_from_bytes(weights.numbers(name), weights.records[name].dtype))
