@@ -50,6 +50,7 @@ from tutti.torch_compat import (
     chunk_cat,
     current_autograd_node,
     default_store,
+    differentiable_once,
     dispatch_mode_depth,
     draws_samples,
     elastic_processes,
@@ -218,6 +219,30 @@ def backward_is_noticed() -> None:
     tensor.register_hook(lambda gradient: found.append(in_backward()))
     tensor.sum().backward()
     assert found == [True] and not in_backward()
+
+
+class _BackwardOnce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
+class _BackwardTwice(_BackwardOnce):
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
+def functions_of_one_backward_are_known() -> None:
+    x = torch.ones(2, requires_grad=True)
+    assert differentiable_once(_BackwardOnce.apply(x).grad_fn) == "_BackwardOnce"  # type: ignore[no-untyped-call]
+    assert differentiable_once(_BackwardTwice.apply(x).grad_fn) is None  # type: ignore[no-untyped-call]
+    assert differentiable_once(x.exp().grad_fn) is None
 
 
 def nodes_are_numbered_in_the_order_of_the_forward() -> None:
@@ -504,6 +529,7 @@ TOUCHED: dict[Callable[[], None], str] = {
     hooks_of_tensors_are_found: "gradient_hooks set_gradient_hooks accumulation_hooks GRADIENT_HOOK_ATTRIBUTES",
     fused_optimizers_have_devices: "fused_optimizer_devices",
     backward_is_noticed: "in_backward",
+    functions_of_one_backward_are_known: "differentiable_once",
     nodes_are_numbered_in_the_order_of_the_forward: "current_autograd_node next_node_sequence node_sequence",
     modes_are_counted: "function_mode_depth dispatch_mode_depth TorchDispatchMode version_counting_view",
     transforms_are_counted: "functorch_level",

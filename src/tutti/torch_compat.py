@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd.function import BackwardCFunction, once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
 from torch.nn.modules.batchnorm import _NormBase as NormBase
 from torch.nn.modules.conv import _ConvNd as ConvBase
@@ -49,6 +50,7 @@ __all__ = [
     "chunk_cat",
     "current_autograd_node",
     "default_store",
+    "differentiable_once",
     "dispatch_mode_depth",
     "draws_samples",
     "elastic_processes",
@@ -218,6 +220,21 @@ def in_backward() -> bool:
     """Return whether autograd runs a backward in this thread, for example while it calls a hook or recomputes a
     forward."""
     return bool(torch._C._current_graph_task_id() != -1)
+
+
+_ONCE = once_differentiable(lambda ctx: None).__code__
+
+
+def differentiable_once(node: Any) -> str | None:
+    """Return the name of an autograd node's function if its backward is ``once_differentiable``; None for others.
+
+    PyTorch's second backward raises an error for such a function in some graphs, and leaves out its terms in others.
+    A public replacement would be a property of nodes.
+    """
+    if not isinstance(node, BackwardCFunction):
+        return None
+    function: Any = node._forward_cls  # type: ignore[attr-defined]
+    return function.__name__ if getattr(function.backward, "__code__", None) is _ONCE else None
 
 
 current_autograd_node: Callable[[], Any] = torch._C._current_autograd_node

@@ -65,6 +65,10 @@ LISTED: Mapping[str, Mapping[str, str]] = {
         "its 90 % band (Fieller's)": SETTING,
         "in 90 % of 400 draws": "tests/optim/test_noise_scale.py counts them",
     },
+    "docs/landscape.md": {
+        "the trace with its 90 % band": SETTING,
+        "in 90 % of 300 draws": "tests/planning/test_hessian_spectrum.py counts them",
+    },
     "docs/plan.md": {
         "| a tested 90 % band": SETTING,
         "at which the last doubling still bought 1.5 ×": SETTING,

@@ -19,6 +19,7 @@ from tutti.cli.doctor_command import doctor
 from tutti.cli.export_command import export
 from tutti.cli.goodput_command import goodput
 from tutti.cli.help_pages import OneScreen
+from tutti.cli.landscape_command import landscape
 from tutti.cli.noise_command import noise
 from tutti.cli.plan_command import plan_devices
 from tutti.cli.report_command import report_runs
@@ -55,6 +56,7 @@ def build_app() -> App:
     app.command(export, usage="Usage: tutti export RUN [OPTIONS]")
     app.command(goodput, usage="Usage: tutti goodput RUN [--json]")
     app.command(noise, usage="Usage: tutti noise RUN… [OPTIONS]")
+    app.command(landscape, usage="Usage: tutti landscape RUN [OPTIONS]")
     app.command(workload, usage="Usage: tutti workload TASK [OPTIONS]")
     app.command(bench, usage="Usage: tutti bench [PARTS] [OPTIONS]")
     app.command(simulate_step, name="simulate", usage="Usage: tutti simulate TASK --machine FILE [OPTIONS]")

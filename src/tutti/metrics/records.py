@@ -136,7 +136,7 @@ def read_summary(path: Path) -> dict[str, Any]:
 
 def record_exit(path: Path, code: int) -> None:
     """Set ``exit_code`` in ``summary.json`` of run directory ``path``; other entries stay. Raises DiskError."""
-    _write_json(path / "summary.json", {**read_summary(path), "exit_code": int(code)})
+    write_json(path / "summary.json", {**read_summary(path), "exit_code": int(code)})
 
 
 class RunDirectory:
@@ -187,7 +187,7 @@ class RunDirectory:
             self._metrics = metrics.open("ab", buffering=0)
         _write(self.path / "config.toml", config_toml(rerun, task).encode(errors="surrogateescape"))
         first = launched if resumed is None else _environment_of(self.path).get("launched")
-        _write_json(self.path / "env.json", {"launched": first, "started": self.clock.started, **environment()})
+        write_json(self.path / "env.json", {"launched": first, "started": self.clock.started, **environment()})
 
     def started(self, header: RunHeader) -> None:
         """Write nothing: the header's derived numbers follow from ``config.toml``."""
@@ -239,7 +239,7 @@ class RunDirectory:
 
     def finished(self, summary: Mapping[str, Any]) -> None:
         self._flush()
-        _write_json(self.path / "summary.json", summary)
+        write_json(self.path / "summary.json", summary)
         if (statistics := summary.get("servers")) and server_figure.can_draw():
             title = f"{summary['task']} · {summary['strategy']} · {summary['workers']} workers"
             _write(self.path / "servers.svg", server_figure.server_figure(statistics, self._updates(), title))
@@ -415,7 +415,8 @@ def _plain(value: Any) -> Any:
     return _finite(value) if isinstance(value, float) else value
 
 
-def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Replace ``path`` atomically by a JSON object in which NaN and infinities are null. Raises DiskError."""
     _write(
         path,
         (json.dumps(_plain(value), indent=2, allow_nan=False, ensure_ascii=False) + "\n").encode(

@@ -1,0 +1,49 @@
+"""Random directions in parameter space whose filters have the lengths of the model's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from tutti.comm.random_keys import mix, name_key
+
+_MASK = (1 << 63) - 1
+
+
+def filter_direction(parameters: Mapping[str, Tensor], seed: int) -> Tensor:
+    """Draw a direction of standard normal numbers and scale each filter to the length of the model's filter.
+
+    A filter is a row of a weight's first dimension: an output channel of a convolution, an output of a linear layer.
+    Tensors of one dimension (biases, batch norm) do not move.
+
+    Args:
+        parameters: the trained parameters by name.
+        seed: of the draw, which is keyed by name and made on the CPU, so that it is equal on every device.
+
+    Returns:
+        (n,) in the order of ``parameters``, in their dtype.
+
+    Source: Li et al. 2018, arXiv 1712.09913, §4.
+    """
+    pieces = []
+    for name, parameter in parameters.items():
+        if parameter.dim() < 2:
+            pieces.append(torch.zeros(parameter.numel(), dtype=parameter.dtype))
+            continue
+        generator = torch.Generator().manual_seed(mix(seed, name_key(name)) & _MASK)
+        drawn = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+        pieces.append(scale_filters(drawn, parameter.detach().cpu().double()).to(parameter.dtype).reshape(-1))
+    return torch.cat(pieces)
+
+
+def scale_filters(direction: Tensor, weight: Tensor) -> Tensor:
+    """Return ``direction`` with each filter d scaled to d · ‖θ‖ / (‖d‖ + 1e-10), for the filters θ of ``weight``.
+
+    >>> scale_filters(torch.tensor([[1.0, 0.0], [2.0, 0.0]]), torch.tensor([[3.0, 4.0], [0.0, 1.0]])).tolist()
+    [[5.0, 0.0], [1.0, 0.0]]
+    """
+    lengths = [tensor.reshape(len(tensor), -1).norm(dim=1) for tensor in (weight, direction)]
+    factor: Tensor = lengths[0] / (lengths[1] + 1e-10)
+    return direction * factor.reshape(-1, *[1] * (direction.dim() - 1))

@@ -1,0 +1,91 @@
+"""Draw a landscape as an SVG: density of the Hessian's eigenvalues, loss and accuracy on lines, contours of a plane."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tutti.errors import DiskError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_DASHES = {"training": "-", "held-out": "--"}
+_SMALLEST = 1e-6
+
+
+def write_landscape_figure(found: Mapping[str, Any], path: Path) -> None:
+    """Draw a panel for each part of a landscape. Needs matplotlib. Raises DiskError.
+
+    Args:
+        found: the content of ``landscape.json``.
+        path: the SVG to write.
+    """
+    from matplotlib.figure import Figure as Canvas
+
+    names = [name for name in ("density", "line", "plane", "between") if name in found]
+    columns = min(2, max(len(names), 1))
+    rows = max(-(-len(names) // columns), 1)
+    canvas = Canvas(figsize=(6.2 * columns, 4.4 * rows), layout="constrained")
+    canvas.suptitle(f"{found['run']} · step {found['step']} · {found['samples']['training']:,} samples")
+    for place, name in enumerate(names, 1):
+        panel = canvas.add_subplot(rows, columns, place)
+        if name == "density":
+            _draw_density(panel, found)
+        elif name == "plane":
+            _draw_plane(panel, found["plane"])
+        elif name == "line":
+            _draw_line(panel, found["line"], "distance along a filter-normalised direction")
+        else:
+            _draw_line(panel, found["between"], f"from this run (0) to {found['to']} (1)")
+    try:
+        canvas.savefig(path, format="svg")
+    except OSError as error:
+        raise DiskError("cannot write the figure", where=str(path), why=error.strerror) from error
+
+
+def _draw_density(panel: Axes, found: Mapping[str, Any]) -> None:
+    curve = found["density"]["curve"]
+    panel.semilogy(curve["eigenvalues"], np.maximum(curve["density"], _SMALLEST), linewidth=1.4)
+    for each in found["eigenvalues"]:
+        panel.axvline(each["value"], color="#888888", linewidth=0.8, linestyle=":")
+    panel.set(xlabel="eigenvalue of the Hessian (dotted: the largest)", ylabel="density")
+    panel.set_ylim(bottom=_SMALLEST)
+
+
+def _draw_line(panel: Axes, line: Mapping[str, Any], label: str) -> None:
+    sets = [name for name in line if name != "offsets"]
+    names = [name for name in line[sets[0]] if name != "loss"]
+    for of in sets:
+        panel.plot(line["offsets"], _numbers(line[of]["loss"]), _DASHES[of], color="C0", label=f"{of} loss")
+    panel.set(xlabel=label, ylabel="loss")
+    panel.yaxis.label.set_color("C0")
+    handles, labels = panel.get_legend_handles_labels()
+    if names:
+        right = panel.twinx()
+        for of in sets:
+            right.plot(line["offsets"], _numbers(line[of][names[0]]), _DASHES[of], color="C1", label=f"{of} {names[0]}")
+        right.set_ylabel(names[0])
+        right.yaxis.label.set_color("C1")
+        more = right.get_legend_handles_labels()
+        handles, labels = handles + more[0], labels + more[1]
+    panel.legend(handles, labels, fontsize="small", ncols=2, loc="lower center", bbox_to_anchor=(0.5, 1.0))
+
+
+def _draw_plane(panel: Axes, plane: Mapping[str, Any]) -> None:
+    from matplotlib import colormaps
+
+    loss = np.array([_numbers(row) for row in plane["training"]["loss"]])
+    levels = plane["levels"]
+    colours = colormaps["viridis"](np.linspace(0, 0.9, len(levels)))
+    lines = panel.contour(plane["offsets"], plane["offsets"], loss, levels=levels, colors=colours)
+    panel.clabel(lines, fontsize=7)
+    panel.plot([0], [0], "+", color="#888888")
+    panel.set(xlabel="first direction", ylabel="second direction", title="training loss", aspect="equal")
+
+
+def _numbers(values: Sequence[float | None]) -> list[float]:
+    return [np.nan if value is None else value for value in values]

@@ -1,0 +1,46 @@
+"""Progress of a measurement that makes many passes over the samples."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TextIO
+
+_REFRESH, _QUIET = 0.1, 10.0
+
+
+class PassCounter:
+    """Count passes and report them: one line that is rewritten on a terminal; elsewhere a line a part, and every 10 s.
+
+    Args:
+        stream: where to write.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream, self._live = stream, stream.isatty()
+        self.passes: Counter[str] = Counter()
+        self._name, self._total, self._begin, self._said, self._before = "", 0, 0.0, 0.0, 0
+
+    @contextmanager
+    def part(self, name: str, total: int = 0) -> Iterator[None]:
+        """Report passes within the block under ``name``; ``total``: how many there will be, 0 if unknown."""
+        self._name, self._total, self._before = name, total, self.passes.total()
+        self._begin = self._said = time.monotonic()
+        yield
+        self._say("\n")
+
+    def count(self, kind: str) -> None:
+        """Count one pass of this kind."""
+        self.passes[kind] += 1
+        if time.monotonic() - self._said >= (_REFRESH if self._live else _QUIET):
+            self._say("" if self._live else "\n")
+
+    def _say(self, end: str) -> None:
+        self._said = time.monotonic()
+        done = self.passes.total() - self._before
+        of = f" of {self._total}" if self._total else ""
+        text = f"{self._name}: {done}{of} passes, {self._said - self._begin:.1f} s"
+        self._stream.write(f"\r{text:<70}{end}" if self._live else f"{text}{end}")
+        self._stream.flush()
