@@ -117,6 +117,46 @@ def test_one_run(page_of_one: Page) -> None:
     assert "gradient noise" not in missing and "goodput" not in missing
 
 
+def landscape_of(step: int = 12) -> dict[str, Any]:
+    """Content of ``landscape.json`` with every part."""
+    curve = {"eigenvalues": [-1.0, 0.0, 9.0], "density": [0.0, 1.0, 1e-3]}
+    line = {"offsets": [-1.0, 0.0, 1.0], "training": {"loss": [2.0, 1.0, None]}}
+    plane = {"offsets": [-1.0, 0.0, 1.0], "levels": [1.5, 2.5], "training": {"loss": [[3, 2, 3], [2, 1, 2], [3, 2, 3]]}}
+    return {
+        "step": step,
+        "training": {"loss": 0.25},
+        "eigenvalues": [{"value": 8.75, "residual": 1e-6}],
+        "trace": {"value": 30.5},
+        "sharpness": {"epsilon_sharpness_percent": 12.5, "sam_sharpness": 0.0625},
+        "density": {"curve": curve},
+        "line": line,
+        "plane": plane,
+        "between": line,
+    }
+
+
+def test_a_landscape_is_shown_where_there_is_one(tmp_path: Path) -> None:
+    one, two = write_run(tmp_path / "one"), write_run(tmp_path / "two")
+    (one / "landscape.json").write_text(json.dumps(landscape_of(step=8)))
+    page = report(one, two)
+    assert page.cells("Around the checkpoint") == [["A", "8", "0.25", "8.75", "30.5", "12.5 %", "0.0625"]]
+    for caption in ("density over eigenvalue", "training loss over distance", "training loss of A in a plane"):
+        assert f'aria-label="{caption}' in page.text
+    assert ">0.0001<" in page.text and "mathdefault" not in page.text
+    assert "A: the checkpoint is of step 8" in page.text and "the loss landscape" not in page.text
+
+
+@pytest.mark.parametrize(
+    "cut", ["training", "eigenvalues", "trace", "sharpness", "density", "line", "plane", "between"]
+)
+def test_a_landscape_without_a_part_or_with_a_damaged_one_is_shown_as_far_as_it_goes(tmp_path: Path, cut: str) -> None:
+    run = write_run(tmp_path / "one")
+    for damage in ({}, {cut: None}, {cut: ["x"]}, {cut: {"offsets": 3}}):
+        found = {name: value for name, value in landscape_of().items() if name != cut} | damage
+        (run / "landscape.json").write_text(json.dumps(found))
+        assert "Loss landscape" in report(run).headings
+
+
 def test_goodput_is_that_of_the_command(tmp_path: Path) -> None:
     run = write_run(tmp_path / "one")
     goodput = read_run(run).goodput

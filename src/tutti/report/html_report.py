@@ -10,6 +10,7 @@ from pathlib import Path
 
 from tutti.distribution import VERSION, pip_install
 from tutti.errors import DiskError, UsageError
+from tutti.report.landscape_section import landscape_section
 from tutti.report.plan_section import plan_section
 from tutti.report.report_charts import PARTS, SERIES
 from tutti.report.report_sections import compose_report
@@ -51,7 +52,7 @@ def write_report(paths: Sequence[Path], plan: Path | None, out: Path | None) -> 
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    content = compose_report(runs, section)
+    content = compose_report(runs, section, landscape_section(runs))
     page = environment.get_template(TEMPLATE).render(
         report=content, version=VERSION, parts=PARTS, series=SERIES, several=len(runs) > 1
     )

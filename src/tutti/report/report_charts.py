@@ -74,7 +74,13 @@ def thinned(points: Sequence[Point], most: int = _MOST_POINTS) -> list[Point]:
 
 
 def line_chart(
-    series: Sequence[ChartSeries], x: str, y: str, caption: str, *, reference: tuple[str, float] | None = None
+    series: Sequence[ChartSeries],
+    x: str,
+    y: str,
+    caption: str,
+    *,
+    reference: tuple[str, float] | None = None,
+    scale: str = "linear",
 ) -> ReportChart:
     """Draw one line a run.
 
@@ -83,6 +89,7 @@ def line_chart(
         x, y: labels of the axes, with units.
         caption: what the chart shows.
         reference: label and height of a horizontal line; None for none.
+        scale: of the vertical axis, ``linear`` or ``log``; a logarithmic one shows six decades.
     """
 
     def draw(axes: Axes) -> None:
@@ -93,9 +100,33 @@ def line_chart(
         if reference is not None:
             axes.axhline(reference[1], color=_TEXT, linewidth=1, linestyle=":")
             axes.text(0.99, reference[1], reference[0], transform=axes.get_yaxis_transform(), ha="right", va="bottom")
-        axes.set(xlabel=x, ylabel=y)
+        axes.set(xlabel=x, ylabel=y, yscale=scale)
+        if scale == "log":
+            axes.yaxis.set_major_formatter(lambda height, _: f"{height:g}")
+            axes.set_ylim(bottom=max(height for each in series for _, height in each.points) / 1e6)
 
     return ReportChart(caption, _svg(draw, caption))
+
+
+def contour_chart(
+    offsets: Sequence[float], values: Sequence[Sequence[float]], levels: Sequence[float], caption: str
+) -> ReportChart:
+    """Draw lines of equal value over a plane, each with its value.
+
+    Args:
+        offsets: of both axes, in rising order.
+        values: a row for each offset of the vertical axis.
+        levels: values of the lines, in rising order.
+        caption: what the chart shows.
+    """
+
+    def draw(axes: Axes) -> None:
+        lines = axes.contour(offsets, offsets, values, levels=levels, colors=_series(0), linewidths=1.0)
+        axes.clabel(lines, fontsize=7, colors=_TEXT)
+        axes.plot([0], [0], "+", color=_TEXT)
+        axes.set(xlabel="first direction", ylabel="second direction", aspect="equal")
+
+    return ReportChart(caption, _svg(draw, caption, (4.6, 4.2)))
 
 
 def scaling_chart(points: Sequence[tuple[int, int, float]], unit: str, caption: str) -> ReportChart:

@@ -80,8 +80,10 @@ class ReportContent:
     missing: Sequence[tuple[str, str]]
 
 
-def compose_report(runs: Sequence[RunRecord], plan: ReportSection | None = None) -> ReportContent:
-    """Compose the report of one or several runs, with the section of a plan, if any."""
+def compose_report(
+    runs: Sequence[RunRecord], plan: ReportSection | None = None, landscape: ReportSection | None = None
+) -> ReportContent:
+    """Compose the report of one or several runs, with the sections of a plan and of landscapes, if any."""
     composer = _Composer(runs)
     made = [
         composer.troubles(),
@@ -93,6 +95,7 @@ def compose_report(runs: Sequence[RunRecord], plan: ReportSection | None = None)
         composer.scaling(),
         composer.goodput(),
         composer.noise(),
+        landscape,
         composer.timeline(),
         composer.memory(),
         composer.changes(),
@@ -101,7 +104,8 @@ def compose_report(runs: Sequence[RunRecord], plan: ReportSection | None = None)
     ]
     if plan is None:
         composer.missing.append(("a plan", "give the file with --plan: it is shown beside what was measured"))
-    composer.missing.append(("the loss landscape", "nothing in a run directory describes it"))
+    if landscape is None:
+        composer.missing.append(("the loss landscape", "measure it with tutti landscape RUN"))
     tasks = list(dict.fromkeys(run.task for run in runs))
     title = f"{', '.join(tasks)}: {len(runs)} runs" if len(runs) > 1 else f"{tasks[0]}: {runs[0].name}"
     return ReportContent(

@@ -23,6 +23,9 @@ from tutti.metrics.timeline import TimelineSegment
 FILES = ("config.toml", "env.json", "metrics.jsonl", "summary.json")
 """Files of a run directory, of which at least one, or a failure record, makes a folder a run directory."""
 
+LANDSCAPE = "landscape.json"
+"""File that ``tutti landscape`` writes into a run directory."""
+
 MOST_SEGMENTS = 20_000
 """Segments of a timeline above which it is not drawn."""
 
@@ -61,6 +64,7 @@ class RunRecord:
         summary: ``summary.json``; empty if missing.
         timeline: segments of each device's trace; empty if none was recorded.
         goodput: the account of the run's time; None if its records do not give it.
+        landscape: content of ``landscape.json``; empty without one.
         problems: a sentence for each part that is missing or unreadable.
         lines: number of readable lines in ``metrics.jsonl``.
     """
@@ -77,6 +81,7 @@ class RunRecord:
     summary: Mapping[str, Any] = field(default_factory=dict)
     timeline: Sequence[Sequence[TimelineSegment]] = ()
     goodput: Goodput | None = None
+    landscape: Mapping[str, Any] = field(default_factory=dict)
     problems: Sequence[str] = ()
     lines: int = 0
 
@@ -239,6 +244,7 @@ def read_run(path: Path) -> RunRecord:
         summary=summary,
         timeline=_timeline(path / "trace" / "trace.json", problems),
         goodput=_goodput(path, problems),
+        landscape=_parsed(path / LANDSCAPE, json.loads, problems) if (path / LANDSCAPE).is_file() else {},
         problems=problems,
         lines=lines,
     )
