@@ -16,6 +16,7 @@ from tutti.cli.app import main
 from tutti.config.train_config import TrainConfig
 from tutti.errors import DataError
 from tutti.metrics.records import RunDirectory, record_exit
+from tutti.report import html_report
 
 SUMMARY = {
     "task": "digits",
@@ -153,3 +154,42 @@ def test_joined_ranks_share_the_first_ones_directory(install: Install, monkeypat
         assert main(["train", "digits", "--out", "here"]) == 0
     assert seen == [("2", "here"), ("2", None)]
     assert watched == [0, 1]
+
+
+def test_a_run_of_a_minute_gets_its_report(install: Install, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    pytest.importorskip("jinja2")
+    install(succeed)
+    assert main(["train", "digits", "--devices", "1", "--out", "short"]) == 0
+    monkeypatch.setattr(html_report, "WORTH_A_REPORT", 0.0)
+    assert main(["train", "digits", "--devices", "1", "--out", "long"]) == 0
+    assert not (tmp_path / "short" / "report.html").exists()
+    assert (tmp_path / "long" / "report.html").read_text(encoding="utf-8").startswith("<!doctype html>")
+
+
+def test_a_report_that_fails_or_cannot_be_made_leaves_the_run_as_it_is(
+    install: Install, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    install(succeed)
+    monkeypatch.setattr(html_report, "WORTH_A_REPORT", 0.0)
+
+    def fail(*_: object) -> Path:
+        raise RecursionError("too deep")
+
+    monkeypatch.setattr(html_report, "write_report", fail)
+    monkeypatch.setattr(html_report, "PACKAGES", ("json",))
+    assert main(["train", "digits", "--devices", "1", "--out", "here"]) == 0
+    assert "the report of the run was not written: too deep" in capsys.readouterr().err
+    monkeypatch.setattr(html_report, "PACKAGES", ("a_package_that_is_not_there",))
+    assert main(["train", "digits", "--devices", "1", "--out", "there"]) == 0
+    assert "report" not in capsys.readouterr().err
+
+
+def test_a_failed_run_writes_no_report(install: Install, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def fail(task: str, config: TrainConfig, directory: str | None) -> int:
+        raise DataError("nothing there")
+
+    install(fail)
+    monkeypatch.setattr(html_report, "WORTH_A_REPORT", 0.0)
+    assert main(["train", "digits", "--devices", "1", "--out", "here"]) == 3
+    assert not (tmp_path / "here" / "report.html").exists()

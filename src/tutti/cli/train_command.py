@@ -45,6 +45,7 @@ from tutti.metrics.records import config_toml, find_run, make_run_directory, rea
 from tutti.metrics.throughput import MFU
 from tutti.optim.scaling import scaled
 from tutti.process_context import LAUNCHED
+from tutti.report.html_report import report_at_the_end
 from tutti.tasks import task_registry, user
 from tutti.train.engine_rank import CONFIGURATION
 from tutti.train.rank_entry import PRELOADED, run_launched_rank, run_rank
@@ -122,6 +123,8 @@ def train(
         # The ranks have ended without an error: a launcher must not restart a run that missed its target.
         code = code or _finished_code(directory)
         _report(name, directory, as_json, code)
+        if code in FINISHED and (problem := report_at_the_end(directory, time.time() - begun)) is not None:
+            print(f"tutti: {problem}", file=sys.stderr)
     return code
 
 

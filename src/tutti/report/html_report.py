@@ -16,7 +16,11 @@ from tutti.report.report_charts import PARTS, SERIES
 from tutti.report.report_sections import compose_report
 from tutti.report.run_record import printable, read_run
 
+PACKAGES = ("jinja2", "matplotlib")
 TEMPLATE = "report.html.j2"
+WORTH_A_REPORT = 60.0
+"""Seconds from which on a run writes its report: a guess at where one or two more do not matter."""
+
 _BEGINNING = "<!doctype html>"
 
 
@@ -32,7 +36,7 @@ def write_report(paths: Sequence[Path], plan: Path | None, out: Path | None) -> 
         UsageError: a package is missing, a path is no run or no plan, or ``out`` is another file than a report.
         DiskError: the file cannot be written.
     """
-    for package in ("jinja2", "matplotlib"):
+    for package in PACKAGES:
         if importlib.util.find_spec(package) is None:
             raise UsageError(f"a report needs the package {package}", remedy=f"run {pip_install('report')}")
     if not paths:
@@ -58,6 +62,28 @@ def write_report(paths: Sequence[Path], plan: Path | None, out: Path | None) -> 
     )
     _write(target, page)
     return target
+
+
+def report_at_the_end(run: Path, seconds: float) -> str | None:
+    """Write a finished run's ``report.html`` into its directory, if the extra is installed; never raise an error.
+
+    Runs of less than a minute write none: loading matplotlib and jinja2 would be a noticeable part of their time.
+
+    Args:
+        run: the run directory.
+        seconds: how long the run took.
+
+    Returns:
+        Why the report could not be written; None if it was, or was not due.
+    """
+    if seconds < WORTH_A_REPORT or not all(map(importlib.util.find_spec, PACKAGES)):
+        return None
+    try:
+        write_report([run], None, None)
+    except Exception as error:
+        # The run has succeeded, and its exit code must say so whatever its files hold.
+        return f"the report of the run was not written: {error}"
+    return None
 
 
 def _check(target: Path) -> None:
