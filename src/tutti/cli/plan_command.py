@@ -37,9 +37,10 @@ _MANY = Parameter(consume_multiple=True, negative="", show_default=False)
 
 
 def plan_devices(
-    task: Annotated[str, Parameter(show=False)],
+    task: Annotated[str | None, Parameter(show=False)] = None,
     /,
     *,
+    law: Annotated[tuple[Path, ...], _MANY] = (),
     runs: Annotated[tuple[Path, ...], _MANY] = (),
     recipe: Annotated[Path | None, Parameter(show_default=False)] = None,
     machine: Annotated[str | None, Parameter(show_default=False)] = None,
@@ -65,6 +66,8 @@ def plan_devices(
 
     Parameters
     ----------
+    law:
+        fit loss over model size and data to these runs, and stop
     runs:
         runs of tutti train --until, at two batch sizes at least, or folders of them
     recipe:
@@ -98,6 +101,14 @@ def plan_devices(
     as_json:
         print JSON, with the reason of every loser
     """
+    if law:
+        if task is not None or runs:
+            raise UsageError("--law fits a law and makes no plan", remedy="leave out the task and --runs, or --law")
+        from tutti.cli.loss_law_command import fit_law_of_runs
+
+        return fit_law_of_runs(law, as_json)
+    if task is None:
+        raise UsageError("no task is given", remedy="write tutti plan TASK --runs DIR, or tutti plan --law RUN…")
     asked = _Asked.check(max_devices, batch_size, deadline, budget, price, verify)
     known = None if target is None else TrainingTarget.parse(target, "--target")
     if known is not None and not user.is_own(task):

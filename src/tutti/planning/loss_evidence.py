@@ -1,0 +1,69 @@
+"""Read model size, data and final loss of finished runs, for a law of the loss. Loads no torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tutti.errors import FINISHED, NonFiniteError, UsageError
+from tutti.metrics.records import read_summary
+
+
+@dataclass(frozen=True)
+class LossEvidence:
+    """Result of one run.
+
+    Attributes:
+        path: its directory.
+        parameters: of its model.
+        samples: it was trained on.
+        loss: at its end, held-out where the run has evaluated.
+    """
+
+    path: Path
+    parameters: float
+    samples: float
+    loss: float
+
+
+def loss_evidence(paths: Sequence[Path]) -> list[LossEvidence]:
+    """Read the results of finished runs of one task.
+
+    Raises:
+        UsageError: a run has not finished or records no loss, runs are of several tasks, or only some were evaluated.
+        NonFiniteError: a run has diverged.
+    """
+    summaries = {path: read_summary(path) for path in paths}
+    tasks = {str(summary.get("task")) for summary in summaries.values()}
+    if len(tasks) > 1:
+        raise UsageError(
+            f"the runs are of several tasks: {', '.join(sorted(tasks))}", remedy="give runs of one task to --law"
+        )
+    evaluated = {path for path, summary in summaries.items() if (summary.get("eval") or {}).get("loss") is not None}
+    if evaluated and len(evaluated) < len(paths):
+        other = next(path for path in paths if path not in evaluated)
+        raise UsageError(
+            "some runs have a held-out loss, and others have none",
+            where=str(other),
+            remedy="give runs with --eval-every, or none of them",
+        )
+    found = []
+    for path, summary in summaries.items():
+        if summary.get("exit_code") == NonFiniteError.exit_code:
+            raise NonFiniteError(
+                "the run diverged, so that its loss says nothing", where=str(path), remedy="leave it out"
+            )
+        if summary.get("exit_code") not in FINISHED:
+            raise UsageError("the run has not finished", where=str(path), remedy="leave it out, or resume it")
+        part = summary.get("eval" if evaluated else "train") or {}
+        values = (summary.get("parameters"), summary.get("samples"), part.get("loss"))
+        if not all(isinstance(v, int | float) and math.isfinite(v) and v > 0 for v in values):
+            raise UsageError(
+                "the run records no number of parameters, samples or loss above 0",
+                where=str(path),
+                remedy="leave it out",
+            )
+        found.append(LossEvidence(path, *(float(value) for value in values)))  # type: ignore[arg-type]
+    return found

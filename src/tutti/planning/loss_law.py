@@ -1,0 +1,189 @@
+"""Fit the loss of runs over model size and data by variable projection, with intervals from a bootstrap over runs.
+
+The law is L = E + A/N^α + B/D^β (Hoffmann et al. 2022, arXiv 2203.15556, eq. 2), or L = E + B/D^β where all runs have
+one model size N. Given the exponents it is linear in E, A and B, so that a grid over the exponents and a linear
+solution find the region of the optimum; the objective there is the sum of Huber losses of log errors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from tutti.errors import UsageError
+from tutti.planning.scaling_laws import Array
+
+_HUBER = 1e-3
+_DRAWS = 100
+_EXPONENTS = np.linspace(0.05, 1.5, 30)
+_FLOOR_SHARE = 0.1
+_FAR = 5.0
+_JUDGED = 8
+
+
+@dataclass(frozen=True)
+class LossLaw:
+    """A fitted law of the loss.
+
+    Attributes:
+        irreducible: E.
+        size_factor, size_exponent: A and α for N in parameters; both 0 where all runs have one size.
+        data_factor, data_exponent: B and β for D in samples or tokens.
+    """
+
+    irreducible: float
+    size_factor: float
+    size_exponent: float
+    data_factor: float
+    data_exponent: float
+
+    def loss(self, parameters: Array, data: Array) -> Array:
+        """Return the loss at N ``parameters`` and D ``data``, element by element."""
+        size = self.size_factor * parameters**-self.size_exponent if self.size_factor else 0.0
+        return np.asarray(self.irreducible + size + self.data_factor * data**-self.data_exponent)
+
+
+@dataclass(frozen=True)
+class FittedLoss:
+    """A law with laws fitted to runs drawn with replacement, whose quantiles give intervals."""
+
+    law: LossLaw
+    draws: tuple[LossLaw, ...]
+
+    def interval(self, name: str) -> tuple[float, float]:
+        """Return the quantiles 0.05 and 0.95 of a constant over the draws."""
+        low, high = np.quantile([getattr(draw, name) for draw in self.draws], [0.05, 0.95])
+        return float(low), float(high)
+
+
+def fit_loss(parameters: Array, data: Array, loss: Array, draws: int = _DRAWS, seed: int = 0) -> FittedLoss:
+    """Fit the law to runs.
+
+    Args:
+        parameters: N of each run.
+        data: D of each run, samples or tokens.
+        loss: its loss, above 0.
+        draws: bootstrap draws over runs.
+        seed: of the draws.
+
+    Raises:
+        UsageError: fewer runs or fewer different sizes than the law has constants for.
+    """
+    by_size = len(np.unique(parameters)) > 1
+    _check_enough(parameters, data, by_size)
+    law = _fit(parameters, data, loss, by_size, None)
+    generator = np.random.default_rng(seed)
+    found: list[LossLaw] = []
+    while len(found) < draws:
+        rows = generator.integers(0, len(loss), len(loss))
+        if len(np.unique(data[rows])) < 3 or (by_size and len(np.unique(parameters[rows])) < 3):
+            continue
+        found.append(_fit(parameters[rows], data[rows], loss[rows], by_size, law))
+    return FittedLoss(law, tuple(found))
+
+
+def loss_band(fitted: FittedLoss, spread: float, parameters: Array, data: Array) -> tuple[Array, Array]:
+    """Return the 90 % band of the loss of further runs: the draws' laws, each with the spread of a run.
+
+    Args:
+        fitted: the fit.
+        spread: standard deviation of the logarithm of a run's loss around the law.
+        parameters, data: N and D of the runs.
+    """
+    generator = np.random.default_rng(1)
+    drawn = np.stack([draw.loss(parameters, data) for draw in fitted.draws for _ in range(8)])
+    low, high = np.quantile(drawn * np.exp(spread * generator.standard_normal(drawn.shape)), [0.05, 0.95], axis=0)
+    return low, high
+
+
+def loss_spread(law: LossLaw, parameters: Array, data: Array, loss: Array) -> float:
+    """Return the robust standard deviation (1.4826 · median) of log errors of the law."""
+    return float(1.4826 * np.median(np.abs(np.log(law.loss(parameters, data) / loss))))
+
+
+def loss_regions(law: LossLaw, parameters: Array, data: Array, loss: Array) -> list[str]:
+    """Return the region of each run: ``irreducible``, ``power law`` or ``small data``.
+
+    ``irreducible``: E is more than 90 % of the loss (a choice). ``small data``: one of the quarter of the runs with
+    the least data, off the law of the others by more than five times their spread; judged from 8 runs on.
+
+    Args:
+        law: the law of all runs.
+        parameters, data, loss: N, D and loss of each run.
+
+    Source of the regions: Hestness et al. 2017, arXiv 1712.00409, §5.
+    """
+    off = np.zeros(len(loss), dtype=bool)
+    few = data <= np.quantile(data, 0.25)
+    if len(loss) >= _JUDGED and len(np.unique(data[~few])) >= 3:
+        try:
+            rest = fit_loss(parameters[~few], data[~few], loss[~few], draws=0).law
+        except UsageError:
+            rest = law
+        spread = max(loss_spread(rest, parameters[~few], data[~few], loss[~few]), 1e-3)
+        off = few & (np.abs(np.log(rest.loss(parameters, data) / loss)) > _FAR * spread)
+    floor = law.irreducible > (1 - _FLOOR_SHARE) * loss
+    return ["small data" if o else "irreducible" if f else "power law" for o, f in zip(off, floor, strict=True)]
+
+
+def _check_enough(parameters: Array, data: Array, by_size: bool) -> None:
+    constants = 5 if by_size else 3
+    counts = {"runs": (len(data), constants + 1), "amounts of data": (len(np.unique(data)), 3)}
+    if by_size:
+        counts["model sizes"] = (len(np.unique(parameters)), 3)
+    for name, (have, need) in counts.items():
+        if have < need:
+            raise UsageError(
+                f"{have} {name} cannot fit a law of {constants} constants",
+                remedy=f"give at least {need} different {name}" + ", or runs of one model size, which need 4" * by_size,
+            )
+
+
+def _fit(parameters: Array, data: Array, loss: Array, by_size: bool, start: LossLaw | None) -> LossLaw:
+    """Return the law at the minimum of Σ Huber(log predicted − log measured), from ``start`` or from a grid."""
+    from scipy.optimize import minimize
+
+    middles = (float(np.exp(np.log(parameters).mean())), float(np.exp(np.log(data).mean())))
+    columns = (parameters / middles[0], data / middles[1]) if by_size else (data / middles[1],)
+    powers, factors = _projected(columns, loss) if start is None else _scaled(start, middles, by_size)
+
+    def objective(logs: Array) -> float:
+        terms = np.exp(logs[: len(columns) + 1])
+        exponents = np.exp(logs[len(columns) + 1 :])
+        predicted = terms[0] + sum(t * c**-p for t, c, p in zip(terms[1:], columns, exponents, strict=True))
+        miss = np.abs(np.log(predicted / loss))
+        return float(np.where(miss < _HUBER, 0.5 * miss**2, _HUBER * (miss - 0.5 * _HUBER)).sum()) * 1e4
+
+    begin = np.log(np.maximum(np.concatenate([factors, powers]), 1e-6))
+    if start is None:
+        options = {"maxiter": 4000, "maxfev": 4000, "fatol": 1e-9}
+        begin = minimize(objective, begin, method="Nelder-Mead", options=options).x
+    best = minimize(objective, begin, method="BFGS").x
+    terms, exponents = np.split(np.exp(best), [len(columns) + 1])
+    data_factor = float(terms[-1] * middles[1] ** exponents[-1])
+    size_factor = float(terms[1] * middles[0] ** exponents[0]) if by_size else 0.0
+    return LossLaw(
+        float(terms[0]), size_factor, float(exponents[0]) if by_size else 0.0, data_factor, float(exponents[-1])
+    )
+
+
+def _projected(columns: Sequence[Array], loss: Array) -> tuple[Array, Array]:
+    """Return exponents and non-negative factors (E first) with the least relative errors over a grid of exponents."""
+    from scipy.optimize import nnls
+
+    best = (np.inf, np.empty(0), np.empty(0))
+    for powers in np.stack(np.meshgrid(*[_EXPONENTS] * len(columns)), axis=-1).reshape(-1, len(columns)):
+        design = np.stack([np.ones_like(loss), *(c**-p for c, p in zip(columns, powers, strict=True))], axis=1)
+        factors, rest = nnls(design / loss[:, None], np.ones_like(loss))
+        if rest < best[0]:
+            best = (float(rest), powers, factors)
+    return best[1], best[2]
+
+
+def _scaled(law: LossLaw, middles: tuple[float, float], by_size: bool) -> tuple[Array, Array]:
+    """Return exponents and factors of a law, for N and D in units of their middles."""
+    size = [(law.size_exponent, law.size_factor * middles[0] ** -law.size_exponent)] if by_size else []
+    terms = [*size, (law.data_exponent, law.data_factor * middles[1] ** -law.data_exponent)]
+    return np.array([power for power, _ in terms]), np.array([law.irreducible, *(factor for _, factor in terms)])
