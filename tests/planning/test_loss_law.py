@@ -10,7 +10,7 @@ import pytest
 
 from tutti.cli.app import main
 from tutti.errors import UsageError
-from tutti.planning.loss_law import LossLaw, fit_loss, loss_band, loss_regions, loss_spread
+from tutti.planning.loss_law import LossLaw, fit_loss, larger_run_spread, loss_band, loss_regions
 
 TRUE = LossLaw(1.8172, 482.01, 0.3478, 2085.43, 0.3658)
 SIZES, DATA = (axis.ravel() for axis in np.meshgrid(np.geomspace(5e7, 1e10, 6), np.geomspace(5e8, 2e11, 6)))
@@ -39,8 +39,17 @@ def test_intervals_and_bands_hold_the_truth_of_noisy_runs() -> None:
     fitted = fit_loss(np.ones(12), data, loss, draws=40)
     low, high = fitted.interval("data_exponent")
     assert low <= 0.3 <= high and 0.002 < high - low < 0.3
-    below, above = loss_band(fitted, loss_spread(fitted.law, np.ones(12), data, loss), np.ones(1), np.array([4e7]))
+    below, above = loss_band(fitted, larger_run_spread(fitted, np.ones(12), data, loss), np.ones(1), np.array([4e7]))
     assert below[0] <= true.loss(np.ones(1), np.array([4e7]))[0] <= above[0]
+
+
+def test_spread_of_larger_runs_is_their_error_where_they_miss_the_law_by_more() -> None:
+    data = np.geomspace(1e4, 1e7, 12)
+    loss = LossLaw(0.5, 0.0, 0.0, 20.0, 0.3).loss(np.ones(12), data)
+    loss[-1] *= np.exp(0.2)
+    fitted = fit_loss(np.ones(12), data, loss, draws=0)
+    assert larger_run_spread(fitted, np.ones(12), data, loss) == pytest.approx(0.2, rel=1e-2)
+    assert larger_run_spread(fitted, np.ones(4), data[:4], loss[:4]) < 0.2
 
 
 def test_regions() -> None:

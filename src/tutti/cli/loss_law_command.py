@@ -16,7 +16,15 @@ from tutti.distribution import pip_install
 from tutti.errors import ExitCode, UsageError
 from tutti.launcher.encoding import json_text
 from tutti.planning.loss_evidence import LossEvidence, loss_evidence
-from tutti.planning.loss_law import FittedLoss, fit_loss, loss_band, loss_regions, loss_spread
+from tutti.planning.loss_law import (
+    FittedLoss,
+    fit_loss,
+    larger_run_spread,
+    largest_tenth,
+    loss_band,
+    loss_regions,
+    loss_spread,
+)
 from tutti.planning.run_evidence import find_runs
 
 _CONSTANTS = {
@@ -67,14 +75,12 @@ def _constants(fitted: FittedLoss) -> dict[str, dict[str, float]]:
 
 def _held_out(evidence: Sequence[LossEvidence], size: Any, data: Any, loss: Any) -> list[dict[str, Any]] | str:
     """Return the largest tenth of the runs by N · D as the law of the others predicts them, or why it cannot."""
-    order = np.argsort(size * data, kind="stable")
-    count = max(1, len(order) // 10)
-    rest, last = order[:-count], order[-count:]
+    rest, last = largest_tenth(size, data)
     try:
         fitted = fit_loss(size[rest], data[rest], loss[rest])
     except UsageError as error:
         return f"not checked on the largest runs: without them, {error.what}"
-    spread = loss_spread(fitted.law, size[rest], data[rest], loss[rest])
+    spread = larger_run_spread(fitted, size[rest], data[rest], loss[rest])
     low, high = loss_band(fitted, spread, size[last], data[last])
     predicted = fitted.law.loss(size[last], data[last])
     return [

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tutti.errors import UsageError
 from tutti.planning.scaling_laws import Array
@@ -101,6 +102,34 @@ def loss_band(fitted: FittedLoss, spread: float, parameters: Array, data: Array)
 def loss_spread(law: LossLaw, parameters: Array, data: Array, loss: Array) -> float:
     """Return the robust standard deviation (1.4826 · median) of log errors of the law."""
     return float(1.4826 * np.median(np.abs(np.log(law.loss(parameters, data) / loss))))
+
+
+def largest_tenth(parameters: Array, data: Array) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the rows of all other runs and of the largest tenth (at least one) by N · D, each in rising order."""
+    order = np.argsort(parameters * data, kind="stable")
+    count = max(1, len(order) // 10)
+    return order[:-count], order[-count:]
+
+
+def larger_run_spread(fitted: FittedLoss, parameters: Array, data: Array, loss: Array) -> float:
+    """Return the standard deviation of the logarithm of a larger run's loss around the law, for `loss_band`.
+
+    It is the root mean square error of the largest tenth of the runs, predicted from the others, and at least that of
+    the law on its own runs, to which it falls back where the others are too few: larger runs miss a law by more than
+    the runs that it is fitted to.
+
+    Args:
+        fitted: the fit to these runs.
+        parameters, data, loss: N, D and loss of each run.
+    """
+    own = float(np.sqrt(np.mean(np.log(fitted.law.loss(parameters, data) / loss) ** 2)))
+    rest, last = largest_tenth(parameters, data)
+    try:
+        law = fit_loss(parameters[rest], data[rest], loss[rest], draws=0).law
+    except UsageError:
+        return own
+    errors = np.log(law.loss(parameters[last], data[last]) / loss[last])
+    return max(own, float(np.sqrt(np.mean(errors**2))))
 
 
 def loss_regions(law: LossLaw, parameters: Array, data: Array, loss: Array) -> list[str]:
