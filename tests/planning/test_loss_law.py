@@ -110,7 +110,7 @@ def test_the_command_says_so_where_the_largest_run_is_needed_for_the_fit(
     ("change", "code", "told"),
     [
         ({"exit_code": 6}, 6, "diverged"),
-        ({"exit_code": 75}, 2, "has not finished"),
+        ({"exit_code": 75, "task": None}, 2, "has not finished"),
         ({"task": "text"}, 2, "several tasks"),
         ({"eval": None}, 2, "others have none"),
         ({"parameters": None}, 2, "no number of parameters"),

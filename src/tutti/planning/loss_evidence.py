@@ -36,6 +36,13 @@ def loss_evidence(paths: Sequence[Path]) -> list[LossEvidence]:
         NonFiniteError: a run has diverged.
     """
     summaries = {path: read_summary(path) for path in paths}
+    for path, summary in summaries.items():
+        if summary.get("exit_code") == NonFiniteError.exit_code:
+            raise NonFiniteError(
+                "the run diverged, so that its loss says nothing", where=str(path), remedy="leave it out"
+            )
+        if summary.get("exit_code") not in FINISHED:
+            raise UsageError("the run has not finished", where=str(path), remedy="leave it out, or resume it")
     tasks = {str(summary.get("task")) for summary in summaries.values()}
     if len(tasks) > 1:
         raise UsageError(
@@ -51,12 +58,6 @@ def loss_evidence(paths: Sequence[Path]) -> list[LossEvidence]:
         )
     found = []
     for path, summary in summaries.items():
-        if summary.get("exit_code") == NonFiniteError.exit_code:
-            raise NonFiniteError(
-                "the run diverged, so that its loss says nothing", where=str(path), remedy="leave it out"
-            )
-        if summary.get("exit_code") not in FINISHED:
-            raise UsageError("the run has not finished", where=str(path), remedy="leave it out, or resume it")
         part = summary.get("eval" if evaluated else "train") or {}
         values = (summary.get("parameters"), summary.get("samples"), part.get("loss"))
         if not all(isinstance(v, int | float) and math.isfinite(v) and v > 0 for v in values):
