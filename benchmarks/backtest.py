@@ -71,7 +71,7 @@ BARS = (
     (
         "data to a target: median error at 2–4 × the largest fitted batch size",
         "data to target",
-        "batches at most half",
+        "extrapolated",
         "near",
         "median",
         0.06,
@@ -79,7 +79,7 @@ BARS = (
     (
         "data to a target: median error at 2 × the largest fitted batch size and more",
         "data to target",
-        "batches at most half",
+        "extrapolated",
         "",
         "median",
         0.06,
@@ -87,7 +87,7 @@ BARS = (
     (
         "data to a target: share of predictions within 25 % at 2 × the largest fitted batch size and more",
         "data to target",
-        "batches at most half",
+        "extrapolated",
         "",
         "within_25",
         -0.9,
@@ -95,7 +95,7 @@ BARS = (
     (
         "data to a level of a metric: share of predictions within a factor of 2, from gradient noise alone",
         "metric by epoch",
-        "noise alone",
+        "anchored",
         "",
         "within_2x",
         -0.95,
@@ -103,7 +103,7 @@ BARS = (
     (
         "data to a level of a metric: median error, from gradient noise and one measured batch size",
         "metric by epoch",
-        "noise and one batch",
+        "extrapolated",
         "",
         "median",
         0.15,
@@ -120,6 +120,10 @@ published measurements. `make backtest` writes it, from the measurements in a fo
 ```console
 make backtest DATA=path/to/folder
 ```
+
+A table is recognised by its columns, never by its name. A column that is missing is derived where other columns
+determine it; a guess is printed as `note` of the group (`JSON=1`), and a group or protocol that cannot be predicted is
+printed with the reason.
 
 Every figure comes from `{file}`. The sources of the measurements are in the
 `source` entries of `src/tutti/planning/published_hardware.json` and in the tables' own columns.
@@ -146,9 +150,12 @@ these measurements in sight. Only measurements that are not in these sets can co
 | anchored, other workloads' network | as anchored, and all rows of the other workloads | rows on more devices |
 | extrapolated | rows on at most N devices | rows on 2N to 4N devices |
 | extrapolated, more than 4 × | rows on at most N devices | rows on more than 4N devices |
-| batches at most half, at most an eighth | batch sizes of at most 1/2, 1/8 of the predicted one | each batch size |
-| noise alone | gradient noise and samples at the smallest batch size | all larger batch sizes |
-| noise and one batch | the same, and samples at one more batch size | batch sizes of at least twice that one |
+
+| protocol of data to a target | the fit uses | predicted rows |
+|---|---|---|
+| anchored | the smallest batch size of a round; for a metric, with the gradient noise at it | larger batch sizes |
+| extrapolated | batch sizes of at most 1/2 of the predicted one; for a metric one, and the noise | each batch size |
+| extrapolated, at least 8 × | batch sizes of at most 1/8 of the predicted one | each batch size |
 
 *Extrapolated* predicts a published job from the nearest job of its series on at most half as many devices, and the
 tenth of the scaling law's runs with most FLOP from all other runs. A series of published jobs has one set, model,
@@ -159,10 +166,11 @@ A band is an interval around a prediction that should contain 90 % of the measur
 of other published sets in the same cell, never of the predicted set. A cell is a *basis*, the measurements on which
 the prediction rests, and a *distance*, the number of devices or the batch size divided by the largest measured one.
 
-Rows of one series are not independent, so each series counts once. A prediction has a band only if the other sets have
-at least 30 series in its cell. Cells in which fewer than 30 series have a band say `no band`. *Coverage* is the share
-of measurements inside their bands. A cell *holds* if its coverage lies within the expected coverage: the binomial 95 %
-interval of 90 % for its number of series. *Width* is the upper end less the lower end, in % of the prediction."""
+Rows of one series are not independent, so each series counts once. A cell has bands only if it has at least 30 series,
+and a prediction only if at least 9 of them, of at least 2 sets, are not of its set: fewer have no 90 % quantile, and
+one set does not say how far sets differ. Other cells say `no band`. *Coverage* is the share of measurements inside
+their bands. A cell *holds* if its coverage lies within the expected coverage: the binomial 95 % interval of 90 % for
+its number of series. *Width* is the upper end less the lower end, in % of the prediction."""
 
 
 def pooled(checked: list[dict[str, float]], figure: str) -> float:
@@ -181,13 +189,12 @@ def pooled(checked: list[dict[str, float]], figure: str) -> float:
 
 def against_bars(result: BacktestResult) -> list[dict[str, Any]]:
     """Return each bar with its figure over all groups; a share must be at least its limit, an error at most."""
-    kinds = {(row["group"], row["protocol"]): row["table"] for row in result.rows}
     found = []
     for name, kind, protocol, part, figure, bar in BARS:
         asked = [
             (each, one)
             for each, one in result.checked
-            if kinds.get((each.group, each.protocol)) == kind
+            if each.table == kind
             and (part != "near" or one.distance <= 4)
             and (each.protocol == protocol or (protocol.startswith("other") and each.protocol.endswith(protocol)))
         ]
@@ -205,7 +212,8 @@ def outliers(result: BacktestResult) -> list[dict[str, Any]]:
     return [
         {"series": one.series, "predicted": one.predicted, "measured": one.measured}
         for each, one in result.checked
-        if each.protocol == "batches at most half" and abs(one.predicted / one.measured - 1) > 0.25
+        if (each.table, each.protocol) == ("data to target", "extrapolated")
+        and abs(one.predicted / one.measured - 1) > 0.25
     ]
 
 

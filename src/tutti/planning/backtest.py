@@ -1,9 +1,8 @@
 """Back-test predictions on published measurements: fit on a part of each set, predict the rest, count the bands' hits.
 
-Protocols of time: *zero-shot* (nothing of the set is seen), *anchored* (the rows with fewest devices of each series),
-*extrapolated* (at most N/2 devices are fitted, N to 2N are asked; beyond: *extrapolated, more than 4 ×*). Protocols
-of data to a target: batches *at most half* and *at most an eighth* of the one that is asked for, *noise alone*,
-*noise and one batch*.
+Protocols: *zero-shot* (nothing of the set is seen), *anchored* (the rows with fewest devices, or the smallest batch, of
+each series), *extrapolated* (sizes up to a half of the one that is asked for; far ones are named apart). Each group has
+a line or a reason for each of the three.
 """
 
 from __future__ import annotations
@@ -88,13 +87,14 @@ def run_backtest(folder: Path, shipped: Residuals | None = None) -> BacktestResu
             result.refused.append({"table": table.name, "group": "", "protocol": "", "reason": table.reason})
     if not tables:
         result.refused.append({"table": str(folder.name), "group": "", "protocol": "", "reason": "no CSV file"})
-    asked: list[tuple[str, Asked]] = []
+    asked: list[Asked] = []
     with np.errstate(all="ignore"):
         for kind, same in by_kind.items():
             rows = [row for table in same for row in table.rows]
             try:
                 for each in _PROTOCOLS[kind](rows):
-                    asked.append((kind, each))
+                    each.table = kind
+                    asked.append(each)
             except (ArithmeticError, ValueError, np.linalg.LinAlgError) as error:
                 reason = f"cannot be predicted: {error}"
                 result.refused.append({"table": same[0].name, "group": "", "protocol": "", "reason": reason})
@@ -113,15 +113,15 @@ def _finite(one: CheckedPrediction) -> bool:
     return bool(np.isfinite(one.sigma)) and _TINY < one.predicted < 1 / _TINY and one.sigma < _WIDEST
 
 
-def _summarise(result: BacktestResult, asked: Sequence[tuple[str, Asked]], shipped: Residuals) -> None:
-    for kind, each in asked:
+def _summarise(result: BacktestResult, asked: Sequence[Asked], shipped: Residuals) -> None:
+    for each in asked:
         if each.reason:
-            refusal: JsonRow = {"table": kind, "group": each.group, "protocol": each.protocol, "reason": each.reason}
-            result.refused.append(refusal)
+            head: JsonRow = {"table": each.table, "group": each.group, "protocol": each.protocol}
+            result.refused.append({**head, "reason": each.reason})
         kept = [one for one in each.predictions if _finite(one)]
         if len(kept) < len(each.predictions):
             reason = f"{len(each.predictions) - len(kept)} predictions overflow: numbers of their rows are implausible"
-            lost: JsonRow = {"table": kind, "group": each.group, "protocol": each.protocol, "reason": reason}
+            lost: JsonRow = {"table": each.table, "group": each.group, "protocol": each.protocol, "reason": reason}
             result.refused.append(lost)
             each.predictions = kept
         result.checked += [(each, one) for one in each.predictions]
@@ -136,7 +136,7 @@ def _summarise(result: BacktestResult, asked: Sequence[tuple[str, Asked]], shipp
             factors[key] = band_factor(residuals, *key)
         return factors[key]
 
-    for kind, each in asked:
+    for each in asked:
         if not each.predictions:
             continue
         errors = [abs(one.predicted / one.measured - 1) for one in each.predictions]
@@ -150,7 +150,7 @@ def _summarise(result: BacktestResult, asked: Sequence[tuple[str, Asked]], shipp
             hits.setdefault(one.cell, {}).setdefault(f"{one.set_name}|{one.series}", []).append(inside[-1])
             widths.setdefault(one.cell, []).append(width[-1])
         row: JsonRow = {
-            "table": kind,
+            "table": each.table,
             "group": each.group,
             "protocol": each.protocol,
             "n": len(errors),
@@ -165,6 +165,8 @@ def _summarise(result: BacktestResult, asked: Sequence[tuple[str, Asked]], shipp
         }
         if not inside:
             row["band"] = NO_BAND
+        if each.reason:
+            row["note"] = each.reason
         result.rows.append(row)
     for cell, sets in sorted(result.scores().items()):
         series = sum(each.series for each in sets.values())

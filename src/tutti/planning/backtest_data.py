@@ -11,13 +11,13 @@ import numpy as np
 from tutti.planning.conformal_band import CheckedPrediction
 from tutti.planning.law_fit import fit_target
 from tutti.planning.measurement_table import TableRow
-from tutti.planning.protocol import Asked, grouped
+from tutti.planning.protocol import ANCHORED, EXTRAPOLATED, NOT_STATED, ZERO_SHOT, Asked, grouped
 from tutti.planning.scaling_laws import Array
 
-AT_MOST_HALF = "batches at most half"
-AT_MOST_EIGHTH = "batches at most an eighth"
-NOISE_ALONE = "noise alone"
-NOISE_AND_ONE = "noise and one batch"
+_FAR = f"{EXTRAPOLATED}, at least 8 ×"
+SMALLER_BATCHES = "data to the target at smaller batches"
+ONE_BATCH = "data to the target at one batch"
+_OTHER_TARGET = "data to another target says nothing about this one"
 _UNIT_CHANGES = 20.0
 _LEVELS = (0.5, 0.75, 0.95)
 
@@ -26,10 +26,11 @@ def data_to_target(rows: Sequence[TableRow]) -> Iterator[Asked]:
     """Predict the data that a larger batch needs to the target from smaller batches, by benchmark.
 
     Rounds of a benchmark change its target and its unit, so each is a series. Within one, values more than 20 times
-    from the median are in another unit (epochs, samples) and are left out by count.
+    from the median are in another unit (epochs, samples) and are left out by count. *Anchored* sees the smallest batch
+    of a round, *extrapolated* all batches of at most half the predicted one.
     """
-    for group, same in grouped(rows, lambda row: row.label("bench", "seq")).items():
-        half, eighth = Asked(group, AT_MOST_HALF), Asked(group, AT_MOST_EIGHTH)
+    for group, same in grouped(rows, lambda row: row.label("bench", "seq") or NOT_STATED.format("benchmark")).items():
+        anchored, half, eighth = Asked(group, ANCHORED), Asked(group, EXTRAPOLATED), Asked(group, _FAR)
         left = 0
         for series, members in grouped(same, lambda row: row.label("bench", "seq", "version")).items():
             kept = [row for row in members if row.number("last_eval") > 0 and row.number("ok", 1.0) > 0]
@@ -39,26 +40,43 @@ def data_to_target(rows: Sequence[TableRow]) -> Iterator[Asked]:
             left += len(members) - len(kept)
             by_batch = grouped(kept, lambda row: row.number("batch"))
             points = {batch: [row.number("last_eval") for row in each] for batch, each in sorted(by_batch.items())}
-            name = same[0].label("bench")
-            half.predictions += _from_smaller(points, 0.5, f"target {name}", series)
-            eighth.predictions += _from_smaller(points, 0.125, f"target {name}", series)
+            name = f"target {same[0].label('bench')}"
+            if points:
+                smallest = min(points)
+                anchored.predictions += _from_smaller(points, 0.5, name, series, (smallest, ONE_BATCH))
+            half.predictions += _from_smaller(points, 0.5, name, series)
+            eighth.predictions += _from_smaller(points, 0.125, name, series)
         note = f"{left} rows without data to the target, or in another unit than the rest" if left else ""
-        for asked in (half, eighth):
+        yield Asked(group, ZERO_SHOT, reason=_OTHER_TARGET)
+        for asked in (anchored, half, eighth):
             asked.reason = note if asked.predictions else "no batch so much smaller than another"
             yield asked
 
 
-def _from_smaller(points: dict[float, list[float]], share: float, name: str, series: str) -> list[CheckedPrediction]:
+def _from_smaller(
+    points: dict[float, list[float]], share: float, name: str, series: str, only: tuple[float, str] | None = None
+) -> list[CheckedPrediction]:
+    """Predict each batch from the batches of at most a share of it.
+
+    Args:
+        points: data to the target in each submission, by batch.
+        share: largest fitted batch over the predicted one.
+        name: set of the predictions.
+        series: their series.
+        only: the one batch to fit, and the basis of such predictions; None: all.
+    """
     found = []
     for batch, values in points.items():
         below = {each: data for each, data in points.items() if each <= share * batch}
+        if only is not None:
+            below = {each: data for each, data in below.items() if each == only[0]}
         if not below:
             continue
         batches = np.array(list(below))
         data = np.array([statistics.median(each) for each in below.values()])
         runs = np.array([float(len(each)) for each in below.values()])
         predicted, sigma = fit_target(batches, data, runs).predict(batch)
-        basis = "data to the target at smaller batches"
+        basis = SMALLER_BATCHES if only is None else only[1]
         distance = batch / float(batches.max())
         truth = statistics.median(values)
         found.append(CheckedPrediction(name, basis, distance, f"{series} {batch:g}", predicted, sigma, truth))
@@ -69,9 +87,12 @@ class _Curve:
     """A metric over a run at one batch size, with the gradient's noise at each epoch."""
 
     def __init__(self, batch: float, rows: Sequence[TableRow]) -> None:
-        ordered = sorted(rows, key=lambda row: row.number("iteration"))
+        # Epochs are a unit of data too.
+        counted = "iteration" if all("iteration" in row.numbers for row in rows) else "epoch"
+        ordered = sorted(rows, key=lambda row: row.number(counted))
         self.batch = batch
-        self.samples = np.array([row.number("iteration") * batch for row in ordered])
+        unit = batch if counted == "iteration" else 1.0
+        self.samples = np.array([row.number(counted) * unit for row in ordered])
         self.metric = np.array([row.number("metric") for row in ordered])
         self.ratio = np.array([row.number("grad_var") / row.number("grad_sqr") for row in ordered])
 
@@ -90,7 +111,8 @@ class _Curve:
         """Return samples of each epoch up to a point, and B_simple in samples of each."""
         ends = np.minimum(self.samples, samples)
         spent = np.diff(ends, prepend=0.0)
-        ratio = np.where(np.isfinite(self.ratio), self.ratio, np.nanmedian(self.ratio))
+        known = self.ratio[np.isfinite(self.ratio)]
+        ratio = np.where(np.isfinite(self.ratio), self.ratio, np.median(known) if len(known) else np.nan)
         return spent[spent > 0], factor * ratio[spent > 0]
 
 
@@ -102,8 +124,9 @@ def metric_by_epoch(rows: Sequence[TableRow]) -> Iterator[Asked]:
     2018, arXiv 1812.06162; Qiao et al., OSDI 2021, arXiv 2008.12260, eq. 7). `grad_var` is the variance of the gradient
     of the smallest batch, so φ = B_0 · grad_var / grad_sqr.
     """
-    for group, same in grouped(rows, lambda row: row.label("workload")).items():
-        alone, more = Asked(group, NOISE_ALONE), Asked(group, NOISE_AND_ONE)
+    for group, same in grouped(rows, lambda row: row.label("workload") or NOT_STATED.format("workload")).items():
+        yield Asked(group, ZERO_SHOT, reason=_OTHER_TARGET)
+        alone, more = Asked(group, ANCHORED), Asked(group, EXTRAPOLATED)
         named = grouped(same, lambda row: row.number("batch"))
         curves = [_Curve(batch, each) for batch, each in sorted(named.items()) if len(each) > 1]
         if len(curves) < 2:
@@ -118,8 +141,11 @@ def metric_by_epoch(rows: Sequence[TableRow]) -> Iterator[Asked]:
         for share in _LEVELS if end > start else ():
             level = start + share * (end - start)
             _ask_level(alone, more, curves, level)
+        missing = "no level of the metric that every batch reaches"
+        if not np.isfinite(curves[0].ratio).any():
+            alone.reason = "the table does not say the noise of the gradient at the smallest batch"
         for asked in (alone, more):
-            asked.reason = "" if asked.predictions else "no level of the metric that every batch reaches"
+            asked.reason = "" if asked.predictions else asked.reason or missing
             yield asked
 
 
@@ -135,24 +161,26 @@ def _ask_level(alone: Asked, more: Asked, curves: Sequence[_Curve], level: float
     name = f"progress {alone.group}"
     spent, noise = first.noise(base, first.batch)
     average = float((spent * noise).sum() / spent.sum())
+    known = math.isfinite(average)
     for curve in curves[1:]:
         truth = curve.reached(level)
         if not math.isfinite(truth):
             continue
-        predicted = float((spent * (noise + curve.batch) / (noise + first.batch)).sum())
-        far = curve.batch / first.batch
-        # How far the noise scale is from the critical batch size: a factor of two either way.
-        sigma = math.log(2) * float(curve.batch / (curve.batch + average)) + 0.05
         label = f"{alone.group} {curve.batch:g}"
-        alone.predictions.append(CheckedPrediction(name, "gradient noise", far, label, predicted, sigma, truth))
+        if known:
+            predicted = float((spent * (noise + curve.batch) / (noise + first.batch)).sum())
+            far = curve.batch / first.batch
+            # How far the noise scale is from the critical batch size: a factor of two either way.
+            sigma = math.log(2) * float(curve.batch / (curve.batch + average)) + 0.05
+            alone.predictions.append(CheckedPrediction(name, "gradient noise", far, label, predicted, sigma, truth))
         middle = math.sqrt(first.batch * curve.batch)
         others = [each for each in curves[1:] if each.batch <= curve.batch / 2]
         if others:
             one = min(others, key=lambda each: abs(math.log(each.batch / middle)))
             measured = np.array([base, one.reached(level)])
             batches = np.array([first.batch, one.batch])
-            posterior = fit_target(batches, measured, np.ones(2), noise=average)
+            posterior = fit_target(batches, measured, np.ones(2), noise=average if known else None)
             guess, spread = posterior.predict(curve.batch)
-            basis = "gradient noise and one batch"
+            basis = "gradient noise and one batch" if known else SMALLER_BATCHES
             far = curve.batch / one.batch
             more.predictions.append(CheckedPrediction(name, basis, far, label, guess, spread, truth))

@@ -24,6 +24,7 @@ from tutti.planning.measurement_table import TableRow
 from tutti.planning.protocol import (
     ANCHORED,
     EXTRAPOLATED,
+    NOT_STATED,
     ONE_LENGTH,
     ONE_ROW,
     PUBLISHED_ROWS,
@@ -119,7 +120,8 @@ def all_reduce(rows: Sequence[TableRow]) -> Iterator[Asked]:
         many = inputs["ranks"] > 1
         yield Asked(group, ZERO_SHOT, reason="no all-reduce of another set on this hardware ships with the package")
         if many.sum() < 2:
-            yield Asked(group, ANCHORED, reason="fewer than two measurements over several ranks")
+            for protocol in (ANCHORED, EXTRAPOLATED):
+                yield Asked(group, protocol, reason="fewer than two measurements over several ranks")
             continue
         kept = np.flatnonzero(many)
         data = (
@@ -139,7 +141,7 @@ def small_cluster(rows: Sequence[TableRow]) -> Iterator[Asked]:
     *Anchored, other workloads' network* sees other workloads of the table on all replicas, and of the one that is asked
     for its smallest rows: what these say once the cluster's network is known.
     """
-    groups = grouped(rows, lambda row: row.label("workload", "hardware"))
+    groups = grouped(rows, lambda row: row.label("workload", "hardware") or NOT_STATED.format("workload"))
     steps = {group: _steps(same) for group, same in groups.items()}
     workloads = {group: same[0].label("workload") for group, same in groups.items()}
     networks: dict[str, Array] = {}
@@ -160,7 +162,10 @@ def small_cluster(rows: Sequence[TableRow]) -> Iterator[Asked]:
         yield Asked(group, ZERO_SHOT, reason=_NO_SHAPE)
         data = (inputs, seconds, inputs["replicas"], series)
         name = f"small cluster {workloads[group]}"
-        yield from _fit_and_ask(DATA_PARALLEL_LAW, group, name, data, enough)
+        guess = _guesses(groups[group])
+        for asked in _fit_and_ask(DATA_PARALLEL_LAW, group, name, data, enough):
+            asked.reason = asked.reason or guess
+            yield asked
         if others:
             asked = next(_fit_and_ask(_with_network(others), group, name, data, enough))
             basis = "one measured row and a known network"
@@ -171,8 +176,15 @@ def small_cluster(rows: Sequence[TableRow]) -> Iterator[Asked]:
 
 def _steps(rows: Sequence[TableRow]) -> tuple[dict[str, Array], Array]:
     inputs = _inputs(rows, {"replicas": "replicas", "nodes": "nodes", "local_batch": "local_batch"})
-    inputs["nodes"] = np.minimum(inputs["nodes"], inputs["replicas"])
+    inputs["nodes"] = np.fmin(inputs["nodes"], inputs["replicas"])
+    inputs["local_batch"] = np.nan_to_num(inputs["local_batch"], nan=1.0)
     return inputs, np.array([row.number("step_time") for row in rows])
+
+
+def _guesses(rows: Sequence[TableRow]) -> str:
+    """Return what the table does not say and the predictions therefore guess; empty where there is nothing."""
+    guesses = {"nodes": "each replica counts as a node", "local_batch": "all batches count as equal"}
+    return "; ".join(f"{role} not stated: {text}" for role, text in guesses.items() if role not in rows[0].numbers)
 
 
 def _with_network(others: Sequence[Array]) -> ScalingLaw:
@@ -205,6 +217,10 @@ def iteration_by_grid(rows: Sequence[TableRow]) -> Iterator[Asked]:
         yield from _fit_and_ask(GPT_GRID_LAW, group, f"grid {group}", data, lambda fitted: bool(fitted.sum() >= 12))
 
 
+_TOKENS = 512.0
+"""Tokens that a sample of unknown length counts as, such as an image: a guess."""
+
+
 class _Job:
     """A row of published jobs with what the laws need; NaN where the table is silent."""
 
@@ -217,31 +233,40 @@ class _Job:
         self.length = number("seq_len")
         roles = ("set", "model", "hardware", "precision", "framework")
         self.kind = tuple(row.label(role) for role in roles)
+        if not row.text.get("model"):
+            # Rows without a model's name are one series where they have one shape.
+            self.kind += tuple(row.label(role) for role in ("params_b", "layers", "hidden"))
         self.split = number("tp", 1.0) * number("pp", 1.0)
+        self.tokens = _TOKENS if math.isnan(self.length) else self.length
         batch = number("global_batch")
         if row.text.get("batch_unit", "").startswith("token"):
-            batch /= self.length
+            batch /= self.tokens
         micro = number("micro_batch")
         data = max(1.0, self.devices / self.split)
-        tokens = 1.0 if math.isnan(self.length) else self.length
-        self.flops = self._flops()
-        if "step_time" in row.numbers and not math.isnan(batch):
-            self.seconds = number("step_time") * self.devices / batch
-        elif "samples_per_s" in row.numbers:
-            self.seconds = self.devices / number("samples_per_s")
-        elif "tokens_per_s_per_device" in row.numbers:
-            self.seconds = tokens / number("tokens_per_s_per_device")
-        elif "tflops_per_device" in row.numbers and not math.isnan(self.flops):
-            hardware = row.text.get("tflops_kind", "").startswith("hardware")
-            kept = self.flops if hardware else self.flops / (4 / 3 if self.recompute else 1.0)
-            self.seconds = kept / (number("tflops_per_device") * 1e12)
-        else:
-            self.seconds = math.nan
         local = batch / data
         self.passes = max(1.0, local / micro) if not math.isnan(local * micro) else 1.0
-        self.batch = batch if not math.isnan(batch) else data * (micro if not math.isnan(micro) else 64.0)
-        self.call = micro * tokens if not math.isnan(micro) else 1e12
+        self.batch_known = not math.isnan(batch)
+        self.batch = batch if self.batch_known else data * (micro if not math.isnan(micro) else 64.0)
+        self.call = micro * self.tokens if not math.isnan(micro) else 1e12
+        self.flops = self._flops()
+        self.seconds = self._device_seconds()
         self.series = " / ".join((*(part for part in self.kind if part), f"{self.length:g}"))
+
+    def _device_seconds(self) -> float:
+        """Return the device-seconds of a sample, from the step, samples, tokens or FLOP a second; NaN without them."""
+        row, number = self.row, self.row.number
+        if "step_time" in row.numbers and self.batch_known:
+            return number("step_time") * self.devices / self.batch
+        if "samples_per_s" in row.numbers:
+            return self.devices / number("samples_per_s")
+        if "tokens_per_s_per_device" in row.numbers:
+            return self.tokens / number("tokens_per_s_per_device")
+        if "tflops_per_device" not in row.numbers:
+            return math.nan
+        flops = self.tokens if math.isnan(self.flops) else self.flops
+        hardware = row.text.get("tflops_kind", "").startswith("hardware")
+        kept = flops if hardware else flops / (4 / 3 if self.recompute else 1.0)
+        return kept / (number("tflops_per_device") * 1e12)
 
     @property
     def recompute(self) -> bool:
@@ -250,7 +275,9 @@ class _Job:
     def _flops(self) -> float:
         """Return the hardware FLOP of a sample with the pipeline's bubble, NaN where the shape is not known."""
         number = self.row.number
-        shape = [number("params_b") * 1e9, number("layers"), number("hidden"), self.length, float(self.recompute)]
+        blocks = 12 * number("layers") * number("hidden") ** 2
+        attention = (number("layers", 0.0), number("hidden", 0.0))
+        shape = [number("params_b", blocks / 1e9) * 1e9, *attention, self.length, float(self.recompute)]
         one = transformer_flops_per_token(*(np.array([value]) for value in shape))[0] * self.length
         return float(one)
 
@@ -259,8 +286,8 @@ class _Job:
         shape = self.flops / self.seconds
         return shape if math.isfinite(shape) else self.row.number("tflops_per_device") * 1e12
 
-    def columns(self) -> dict[str, float]:
-        """Return the inputs of `ANCHORED_LAW` for this row."""
+    def columns(self, shaped: bool = True) -> dict[str, float]:
+        """Return the inputs of `ANCHORED_LAW` for this row; without a known shape, computing is as the tokens."""
         number = self.row.number
         wire = re.search(r"([\d.]+)\s*G(b|B)(?:it)?/?p?s", self.row.text.get("interconnect", ""))
         per_node = number("per_node", 8.0)
@@ -270,7 +297,7 @@ class _Job:
         sharded = re.search(r"zero-?3|fsdp|full", self.row.text.get("sharding", "").lower()) is not None
         known = {"devices": self.devices, "per_node": per_node, "split": self.split, "sharded": float(sharded)}
         known |= {"parameters": number("params_b", 0.0) * 1e9, "passes": self.passes, "bytes_per_s": rate}
-        flops = self.flops if not math.isnan(self.flops) else (4 / 3 if self.recompute else 1.0)
+        flops = self.flops if shaped else self.tokens * (4 / 3 if self.recompute else 1.0)
         return known | {"call": self.call, "flops": flops * bubble, "global_batch": self.batch}
 
 
@@ -278,7 +305,8 @@ def _pairs(pairs: Sequence[tuple[_Job, _Job]]) -> dict[str, Array]:
     """Return the inputs of `ANCHORED_LAW` for pairs of an anchor and a job."""
     found: dict[str, list[float]] = {}
     for anchor, job in pairs:
-        both = job.columns() | {f"a_{name}": value for name, value in anchor.columns().items()}
+        shaped = not math.isnan(job.flops * anchor.flops)
+        both = job.columns(shaped) | {f"a_{name}": value for name, value in anchor.columns(shaped).items()}
         for name, value in (both | {"a_seconds": anchor.seconds}).items():
             found.setdefault(name, []).append(value)
     return {name: np.array(column) for name, column in found.items()}
@@ -323,7 +351,12 @@ def _middle(same: Sequence[_Job]) -> _Job:
 
 def published_jobs(rows: Sequence[TableRow]) -> Iterator[Asked]:
     """Predict throughput of published training jobs, in device-seconds a sample, by set and hardware."""
-    jobs = [job for job in map(_Job, rows) if math.isfinite(job.seconds) and job.seconds > 0]
+    every = list(map(_Job, rows))
+    jobs = [job for job in every if math.isfinite(job.seconds)]
+    for group in dict.fromkeys(job.group for job in every):
+        if not any(job.group == group for job in jobs):
+            for protocol in (ZERO_SHOT, ANCHORED, EXTRAPOLATED):
+                yield Asked(group, protocol, reason="steps without a global batch: their samples are not known")
     series = grouped(jobs, lambda job: job.series)
     several = {name: same for name, same in series.items() if len({job.devices for job in same}) > 1}
     anchors = [*shipped_anchors(), *utilisation_anchors(rows)]
@@ -429,6 +462,8 @@ def scaling_law(rows: Sequence[TableRow]) -> Iterator[Asked]:
     flop = np.array([row.number("training_flop") for row in rows])
     inputs = {"parameters": np.array([row.number("model_size") for row in rows]), "flop": flop}
     loss = np.array([row.number("loss") for row in rows])
+    yield Asked("loss", ZERO_SHOT, reason="the constants of a loss are fitted, not taken from other data")
+    yield Asked("loss", ANCHORED, reason="one run does not fix five constants")
     if len(rows) < 20:
         yield Asked("loss", EXTRAPOLATED, reason="fewer than 20 runs for five constants")
         return

@@ -18,6 +18,11 @@ import numpy as np
 NO_BAND = "no band: nothing like this was checked"
 LEVEL = 0.9
 LEAST_SERIES = 30
+"""Independent series of a cell, of all sets, below which nothing in it has a band."""
+_LEAST_OTHERS = 9
+"""Series of other sets with a finite 90 % quantile of one more: ⌈0.9·(9 + 1)⌉ = 9."""
+_LEAST_SETS = 2
+"""Other sets: one alone does not say how far sets differ."""
 FEW_POINTS = frozenset({"data to the target at smaller batches"})
 """Bases with so few published points that both near distances are one cell."""
 _FLOOR = 0.03
@@ -104,13 +109,15 @@ def collect_scores(checked: Iterable[CheckedPrediction]) -> dict[str, dict[str, 
 
 
 def band_factor(residuals: Residuals, cell: str, set_name: str) -> float | None:
-    """Return q of a cell without the named set, or None where fewer than 30 series are left.
+    """Return q of a cell without the named set, or None where too little was checked.
 
-    Sets weigh as the square root of their series, so that one large set does not speak for all.
+    That is a cell of fewer than 30 series, or one with fewer than 9 series or 2 sets beside the named one. Sets weigh
+    as the square root of their series, so that one large set does not speak for all.
     """
     others = {name: scores for name, scores in residuals.get(cell, {}).items() if name != set_name}
     count = sum(scores.series for scores in others.values())
-    if count < LEAST_SERIES:
+    every = sum(scores.series for scores in residuals.get(cell, {}).values())
+    if every < LEAST_SERIES or count < _LEAST_OTHERS or len(others) < _LEAST_SETS:
         return None
     values = np.concatenate([np.asarray(scores.scores) for scores in others.values()])
     weights = np.concatenate(
@@ -128,9 +135,10 @@ def binomial_interval(count: int, share: float = LEVEL) -> tuple[float, float]:
     >>> binomial_interval(50)
     (0.82, 0.98)
     """
-    from scipy.stats import binom
+    from scipy.special import bdtr
 
-    low, high = binom.ppf([0.025, 0.975], count, share)
+    reached = bdtr(np.arange(count + 1), count, share)
+    low, high = np.searchsorted(reached, [0.025, 0.975])
     return float(low) / count, float(high) / count
 
 

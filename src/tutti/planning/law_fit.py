@@ -8,7 +8,7 @@ import numpy as np
 
 from tutti.planning.scaling_laws import Array, Inputs, ScalingLaw, samples_to_target
 
-_RESIDUAL = 0.1
+_RESIDUAL = 0.05
 """Relative error of a law at which a row's influence starts to level off (soft L1): a guess, the same for all laws."""
 
 _HOPELESS = 1e3
@@ -17,7 +17,7 @@ _INDEPENDENT = 100.0
 proof."""
 
 
-OTHER_SETS = 30.0
+OTHER_SETS = 8.0
 """Rows that count as independent where they come from other sets than the one that is predicted: a guess."""
 
 

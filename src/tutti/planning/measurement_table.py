@@ -1,9 +1,10 @@
 """Read published measurements: a table is recognised by its columns, its units are read from their names.
 
-Column names are compared in lower case without punctuation, so that `# GPUs`, `gpus` and `GPUs` are one; a suffix
-such as `_ms` or `(GB)` states the unit. A cell that is empty, `N/A`, not a number or not positive is missing. A row
-that lacks what the table's kind needs is left out and counted; a table that is left without rows is named with the
-reason.
+A role without a column is derived where others determine it: devices from the sizes of a grid, nodes from a placement,
+seconds from a bus bandwidth. Column names are compared in lower case without punctuation, so that `# GPUs`, `gpus` and
+`GPUs` are one; a suffix such as `_ms` or `(GB)` states the unit. A cell that is empty, `N/A`, not a number or not
+positive is missing. A row that lacks what the table's kind needs is left out and counted; a table that is left without
+rows is named with the reason.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ _TIME = {
     "minutes": 60.0,
     "h": 3600.0,
 }
+_RATE = {"gb_s": 1e9, "gbps": 1e9, "mb_s": 1e6}
 _SIZE = {"bytes": 1.0, "b": 1.0, "kb": 1e3, "mb": 1e6, "gb": 1e9, "kib": 2.0**10, "mib": 2.0**20, "gib": 2.0**30}
 
 # Roles: names that published tables use for one quantity, without their unit.
@@ -52,6 +54,8 @@ _ALIASES: Mapping[str, tuple[str, ...]] = {
     "dp": ("dp", "data_parallelism", "data_parallel"),
     "tp": ("tp", "tensor_parallelism", "tensor_parallel"),
     "pp": ("pp", "pipeline_parallelism", "pipeline_parallel"),
+    "cp": ("cp", "context_parallelism", "context_parallel"),
+    "ep": ("ep", "expert_parallelism", "expert_parallel"),
     "vpp": ("vpp",),
     "step_time": ("step_time", "iteration_time", "iter_time"),
     "samples_per_s": ("samples_per_s", "samples_per_sec", "throughput_samples_per_s"),
@@ -67,11 +71,14 @@ _ALIASES: Mapping[str, tuple[str, ...]] = {
     "size": ("bytes", "size", "message", "message_size"),
     "out_of_place": ("out_of_place", "oop", "out_of_place_time", "time"),
     "in_place": ("in_place", "in_place_time"),
+    "bus_rate": ("out_of_place_busbw", "in_place_busbw", "busbw"),
     "bench": ("bench", "benchmark"),
     "version": ("version", "round"),
     "seq": ("seq",),
     "batch": ("batch", "batch_size"),
     "last_eval": ("last_eval",),
+    "minutes": ("mean_min",),
+    "throughput": ("thr",),
     "runs": ("runs",),
     "ok": ("ok",),
     "acc": ("acc",),
@@ -83,22 +90,24 @@ _ALIASES: Mapping[str, tuple[str, ...]] = {
     "grad_var": ("grad_var",),
     "model_size": ("model_size",),
     "training_flop": ("training_flop", "training_flops"),
+    "training_tokens": ("training_tokens", "tokens"),
     "loss": ("loss",),
 }
 _ROLE = {name: role for role, names in _ALIASES.items() for name in names}
 
-# Kinds in the order of recognition: all roles of the second field, and one of the third where there are several.
+# Kinds in the order of recognition: all roles of the second field, one of the third where there are several, and of
+# the fourth any that the table has a column for.
 _TRUTHS = ("step_time", "samples_per_s", "tokens_per_s_per_device", "tflops_per_device")
 _GRID = ("devices", "global_batch", "micro_batch", "hidden", "layers", "seq_len", "dp", "tp", "pp", "step_time")
-_KINDS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
-    ("all-reduce", ("ranks", "size"), ("out_of_place", "in_place")),
-    ("metric by epoch", ("workload", "batch", "epoch", "iteration", "metric", "grad_sqr", "grad_var"), ()),
-    ("data to target", ("bench", "batch", "last_eval"), ()),
-    ("published jobs", ("set", "devices"), _TRUTHS),
-    ("iteration by grid", _GRID, ()),
-    ("small cluster", ("workload", "replicas", "nodes", "local_batch", "step_time"), ()),
-    ("scaling law", ("model_size", "training_flop", "loss"), ()),
-    ("published jobs", ("model", "devices"), _TRUTHS),
+_KINDS: tuple[tuple[str, tuple[str, ...], tuple[str, ...], tuple[str, ...]], ...] = (
+    ("all-reduce", ("ranks", "size"), ("out_of_place", "in_place"), ()),
+    ("metric by epoch", ("batch", "metric"), ("iteration", "epoch"), ("workload", "grad_sqr", "grad_var")),
+    ("data to target", ("batch", "last_eval"), (), ("bench",)),
+    ("published jobs", ("set", "devices"), _TRUTHS, ()),
+    ("iteration by grid", _GRID, (), ()),
+    ("small cluster", ("replicas", "step_time"), (), ("workload", "nodes", "local_batch")),
+    ("scaling law", ("model_size", "training_flop", "loss"), (), ()),
+    ("published jobs", ("devices",), _TRUTHS, ("model",)),
 )
 
 _MISSING = frozenset({"", "na", "n/a", "nan", "none", "null", "-", "–", "?", "inf"})
@@ -150,6 +159,9 @@ def column_role(name: str) -> tuple[str, float]:
     units = _SIZE if _ROLE.get(stem) == "size" else _TIME
     if stem in _ROLE and unit in units:
         return _ROLE[stem], units[unit]
+    for unit, factor in _RATE.items():
+        if _ROLE.get(plain.removesuffix(f"_{unit}")) == "bus_rate":
+            return "bus_rate", factor
     return "", 1.0
 
 
@@ -188,6 +200,59 @@ def read_row(cells: Mapping[str, str], roles: Mapping[str, tuple[str, float]]) -
     return TableRow(text, numbers)
 
 
+def replicas_by_node(placement: str, replicas: float = math.nan, nodes: float = math.nan) -> list[int]:
+    """Return the replicas of each node, from one digit a node, separated numbers, or one number for all nodes.
+
+    Args:
+        placement: the text.
+        replicas: of all nodes, NaN if unknown.
+        nodes: their number, NaN if unknown.
+
+    >>> replicas_by_node("224"), replicas_by_node("4,4,16"), replicas_by_node("4", replicas=8)
+    ([2, 2, 4], [4, 4, 16], [4, 4])
+    """
+    numbers = [int(each) for each in re.findall(r"\d+", placement)[:4096]]
+    readings = [[int(digit) for digit in str(numbers[0])]] if len(numbers) == 1 else []
+    readings.append(numbers)
+    if len(numbers) == 1 and 0 < numbers[0] < 1e5:
+        count = nodes if nodes > 0 else replicas / numbers[0]
+        readings += [numbers * int(count)] if 1 <= count < 1e5 else []
+    for each in readings:
+        fits = math.isnan(replicas) or sum(each) == replicas
+        if each and min(each) > 0 and fits and (math.isnan(nodes) or len(each) == nodes):
+            return each
+    return []
+
+
+def _derive(row: TableRow) -> TableRow:
+    """Return a row with the numbers that its other cells determine."""
+    found = dict(row.numbers)
+    have = found.get
+    grid = math.prod(have(role, 1.0) for role in ("dp", "tp", "pp", "cp", "ep"))
+    if "dp" in found:
+        found.setdefault("devices", grid)
+    elif "nodes" in found and "per_node" in found:
+        found.setdefault("devices", found["nodes"] * found["per_node"])
+    for missing in ("dp", "tp", "pp"):
+        if "devices" in found and sum(role in found for role in ("dp", "tp", "pp")) == 2 and missing not in found:
+            found[missing] = max(1.0, found["devices"] / grid)
+    placed = replicas_by_node(row.text.get("placement", ""), have("replicas", math.nan), have("nodes", math.nan))
+    if placed:
+        found.setdefault("replicas", float(sum(placed)))
+        found.setdefault("nodes", float(len(placed)))
+    stated = re.search(r"(\d+)\s*(?:a|per)\s*node", row.text.get("hardware", ""))
+    each = float(stated[1]) if stated else have("per_node", math.nan)
+    if "replicas" in found and each > 0:
+        found.setdefault("nodes", float(math.ceil(found["replicas"] / each)))
+    if "size" in found and "bus_rate" in found and have("ranks", 1.0) > 1:
+        seconds = 2 * (1 - 1 / found["ranks"]) * found["size"] / found["bus_rate"]
+        if "in_place" not in found:
+            found.setdefault("out_of_place", seconds)
+    if "model_size" in found and "training_tokens" in found:
+        found.setdefault("training_flop", 6 * found["model_size"] * found["training_tokens"])
+    return TableRow(row.text, found)
+
+
 _TEXTUAL = frozenset({"set", "workload", "bench", "model"})
 
 
@@ -199,16 +264,21 @@ def _complete(row: TableRow, needed: Sequence[str], any_of: Sequence[str]) -> bo
 def recognise_table(name: str, header: Sequence[str], cells: Sequence[Mapping[str, str]]) -> MeasurementTable:
     """Return a table by its columns; unknown ones say which columns the nearest kind would have needed."""
     roles = {column: column_role(column) for column in header if column_role(column)[0]}
-    have = {role for role, _ in roles.values()}
+    named = {role for role, _ in roles.values()}
+    every = [_derive(read_row(each, roles)) for each in cells]
+    if "last_eval" not in named and {"minutes", "throughput"} <= named:
+        every = [_samples_seen(row) for row in every]
+    have = named.union(*(row.numbers for row in every))
     lacking: list[tuple[int, str, list[str]]] = []
-    for kind, needed, any_of in _KINDS:
+    for kind, needed, any_of, optional in _KINDS:
         missing = [role for role in needed if role not in have]
         if any_of and not have & set(any_of):
             missing.append(" or ".join(any_of))
         if missing:
             lacking.append((len(missing), kind, missing))
             continue
-        rows = [row for row in (read_row(each, roles) for each in cells) if _complete(row, needed, any_of)]
+        wanted = (*needed, *(role for role in optional if role in have))
+        rows = [row for row in every if _complete(row, wanted, any_of)]
         left = len(cells) - len(rows)
         if not rows:
             lacking.append((0, kind, ["numbers in one row at least"]))
@@ -216,6 +286,14 @@ def recognise_table(name: str, header: Sequence[str], cells: Sequence[Mapping[st
         return MeasurementTable(name, kind, rows, f"{left} of {len(cells)} rows lack a number" if left else "")
     _, kind, missing = min(lacking)
     return MeasurementTable(name, reason=f"not recognised: {kind}, the nearest kind, needs {', '.join(missing)}")
+
+
+def _samples_seen(row: TableRow) -> TableRow:
+    """Return a row with the samples that were seen up to the target: minutes × samples per second."""
+    if "minutes" not in row.numbers or "throughput" not in row.numbers:
+        return row
+    samples = 60 * row.numbers["minutes"] * row.numbers["throughput"]
+    return TableRow(row.text, {**row.numbers, "last_eval": samples})
 
 
 def read_tables(folder: Path) -> list[MeasurementTable]:

@@ -8,6 +8,9 @@ from typing import TypeVar
 
 from tutti.planning.conformal_band import CheckedPrediction
 
+NOT_STATED = "{} not stated"
+"""Name of a group whose table does not say which it is."""
+
 ZERO_SHOT = "zero-shot"
 ANCHORED = "anchored"
 EXTRAPOLATED = "extrapolated"
@@ -29,13 +32,15 @@ class Asked:
         group: set or workload, and hardware.
         protocol: which measurements the fit used.
         predictions: each beside its measurement.
-        reason: why some or all could not be predicted.
+        reason: why some or all could not be predicted, or what they guess.
+        table: kind of the table.
     """
 
     group: str
     protocol: str
     predictions: list[CheckedPrediction] = field(default_factory=list)
     reason: str = ""
+    table: str = ""
 
 
 def grouped(elements: Iterable[_Element], key: Callable[[_Element], _Key]) -> dict[_Key, list[_Element]]:
