@@ -15,6 +15,7 @@ from tests import worlds
 from tutti.comm.collective_schedules import LinkCost
 from tutti.config.train_config import TrainConfig
 from tutti.errors import UsageError
+from tutti.parallel.local_sgd.local_sgd import LOSS_LANES
 from tutti.parallel.pipeline.pipeline_schedule import bubble_fraction
 from tutti.planning.conformal_band import NO_BAND, CellScores
 from tutti.planning.machine_costs import SAMPLES, MeasuredCosts, Network, StepCosts, curve_seconds, open_machine
@@ -143,6 +144,22 @@ def test_sharding_sends_rows_and_updates_a_part() -> None:
     assert kinds.count("all_gather") == 2 and kinds.count("reduce_scatter") == 2
 
 
+def test_local_steps_average_parameters_once_in_a_period() -> None:
+    step = facts(2, elements=1_000_000)
+    own = 0.048 + 2e-3
+    sums = 2 * (LINK.alpha + 8 * LOSS_LANES / LINK.beta)
+    average = 2 * (LINK.alpha + 8e6 / LINK.beta)
+    for period in (1, 4, 100):
+        found = seconds_of(step, run(f"local_sgd:period={period}", 2), costs())
+        assert found == pytest.approx(own + sums + average / period, rel=1e-4)
+    outer = seconds_of(step, run("diloco:period=4", 2), costs())
+    assert outer == pytest.approx(own + sums + (average + 2e-3) / 4, rel=1e-4)
+    # Each of two workers of a device makes an update of its own, and their sum is one message.
+    both = seconds_of(step, run("local_sgd:period=4", 2, workers=4), costs())
+    assert both == pytest.approx(own + 2e-3 + sums + average / 4, rel=1e-4)
+    assert seconds_of(step, run("local_sgd:period=4"), costs()) == pytest.approx(own)
+
+
 @pytest.mark.parametrize(("schedule", "chunks"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2)])
 def test_the_bubble_of_equal_stages_is_that_of_the_order(schedule: str, chunks: int) -> None:
     config = run(f"pipeline:schedule={schedule},micro_batches=4", 2, batch_size=8, optimizer="sgd:lr=0.1")
@@ -151,7 +168,7 @@ def test_the_bubble_of_equal_stages_is_that_of_the_order(schedule: str, chunks: 
     assert times.shares()["idling"] == pytest.approx(bubble_fraction(schedule, 2, 4, chunks), abs=1e-6)
 
 
-@pytest.mark.parametrize("strategy", ["mirrored:algorithm=native", "sharded:stage=3", "pipeline:stages=2"])
+@pytest.mark.parametrize("strategy", ["mirrored:algorithm=native", "sharded:stage=3", "pipeline:stages=2", "local_sgd"])
 def test_the_cost_is_constant_in_replicas(strategy: str) -> None:
     prices = costs(between=LINK)
     few, many = (program_of(facts(4), run(strategy, devices, micro_batch=4), prices) for devices in (8, 16384))
@@ -193,7 +210,7 @@ def test_a_band_needs_thirty_checked_series_of_its_cell() -> None:
     seconds = np.full(SAMPLES, 2.0)
     assert step_band(seconds, costs(), 2, {}) == (None, NO_BAND)
     cell = "simulated step, measured machine, at most 2 ×"
-    few, enough = ({cell: {"own": CellScores((2.0,), series)}} for series in (29, 30))
+    few, enough = ({cell: {name: CellScores((2.0,), each) for name in "ab"}} for each in (14, 15))
     assert step_band(seconds, costs(), 2, few) == (None, NO_BAND)
     band, text = step_band(seconds, costs(), 2, enough)
     assert band == pytest.approx((2 / np.exp(0.06), 2 * np.exp(0.06))) and cell in text

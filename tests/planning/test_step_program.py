@@ -15,8 +15,8 @@ from tutti.comm.collective_schedules import Algorithm, LinkCost, schedule_of
 from tutti.config.train_config import TrainConfig
 from tutti.errors import UsageError
 from tutti.planning.machine_costs import SAMPLES, schedule_seconds, slowest_factor
-from tutti.planning.step_builders import TensorFacts, check_buildable, gradient_vectors
-from tutti.planning.step_program import StepAction, StepProgram, evaluate_program
+from tutti.planning.step_builders import TensorFacts, check_buildable, gradient_vectors, local_sgd_collectives
+from tutti.planning.step_program import StepAction, StepProgram, collective_totals, evaluate_program
 
 ALGORITHMS: tuple[Algorithm, ...] = ("ring", "tree", "halving", "hierarchical", "central")
 
@@ -69,7 +69,8 @@ def test_the_slowest_of_more_ranks_is_slower_and_one_is_typical() -> None:
 @pytest.mark.parametrize(
     ("strategy", "word"),
     [
-        ("local_sgd", "cannot be simulated yet"),
+        ("parameter_server", "cannot be simulated yet"),
+        ("local_sgd:post=2ep", "Leave out post"),
         ("tensor", "Take one of single, mirrored"),
         ("mirrored:algorithm=shared_memory", "algorithm=native"),
     ],
@@ -116,3 +117,43 @@ def test_the_program_sends_what_the_communicator_counts(
     for steps, links in worlds.run(ranks, counted, strategy=strategy, dtype=dtype):
         assert steps == 2
         assert links == {link: (steps * found.messages, steps * found.bytes) for link, found in traffic.items()}
+
+
+def local_steps(strategy: str, workers: int, dtype: torch.dtype) -> Any:
+    data = torch.rand(60, 4, dtype=dtype, generator=torch.Generator().manual_seed(1))
+    model = nn.Sequential(nn.Linear(4, 7), nn.Linear(7, 1).to(torch.float32))
+    run = tutti.prepare(
+        model_of(dtype) if dtype == torch.float64 else model,
+        "sgd:lr=0.1",
+        data,
+        lambda m, b: (m(b) ** 2).mean(),
+        strategy=strategy,
+        batch_size=12,
+        workers=workers,
+    )
+    before = run.gradient_sync.facts()["collectives"]
+    for batch in run.epoch(0):
+        run.step(batch)
+    after = run.gradient_sync.facts()["collectives"]
+    tensors = [TensorFacts(name, "", tuple(p.shape), p.dtype) for name, p in run.model.named_parameters()]
+    return before, {kind: (each["calls"], each["bytes"]) for kind, each in after.items()}, tensors
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "workers", "dtype"),
+    [
+        ("local_sgd:period=2", 2, 2, torch.float64),
+        ("local_sgd:period=3", 3, 5, torch.float32),
+        ("diloco:period=2", 2, 3, torch.float32),
+    ],
+)
+def test_local_steps_make_the_collectives_that_the_communicator_counts(
+    strategy: str, ranks: int, workers: int, dtype: torch.dtype
+) -> None:
+    found = worlds.run(ranks, local_steps, strategy=strategy, workers=workers, dtype=dtype)
+    period = int(strategy.rpartition("=")[2])
+    for rank, (before, counted, tensors) in enumerate(found):
+        assert before == {}
+        # 60 samples are 5 steps.
+        want = collective_totals(local_sgd_collectives(tensors, ranks, workers, period, rank), steps=5)
+        assert counted == want

@@ -100,6 +100,7 @@ class Communicator:
         self._sequence = 0
         self._transfers: dict[tuple[str, int, int], int] = {}
         self._counted: dict[tuple[int, int], LinkTraffic] = {}
+        self._collectives: dict[str, LinkTraffic] = {}
 
     @property
     def alive_ranks(self) -> Sequence[int]:
@@ -150,6 +151,7 @@ class Communicator:
             mine: rows that this rank sends to each rank.
             text: names the call in error messages.
         """
+        self._count_collective("all_to_all", send)
         if self.size == 1:
             receive.copy_(send)
             return
@@ -177,6 +179,7 @@ class Communicator:
 
     def gather_slices(self, mine: Tensor, text: str) -> Tensor:
         """All-gather equal slices: (n,) on each rank → (size · n,) on all, in rank order."""
+        self._count_collective("all_gather", mine, self.size)
         if self.size == 1:
             return mine
         if self._small is not None and self._small.takes(mine):
@@ -276,6 +279,20 @@ class Communicator:
         self.all_reduce(table, "traffic of the links")
         links = [(source, to) for source in range(self.size) for to in range(self.size)]
         return {link: LinkTraffic(*table[link].tolist()) for link in links if table[link][0]}
+
+    def _count_collective(self, kind: str, tensor: Tensor, times: int = 1) -> None:
+        """Count one collective of the gradient path over several ranks, and ``times`` the bytes of a tensor."""
+        if self.size > 1:
+            calls, size = self._collectives.get(kind, (0, 0))
+            self._collectives[kind] = LinkTraffic(calls + 1, size + times * tensor.nbytes)
+
+    def collective_traffic(self) -> dict[str, LinkTraffic]:
+        """Return by kind the calls and bytes of this rank's all-to-alls and all-gathers of slices.
+
+        The bytes are those of the whole tensor: all rows that a rank sends in an all-to-all, all slices that it has
+        after an all-gather. How many of them pass a link depends on the backend's algorithm.
+        """
+        return dict(self._collectives)
 
     # --- control: every call compares headers first ----------------------------------------------------------------
 

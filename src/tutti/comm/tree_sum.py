@@ -14,6 +14,25 @@ from tutti.comm.partition import even_share, workers_of
 from tutti.comm.summation_tree import Node, fold, merge_siblings, subtree_roots
 
 
+def tree_sum_traffic(ranks: int, workers: int, rank: int, length: int, itemsize: int) -> dict[str, int]:
+    """Return the bytes of the collectives of `TreeSum.total` on a rank, by kind, where no ranks share a worker.
+
+    Args:
+        ranks: data ranks R.
+        workers: logical workers over all ranks.
+        rank: the rank, whose maximal subtrees count.
+        length: elements of a worker's vector.
+        itemsize: bytes of an element.
+
+    >>> tree_sum_traffic(2, 4, 0, 5, 4)
+    {'all_to_all': 24, 'all_gather': 24}
+    """
+    if ranks == 1:
+        return {}
+    padded = -(-length // ranks) * ranks * itemsize
+    return {"all_to_all": len(subtree_roots(even_share(workers, ranks, rank), workers)) * padded, "all_gather": padded}
+
+
 class TreeSum:
     """Sum one vector per worker over all workers, in the tree's order.
 

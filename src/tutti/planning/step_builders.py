@@ -13,19 +13,28 @@ import torch
 
 from tutti import parallel
 from tutti.comm.partition import even_share
+from tutti.comm.tree_sum import tree_sum_traffic
 from tutti.config.layout_config import LayersConfig, PipelineConfig
-from tutti.config.sync_config import AllReduceConfig, RowsConfig
+from tutti.config.sync_config import AllReduceConfig, DiLoCoConfig, LocalSGDConfig, RowsConfig
 from tutti.config.train_config import TrainConfig
 from tutti.data.contract import BatchContract
 from tutti.errors import UsageError
 from tutti.parallel.ddp.buckets import Tail, plan_buckets
+from tutti.parallel.local_sgd.local_sgd import LOSS_LANES
 from tutti.parallel.pipeline.pipeline_schedule import Action, Order, make_order, timeline
 from tutti.planning.machine_costs import SAMPLES, StepCosts, schedule_seconds
 from tutti.planning.scaling_laws import Array
-from tutti.planning.step_program import COMMUNICATION, UPDATE, GradientVector, StepAction, StepProgram
+from tutti.planning.step_program import (
+    COMMUNICATION,
+    UPDATE,
+    GradientVector,
+    PeriodicCollective,
+    StepAction,
+    StepProgram,
+)
 from tutti.workload.workload_file import LOSS, REST, GroupWork, PassWork, Workload
 
-BUILT = ("single", "mirrored", "sharded", "pipeline", "model_parallel")
+BUILT = ("single", "mirrored", "sharded", "pipeline", "model_parallel", "local_sgd", "diloco")
 """Strategies whose step can be built."""
 _MEGABYTE = 1 << 20
 _BUCKET_MB = 25.0
@@ -121,6 +130,29 @@ def gradient_vectors(
     return found
 
 
+def local_sgd_collectives(
+    tensors: Sequence[TensorFacts], ranks: int, workers: int, period: int, rank: int = 0
+) -> list[PeriodicCollective]:
+    """Return the collectives of a rank in local SGD: loss sums in each step, then parameters once in a period.
+
+    Args:
+        tensors: trainable parameters.
+        ranks: data ranks.
+        workers: logical workers over all ranks.
+        period: steps between two averages.
+        rank: the rank; the first has most workers.
+    """
+    lengths: Counter[torch.dtype] = Counter()
+    for tensor in tensors:
+        lengths[tensor.dtype] += tensor.elements
+    sums = [(LOSS_LANES, torch.float64, 1), *((n, dtype, period) for dtype, n in sorted(lengths.items(), key=str))]
+    return [
+        PeriodicCollective(kind, size, every)
+        for length, dtype, every in sums
+        for kind, size in tree_sum_traffic(ranks, workers, rank, length, dtype.itemsize).items()
+    ]
+
+
 def rank_micro_batches(config: TrainConfig) -> list[list[int]]:
     """Return the samples of each micro-batch of data rank 0, which has most, by logical worker."""
     choice = parallel.parse_strategy(config.strategy)
@@ -156,6 +188,13 @@ def check_buildable(config: TrainConfig) -> None:
             where=where,
             why="nothing measures copies to the host, or casts of parameters",
             remedy="leave them out",
+        )
+    if isinstance(exchange, LocalSGDConfig) and exchange.post:
+        raise UsageError(
+            "a synchronous phase at the start cannot be simulated together with the local steps",
+            where=where,
+            why="its steps cost more than the local ones, and one step stands for all",
+            remedy="leave out post; --strategy mirrored is near its steps",
         )
     for option, value in (("reproducible", config.reproducible), ("batch_norm", config.batch_norm != "worker")):
         if value:
@@ -195,6 +234,8 @@ def build_step(facts: StepFacts, config: TrainConfig, costs: StepCosts) -> tuple
         return builder.fully_sharded(choice.exchange.stage, parts, devices), slow
     if isinstance(choice.exchange, RowsConfig) and devices > 1:
         return builder.sharded_optimizer(parts, devices), slow
+    if isinstance(choice.exchange, LocalSGDConfig):
+        return builder.local_steps(choice.exchange, parts, devices), slow
     return builder.whole(choice.exchange, parts, devices), slow
 
 
@@ -234,6 +275,33 @@ class _Builder:
             program.vectors += gradient_vectors(self.facts.tensors, exchange.wire, exchange.bucket_mb)
             needs = self._all_reduces(program, exchange, ranks, ends)
         self._update(program, sum(t.elements for t in self.facts.tensors), needs)
+        return program
+
+    def local_steps(self, exchange: LocalSGDConfig, parts: Sequence[Sequence[int]], ranks: int) -> StepProgram:
+        """Build a step of local SGD: each worker's passes and update, loss sums, and its share of the averaging.
+
+        The average of the parameters once in a period, and DiLoCo's outer update after it, take their time divided by
+        the period.
+        """
+        program, tensors = StepProgram(), self.facts.tensors
+        self._passes(program, [count for worker in parts for count in worker])
+        elements = sum(t.elements for t in tensors)
+        last = len(program.actions) - 1
+        for _ in parts:
+            last = self._update(program, elements, [last])
+        workers = self.config.workers or ranks
+        program.collectives += local_sgd_collectives(tensors, ranks, workers, exchange.period)
+        if program.collectives:
+            self.costs.note("an all-to-all takes as long as a reduce-scatter of as many bytes")
+        for number, each in enumerate(program.collectives):
+            kind = "reduce_scatter" if each.kind == "all_to_all" else each.kind
+            seconds = self.costs.collective(kind, ranks, each.bytes) / each.period
+            text = f"{each.kind} of " + ("loss sums" if number < 2 else f"parameters, 1/{each.period} of it")
+            last = self._message(program, seconds, (last,), text)
+        if isinstance(exchange, DiLoCoConfig):
+            self.costs.note("DiLoCo's outer update takes as long as a step of SGD with as many parameters")
+            outer = self.costs.update("sgd", elements) / exchange.period
+            program.add(StepAction(0, UPDATE, outer, (last,), text="outer update"))
         return program
 
     def sharded_optimizer(self, parts: Sequence[Sequence[int]], ranks: int) -> StepProgram:

@@ -43,6 +43,21 @@ class GradientVector:
 
 
 @dataclass(frozen=True)
+class PeriodicCollective:
+    """A collective of the backend over the data ranks.
+
+    Attributes:
+        kind: all_to_all or all_gather.
+        bytes: of the whole tensor.
+        period: steps from one to the next.
+    """
+
+    kind: str
+    bytes: int
+    period: int = 1
+
+
+@dataclass(frozen=True)
 class StepAction:
     """One computation or message of one device.
 
@@ -71,12 +86,14 @@ class StepProgram:
         devices: number of representative devices.
         actions: in an order in which they can be evaluated; those of one resource in the order in which it runs them.
         vectors: vectors that the step adds up over the data ranks, in order.
+        collectives: collectives that are no sum of vectors, in order.
         between_stages: messages and bytes from one device of a pipeline to another, by (source, destination).
     """
 
     devices: int = 1
     actions: list[StepAction] = field(default_factory=list)
     vectors: list[GradientVector] = field(default_factory=list)
+    collectives: list[PeriodicCollective] = field(default_factory=list)
     between_stages: dict[tuple[int, int], LinkTraffic] = field(default_factory=dict)
 
     def add(self, action: StepAction) -> int:
@@ -99,6 +116,19 @@ class StepProgram:
                 before = total.get(link, LinkTraffic(0, 0))
                 total[link] = LinkTraffic(before.messages + found.messages, before.bytes + found.bytes)
         return total
+
+
+def collective_totals(collectives: Sequence[PeriodicCollective], steps: int) -> dict[str, LinkTraffic]:
+    """Return calls and bytes by kind in so many steps from the start of a period.
+
+    >>> collective_totals([PeriodicCollective("all_gather", 8), PeriodicCollective("all_gather", 100, 4)], 6)
+    {'all_gather': LinkTraffic(messages=7, bytes=148)}
+    """
+    found: dict[str, LinkTraffic] = {}
+    for each in collectives:
+        before, calls = found.get(each.kind, LinkTraffic(0, 0)), steps // each.period
+        found[each.kind] = LinkTraffic(before.messages + calls, before.bytes + calls * each.bytes)
+    return found
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,8 @@ from tutti.types import (
     UpdateResult,
 )
 
-_LANES = 6 + METRICS + DIGESTS
+LOSS_LANES = 6 + METRICS + DIGESTS
+"""Numbers that all workers add up in each local step, in float64: loss sums, norms, flags and digests."""
 
 
 class LocalSGDSync:
@@ -85,7 +86,7 @@ class LocalSGDSync:
         )
         self._note()
         self._make_sums()
-        self._totals = TreeSum(comm, workers, _LANES, torch.float64)
+        self._totals = TreeSum(comm, workers, LOSS_LANES, torch.float64)
         return self
 
     def prepare_for_backward(self, part: LossSums | None) -> None:
@@ -129,7 +130,7 @@ class LocalSGDSync:
         for _, parameter in self._trained:
             parameter.grad = None
         self._note()
-        message = torch.zeros(_LANES, dtype=torch.float64)
+        message = torch.zeros(LOSS_LANES, dtype=torch.float64)
         message[:4] = torch.tensor([norm if not bad else 0.0, bad, part is not None, self._step_context.stop])
         if part is not None:
             self._counting.note(part)
@@ -232,8 +233,9 @@ class LocalSGDSync:
         )
 
     def facts(self) -> dict[str, object]:
-        """Return an empty dict: ``summary.json`` has no facts about local SGD."""
-        return {}
+        """Return the collectives of the gradient path on this rank so far: calls and bytes, by kind."""
+        counted = self._run_context.comms.replica.collective_traffic()
+        return {"collectives": {kind: {"calls": calls, "bytes": size} for kind, (calls, size) in counted.items()}}
 
     def adopt(self, optimizer: Optimizer) -> None:
         """Do nothing: the other workers' optimizers follow the script's."""
