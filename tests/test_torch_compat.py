@@ -48,10 +48,12 @@ from tutti.torch_compat import (
     all_gather_single,
     assert_async,
     chunk_cat,
+    cross_entropy_of,
     current_autograd_node,
     default_store,
     differentiable_once,
     dispatch_mode_depth,
+    divisor_of_node,
     draws_samples,
     elastic_processes,
     enter_loader_process,
@@ -78,6 +80,7 @@ from tutti.torch_compat import (
     inductor_mode_options,
     is_fake,
     is_hook_of_fsdp,
+    is_scalar_node,
     is_wrapped_by_scheduler,
     make_elastic_agent,
     make_wrapper_subclass,
@@ -256,6 +259,20 @@ def nodes_are_numbered_in_the_order_of_the_forward() -> None:
     assert node_sequence(total.grad_fn) == first + 1 and next_node_sequence() == first + 2
     total.backward()
     assert seen == [None]
+
+
+def losses_say_what_they_are_means_over() -> None:
+    scores, targets = torch.zeros(3, 2, requires_grad=True), torch.tensor([0, 1, -100])
+    mean = nn.functional.cross_entropy(scores, targets)
+    found = cross_entropy_of(mean.grad_fn)
+    assert found is not None and (found.reduction, float(found.count), found.targets) == ("mean", 2.0, 3)
+    total = nn.functional.cross_entropy(scores, targets, reduction="sum")
+    assert (cross_entropy_of(total.grad_fn) or found).reduction == "sum"
+    assert cross_entropy_of(nn.functional.cross_entropy(scores, targets, reduction="none").grad_fn) is None
+    fifth = total / 5
+    assert float(cast(torch.Tensor, divisor_of_node(fifth.grad_fn))) == 5.0
+    assert divisor_of_node(total.grad_fn) is cross_entropy_of(fifth.grad_fn) is None
+    assert is_scalar_node(fifth.grad_fn) and not is_scalar_node((scores * 2).grad_fn)
 
 
 def modes_are_counted() -> None:
@@ -531,6 +548,7 @@ TOUCHED: dict[Callable[[], None], str] = {
     backward_is_noticed: "in_backward",
     functions_of_one_backward_are_known: "differentiable_once",
     nodes_are_numbered_in_the_order_of_the_forward: "current_autograd_node next_node_sequence node_sequence",
+    losses_say_what_they_are_means_over: "cross_entropy_of divisor_of_node is_scalar_node",
     modes_are_counted: "function_mode_depth dispatch_mode_depth TorchDispatchMode version_counting_view",
     transforms_are_counted: "functorch_level",
     saving_of_tensors_is_noticed: "saved_tensor_hooks",

@@ -7,11 +7,12 @@ of CPython are in ``python_compat.py``, which loads no torch.
 
 from __future__ import annotations
 
+import math
 import signal
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -48,10 +49,12 @@ __all__ = [
     "all_gather_single",
     "assert_async",
     "chunk_cat",
+    "cross_entropy_of",
     "current_autograd_node",
     "default_store",
     "differentiable_once",
     "dispatch_mode_depth",
+    "divisor_of_node",
     "draws_samples",
     "elastic_processes",
     "enter_loader_process",
@@ -78,6 +81,7 @@ __all__ = [
     "inductor_mode_options",
     "is_fake",
     "is_hook_of_fsdp",
+    "is_scalar_node",
     "is_wrapped_by_scheduler",
     "make_elastic_agent",
     "make_wrapper_subclass",
@@ -259,6 +263,41 @@ def version_counting_view(tensor: Tensor) -> Tensor:
     """
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
         return tensor.detach()
+
+
+class CrossEntropyNode(NamedTuple):
+    """A cross-entropy as its autograd node has it.
+
+    Attributes:
+        reduction: ``mean`` or ``sum``.
+        count: () sum of the weights of the targets that are not ignored, by which a mean is divided.
+        targets: number of targets, ignored ones included.
+    """
+
+    reduction: str
+    count: Tensor
+    targets: int
+
+
+def cross_entropy_of(node: Any) -> CrossEntropyNode | None:
+    """Return the cross-entropy that an autograd node computed; None for other nodes, and for one loss a target.
+
+    The attributes of nodes for saved tensors are private. No public function tells a loss's divisor.
+    """
+    if node.name() not in ("NllLossBackward0", "NllLoss2DBackward0") or not node._saved_reduction:
+        return None
+    reduction = "mean" if node._saved_reduction == 1 else "sum"
+    return CrossEntropyNode(reduction, node._saved_total_weight, node._saved_target.numel())
+
+
+def divisor_of_node(node: Any) -> Tensor | None:
+    """Return the tensor () by which an autograd node has divided; None for other nodes."""
+    return node._saved_other if node.name() == "DivBackward0" else None
+
+
+def is_scalar_node(node: Any) -> bool:
+    """Return whether all results of an autograd node have one element. Its shapes are private."""
+    return all(math.prod(result.shape) == 1 for result in node._input_metadata)
 
 
 def saved_tensor_hooks() -> Any:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tutti.comm.random_keys import mix, name_key
 from tutti.errors import UsageError
+from tutti.parallel.ddp.loss_count import loss_count
 from tutti.types import LossSums, MicroBatch
 
 _NOISE = name_key("gradient noise")
@@ -23,8 +24,9 @@ def read_loss(outcome: Any, micro_batch: MicroBatch) -> tuple[Tensor, Tensor, Lo
     loss sums (Hoffer et al. 2017, arXiv 1705.08741, §4). The weights z follow from the micro-batch's key.
 
     Args:
-        outcome: a scalar (mean over the micro-batch's samples), ``(sum, count)`` or ``(sum, count, metric_sums)``; in
-            place of the mean or the sum perhaps one loss a sample (samples,).
+        outcome: a scalar (mean over the micro-batch's samples, or over the targets of a cross-entropy), ``(sum,
+            count)`` or ``(sum, count, metric_sums)``; in place of the mean or the sum perhaps one loss a sample
+            (samples,).
         micro_batch: the micro-batch that the loss was computed on.
 
     Returns:
@@ -37,6 +39,9 @@ def read_loss(outcome: Any, micro_batch: MicroBatch) -> tuple[Tensor, Tensor, Lo
     """
     if isinstance(outcome, Tensor) and not _by_sample(outcome, micro_batch):
         objective = _scalar(outcome, micro_batch)
+        count = loss_count(objective, micro_batch) if micro_batch.samples else None
+        if count is not None:
+            return _mean_over(objective, count, micro_batch)
         loss_sums = torch.addcmul(
             *_mean_lanes(micro_batch.samples, _wide(objective), objective.device),
             objective.detach().to(_wide(objective)),
@@ -60,6 +65,18 @@ def read_loss(outcome: Any, micro_batch: MicroBatch) -> tuple[Tensor, Tensor, Lo
         f"the loss function returned {type(outcome).__name__}",
         remedy="return a scalar (mean over the batch), (sum, count) or (sum, count, {name: sum})",
     )
+
+
+def _mean_over(objective: Tensor, count: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor, LossSums]:
+    """Return the result of ``read_loss`` for a mean over ``count`` targets, which may be none."""
+    dtype, wide = _wide(objective), count.to(objective.device, torch.float64)
+    total = torch.where(wide > 0, objective.detach().to(dtype) * wide, 0.0)
+    loss_sums = torch.stack([total.to(dtype), wide.to(dtype)])
+    if micro_batch.whole:
+        start = _start(micro_batch.share, objective)
+    else:
+        start = wide.mul(micro_batch.weight).to(objective.dtype)
+    return objective, start, _totals(loss_sums, (), micro_batch)
 
 
 def check_trains(objective: Tensor) -> None:

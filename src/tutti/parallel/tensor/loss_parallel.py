@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tutti.device import is_accelerator
+from tutti.parallel.ddp.loss_count import annotate_mean
 from tutti.parallel.tensor.tensor_slice import LayerSlice
 from tutti.torch_compat import assert_async
 
@@ -60,7 +61,8 @@ def cross_entropy(
     counts = None if weight is None else weight[target.masked_fill(ignored, 0)].masked_fill(ignored, 0)
     loss = (loss if counts is None else loss * counts).masked_fill(ignored, 0)
     if reduction == "mean":
-        loss = loss.sum() / ((~ignored).sum() if counts is None else counts.sum())
+        count = (~ignored).sum() if counts is None else counts.sum()
+        loss = annotate_mean(loss.sum() / count, count, target.numel())
     elif reduction == "sum":
         loss = loss.sum()
     return loss if torch.is_autocast_enabled(part.device.type) else loss.to(dtype)

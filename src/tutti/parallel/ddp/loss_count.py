@@ -1,0 +1,112 @@
+"""Find by how many targets a mean loss has been divided, so that a mean over tokens stays one over the global batch.
+
+A mean of cross-entropy is divided by the targets that ``ignore_index`` leaves, or by the sum of their class weights.
+Micro-batches of padded sequences have different numbers of them, and the mean of their means is not the mean of the
+batch. The autograd graph of the loss holds the divisor, also where the loss comes out of the model (``outputs.loss``).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from tutti.errors import UsageError
+from tutti.torch_compat import cross_entropy_of, divisor_of_node, is_scalar_node
+from tutti.types import MicroBatch
+
+_MEAN_OF = "tutti.mean_of"
+_MOST = 64
+"""Nodes of a loss that are looked at: a sum of more scalars is a penalty and no model's loss."""
+
+
+class _Term(NamedTuple):
+    """A cross-entropy within a loss; ``divisor``: by which its sum is divided, where it is no mean."""
+
+    reduction: str
+    count: Tensor
+    targets: int
+    divisor: Tensor | None
+
+
+def annotate_mean(loss: Tensor, count: Tensor, targets: int) -> Tensor:
+    """Note on a loss that autograd cannot recognise that it is a mean over ``count`` of ``targets`` targets."""
+    if loss.grad_fn is not None:
+        loss.grad_fn.metadata[_MEAN_OF] = count.detach(), targets
+    return loss
+
+
+def loss_count(objective: Tensor, micro_batch: MicroBatch) -> Tensor | None:
+    """Return () the number of targets, or the sum of their weights, that a scalar loss is the mean over.
+
+    Args:
+        objective: the loss of the micro-batch.
+        micro_batch: of at least one sample.
+
+    Returns:
+        The divisor of the only cross-entropy in the loss; None for any other loss, which is a mean over samples.
+
+    Raises:
+        UsageError: the micro-batch is a part of the batch, and the loss adds other terms to a mean over some of its
+            targets, or is the sum of a cross-entropy.
+    """
+    means, others = _terms(objective.grad_fn)
+    counts = [_count(term, micro_batch) for term in means]
+    if len(means) == 1 and not others:
+        return counts[0]
+    for term, count in zip(means, counts, strict=True):
+        uneven = count is not None and (float(count) != term.targets or term.targets % micro_batch.samples)
+        if uneven and not micro_batch.whole:
+            raise _refused(
+                f"the loss adds other terms to a mean over {float(term.count):g} of {term.targets} targets",
+                "other micro-batches have another number of targets, so that over the global batch the terms' means"
+                " have other weights",
+            )
+    return None
+
+
+def _terms(root: Any) -> tuple[list[_Term], bool]:
+    """Return the cross-entropies of a loss, and whether it has other terms."""
+    means: list[_Term] = []
+    others, seen, ahead = False, set[Any](), [(root, None)]
+    while ahead and len(seen) < _MOST:
+        node, divisor = ahead.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        found = cross_entropy_of(node)
+        if _MEAN_OF in node.metadata:
+            means.append(_Term("mean", *node.metadata[_MEAN_OF], None))
+        elif found is not None and found.reduction == "sum" and divisor is None and node is not root:
+            others = True
+        elif found is not None:
+            means.append(_Term(*found, divisor))
+        elif is_scalar_node(node) and node.next_functions:
+            ahead += [(before, divisor_of_node(node)) for before, _ in node.next_functions]
+        else:
+            others = True
+    return means, others or bool(ahead)
+
+
+def _count(term: _Term, micro_batch: MicroBatch) -> Tensor | None:
+    """Return the divisor of a cross-entropy; None for a sum over the whole batch. Raises UsageError for other sums."""
+    if term.reduction == "mean":
+        return term.count
+    if term.divisor is not None and float(term.divisor) in (micro_batch.samples, float(term.count)):
+        return term.divisor
+    if micro_batch.whole:
+        return None
+    by = "no mean" if term.divisor is None else f"not a mean: it is divided by {float(term.divisor):g}"
+    raise _refused(
+        f"the loss is the sum of a cross-entropy over {float(term.count):g} targets, and {by}",
+        "a micro-batch has a part of the global batch, whose loss the sums of its parts would have to be added up to",
+    )
+
+
+def _refused(what: str, why: str) -> UsageError:
+    return UsageError(
+        what,
+        why=why,
+        remedy="return (sum, count), with the terms in one sum; a model of transformers returns the sum for"
+        " model(**batch, num_items_in_batch=1)",
+    )
