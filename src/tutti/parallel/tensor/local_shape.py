@@ -17,6 +17,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from tutti.errors import UsageError
+from tutti.parallel.tensor.block_call import form_of
 from tutti.parallel.tensor.head_parallel import attend
 from tutti.parallel.tensor.tensor_slice import LayerSlice, dropped
 from tutti.parallel.tensor.tp_layers import TensorParallelLayer
@@ -148,13 +149,29 @@ class HeadParallelBlock(TensorParallelLayer):
     """A block whose forward runs on this rank's slice of its heads or features."""
 
     tutti_local: tuple[int, Sequence[int], Sequence[int]]
+    tutti_forms: frozenset[str]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the plain block's forward in ``LocalShapeMode``."""
+        """Run the plain block's forward in ``LocalShapeMode``. Raises UsageError for a call of an unproved form."""
+        if self.tutti_forms and (form := form_of(args, kwargs)) not in self.tutti_forms:
+            raise UsageError(
+                f"the layer is called with other arguments ({form}) than when its plan was made",
+                where=self.tutti_slice.name,
+                why="with them its code may combine heads, of which each tensor rank has some",
+                remedy=f"leave it whole: --strategy tensor:whole={self.tutti_slice.name}",
+            )
         with LocalShapeMode(self.tutti_slice, *self.tutti_local):
             return super().forward(*args, **kwargs)
 
 
-def run_within(module: nn.Module, width: int, sizes: Sequence[int], draws: Sequence[int]) -> None:
-    """Set the arguments of ``LocalShapeMode`` with which the forward of a ``HeadParallelBlock`` runs."""
+def run_within(module: nn.Module, width: int, sizes: Sequence[int], draws: Sequence[int], forms: Sequence[str]) -> None:
+    """Set how the forward of a ``HeadParallelBlock`` runs.
+
+    Args:
+        module: the block.
+        width, sizes, draws: see ``LocalShapeMode``.
+        forms: of calls that were proved right; none for a block of one argument.
+    """
     module.tutti_local = (width, sizes, draws)  # type: ignore[assignment]
+    # What was proved with gradients holds without them.
+    module.tutti_forms = frozenset(forms) | {form.replace("*", "") for form in forms}  # type: ignore[assignment]

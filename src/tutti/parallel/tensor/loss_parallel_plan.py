@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from tutti.nn.sync import peers_of
 from tutti.nn.untouched import untouched
+from tutti.parallel.tensor.linear_layer import is_linear
 from tutti.parallel.tensor.split_tensor import SplitTensor, whole
 from tutti.parallel.tensor.tensor_slice import LayerSlice, SliceRanks
 from tutti.parallel.tensor.tp_plan import PlanEntry
@@ -37,7 +38,7 @@ def add_loss_parallel(
         trial: calls the loss function on a model with a micro-batch; None where no micro-batch is at hand.
         device: of the trial.
     """
-    names = [e.name for e in plan if e.role == "gathered" and isinstance(plain.get_submodule(e.name), nn.Linear)]
+    names = [e.name for e in plan if e.role == "gathered" and is_linear(plain.get_submodule(e.name))]
     found = _lasting(plain, names, trial, device) if names and trial is not None else ()
     return [replace(entry, role="scores") if entry.name in found else entry for entry in plan]
 

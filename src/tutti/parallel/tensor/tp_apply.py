@@ -13,6 +13,7 @@ from tutti.errors import UsageError
 from tutti.nn.ac_and_compile import restore_forwards
 from tutti.nn.swap import buffers, describe_tensors, other_names, parameters
 from tutti.parallel.ddp.replica_part import ReplicaPart
+from tutti.parallel.tensor.block_call import record_calls
 from tutti.parallel.tensor.head_parallel import HeadParallelAttention
 from tutti.parallel.tensor.local_shape import HeadParallelBlock, run_within
 from tutti.parallel.tensor.loss_parallel_plan import add_loss_parallel, hooked
@@ -28,12 +29,14 @@ from tutti.parallel.tensor.tp_layers import (
     VocabParallelEmbedding,
     divide,
 )
-from tutti.parallel.tensor.tp_plan import PlanEntry, PlanFinder, summary
+from tutti.parallel.tensor.tp_plan import PlanEntry, PlanFinder, blocks_with_arguments, summary
 from tutti.parallel.tensor.tp_verify import TensorCut
 from tutti.parallel.tensor.unwrap_split import seen_as_shares
 from tutti.torch_compat import FUSED_ACTIVATION, module_parameters
 from tutti.types import RunContext, ShardSpec
 
+_LARGE = 0.2
+"""Share of whole parameters from which on the header warns."""
 _KINDS: dict[str, type[TensorParallelLayer]] = {
     "column": ColumnParallelLinear,
     "row": RowParallelLinear,
@@ -134,7 +137,8 @@ class TensorParallelizer:
         comm, config, found = self._comm, self._config, []
         if comm.rank == 0:
             whole = [*config.whole, *read_elsewhere(module, run_context.trial, comm.device)]
-            finder = PlanFinder(module, comm.size, config.least, whole, drops=comm.device.type == "cpu")
+            calls = record_calls(module, blocks_with_arguments(module), run_context.trial, comm.device)
+            finder = PlanFinder(module, comm.size, config.least, whole, comm.device.type == "cpu", calls)
             # Compiled code takes no split tensors.
             trial = run_context.trial if run_context.compile is None else None
             found = [entry.as_json() for entry in add_loss_parallel(module, finder.find(), trial, comm.device)]
@@ -152,7 +156,7 @@ class TensorParallelizer:
             # PyTorch's fused kernel for evaluation reads the weights and ignores slices.
             setattr(layer, "use_nested_tensor" if isinstance(layer, nn.TransformerEncoder) else FUSED_ACTIVATION, False)
             return
-        if entry.role == "row" and type(layer) is not nn.Linear:
+        if entry.role == "row" and isinstance(layer, nn.Linear) and type(layer) is not nn.Linear:
             return  # the attention computes its output projection itself
         divide(layer, _KINDS[entry.role], LayerSlice(entry.name, ranks, entry.units, self._config.sequence))
         if entry.role == "within":
@@ -182,10 +186,19 @@ def _check(module: nn.Module) -> None:
 
 
 def _said(module: nn.Module, plan: Sequence[PlanEntry], ranks: int) -> str:
-    """Return a line for the run's header: how many modules have which role."""
+    """Return a line for the run's header: how many modules have which role, and how much stays whole."""
     found = summary(module, plan)
     parts = [f"{len(found[role])} {role} ({_few(found[role])})" for role in sorted(found)]
-    return f"over {ranks}: {', '.join(parts)}"
+    share = _whole_share(module, plan)
+    warning = "; warning: every device holds and computes this part" if share >= _LARGE else ""
+    return f"over {ranks}: {', '.join(parts)}; {share:.0%} of the parameters stay whole{warning}"
+
+
+def _whole_share(module: nn.Module, plan: Sequence[PlanEntry]) -> float:
+    """Return the share of a model's parameters that each rank holds whole."""
+    cut = {id(module_parameters(module.get_submodule(entry.name))[key]) for entry in plan for key in entry.cuts}
+    sizes = {id(p): p.numel() for _, p in parameters([module])}
+    return sum(size for key, size in sizes.items() if key not in cut) / (sum(sizes.values()) or 1)
 
 
 def _few(names: Sequence[str], most: int = 4) -> str:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tutti.nn.eager_layer import EagerLayer
+from tutti.parallel.tensor.linear_layer import TransposedLinear, matrix
 from tutti.parallel.tensor.split_tensor import SplitTensor, copied, summed
 from tutti.parallel.tensor.tensor_slice import LayerSlice, dropped
 from tutti.torch_compat import ConvBase
@@ -47,7 +48,7 @@ class RowParallelLinear(TensorParallelLayer):
 
     def forward(self, input: Tensor) -> Tensor:
         """(…, inputs here) → (…, outputs)."""
-        part = functional.linear(input, self.weight)
+        part = functional.linear(input, matrix(self))
         whole = summed(part, self.tutti_slice)
         return whole if self.bias is None else whole + self.bias.to(whole.dtype)
 
@@ -99,6 +100,9 @@ class ParallelDropout(TensorParallelLayer):
         return dropped(input, self.p, input.dim() - 1, self.tutti_slice)
 
 
+_BY_OUTPUTS = (ColumnParallelLinear, GatheredOutput, LossParallelLinear)
+
+
 def divide(module: nn.Module, kind: type[TensorParallelLayer], slice_: LayerSlice) -> None:
     """Convert ``module`` into a layer of ``kind`` in place; the caller slices its parameters.
 
@@ -109,5 +113,8 @@ def divide(module: nn.Module, kind: type[TensorParallelLayer], slice_: LayerSlic
     """
     plain = type(module)
     body = {"__module__": plain.__module__, "_whole": plain}
-    module.__class__ = type(f"{kind.__name__}{plain.__name__}", (kind, plain), body)
+    # A transposed layer's own forward has the number of all outputs.
+    turned = kind in _BY_OUTPUTS and not isinstance(module, nn.Linear | ConvBase)
+    between = (TransposedLinear,) if turned else ()
+    module.__class__ = type(f"{kind.__name__}{plain.__name__}", (kind, *between, plain), body)
     module.tutti_slice = slice_  # type: ignore[assignment]

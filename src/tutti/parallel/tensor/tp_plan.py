@@ -20,10 +20,14 @@ from torch import nn
 
 from tutti.nn.ac_policy import is_sequence
 from tutti.nn.rng_streams import module_draws
-from tutti.parallel.tensor.tp_verify import BlockSplit, TensorCut, find_block_split
+from tutti.parallel.tensor.block_call import BlockCall
+from tutti.parallel.tensor.linear_layer import is_linear, matrix, output_dim
+from tutti.parallel.tensor.tp_verify import MOST_LINEAR, BlockSplit, TensorCut, find_block_split, takes_one
 from tutti.torch_compat import ConvBase, ConvTransposeBase, module_buffers, module_parameters
 
 ROLES = ("column", "row", "heads", "vocabulary", "gathered", "scores", "dropout", "within", "slow")
+_NUMBERS = ("training", "layer_idx", "layer_id", "layer_number")
+"""Attributes in which equal blocks may differ: under the number of a layer caches file its keys and values."""
 _TABLES = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 
 
@@ -37,15 +41,16 @@ class PlanEntry:
             ``slow`` must not use PyTorch's fused kernel, which ignores slices.
         units: number of outputs, inputs, heads, rows or features that are divided over ranks.
         cuts: of its own parameters, by name.
-        local: arguments ``width``, ``sizes`` and ``draws`` of ``tutti.parallel.tensor.local_shape.LocalShapeMode``, for
-            ``within``.
+        local: for ``within``, arguments ``width``, ``sizes`` and ``draws`` of
+            ``tutti.parallel.tensor.local_shape.LocalShapeMode``, and the forms of the calls that were proved right, or
+            none for blocks of one argument.
     """
 
     name: str
     role: str
     units: int = 0
     cuts: Mapping[str, TensorCut] = field(default_factory=dict)
-    local: tuple[int, Sequence[int], Sequence[int]] = (0, (), ())
+    local: tuple[int, Sequence[int], Sequence[int], Sequence[str]] = (0, (), (), ())
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> PlanEntry:
@@ -67,11 +72,21 @@ class PlanFinder:
         least: smallest number of parameters of a layer that is split alone.
         whole: patterns of names of modules that stay whole, with all their submodules.
         drops: whether attention with dropout can be split: not where a fused kernel draws.
+        calls: of blocks with several arguments, by name; such blocks are not split without one.
     """
 
-    def __init__(self, model: nn.Module, ranks: int, least: int, whole: Sequence[str], drops: bool) -> None:
-        self._model, self._ranks, self._least, self._drops = model, ranks, least, drops
+    def __init__(
+        self,
+        model: nn.Module,
+        ranks: int,
+        least: int,
+        whole: Sequence[str],
+        drops: bool,
+        calls: Mapping[str, BlockCall] | None = None,
+    ) -> None:
+        self._model, self._ranks, self._least, self._drops, self._calls = model, ranks, least, drops, calls or {}
         self._entries: dict[str, PlanEntry] = {}
+        self._linears = {name for name, module in model.named_modules() if is_linear(module)}
         self._tried: dict[Hashable, BlockSplit | None] = {}
         everywhere = list(model.named_modules(remove_duplicate=False))
         self._again = {key for key, times in Counter(id(m) for _, m in everywhere).items() if times > 1}
@@ -153,7 +168,7 @@ class PlanFinder:
     def _windows(self, name: str, sequence: nn.Module) -> None:
         """Split pairs of linear layers in a sequence that have only functions of single features between them."""
         children = [(f"{name}.{key}" if name else key, child) for key, child in sequence.named_children()]
-        places = [i for i, (n, m) in enumerate(children) if _is_linear(m) and self._free(n, m, once=True)]
+        places = [i for i, (n, m) in enumerate(children) if n in self._linears and self._free(n, m, once=True)]
         taken = -1
         for begin, end in pairwise(places):
             between = children[begin + 1 : end]
@@ -173,26 +188,26 @@ class PlanFinder:
         self._add(
             PlanEntry(first, "column", units, self._linear(first, TensorCut(0, units))),
             *(PlanEntry(n, "dropout", units) for n, m in between if isinstance(m, nn.Dropout)),
-            PlanEntry(last, "row", units, {"weight": TensorCut(1, units)}),
+            self._row(last, units),
         )
 
     def _block(self, name: str, module: nn.Module) -> None:
         """Split a block of the user's own, attention or feed-forward in any form, if the split is proved right."""
         inner = [(n, f"{name}.{n}" if name else n, m) for n, m in module.named_modules() if m is not module]
-        linears = [short for short, n, m in inner if _is_linear(m) and self._free(n, m, once=True)]
+        linears = [short for short, n, m in inner if n in self._linears and self._free(n, m, once=True)]
         computed = any(n in self._entries and self._entries[n].role == "heads" for _, n, _ in inner)
         if computed or len(linears) < 2 or not self._free(name, module, once=True):
             return
-        region = self._examine(module, linears)
+        region = self._examine(module, linears, self._calls.get(name))
         if region is None or (region.dropout and not self._drops):
             return
         self._region(name, region)
 
-    def _examine(self, block: nn.Module, linears: Sequence[str]) -> BlockSplit | None:
+    def _examine(self, block: nn.Module, linears: Sequence[str], call: BlockCall | None = None) -> BlockSplit | None:
         """Call ``find_block_split``, once for all blocks of the same structure."""
-        key = (*linears, *(_likeness(name, module) for name, module in block.named_modules()))
+        key = (*linears, call and call.form, *(_likeness(name, module) for name, module in block.named_modules()))
         if key not in self._tried:
-            self._tried[key] = find_block_split(block, self._ranks, linears)
+            self._tried[key] = find_block_split(block, self._ranks, linears, call)
         return self._tried[key]
 
     def _region(self, name: str, region: BlockSplit) -> None:
@@ -202,21 +217,28 @@ class PlanFinder:
                 PlanEntry(prefix + n, "column", cut.units, self._linear(prefix + n, cut))
                 for n, cut in region.columns.items()
             ),
-            PlanEntry(prefix + region.row, "row", region.units, {"weight": TensorCut(1, region.units)}),
-            PlanEntry(name, "within", region.units, {}, (region.width, region.sizes, region.draws)),
+            self._row(prefix + region.row, region.units),
+            PlanEntry(name, "within", region.units, {}, (region.width, region.sizes, region.draws, region.forms)),
         )
 
     def _linear(self, name: str, cut: TensorCut) -> dict[str, TensorCut]:
-        parameters = module_parameters(self._model.get_submodule(name))
-        return {key: cut for key in ("weight", "bias") if parameters.get(key) is not None}
+        """Return the cuts of a linear layer's parameters from that of its outputs."""
+        layer = self._model.get_submodule(name)
+        parameters = module_parameters(layer)
+        cuts = {"weight": cut._replace(dim=output_dim(layer)), "bias": cut}
+        return {key: cut for key, cut in cuts.items() if parameters.get(key) is not None}
+
+    def _row(self, name: str, units: int) -> PlanEntry:
+        dim = 1 - output_dim(self._model.get_submodule(name))
+        return PlanEntry(name, "row", units, {"weight": TensorCut(dim, units)})
 
     # --- single layers ---------------------------------------------------------------------------------------------
 
     def _alone(self, name: str, module: nn.Module) -> None:
         if sum(p.numel() for p in module_parameters(module).values() if p is not None) < self._least:
             return
-        if _is_linear(module) and int(module.out_features) >= self._ranks:  # type: ignore[arg-type]
-            units = int(module.out_features)  # type: ignore[arg-type]
+        if name in self._linears and len(matrix(module)) >= self._ranks:
+            units = len(matrix(module))
             self._add(PlanEntry(name, "gathered", units, self._linear(name, TensorCut(0, units))))
         elif _is_convolution(module) and int(module.out_channels) >= self._ranks:  # type: ignore[arg-type]
             units = int(module.out_channels)  # type: ignore[arg-type]
@@ -240,9 +262,21 @@ class PlanFinder:
                         self._entries.pop(n, None)
 
 
+def blocks_with_arguments(model: nn.Module) -> list[str]:
+    """Return the names of blocks that take several arguments, as attention does, and hold a few linear layers."""
+    linears = [name for name, module in model.named_modules() if is_linear(module)]
+    found = []
+    for name, module in model.named_modules():
+        inside = sum(linear.startswith(f"{name}.") for linear in linears)
+        if name and 2 <= inside <= 2 * MOST_LINEAR and not type(module).__module__.startswith("torch.nn."):
+            found += [] if isinstance(module, nn.ModuleList | nn.ModuleDict) or takes_one(module) else [name]
+    return found
+
+
 def _likeness(name: str, module: nn.Module) -> Hashable:
     """Return a key that is equal for modules that compute alike but for their weights."""
-    attributes = [(k, v) for k, v in vars(module).items() if type(v) in (int, float, str, bool) and k != "training"]
+    plain = ((k, v) for k, v in vars(module).items() if type(v) in (int, float, str, bool))
+    attributes = [(k, v) for k, v in plain if k not in _NUMBERS]
     functions = [(k, v) for k, v in vars(module).items() if isinstance(v, FunctionType | BuiltinFunctionType)]
     members = (*module_parameters(module).items(), *module_buffers(module).items())
     tensors = [(k, t.shape) for k, t in members if t is not None]
@@ -252,10 +286,6 @@ def _likeness(name: str, module: nn.Module) -> Hashable:
 def _within(name: str, patterns: Collection[str]) -> bool:
     parts = name.split(".")
     return any(fnmatchcase(".".join(parts[:end]), p) for p in patterns for end in range(1, len(parts) + 1))
-
-
-def _is_linear(module: nn.Module) -> bool:
-    return type(module) is nn.Linear and _plain(module)
 
 
 def _is_convolution(module: nn.Module) -> bool:

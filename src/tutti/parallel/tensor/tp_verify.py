@@ -10,8 +10,9 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any, NamedTuple, cast
 
@@ -22,10 +23,14 @@ from torch.overrides import TorchFunctionMode
 
 from tutti.comm.partition import even_share
 from tutti.nn.untraced import Untraced
+from tutti.parallel.tensor.block_call import BlockCall
+from tutti.parallel.tensor.linear_layer import is_linear, matrix, output_dim
 from tutti.parallel.tensor.local_shape import ATTENTION, DROPOUTS, LocalShapeMode
 from tutti.parallel.tensor.tensor_slice import LayerSlice, SliceRanks
+from tutti.torch_compat import tree_leaves
 
-_MOST_LINEAR = 8
+MOST_LINEAR = 8
+"""Linear layers of the largest block that is tried."""
 _SOFTMAX = (functional.softmax, torch.softmax, Tensor.softmax)
 _PRIMES = (5, 7, 11, 13, 17, 19, 23, 29)
 
@@ -69,6 +74,7 @@ class BlockSplit:
         width: input features of the row-parallel layer.
         sizes, draws: see ``tutti.parallel.tensor.local_shape.LocalShapeMode``.
         dropout: whether attention itself applies dropout.
+        forms: of the calls that are proved right; none for a block of one argument.
     """
 
     columns: Mapping[str, TensorCut]
@@ -78,31 +84,33 @@ class BlockSplit:
     sizes: list[int] = field(default_factory=list)
     draws: list[int] = field(default_factory=list)
     dropout: bool = False
+    forms: list[str] = field(default_factory=list)
 
 
-def find_block_split(block: nn.Module, ranks: int, linears: Collection[str] | None = None) -> BlockSplit | None:
+def find_block_split(
+    block: nn.Module, ranks: int, linears: Collection[str] | None = None, call: BlockCall | None = None
+) -> BlockSplit | None:
     """Return how ``block`` may be split over ranks; None where no split gives the same result.
 
     Args:
         block: any module; it is not changed.
         ranks: number of tensor ranks.
         linears: names of the linear layers in it that may be split; default: all. Every other module stays whole.
+        call: arguments for a block that takes several; default: one input.
     """
-    chosen = {
-        name for name, m in block.named_modules() if type(m) is nn.Linear and (linears is None or name in linears)
-    }
-    if not 2 <= len(chosen) <= _MOST_LINEAR or not _takes_one(block):
+    chosen = {name for name, m in block.named_modules() if (is_linear(m) if linears is None else name in linears)}
+    if not 2 <= len(chosen) <= MOST_LINEAR or (call is None and not takes_one(block)):
         return None
     try:
         with torch.random.fork_rng(devices=[]), torch.enable_grad(), torch.autocast("cpu", enabled=False):
-            return _examine(copy.deepcopy(block).cpu().double().requires_grad_(False).train(), chosen, ranks)
+            return _examine(copy.deepcopy(block).cpu().double().requires_grad_(False).train(), chosen, ranks, call)
     except Exception:
         # The block may need another kind of input, or shapes that a slice does not have.
         return None
 
 
-def _examine(block: nn.Module, linears: Collection[str], ranks: int) -> BlockSplit | None:
-    trial = _Trial(block, linears, ranks)
+def _examine(block: nn.Module, linears: Collection[str], ranks: int, call: BlockCall | None) -> BlockSplit | None:
+    trial = _Trial(block, linears, ranks, call)
     reference = trial.reference()
     if reference is None:
         return None
@@ -114,11 +122,11 @@ def _examine(block: nn.Module, linears: Collection[str], ranks: int) -> BlockSpl
             # The shapes do not fit; another way to cut may.
             continue
         if region is not None:
-            return region
+            return trial.with_other_masks(region, prefer_last)
     return None
 
 
-def _takes_one(block: nn.Module) -> bool:
+def takes_one(block: nn.Module) -> bool:
     """Return whether the forward takes one input only, and no mask that a later call may give."""
     names = list(inspect.signature(block.forward).parameters.values())
     return len(names) == 1 and names[0].kind in (names[0].POSITIONAL_ONLY, names[0].POSITIONAL_OR_KEYWORD)
@@ -136,17 +144,19 @@ class _Whole(NamedTuple):
     """Results of the block as it is.
 
     Attributes:
-        x, out: input and output.
-        direction: gradient of the output.
-        gradients: of the input, and of all parameters that are not the linear layers'.
+        x: the input.
+        outs: tensors of the output.
+        directions: gradients of the outputs that have one.
+        gradients: of the input, of other arguments that have one, and of all parameters that are not the linear
+            layers'.
         groups: layers that may be split together.
         draws: shapes of the inputs of dropout and of attention, by call.
         dropout: whether attention itself applies dropout.
     """
 
     x: Tensor
-    out: Tensor
-    direction: Tensor
+    outs: list[Tensor]
+    directions: list[Tensor]
     gradients: list[Tensor | None]
     groups: list[_Group]
     draws: list[torch.Size]
@@ -193,6 +203,10 @@ class _Watch(TorchFunctionMode):
             heads = next((tensor.shape[-3] for name, tensor in between if not name and tensor.dim() > 3), None)
             found.append(_Group(names[start:end], names[end], heads))
             start = end + 1
+        if len(calls) > 2 and names[:-1] not in [group.firsts for group in found]:
+            # Attention between two inputs: queries of one, keys and values of the other.
+            heads = next((t.shape[-3] for name, t in self.events if not name and t.dim() > 3), None)
+            found.append(_Group(names[:-1], names[-1], heads))
         return found
 
 
@@ -237,11 +251,35 @@ class _Tap(torch.autograd.Function):
 class _Trial:
     """One block, on which ways to split it are tried."""
 
-    def __init__(self, block: nn.Module, linears: Collection[str], ranks: int) -> None:
-        self.block, self.ranks = block, ranks
-        self.linears = {name: m for name, m in block.named_modules() if name in linears and isinstance(m, nn.Linear)}
+    def __init__(self, block: nn.Module, linears: Collection[str], ranks: int, call: BlockCall | None = None) -> None:
+        self.block, self.ranks, self.call = block, ranks, call
+        self.linears = {name: m for name, m in block.named_modules() if name in linears}
         own = {id(p) for m in self.linears.values() for p in m.parameters()}
         self.others = [p.requires_grad_() for p in block.parameters() if id(p) not in own]
+        features = {matrix(m).shape[1] for m in self.linears.values()}
+        self.index = 0 if call is None else call.main_input(features)
+
+    def run(self, x: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """Call the block with an input; return the tensors of its output, and all that its gradient is wanted of."""
+        args, kwargs, learned = ((x,), {}, []) if self.call is None else self.call.arguments(self.index, x)
+        outs = [leaf for leaf in tree_leaves(self.block(*args, **kwargs)) if isinstance(leaf, Tensor)]
+        return outs, [x, *learned, *self.others]
+
+    def with_other_masks(self, split: BlockSplit, prefer_last: bool) -> BlockSplit:
+        """Return the split with the forms of calls, also with other masks, for which it is proved right."""
+        if self.call is None:
+            return split
+        forms = [self.call.form]
+        for call in self.call.variants(self.block, self.index):
+            if call.form in forms:
+                continue
+            other = _Trial(self.block, self.linears, self.ranks, call)
+            with suppress(Exception):
+                whole = other.reference()
+                found = whole and other._prove(split, whole, prefer_last)
+                if found and (found.sizes, found.draws) == (split.sizes, split.draws):
+                    forms.append(call.form)
+        return replace(split, forms=forms)
 
     def reference(self) -> _Whole | None:
         """Run the block as it is.
@@ -249,11 +287,14 @@ class _Trial:
         None where it draws random numbers other than by dropout, writes attributes, calls a layer twice, or changes
         leading dimensions.
         """
-        sizes = {n for m in self.linears.values() for n in (m.in_features, m.out_features)}
+        sizes = {n for m in self.linears.values() for n in matrix(m).shape}
         samples, positions = [p for p in _PRIMES if all(size % p for size in sizes)][:2]
         generator = torch.Generator().manual_seed(0)
-        first = next(iter(self.linears.values())).in_features
-        x = torch.randn(samples, positions, first, generator=generator, dtype=torch.float64).requires_grad_()
+        first = matrix(next(iter(self.linears.values()))).shape[1]
+        shape = samples, positions, first
+        if self.call is not None:
+            shape = tree_leaves((self.call.args, self.call.kwargs))[self.index].shape
+        x = torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
         before, watch = torch.get_rng_state(), _Watch()
         handles = [
             m.register_forward_pre_hook(lambda m, args, name=name: watch.events.append((name, args[0])))
@@ -261,7 +302,7 @@ class _Trial:
         ]
         attributes = Untraced(self.block)
         with watch:
-            out = self.block(x)
+            outs, wanted = self.run(x)
         buffers = {name for name, _ in self.block.named_buffers()}
         if set(attributes.undo()) - buffers:
             # A slice would write other attributes, which code outside of the block may read.
@@ -270,13 +311,15 @@ class _Trial:
             handle.remove()
         drew = not torch.equal(before, torch.get_rng_state())
         order = [name for name, _ in watch.events if name]
-        if drew or not isinstance(out, Tensor) or out.shape[:-1] != x.shape[:-1] or len(set(order)) < len(order):
+        if drew or not outs or outs[0].shape[:-1] != x.shape[:-1] or len(set(order)) < len(order):
             return None
-        direction = torch.randn(out.shape, generator=generator, dtype=out.dtype)
+        learned = [out for out in outs if out.requires_grad]
+        directions = [torch.randn(out.shape, generator=generator, dtype=out.dtype) for out in learned]
         gradients: list[Tensor | None] = []
-        gradients += torch.autograd.grad(out, [x, *self.others], direction, allow_unused=True)
+        gradients += torch.autograd.grad(learned, wanted, directions, allow_unused=True)
         groups, dropout = watch.groups(), watch.dropout
-        return _Whole(x.detach(), out.detach(), direction, gradients, groups, watch.draws, dropout)
+        plain = [out.detach() for out in outs]
+        return _Whole(x.detach(), plain, directions, gradients, groups, watch.draws, dropout)
 
     def split(self, whole: _Whole, group: _Group, *, fused: bool, prefer_last: bool) -> BlockSplit | None:
         """Return the split of ``group`` if the results are the same, else None. Raises any error of running a slice.
@@ -288,24 +331,28 @@ class _Trial:
                 matrix.
             prefer_last: cut the last size of a view that can be cut, not the first.
         """
-        width = self.linears[group.last].in_features
+        width = matrix(self.linears[group.last]).shape[1]
         units = group.heads or width
-        columns = {name: self._cut(self.linears[name].out_features, width, units, fused) for name in group.firsts}
+        if width % units:
+            return None
+        each, outputs = width // units, {name: len(matrix(self.linears[name])) for name in group.firsts}
+        if all(number % each == 0 for number in outputs.values()):
+            # Fewer heads of keys and values are shared by heads of queries: whole groups stay together.
+            units = min(units, *(number // each for number in outputs.values()))
+        columns = {name: self._cut(self.linears[name], width, units, fused) for name in group.firsts}
         if width % units or units < self.ranks or None in columns.values():
             return None
         dropout = whole.dropout and group.heads is not None
         region = BlockSplit({n: c for n, c in columns.items() if c}, group.last, units, width, dropout=dropout)
         return self._prove(region, whole, prefer_last)
 
-    def _cut(self, outputs: int, width: int, units: int, fused: bool) -> TensorCut | None:
-        """Return the cut of one layer's outputs: multiples of the width, or whole heads for grouped-query attention."""
-        each = width // units
-        if outputs % width == 0:
-            times = outputs // width
-            return TensorCut(0, units, times) if fused else TensorCut(0, units)
-        if outputs % each == 0 and units % self.ranks == 0 and (outputs // each) % self.ranks == 0:
-            return TensorCut(0, outputs // each)
-        return None
+    def _cut(self, linear: nn.Module, width: int, units: int, fused: bool) -> TensorCut | None:
+        """Return the cut of one layer's outputs into units; ``fused``: in each of several blocks of the width."""
+        outputs = len(matrix(linear))
+        if fused and outputs % width == 0:
+            # Slices in a checkpoint have blocks along the first dimension only.
+            return TensorCut(0, units, outputs // width) if outputs == width or output_dim(linear) == 0 else None
+        return TensorCut(0, units) if outputs % units == 0 else None
 
     def _prove(self, region: BlockSplit, whole: _Whole, prefer_last: bool) -> BlockSplit | None:
         runs = [_Run(self, region, rank, whole, prefer_last) for rank in range(self.ranks)]
@@ -316,8 +363,8 @@ class _Trial:
             run.backward(total, None)
         sums = {name: torch.stack([run.gradients[name] for run in runs]).sum(0) for name in region.columns}
         for run in runs:
-            out, gradients = run.backward(total, sums)
-            if not (_same(out, whole.out) and all(map(_same, gradients, whole.gradients))):
+            outs, gradients = run.backward(total, sums)
+            if not (_all_same(outs, whole.outs) and _all_same(gradients, whole.gradients)):
                 return None
         found = runs[0].mode
         if any((run.mode.sizes, run.mode.draws) != (found.sizes, found.draws) for run in runs):
@@ -337,8 +384,10 @@ class _Run:
         self.gradients: dict[str, Tensor] = {}
         self.mode: _Probe
 
-    def forward(self, total: Tensor | None, sums: Mapping[str, Tensor] | None = None) -> tuple[Tensor, Tensor]:
-        """Return the slice's output and its input.
+    def forward(
+        self, total: Tensor | None, sums: Mapping[str, Tensor] | None = None
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the tensors of the slice's output, and all that its gradient is wanted of.
 
         Args:
             total: sum of the row-parallel layer's outputs over all ranks; None in the first pass.
@@ -351,27 +400,28 @@ class _Run:
         last, cut = linears[region.row], TensorCut(1, region.units)
 
         def row(inputs: Tensor) -> Tensor:
-            self.part = part = functional.linear(inputs, cut.take(last.weight, self._rank, ranks))
+            self.part = part = functional.linear(inputs, cut.take(matrix(last), self._rank, ranks))
             out = part if total is None else part + (total - part).detach()
-            return out if last.bias is None else out + last.bias
+            return out if last.bias is None else out + cast(Tensor, last.bias)
 
         last.forward = row  # type: ignore[method-assign,assignment]
         slice_ = LayerSlice("", cast(SliceRanks, _Nobody(self._rank, ranks)), region.units)
         self.mode = _Probe(slice_, region.width, self._whole.draws, self._prefer_last)
         try:
             with self.mode:
-                out = self._trial.block(x)
+                found = self._trial.run(x)
         finally:
             for linear in linears.values():
                 vars(linear).pop("forward", None)
         self.part = self.part.detach()
-        return out, x
+        return found
 
-    def backward(self, total: Tensor, sums: Mapping[str, Tensor] | None) -> tuple[Tensor, list[Tensor | None]]:
-        """Return output and gradients as in ``_Whole``; ``total`` and ``sums`` as in ``forward``."""
-        out, x = self.forward(total, sums)
-        wanted = [x, *self._trial.others]
-        return out.detach(), list(torch.autograd.grad(out, wanted, self._whole.direction, allow_unused=True))
+    def backward(self, total: Tensor, sums: Mapping[str, Tensor] | None) -> tuple[list[Tensor], list[Tensor | None]]:
+        """Return outputs and gradients as in ``_Whole``; ``total`` and ``sums`` as in ``forward``."""
+        outs, wanted = self.forward(total, sums)
+        learned = [out for out in outs if out.requires_grad]
+        gradients = torch.autograd.grad(learned, wanted, self._whole.directions, allow_unused=True)
+        return [out.detach() for out in outs], list(gradients)
 
     def _column(self, name: str, cut: TensorCut, sums: Mapping[str, Tensor] | None) -> Callable[[Tensor], Tensor]:
         linear, ranks = self._trial.linears[name], self._trial.ranks
@@ -381,9 +431,10 @@ class _Run:
             return gradient if sums is None else sums[name]
 
         def column(inputs: Tensor) -> Tensor:
-            bias = None if linear.bias is None else cut.take(linear.bias, self._rank, ranks)
+            whole = cast(Tensor | None, linear.bias)
+            bias = None if whole is None else cut.take(whole, self._rank, ranks)
             tapped: Tensor = _Tap.apply(inputs, backward_fn)  # type: ignore[no-untyped-call]
-            return functional.linear(tapped, cut.take(linear.weight, self._rank, ranks), bias)
+            return functional.linear(tapped, cut.take(matrix(linear), self._rank, ranks), bias)
 
         return column
 
@@ -395,8 +446,21 @@ class _Nobody(NamedTuple):
     size: int
 
 
-def _same(one: Tensor | None, other: Tensor | None) -> bool:
+def _all_same(found: Sequence[Tensor | None], whole: Sequence[Tensor | None]) -> bool:
+    """Return whether tensors are the same but for rounding, of which the largest of them makes the most.
+
+    The gradient of a key's bias is zero but for rounding.
+    """
+    rounding = 1e-12 * max((_size(tensor) for tensor in whole), default=0.0)
+    return len(found) == len(whole) and all(_same(a, b, rounding) for a, b in zip(found, whole, strict=True))
+
+
+def _same(one: Tensor | None, other: Tensor | None, rounding: float) -> bool:
     if one is None or other is None:
         return one is other
-    scale = float(other.abs().max()) if other.numel() else 1.0
-    return one.shape == other.shape and bool(torch.allclose(one, other, rtol=1e-9, atol=1e-9 * scale))
+    atol = max(1e-9 * _size(other), rounding)
+    return one.shape == other.shape and bool(torch.allclose(one, other, rtol=1e-9, atol=atol))
+
+
+def _size(tensor: Tensor | None) -> float:
+    return float(tensor.abs().max()) if tensor is not None and tensor.numel() else 0.0

@@ -1,0 +1,72 @@
+"""Linear layers in either orientation: ``nn.Linear``, and layers whose weight is (inputs, outputs).
+
+GPT-2 of transformers multiplies by weights that are stored transposed (its ``Conv1D``). A layer with a matrix and at
+most a vector is known as one by computing with it.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from tutti.torch_compat import module_parameters
+
+
+class TransposedLinear(nn.Module):
+    """A linear layer whose weight is (inputs, outputs)."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def forward(self, input: Tensor) -> Tensor:
+        """(…, inputs) → (…, outputs)."""
+        return functional.linear(input, self.weight.t(), self.bias)
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Return whether a module is a linear layer of either orientation, whose weight no parametrization computes."""
+    if type(module) is nn.Linear:
+        return module_parameters(module).keys() == {"weight", "bias"}
+    return is_transposed(module)
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """Return whether a module computes x · W + b with its own W (inputs, outputs) and b, proved on random numbers."""
+    if isinstance(module, TransposedLinear):
+        return True
+    parameters = module_parameters(module)
+    if type(module).__module__.startswith("torch.") or parameters.keys() != {"weight", "bias"}:
+        return False
+    weight, bias = parameters["weight"], parameters["bias"]
+    if weight is None or bias is None or weight.dim() != 2 or bias.shape != weight.shape[1:]:
+        return False
+    if next(module.children(), None) is not None or next(module.buffers(), None) is not None:
+        return False
+    generator = torch.Generator().manual_seed(0)
+    try:
+        with torch.no_grad():
+            trial = copy.deepcopy(module).cpu().double()
+            inputs = torch.randn(2, 3, weight.shape[0], generator=generator, dtype=torch.float64)
+            for parameter in trial.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+            found = trial(inputs)
+            return bool(torch.allclose(found, inputs @ trial.weight + trial.bias, rtol=1e-9, atol=1e-9))
+    except Exception:
+        # It takes other inputs.
+        return False
+
+
+def output_dim(linear: nn.Module) -> int:
+    """Return the dimension of the outputs in the weight of a layer that ``is_linear``."""
+    return 0 if isinstance(linear, nn.Linear) else 1
+
+
+def matrix(linear: nn.Module) -> Tensor:
+    """Return the weight of a layer that ``is_linear`` as (outputs, inputs)."""
+    weight = module_parameters(linear)["weight"]
+    if weight is None:
+        raise ValueError("a linear layer has a weight")
+    return weight if output_dim(linear) == 0 else weight.t()
