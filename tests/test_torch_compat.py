@@ -265,7 +265,7 @@ def losses_say_what_they_are_means_over() -> None:
     scores, targets = torch.zeros(3, 2, requires_grad=True), torch.tensor([0, 1, -100])
     mean = nn.functional.cross_entropy(scores, targets)
     found = cross_entropy_of(mean.grad_fn)
-    assert found is not None and (found.reduction, float(found.count), found.targets) == ("mean", 2.0, 3)
+    assert found is not None and (found.reduction, float(found.total), found.targets) == ("mean", 2.0, 3)
     total = nn.functional.cross_entropy(scores, targets, reduction="sum")
     assert (cross_entropy_of(total.grad_fn) or found).reduction == "sum"
     assert cross_entropy_of(nn.functional.cross_entropy(scores, targets, reduction="none").grad_fn) is None

@@ -270,12 +270,12 @@ class CrossEntropyNode(NamedTuple):
 
     Attributes:
         reduction: ``mean`` or ``sum``.
-        count: () sum of the weights of the targets that are not ignored, by which a mean is divided.
+        total: () sum of the weights of the targets that are not ignored, by which a mean is divided.
         targets: number of targets, ignored ones included.
     """
 
     reduction: str
-    count: Tensor
+    total: Tensor
     targets: int
 
 

@@ -7,7 +7,7 @@ batch. The autograd graph of the loss holds the divisor, also where the loss com
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from torch import Tensor
 
@@ -24,7 +24,7 @@ class _Term(NamedTuple):
     """A cross-entropy within a loss; ``divisor``: by which its sum is divided, where it is no mean."""
 
     reduction: str
-    count: Tensor
+    total: Tensor
     targets: int
     divisor: Tensor | None
 
@@ -32,7 +32,8 @@ class _Term(NamedTuple):
 def annotate_mean(loss: Tensor, count: Tensor, targets: int) -> Tensor:
     """Note on a loss that autograd cannot recognise that it is a mean over ``count`` of ``targets`` targets."""
     if loss.grad_fn is not None:
-        loss.grad_fn.metadata[_MEAN_OF] = count.detach(), targets
+        # The stubs of PyTorch call this property a method.
+        cast(dict[str, Any], loss.grad_fn.metadata)[_MEAN_OF] = count.detach(), targets
     return loss
 
 
@@ -58,7 +59,7 @@ def loss_count(objective: Tensor, micro_batch: MicroBatch) -> Tensor | None:
         uneven = count is not None and (float(count) != term.targets or term.targets % micro_batch.samples)
         if uneven and not micro_batch.whole:
             raise _refused(
-                f"the loss adds other terms to a mean over {float(term.count):g} of {term.targets} targets",
+                f"the loss adds other terms to a mean over {float(term.total):g} of {term.targets} targets",
                 "other micro-batches have another number of targets, so that over the global batch the terms' means"
                 " have other weights",
             )
@@ -68,7 +69,8 @@ def loss_count(objective: Tensor, micro_batch: MicroBatch) -> Tensor | None:
 def _terms(root: Any) -> tuple[list[_Term], bool]:
     """Return the cross-entropies of a loss, and whether it has other terms."""
     means: list[_Term] = []
-    others, seen, ahead = False, set[Any](), [(root, None)]
+    ahead: list[tuple[Any, Tensor | None]] = [(root, None)]
+    others, seen = False, set[Any]()
     while ahead and len(seen) < _MOST:
         node, divisor = ahead.pop()
         if node is None or node in seen:
@@ -76,11 +78,12 @@ def _terms(root: Any) -> tuple[list[_Term], bool]:
         seen.add(node)
         found = cross_entropy_of(node)
         if _MEAN_OF in node.metadata:
-            means.append(_Term("mean", *node.metadata[_MEAN_OF], None))
+            total, targets = node.metadata[_MEAN_OF]
+            means.append(_Term("mean", total, targets, None))
         elif found is not None and found.reduction == "sum" and divisor is None and node is not root:
             others = True
         elif found is not None:
-            means.append(_Term(*found, divisor))
+            means.append(_Term(found.reduction, found.total, found.targets, divisor))
         elif is_scalar_node(node) and node.next_functions:
             ahead += [(before, divisor_of_node(node)) for before, _ in node.next_functions]
         else:
@@ -91,14 +94,14 @@ def _terms(root: Any) -> tuple[list[_Term], bool]:
 def _count(term: _Term, micro_batch: MicroBatch) -> Tensor | None:
     """Return the divisor of a cross-entropy; None for a sum over the whole batch. Raises UsageError for other sums."""
     if term.reduction == "mean":
-        return term.count
-    if term.divisor is not None and float(term.divisor) in (micro_batch.samples, float(term.count)):
+        return term.total
+    if term.divisor is not None and float(term.divisor) in (micro_batch.samples, float(term.total)):
         return term.divisor
     if micro_batch.whole:
         return None
     by = "no mean" if term.divisor is None else f"not a mean: it is divided by {float(term.divisor):g}"
     raise _refused(
-        f"the loss is the sum of a cross-entropy over {float(term.count):g} targets, and {by}",
+        f"the loss is the sum of a cross-entropy over {float(term.total):g} targets, and {by}",
         "a micro-batch has a part of the global batch, whose loss the sums of its parts would have to be added up to",
     )
 

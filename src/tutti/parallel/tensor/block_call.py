@@ -136,7 +136,8 @@ def record_calls(
             elif name not in found and len(leaves) == len(learned.get(name, ())):
                 with suppress(Exception):
                     copies = [x.detach().cpu().clone() if isinstance(x, Tensor) else copy.deepcopy(x) for x in leaves]
-                    found[name] = BlockCall(*tree_unflatten(copies, spec), tuple(learned[name]))
+                    own_args, own_kwargs = tree_unflatten(copies, spec)
+                    found[name] = BlockCall(own_args, own_kwargs, tuple(learned[name]))
 
         return hook
 

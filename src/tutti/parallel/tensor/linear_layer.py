@@ -52,8 +52,9 @@ def is_transposed(module: nn.Module) -> bool:
             inputs = torch.randn(2, 3, weight.shape[0], generator=generator, dtype=torch.float64)
             for parameter in trial.parameters():
                 parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
-            found = trial(inputs)
-            return bool(torch.allclose(found, inputs @ trial.weight + trial.bias, rtol=1e-9, atol=1e-9))
+            own = dict(trial.named_parameters())
+            want = inputs @ own["weight"] + own["bias"]
+            return bool(torch.allclose(trial(inputs), want, rtol=1e-9, atol=1e-9))
     except Exception:
         # It takes other inputs.
         return False

@@ -396,7 +396,7 @@ class _Run:
         region, ranks, linears = self._region, self._trial.ranks, self._trial.linears
         x = self._whole.x.clone().requires_grad_()
         for name, cut in region.columns.items():
-            linears[name].forward = self._column(name, cut, sums)  # type: ignore[method-assign,assignment]
+            linears[name].forward = self._column(name, cut, sums)
         last, cut = linears[region.row], TensorCut(1, region.units)
 
         def row(inputs: Tensor) -> Tensor:
@@ -404,7 +404,7 @@ class _Run:
             out = part if total is None else part + (total - part).detach()
             return out if last.bias is None else out + cast(Tensor, last.bias)
 
-        last.forward = row  # type: ignore[method-assign,assignment]
+        last.forward = row
         slice_ = LayerSlice("", cast(SliceRanks, _Nobody(self._rank, ranks)), region.units)
         self.mode = _Probe(slice_, region.width, self._whole.draws, self._prefer_last)
         try:
