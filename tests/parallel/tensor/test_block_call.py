@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tutti.errors import UsageError
-from tutti.parallel.tensor.block_call import BlockCall, form_of, record_calls
+from tutti.parallel.tensor.block_call import BlockArguments, form_of, record_calls
 from tutti.parallel.tensor.linear_layer import is_linear, matrix
 from tutti.parallel.tensor.local_shape import HeadParallelBlock, run_within
 from tutti.parallel.tensor.tp_plan import PlanFinder, blocks_with_arguments
@@ -68,9 +68,9 @@ class Model(nn.Module):
         return self.down(self.up(hidden).relu())
 
 
-def call(mask: Tensor | None = None) -> BlockCall:
+def call(mask: Tensor | None = None) -> BlockArguments:
     tables = torch.randn(5, EACH), torch.randn(5, EACH)
-    return BlockCall((torch.randn(2, 5, WIDTH), tables), {"mask": mask}, (True, False, False, False))
+    return BlockArguments((torch.randn(2, 5, WIDTH), tables), {"mask": mask}, (True, False, False, False))
 
 
 def test_grouped_queries_are_split_by_groups_with_any_mask() -> None:

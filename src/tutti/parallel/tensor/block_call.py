@@ -25,7 +25,7 @@ _SAMPLES = 2
 
 
 @dataclass(frozen=True)
-class BlockCall:
+class BlockArguments:
     """One call of a block.
 
     Attributes:
@@ -68,7 +68,7 @@ class BlockCall:
         args, kwargs = tree_unflatten(made, spec)
         return args, kwargs, learned
 
-    def variants(self, block: nn.Module, index: int) -> Iterator[BlockCall]:
+    def variants(self, block: nn.Module, index: int) -> Iterator[BlockArguments]:
         """Yield calls with other masks: none, one of booleans, and one that is added; for batch, queries and keys."""
         names = list(inspect.signature(block.forward).parameters)
         given = {**dict(zip(names, self.args, strict=False)), **self.kwargs}
@@ -116,7 +116,7 @@ def _kind(leaf: Any) -> str:
 
 def record_calls(
     plain: nn.Module, names: Collection[str], trial: Callable[..., Any] | None, device: torch.device
-) -> dict[str, BlockCall]:
+) -> dict[str, BlockArguments]:
     """Return the first call of each block in a trial of the loss function on two samples.
 
     Args:
@@ -126,7 +126,7 @@ def record_calls(
         device: of the trial.
     """
     learned: dict[str, list[bool]] = {}
-    found: dict[str, BlockCall] = {}
+    found: dict[str, BlockArguments] = {}
 
     def note(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -137,7 +137,7 @@ def record_calls(
                 with suppress(Exception):
                     copies = [x.detach().cpu().clone() if isinstance(x, Tensor) else copy.deepcopy(x) for x in leaves]
                     own_args, own_kwargs = tree_unflatten(copies, spec)
-                    found[name] = BlockCall(own_args, own_kwargs, tuple(learned[name]))
+                    found[name] = BlockArguments(own_args, own_kwargs, tuple(learned[name]))
 
         return hook
 

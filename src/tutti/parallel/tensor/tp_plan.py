@@ -20,7 +20,7 @@ from torch import nn
 
 from tutti.nn.ac_policy import is_sequence
 from tutti.nn.rng_streams import module_draws
-from tutti.parallel.tensor.block_call import BlockCall
+from tutti.parallel.tensor.block_call import BlockArguments
 from tutti.parallel.tensor.linear_layer import is_linear, matrix, output_dim
 from tutti.parallel.tensor.tp_verify import MOST_LINEAR, BlockSplit, TensorCut, find_block_split, takes_one
 from tutti.torch_compat import ConvBase, ConvTransposeBase, module_buffers, module_parameters
@@ -82,7 +82,7 @@ class PlanFinder:
         least: int,
         whole: Sequence[str],
         drops: bool,
-        calls: Mapping[str, BlockCall] | None = None,
+        calls: Mapping[str, BlockArguments] | None = None,
     ) -> None:
         self._model, self._ranks, self._least, self._drops, self._calls = model, ranks, least, drops, calls or {}
         self._entries: dict[str, PlanEntry] = {}
@@ -203,7 +203,9 @@ class PlanFinder:
             return
         self._region(name, region)
 
-    def _examine(self, block: nn.Module, linears: Sequence[str], call: BlockCall | None = None) -> BlockSplit | None:
+    def _examine(
+        self, block: nn.Module, linears: Sequence[str], call: BlockArguments | None = None
+    ) -> BlockSplit | None:
         """Call ``find_block_split``, once for all blocks of the same structure."""
         key = (*linears, call and call.form, *(_likeness(name, module) for name, module in block.named_modules()))
         if key not in self._tried:

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from tutti.comm.partition import even_share
 from tutti.nn.untraced import Untraced
-from tutti.parallel.tensor.block_call import BlockCall
+from tutti.parallel.tensor.block_call import BlockArguments
 from tutti.parallel.tensor.linear_layer import is_linear, matrix, output_dim
 from tutti.parallel.tensor.local_shape import ATTENTION, DROPOUTS, LocalShapeMode
 from tutti.parallel.tensor.tensor_slice import LayerSlice, SliceRanks
@@ -88,7 +88,7 @@ class BlockSplit:
 
 
 def find_block_split(
-    block: nn.Module, ranks: int, linears: Collection[str] | None = None, call: BlockCall | None = None
+    block: nn.Module, ranks: int, linears: Collection[str] | None = None, call: BlockArguments | None = None
 ) -> BlockSplit | None:
     """Return how ``block`` may be split over ranks; None where no split gives the same result.
 
@@ -109,7 +109,7 @@ def find_block_split(
         return None
 
 
-def _examine(block: nn.Module, linears: Collection[str], ranks: int, call: BlockCall | None) -> BlockSplit | None:
+def _examine(block: nn.Module, linears: Collection[str], ranks: int, call: BlockArguments | None) -> BlockSplit | None:
     trial = _Trial(block, linears, ranks, call)
     reference = trial.reference()
     if reference is None:
@@ -251,7 +251,9 @@ class _Tap(torch.autograd.Function):
 class _Trial:
     """One block, on which ways to split it are tried."""
 
-    def __init__(self, block: nn.Module, linears: Collection[str], ranks: int, call: BlockCall | None = None) -> None:
+    def __init__(
+        self, block: nn.Module, linears: Collection[str], ranks: int, call: BlockArguments | None = None
+    ) -> None:
         self.block, self.ranks, self.call = block, ranks, call
         self.linears = {name: m for name, m in block.named_modules() if name in linears}
         own = {id(p) for m in self.linears.values() for p in m.parameters()}
