@@ -9,7 +9,7 @@ BENCH := $(VENV)/.bench
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help venv test full engines contract scripts fuzz faults peers reliability demo lint bench gpu backtest soak study alike clean
+.PHONY: help venv test full engines contract models scripts fuzz faults peers reliability demo lint bench gpu backtest soak study alike clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
@@ -45,6 +45,13 @@ contract: $(READY)  ## the whole equivalence table, or PART=1/100 of it; DEVICE=
 
 engines: $(READY)  ## runs on Ray clusters whose nodes are killed and added; needs the extra ray, else skipped
 	$(BIN)/pytest -q -n 0 -m engines tests/launcher
+
+MODELS_RECORD = $(if $(filter 1/1,$(PART)),benchmarks/results/$(shell date -u +%F)-models.jsonl,.models-record.jsonl)
+
+models: $(READY)  ## models of transformers, timm and peft under every strategy, then docs/models.md; or PART=1/10 of it, without the page
+	rm -f $(MODELS_RECORD)
+	MODELS_PART=$(PART) MODELS_RECORD=$(MODELS_RECORD) $(BIN)/pytest -q -n 2 -m models tests/models
+	$(if $(filter 1/1,$(PART)),$(BIN)/python -m tests.models.page $(MODELS_RECORD))
 
 RECORD := .scripts-record.jsonl
 

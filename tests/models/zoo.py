@@ -1,0 +1,345 @@
+"""Models of other libraries, tiny and from configurations, with data for each.
+
+No weights are downloaded. Dropout is off, so that plain PyTorch on the global batch is the reference, and all numbers
+are float64.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import Dataset
+
+WORDS, LENGTH, CLASSES, SAMPLES = 40, 8, 5, 13
+_SIZES = {
+    "hidden_size": 24, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 6, "vocab_size": WORDS,
+    "max_position_embeddings": 16,
+}  # fmt: skip
+_TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+_GROUPED = {**_SIZES, "num_key_value_heads": 3, **_TOKENS}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A model of the table.
+
+    Attributes:
+        package: that it comes from.
+        build: makes it; parameters follow from PyTorch's seed.
+        data: ``causal``, ``masked``, ``sequences``, ``images``, ``photos``, ``pairs`` or ``sounds``.
+        by_batch: its loss depends on which samples share a micro-batch (batch norm, contrastive losses), so that a
+            plain loop over logical workers is its reference.
+    """
+
+    package: str
+    build: Callable[[], nn.Module]
+    data: str
+    by_batch: bool = False
+
+    @property
+    def installed(self) -> bool:
+        return find_spec(self.package) is not None
+
+    @property
+    def forms(self) -> tuple[str, ...]:
+        """How its loss may be computed: see ``loss_fn``."""
+        if self.package == "timm":
+            return ("mean", "counted")
+        return ("own", "padded", "counted") if self.data in ("causal", "masked", "sequences") else ("own",)
+
+
+def _hf(model: str, config: str, **options: Any) -> Callable[[], nn.Module]:
+    def build() -> nn.Module:
+        import transformers
+
+        # ``DEFAULTS``, where given, are the parts of a composed configuration.
+        return getattr(transformers, model)(getattr(transformers, config)(**options))  # type: ignore[no-any-return]
+
+    return build
+
+
+def _timm(name: str, **options: Any) -> Callable[[], nn.Module]:
+    def build() -> nn.Module:
+        with _without_torchvision():
+            import timm
+
+        return timm.create_model(name, num_classes=CLASSES, **options)  # type: ignore[no-any-return]
+
+    return build
+
+
+@contextmanager
+def _without_torchvision() -> Iterator[None]:
+    """Within the block, modules of torchvision that is not installed can be imported: any name is an empty class.
+
+    timm imports it for data sets, image transforms and a frozen batch norm, none of which its models here use.
+    """
+    if find_spec("torchvision") is not None:
+        yield
+        return
+
+    class Finder(MetaPathFinder, Loader):
+        def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+            return ModuleSpec(name, self, is_package=True) if name.partition(".")[0] == "torchvision" else None
+
+        def create_module(self, spec: ModuleSpec) -> ModuleType:
+            return StandIn(spec.name)
+
+        def exec_module(self, module: ModuleType) -> None:
+            module.__path__ = []
+
+    class StandIn(ModuleType):
+        def __getattr__(self, name: str) -> Any:
+            if name.startswith("__"):
+                raise AttributeError(name)
+            vars(self)[name] = type(
+                name, (), {"NEAREST": 0, "BILINEAR": 2, "BICUBIC": 3, "BOX": 4, "HAMMING": 5, "LANCZOS": 1}
+            )
+            return vars(self)[name]
+
+    finder = Finder()
+    sys.meta_path.append(finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
+        for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
+            del sys.modules[name]
+
+
+def _lora() -> nn.Module:
+    import peft
+
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
+    return peft.get_peft_model(MODELS["Llama"].build(), config)  # type: ignore[arg-type]
+
+
+MODELS: Mapping[str, Entry] = {
+    "GPT-2": Entry(
+        "transformers",
+        _hf(
+            "GPT2LMHeadModel", "GPT2Config",
+            vocab_size=WORDS, n_positions=16, n_embd=24, n_layer=3, n_head=6, use_cache=False, **_TOKENS,
+        ),
+        "causal",
+    ),
+    "GPT-2, eager attention": Entry(
+        "transformers",
+        _hf(
+            "GPT2LMHeadModel", "GPT2Config", attn_implementation="eager",
+            vocab_size=WORDS, n_positions=16, n_embd=24, n_layer=2, n_head=6, **_TOKENS,
+        ),
+        "causal",
+    ),
+    "GPT-NeoX": Entry("transformers", _hf("GPTNeoXForCausalLM", "GPTNeoXConfig", **_SIZES, **_TOKENS), "causal"),
+    "OPT": Entry(
+        "transformers",
+        _hf(
+            "OPTForCausalLM", "OPTConfig",
+            vocab_size=WORDS, hidden_size=24, ffn_dim=48, num_hidden_layers=3, num_attention_heads=6,
+            max_position_embeddings=16, word_embed_proj_dim=24, **_TOKENS,
+        ),
+        "causal",
+    ),
+    "Llama": Entry("transformers", _hf("LlamaForCausalLM", "LlamaConfig", **_GROUPED), "causal"),
+    "Mistral": Entry("transformers", _hf("MistralForCausalLM", "MistralConfig", **_GROUPED), "causal"),
+    "Qwen2": Entry("transformers", _hf("Qwen2ForCausalLM", "Qwen2Config", **_GROUPED), "causal"),
+    "Qwen3": Entry("transformers", _hf("Qwen3ForCausalLM", "Qwen3Config", head_dim=4, **_GROUPED), "causal"),
+    "Gemma": Entry("transformers", _hf("GemmaForCausalLM", "GemmaConfig", head_dim=4, **_GROUPED), "causal"),
+    "Phi-3": Entry("transformers", _hf("Phi3ForCausalLM", "Phi3Config", **_GROUPED), "causal"),
+    "Mixtral": Entry(
+        "transformers",
+        _hf("MixtralForCausalLM", "MixtralConfig", num_local_experts=3, num_experts_per_tok=2,
+             experts_implementation="eager", **_GROUPED),
+        "causal",
+    ),
+    "Llama with LoRA": Entry("peft", _lora, "causal"),
+    "BERT": Entry("transformers", _hf("BertForMaskedLM", "BertConfig", **_SIZES, **_TOKENS), "masked"),
+    "RoBERTa": Entry("transformers", _hf("RobertaForMaskedLM", "RobertaConfig", **_SIZES, **_TOKENS), "masked"),
+    "DistilBERT": Entry(
+        "transformers",
+        _hf(
+            "DistilBertForMaskedLM", "DistilBertConfig",
+            vocab_size=WORDS, dim=24, hidden_dim=48, n_layers=3, n_heads=6, max_position_embeddings=16, **_TOKENS,
+        ),
+        "masked",
+    ),
+    "T5": Entry(
+        "transformers",
+        _hf(
+            "T5ForConditionalGeneration", "T5Config",
+            vocab_size=WORDS, d_model=24, d_kv=4, d_ff=48, num_layers=2, num_heads=6, decoder_start_token_id=0,
+            pad_token_id=0, eos_token_id=2,
+        ),
+        "sequences",
+    ),
+    "BART": Entry(
+        "transformers",
+        _hf(
+            "BartForConditionalGeneration", "BartConfig",
+            vocab_size=WORDS, d_model=24, encoder_layers=2, decoder_layers=2, encoder_ffn_dim=48, decoder_ffn_dim=48,
+            encoder_attention_heads=6, decoder_attention_heads=6, max_position_embeddings=16,
+            decoder_start_token_id=2, forced_eos_token_id=None, **_TOKENS,
+        ),
+        "sequences",
+    ),
+    "ViT": Entry(
+        "transformers",
+        _hf(
+            "ViTForImageClassification", "ViTConfig",
+            hidden_size=24, intermediate_size=48, num_hidden_layers=3, num_attention_heads=6, image_size=8,
+            patch_size=4, num_labels=CLASSES,
+        ),
+        "images",
+    ),
+    "CLIP": Entry(
+        "transformers",
+        _hf(
+            "CLIPModel", "CLIPConfig", projection_dim=12,
+            text_config={**_SIZES, **_TOKENS, "num_hidden_layers": 2},
+            vision_config={
+                "hidden_size": 24, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 6,
+                "image_size": 8, "patch_size": 4,
+            },
+        ),
+        "pairs",
+        by_batch=True,
+    ),
+    "Whisper": Entry(
+        "transformers",
+        _hf(
+            "WhisperForConditionalGeneration", "WhisperConfig",
+            vocab_size=WORDS, num_mel_bins=6, d_model=24, encoder_layers=2, decoder_layers=2, encoder_ffn_dim=48,
+            decoder_ffn_dim=48, encoder_attention_heads=6, decoder_attention_heads=6, max_source_positions=8,
+            max_target_positions=16, decoder_start_token_id=1, **_TOKENS,
+        ),
+        "sounds",
+    ),
+    "timm ResNet": Entry(
+        "timm", _timm("resnet18", channels=(8, 8, 16, 16), layers=(1, 1, 1, 1), stem_width=8), "photos", by_batch=True
+    ),
+    "timm ConvNeXt": Entry("timm", _timm("convnext_atto", depths=(1, 1, 2, 1), dims=(8, 8, 16, 16)), "photos"),
+    "timm ViT": Entry(
+        "timm",
+        _timm("vit_tiny_patch16_224", img_size=8, patch_size=4, embed_dim=24, depth=3, num_heads=6),
+        "images",
+    ),
+    "timm EfficientNet": Entry(
+        "timm", _timm("test_efficientnet"), "photos", by_batch=True
+    ),
+}  # fmt: skip
+
+
+def build(name: str) -> nn.Module:
+    """A model of the table in float64, without dropout, with the same parameters on every rank."""
+    torch.manual_seed(0)
+    model = MODELS[name].build()
+    for module in model.modules():
+        for key, value in vars(module).items():
+            if isinstance(value, float) and ("drop" in key or key == "p"):
+                setattr(module, key, 0.0)
+    return model.double().train()
+
+
+@contextmanager
+def exact() -> Iterator[None]:
+    """Within the block, float64 stays float64 where a model computes in float32 by name: losses, norms and softmax."""
+    to, float_, softmax = Tensor.to, Tensor.float, functional.softmax
+
+    def wide(value: Tensor, asked: Any) -> Any:
+        return torch.float64 if asked is torch.float32 and value.dtype == torch.float64 else asked
+
+    def exact_to(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return to(self, *(wide(self, a) for a in args), **{key: wide(self, value) for key, value in kwargs.items()})
+
+    def exact_softmax(input: Tensor, dim: Any = None, _stacklevel: int = 3, dtype: Any = None) -> Tensor:
+        return softmax(input, dim, _stacklevel, wide(input, dtype))
+
+    Tensor.to = exact_to  # type: ignore[assignment,method-assign]
+    Tensor.float = lambda self: self if self.dtype == torch.float64 else float_(self)  # type: ignore[method-assign]
+    functional.softmax = exact_softmax  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        Tensor.to, Tensor.float, functional.softmax = to, float_, softmax  # type: ignore[method-assign]
+
+
+class Samples(Dataset[dict[str, Tensor]]):
+    """Samples as dictionaries of tensors; ``padded``: sequences end at different places."""
+
+    def __init__(self, kind: str, padded: bool) -> None:
+        draw = torch.Generator().manual_seed(1)
+        words = torch.randint(3, WORDS, (SAMPLES, LENGTH), generator=draw)
+        ends = torch.randint(2, LENGTH + 1, (SAMPLES, 1), generator=draw)
+        mask = (torch.arange(LENGTH) < ends).long() if padded else torch.ones_like(words)
+        labels = torch.randint(3, WORDS, (SAMPLES, LENGTH), generator=draw)
+        images = torch.randn(SAMPLES, 3, 8, 8, generator=draw, dtype=torch.float64)
+        sounds = torch.randn(SAMPLES, 6, 16, generator=draw, dtype=torch.float64)
+        photos = functional.interpolate(images, 40)
+        classes = torch.randint(0, CLASSES, (SAMPLES,), generator=draw)
+        text = {"input_ids": words * mask, "attention_mask": mask}
+        self._columns: dict[str, Tensor] = {
+            "causal": {**text, "labels": words.masked_fill(mask == 0, -100)},
+            "masked": {**text, "labels": labels.masked_fill(mask == 0, -100)},
+            "sequences": {**text, "labels": labels.masked_fill(mask.flip(0) == 0, -100)},
+            "images": {"pixel_values": images, "labels": classes},
+            "photos": {"pixel_values": photos, "labels": classes},
+            "pairs": {**text, "pixel_values": images},
+            "sounds": {"input_features": sounds, "labels": labels},
+        }[kind]
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {name: column[index] for name, column in self._columns.items()}
+
+
+def dataset(name: str, form: str) -> Samples:
+    """The samples of a model; all sequences are of one length for the form ``own``."""
+    return Samples(MODELS[name].data, padded=form in ("padded", "counted"))
+
+
+def loss_fn(name: str, form: str) -> Callable[[Any, Mapping[str, Tensor]], Any]:
+    """A loss function.
+
+    Args:
+        name: of the model.
+        form: ``own`` and ``padded``: the model's own loss, ``padded`` over sequences that end at different places;
+            ``mean``: the mean of cross-entropy; ``counted``: its sum and the number of tokens or samples.
+    """
+    entry = MODELS[name]
+
+    def own(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
+        more = {"return_loss": True} if entry.data == "pairs" else {}
+        return model(**batch, **more).loss  # type: ignore[no-any-return]
+
+    def image(model: Any, batch: Mapping[str, Tensor]) -> Any:
+        scores = model(batch["pixel_values"])
+        if form == "mean":
+            return functional.cross_entropy(scores, batch["labels"])
+        return functional.cross_entropy(scores, batch["labels"], reduction="sum"), len(scores)
+
+    def counted(model: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        given = dict(batch)
+        labels = given.pop("labels")
+        if entry.data == "sequences":
+            given["decoder_input_ids"] = labels.clamp(min=0).roll(1, 1)
+        scores = model(**given).logits
+        if entry.data == "causal":
+            scores, labels = scores[:, :-1], labels[:, 1:]
+        total = functional.cross_entropy(scores.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
+        return total, (labels != -100).sum()
+
+    return image if entry.package == "timm" else counted if form == "counted" else own
