@@ -391,6 +391,7 @@ REFUSED: dict[str, dict[str, str]] = {
         **PARTS,
         **dict.fromkeys(("mixed", "plain_backward", "one_loss_forgotten"), "can no longer be told apart"),
         **dict.fromkeys(("clipped_before_the_exchange", "counted_otherwise"), "can no longer be told apart"),
+        "gradient_penalty": "has a gradient in it (create_graph=True)",
         # PyTorch's own words: the graph has the gathered parameters, and the model shows its shards.
         **dict.fromkeys(ASSIGNED, "appears to not have been used in the graph"),
     },

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -216,24 +216,11 @@ class CustomLoop:
         self._bodies.note("backward", 0)
 
         def work(before: LossSums | None) -> LossSums:
-            try:
-                with self._origin.own_backward():
-                    return self._replica.backward(loss, micro_batch, before, self._run.grad_hook, retain_graph)
-            except RuntimeError as error:
-                if self._sync.gradient_at == "shards" and "setStorage" in str(error):
-                    self._refuse_twice(error)
-                raise
+            with self._origin.own_backward():
+                return self._replica.backward(loss, micro_batch, before, self._run.grad_hook, retain_graph)
 
         with self._replica.model_code():
             self._contribute(micro_batch, work)
-
-    def _refuse_twice(self, error: RuntimeError) -> NoReturn:
-        raise UsageError(
-            "the loss has a gradient in it (create_graph=True), which cannot be combined with sharded parameters",
-            where=f"step {self._run.clock + 1}",
-            why="FSDP2 frees the gathered parameters after the first backward, and the second needs them again",
-            remedy="take sharded:stage=1 or --strategy mirrored",
-        ) from error
 
     def _contribute(
         self, micro_batch: MicroBatch, work: Callable[[LossSums | None], LossSums], means: bool = False

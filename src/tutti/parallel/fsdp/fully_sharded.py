@@ -96,6 +96,7 @@ class FullySharded:
         for unit in self._units:
             self._watch(unit)
             cast(nn.Module, unit).register_forward_pre_hook(_refuse_functional_call, prepend=True)
+            cast(nn.Module, unit).register_forward_hook(_watch_created_graphs)
         for root in root_modules(model):
             self._clear_with(root)
             root.register_forward_pre_hook(lambda *_: self.unify_flags(), prepend=True)
@@ -446,6 +447,29 @@ def _refuse_functional_call(*_: Any) -> None:
                 remedy="take sharded:stage=1 or --strategy mirrored",
             )
         frame = frame.f_back
+
+
+def _watch_created_graphs(module: nn.Module, args: Any, output: Any) -> None:
+    """Let a backward through the module's outputs raise UsageError if it makes a graph of its own."""
+    if not torch.is_grad_enabled():
+        return
+    for value in tree_leaves(output):
+        if isinstance(value, Tensor) and value.requires_grad:
+            value.register_hook(_refuse_created_graph)
+
+
+def _refuse_created_graph(gradient: Tensor) -> None:
+    """Raise UsageError in a backward with ``create_graph=True``.
+
+    Its graph holds gathered parameters, which FSDP2 frees after this backward. The next backward gathers them again or
+    not, as autograd orders its nodes, and gradients that arrive after FSDP2's reduction are lost without an error.
+    """
+    if torch.is_grad_enabled():
+        raise UsageError(
+            "the loss has a gradient in it (create_graph=True), which cannot be combined with sharded parameters",
+            why="FSDP2 frees the gathered parameters after the first backward, and the second needs them again",
+            remedy="take sharded:stage=1 or --strategy mirrored",
+        )
 
 
 def _become(parameter: nn.Parameter, rows: nn.Parameter) -> nn.Parameter:
