@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from tutti.errors import UsageError
 from tutti.launcher import heartbeat
 from tutti.launcher.heartbeat import Phase
-from tutti.nn.incomplete_gradient import conceal
+from tutti.nn.incomplete_gradient import conceal, is_zeroed
 from tutti.parallel import Choice, check_custom_loop
 from tutti.train.body_comparison import BodyComparison
 from tutti.train.gradient_origin import GradientOrigin
@@ -266,7 +266,10 @@ class CustomLoop:
             else:
                 kept.gradients[parameter] = gradient.clone()
         for parameter, before in shown.items():
-            parameter.grad = before if parameter.grad is None else before + parameter.grad
+            if parameter.grad is None:
+                parameter.grad = before
+            elif not is_zeroed(before):
+                parameter.grad = before + parameter.grad
 
     def _complete(
         self, micro_batch: MicroBatch, call: int, local: Gradients, work: Callable[[LossSums | None], LossSums]
