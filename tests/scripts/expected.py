@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Literal
 
+from tests import worlds
 from tests.scripts.table import HERE, Case, form, matches
 
 REFUSED = HERE / "refused.toml"
@@ -26,6 +27,7 @@ class Refusal:
         form: scripts with this kind of loop alone.
         workers: ``spare``: only where there are more logical workers than data ranks.
         devices: only on so many devices.
+        accelerators: only on accelerators.
     """
 
     scripts: str
@@ -35,6 +37,7 @@ class Refusal:
     form: Literal["any", "step", "loop"] = "any"
     workers: Literal["any", "spare", "one_each"] = "any"
     devices: tuple[int, ...] = ()
+    accelerators: bool = False
     says: str = ""
 
     def holds(self, case: Case) -> bool:
@@ -45,6 +48,7 @@ class Refusal:
             and self.form in ("any", form(case.script))
             and self.workers in ("any", "spare" if case.spare else "one_each")
             and (not self.devices or case.devices in self.devices)
+            and (not self.accelerators or worlds.DEVICE != "cpu")
         )
 
 

@@ -30,7 +30,7 @@ def build() -> tuple[nn.Module, Optimizer]:
 def loss_fn(model: Any, batch: Any) -> Tensor:
     first, second = (functional.normalize(model(view), dim=1) for view in batch)
     similar = first @ second.T / 0.5
-    which = torch.arange(len(similar))
+    which = torch.arange(len(similar), device=similar.device)
     return (functional.cross_entropy(similar, which) + functional.cross_entropy(similar.T, which)) / 2
 
 

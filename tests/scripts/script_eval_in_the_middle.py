@@ -28,8 +28,9 @@ def build() -> tuple[nn.Module, Optimizer]:
 
 def look(model: nn.Module) -> Tensor:
     model.eval()
+    held_out = torch.linspace(-1, 1, 5, dtype=torch.float64)
     with torch.no_grad():
-        score = model(torch.linspace(-1, 1, 5, dtype=torch.float64)).max()
+        score = model(held_out.to(next(model.parameters()).device)).max()
     model.train()
     return score
 
