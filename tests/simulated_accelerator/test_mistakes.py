@@ -22,6 +22,7 @@ from tutti.checkpoint.save_snapshot import slices as real_slices
 from tutti.comm.communicator import Communicator
 from tutti.data.transfer import Transfer
 from tutti.errors import TuttiError
+from tutti.parallel.registry import TABLE
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -101,14 +102,59 @@ def steps(strategy: str, item: bool = False) -> list[int]:
     return found[6:]
 
 
-BOUNDS = {"mirrored": 1, "sharded": 3, "local_sgd:period=2": 3}
-"""``mirrored``: one wait reads the loss sums and the gradient norm, when the gradients have arrived."""
+BOUNDS = {
+    "mirrored": 1,
+    "sharded:stage=1": 2,
+    "sharded:stage=2": 2,
+    "sharded": 2,
+    "hybrid:shards=2": 2,
+    "sharded:stage=1,offload=optimizer": 3,
+    "local_sgd:period=2": 3,
+    "diloco:period=2": 3,
+    "sharded:offload=true": 5,
+    "tensor:least=1": 5,
+    "pipeline": 7,
+    "model_parallel": 7,
+    "central_storage": 11,
+    "parameter_server": 11,
+}
+"""``mirrored``: one wait reads the loss sums and the gradient norm, when the gradients have arrived. The last two copy
+each of the model's four gradients to the host, and the parameters back.
+"""
+
+
+def test_every_strategy_has_a_bound() -> None:
+    assert {text.partition(":")[0] for text in BOUNDS} | {"single"} == set(TABLE)
 
 
 @pytest.mark.parametrize("strategy", BOUNDS)
 def test_waits_of_the_host_are_bounded_in_each_step(strategy: str) -> None:
     for found in worlds.run_on(DEVICE, 2, steps, strategy=strategy):
         assert max(found) <= BOUNDS[strategy], found
+
+
+def waits_of_edits(edit: bool) -> list[int]:
+    """How often the host waits in each step of a custom loop, which may edit each gradient on the device."""
+    model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = torch.ones(48, 5), torch.zeros(48, dtype=torch.long)
+    run, found = tutti.prepare(model, optimizer, data, workers=2, batch_size=8), []
+    for epoch in range(2):
+        for batch in run.microbatches(epoch):
+            with syncs() as counted:
+                optimizer.zero_grad()
+                run.backward(loss(model, batch))
+                for parameter in model.parameters() if edit else ():
+                    assert parameter.grad is not None
+                    parameter.grad.clamp_(-0.1, 0.1)
+                optimizer.step()
+            found.append(counted[0])
+    return found[6:]
+
+
+def test_the_comparison_of_edited_gradients_waits_twice_for_all_of_them() -> None:
+    plain, edited = (worlds.run_on(DEVICE, 2, waits_of_edits, edit=edit) for edit in (False, True))
+    assert [max(row) - max(own) for row, own in zip(edited, plain, strict=True)] == [2, 2], (edited, plain)
 
 
 def test_one_device_alone_waits_once_in_each_step() -> None:

@@ -238,12 +238,9 @@ class GradientOrigin:
             return
         names = {p: name for name, p in self._sync.named()}
         seen = self.seen()
-        table = torch.zeros(len(seen), 2, dtype=torch.float64)
-        for row, parameter in zip(table, seen, strict=True):
-            if parameter.grad is not None:
-                wide = parameter.grad.detach().double()
-                row.copy_(torch.stack([wide.sum(), wide.square().sum()]))
-        rows = comm.all_gather(table.to(comm.device), f"digests of edited gradients in step {run.clock + 1}")
+        # On the device: the host waits once, for the comparison, and not for each gradient.
+        table = torch.stack([_sums(parameter.grad).to(comm.device) for parameter in seen])
+        rows = comm.all_gather(table, f"digests of edited gradients in step {run.clock + 1}")
         for other in rows[1:]:
             same = ((other == rows[0]) | (other.isnan() & rows[0].isnan())).all(dim=1)
             if not bool(same.all()):
@@ -255,6 +252,14 @@ class GradientOrigin:
                     remedy="edit .grad alike on every rank (no rank's own samples or random draws), or put the term"
                     " into the loss",
                 )
+
+
+def _sums(gradient: Tensor | None) -> Tensor:
+    """Return a gradient's sum and sum of squares in float64, of shape (2,); zeros for None."""
+    if gradient is None:
+        return torch.zeros(2, dtype=torch.float64)
+    wide = gradient.detach().double()
+    return torch.stack([wide.sum(), wide.square().sum()])
 
 
 def script_line() -> str:
