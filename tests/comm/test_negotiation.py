@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tutti.comm.collective_call import CollectiveCall, describe_mismatch
-from tutti.comm.negotiation import Coordinator
+from tutti.comm.negotiation import Coordinator, loss_line
 
 
 class Clock:
@@ -117,7 +117,7 @@ def test_a_lost_rank_fails_calls_now_and_later() -> None:
     made.lose(1, "rank 1 has ended", orderly=False)
     made.receive(0, reduction("b"))
     kinds = [(rank, message[0]) for rank, message in made.posts()]
-    assert kinds == [(0, "lost"), (0, "error"), (0, "error")]
+    assert kinds == [(loss_line(0, 2), "lost"), (0, "error"), (0, "error")]
 
 
 def test_a_closed_session_leaves_the_next_one_alone() -> None:

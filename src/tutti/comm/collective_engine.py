@@ -12,7 +12,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +24,7 @@ from tutti import process_context
 from tutti.comm import collective_execution as execution
 from tutti.comm.collective_call import CollectiveCall
 from tutti.comm.message_hub import HubConnection, MessageHub
-from tutti.comm.negotiation import SHUT_DOWN, Coordinator, SessionOptions
+from tutti.comm.negotiation import SHUT_DOWN, Coordinator, Post, SessionOptions, loss_line
 from tutti.comm.process_groups import process_groups
 from tutti.device import current_stream, is_accelerator, synchronize
 from tutti.errors import MismatchError, PeerError, TuttiError, UsageError
@@ -40,7 +40,7 @@ DUPLICATE = (
 SETTLE = 0.1
 """Seconds for which a completed call that nobody has waited for keeps its name."""
 _ABANDONED = 0.5
-"""Seconds for which a collective under way may end by itself when its engine is abandoned."""
+"""Seconds for which a collective under way may end by itself when its engine is abandoned or one of its ranks lost."""
 _PATIENCE = 2.0
 """Seconds after which a waiting rank tells the coordinator so."""
 
@@ -99,7 +99,9 @@ class CollectiveHandle:
         return self.result if self.convert is None else self.convert(self.result)
 
     def complete(self, result: Any = None, error: TuttiError | None = None) -> None:
-        """Set the outcome; called by the engine."""
+        """Set the outcome, unless there is one; called by the engine."""
+        if self.finished.is_set():
+            return
         self.result, self.error, self.completed = result, error, time.perf_counter()
         self.turn = self.session.turn
         self.inputs = []
@@ -246,7 +248,8 @@ class CollectiveSession:
             if handle.call.kind == "add_process_set":
                 self.sets[value] = handle.call.ranks
                 # Collective over all ranks of the job, at the same place of the order on each.
-                process_groups(handle.call.ranks, "engine")
+                with self.engine.performing(self.sets[0], handle.call):
+                    process_groups(handle.call.ranks, "engine")
             handle.complete(value)
         elif kind == "closed":
             self._acknowledged.set()
@@ -295,17 +298,15 @@ class CollectiveSession:
         if self.engine.broken is not None:
             self.fail_all(self.engine.broken)
             return
-        try:
-            if handles[0][0].call.kind == "allreduce":
+        first = handles[0][0].call
+        with self.engine.performing(self.sets[first.process_set], first):
+            if first.kind == "allreduce":
                 self._reduce([handle for handle, _ in handles])
             else:
                 for handle, extents in handles:
                     handle.complete(self._perform(handle, extents))
-        except Exception as error:
-            self.engine.break_(error, handles[0][0].call)
-            return
-        for handle, _ in handles:
-            self.engine.event(handle.call, began, handle.started)
+            for handle, _ in handles:
+                self.engine.event(handle.call, began, handle.started)
 
     def _zeros(self, call: CollectiveCall) -> CollectiveHandle:
         device = torch.device(call.device) if call.device == "cpu" else self.engine.world.device
@@ -331,6 +332,9 @@ class CollectiveSession:
         results: list[list[Any]] = [[None] * len(handle.inputs) for handle in handles]
         for places in by_dtype.values():
             reduced = execution.reduce_all([handles[i].inputs[p] for i, p in places], handles[0].call, ranks, group)
+            if self.engine.broken is not None:
+                # The callers have their error, and their tensors may be in use again.
+                raise self.engine.broken
             for (i, p), tensor in zip(places, reduced, strict=True):
                 outputs = handles[i].outputs
                 if outputs is not None:
@@ -401,12 +405,19 @@ class CollectiveEngine:
         self.sink: EventSink | None = None
         self._opened = 0
         self._closing = False
+        # Ranks of the collective that the engine's thread performs; why ranks are lost, by rank.
+        self._under_way: tuple[int, ...] = ()
+        self._lost: dict[int, str] = {}
+        self._heard = threading.Event()
         generation = world.store.add(f"engine/{self.rank}", 1)
         store = dist.PrefixStore(f"engine/{generation}", world.store)
         self._hub = self._make_hub(store) if self.rank == 0 else None
         self._connection = HubConnection(store, self.rank)
+        # Losses have a connection of their own: the engine's thread reads nothing while it waits in native code.
+        self._losses = HubConnection(store, loss_line(self.rank, self.size))
         self._thread = threading.Thread(target=self._serve, name="tutti-collectives", daemon=True)
         self._thread.start()
+        threading.Thread(target=self._listen, name="tutti-losses", daemon=True).start()
 
     def open_session(self, options: SessionOptions) -> CollectiveSession:
         """Open a session; every rank opens its sessions in the same order."""
@@ -421,27 +432,53 @@ class CollectiveEngine:
         """Send a message to the coordinator. Raises PeerError if rank 0 has ended."""
         self._connection.send(message)
 
-    def break_(self, error: Exception, call: CollectiveCall) -> None:
+    @contextlib.contextmanager
+    def performing(self, ranks: tuple[int, ...], call: CollectiveCall) -> Iterator[None]:
+        """Within the block, fail all calls if a rank of ``ranks`` is lost or an exception occurs, on all ranks."""
+        self._under_way = ranks
+        try:
+            yield
+        except Exception as error:
+            self._break(error, call)
+        finally:
+            self._under_way = ()
+
+    def _break(self, error: Exception, call: CollectiveCall) -> None:
         """Fail all calls, now and later, because a collective failed half-way."""
-        if self._closing:
+        if self._closing or self.broken is not None:
             return
         # The hub sees the end of a process at once and names its rank; give its message time to arrive.
-        deadline = time.monotonic() + _PATIENCE
-        while self.broken is None and self._connection.readable(deadline - time.monotonic()):
-            messages = self._connection.receive()
-            lost = [message for message in messages if message[0] == "lost"]
-            if lost or not messages:
-                text = str(lost[0][2]) if lost else "rank 0 has ended"
-                self.broken = PeerError(text, where=f"rank {self.rank}, in {call}")
-        if self.broken is None:
-            self.broken = PeerError(
-                f"{call} failed on the way",
-                where=f"rank {self.rank}",
-                why=str(error).splitlines()[0] if str(error) else type(error).__name__,
-                remedy="look at the log of the rank that ended first",
-            )
+        self._heard.wait(_PATIENCE)
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        self._fail(next(iter(self._lost.values()), f"a collective failed on rank {self.rank}: {reason}"), f"in {call}")
+
+    def _fail(self, text: str, place: str) -> None:
+        """Fail all calls, now and later; other ranks hear of it, because they may wait for this one."""
+        self.broken = self.broken or PeerError(text, where=f"rank {self.rank}, {place}")
+        with contextlib.suppress(PeerError):
+            self.send(["failed", 0, text])
         for session in list(self.sessions.values()):
             session.fail_all(self.broken)
+
+    def _listen(self) -> None:
+        """Hear of lost ranks; fail a collective with one of them that does not end by itself."""
+        connected = True
+        while self.broken is None and not self._closing:
+            if not connected:
+                time.sleep(_ABANDONED)
+            elif self._losses.readable(_ABANDONED if self._lost else None):
+                messages = self._losses.receive()
+                connected = bool(messages)
+                for kind, rank, text in messages or [("lost", 0, "rank 0 has ended")]:
+                    if kind == "bye" or self._closing:
+                        return
+                    self._lost.setdefault(rank, text)
+                self._heard.set()
+                continue
+            # Without rank 0 no rank hears of the others that give up.
+            lost = [rank for rank in self._lost if rank in self._under_way or (self._under_way and not connected)]
+            if lost:
+                self._fail(self._lost[lost[0]], "in a collective")
 
     def event(self, call: CollectiveCall, began: float, submitted: float) -> None:
         """Tell the sink, if there is one, how long a call was negotiated and performed."""
@@ -460,7 +497,9 @@ class CollectiveEngine:
         with contextlib.suppress(PeerError):
             self.send(["bye", 0])
         self._connection.close()
-        self._thread.join(5)
+        self._losses.close()
+        # A thread that waits for a lost rank in native code ends when the collective's timeout does.
+        self._thread.join(5 if self.broken is None else _ABANDONED)
         if self._hub is not None:
             self._hub.close()
 
@@ -475,7 +514,7 @@ class CollectiveEngine:
         self._closing = True
         self.interrupt(SHUT_DOWN)
         self._connection.close()
-        # A thread that waits for a lost rank in native code ends when the collective's timeout does.
+        self._losses.close()
         self._thread.join(_ABANDONED)
         if self._hub is not None:
             self._hub.close()
@@ -483,14 +522,21 @@ class CollectiveEngine:
     def _make_hub(self, store: dist.Store) -> MessageHub:
         coordinator = Coordinator(self.size, time.monotonic)
         left: set[int] = set()
+        farewell: list[Post] = []
 
         def on_message(rank: int, message: list[Any]) -> None:
             if message[0] == "bye":
                 left.add(rank)
+                if rank == 0:
+                    farewell.extend((loss_line(r, self.size), ["bye", 0, ""]) for r in range(self.size))
+            elif message[0] == "failed":
+                coordinator.lose(rank, message[2], orderly=False)
             else:
                 coordinator.receive(rank, message)
 
         def on_end(rank: int) -> None:
+            if rank >= self.size:
+                return
             orderly = rank in left
             text = f"rank {rank} has left the job" if orderly else f"rank {rank} has ended without a word"
             coordinator.lose(rank, f"{text}; collectives with it cannot complete", orderly)
@@ -501,7 +547,9 @@ class CollectiveEngine:
                 for text in coordinator.check_stalls():
                     log.warning(text)
                 pause = coordinator.seconds_to_stall()
-            return coordinator.posts(), pause
+            posts = coordinator.posts() + farewell
+            farewell.clear()
+            return posts, pause
 
         return MessageHub(store, _hub_address(self.world), on_message, on_end, on_turn)
 
@@ -523,8 +571,14 @@ class CollectiveEngine:
     def _handle(self, message: list[Any]) -> None:
         kind, number, *rest = message
         session = self.sessions.get(number)
-        if session is not None:
+        if session is None:
+            return
+        try:
             session.answer(kind, rest)
+        except Exception:
+            # Answers to calls that have failed meanwhile find none of them.
+            if self.broken is None:
+                raise
 
 
 def _hub_address(world: World) -> str | None:

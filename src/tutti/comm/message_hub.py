@@ -62,7 +62,7 @@ class HubConnection:
 
     Args:
         store: key-value store of the job, where rank 0 has put the hub's address.
-        rank: this rank.
+        rank: this rank, or another number of this rank's own for a further connection.
     """
 
     def __init__(self, store: dist.Store, rank: int) -> None:
@@ -111,9 +111,9 @@ class HubConnection:
             if found := self._framing.feed(data):
                 return found
 
-    def readable(self, seconds: float) -> bool:
-        """Return whether messages, or the end of the connection, arrive within ``seconds``."""
-        return bool(select.select([self._socket], [], [], max(0.0, seconds))[0])
+    def readable(self, seconds: float | None) -> bool:
+        """Return whether messages, or the end of the connection, arrive within ``seconds``; None: at any time."""
+        return bool(select.select([self._socket], [], [], seconds)[0])
 
     def close(self) -> None:
         """End the connection, from any thread."""

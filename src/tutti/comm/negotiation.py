@@ -5,7 +5,8 @@ coordinator compares them and answers every member: *run*, in one order that is 
 that shows both calls. A call that was agreed upon before travels as a number (the response cache).
 
 Messages are JSON lists. To the coordinator: ``open``, ``call``, ``hit`` (a call by its number), ``join``, ``wait`` (a
-rank's threads all wait for calls that are not complete), ``close``. From it: ``run``, ``done``, ``error``, ``joined``.
+rank's threads all wait for calls that are not complete), ``close``. From it: ``run``, ``done``, ``error``, ``joined``;
+``lost`` (a rank), on a connection of its own (``loss_line``), because a rank reads no other within a collective.
 """
 
 from __future__ import annotations
@@ -23,6 +24,12 @@ Post = tuple[int, list[Any]]
 """A message and the rank that it goes to."""
 
 log = logging.getLogger("tutti.collectives")
+
+
+def loss_line(rank: int, size: int) -> int:
+    """Return the number of the connection on which ``rank`` of ``size`` hears of lost ranks."""
+    return size + rank
+
 
 CONTROL = frozenset(("barrier", "add_process_set", "remove_process_set"))
 """Kinds without tensors: they overtake collectives that are still incomplete."""
@@ -339,16 +346,18 @@ class Coordinator:
                 del self._sessions[number]
 
     def lose(self, rank: int, text: str, orderly: bool) -> None:
-        """Fail every call in which ``rank`` takes part: its process has ended.
+        """Fail every call in which ``rank`` takes part: its process has ended, or a collective failed on it.
 
         Args:
             rank: the rank.
             text: says so.
             orderly: whether it said that it leaves; otherwise all ranks are told.
         """
+        if rank in self._lost:
+            return
         self._lost[rank] = text
         if not orderly:
-            self._last += [(r, ["lost", 0, text]) for r in self._ranks if r != rank]
+            self._last += [(loss_line(r, len(self._ranks)), ["lost", rank, text]) for r in self._ranks if r != rank]
         for number, session in self._sessions.items():
             session.leave(rank, "lost", text)
             self._touched[number] = None
