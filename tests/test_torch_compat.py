@@ -68,6 +68,7 @@ from tutti.torch_compat import (
     foreach_sqrt,
     foreach_sub,
     foreach_sub_,
+    forget_process_groups,
     function_mode_depth,
     functorch_level,
     fused_optimizer_devices,
@@ -99,6 +100,7 @@ from tutti.torch_compat import (
     set_elastic_restarts,
     set_fsdp_collectives,
     set_gradient_hooks,
+    set_group_timeout,
     sparse_indices,
     storage_key,
     tensor_version,
@@ -448,6 +450,25 @@ def collectives_of_one_rank_pass() -> None:
             dist.destroy_process_group()
 
 
+def groups_are_numbered_anew() -> None:
+    if dist.is_initialized():
+        pytest.skip("an earlier test of this process has made the group")
+    for _ in range(2):
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        assert dist.group.WORLD is not None and dist.group.WORLD.group_name == "0"
+        backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+        set_group_timeout(dist.group.WORLD, timedelta(seconds=7))
+        assert backend.options._timeout == timedelta(seconds=7)
+        forget_process_groups()
+        assert not dist.is_initialized()
+        # The group of a job whose ranks did not connect: it has a number, and is none.
+        with pytest.raises(dist.DistError):
+            dist.init_process_group(
+                "gloo", store=dist.HashStore(), rank=0, world_size=2, timeout=timedelta(milliseconds=50)
+            )
+        forget_process_groups()
+
+
 def options_of_groups_have_a_timeout() -> None:
     given = timedelta(seconds=7)
     options = high_priority_options(given)
@@ -565,6 +586,7 @@ TOUCHED: dict[Callable[[], None], str] = {
         OPTIMIZER_ATTRIBUTES is_wrapped_by_scheduler mark_stepped mark_wrapped_by_scheduler
     """,
     collectives_of_one_rank_pass: "all_gather_single reduce_scatter_single default_store flight_recorder",
+    groups_are_numbered_anew: "forget_process_groups set_group_timeout",
     options_of_groups_have_a_timeout: "high_priority_options",
     fsdp_takes_other_collectives: "set_fsdp_collectives",
     agents_are_written_by_overriding: "ELASTIC_AGENT_MEMBERS elastic_processes",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import signal
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple
@@ -69,6 +70,7 @@ __all__ = [
     "foreach_sqrt",
     "foreach_sub",
     "foreach_sub_",
+    "forget_process_groups",
     "function_mode_depth",
     "functorch_level",
     "fused_optimizer_devices",
@@ -100,6 +102,7 @@ __all__ = [
     "set_elastic_restarts",
     "set_fsdp_collectives",
     "set_gradient_hooks",
+    "set_group_timeout",
     "sparse_indices",
     "storage_key",
     "tensor_version",
@@ -488,6 +491,23 @@ reduce_scatter_single: Callable[..., Any] = getattr(_distributed, "reduce_scatte
 def default_store() -> torch.distributed.Store:
     """Return the store of the default process group, which a script may have made. No public function does."""
     return torch.distributed.distributed_c10d._get_default_store()
+
+
+def set_group_timeout(group: Any, limit: timedelta) -> None:
+    """Let collectives of a process group take ``limit`` from now on. PyTorch names no public function for it."""
+    torch.distributed.distributed_c10d._set_pg_timeout(limit, group)
+
+
+def forget_process_groups() -> None:
+    """Destroy the default process group if there is one, and number groups from 0 again.
+
+    A group's number is part of its keys in the store. ``destroy_process_group`` sets it back, but not after a group
+    that failed to connect, whose ranks would look for the next job's groups under other keys.
+    """
+    if torch.distributed.is_initialized():
+        with suppress(RuntimeError):
+            torch.distributed.destroy_process_group()
+    torch.distributed.distributed_c10d._world.group_count = 0
 
 
 def high_priority_options(timeout: timedelta) -> Any:

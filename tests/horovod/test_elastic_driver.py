@@ -25,13 +25,21 @@ faults, until = json.loads(sys.argv[1]), int(sys.argv[2])
 
 def die(place, step=-1):
     for number, (where, rank, at) in enumerate(faults):
-        if (where, at) == (place, step) and (rank == hvd.rank()):
+        if (where, at) == (place, step) and rank == int(os.environ["RANK"]):
             try:
                 Path(f"fault-{number}").touch(exist_ok=False)
             except FileExistsError:
                 continue
             os.kill(os.getpid(), signal.SIGKILL)
 
+connect, connected = torch.distributed.init_process_group, []
+
+def dying(*args, **kwargs):
+    connected.append(True)
+    die("connect", len(connected))
+    connect(*args, **kwargs)
+
+torch.distributed.init_process_group = dying
 hvd.init()
 torch.manual_seed(hvd.rank())
 model = torch.nn.Linear(4, 1)
@@ -115,6 +123,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]
         pytest.param([["after commit", 1, 5]], id="after a commit", marks=FULL),
         pytest.param([["step", 1, 3], ["restore", 0, -1]], id="between commit and restore", marks=FULL),
         pytest.param([["step", 1, 3], ["step", 0, 4], ["step", 2, 6]], id="three in turn", marks=FULL),
+        pytest.param([["step", 1, 3], ["connect", 0, 2]], id="while connecting", marks=FULL),
     ],
 )
 def test_ranks_that_are_replaced_change_nothing(

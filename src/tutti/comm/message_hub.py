@@ -19,12 +19,14 @@ import socket
 import struct
 import tempfile
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
 
 from tutti.errors import PeerError
+from tutti.launcher.membership import current_membership
 
 _LENGTH = struct.Struct("<I")
 _NONCE = 32
@@ -66,16 +68,17 @@ class HubConnection:
     """
 
     def __init__(self, store: dist.Store, rank: int) -> None:
-        try:
-            address = json.loads(bytes(store.get(_ADDRESS)).decode())
-        except (RuntimeError, TimeoutError) as error:
-            raise PeerError(
-                "rank 0 has not called a collective",
-                where=f"rank {rank}",
-                why=str(error).splitlines()[0],
-                remedy="call the collective on every rank",
-            ) from error
+        _await_hub(store, rank)
+        address = json.loads(bytes(store.get(_ADDRESS)).decode())
         key = bytes.fromhex(bytes(store.get(_KEY)).decode())
+        self._framing = _Framing()
+        self._lock = threading.Lock()
+        try:
+            self._connect(address, key, rank)
+        except OSError as error:
+            raise PeerError("rank 0 has ended", where=f"rank {rank}", why=error.strerror) from error
+
+    def _connect(self, address: Any, key: bytes, rank: int) -> None:
         if isinstance(address, str):
             self._socket = socket.socket(socket.AF_UNIX)
             self._socket.connect(address)
@@ -87,8 +90,6 @@ class HubConnection:
         self._socket.sendall(_proof(key, nonce, rank) + _LENGTH.pack(rank) + mine)
         if not hmac.compare_digest(self._exactly(_NONCE), _proof(key, mine, -1)):
             raise PeerError("rank 0's hub does not hold the run's key", where=f"rank {rank}")
-        self._framing = _Framing()
-        self._lock = threading.Lock()
 
     def send(self, message: Any) -> None:
         """Send a message. Raises PeerError if rank 0 has ended."""
@@ -128,6 +129,23 @@ class HubConnection:
                 raise PeerError("rank 0 closed the connection of its hub")
             data += more
         return data
+
+
+def _await_hub(store: dist.Store, rank: int) -> None:
+    """Wait for the hub's address; raise PeerError after the store's timeout, or when a rank of this job is lost."""
+    end, pause = time.monotonic() + store.timeout.total_seconds(), 0.001
+    while not store.check([_ADDRESS]):
+        if (member := current_membership()) is not None:
+            member.check()
+        if time.monotonic() > end:
+            raise PeerError(
+                "rank 0 has not called a collective",
+                where=f"rank {rank}",
+                why=f"it opened no hub within {store.timeout.total_seconds():g} s",
+                remedy="call the collective on every rank",
+            )
+        time.sleep(pause)
+        pause = min(2 * pause, 0.05)
 
 
 def _proof(key: bytes, nonce: bytes, rank: int) -> bytes:

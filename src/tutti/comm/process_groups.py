@@ -10,6 +10,7 @@ import torch.distributed as dist
 from tutti.device import collective_options
 from tutti.launcher import context, heartbeat
 from tutti.launcher.heartbeat import Phase
+from tutti.torch_compat import set_group_timeout
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -28,12 +29,15 @@ def process_groups(ranks: tuple[int, ...], purpose: str = "") -> tuple[ProcessGr
     key = (dist.group.WORLD, ranks, purpose)
     if key not in _cache:
         # PyTorch's default is 30 minutes. 60 s more than tutti's own timeout, so that tutti's error comes first.
-        limit = timedelta(seconds=context.current().timeout + 60)
+        limit, device = timedelta(seconds=context.current().timeout + 60), context.current().device
+        brief = context.connect_limit(limit, device)
         with heartbeat.training.during(Phase.MEETING):
             control = (
-                process_groups(ranks)[0] if purpose else dist.new_group(list(ranks), backend="gloo", timeout=limit)
+                process_groups(ranks)[0] if purpose else dist.new_group(list(ranks), backend="gloo", timeout=brief)
             )
-            options = collective_options(context.current().device, limit)
-            fast = dist.new_group(list(ranks), timeout=limit, pg_options=options)
+            fast = dist.new_group(list(ranks), timeout=brief, pg_options=collective_options(device, limit))
+        if brief != limit and context.rank() in ranks:
+            for group in (control, fast):
+                set_group_timeout(group, limit)
         _cache[key] = (control, fast)
     return _cache[key]

@@ -28,7 +28,7 @@ from tutti.launcher.heartbeat import Phase
 from tutti.launcher.malloc_tuning import keep_freed_memory
 from tutti.launcher.membership import current_membership
 from tutti.process_context import Identity
-from tutti.torch_compat import default_store, flight_recorder
+from tutti.torch_compat import default_store, flight_recorder, forget_process_groups, set_group_timeout
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,8 @@ class World:
     owned: bool
     sent: list[str] = field(default_factory=list)
 
+
+_CONNECT = timedelta(seconds=10)
 
 _world: World | None = None
 _before_shutdown: list[Callable[[], object]] = []
@@ -123,14 +125,17 @@ def _meet(identity: Identity, device: torch.device, limit: timedelta) -> dist.St
     later = limit + timedelta(seconds=60)
     backend = collective_backend(device)
     bound = backend not in (None, "gloo")
+    brief = connect_limit(later, device)
     dist.init_process_group(
         "gloo" if backend is None else f"cpu:gloo,{device.type}:{backend}",
         store=store,
         rank=identity.rank,
         world_size=identity.size,
-        timeout=later,
+        timeout=brief,
         device_id=device if bound else None,
     )
+    if brief != later:
+        set_group_timeout(dist.group.WORLD, later)
     # The group has connected its devices by now, and errors in that were raised. A group that stayed bound would have
     # ranks outside of a new group of the host take part in a split of the device's communicator, alone, and hang.
     group = dist.group.WORLD
@@ -149,6 +154,15 @@ def leave(code: int) -> None:
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()
         os._exit(code)
+
+
+def connect_limit(limit: timedelta, device: torch.device) -> timedelta:
+    """Return how long a process group may take to connect, where its collectives may take ``limit``.
+
+    Ranks of an elastic job on CPUs, all of which have arrived, give up early: native code does not notice that a rank
+    has died meanwhile, and the ranks form the next generation.
+    """
+    return min(limit, _CONNECT) if current_membership() is not None and device.type == "cpu" else limit
 
 
 class _End:
@@ -180,9 +194,9 @@ def abandon_world() -> None:
     """Leave a job some of whose ranks may be gone, to join another with ``init``: nothing waits for other ranks."""
     global _world
     leaving, _world = _world, None
-    if leaving is not None and leaving.owned and dist.is_initialized():
-        with contextlib.suppress(RuntimeError):
-            dist.destroy_process_group()
+    # Without a world, ``init`` may have failed half-way.
+    if leaving is None or leaving.owned:
+        forget_process_groups()
 
 
 def before_shutdown(function: Callable[[], object]) -> None:

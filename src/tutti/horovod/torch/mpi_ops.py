@@ -158,6 +158,9 @@ def _join(comm: Any, process_sets: Sequence[ProcessSet | Sequence[int]] | str | 
             raise ValueError(f"Attempted to add a duplicate process set: {given}")
         known.append(given.ranks)
     running = engine()
+    if (member := current_membership()) is not None:
+        # A loss before now found no engine to interrupt.
+        member.check()
     _session = running.open_session(_options())
     collectives.use_session(_session)
     collectives.barrier()
