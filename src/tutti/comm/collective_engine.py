@@ -412,9 +412,9 @@ class CollectiveEngine:
         generation = world.store.add(f"engine/{self.rank}", 1)
         store = dist.PrefixStore(f"engine/{generation}", world.store)
         self._hub = self._make_hub(store) if self.rank == 0 else None
-        self._connection = HubConnection(store, self.rank)
+        self._connection = HubConnection(store, self.rank, world.timeout)
         # Losses have a connection of their own: the engine's thread reads nothing while it waits in native code.
-        self._losses = HubConnection(store, loss_line(self.rank, self.size))
+        self._losses = HubConnection(store, loss_line(self.rank, self.size), world.timeout)
         self._thread = threading.Thread(target=self._serve, name="tutti-collectives", daemon=True)
         self._thread.start()
         threading.Thread(target=self._listen, name="tutti-losses", daemon=True).start()

@@ -65,10 +65,11 @@ class HubConnection:
     Args:
         store: key-value store of the job, where rank 0 has put the hub's address.
         rank: this rank, or another number of this rank's own for a further connection.
+        limit: seconds to wait for the hub.
     """
 
-    def __init__(self, store: dist.Store, rank: int) -> None:
-        _await_hub(store, rank)
+    def __init__(self, store: dist.Store, rank: int, limit: float) -> None:
+        _await_hub(store, rank, limit)
         address = json.loads(bytes(store.get(_ADDRESS)).decode())
         key = bytes.fromhex(bytes(store.get(_KEY)).decode())
         self._framing = _Framing()
@@ -131,9 +132,9 @@ class HubConnection:
         return data
 
 
-def _await_hub(store: dist.Store, rank: int) -> None:
-    """Wait for the hub's address; raise PeerError after the store's timeout, or when a rank of this job is lost."""
-    end, pause = time.monotonic() + store.timeout.total_seconds(), 0.001
+def _await_hub(store: dist.Store, rank: int, limit: float) -> None:
+    """Wait for the hub's address; raise PeerError after ``limit`` seconds, or when a rank of this job is lost."""
+    end, pause = time.monotonic() + limit, 0.001
     while not store.check([_ADDRESS]):
         if (member := current_membership()) is not None:
             member.check()
@@ -141,7 +142,7 @@ def _await_hub(store: dist.Store, rank: int) -> None:
             raise PeerError(
                 "rank 0 has not called a collective",
                 where=f"rank {rank}",
-                why=f"it opened no hub within {store.timeout.total_seconds():g} s",
+                why=f"it opened no hub within {limit:g} s",
                 remedy="call the collective on every rank",
             )
         time.sleep(pause)

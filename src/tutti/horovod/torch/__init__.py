@@ -13,6 +13,7 @@ from tutti.horovod.torch.functions import (
     broadcast_optimizer_state,
     broadcast_parameters,
 )
+from tutti.horovod.torch.loop_callbacks import average_metrics, learning_rate_schedule
 from tutti.horovod.torch.mpi_ops import (
     Adasum,
     Average,
@@ -98,6 +99,7 @@ __all__ = [
     "allreduce_async_",
     "alltoall",
     "alltoall_async",
+    "average_metrics",
     "barrier",
     "broadcast",
     "broadcast_",
@@ -127,6 +129,7 @@ __all__ = [
     "is_homogeneous",
     "is_initialized",
     "join",
+    "learning_rate_schedule",
     "local_rank",
     "local_size",
     "mpi_built",

@@ -1,0 +1,76 @@
+"""What Horovod's Keras callbacks do, for PyTorch loops: averages of metrics, warm-up, learning-rate schedules.
+
+``torch.optim.SGD`` needs no momentum correction: its velocity is a sum of gradients, which each step multiplies by the
+learning rate of that step. The correction gives velocities that contain the learning rate the same values.
+
+Source: warm-up, schedule and momentum correction, Goyal et al. 2017, arXiv:1706.02677, sections 2.2 and 3.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
+
+from tutti.comm.collectives import ProcessSet
+from tutti.comm.collectives import all_ranks as global_process_set
+from tutti.horovod.torch import mpi_ops
+
+
+def average_metrics(
+    metrics: Mapping[str, float | Tensor], process_set: ProcessSet = global_process_set
+) -> dict[str, float]:
+    """Return the mean of each metric over the ranks, in the given order. One all-reduce of float64 numbers.
+
+    Every rank counts once, whatever its number of samples; for a mean over samples all-reduce sum and count.
+
+    Raises:
+        HorovodInternalError: ranks have metrics of different names; lists them.
+    """
+    names = sorted(metrics)
+    values = torch.tensor([float(metrics[name]) for name in names], dtype=torch.float64)
+    if names:
+        values = mpi_ops.allreduce(values, name=f"metrics.{','.join(names)}", process_set=process_set)
+    means = dict(zip(names, values.tolist(), strict=True))
+    return {name: means[name] for name in metrics}
+
+
+def learning_rate_schedule(
+    optimizer: torch.optim.Optimizer,
+    steps_per_epoch: int,
+    warmup_epochs: float = 5.0,
+    multiplier: Callable[[float], float] = lambda _: 1.0,
+    staircase: bool = True,
+) -> LambdaLR:
+    """Return a scheduler of the learning rate; call its ``step`` after each ``optimizer.step``.
+
+    The learning rate of the optimizer is that of one rank times ``hvd.size()``. It is divided by ``hvd.size()`` at
+    first and grows linearly to the whole in ``warmup_epochs``; from then on ``multiplier(epoch)`` multiplies it.
+
+    Args:
+        optimizer: before or after ``DistributedOptimizer``.
+        steps_per_epoch: optimizer steps of this rank in an epoch.
+        warmup_epochs: length of the warm-up; 0: none.
+        multiplier: factor for an epoch, from 0.
+        staircase: whether ``multiplier`` gets whole epochs, or each step's fraction of an epoch, too.
+
+    Raises:
+        ValueError: ``steps_per_epoch`` is not positive, or ``warmup_epochs`` negative.
+    """
+    if steps_per_epoch < 1 or warmup_epochs < 0:
+        raise ValueError(
+            f"steps_per_epoch is {steps_per_epoch} and must be positive; warmup_epochs is {warmup_epochs} and must not "
+            "be negative"
+        )
+
+    def factor(step: int) -> float:
+        epoch = step / steps_per_epoch
+        if epoch < warmup_epochs:
+            size = mpi_ops.size()
+            return (1 + (size - 1) * epoch / warmup_epochs) / size
+        return multiplier(math.floor(epoch) if staircase else epoch)
+
+    return LambdaLR(optimizer, factor)
