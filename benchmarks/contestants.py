@@ -120,6 +120,23 @@ def tutti_loop(work: Workload, data: TensorDataset) -> Contestant:
     return Contestant(run.model, step)
 
 
+def horovod(work: Workload, data: TensorDataset) -> Contestant:
+    """The loop of a Horovod script, on tutti's drop-in; joins the process group that is there."""
+    import tutti.horovod.torch as hvd
+
+    hvd.init()
+    model, plain_optimizer = _fresh(work)
+    optimizer = hvd.DistributedOptimizer(plain_optimizer, named_parameters=model.named_parameters())
+
+    def step(batch: Batch) -> None:
+        loss = mean_loss(model, batch)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return Contestant(model, step)
+
+
 def accelerate(work: Workload, data: TensorDataset) -> Contestant:
     """Hugging Face Accelerate; joins the process group that is there."""
     from accelerate import Accelerator  # type: ignore[import-untyped]
@@ -162,6 +179,7 @@ CONTESTANTS: dict[str, Callable[[Workload, TensorDataset], Contestant]] = {
     "ddp-again": ddp,
     "tutti-step": tutti_step,
     "tutti-loop": tutti_loop,
+    "horovod": horovod,
     "accelerate": accelerate,
     "fabric": fabric,
     "fully-shard": fully_shard,

@@ -21,4 +21,5 @@ def __getattr__(name: str) -> Any:
     try:
         return getattr(served, name)
     except AttributeError:
-        raise AttributeError(f"module 'tutti.horovod' has no attribute '{name}'") from None
+        remedy = "; start the script with tutti run --horovod -np N" if name == "run" else ""
+        raise AttributeError(f"module 'tutti.horovod' has no attribute '{name}'{remedy}") from None
