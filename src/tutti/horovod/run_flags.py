@@ -32,25 +32,28 @@ _VARIABLES = {
     "--network-interface": "GLOO_SOCKET_IFNAME",
     "--network-interfaces": "GLOO_SOCKET_IFNAME",
     "--fusion-threshold-mb": "HOROVOD_FUSION_THRESHOLD",
+    "--autotune-log-file": "HOROVOD_AUTOTUNE_LOG",
+    "--autotune-warmup-samples": "HOROVOD_AUTOTUNE_WARMUP_SAMPLES",
+    "--autotune-steps-per-sample": "HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE",
 }
 _SWITCHES = {
     "--timeline-mark-cycles": "HOROVOD_TIMELINE_MARK_CYCLES",
     "--no-stall-check": "HOROVOD_STALL_CHECK_DISABLE",
+    "--autotune": "HOROVOD_AUTOTUNE",
 }
 _IDLE = frozenset(
     (
         *("--gloo", "--mpi", "--jsrun", "--tcp", "--verbose", "--disable-cache", "--prefix-output-with-timestamp"),
         *("--hierarchical-allreduce", "--no-hierarchical-allreduce", "--hierarchical-allgather"),
-        *("--no-hierarchical-allgather", "--log-hide-timestamp", "--no-log-hide-timestamp", "--autotune"),
+        *("--no-hierarchical-allgather", "--log-hide-timestamp", "--no-log-hide-timestamp"),
         *("--no-autotune", "--no-timeline-mark-cycles", "--stall-check", "--no-torus-allreduce", "--torus-allreduce"),
     )
 )
 _IDLE_WITH_VALUE = frozenset(
     (
         *("--mpi-args", "--binding-args", "--num-nccl-streams", "--thread-affinity", "--cycle-time-ms", "--log-level"),
-        *("--gloo-timeout-seconds", "--mpi-threads-disable", "--ccl-bgt-affinity", "--autotune-log-file"),
-        *("--autotune-warmup-samples", "--autotune-steps-per-sample", "--autotune-bayes-opt-max-samples"),
-        *("--autotune-gaussian-process-noise",),
+        *("--gloo-timeout-seconds", "--mpi-threads-disable", "--ccl-bgt-affinity"),
+        *("--autotune-bayes-opt-max-samples", "--autotune-gaussian-process-noise"),
     )
 )
 _REFUSED = {

@@ -20,10 +20,10 @@ from tutti.comm.collective_engine import CollectiveHandle
 from tutti.comm.collectives import ProcessSet
 from tutti.comm.collectives import all_ranks as global_process_set
 from tutti.horovod.torch import mpi_ops
+from tutti.horovod.torch.bucket_autotune import BUCKET_BYTES, make_autotune
 from tutti.horovod.torch.compression import Compression
 from tutti.horovod.torch.mpi_ops import Adasum, Average, Sum
 
-_BUCKET_BYTES = 25 << 20
 _FIRST_BUCKET_BYTES = 1 << 20
 _OVERTAKEN = (
     "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). This can "
@@ -77,9 +77,12 @@ class _Distributed:
         self._buckets: list[_Bucket] = []
         self._bucket_of: dict[Tensor, _Bucket] = {}
         self._hooks: list[Any] = []
+        self._bucket_bytes, self._autotune = BUCKET_BYTES, None
         if process_set.included() and (process_set.size() > 1 or os.environ.get("HOROVOD_ELASTIC") == "1"):
             self._plan(groups)
             self._register()
+            if op != Adasum and self._buckets:
+                self._groups, self._autotune = groups, make_autotune(named[0][0], process_set)
 
     # --- buckets ---------------------------------------------------------------------------------------------------
 
@@ -95,12 +98,12 @@ class _Distributed:
                     rest.setdefault((parameter.dtype, parameter.device.type), []).append(parameter)
         for parameters in rest.values():
             bucket: list[Tensor] = []
-            room = _FIRST_BUCKET_BYTES
+            room = min(_FIRST_BUCKET_BYTES, self._bucket_bytes)
             for parameter in reversed(parameters):
                 size = parameter.numel() * parameter.element_size()
                 if bucket and size > room:
                     self._add_bucket(bucket)
-                    room, bucket = _BUCKET_BYTES, []
+                    room, bucket = self._bucket_bytes, []
                 bucket.append(parameter)
                 room -= size
             self._add_bucket(bucket)
@@ -213,7 +216,11 @@ class _Distributed:
                 warnings.warn(_OVERTAKEN, stacklevel=2)
             self.synchronize()
         self._synchronized = False
-        return super().step(closure)  # type: ignore[misc]
+        result = super().step(closure)  # type: ignore[misc]
+        if self._autotune is not None and (size := self._autotune.after_step()) is not None:
+            self._bucket_bytes, self._buckets = size, []
+            self._plan(self._groups)
+        return result
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Clear the gradients. Raises AssertionError while reductions are under way."""

@@ -1,0 +1,102 @@
+"""``HOROVOD_AUTOTUNE``: try bucket sizes in turn during the first steps of a training, and keep the fastest."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from pathlib import Path
+
+import torch
+
+from tutti.comm import collectives
+from tutti.comm.collective_call import ReduceOperation
+from tutti.comm.collectives import ProcessSet
+from tutti.horovod.torch import mpi_ops
+from tutti.launcher.membership import current_membership
+
+log = logging.getLogger("tutti.collectives")
+
+BUCKET_BYTES = 25 << 20
+"""Size of a bucket without autotuning, and the first that is tried."""
+CANDIDATES = (BUCKET_BYTES, 1 << 20, 4 << 20, 64 << 20, 128 << 20)
+
+
+class BucketAutotune:
+    """Times the steps of an optimizer with each size of ``CANDIDATES``.
+
+    The ranks add up their times, so that all of them choose the same size; a rank that has joined adds nothing.
+
+    Args:
+        name: of the collective, unique among optimizers.
+        process_set: ranks that take part.
+        steps: optimizer steps with each size; the first is not timed.
+        warmup: runs of so many steps before the first size is timed.
+        path: CSV file that rank 0 writes; None: none.
+    """
+
+    def __init__(self, name: str, process_set: ProcessSet, steps: int, warmup: int, path: Path | None) -> None:
+        self._name, self._process_set = f"autotune.{name}", process_set
+        self._steps, self._warmup = max(2, steps), warmup
+        self._path = path if mpi_ops.rank() == 0 else None
+        self._seconds: list[float] = []
+        self._count, self._began = 0, 0.0
+        if self._path is not None:
+            self._path.write_text("tensor_fusion_threshold,seconds_per_step\n")
+
+    def after_step(self) -> int | None:
+        """Count a step; return a size where the buckets are to change. Collective over the ranks at the end of a size.
+
+        Raises:
+            HorovodInternalError: the ranks' steps differ in number, or a rank has ended.
+        """
+        if len(self._seconds) == len(CANDIDATES):
+            return None
+        self._count += 1
+        if self._count == 1:
+            self._began = time.perf_counter()
+        if self._count < self._steps:
+            return None
+        self._count = 0
+        if self._warmup > 0:
+            self._warmup -= 1
+            return None
+        taken = torch.tensor([time.perf_counter() - self._began], dtype=torch.float64)
+        total = mpi_ops.translated(collectives.allreduce)(
+            taken, ReduceOperation.SUM, self._name, process_set=self._process_set
+        )
+        self._seconds.append(total.item() / (self._steps - 1) / self._process_set.size())
+        if self._path is not None:
+            with self._path.open("a") as file:
+                print(f"{CANDIDATES[len(self._seconds) - 1]},{self._seconds[-1]:.6f}", file=file)
+        if len(self._seconds) < len(CANDIDATES):
+            return CANDIDATES[len(self._seconds)]
+        best = CANDIDATES[self._seconds.index(min(self._seconds))]
+        log.info("autotuning chose buckets of %d MB", best >> 20)
+        return best
+
+
+def make_autotune(name: str, process_set: ProcessSet) -> BucketAutotune | None:
+    """Return what the variables ``HOROVOD_AUTOTUNE…`` ask for; None without them, and in elastic jobs.
+
+    Ranks that join an elastic job later would try other sizes than the ranks that are there.
+
+    Raises:
+        ValueError: a variable is not a whole number.
+    """
+    if os.environ.get("HOROVOD_AUTOTUNE", "0") in ("", "0"):
+        return None
+    if current_membership() is not None:
+        log.warning("HOROVOD_AUTOTUNE has no effect on ranks that join and leave")
+        return None
+
+    def number(variable: str, default: int) -> int:
+        text = os.environ.get(variable, "") or str(default)
+        if not text.isdecimal():
+            raise ValueError(f"{variable} is '{text}'; it must be a whole number")
+        return int(text)
+
+    path = os.environ.get("HOROVOD_AUTOTUNE_LOG", "")
+    steps = number("HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE", 10)
+    warmup = number("HOROVOD_AUTOTUNE_WARMUP_SAMPLES", 3)
+    return BucketAutotune(name, process_set, steps, warmup, Path(path) if path else None)
