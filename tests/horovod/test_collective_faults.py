@@ -11,6 +11,7 @@ import torch
 
 import tutti
 from tests.worlds import Pool, RankError
+from tutti.comm import collective_execution
 
 
 def outcome(size: int, function: object, timeout: float = 30.0) -> list[str]:
@@ -50,9 +51,9 @@ def test_the_coordinator_is_killed_in_a_negotiation() -> None:
     assert "rank 0 has ended" in one and "rank 0 has ended" in two
 
 
-def killed_in_a_collective() -> None:
+def killed_in_a_collective(victim: int = 1) -> None:
     handles = [tutti.allreduce_async(torch.ones(1 << 20), name=f"{i}") for i in range(64)]
-    if tutti.rank() == 1:
+    if tutti.rank() == victim:
         handles[3].wait()
         os.kill(os.getpid(), signal.SIGKILL)
     for handle in handles:
@@ -60,9 +61,34 @@ def killed_in_a_collective() -> None:
     raise AssertionError("all were complete")
 
 
-def test_a_rank_that_is_killed_in_a_collective_is_named() -> None:
-    zero, _, two = outcome(3, killed_in_a_collective)
-    assert "rank 1 has ended without a word" in zero and "rank 1 has ended without a word" in two
+def coordinator_killed_in_a_collective() -> None:
+    killed_in_a_collective(0)
+
+
+def no_memory_in_a_collective() -> None:
+    def fail(*_: object) -> None:
+        raise MemoryError("no memory")
+
+    if tutti.rank() == 1:
+        collective_execution.reduce_all = fail  # type: ignore[assignment]
+    tutti.allreduce(torch.ones(1 << 20), name="large")
+
+
+@pytest.mark.parametrize(
+    ("function", "victim", "text"),
+    [
+        (killed_in_a_collective, 1, "rank 1 has ended without a word"),
+        (coordinator_killed_in_a_collective, 0, "rank 0 has ended"),
+        (no_memory_in_a_collective, 1, "a collective failed on rank 1: no memory"),
+    ],
+    ids=["killed", "coordinator", "memory"],
+)
+def test_a_rank_that_is_lost_in_a_collective_is_named(function: object, victim: int, text: str) -> None:
+    began = time.monotonic()
+    found = outcome(3, function)
+    # A rank whose own peers live would wait for the limit of the process group: 60 s more than that of the world.
+    assert time.monotonic() - began < 80
+    assert all(text in shown for rank, shown in enumerate(found) if rank != victim)
 
 
 def never_calls() -> None:
