@@ -37,6 +37,24 @@ class Streamed(IterableDataset[Any]):
         yield from (texts[i] for i in range(COUNT))
 
 
+class Divided(IterableDataset[Any]):
+    """Samples of which each of k loader processes takes every k-th."""
+
+    def __iter__(self) -> Iterator[Any]:
+        process = get_worker_info()
+        first, by = (0, 1) if process is None else (process.id, process.num_workers)
+        texts = Texts()
+        # The second of three processes ends early.
+        yield from (texts[i] for i in range(first, 5 if by == 3 and first == 1 else COUNT, by))
+
+
+class Repeated(IterableDataset[Any]):
+    """Every loader process reads all of it."""
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from Streamed()
+
+
 class ByLength(Sampler[list[int]]):
     """Batches of a like length; the sampler's own draws order them."""
 
@@ -55,6 +73,12 @@ def padded(items: list[Any]) -> Any:
         "targets": torch.tensor([item["target"] for item in items]),
         "notes": [i["note"] for i in items],
     }
+
+
+def sequences(items: list[Any]) -> Any:
+    """Of a list of tensors, each of which is a sample."""
+    ids = pad_sequence(items, batch_first=True, padding_value=9)
+    return {"ids": ids, "targets": torch.tensor([float(len(item)) for item in items])}
 
 
 def packed(items: list[Any]) -> Any:
@@ -93,6 +117,11 @@ def loader(kind: str) -> DataLoader[Any]:
         "stream": lambda: DataLoader(Streamed(), BATCH, collate_fn=padded),
         "stream, drop last": lambda: DataLoader(Streamed(), BATCH, collate_fn=padded, drop_last=True),
         "processes": lambda: DataLoader(Texts(), BATCH, collate_fn=padded, num_workers=2),
+        "list": lambda: DataLoader([Texts()[i]["ids"] for i in range(COUNT)], BATCH, collate_fn=sequences),  # type: ignore[arg-type]
+        "divided": lambda: DataLoader(Divided(), 3, collate_fn=padded, num_workers=3),
+        "divided, drop last": lambda: DataLoader(Divided(), 4, collate_fn=padded, num_workers=2, drop_last=True),
+        "one process": lambda: DataLoader(Streamed(), BATCH, collate_fn=padded, num_workers=1),
+        "repeated": lambda: DataLoader(Repeated(), BATCH, collate_fn=padded, num_workers=2),
     }[kind]()
 
 
@@ -153,7 +182,11 @@ def plain(kind: str, epochs: int = 2) -> Any:
 
 
 @pytest.mark.parametrize(
-    "kind", ["shuffled", "weighted", "in order", "packed", "stream", "stream, drop last", "processes"]
+    "kind",
+    [
+        *("shuffled", "weighted", "in order", "packed", "stream", "stream, drop last", "processes"),
+        *("list", "divided", "divided, drop last", "one process"),
+    ],
 )
 def test_one_worker_computes_what_plain_pytorch_computes(kind: str) -> None:
     want = plain(kind)
@@ -162,7 +195,7 @@ def test_one_worker_computes_what_plain_pytorch_computes(kind: str) -> None:
         close(got, want)
 
 
-@pytest.mark.parametrize("kind", ["shuffled", "weighted", "packed", "buckets", "stream", "processes"])
+@pytest.mark.parametrize("kind", ["shuffled", "weighted", "packed", "buckets", "stream", "processes", "divided"])
 def test_any_number_of_devices_computes_the_same(kind: str) -> None:
     """With three logical workers and micro-batches of one sample, collated one by one."""
     options = {"workers": 3, "micro_batch": 1} if kind == "buckets" else {"workers": 3}
@@ -180,7 +213,7 @@ def test_strategies_compute_the_same(strategy: str) -> None:
         close(got, want)
 
 
-@pytest.mark.parametrize("kind", ["shuffled", "buckets", "stream, drop last"])
+@pytest.mark.parametrize("kind", ["shuffled", "buckets", "stream, drop last", "divided"])
 def test_a_run_goes_on_in_the_middle_of_an_epoch_on_other_devices(kind: str, tmp_path: Path) -> None:
     """The sampler's generator is at its third epoch, which a resumed run reaches by its draws."""
     folder, options = str(tmp_path / "saved"), {"kind": kind, "epochs": 3, "workers": 2}
@@ -197,6 +230,8 @@ def said(kind: str, folder: str = "") -> str:
         "by rank": lambda: DataLoader(Texts(), BATCH, sampler=list(range(tutti.rank(), COUNT)) + [0] * tutti.rank()),
         "other seed": lambda: DataLoader(Texts(), BATCH, shuffle=True, generator=torch.Generator().manual_seed(7)),
         "several": lambda: loader("in order"),
+        "repeated": lambda: loader("repeated"),
+        "other number": lambda: DataLoader(Divided(), 3, collate_fn=padded, num_workers=2),
     }[kind]()
     try:
         run = tutti.prepare(Model().double(), "sgd", made, loss, workers=2)
@@ -219,6 +254,18 @@ def test_a_resumed_run_refuses_another_order(tmp_path: Path) -> None:
     worlds.run(1, trained, kind="shuffled", workers=2, stop=5, optimizer="sgd", **options)
     [text] = worlds.run(1, said, kind="other seed", **options)
     assert text.startswith("CheckpointError: the sampler draws another order in epoch 1"), text
+
+
+def test_a_stream_that_every_process_reads_whole_is_refused() -> None:
+    for text in worlds.run(2, said, kind="repeated"):
+        assert text.startswith("DataError: two loader processes read the same samples (Repeated)"), text
+
+
+def test_a_resumed_run_refuses_another_number_of_processes(tmp_path: Path) -> None:
+    options = {"folder": str(tmp_path / "saved")}
+    worlds.run(1, trained, kind="divided", workers=2, stop=2, optimizer="sgd", **options)
+    [text] = worlds.run(1, said, kind="other number", **options)
+    assert "CheckpointError: the run had 3 loader processes a device and now has 2" in text, text
 
 
 def test_a_batch_of_several_collated_ones_cannot_be_read() -> None:
@@ -250,15 +297,45 @@ def test_worker_init_fn_is_called_in_every_loader_process(tmp_path: Path) -> Non
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0-0", "0-1", "1-0", "1-1"]
 
 
-def evaluated() -> Any:
-    run = tutti.prepare(Model().double(), "sgd", loader("in order"), loss, precision="fp64")
-    return run.evaluate(loader("in order")).loss, run.evaluate(Texts(), batch=6, collate=padded).samples
+def evaluated(kind: str, strategy: str = "mirrored") -> Any:
+    run = tutti.prepare(Model().double(), "sgd", loader("in order"), loss, precision="fp64", strategy=strategy)
+    means = run.evaluate(loader(kind))
+    scores = run.predict(loader(kind), lambda model, batch: model(batch["ids"]))
+    return means.loss, means.samples, scores.detach().numpy().copy()
 
 
-def test_evaluation_takes_the_loaders_batches() -> None:
+@pytest.mark.parametrize("kind", ["in order", "stream", "stream, drop last", "divided"])
+def test_evaluation_takes_the_loaders_batches(kind: str) -> None:
+    """Each sample counts once, and predictions are in the loader's order."""
     model = Model().double()
     with torch.no_grad():
-        want = float(np.mean([loss(model, batch).item() for batch in loader("in order")]))
-    for devices in (1, 3):
-        for got, samples in worlds.run(devices, evaluated):
-            assert abs(got - want) < 1e-12 and samples == COUNT
+        batches = list(loader(kind))
+        sizes = [len(batch["targets"]) for batch in batches]
+        want = float(np.average([loss(model, batch).item() for batch in batches], weights=sizes))
+        scores = torch.cat([model(batch["ids"]) for batch in batches]).numpy()
+    for devices, strategy in ((1, "mirrored"), (2, "sharded:stage=3"), (3, "mirrored")):
+        for mean, samples, found in worlds.run(devices, evaluated, kind=kind, strategy=strategy):
+            assert abs(mean - want) < 1e-12 and samples == sum(sizes)
+            assert np.abs(found - scores).max() < 1e-12
+
+
+class ByRank(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        texts = Texts()
+        yield from (texts[i] for i in range(tutti.rank(), COUNT, tutti.size()))
+
+
+def evaluated_by_rank(sharded: bool) -> str:
+    run = tutti.prepare(Model().double(), "sgd", loader("in order"), loss, precision="fp64")
+    try:
+        run.evaluate(tutti.data.Sharded(ByRank()) if sharded else ByRank(), batch=4, collate=padded)
+    except TuttiError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def test_held_out_streams_that_differ_between_ranks_are_refused() -> None:
+    for text in worlds.run(2, evaluated_by_rank, sharded=False):
+        assert text.startswith("MismatchError: ranks disagree about the samples of the stream"), text
+    for text in worlds.run(2, evaluated_by_rank, sharded=True):
+        assert text.startswith("UsageError: held-out samples cannot be a stream that shards itself"), text

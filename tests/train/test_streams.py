@@ -15,7 +15,6 @@ import tutti
 from tests import worlds
 from tutti.config.spec import Duration
 from tutti.data import Sharded
-from tutti.data.adapt import adapt
 from tutti.errors import TuttiError
 from tutti.metrics.listener import Listeners, RunHeader
 from tutti.train.loop import TrainPlan, train_loop
@@ -171,8 +170,7 @@ def looped(total: Any, evaluate: Any) -> Any:
         def evaluated(self, record: Any) -> None:
             told.append(("eval", record.step))
 
-    held_out = adapt([{"row": row, "number": 0} for row in rows(4)])
-    summary = train_loop(run, TrainPlan(total, evaluate), held_out, RunHeader("", {}, None, None), Told(()))
+    summary = train_loop(run, TrainPlan(total, evaluate), Rows(count=4), RunHeader("", {}, None, None), Told(()))
     return told, summary["epochs"], summary["steps"], summary["samples"]
 
 

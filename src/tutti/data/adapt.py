@@ -20,22 +20,26 @@ from tutti.types import Batch
 Collate: TypeAlias = Callable[[list[Any]], Any]
 
 
-def adapt_training(data: Any, collate: Collate | None = None) -> Source | Stream:
+def adapt_training(
+    data: Any, collate: Collate | None = None, drop_last: bool = False, processes: int = 0
+) -> Source | Stream:
     """Return ``data`` as a source for training, as ``adapt``, or an iterable as a stream.
 
     Args:
         data: the samples.
         collate: the script's function from a list of samples to a batch; None for that of PyTorch.
+        drop_last: see ``Stream``, as ``processes``.
+        processes: loader processes of each rank.
 
     Raises:
         UsageError: ``data`` is neither, can be read only once (an iterator), or makes batches itself (a DataLoader).
         DataError: ``data`` is empty.
     """
     if isinstance(data, Sharded):
-        return _stream(data.dataset, collate, sharded=True)
+        return _stream(data.dataset, sharded=True, collate=collate, drop_last=drop_last)
     if isinstance(data, Source | Tensor) or _has_numbers(data):
         return adapt(data, collate)
-    return _stream(data, collate)
+    return _stream(data, collate=collate, drop_last=drop_last, processes=processes)
 
 
 def _has_numbers(data: Any) -> bool:
@@ -44,8 +48,8 @@ def _has_numbers(data: Any) -> bool:
     return there and not isinstance(data, IterableDataset | type)
 
 
-def _stream(data: Any, collate: Collate | None, sharded: bool = False) -> Stream:
-    """Wrap ``data`` in a stream. Raises as ``adapt_training``."""
+def _stream(data: Any, **options: Any) -> Stream:
+    """Wrap ``data`` in a stream with its options. Raises as ``adapt_training``."""
     if isinstance(data, DataLoader):
         raise UsageError("a DataLoader makes its own batches", remedy="give its data set, or the loader alone")
     if hasattr(data, "__next__"):
@@ -54,8 +58,8 @@ def _stream(data: Any, collate: Collate | None, sharded: bool = False) -> Stream
         )
     if not hasattr(data, "__iter__") and not callable(data):
         raise _unreadable(data, "an iterable, or ")
-    stream = Stream(data, sharded, collate)
-    if stream.samples == 0:
+    stream = Stream(data, **options)
+    if stream.stated == 0:
         raise _empty(data)
     return stream
 

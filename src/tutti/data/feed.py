@@ -180,6 +180,20 @@ class HeldOut:
         """Number of samples in all blocks."""
         return sum(map(len, self.blocks))
 
+    @property
+    def sizes(self) -> dict[int, int]:
+        """Number of samples of each block, by its number."""
+        return dict(enumerate(map(len, self.blocks)))
+
+    @property
+    def rows(self) -> int:
+        """Number of blocks."""
+        return len(self.blocks)
+
+    def shares(self, ranks: int) -> list[list[int]]:
+        """Return the numbers of each rank's blocks."""
+        return [list(even_share(len(self.blocks), ranks, rank)) for rank in range(ranks)]
+
 
 def evaluation(
     held_out: HeldOut,

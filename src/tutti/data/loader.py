@@ -26,7 +26,7 @@ from itertools import count, islice
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
-from typing import Any, NamedTuple, NoReturn, TypeAlias
+from typing import Any, NamedTuple, NoReturn, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tutti.data.batches import map_tensors
-from tutti.data.source import AugmentKey, Source
+from tutti.data.source import AugmentKey
 from tutti.errors import DataError, LoaderError
 from tutti.launcher.child import SIGNALS
 from tutti.launcher.forking import fork
@@ -44,6 +44,15 @@ from tutti.types import Batch
 
 Task: TypeAlias = tuple[NDArray[np.int64], AugmentKey | None]
 """The arguments of one ``Source.fetch``."""
+
+
+class Fetches(Protocol):
+    """Fetches what a task's arguments name: a ``Source``, or the reader of a stream (protocol)."""
+
+    @property
+    def fetch(self) -> Callable[..., Any]:
+        """Return what a task asks for; its tensors travel in shared memory."""
+
 
 _AHEAD = 2
 _ALIGNED = 64
@@ -65,7 +74,7 @@ class Prefetch:
     timeout: float = 300.0
     begin: Callable[[int], None] | None = None
 
-    def batches(self, source: Source, tasks: Iterable[Task]) -> Iterator[Batch]:
+    def batches(self, source: Fetches, tasks: Iterable[tuple[Any, ...]]) -> Iterator[Any]:
         """Yield the batches of ``tasks`` in order; loader processes end with the iteration."""
         if not self.workers:
             yield from (source.fetch(*task) for task in tasks)
@@ -76,7 +85,7 @@ class Prefetch:
         finally:
             loader.close()
 
-    def loader(self, source: Source) -> Loader:
+    def loader(self, source: Fetches) -> Loader:
         """Start loader processes that run until they are closed."""
         return Loader(source, self.workers, self.rank, self.timeout, self.begin)
 
@@ -97,7 +106,7 @@ class Loader:
 
     def __init__(
         self,
-        source: Source,
+        source: Fetches,
         workers: int,
         rank: int,
         timeout: float,
@@ -117,7 +126,7 @@ class Loader:
         """End the loader processes. A second call does nothing."""
         self._finish()
 
-    def batches(self, tasks: Iterable[Task]) -> Iterator[Batch]:
+    def batches(self, tasks: Iterable[tuple[Any, ...]]) -> Iterator[Any]:
         """Yield the batches of ``tasks`` in order; each process fetches up to two ahead.
 
         Raises:
@@ -138,7 +147,7 @@ class Loader:
             for number in ahead:
                 self._arrived.pop(number, None)
 
-    def _ask(self, task: Task) -> int:
+    def _ask(self, task: tuple[Any, ...]) -> int:
         number = next(self._numbers)
         # A dead process is reported when its answer is needed: batches that it sent before are valid.
         with suppress(OSError):
@@ -213,14 +222,14 @@ class _Process:
             self.ended()
 
 
-def _begin(source: Source, number: int, workers: int, begin: Callable[[int], None] | None) -> None:
+def _begin(source: Fetches, number: int, workers: int, begin: Callable[[int], None] | None) -> None:
     """Set what ``torch.utils.data.get_worker_info`` returns in a loader process, and call ``begin``."""
     enter_loader_process(number, workers, getattr(source, "items", source))
     if begin is not None:
         begin(number)
 
 
-def _start(source: Source, name: str, begin: Callable[[], None]) -> _Process:
+def _start(source: Fetches, name: str, begin: Callable[[], None]) -> _Process:
     """Fork a loader process. It has none of this process's other threads, and calls nothing that needs them."""
     here, there = Pipe()
     parent = os.getpid()
@@ -248,7 +257,7 @@ def _end(processes: list[_Process], owner: int) -> None:
 
 
 def _serve(
-    source: Source,
+    source: Fetches,
     name: str,
     channel: Connection[Any, Any],
     parent: int,
@@ -284,7 +293,7 @@ def _serve(
         os._exit(code)
 
 
-def _answer(channel: Connection[Any, Any], number: int, source: Source, task: Task, name: str) -> None:
+def _answer(channel: Connection[Any, Any], number: int, source: Fetches, task: Task, name: str) -> None:
     try:
         packed, memory = _pack(source.fetch(*task))
     except Exception as error:

@@ -7,7 +7,8 @@ from tutti.data.loader import Prefetch
 from tutti.data.order import SampleOrder
 from tutti.data.reader import BatchReader, MapReader
 from tutti.data.source import Source
-from tutti.data.stream import Lines, ReplicatedStream, ShardedStream, Stream
+from tutti.data.stream import Stream
+from tutti.data.stream_reader import Lines, ReplicatedStream, ShardedStream
 from tutti.errors import UsageError
 
 
@@ -28,21 +29,21 @@ def make_reader(
         rank: the data rank.
         seed: of all random draws.
         comms: the communicators that a stream needs.
-        prefetch: loader processes for a source.
+        prefetch: loader processes.
         order: the order of a source's samples; None: all, shuffled.
 
     Raises:
-        UsageError: loader processes were requested for a stream.
+        UsageError: loader processes were requested for a stream that shards itself.
     """
     if not isinstance(data, Stream):
         return MapReader(data, epochs, rank, seed, prefetch, order, comms.world)
+    if not data.sharded:
+        return ReplicatedStream(data, epochs, rank, seed, comms, prefetch)
     if prefetch.workers:
         raise UsageError(
-            f"{prefetch.workers} data workers cannot share one stream",
-            why="its samples come one after the other",
-            remedy="leave --data-workers out, or give the data set __len__ and __getitem__",
+            f"{prefetch.workers} data workers cannot be combined with a data set that shards itself",
+            why="each device reads a stream of its own, one sample after the other",
+            remedy="leave --data-workers out, or let every device read the whole stream",
         )
-    if data.sharded:
-        # The length of a sharded stream is unknown, so that its batch cannot grow.
-        return ShardedStream(data, epochs.first, rank, seed, comms)
-    return ReplicatedStream(data, epochs, rank, seed, comms)
+    # The length of a sharded stream is unknown, so that its batch cannot grow.
+    return ShardedStream(data, epochs.first, rank, seed, comms)

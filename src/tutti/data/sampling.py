@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import UserList
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -134,7 +136,7 @@ def of_loader(loader: DataLoader[Any]) -> Sampling:
     """
     stream = isinstance(loader.dataset, IterableDataset)
     found = Sampling(
-        dataset=loader.dataset,
+        dataset=_samples(loader.dataset),
         batch_size=loader.batch_size,
         collate=None if loader.collate_fn is default_collate else loader.collate_fn,
         drop_last=loader.drop_last,
@@ -156,12 +158,6 @@ def of_loader(loader: DataLoader[Any]) -> Sampling:
             remedy="let the data set yield samples, and give batch_size; a sampler of batches as batch_sampler=…",
         )
     if stream:
-        if loader.num_workers:
-            raise UsageError(
-                f"a DataLoader with num_workers={loader.num_workers} of an iterable data set",
-                why="each of its processes reads the data set by itself, in an order that depends on their number",
-                remedy="take num_workers=0, or give the data set __len__ and __getitem__",
-            )
         return found
     if isinstance(loader.dataset, Source):
         raise UsageError(
@@ -189,6 +185,12 @@ def of_loader(loader: DataLoader[Any]) -> Sampling:
             remedy="give it __len__, or make it a batch_sampler, whose epoch ends with its batches",
         )
     return replace(found, sampler=sampler)
+
+
+def _samples(data: Any) -> Any:
+    """Return a loader's data set; a list of tensors, which are its samples, not as a list, which means columns."""
+    tensors = isinstance(data, tuple | list) and all(isinstance(each, Tensor) for each in data)
+    return UserList(data) if tensors else data
 
 
 def _check_undivided(sampler: Any) -> None:

@@ -1,22 +1,16 @@
-"""Read iterable data sets (streams), which fix the order of their samples, in lockstep on all ranks."""
+"""Iterable data sets (streams), which fix the order of their samples: read one epoch in order, and collate."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NoReturn, Protocol
-
-import torch
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
 
 from tutti.data.batches import CollatedBatch, slice_batch
 from tutti.data.collation import collate
-from tutti.data.contract import BatchContract
-from tutti.data.digest import digest
-from tutti.data.epochs import Epochs
 from tutti.data.global_generators import own_generators, seed_generators
 from tutti.data.keyed_random import hash64
-from tutti.data.reader import Position, RankBatch, StreamRanks
-from tutti.errors import CheckpointError, DataError
+from tutti.errors import DataError
 from tutti.types import Batch
 
 _SKIPPED_TOGETHER = 64
@@ -31,9 +25,11 @@ class Stream:
         sharded: the data set shards itself: each data rank reads another stream.
         collate: the script's function from a list of samples to a batch; None for that of PyTorch.
         drop_last: whether an epoch ends before a batch that would be smaller than the others.
+        processes: loader processes of each rank; from two on the data set divides its samples over them.
 
     Attributes:
-        samples: samples in an epoch; None if unknown until the stream ends.
+        samples: samples in an epoch; None if the number of samples or batches is unknown until the stream ends.
+        stated: ``len(data)``, None without.
     """
 
     def __init__(
@@ -42,10 +38,13 @@ class Stream:
         sharded: bool = False,
         collate: Callable[[list[Any]], Any] | None = None,
         drop_last: bool = False,
+        processes: int = 0,
     ) -> None:
         self.data, self.sharded, self.name = data, sharded, type(data).__name__
-        self.collate, self.drop_last = collate, drop_last
-        self.samples = None if sharded else _length(data)
+        self.collate, self.drop_last, self.processes = collate, drop_last, processes
+        self.stated = None if sharded else _length(data)
+        # Each process ends with a smaller batch of its own, so that the number of batches is unknown.
+        self.samples = None if processes > 1 else self.stated
         self._tried: Cursor | None = None
 
     def key(self, seed: int, rank: int) -> int:
@@ -67,10 +66,43 @@ class Stream:
             self._tried = Cursor(self, 0, key)
         items = self._tried.peek(count)
         if not items:
-            _empty(self, 0, 0)
-        if self.collate is not None:
-            return _collated(self.collate, items, key, Position(), 0)
-        return _collate(items, items, 0, self.name)
+            refuse_empty(self, 0, 0)
+        return self.collated(items, 0, key)
+
+    def collated(self, items: list[Any], first: int, key: int) -> Batch:
+        """Return samples as a batch.
+
+        Args:
+            items: the samples, at least one.
+            first: number of the first of them in the epoch.
+            key: of the random draws of the script's ``collate``, together with ``first``.
+
+        Raises:
+            DataError: the samples cannot be in one batch.
+        """
+        with own_generators():
+            if self.collate is None:
+                return collate(items, lambda place: f"sample {first + place} of the epoch", self.name)
+            seed_generators(int(hash64(_COLLATE, key, first)))
+            return self.collate(items)
+
+    def collated_parts(self, items: list[Any], pieces: list[range], first: int, key: int) -> Batch:
+        """Return a rank's samples as a batch; with the script's ``collate`` each of its micro-batches by itself.
+
+        Args:
+            items: the rank's samples, at least one.
+            pieces: the micro-batches, as ranges of ``items``.
+            first: number of the first sample in the epoch.
+            key: see ``collated``.
+        """
+        if self.collate is None:
+            return self.collated(items, first, key)
+        made = tuple(self.collated(items[p.start : p.stop], first + p.start, key) for p in pieces)
+        return CollatedBatch(made, tuple(map(len, pieces)))
+
+    def without_samples(self, some: list[Any]) -> Batch:
+        """Return a batch without samples, with the structure of ``some`` where PyTorch's collation is used."""
+        return CollatedBatch() if self.collate is not None else slice_batch(self.collated(some[:1], 0, 0), 0, 0)
 
     def open(self, epoch: int) -> Any:
         """Return the iterable for ``epoch``, after ``set_epoch`` if it has that method."""
@@ -187,271 +219,16 @@ def _is_json(value: Any) -> bool:
     return value is None or type(value) in (bool, int, str) or (type(value) is float and value - value == 0)
 
 
-class Lines(Protocol):
-    """The communicators that reading a stream needs."""
-
-    @property
-    def world(self) -> StreamRanks:
-        """All ranks."""
-
-    @property
-    def replica(self) -> StreamRanks:
-        """The data ranks."""
-
-    @property
-    def model(self) -> StreamRanks:
-        """The ranks of one replica."""
-
-
-class ReplicatedStream:
-    """Read one global stream: every rank reads all samples and keeps its own.
-
-    Global batches are therefore the same for any number of ranks. Digests of the samples are compared over all ranks at
-    the batches 0, 1, 2, 4, 8, … after the start of each ``read``; the number of samples is compared at the end.
+def refuse_empty(source: Stream, epoch: int, found: int, wanted: int = 0, ranks: str = "") -> NoReturn:
+    """Raise DataError for a stream that is empty, or that ended too early.
 
     Args:
         source: the stream.
-        epochs: the batch contract of every epoch.
-        rank: this data rank.
-        seed: of all random draws.
-        comms: the communicators; ``world`` compares digests.
+        epoch: from 0.
+        found: samples that the epoch has.
+        wanted: samples that it had when the run was saved.
+        ranks: the data ranks that have none.
     """
-
-    def __init__(self, source: Stream, epochs: Epochs, rank: int, seed: int, comms: Lines) -> None:
-        self.source, self._epochs, self._rank, self._seed = source, epochs, rank, seed
-        self._contract = epochs.first
-        self._ranks = comms.world
-        self._kept: str | None = None
-        self._loaded: tuple[Position, Any] = (Position(), None)
-
-    def read(self, epoch: int, start: int) -> Iterator[RankBatch]:
-        """See ``BatchReader.read``. Collective: digests are compared over all ranks.
-
-        Raises:
-            MismatchError: the ranks read different samples.
-            DataError: the stream is empty, ends before ``start``, or does not have the length that it states.
-        """
-        batch = self._epochs.at(epoch).batch
-        cursor = self._open(epoch, start, start * batch)
-        step, last = start, False
-        while not last:
-            first = cursor.number
-            items = cursor.take(batch)
-            if self.source.drop_last and 0 < len(items) < batch:
-                raise DataError(
-                    f"drop_last leaves none of {len(items)} samples, which are fewer than a batch of {batch}",
-                    where=self.source.name,
-                    remedy="leave drop_last out, or take a smaller batch",
-                )
-            self._compare(epoch, step - start, first, items)
-            if not items:
-                _empty(self.source, epoch, first)
-            self._kept = cursor.state() if self._ranks.rank == 0 else None
-            step, last = step + 1, not cursor.more(batch if self.source.drop_last else 1)
-            if not self.source.drop_last:
-                self._check_length(cursor.number, last)
-            if last:
-                self._ranks.agree(
-                    [f"epoch {epoch} with {cursor.number} samples"], "the length of the stream", _DIFFERENT
-                )
-            yield self._part(items, first, Position(epoch + 1, 0) if last else Position(epoch, step))
-
-    def _open(self, epoch: int, start: int, number: int) -> Cursor:
-        """Return a cursor at batch ``start``, whose first sample has ``number``: from saved state, or by skipping."""
-        at, state = self._loaded
-        cursor = Cursor(self.source, epoch, self._seed) if start else self.source.cursor(epoch, self._seed)
-        if not (start and at == (epoch, start) and cursor.restore(state, number)):
-            cursor.skip(number)
-        if cursor.number < number:
-            _empty(self.source, epoch, cursor.number, number)
-        return cursor
-
-    def _compare(self, epoch: int, batches: int, first: int, items: list[Any]) -> None:
-        # At powers of two: streams that diverge are found, early or late, at next to no cost.
-        if batches & (batches - 1) == 0:
-            lines = [f"sample {first + i} of epoch {epoch}, digest {digest(item)}" for i, item in enumerate(items)]
-            self._ranks.agree(lines, "the samples of the stream", _DIFFERENT)
-
-    def _check_length(self, number: int, last: bool) -> None:
-        length = self.source.samples
-        if length is None or (number == length if last else number < length):
-            return
-        found = f"has {number}" if last else f"goes on after {number}"
-        raise DataError(
-            f"the data set says that it has {length} samples, and {found}",
-            where=self.source.name,
-            remedy="correct its __len__, or leave it out and give --steps",
-        )
-
-    def _part(self, items: list[Any], first: int, after: Position) -> RankBatch:
-        mine = self._contract.part(len(items), self._rank)
-        own, name = items[mine.start : mine.stop], self.source.name
-        few = items[: len(self._contract.first_micro_batch(len(items)))]
-        if (function := self.source.collate) is not None:
-            keys = self._seed, after
-            spans = self._contract.spans(len(items), self._rank, len(own))
-            dummy = None if mine else _collated(function, few, *keys, first)
-            return RankBatch(_parts(function, own, spans, *keys, first + mine.start), len(items), after, dummy)
-        others = None if mine else _collate(few, items, first, name)
-        return RankBatch(_collate(own, items, first + mine.start, name), len(items), after, others)
-
-    def state(self) -> Any:
-        """Return the data set's own state, or None; with it, a resume need not skip the consumed samples."""
-        return None if self._kept is None else json.loads(self._kept)
-
-    def load(self, at: Position, state: Any) -> None:
-        """See ``BatchReader.load``."""
-        self._loaded = at, state
-
-    def describe(self) -> Mapping[str, str]:
-        """See ``BatchReader.describe``."""
-        return {"order": "that of the stream, which every device reads whole; nothing is shuffled"}
-
-    def close(self) -> None:
-        """Nothing is open between epochs."""
-
-
-class ShardedStream:
-    """Read a data set that shards itself: each data rank reads another stream.
-
-    A rank whose stream has ended goes on without samples until all streams have ended, so that every sample counts
-    once. Every step all-gathers the ranks' sample counts.
-
-    Args:
-        source: the stream.
-        contract: the batch contract of every epoch.
-        rank: this data rank.
-        seed: of all random draws; each data rank has its own RNG stream.
-        comms: the communicators; ``replica`` gathers counts, ``model`` compares digests.
-    """
-
-    def __init__(self, source: Stream, contract: BatchContract, rank: int, seed: int, comms: Lines) -> None:
-        self.source, self._contract, self._rank, self._seed = source, contract, rank, seed
-        self._replicas, self._stages = comms.replica, comms.model
-
-    def read(self, epoch: int, start: int) -> Iterator[RankBatch]:
-        """See ``BatchReader.read``. Collective: an all-gather over the data ranks in every step.
-
-        Raises:
-            MismatchError: the ranks of one replica read different samples.
-            DataError: a rank's stream is empty.
-        """
-        share = len(self._contract.part(self._contract.batch, self._rank))
-        key = self.source.key(self._seed, self._rank)
-        cursor = self.source.cursor(epoch, key)
-        step, last = start, False
-        some = cursor.skip(start * share)
-        while not last:
-            first = cursor.number
-            items = cursor.take(share)
-            some = items[:1] or some
-            counts = self._counts(len(items), cursor.more(), not some)
-            self._compare(epoch, step - start, counts, items)
-            step, last = step + 1, not any(more for _, more, _ in counts)
-            if void := [str(rank) for rank, (_, _, empty) in enumerate(counts) if empty]:
-                _empty(self.source, epoch, 0, ranks=", ".join(void))
-            held = [count for count, _, _ in counts]
-            after = Position(epoch + 1, 0) if last else Position(epoch, step)
-            if (function := self.source.collate) is not None:
-                keys = key, after
-                spans = self._contract.spans(sum(held), self._rank, len(items))
-                dummy = None if items else _collated(function, some, *keys, first)
-                yield RankBatch(_parts(function, items, spans, *keys, first), sum(held), after, dummy)
-                continue
-            others = None if items else _collate(some, some, first, self.source.name)
-            yield RankBatch(_collate(items, some, first, self.source.name), sum(held), after, others)
-
-    def _counts(self, *own: int) -> list[list[int]]:
-        """All-gather ``own`` over the data ranks; return one list a rank, in rank order."""
-        return [row.tolist() for row in self._replicas.all_gather(torch.tensor(own), "samples of the own streams")]
-
-    def _compare(self, epoch: int, batches: int, counts: list[list[int]], items: list[Any]) -> None:
-        """Compare counts and digests over the ranks of one replica. Raises MismatchError where they differ."""
-        lines = [f"{counts[self._rank][0]} samples"]
-        if batches & (batches - 1) == 0:
-            lines += [f"digest {digest(item)} in epoch {epoch}" for item in items]
-        self._stages.agree(lines, "the samples of one replica", "give the stages of one replica the same stream")
-
-    def state(self) -> Any:
-        """Return the number of streams, which a resumed run must have too."""
-        return {"streams": self._contract.ranks}
-
-    def load(self, at: Position, state: Any) -> None:
-        """Raise CheckpointError if the number of data ranks has changed."""
-        saved = state["streams"] if isinstance(state, Mapping) else None
-        if saved != self._contract.ranks:
-            raise CheckpointError(
-                f"the run had {saved} data ranks and now has {self._contract.ranks}",
-                why="its data set shards itself, so that each rank continues its own stream",
-                remedy="resume on as many devices",
-            )
-
-    def describe(self) -> Mapping[str, str]:
-        """Describe, for the run's header, how results and resuming depend on the number of devices."""
-        return {
-            "order": "each device reads a stream of its own: batches, and with them the result, depend on the devices",
-            "resume": f"on {self._contract.ranks} data ranks only",
-        }
-
-    def close(self) -> None:
-        """Nothing is open between epochs."""
-
-
-_DIFFERENT = (
-    "give every rank the same stream (the same seed, no sharding by rank), or wrap a data set that shards itself in "
-    "tutti.data.Sharded"
-)
-
-
-def _collate(items: list[Any], some: list[Any], first: int, where: str) -> Batch:
-    """Collate ``items`` into a batch, without items into an empty batch with the structure of ``some``.
-
-    Args:
-        items: the samples.
-        some: samples of the same structure, at least one if ``items`` is empty.
-        first: number of the first sample in the epoch, for errors.
-        where: the data set's name, for errors.
-
-    Raises:
-        DataError: as ``collate``.
-    """
-    with own_generators():
-        made = collate(items or some[:1], lambda place: f"sample {first + place} of the epoch", where)
-    return made if items else slice_batch(made, 0, 0)
-
-
-def _parts(
-    function: Callable[[list[Any]], Any],
-    items: list[Any],
-    spans: list[tuple[int, list[range]]],
-    seed: int,
-    after: Position,
-    first: int,
-) -> CollatedBatch:
-    """Collate a rank's samples by the script's function, micro-batch by micro-batch.
-
-    Args:
-        function: the script's function.
-        items: the rank's samples.
-        spans: the micro-batches of each worker.
-        seed: of random draws.
-        after: the data position after the batch.
-        first: number of the first sample in the epoch.
-    """
-    pieces = [piece for _, each in spans for piece in each] if items else []
-    made = tuple(
-        _collated(function, items[piece.start : piece.stop], seed, after, first + piece.start) for piece in pieces
-    )
-    return CollatedBatch(made, tuple(map(len, pieces)))
-
-
-def _collated(function: Callable[[list[Any]], Any], items: list[Any], seed: int, after: Position, first: int) -> Batch:
-    with own_generators():
-        seed_generators(int(hash64(_COLLATE, seed, after.epoch, after.batch, first)))
-        return function(items)
-
-
-def _empty(source: Stream, epoch: int, found: int, wanted: int = 0, ranks: str = "") -> NoReturn:
     if wanted or found:
         raise DataError(
             f"epoch {epoch} ended after {found} samples, and the run was at sample {max(wanted, found)}",

@@ -22,8 +22,8 @@ class Task:
         model: builds the plain model, without arguments; called once a process under the run's seed.
         loss: ``loss(model, batch)`` → mean over the batch's samples, or ``(sum, count)``, or
             ``(sum, count, {"accuracy": number_correct, …})`` with sums over the samples as metrics.
-        train: training samples: a ``tutti.data.Source``, a ``TensorDataset`` or any map-style dataset.
-        eval: held-out samples, of the same types as ``train``; None for no evaluation.
+        train: training samples, as for ``tutti.prepare``; no ``DataLoader``, which has a batch size of its own.
+        eval: held-out samples, of the same types as ``train``, or a ``DataLoader``; None for no evaluation.
         images: batches hold NCHW images, so that channels-last memory layout helps.
         directions: ``lower`` or ``higher``, whichever is better, for metrics whose name does not decide it:
             ``{"distance": "lower"}``. ``--keep-best`` and ``tutti compare`` read it.

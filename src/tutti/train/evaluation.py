@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from tutti.data.adapt import Collate, adapt
+from tutti.data.adapt import Collate, adapt_training
 from tutti.data.feed import HeldOut, evaluation, evaluation_blocks
+from tutti.data.held_out_stream import HeldOutStream
+from tutti.data.loader import IN_PROCESS, Prefetch
 from tutti.data.sampling import given_sampling
+from tutti.data.source import Sharded, Source
+from tutti.data.stream import Stream
 from tutti.errors import UsageError
 from tutti.launcher import heartbeat
 from tutti.launcher.heartbeat import Phase
-from tutti.types import LossFn, LossSums
+from tutti.types import LossFn, LossSums, MicroBatch
 
 if TYPE_CHECKING:
     from tutti.train.run import Run
 
+
+Blocks: TypeAlias = HeldOut | HeldOutStream
+"""Held-out samples in blocks: by number, or of a stream."""
 
 BLOCK = 512
 """Default of the largest number of samples in one forward."""
@@ -56,10 +63,11 @@ def evaluate_samples(
     chosen = loss or run.loss_fn
     if chosen is None:
         raise UsageError("run.evaluate needs a loss function", remedy="give one here or to tutti.prepare")
-    held_out = in_blocks(source, batch, collate, run.feed.seed)
-    run.together(f"evaluation of {held_out.samples} samples" + " on the average" * averaged)
-    with heartbeat.training.during(Phase.EVALUATE):
-        run.checks.held_out(held_out.source, loss)
+    held_out = in_blocks(source, batch, collate, run.feed.seed, run.context.grid.rank)
+    run.together(f"evaluation of {described(held_out)}" + " on the average" * averaged)
+    if isinstance(held_out, HeldOut):
+        with heartbeat.training.during(Phase.EVALUATE):
+            run.checks.held_out(held_out.source, loss)
     comm = run.context.comms.replica
     with (
         run.checks.aside(),
@@ -76,28 +84,66 @@ def evaluate_samples(
     return Evaluation(value / count, metrics, held_out.samples, averaged)
 
 
-def in_blocks(source: Any, batch: int, collate: Collate | None, seed: int) -> HeldOut:
+def in_blocks(source: Any, batch: int, collate: Collate | None, seed: int, rank: int = 0) -> Blocks:
     """Return held-out samples in the blocks of an evaluation; those of a ``DataLoader`` are its batches.
 
     Args:
         source: held-out samples.
         batch: largest number of samples in a block.
         collate: the script's function from a list of samples to a batch; None for that of PyTorch.
-        seed: of a sampler's draws.
+        seed: of random draws.
+        rank: this rank, for messages of loader processes.
 
-    Raises UsageError as ``tutti.prepare`` does for a ``DataLoader``, and if the samples are a stream.
+    Raises:
+        UsageError: as ``tutti.prepare`` for a ``DataLoader``; or the samples are a stream that shards itself.
     """
     if not isinstance(source, DataLoader):
-        adapted = adapt(source, collate)
-        return HeldOut(adapted, [np.asarray(block) for block in evaluation_blocks(len(adapted), batch)])
+        data = _held_out(source, collate)
+        if isinstance(data, Stream):
+            return HeldOutStream(data, batch, seed, IN_PROCESS)
+        return HeldOut(data, [np.asarray(block) for block in evaluation_blocks(len(data), batch)])
     found = given_sampling(source, None, collate, None, False, None).sized(seed)
     # A mean does not depend on the order.
     found = replace(found, shuffle=False) if found.shuffle else found
-    adapted = adapt(found.dataset, found.collate)
-    return HeldOut(adapted, found.order(seed, len(adapted)).batches(0, found.batch_size or batch))
+    data = _held_out(found.dataset, found.collate, found.drop_last, found.processes)
+    if isinstance(data, Stream):
+        prefetch = Prefetch(found.processes, rank, found.timeout or IN_PROCESS.timeout, found.begin)
+        return HeldOutStream(data, found.batch_size or batch, seed, prefetch)
+    return HeldOut(data, found.order(seed, len(data)).batches(0, found.batch_size or batch))
 
 
-def _totals(run: Run, held_out: HeldOut, loss: LossFn) -> tuple[Sequence[str], Tensor]:
+def _held_out(data: Any, collate: Collate | None, drop_last: bool = False, processes: int = 0) -> Source | Stream:
+    """Wrap held-out samples. Raises UsageError for a stream that shards itself."""
+    if isinstance(data, Sharded):
+        raise UsageError(
+            "held-out samples cannot be a stream that shards itself",
+            why="each sample counts once, and the ranks' streams may end at different blocks",
+            remedy="give every rank the whole stream: tutti divides its blocks over the ranks",
+        )
+    return adapt_training(data, collate, drop_last, processes)
+
+
+def described(held_out: Blocks) -> str:
+    """Return the number of held-out samples, for messages."""
+    return f"{held_out.samples} samples" if isinstance(held_out, HeldOut) else f"the stream {held_out.stream.name}"
+
+
+def micro_batches(run: Run, held_out: Blocks, ranks: int, rank: int, even: bool) -> Iterator[tuple[int, MicroBatch]]:
+    """Yield a data rank's blocks of held-out samples with their numbers. Collective for a stream.
+
+    Args:
+        run: the run.
+        held_out: the samples.
+        ranks: number of data ranks.
+        rank: this data rank.
+        even: give every rank equally many blocks, padded with dummy micro-batches.
+    """
+    if isinstance(held_out, HeldOutStream):
+        return held_out.micro_batches(ranks, rank, run.feed.place, even, run.context.comms.world)
+    return evaluation(held_out, ranks, rank, run.feed.place, run.feed.prefetch, even=even)
+
+
+def _totals(run: Run, held_out: Blocks, loss: LossFn) -> tuple[Sequence[str], Tensor]:
     """Evaluate blocks of samples, divided over the data ranks. Collective: a broadcast and an all-reduce.
 
     Returns:
@@ -106,7 +152,7 @@ def _totals(run: Run, held_out: HeldOut, loss: LossFn) -> tuple[Sequence[str], T
     comms = run.context.comms
     there = comms.replica.alive_ranks
     rank, ranks = there.index(comms.replica.rank), len(there)
-    blocks = evaluation(held_out, ranks, rank, run.feed.place, run.feed.prefetch, even=bool(run.replica.sharded))
+    blocks = micro_batches(run, held_out, ranks, rank, even=bool(run.replica.sharded))
     parts: dict[int, LossSums] = {}
     for number, micro_batch in blocks:
         heartbeat.training.beat()
@@ -114,7 +160,7 @@ def _totals(run: Run, held_out: HeldOut, loss: LossFn) -> tuple[Sequence[str], T
         if micro_batch.samples:
             parts[number] = part
     names = comms.world.broadcast_json(parts[0].names if rank == 0 else (), 0, "names of the metrics")
-    table = torch.zeros(len(held_out.blocks), 2 + len(names), dtype=torch.float64)
+    table = torch.zeros(held_out.rows, 2 + len(names), dtype=torch.float64)
     for number, part in parts.items():
         table[number] = part.sums.double().cpu()
     comms.replica.all_reduce(table, "totals of the evaluation")

@@ -15,7 +15,6 @@ from tutti.checkpoint.write import step_name
 from tutti.config.metric_direction import RAW
 from tutti.config.spec import Duration
 from tutti.data.epochs import Epochs
-from tutti.data.source import Source
 from tutti.errors import CheckpointError, Preempted
 from tutti.launcher import heartbeat
 from tutti.launcher.heartbeat import Phase
@@ -211,7 +210,7 @@ class Due:
 def train_loop(
     run: Run,
     plan: TrainPlan,
-    held_out: Source | None,
+    held_out: Any,
     header: RunHeader,
     listener: Listener,
     saver: Checkpoints | None = None,
@@ -321,7 +320,7 @@ def _over(plan: TrainPlan, run: Run, watch: TargetWatch | None) -> bool:
     return ended(plan.total, run) or (watch is not None and watch.ending is not None) or run.callbacks.ended()
 
 
-def _check_watch(watch: TargetWatch, run: Run, held_out: Source, speed: Speed) -> None:
+def _check_watch(watch: TargetWatch, run: Run, held_out: Any, speed: Speed) -> None:
     """Check after the first step that the watched metric exists. Collective: a broadcast, or an evaluation besides.
 
     A loss function may report metrics in evaluations alone: then the model is evaluated once. Raises UsageError.
@@ -479,7 +478,7 @@ def _tell_checkpoint(run: Run, saver: Checkpoints) -> None:
         run.callbacks.call("on_checkpoint", run, path)
 
 
-def _evaluate(run: Run, held_out: Source, epoch: int, speed: Speed, listener: Listener) -> EvalRecord:
+def _evaluate(run: Run, held_out: Any, epoch: int, speed: Speed, listener: Listener) -> EvalRecord:
     """Evaluate the average of the weights, if any, and the model; report and return the record. Collective."""
     # Without synchronous steps the first rank waits here for the last: the wait counts as training, not as evaluation.
     run.together("an evaluation")

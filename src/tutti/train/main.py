@@ -20,9 +20,7 @@ from tutti import parallel
 from tutti.checkpoint.weights_source import FOLDER
 from tutti.config.spec import Duration
 from tutti.config.train_config import TrainConfig
-from tutti.data.adapt import adapt
 from tutti.data.epochs import Epochs
-from tutti.data.source import Source
 from tutti.errors import ExitCode, Preempted, UsageError
 from tutti.host_memory import free_memory
 from tutti.launcher import context, heartbeat
@@ -39,6 +37,7 @@ from tutti.process_context import launch_time
 from tutti.tasks import task_registry
 from tutti.tasks.task import Task
 from tutti.train.batch_size_schedule import model_warnings, plan_warnings, without_growth_warnings
+from tutti.train.evaluation import BLOCK, in_blocks
 from tutti.train.header import derived, run_identity, title
 from tutti.train.loop import Length, Means, TrainPlan, train_loop
 from tutti.train.preemption import stop_on_signals
@@ -243,10 +242,11 @@ def _with_direction(config: TrainConfig, chosen: Task) -> TrainConfig:
     return dataclasses.replace(config, keep_best=f"{best.metric}:{'higher' if best.more else 'lower'}")
 
 
-def _held_out(chosen: Task, task: str, config: TrainConfig) -> Source | None:
+def _held_out(chosen: Task, task: str, config: TrainConfig) -> Any:
     """Return the task's held-out samples, or None. Raises UsageError if ``--keep-best`` needs them."""
     if chosen.eval is not None:
-        return adapt(chosen.eval)
+        in_blocks(chosen.eval, BLOCK, None, config.seed)
+        return chosen.eval
     for option, needed in (
         ("--keep-best", config.best() is not None),
         ("--until", config.target_text is not None),

@@ -8,14 +8,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from tutti.comm.partition import even_share
 from tutti.data.adapt import Collate
 from tutti.data.batches import map_tensors
-from tutti.data.feed import HeldOut, evaluation
 from tutti.errors import DataError, UsageError
 from tutti.launcher import heartbeat
 from tutti.launcher.heartbeat import Phase
-from tutti.train.evaluation import in_blocks
+from tutti.train.evaluation import Blocks, described, in_blocks, micro_batches
 
 if TYPE_CHECKING:
     from tutti.train.run import Run
@@ -32,15 +30,15 @@ def predict_samples(
             why="no device has the whole model's output",
             remedy="save the run, and predict with --strategy mirrored or sharded after run.restore",
         )
-    held_out = in_blocks(source, batch, collate, run.feed.seed)
-    run.together(f"predictions for {held_out.samples} samples")
+    held_out = in_blocks(source, batch, collate, run.feed.seed, run.context.grid.rank)
+    run.together(f"predictions for {described(held_out)}")
     comm, found = run.context.comms.replica, list[Any]()
 
     def keep(model: Any, samples: Any) -> Any:
         found.append(function(model, samples))
         return torch.zeros(()), 1
 
-    blocks = evaluation(held_out, comm.size, comm.rank, run.feed.place, run.feed.prefetch, even=True)
+    blocks = micro_batches(run, held_out, comm.size, comm.rank, even=True)
     with (
         run.checks.aside(),
         heartbeat.training.during(Phase.EVALUATE),
@@ -75,8 +73,8 @@ def _refuse(value: Any) -> Any:
     )
 
 
-def _gathered(parts: list[Any], held_out: HeldOut, run: Run) -> Any:
-    """Concatenate the predictions of this rank's blocks, and all-gather those of all ranks, which are in rank order.
+def _gathered(parts: list[Any], held_out: Blocks, run: Run) -> Any:
+    """Concatenate the predictions of this rank's blocks, and all-gather those of all ranks, in the order of blocks.
 
     Collective. Raises MismatchError if the shapes differ between ranks.
     """
@@ -95,17 +93,20 @@ def _gathered(parts: list[Any], held_out: HeldOut, run: Run) -> Any:
     return map_tensors(parts[0], lambda _: next(wholes))
 
 
-def _all_rows(mine: Tensor, held_out: HeldOut, run: Run) -> Tensor:
+def _all_rows(mine: Tensor, held_out: Blocks, run: Run) -> Tensor:
     """All-gather rows as bytes, padded to the most rows of a rank."""
     comm = run.context.comms.replica
-    shares = [even_share(len(held_out.blocks), comm.size, rank) for rank in range(comm.size)]
-    counts = [sum(len(held_out.blocks[number]) for number in share) for share in shares]
+    shares = held_out.shares(comm.size)
+    counts = [sum(held_out.sizes[number] for number in share) for share in shares]
     padded = mine.new_zeros(max(counts), *mine.shape[1:])
     padded[: len(mine)] = mine
     flat = padded.flatten().view(torch.uint8).to(comm.device)
     whole = comm.gather_slices(flat, "predictions").cpu().view(mine.dtype)
     rows = whole.view(comm.size, max(counts), *mine.shape[1:])
-    return torch.cat([rows[rank, :count] for rank, count in enumerate(counts)])
+    blocks = dict[int, Tensor]()
+    for share, of_rank, count in zip(shares, rows, counts, strict=True):
+        blocks |= zip(share, of_rank[:count].split([held_out.sizes[number] for number in share]), strict=True)
+    return torch.cat([blocks[number] for number in sorted(blocks)])
 
 
 def _joined(rows: tuple[Tensor, ...]) -> Tensor:

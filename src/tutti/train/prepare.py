@@ -239,8 +239,8 @@ def prepare(
         compile: mode of ``torch.compile``; True for ``default``.
         seed: seed of the order of samples and of all RNG streams.
         max_nonfinite: number of skipped steps in a row that raises NonFiniteError.
-        data_workers: loader processes of each rank; the result does not depend on their number. Default: those of the
-            ``DataLoader``, or none.
+        data_workers: loader processes of each rank; the result does not depend on their number, except for a stream
+            that divides its samples over them. Default: those of the ``DataLoader``, or none.
         slow: ranks or workers with a delay, to simulate stragglers: ``rank=1,factor=3`` or ``worker=2,ms=20``.
         scheduler: a PyTorch scheduler of ``optimizer``, or several; the run steps, saves and restores it.
         scheduler_every: ``update``: step it after every update that is not skipped; ``epoch``: after each epoch.
@@ -371,6 +371,7 @@ def prepare_run(
     settings = [
         *_settings(choice, epochs, o.precision, o.clip, o.reproducible, o.seed),
         f"shuffle {sampling.shuffle}, sampler {type(sampling.sampler).__name__}, {_collates(sampling)}",
+        f"{max(sampling.processes, 1) if isinstance(data, Stream) else 'any'} loader processes",
         f"max_nonfinite {o.max_nonfinite}, batch norm {o.batch_norm}, loss_scale {o.loss_scale},"
         f" gradient noise {noise}, noise scale every {o.noise_every}",
         f"callbacks {callbacks.names()}",
@@ -469,12 +470,10 @@ def _collates(sampling: Sampling) -> str:
 
 def _data(sampling: Sampling, choice: Choice, o: RunOptions) -> Source | Stream:
     """Wrap the data set as a ``Source`` or ``Stream``. Raises UsageError if an option excludes it."""
-    data = adapt_training(sampling.dataset, sampling.collate)
+    data = adapt_training(sampling.dataset, sampling.collate, sampling.drop_last, sampling.processes)
     identical, reproducible = o.identical_batches, o.reproducible
     if sampling.processes < 0:
         raise UsageError(f"data_workers is {sampling.processes}", remedy="give 0 or more")
-    if isinstance(data, Stream):
-        data.drop_last = sampling.drop_last
     _check_order(sampling, data, choice, o)
     if isinstance(data, Stream) and not choice.row.synchronous:
         raise UsageError(

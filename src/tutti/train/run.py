@@ -625,7 +625,8 @@ class Run:
         Collective: every rank evaluates its part of the samples.
 
         Args:
-            source: held-out samples, the same on every rank; or a ``DataLoader``, whose batches are then evaluated.
+            source: held-out samples or a stream of them, the same on every rank; or a ``DataLoader``, whose batches are
+                then evaluated.
             batch: largest number of samples in one forward, where ``source`` is no ``DataLoader``.
             loss: the loss function; default: that of ``tutti.prepare``.
             averaged: whether to evaluate the average of the weights; default: if the run keeps one.
@@ -633,7 +634,7 @@ class Run:
 
         Raises:
             UsageError: no loss function, or ``averaged`` without an average.
-            MismatchError: ranks make different calls, or have taken different numbers of steps.
+            MismatchError: ranks make different calls, have taken different numbers of steps, or read different streams.
         """
         averaged = self.average is not None if averaged is None else averaged
         found = evaluate_samples(self, source, batch, loss, averaged, collate)
@@ -653,7 +654,7 @@ class Run:
         Collective: every rank computes its part of the samples, of the workers' merged model in eval mode.
 
         Args:
-            source: the samples, the same on every rank; or a ``DataLoader``, whose batches are then taken.
+            source: the samples or a stream, the same on every rank; or a ``DataLoader``, whose batches are then taken.
             function: returns a tensor, or tuples, lists and dicts of them, with a row for each sample.
             batch: largest number of samples in one forward, where ``source`` is no ``DataLoader``.
             averaged: whether to use the average of the weights; default: if the run keeps one.

@@ -1,0 +1,104 @@
+"""Held-out samples of a stream, in blocks that are divided over the data ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import Any
+
+from tutti.data.batches import shown
+from tutti.data.loader import Prefetch
+from tutti.data.reader import StreamRanks
+from tutti.data.stream import Stream, refuse_empty
+from tutti.data.stream_batches import StreamBatch, StreamReading
+from tutti.data.stream_reader import DIFFERENT, compare_samples
+from tutti.errors import DataError
+from tutti.types import Batch, MicroBatch
+
+
+class HeldOutStream:
+    """Held-out samples of a stream in blocks, which do not depend on the number of ranks.
+
+    Every rank reads the whole stream, and computes every r-th block of r ranks.
+
+    Args:
+        stream: the samples.
+        batch: samples in a block.
+        seed: of random draws.
+        prefetch: loader processes of the script's ``DataLoader``; none: this process reads.
+
+    Attributes:
+        sizes: number of samples of each block, by its number; complete once all blocks have been read.
+    """
+
+    def __init__(self, stream: Stream, batch: int, seed: int, prefetch: Prefetch) -> None:
+        self.stream, self.batch, self.seed, self.prefetch = stream, batch, seed, prefetch
+        self.sizes: dict[int, int] = {}
+
+    @property
+    def samples(self) -> int:
+        """Number of samples in all blocks."""
+        return sum(self.sizes.values())
+
+    @property
+    def rows(self) -> int:
+        """One more than the largest number of a block."""
+        return max(self.sizes) + 1
+
+    def shares(self, ranks: int) -> list[list[int]]:
+        """Return the numbers of each rank's blocks."""
+        return [[number for number in self.sizes if number % ranks == rank] for rank in range(ranks)]
+
+    def micro_batches(
+        self, ranks: int, rank: int, place: Callable[[Batch], Batch], even: bool, world: StreamRanks
+    ) -> Iterator[tuple[int, MicroBatch]]:
+        """Yield this data rank's blocks with their numbers. Collective: digests of samples are compared over ranks.
+
+        Ranks read as many blocks as there are ranks, compare them, and then compute: forwards with collectives meet.
+
+        Args:
+            ranks: number of data ranks.
+            rank: this data rank.
+            place: moves a batch to the device.
+            even: give every rank equally many blocks, padded with dummy micro-batches.
+            world: compares the samples.
+
+        Raises:
+            MismatchError: the ranks read different samples.
+            DataError: the stream is empty.
+        """
+        self.sizes.clear()
+
+        def keep(items: list[Any], first: int, number: int, key: int) -> Batch | None:
+            if number % ranks == rank:
+                return self.stream.collated_parts(items, [range(len(items))], first, key)
+            # A rank that has had no block yet computes on a dummy micro-batch.
+            return self.stream.collated_parts(items[:1], [range(1)], first, key) if even and first == 0 else None
+
+        reading = StreamReading(stream=self.stream, epoch=0, key=self.seed, batch=self.batch, start=0, keep=keep)
+        if self.prefetch.workers:
+            found = reading.in_processes(self.prefetch)
+        else:
+            found = reading.here(self.stream.cursor(0, self.seed), False)
+        spare: Batch | None = None
+        while turn := list(islice(found, ranks)):
+            for each in turn:
+                compare_samples(world, len(self.sizes), each)
+                if not each.samples:
+                    refuse_empty(self.stream, 0, each.read)
+                self.sizes[each.number] = each.samples
+            if 0 not in self.sizes:
+                raise DataError("the first loader process has no samples", where=self.stream.name)
+            spare = next((each.kept for each in turn if each.kept is not None), spare)
+            mine = [each for each in turn if each.number % ranks == rank]
+            for each in mine:
+                yield each.number, MicroBatch(0, 0, place(shown(each.kept)), each.samples, 1.0, 0, True)
+            for _ in range(_most(turn, ranks) - len(mine) if even else 0):
+                yield 0, MicroBatch(0, 0, place(shown(spare)), 0, 0.0, 0, True)
+        world.agree([f"{self.samples} samples"], "the length of the stream", DIFFERENT)
+
+
+def _most(turn: list[StreamBatch], ranks: int) -> int:
+    """Return the largest number of blocks of a rank."""
+    owners = [each.number % ranks for each in turn]
+    return max(owners.count(rank) for rank in range(ranks))

@@ -1,0 +1,177 @@
+"""Cut an epoch of a stream into global batches, in this process or in loader processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from itertools import count
+from typing import Any, NamedTuple
+
+from torch.utils.data import get_worker_info
+
+from tutti.data.digest import digest
+from tutti.data.keyed_random import hash64
+from tutti.data.loader import Prefetch
+from tutti.data.stream import Cursor, Stream, refuse_empty
+from tutti.errors import DataError
+
+
+class StreamBatch(NamedTuple):
+    """A global batch of a stream, of which a rank keeps its part.
+
+    Attributes:
+        number: of the batch in the epoch; with loader processes, which end one after the other, numbers are left out.
+        samples: samples in the global batch; 0 if the epoch has none.
+        read: samples of the epoch up to the end of this batch.
+        kept: the rank's part, as the reading's ``keep`` returned it.
+        lines: number and digest of each sample, in batches that ranks compare; else empty.
+        last: whether the epoch ends with this batch.
+        state: the data set's own state after the batch as a JSON string, or None.
+    """
+
+    number: int
+    samples: int
+    read: int
+    kept: Any = None
+    lines: tuple[str, ...] = ()
+    last: bool = False
+    state: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamReading:
+    """One reading of an epoch of a stream.
+
+    With k loader processes, batch n is made by process n mod k of the samples that the data set yields in it, as a
+    PyTorch ``DataLoader`` does; processes whose samples have ended are left out. The processes are forked for each
+    reading, so that an epoch does not depend on earlier ones.
+
+    Attributes:
+        stream: the stream.
+        epoch: from 0.
+        key: of the random draws.
+        batch: samples in a global batch.
+        start: the first batch; earlier ones are read and left out.
+        keep: ``keep(samples, first, number, key)`` → the rank's part of global batch ``number``, of which ``first`` is
+            the number of the first sample in the epoch (or in the loader process), and ``key`` that of collation.
+    """
+
+    stream: Stream
+    epoch: int
+    key: int
+    batch: int
+    start: int
+    keep: Callable[[list[Any], int, int, int], Any]
+
+    def here(self, cursor: Cursor, with_state: bool) -> Iterator[StreamBatch]:
+        """Yield the batches from ``start`` on, read in this process.
+
+        Args:
+            cursor: before the first sample of batch ``start``.
+            with_state: whether the data set is asked for its state after each batch.
+        """
+        number, last = self.start, False
+        while not last:
+            first = cursor.number
+            items = cursor.take(self.batch)
+            if self.stream.drop_last and 0 < len(items) < self.batch:
+                raise self._left_none(len(items))
+            kept = self.keep(items, first, number, self._collation(self.key)) if items else None
+            lines = self._lines(items, first, number, "")
+            state = cursor.state() if with_state else None
+            read = cursor.number
+            last = not cursor.more(self.batch if self.stream.drop_last else 1)
+            yield StreamBatch(number, len(items), read, kept, lines, last, state)
+            number += 1
+
+    def in_processes(self, prefetch: Prefetch) -> Iterator[StreamBatch]:
+        """Yield the batches from ``start`` on, read in ``prefetch.workers`` loader processes.
+
+        Raises:
+            DataError: two processes yield the same samples, the epoch ends before ``start``, or ``drop_last`` leaves
+                none.
+        """
+        processes, ended = prefetch.workers, set[int]()
+        made = read = passed = 0
+        ahead: StreamBatch | None = None
+        answers = prefetch.batches(_ProcessReader(self), ((number,) for number in count()))
+        with closing(answers):  # type: ignore[type-var]
+            for number, found in enumerate(answers):
+                if found is None:
+                    ended.add(number % processes)
+                    if len(ended) == processes:
+                        break
+                    continue
+                read += found.samples
+                passed += 1
+                if passed <= self.start:
+                    continue
+                if made == 1 and ahead is not None and number == ahead.number + 1:
+                    self._refuse_repeated(ahead, found)
+                made += 1
+                if ahead is not None:
+                    yield ahead
+                ahead = found._replace(read=read)
+        if ahead is None and self.start:
+            refuse_empty(self.stream, self.epoch, read, max(read + 1, self.start))
+        yield StreamBatch(0, 0, 0, last=True) if ahead is None else ahead._replace(last=True)
+
+    def _collation(self, key: int) -> int:
+        return int(hash64(key, self.epoch))
+
+    def _lines(self, items: list[Any], first: int, number: int, where: str) -> tuple[str, ...]:
+        # At powers of two: streams that diverge are found, early or late, at next to no cost.
+        if (number - self.start) & (number - self.start - 1):
+            return ()
+        epoch = f"of epoch {self.epoch}{where}"
+        return tuple(f"sample {first + i} {epoch}, digest {digest(item)}" for i, item in enumerate(items))
+
+    def _refuse_repeated(self, one: StreamBatch, other: StreamBatch) -> None:
+        """Raise DataError if the first batches of two processes are equal, and not of equal samples alone."""
+        seen, again = ([line.rpartition(" ")[2] for line in batch.lines] for batch in (one, other))
+        if seen and seen == again and (len(set(seen)) > 1 or len(seen) == 1):
+            raise DataError(
+                "two loader processes read the same samples",
+                where=self.stream.name,
+                why="each process iterates over the whole data set, which then trains on every sample more than once",
+                remedy="let __iter__ divide the samples by torch.utils.data.get_worker_info(), or take one process",
+            )
+
+    def _left_none(self, samples: int) -> DataError:
+        return DataError(
+            f"drop_last leaves none of {samples} samples, which are fewer than a batch of {self.batch}",
+            where=self.stream.name,
+            remedy="leave drop_last out, or take a smaller batch",
+        )
+
+
+class _ProcessReader:
+    """Reads the batches of one loader process.
+
+    Args:
+        reading: the reading, which every process has a copy of.
+    """
+
+    def __init__(self, reading: StreamReading) -> None:
+        self._reading, self.items = reading, reading.stream.data
+        self._cursor: Cursor | None = None
+        self._key, self._where = reading.key, ""
+
+    def fetch(self, number: int) -> StreamBatch | None:
+        """Return batch ``number``, or None if this process has no more samples."""
+        reading = self._reading
+        if self._cursor is None:
+            process = get_worker_info()
+            if process is not None and process.num_workers > 1:
+                self._key = int(hash64(reading.key, process.id))
+                self._where = f" in loader process {process.id}"
+            self._cursor = Cursor(reading.stream, reading.epoch, self._key)
+        first = self._cursor.number
+        items = self._cursor.take(reading.batch)
+        if not items or (reading.stream.drop_last and len(items) < reading.batch):
+            return None
+        if number < reading.start:
+            return StreamBatch(number, len(items), 0)
+        kept = reading.keep(items, first, number, reading._collation(self._key))
+        return StreamBatch(number, len(items), 0, kept, reading._lines(items, first, number, self._where))

@@ -1,0 +1,253 @@
+"""Read streams in lockstep on all ranks, and keep each data rank's part of every global batch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
+
+import torch
+
+from tutti.data.contract import BatchContract
+from tutti.data.digest import digest
+from tutti.data.epochs import Epochs
+from tutti.data.keyed_random import hash64
+from tutti.data.loader import IN_PROCESS, Prefetch
+from tutti.data.reader import Position, RankBatch, StreamRanks
+from tutti.data.stream import Cursor, Stream, refuse_empty
+from tutti.data.stream_batches import StreamBatch, StreamReading
+from tutti.errors import CheckpointError, DataError
+from tutti.types import Batch
+
+DIFFERENT = (
+    "give every rank the same stream (the same seed, no sharding by rank), or wrap a data set that shards itself in "
+    "tutti.data.Sharded"
+)
+_PROCESSES = "loader processes"
+
+
+class Lines(Protocol):
+    """The communicators that reading a stream needs."""
+
+    @property
+    def world(self) -> StreamRanks:
+        """All ranks."""
+
+    @property
+    def replica(self) -> StreamRanks:
+        """The data ranks."""
+
+    @property
+    def model(self) -> StreamRanks:
+        """The ranks of one replica."""
+
+
+class ReplicatedStream:
+    """Read one global stream: every rank reads all samples and keeps its own.
+
+    Global batches are therefore the same for any number of ranks. Digests of the samples are compared over all ranks at
+    the batches 0, 1, 2, 4, 8, … after the start of each ``read``; the number of samples is compared at the end.
+
+    Args:
+        source: the stream.
+        epochs: the batch contract of every epoch.
+        rank: this data rank.
+        seed: of all random draws.
+        comms: the communicators; ``world`` compares digests.
+        prefetch: loader processes, which a resumed run must have as many of; none: this process reads.
+    """
+
+    def __init__(
+        self, source: Stream, epochs: Epochs, rank: int, seed: int, comms: Lines, prefetch: Prefetch = IN_PROCESS
+    ) -> None:
+        self.source, self._epochs, self._rank, self._seed = source, epochs, rank, seed
+        self._contract, self._prefetch = epochs.first, prefetch
+        self._ranks = comms.world
+        self._kept: str | None = None
+        self._loaded: tuple[Position, Any] = (Position(), None)
+
+    def read(self, epoch: int, start: int) -> Iterator[RankBatch]:
+        """See ``BatchReader.read``. Collective: digests are compared over all ranks.
+
+        Raises:
+            MismatchError: the ranks read different samples.
+            DataError: the stream is empty, ends before ``start``, or does not have the length that it states.
+        """
+        batch = self._epochs.at(epoch).batch
+        reading = StreamReading(
+            stream=self.source, epoch=epoch, key=self._seed, batch=batch, start=start, keep=self._part
+        )
+        if self._prefetch.workers:
+            batches = reading.in_processes(self._prefetch)
+        else:
+            batches = reading.here(self._open(epoch, start, start * batch), self._ranks.rank == 0)
+        for step, each in enumerate(batches, start):
+            compare_samples(self._ranks, step - start, each)
+            if not each.samples:
+                refuse_empty(self.source, epoch, each.read)
+            self._kept = each.state
+            if not self.source.drop_last:
+                self._check_length(each.read, each.last)
+            if each.last:
+                self._ranks.agree([f"epoch {epoch} with {each.read} samples"], "the length of the stream", DIFFERENT)
+            part, dummy = each.kept
+            yield RankBatch(
+                part, each.samples, Position(epoch + 1, 0) if each.last else Position(epoch, step + 1), dummy
+            )
+
+    def _open(self, epoch: int, start: int, number: int) -> Cursor:
+        """Return a cursor at batch ``start``, whose first sample has ``number``: from saved state, or by skipping."""
+        at, state = self._loaded
+        cursor = Cursor(self.source, epoch, self._seed) if start else self.source.cursor(epoch, self._seed)
+        if not (start and at == (epoch, start) and cursor.restore(state, number)):
+            cursor.skip(number)
+        if cursor.number < number:
+            refuse_empty(self.source, epoch, cursor.number, number)
+        return cursor
+
+    def _check_length(self, number: int, last: bool) -> None:
+        length = self.source.stated
+        if length is None or (number == length if last else number < length):
+            return
+        found = f"has {number}" if last else f"goes on after {number}"
+        divide = ", or divide the samples over the loader processes by torch.utils.data.get_worker_info()"
+        raise DataError(
+            f"the data set says that it has {length} samples, and {found}",
+            where=self.source.name,
+            remedy="correct its __len__, or leave it out and give --steps" + divide * (self._prefetch.workers > 1),
+        )
+
+    def _part(self, items: list[Any], first: int, number: int, key: int) -> tuple[Batch, Batch | None]:
+        """Return this rank's part of a global batch, and the dummy micro-batch of a rank without samples, or None."""
+        mine = self._contract.part(len(items), self._rank)
+        if not mine:
+            few = items[: len(self._contract.first_micro_batch(len(items)))]
+            return self.source.without_samples(items), self.source.collated(few, first, key)
+        spans = self._contract.spans(len(items), self._rank, len(mine))
+        pieces = [piece for _, each in spans for piece in each]
+        own = items[mine.start : mine.stop]
+        return self.source.collated_parts(own, pieces, first + mine.start, key), None
+
+    def state(self) -> Any:
+        """Return the data set's own state, with which a resume need not skip the consumed samples, or None.
+
+        With several loader processes it is their number.
+        """
+        if self._prefetch.workers > 1:
+            return {_PROCESSES: self._prefetch.workers}
+        return None if self._kept is None else json.loads(self._kept)
+
+    def load(self, at: Position, state: Any) -> None:
+        """See ``BatchReader.load``. Raises CheckpointError for another number of loader processes."""
+        saved = state.get(_PROCESSES, 1) if isinstance(state, Mapping) else 1
+        if saved != max(self._prefetch.workers, 1):
+            raise CheckpointError(
+                f"the run had {saved} loader processes a device and now has {self._prefetch.workers}",
+                why="the data set divides its samples over them, so that the order depends on their number",
+                remedy="resume with as many",
+            )
+        self._loaded = at, state
+
+    def describe(self) -> Mapping[str, str]:
+        """See ``BatchReader.describe``."""
+        workers = self._prefetch.workers
+        lines = {"order": "that of the stream, which every device reads whole; nothing is shuffled"}
+        return lines | ({"data workers": f"{workers} a device, over which the data set divides"} if workers > 1 else {})
+
+    def close(self) -> None:
+        """Nothing is open between epochs."""
+
+
+class ShardedStream:
+    """Read a data set that shards itself: each data rank reads another stream.
+
+    A rank whose stream has ended goes on without samples until all streams have ended, so that every sample counts
+    once. Every step all-gathers the ranks' sample counts.
+
+    Args:
+        source: the stream.
+        contract: the batch contract of every epoch.
+        rank: this data rank.
+        seed: of all random draws; each data rank has its own RNG stream.
+        comms: the communicators; ``replica`` gathers counts, ``model`` compares digests.
+    """
+
+    def __init__(self, source: Stream, contract: BatchContract, rank: int, seed: int, comms: Lines) -> None:
+        self.source, self._contract, self._rank, self._seed = source, contract, rank, seed
+        self._replicas, self._stages = comms.replica, comms.model
+
+    def read(self, epoch: int, start: int) -> Iterator[RankBatch]:
+        """See ``BatchReader.read``. Collective: an all-gather over the data ranks in every step.
+
+        Raises:
+            MismatchError: the ranks of one replica read different samples.
+            DataError: a rank's stream is empty.
+        """
+        share = len(self._contract.part(self._contract.batch, self._rank))
+        key = self.source.key(self._seed, self._rank)
+        cursor = self.source.cursor(epoch, key)
+        step, last = start, False
+        some = cursor.skip(start * share)
+        while not last:
+            first = cursor.number
+            items = cursor.take(share)
+            some = items[:1] or some
+            counts = self._counts(len(items), cursor.more(), not some)
+            self._compare(epoch, step - start, counts, items)
+            step, last = step + 1, not any(more for _, more, _ in counts)
+            if void := [str(rank) for rank, (_, _, empty) in enumerate(counts) if empty]:
+                refuse_empty(self.source, epoch, 0, ranks=", ".join(void))
+            held = [count for count, _, _ in counts]
+            after = Position(epoch + 1, 0) if last else Position(epoch, step)
+            draws = int(hash64(key, epoch))
+            if items:
+                spans = self._contract.spans(sum(held), self._rank, len(items))
+                pieces = [piece for _, each in spans for piece in each]
+                yield RankBatch(self.source.collated_parts(items, pieces, first, draws), sum(held), after)
+            else:
+                dummy = self.source.collated(some, first, draws)
+                yield RankBatch(self.source.without_samples(some), sum(held), after, dummy)
+
+    def _counts(self, *own: int) -> list[list[int]]:
+        """All-gather ``own`` over the data ranks; return one list a rank, in rank order."""
+        return [row.tolist() for row in self._replicas.all_gather(torch.tensor(own), "samples of the own streams")]
+
+    def _compare(self, epoch: int, batches: int, counts: list[list[int]], items: list[Any]) -> None:
+        """Compare counts and digests over the ranks of one replica. Raises MismatchError where they differ."""
+        lines = [f"{counts[self._rank][0]} samples"]
+        if batches & (batches - 1) == 0:
+            lines += [f"digest {digest(item)} in epoch {epoch}" for item in items]
+        self._stages.agree(lines, "the samples of one replica", "give the stages of one replica the same stream")
+
+    def state(self) -> Any:
+        """Return the number of streams, which a resumed run must have too."""
+        return {"streams": self._contract.ranks}
+
+    def load(self, at: Position, state: Any) -> None:
+        """Raise CheckpointError if the number of data ranks has changed."""
+        saved = state["streams"] if isinstance(state, Mapping) else None
+        if saved != self._contract.ranks:
+            raise CheckpointError(
+                f"the run had {saved} data ranks and now has {self._contract.ranks}",
+                why="its data set shards itself, so that each rank continues its own stream",
+                remedy="resume on as many devices",
+            )
+
+    def describe(self) -> Mapping[str, str]:
+        """Describe, for the run's header, how results and resuming depend on the number of devices."""
+        return {
+            "order": "each device reads a stream of its own: batches, and with them the result, depend on the devices",
+            "resume": f"on {self._contract.ranks} data ranks only",
+        }
+
+    def close(self) -> None:
+        """Nothing is open between epochs."""
+
+
+def compare_samples(ranks: StreamRanks, batches: int, batch: StreamBatch) -> None:
+    """Compare the samples of a global batch over ranks, if ``batches`` before it is 0 or a power of two. Collective.
+
+    Raises MismatchError where they differ.
+    """
+    if batches & (batches - 1) == 0:
+        ranks.agree(batch.lines or [f"{batch.samples} samples"], "the samples of the stream", DIFFERENT)
