@@ -21,6 +21,7 @@ from tutti.data.stream import Stream
 from tutti.errors import UsageError
 from tutti.launcher import heartbeat
 from tutti.launcher.heartbeat import Phase
+from tutti.train.metric_objects import metric_objects
 from tutti.types import LossFn, LossSums, MicroBatch
 
 if TYPE_CHECKING:
@@ -63,6 +64,12 @@ def evaluate_samples(
     chosen = loss or run.loss_fn
     if chosen is None:
         raise UsageError("run.evaluate needs a loss function", remedy="give one here or to tutti.prepare")
+    if run.replica.sharded and (found := metric_objects(chosen)):
+        raise UsageError(
+            f"the loss function updates '{found[0]}', and sharded weights are gathered in dummy forwards",
+            why="a device with fewer blocks than another repeats one, which the object would count",
+            remedy="return sums from the loss function, or compute the metric from the outputs of run.predict",
+        )
     held_out = in_blocks(source, batch, collate, run.feed.seed, run.context.grid.rank)
     run.together(f"evaluation of {described(held_out)}" + " on the average" * averaged)
     if isinstance(held_out, HeldOut):

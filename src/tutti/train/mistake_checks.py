@@ -30,6 +30,7 @@ from tutti.metrics import suspicion
 from tutti.metrics.diagnoses import Diagnoses
 from tutti.nn.swap import buffers, training_mode
 from tutti.python_compat import live_objects
+from tutti.train.metric_objects import metric_objects
 from tutti.types import Batch, LossFn, MicroBatch
 
 if TYPE_CHECKING:
@@ -172,7 +173,8 @@ class Checks:
         setting = self._run.context
         # Another shape would recompile; the forward of a split model would need the other ranks.
         split = setting.comms.model.size > 1 or bool(self._run.replica.sharded)
-        if loss is None or setting.compile is not None or split:
+        # A metric object that the loss function updates would count these samples besides.
+        if loss is None or setting.compile is not None or split or metric_objects(loss):
             return
         try:
             few = slice_batch(batch, 0, min(_FEW, length(batch), max(micro // 2, 1)))
