@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tutti.config.engine_config import LocalEngineConfig, RayEngineConfig
 from tutti.config.spec import Duration
 from tutti.config.train_config import TrainConfig
 from tutti.errors import UsageError
@@ -53,7 +54,7 @@ def test_lengths_exclude_each_other(names: tuple[str, ...]) -> None:
         ("start_timeout", [0.5, -1.0, float("nan"), float("inf")]),
         ("step_timeout", [0.5, -1.0, float("nan"), float("inf")]),
         ("save_timeout", [0.5, -1.0, float("nan"), float("inf")]),
-        ("devices", ["0", "-1", "two", "1.5", ""]),
+        ("devices", ["0", "-1", "two", "1.5", "", "0:2", "3:2", ":2", "2:", "1:2:3"]),
         ("seed", [-1]),
         ("duration", ["3", "3 epochs", "", "0ep", "0st"]),
         ("eval_every", ["0st", "0ep", "1", "never"]),
@@ -75,6 +76,15 @@ def test_the_edges_are_let_through() -> None:
     assert TrainConfig(checkpoint_every="none").checkpoint_interval is None
     assert TrainConfig(eval_every="0.5ep").eval_interval == Duration(0.5, "ep")
     assert TrainConfig(profile="1:1").window("profile") == (1, 1) and TrainConfig().window("trace") is None
+
+
+def test_a_range_of_devices_needs_workers_and_has_an_engine() -> None:
+    config = TrainConfig(devices="2:8", workers=8)
+    assert config.device_range == (2, 8) and isinstance(config.engine(), LocalEngineConfig)
+    assert isinstance(TrainConfig(devices="2:8", workers=8, on="ray").engine(), RayEngineConfig)
+    assert TrainConfig(devices="4").engine() is None
+    with pytest.raises(UsageError, match=r"--devices 2:8 needs --workers.*Add --workers, such as --workers 8"):
+        TrainConfig(devices="2:8")
 
 
 def test_the_learning_rate_rule_is_parsed_once_and_says_whether_it_adapts() -> None:

@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.launching import until
 from tutti.errors import UsageError
-from tutti.launcher.hosts import Host, command, meeting, parse_hosts, plan_processes
+from tutti.launcher.engine import SlotsGone
+from tutti.launcher.hosts import Host, HostsEngine, command, meeting, parse_hosts, plan_processes
 
 SSH = """#!/bin/sh
 while [ "$#" -gt 2 ]; do shift; done
@@ -139,6 +141,25 @@ def test_a_host_that_cannot_be_reached(tmp_path: Path) -> None:
     assert launched.process.returncode == 5
     assert "no connection to gone by ssh" in err
     assert launched.running() == []
+
+
+def test_a_lost_host_counts_again_when_ssh_reaches_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stand-in for ssh refuses the host as long as the file is there."""
+    down = tmp_path / "down"
+    down.touch()
+    (tmp_path / "ssh").write_text(f"#!/bin/sh\n[ -e {down} ] && exit 255\nexit 0\n")
+    (tmp_path / "ssh").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    engine = HostsEngine(parse_hosts("far:2"), tmp_path)
+    engine.start(1, ["-c", ""], {})
+    until(lambda: None not in engine.poll())
+    assert [ended.lost != "" for ended in engine.poll() if ended is not None] == [True]
+    assert sum(engine.slots().values()) == 0
+    with pytest.raises(SlotsGone):
+        engine.start(1, ["-c", ""], {})
+    down.unlink()
+    until(lambda: sum(engine.slots().values()) == 2)
+    engine.stop(signal.SIGKILL)
 
 
 def test_a_signal_reaches_every_host_once(tmp_path: Path) -> None:

@@ -23,6 +23,9 @@ OPTIONS = (
     *("--workers", "4", "--batch-size", "16", "--steps", "400", "--checkpoint-every", "20st", "--eval-every", "none"),
     *("--reproducible", "--wait", "0s", "--optimizer", "adam:lr=0.01", "--overwrite", "--log-every", "10"),
 )
+# Without the second variable Ray takes the machine's public address for 127.0.0.1.
+OF_RAY = {"RAY_raylet_start_wait_time_s": "120", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+HERE = "127.0.0.1"
 SLOW = ("--slow", "rank=0,ms=50")
 SCRIPT = """
 import tutti
@@ -34,7 +37,7 @@ print("rank", tutti.rank(), "of", tutti.size(), flush=True)
 
 def environment(**more: str) -> dict[str, str]:
     paths = [str(SOURCE), *(path for path in os.environ.get("PYTHONPATH", "").split(":") if path)]
-    return {**os.environ, "PYTHONPATH": ":".join(paths), "RAY_raylet_start_wait_time_s": "120", **more}
+    return {**os.environ, "PYTHONPATH": ":".join(paths), **OF_RAY, **more}
 
 
 def started(folder: Path, *words: str, **more: str) -> subprocess.Popen[str]:
@@ -50,6 +53,10 @@ def started(folder: Path, *words: str, **more: str) -> subprocess.Popen[str]:
 
 def digest(folder: Path) -> str:
     return str(json.loads((folder / "summary.json").read_text())["weights_sha256"])
+
+
+def devices_over_time(folder: Path) -> list[int]:
+    return [attempt["devices"] for attempt in json.loads((folder / "summary.json").read_text())["attempts"]]
 
 
 def alone(folder: Path, *options: str) -> str:
@@ -73,7 +80,8 @@ class Nodes:
     def __init__(self, count: int) -> None:
         from ray.cluster_utils import Cluster
 
-        self.cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+        head = {"num_cpus": 1, "include_dashboard": False, "node_ip_address": HERE}
+        self.cluster = Cluster(initialize_head=True, head_node_args=head)
         self.others: list[Any] = []
         for _ in range(count - 1):
             self.add()
@@ -81,7 +89,7 @@ class Nodes:
         self.address = str(self.cluster.address)
 
     def add(self) -> None:
-        self.others.append(self.cluster.add_node(num_cpus=1))
+        self.others.append(self.cluster.add_node(num_cpus=1, node_ip_address=HERE))
 
     def kill(self) -> None:
         self.cluster.remove_node(self.others.pop(), allow_graceful=False)
@@ -89,8 +97,8 @@ class Nodes:
 
 @pytest.fixture
 def nodes(request: pytest.FixtureRequest) -> Iterator[Nodes]:
-    os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")
-    os.environ["PYTHONPATH"] = environment()["PYTHONPATH"]
+    for name in ("PYTHONPATH", *OF_RAY):
+        os.environ[name] = environment()[name]
     made = Nodes(request.param)
     yield made
     with suppress(Exception):
@@ -115,6 +123,35 @@ def test_as_many_nodes_as_there_are(nodes: Nodes, tmp_path: Path) -> None:
     more = started(tmp_path, "train", "linear", *OPTIONS, *on, "--devices", str(count + 1))
     _, err = more.communicate(timeout=300)
     assert more.returncode == 2 and f"there are {count}: 1 on " in err
+
+
+@pytest.mark.engines
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("nodes", [3], indirect=True)
+@pytest.mark.parametrize("strategy", ["mirrored", "sharded"])
+def test_a_killed_node_shrinks_the_run_and_keeps_its_weights(nodes: Nodes, strategy: str, tmp_path: Path) -> None:
+    on = ("--on", f"ray:address={nodes.address}", "--devices", "2:3", "--strategy", strategy, "--out", "run")
+    process = started(tmp_path, "train", "linear", *OPTIONS, *SLOW, *on)
+    at_step(tmp_path / "run", 40)
+    nodes.kill()
+    _, err = process.communicate(timeout=600)
+    assert process.returncode == 0, err
+    assert devices_over_time(tmp_path / "run") == [3, 2], err
+    assert digest(tmp_path / "run") == alone(tmp_path, "--strategy", "mirrored")
+
+
+@pytest.mark.engines
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("nodes", [2], indirect=True)
+def test_an_added_node_grows_the_run_and_keeps_its_weights(nodes: Nodes, tmp_path: Path) -> None:
+    on = ("--on", f"ray:address={nodes.address}", "--devices", "2:3", "--out", "run")
+    process = started(tmp_path, "train", "linear", *OPTIONS, *SLOW, *on)
+    at_step(tmp_path / "run", 40)
+    nodes.add()
+    _, err = process.communicate(timeout=600)
+    assert process.returncode == 0, err
+    assert devices_over_time(tmp_path / "run") == [2, 3], err
+    assert digest(tmp_path / "run") == alone(tmp_path)
 
 
 @pytest.mark.engines

@@ -11,7 +11,7 @@ import pytest
 
 from tutti.errors import PeerError, UsageError
 from tutti.launcher.engine import EndedRank, EngineGone, SlotsGone
-from tutti.launcher.supervisor import EngineJob, supervise
+from tutti.launcher.supervisor import EngineAttempt, EngineJob, supervise
 
 Attempt = Callable[["FakeEngine"], object]
 
@@ -101,9 +101,8 @@ def test_restarts_are_counted_without_progress(tmp_path: Path, capfd: pytest.Cap
     engine = FakeEngine(2, fail, fail, done)
     assert supervise(engine, job(tmp_path, 2, restarts=1)) == 7
     assert engine.sizes == [2, 2] and "--max-restarts is 1" in capfd.readouterr().err
-    saved = iter([0, 1, 2, 3])
     engine = FakeEngine(2, fail, fail, done)
-    assert supervise(engine, job(tmp_path, 2, restarts=1, progress=lambda: next(saved))) == 0
+    assert supervise(engine, job(tmp_path, 2, restarts=1, progress=lambda: len(engine.sizes))) == 0
     assert [each["TORCHELASTIC_RESTART_COUNT"] for each in engine.environments] == ["0", "1", "2"]
 
 
@@ -127,6 +126,65 @@ def test_a_lost_slot_shrinks_the_run(tmp_path: Path, capfd: pytest.CaptureFixtur
     assert engine.sizes == [4, 2]
     shown = capfd.readouterr().err
     assert "rank 1 was lost with its node b" in shown and "2 devices instead of 4" in shown
+
+
+def kill_one(engine: FakeEngine) -> None:
+    engine.end(1, -9)
+
+
+def test_a_rank_that_is_killed_twice_without_progress_costs_a_slot(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    engine = FakeEngine(3, kill_one, kill_one, done)
+    assert supervise(engine, job(tmp_path, 2, 3, restarts=3, wait=0)) == 0
+    assert engine.sizes == [3, 3, 2]
+    assert "ranks on a were killed 2 times without progress: one slot is left empty" in capfd.readouterr().err
+    engine = FakeEngine(3, kill_one, kill_one, done)
+    assert supervise(engine, job(tmp_path, 2, 3, restarts=3, wait=0, progress=lambda: len(engine.sizes))) == 0
+    assert engine.sizes == [3, 3, 3]
+
+
+def test_a_rank_that_had_to_be_killed_here_is_no_cause(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Rank 0 fails; rank 1 ignores SIGTERM until it is killed after the grace period."""
+
+    class Stubborn(FakeEngine):
+        def stop(self, number: int) -> None:
+            if number == signal.SIGKILL:
+                super().stop(number)
+
+    engine = Stubborn(2, lambda engine: engine.end(0, 7))
+    assert supervise(engine, job(tmp_path, 2, grace=0.05)) == 7
+    assert "rank 0 on a ended with exit code 7" in capfd.readouterr().err
+
+
+def test_a_rank_that_saved_when_asked_is_no_cause(tmp_path: Path) -> None:
+    """Rank 1 fails in the save before the run grows: the run must be restarted, not ended as preempted."""
+
+    def fail_while_saving(engine: FakeEngine) -> None:
+        engine.end(0, 75)
+        engine.end(1, 5)
+
+    engine = FakeEngine(2, fail_while_saving, done)
+    assert supervise(engine, job(tmp_path, 2, restarts=1)) == 0
+    assert engine.sizes == [2, 2]
+
+
+def test_the_devices_over_time(tmp_path: Path) -> None:
+    seen: list[EngineAttempt] = []
+    engine = FakeEngine(4, lose_one, done)
+    progress = lambda: 10 * len(engine.sizes)  # noqa: E731
+    assert supervise(engine, job(tmp_path, 1, 2, 4, restarts=1, wait=0, progress=progress, attempted=seen.append)) == 0
+    assert [(each.devices, each.first_step, each.nodes) for each in seen] == [(4, 0, {"a": 4}), (2, 10, {"a": 2})]
+    assert [each.ending for each in seen] == ["rank 1 was lost with its node b", "done"]
+
+
+def test_slots_that_are_counted_and_never_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run ends to be resumed, and does not try for ever."""
+    monkeypatch.setattr("tutti.launcher.supervisor._LOOK", 0.0)
+    engine = FakeEngine(1)
+    engine.slots = lambda: {"a": 2}  # type: ignore[method-assign]
+    assert supervise(engine, job(tmp_path, 2, wait=0)) == 75
+    assert engine.sizes == []
 
 
 def test_a_slot_that_comes_back_is_waited_for(tmp_path: Path) -> None:

@@ -157,6 +157,17 @@ def test_a_landscape_without_a_part_or_with_a_damaged_one_is_shown_as_far_as_it_
         assert "Loss landscape" in report(run).headings
 
 
+def test_the_devices_over_time(tmp_path: Path) -> None:
+    first = {"devices": 3, "nodes": {"a": 2, "b": 1}, "started": 1000.0, "seconds": 90.0, "first_step": 0}
+    attempts = [{**first, "ending": f"rank 2 {EVIL}"}, {**first, "devices": 2, "first_step": 40, "ending": "done"}]
+    page = report(write_run(tmp_path / "one", attempts=attempts))
+    rows = page.cells("Attempts of each run")
+    assert [row[1:6] for row in rows] == [["1", "3", "a: 2, b: 1", "0", "90 s"], ["2", "2", "a: 2, b: 1", "40", "90 s"]]
+    assert rows[1][6] == "done" and EVIL not in page.text
+    broken = report(write_run(tmp_path / "two", attempts=[7, {"nodes": 3}]))
+    assert [row[2] for row in broken.cells("Attempts of each run")] == ["0", "0"]
+
+
 def test_goodput_is_that_of_the_command(tmp_path: Path) -> None:
     run = write_run(tmp_path / "one")
     goodput = read_run(run).goodput

@@ -10,7 +10,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from tutti import process_context
-from tutti.config.engine_config import SshEngineConfig, parse_engine
+from tutti.config.engine_config import SshEngineConfig, parse_device_range, parse_engine
 from tutti.config.watchdog_limits import WatchdogLimits
 from tutti.errors import ExitCode, UsageError
 from tutti.horovod.installing import run_horovod_script
@@ -19,7 +19,7 @@ from tutti.launcher.devices import count_accelerators
 from tutti.launcher.elastic_driver import ElasticOptions
 from tutti.launcher.engines import make_engine
 from tutti.launcher.launch import check_script, launch, run_script
-from tutti.launcher.supervisor import EngineJob, supervise
+from tutti.launcher.supervisor import ELASTIC_RESTARTS, EngineJob, supervise
 
 _TIMEOUT = 300.0
 # Ranks of an elastic job are there already when a generation begins; a rank that dies meanwhile costs this time.
@@ -83,7 +83,7 @@ def run(
     Parameters
     ----------
     devices:
-        processes to start; auto: one a GPU, or one
+        processes to start; auto: one a GPU, or one; 2:8 with --on: least and most
     hosts:
         HOST:PROCESSES,… to start on over ssh, in this directory of each
     on:
@@ -124,8 +124,11 @@ def run(
     """
     if not command:
         raise UsageError("no script is given", remedy="write tutti run -np 4 script.py")
-    if devices != "auto" and (not devices.isdecimal() or int(devices) < 1):
+    span = parse_device_range(devices)
+    if span is None and devices != "auto" and (not devices.isdecimal() or int(devices) < 1):
         raise UsageError(f"-np is '{devices}'", remedy="give a whole number of at least 1, or auto")
+    if span is not None and hosts is None and on is None:
+        raise UsageError(f"-np {devices} needs an engine", remedy="add --on local, --on ray or -H, or give one number")
     if max_restarts < 0:
         raise UsageError(f"--max-restarts is {max_restarts}", remedy="give a whole number of at least 0")
     limits = WatchdogLimits.make(start_timeout, step_timeout, None)
@@ -223,6 +226,12 @@ def _on(text: str, devices: str, words: list[str], logs: Path, restarts: int) ->
     config = parse_engine(text)
     if devices == "auto" and not isinstance(config, SshEngineConfig):
         raise UsageError(f"--on {text} needs -np", remedy="say how many, such as -np 4")
-    engine = make_engine(config, 1 if devices == "auto" else int(devices), logs)
-    size = sum(engine.slots().values()) if devices == "auto" else int(devices)
-    return supervise(engine, EngineJob(words, (size,), logs, restarts))
+    span = parse_device_range(devices)
+    if devices == "auto":
+        engine = make_engine(config, 1, logs)
+        sizes = range(size := sum(engine.slots().values()), size + 1)
+    else:
+        least, most = span or (int(devices), int(devices))
+        engine, sizes = make_engine(config, most, logs), range(least, most + 1)
+    # Of a script no checkpoint is known: it shrinks when it is restarted, and never grows.
+    return supervise(engine, EngineJob(words, sizes, logs, restarts or ELASTIC_RESTARTS * (span is not None)))

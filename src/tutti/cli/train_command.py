@@ -18,7 +18,7 @@ from cyclopts import Parameter
 
 from tutti import parallel, process_context
 from tutti.checkpoint.weights_source import check_source
-from tutti.config.engine_config import EngineConfig, parse_seconds
+from tutti.config.engine_config import EngineConfig, LocalEngineConfig, parse_seconds
 from tutti.config.gradient_noise import per_worker_option
 from tutti.config.metric_direction import RAW
 from tutti.config.module_config import (
@@ -39,7 +39,7 @@ from tutti.launcher.devices import count_accelerators
 from tutti.launcher.encoding import json_text, toml_text
 from tutti.launcher.engines import make_engine
 from tutti.launcher.launch import check_script, launch
-from tutti.launcher.supervisor import EngineJob, supervise
+from tutti.launcher.supervisor import ELASTIC_RESTARTS, EngineJob, supervise
 from tutti.metrics.progress import format_number
 from tutti.metrics.records import config_toml, find_run, make_run_directory, read_summary, record_exit
 from tutti.metrics.throughput import MFU
@@ -52,7 +52,6 @@ from tutti.train.rank_entry import PRELOADED, run_launched_rank, run_rank
 from tutti.workload.machine_file import read_machine
 
 _MOMENT = 1.0
-_RESTARTS = 3
 
 Flags = flag_table()
 _HERE = HEADINGS[FILES]
@@ -93,10 +92,14 @@ def train(
         return ExitCode.DONE
     joined = process_context.read_identity(os.environ) if process_context.joined(os.environ) else None
     engine = chosen.engine()
+    if joined is not None and chosen.on in (None, "none"):
+        # The launcher has chosen a number within the range.
+        engine = None
     if engine is not None and (joined is not None or dry_run):
         other = "--dry-run" if dry_run else "a job that another launcher has started"
-        raise UsageError(f"--on {chosen.on} cannot be combined with {other}", remedy="leave out one of the two")
-    sizes = _sizes(name, chosen)
+        option = f"--on {chosen.on}" if chosen.on else f"--devices {chosen.devices}"
+        raise UsageError(f"{option} cannot be combined with {other}", remedy="leave out one of the two")
+    sizes = [] if engine is None else _sizes(name, chosen)
     chosen = dataclasses.replace(chosen, devices=str(sizes[-1] if engine else count_devices(chosen, joined)))
     if joined is not None and chosen.max_restarts:
         raise UsageError(
@@ -310,7 +313,9 @@ def count_devices(config: TrainConfig, joined: process_context.Identity | None) 
         if config.devices == "auto":
             return count_accelerators(config.device, os.environ) or 1
         return int(config.devices)
-    if config.devices not in ("auto", str(joined.size)):
+    least, most = config.device_range or (joined.size, joined.size)
+    plain = config.device_range is not None or config.devices in ("auto", str(joined.size))
+    if not (plain and least <= joined.size <= most):
         raise UsageError(
             f"--devices is {config.devices}, but this job was started with {joined.size} processes",
             remedy="leave --devices out under torchrun, srun and mpirun",
@@ -358,12 +363,10 @@ def _start(task: str, config: TrainConfig, directory: Path | None, joined: bool)
 
 
 def _sizes(task: str, config: TrainConfig) -> list[int]:
-    """Return the numbers of devices that a run on an engine can have, ascending; empty without an engine.
+    """Return the numbers of devices that a run on an engine can have, ascending.
 
     Raises UsageError if the strategy can use none of a range.
     """
-    if config.engine() is None:
-        return []
     if config.device_range is None:
         return [int(config.devices)]
     least, most = config.device_range
@@ -390,6 +393,10 @@ def _start_on(engine: EngineConfig, task: str, config: TrainConfig, directory: P
         sizes: numbers of devices that the run can have.
     """
     logs = directory / "logs"
+    attempts = list(read_summary(directory).get("attempts", ()))
+    slots = sizes[-1]
+    if isinstance(engine, LocalEngineConfig):
+        slots = min(slots, count_accelerators(config.device, os.environ) or slots)
     try:
         logs.mkdir(exist_ok=True)
         (logs / CONFIGURATION).write_text(config_toml(config, task), encoding="utf-8")
@@ -398,19 +405,19 @@ def _start_on(engine: EngineConfig, task: str, config: TrainConfig, directory: P
             sizes,
             logs,
             # A run that may shrink outlives lost nodes without being told how often.
-            config.max_restarts or _RESTARTS * (len(sizes) > 1),
+            config.max_restarts or ELASTIC_RESTARTS * (len(sizes) > 1),
             functools.partial(_saved_step, directory),
             parse_seconds(config.wait, "--wait"),
             environment={LAUNCHED: os.environ[LAUNCHED], "TUTTI_TIMEOUT": f"{config.timeout:g}"},
+            attempted=lambda attempt: attempts.append(dataclasses.asdict(attempt)),
         )
-        code = supervise(make_engine(engine, sizes[-1], logs), job)
+        code = supervise(make_engine(engine, slots, logs), job)
     except OSError as error:
         raise DiskError("cannot write into the run directory", where=str(directory), why=error.strerror) from error
     except BaseException as error:
-        _leave_code(directory, process_exit_code(error))
+        _leave_code(directory, process_exit_code(error), attempts)
         raise
-    if code:
-        _leave_code(directory, code)
+    _leave_code(directory, code or _finished_code(directory), attempts)
     return code
 
 
@@ -430,11 +437,11 @@ def process_exit_code(error: BaseException) -> int:
     return int(ExitCode.INTERRUPTED if isinstance(error, KeyboardInterrupt) else ExitCode.UNEXPECTED)
 
 
-def _leave_code(directory: Path | None, code: int) -> None:
+def _leave_code(directory: Path | None, code: int, attempts: Sequence[Mapping[str, Any]] = ()) -> None:
     # On a full disk the error that ends the run matters more than this one.
     with contextlib.suppress(DiskError):
         if directory is not None:
-            record_exit(directory, code)
+            record_exit(directory, code, attempts)
 
 
 def _report(task: str, directory: Path, as_json: bool, code: int) -> None:

@@ -10,7 +10,7 @@ from typing import Literal
 
 from tutti.config.averaging import Averaging
 from tutti.config.best import Best
-from tutti.config.engine_config import EngineConfig, RayEngineConfig, parse_device_range, parse_engine, parse_seconds
+from tutti.config.engine_config import EngineConfig, LocalEngineConfig, parse_device_range, parse_engine, parse_seconds
 from tutti.config.gradient_noise import Multiplicative, check_noise
 from tutti.config.growth import BatchGrowth
 from tutti.config.loss_scale_config import LossScaleConfig, choose_loss_scale
@@ -48,9 +48,9 @@ class TrainConfig:
         schedule: learning-rate schedule, ``name:key=value``.
         lr_scale: learning-rate rule for this batch: linear, sqrt or adam_sqrt, ``linear:base_batch=256``; or adascale.
         workers: logical replicas, part of the algorithm; default: devices.
-        devices: processes or GPUs; ``auto``: every GPU here, or one.
+        devices: processes or GPUs; ``auto``: every GPU here, or one; 2:8: at least and at most.
         on: engine that starts ranks: local, ``ssh:hosts=a:2+b:2`` or ray.
-        wait: how long to wait for a lost device on Ray.
+        wait: how long to wait for a lost device before fewer continue.
         batch_size: samples in one *global* batch, over all workers.
         batch_growth: larger batches instead of a smaller rate, ``milestones=30ep+60ep,factor=5``.
         micro_batch: most samples in one forward pass; default: no limit.
@@ -217,8 +217,13 @@ class TrainConfig:
         return parse_device_range(self.devices)
 
     def engine(self) -> EngineConfig | None:
-        """Return the options of the engine of ``--on``; None without one. Raises UsageError."""
-        return None if self.on is None or self.on == "none" else parse_engine(self.on)
+        """Return the options of the engine of ``--on``; None without one. Raises UsageError.
+
+        A range of devices needs an engine; without ``--on`` it is ``local``.
+        """
+        if self.on is None or self.on == "none":
+            return None if self.device_range is None else LocalEngineConfig()
+        return parse_engine(self.on)
 
     def _check_engine(self) -> None:
         """Raise UsageError if ``--on``, ``--wait`` and a range of devices are malformed or do not go together."""
@@ -226,14 +231,11 @@ class TrainConfig:
         parse_seconds(self.wait, "--wait")
         if engine is not None and self.devices == "auto":
             raise UsageError(f"--on {self.on} needs --devices", remedy="say how many, such as --devices 4")
-        if self.device_range is not None and not isinstance(engine, RayEngineConfig):
-            raise UsageError(f"--devices {self.devices} needs --on ray", remedy="give one number")
-        if self.device_range is not None:
+        if self.device_range is not None and self.workers is None and self.resume is None:
             raise UsageError(
-                f"--devices {self.devices} does not exist yet",
-                why="on a cluster that grows, the run was saved and then found its own slots taken",
-                remedy=f"give one number; where a node is lost, the command with --resume and --devices"
-                f" {self.device_range[0]} goes on with fewer",
+                f"--devices {self.devices} needs --workers",
+                why="the number of workers is part of the result, and by default it is the number of devices",
+                remedy=f"add --workers, such as --workers {self.device_range[1]}",
             )
 
     @cached_property

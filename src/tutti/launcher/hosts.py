@@ -22,7 +22,7 @@ from pathlib import Path
 
 from tutti.device import COLLECTIVE_VARIABLES, VISIBLE_DEVICES
 from tutti.errors import DiskError, UsageError
-from tutti.launcher.engine import EndedRank
+from tutti.launcher.engine import EndedRank, SlotsGone
 from tutti.launcher.stdin_control import TETHER
 
 # A name that begins with a dash would be an option of ssh.
@@ -30,6 +30,7 @@ _NAME = re.compile(r"(?:[A-Za-z0-9_][\w.-]*@)?[A-Za-z0-9_][\w.:-]*")
 _PASSED = ("TUTTI_", "GLOO_", *COLLECTIVE_VARIABLES)
 _ALSO_PASSED = ("PYTHONPATH", "OMP_NUM_THREADS", *VISIBLE_DEVICES)
 _SSH_FAILED = 255
+_REACH = 5
 
 
 @dataclass(frozen=True)
@@ -146,6 +147,8 @@ def command(process: RemoteProcess, words: Sequence[str], directory: Path) -> li
 class HostsEngine:
     """The engine of this node and of nodes that are reached over SSH: a process for each rank.
 
+    The slots of a host whose connection was lost do not count until ``ssh HOST true`` succeeds again.
+
     Args:
         hosts: the nodes with their slots.
         logs: folder for the output of all ranks but rank 0.
@@ -154,16 +157,21 @@ class HostsEngine:
     def __init__(self, hosts: Sequence[Host], logs: Path) -> None:
         self._hosts, self._logs = hosts, logs
         self._started: list[tuple[Host, subprocess.Popen[bytes]]] = []
+        self._gone: dict[str, subprocess.Popen[bytes] | None] = {}
 
     def slots(self) -> Mapping[str, int]:
         """Return the free slots of each host. Whether SSH reaches it shows only when a rank starts."""
         held = Counter(host.name for host, process in self._started if process.poll() is None)
-        return {host.name: host.slots - held[host.name] for host in self._hosts}
+        self._probe()
+        return {host.name: host.slots - held[host.name] for host in self._there()}
 
     def start(self, size: int, words: Sequence[str], environment: Mapping[str, str]) -> None:
-        """Start all ranks. Raises DiskError if a log cannot be written."""
+        """Start all ranks. Raises SlotsGone, and DiskError if a log cannot be written."""
         self._started = []
-        for rank, process in enumerate(plan_processes(self._hosts, size, *meeting(self._hosts))):
+        hosts = self._there()
+        if size > sum(host.slots for host in hosts):
+            raise SlotsGone
+        for rank, process in enumerate(plan_processes(hosts, size, *meeting(hosts))):
             process = replace(process, environment={**process.environment, **environment})
             with _log(self._logs, rank) if rank else nullcontext() as output:
                 running = subprocess.Popen(
@@ -178,7 +186,13 @@ class HostsEngine:
 
     def poll(self) -> Sequence[EndedRank | None]:
         """Return the end of each rank, None for one that runs."""
-        return [None if process.poll() is None else _ended(host, process.returncode) for host, process in self._started]
+        found = [
+            None if process.poll() is None else _ended(host, process.returncode) for host, process in self._started
+        ]
+        for ended in found:
+            if ended is not None and ended.lost:
+                self._gone.setdefault(ended.node, None)
+        return found
 
     def stop(self, number: int) -> None:
         """Send a signal over every tether; for SIGKILL kill the local ssh processes too."""
@@ -190,6 +204,9 @@ class HostsEngine:
                     process.stdin.flush()
         if number != signal.SIGKILL:
             return
+        for probe in self._gone.values():
+            if probe is not None and probe.poll() is None:
+                probe.kill()
         for process in running:
             with suppress(OSError, ValueError):
                 if process.stdin is not None:
@@ -199,6 +216,24 @@ class HostsEngine:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+
+    def _there(self) -> list[Host]:
+        return [host for host in self._hosts if host.name not in self._gone]
+
+    def _probe(self) -> None:
+        """Try to reach each lost host, without waiting for the answer; count a host again that has answered."""
+        for name, probe in list(self._gone.items()):
+            code = None if probe is None else probe.poll()
+            if code == 0:
+                del self._gone[name]
+            elif probe is None or code is not None:
+                self._gone[name] = subprocess.Popen(
+                    ["ssh", "-T", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={_REACH}", name, "true"],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                    start_new_session=True,
+                )
 
 
 def _ended(host: Host, code: int) -> EndedRank:

@@ -6,6 +6,7 @@ groups and checkpoints are tutti's. Values go through Ray as it serialises them:
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -33,6 +34,7 @@ T = TypeVar("T")
 _PLACE = 30.0
 _ANSWER = 30.0
 _HEAD = 40.0
+_RELEASE = 30.0
 _PACE = 0.25
 _EXCLUDED = ["/runs", ".git", ".venv", "__pycache__"]
 
@@ -150,6 +152,7 @@ class RayEngine:
             end.end = end.end or EndedRank(-signal.SIGKILL, end.node)
         with suppress(EngineGone):
             self._ask(self._release)
+            self._await_release()
 
     def _release(self) -> None:
         for rank in self._ranks:
@@ -157,7 +160,20 @@ class RayEngine:
                 ray.kill(rank.actor)
         if self._group is not None:
             remove_placement_group(self._group)
-            self._group = None
+
+    def _await_release(self) -> None:
+        """Wait until the placement group's slots are free, or its lost node is known to be lost.
+
+        Ray removes a group at once and frees its resources later: until then free nodes look taken. A lost node looks
+        alive, and its slots free, until the head notices the loss. As long as either holds, the group's own resources
+        are reported.
+        """
+        if self._group is None:
+            return
+        group, end = self._group.id.hex(), time.monotonic() + _RELEASE
+        self._group = None
+        while any(group in name for name in self._ask(ray.available_resources)) and time.monotonic() < end:
+            time.sleep(0.1)
 
     def _connect(self, own: bool) -> None:
         """Connect to the cluster, or make one."""
@@ -172,7 +188,7 @@ class RayEngine:
                 self._config.address,
                 runtime_env=environment,
                 log_to_driver=False,
-                logging_level="ERROR",
+                logging_level=logging.ERROR,
                 **options,
             )
         except (ConnectionError, TimeoutError) as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -17,12 +18,38 @@ from tutti.launcher.budget import Budget
 from tutti.launcher.engine import EndedRank, Engine, EngineGone, SlotsGone
 from tutti.launcher.failure import Failure
 
+ELASTIC_RESTARTS = 3
+"""Restarts in a row without progress of a job that may shrink, unless ``--max-restarts`` says otherwise."""
+
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _ASKED = (ExitCode.PREEMPTED, ExitCode.INTERRUPTED, ExitCode.TERMINATED)
 _POLL = 0.05
 _LOOK = 2.0
+_KILLS = 2
+_FAILED_STARTS = 5
 # After a failure the other ranks mostly fail too, with records of their own.
 _SETTLE = 1.0
+
+
+@dataclass(frozen=True)
+class EngineAttempt:
+    """One start of all ranks of a job.
+
+    Attributes:
+        devices: number of ranks.
+        nodes: ranks on each node.
+        started: Unix time of the start.
+        seconds: from the start to the end of the last rank.
+        first_step: saved step that it continued from; 0 for none.
+        ending: why it ended: ``done``, ``more devices``, ``signal``, or the failure's cause.
+    """
+
+    devices: int
+    nodes: Mapping[str, int]
+    started: float
+    seconds: float
+    first_step: int
+    ending: str
 
 
 @dataclass(frozen=True)
@@ -38,6 +65,7 @@ class EngineJob:
         wait: seconds to wait for another slot when one is lost.
         grace: seconds between a signal and SIGKILL.
         environment: additional variables of every rank.
+        attempted: called with each attempt when it has ended.
     """
 
     words: Sequence[str]
@@ -48,15 +76,24 @@ class EngineJob:
     wait: float = 60.0
     grace: float = 30.0
     environment: Mapping[str, str] = field(default_factory=dict)
+    attempted: Callable[[EngineAttempt], None] | None = None
 
 
 @dataclass(frozen=True)
 class _Outcome:
-    """How an attempt ended: the end of each rank, the first that failed, and whether the ranks were ended to grow."""
+    """How an attempt ended.
+
+    Attributes:
+        ended: the end of each rank.
+        first: the first rank that failed; None if none has.
+        grown: whether the ranks were ended to go on with more.
+        killed: ranks that this process has killed after the grace period.
+    """
 
     ended: Sequence[EndedRank]
     first: int | None
     grown: bool
+    killed: frozenset[int] = frozenset()
 
 
 def supervise(engine: Engine, job: EngineJob) -> int:
@@ -100,28 +137,34 @@ class _Supervisor:
         self._engine, self._job, self._asked = engine, job, asked
         self._budget = Budget(job.restarts, job.progress)
         self._progress = job.progress or (lambda: 0)
+        self._kills = Counter[str]()
+        self._killed_at = self._progress()
+        self._withheld = 0
 
     def run(self) -> int:
-        size, attempt = self._first_size(), 0
+        size, attempt, failed_starts = self._first_size(), 0, 0
         while True:
-            outcome = self._attempt(size, attempt)
+            started, saved = time.time(), self._progress()
+            try:
+                outcome = self._attempt(size, attempt)
+            except EngineGone:
+                self._note(EngineAttempt(size, {}, started, time.time() - started, saved, "the engine was lost"))
+                raise
             attempt += 1
-            if outcome is not None and not outcome.grown:
-                if outcome.first is None or self._asked:
-                    return self._asked_code(outcome)
-                cause = self._cause(outcome)
-                restart = None if failure.is_final(cause) else self._budget.spend()
-                if cause.exit_code not in failure.QUIET:
-                    self._say(failure.describe_failure(cause, failure.log_path(self._job.logs, cause.rank)))
-                if restart is None:
-                    if not failure.is_final(cause) and self._budget.describe():
-                        self._say(f"tutti: {self._budget.describe()}")
-                    return cause.exit_code
-                self._say(f"tutti: {restart.describe()}")
-                self._sleep(restart.pause)
-            if self._asked:
-                return self._asked_code(outcome)
-            found = self._await_slots(size)
+            seconds = time.time() - started
+            code, ending = (None, "") if outcome is None else self._judge(outcome)
+            if outcome is not None:
+                nodes = dict(Counter(ended.node for ended in outcome.ended))
+                self._note(EngineAttempt(size, nodes, started, seconds, saved, ending))
+            if code is None and self._asked:
+                code = self._asked_code(outcome)
+            if code is not None:
+                return code
+            failed_starts = failed_starts + 1 if outcome is None else 0
+            if failed_starts > 1:
+                # The engine may count slots of a lost node until it notices the loss.
+                self._sleep(_LOOK)
+            found = self._await_slots(size) if failed_starts <= _FAILED_STARTS else None
             if self._asked:
                 return self._asked_code(outcome)
             if found is None:
@@ -135,6 +178,47 @@ class _Supervisor:
             if found != size:
                 self._say(f"tutti: going on with {found} devices instead of {size}")
             size = found
+
+    def _judge(self, outcome: _Outcome) -> tuple[int | None, str]:
+        """Return the exit code of an attempt, None if the job goes on, and why the attempt ended."""
+        if outcome.grown:
+            return None, "more devices"
+        if outcome.first is None or self._asked:
+            return self._asked_code(outcome), "signal" if self._asked else "done"
+        cause = self._cause(outcome)
+        ending = f"rank {cause.rank} {cause.message.splitlines()[0] if cause.message else cause.kind}"
+        restart = None if failure.is_final(cause) else self._budget.spend()
+        if cause.exit_code not in failure.QUIET:
+            self._say(failure.describe_failure(cause, failure.log_path(self._job.logs, cause.rank)))
+        if restart is None:
+            if not failure.is_final(cause) and self._budget.describe():
+                self._say(f"tutti: {self._budget.describe()}")
+            return cause.exit_code, ending
+        self._withhold(cause, outcome)
+        self._say(f"tutti: {restart.describe()}")
+        self._sleep(restart.pause)
+        return None, ending
+
+    def _withhold(self, cause: Failure, outcome: _Outcome) -> None:
+        """Use one slot fewer from now on if ranks of one node are killed twice in a row without progress."""
+        ended = outcome.ended[cause.rank]
+        if len(self._job.sizes) == 1 or ended.lost or ended.code != -signal.SIGKILL:
+            return
+        saved = self._progress()
+        if saved > self._killed_at:
+            self._killed_at = saved
+            self._kills.clear()
+        self._kills[ended.node] += 1
+        if self._kills[ended.node] == _KILLS:
+            self._kills.clear()
+            self._withheld += 1
+            self._say(
+                f"tutti: ranks on {ended.node} were killed {_KILLS} times without progress: one slot is left empty"
+            )
+
+    def _note(self, attempt: EngineAttempt) -> None:
+        if self._job.attempted is not None:
+            self._job.attempted(attempt)
 
     def _first_size(self) -> int:
         slots = self._engine.slots()
@@ -151,6 +235,10 @@ class _Supervisor:
         """Return the largest size that fits on ``room`` slots; None if none does."""
         return max((size for size in self._job.sizes if size <= room), default=None)
 
+    def _room(self) -> int:
+        """Return the number of free slots that may be used."""
+        return sum(self._engine.slots().values()) - self._withheld
+
     def _attempt(self, size: int, attempt: int) -> _Outcome | None:
         """Run all ranks once; None if the slots for them were gone before they started."""
         failure.clear([self._job.logs], range(self._job.sizes[-1]))
@@ -165,7 +253,7 @@ class _Supervisor:
 
     def _watch(self, size: int) -> _Outcome:
         """Wait for all ranks, and end them together when one has failed, a signal came or there are more slots."""
-        first, deadline, term = None, float("inf"), float("inf")
+        first, deadline, term, killed = None, float("inf"), float("inf"), frozenset[int]()
         passed, saved, look, grown = 0, None, time.monotonic() + _LOOK, False
         while None in (ended := self._engine.poll()):
             now = time.monotonic()
@@ -186,10 +274,11 @@ class _Supervisor:
                 self._engine.stop(signal.SIGTERM)
                 term = float("inf")
             if now > deadline:
+                killed |= frozenset(rank for rank, each in enumerate(ended) if each is None)
                 self._engine.stop(signal.SIGKILL)
             if now > look and deadline == float("inf") and size < self._job.sizes[-1]:
                 look = now + _LOOK
-                if (self._largest(size + sum(self._engine.slots().values())) or 0) <= size:
+                if (self._largest(size + self._room()) or 0) <= size:
                     saved = None
                 elif saved is None:
                     saved = self._progress()
@@ -201,12 +290,13 @@ class _Supervisor:
         whole = [each for each in ended if each is not None]
         first = _first_failed(whole) if first is None else first
         grown = grown and all(_code(each) == ExitCode.PREEMPTED for each in whole)
-        return _Outcome(whole, first, grown)
+        return _Outcome(whole, first, grown, killed)
 
     def _await_slots(self, wanted: int) -> int | None:
         """Wait until ``wanted`` slots are free, at most ``wait`` seconds; return the largest size that fits by then."""
         end = time.monotonic() + self._job.wait
-        while (room := sum(self._engine.slots().values())) < wanted and time.monotonic() < end and not self._asked:
+        wanted = min(wanted, self._job.sizes[-1] - self._withheld)
+        while (room := self._room()) < wanted and time.monotonic() < end and not self._asked:
             time.sleep(min(0.5, self._job.wait))
         return self._largest(room)
 
@@ -219,7 +309,12 @@ class _Supervisor:
         """Return the failure that caused the others; a lost slot comes before all."""
         found = []
         now = time.time()
+        # Ranks that were killed here or were asked to save are no cause while another rank failed by itself.
+        asked = {rank for rank, ended in enumerate(outcome.ended) if ended.code == 0 or _code(ended) in _ASKED}
+        own = set(range(len(outcome.ended))) - outcome.killed - asked
         for rank, ended in enumerate(outcome.ended):
+            if own and rank not in own:
+                continue
             if ended.lost:
                 found.append(Failure(rank, 0.0, "", ended.lost, int(ExitCode.PEER), remedy=ended.remedy, signal=9))
             elif ended.code:

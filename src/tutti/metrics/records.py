@@ -18,7 +18,7 @@ import re
 import shutil
 import time
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -134,9 +134,19 @@ def read_summary(path: Path) -> dict[str, Any]:
     return summary if isinstance(summary, dict) else {}
 
 
-def record_exit(path: Path, code: int) -> None:
-    """Set ``exit_code`` in ``summary.json`` of run directory ``path``; other entries stay. Raises DiskError."""
-    write_json(path / "summary.json", {**read_summary(path), "exit_code": int(code)})
+def record_exit(path: Path, code: int, attempts: Sequence[Mapping[str, Any]] = ()) -> None:
+    """Set ``exit_code`` in ``summary.json`` of a run directory; other entries stay.
+
+    Args:
+        path: the run directory.
+        code: the exit code.
+        attempts: devices over time on an engine; set too, unless empty.
+
+    Raises:
+        DiskError: the file cannot be written.
+    """
+    more = {"attempts": list(attempts)} if attempts else {}
+    write_json(path / "summary.json", {**read_summary(path), "exit_code": int(code), **more})
 
 
 class RunDirectory:

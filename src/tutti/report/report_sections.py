@@ -93,6 +93,7 @@ def compose_report(
         composer.target(),
         composer.step_time(),
         composer.scaling(),
+        composer.attempts(),
         composer.goodput(),
         composer.noise(),
         landscape,
@@ -326,6 +327,25 @@ class _Composer:
         if differ:
             section.notes.append(f"These runs differ in more than devices: {', '.join(differ)}.")
         return section
+
+    def attempts(self) -> ReportSection | None:
+        """Return the devices over time of runs on an engine; None without such a run."""
+        rows: list[ReportRow] = []
+        for _, key, run in self._numbered():
+            found = run.summary.get("attempts")
+            for number, each in enumerate(map(_mapping, found if isinstance(found, list) else ()), 1):
+                devices, first, seconds = (finite(each.get(name)) or 0 for name in ("devices", "first_step", "seconds"))
+                nodes = ", ".join(
+                    f"{printable(name)}: {_value(count)}" for name, count in _mapping(each.get("nodes")).items()
+                )
+                ending = printable(each.get("ending", ""))
+                row: ReportRow = [(key, key), (str(number), number), (number_text(devices), devices)]
+                row += [(nodes, nodes), (number_text(first), first), (seconds_text(seconds), seconds), (ending, ending)]
+                rows.append(row)
+        if not rows:
+            return None
+        heads = ["run", "attempt", "devices", "ranks on each node", "from step", "time", "ended by"]
+        return ReportSection("Devices over time", tables=[ReportTable("Attempts of each run", heads, rows)])
 
     def goodput(self) -> ReportSection | None:
         found = [(key, run, run.goodput) for _, key, run in self._numbered() if run.goodput is not None]

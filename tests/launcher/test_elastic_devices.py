@@ -1,0 +1,84 @@
+"""A real run that loses a slot and gets it back, on an engine whose slots a test takes and gives."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.launching import SOURCE
+from tutti.checkpoint.folder import last_step
+from tutti.config.train_config import TrainConfig
+from tutti.launcher.engine import EndedRank
+from tutti.launcher.hosts import Host, HostsEngine
+from tutti.launcher.supervisor import EngineAttempt, EngineJob, supervise
+from tutti.metrics.records import config_toml, make_run_directory
+from tutti.train.engine_rank import CONFIGURATION
+
+CONFIG = TrainConfig(
+    workers=3,
+    batch_size=12,
+    steps=120,
+    checkpoint_every="10st",
+    eval_every="none",
+    reproducible=True,
+    optimizer="adam:lr=0.01",
+    slow="rank=0,ms=20",
+)
+
+
+class Elastic(HostsEngine):
+    """Two slots of this node; the second is lost with its rank once ``steps[0]`` is saved, and back at ``steps[1]``."""
+
+    def __init__(self, run: Path, steps: Sequence[int]) -> None:
+        super().__init__([Host("localhost", 2)], run / "logs")
+        self.run, self.steps, self.lost = run, list(steps), False
+
+    def slots(self) -> Mapping[str, int]:
+        return {"localhost": super().slots()["localhost"] - self.lost}
+
+    def poll(self) -> Sequence[EndedRank | None]:
+        ended = list(super().poll())
+        if self.steps and last_step(self.run / "checkpoints") >= self.steps[0]:
+            self.steps.pop(0)
+            self.lost = not self.lost
+            if self.lost:
+                self._started[1][1].kill()
+        if self.lost and len(ended) == 2 and ended[1] is not None:
+            ended[1] = EndedRank(-9, "localhost", lost="was lost with its slot")
+        return ended
+
+
+def trained(folder: Path, sizes: Sequence[int], *steps: int) -> tuple[str, list[EngineAttempt]]:
+    """Train on an engine; the hash of the weights, and the attempts."""
+    config = replace(CONFIG, out=str(folder), devices=str(sizes[-1]))
+    run = make_run_directory(config, "linear").absolute()
+    (run / "logs").mkdir()
+    (run / "logs" / CONFIGURATION).write_text(config_toml(config, "linear"))
+    attempts: list[EngineAttempt] = []
+    job = EngineJob(
+        ["-m", "tutti.train.engine_rank", str(run)],
+        sizes,
+        run / "logs",
+        restarts=1,
+        progress=lambda: last_step(run / "checkpoints"),
+        wait=0,
+        environment={"PYTHONPATH": str(SOURCE)},
+        attempted=attempts.append,
+    )
+    assert supervise(Elastic(run, steps), job) == 0
+    return json.loads((run / "summary.json").read_text())["weights_sha256"], attempts
+
+
+def test_a_run_that_shrinks_and_grows_has_the_weights_of_a_run_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tutti.launcher.supervisor._LOOK", 0.1)
+    weights, attempts = trained(tmp_path / "elastic", [1, 2], 20, 50)
+    assert [attempt.devices for attempt in attempts] == [2, 1, 2]
+    assert [attempt.ending for attempt in attempts] == ["rank 1 was lost with its slot", "more devices", "done"]
+    assert 0 < attempts[1].first_step < attempts[2].first_step < 120
+    assert trained(tmp_path / "alone", [1])[0] == weights
