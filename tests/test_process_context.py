@@ -275,6 +275,14 @@ def test_slurm_meets_on_its_first_host_at_a_port_of_the_step() -> None:
     assert rendezvous(other, read_identity(other))[1] != port
 
 
+def test_a_slurm_step_on_one_host_meets_on_loopback_since_its_name_need_not_resolve() -> None:
+    names = ("SLURM_NODEID", "SLURM_STEP_NUM_NODES", "SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NODELIST")
+    one = {**SLURM, "SLURM_PROCID": "1", "SLURM_LOCALID": "1", "SLURM_STEP_NUM_TASKS": "2"}
+    one |= dict(zip(names, ("0", "1", "2", "unknown-node"), strict=True))
+    address, port = rendezvous(one, read_identity(one))
+    assert address == "127.0.0.1" and 10_000 <= port < 30_000
+
+
 def test_one_host_meets_on_loopback() -> None:
     address, port = rendezvous(OPENMPI, read_identity(OPENMPI))
     assert address == "127.0.0.1"

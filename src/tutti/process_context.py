@@ -152,9 +152,9 @@ def joined(environ: Mapping[str, str]) -> bool:
 def rendezvous(environ: Mapping[str, str], identity: Identity) -> tuple[str, int]:
     """Return address and port of the TCP store for the rendezvous; rank 0 hosts it.
 
-    ``MASTER_ADDR`` and ``MASTER_PORT`` take precedence. Without them the address is a Slurm step's first node, or the
-    loopback address for a job of another launcher on one node, and the port is derived from the job's id; for Hydra,
-    which has no job id, from the process id of its proxy. A single process gets port 0: any free port. Raises
+    ``MASTER_ADDR`` and ``MASTER_PORT`` take precedence. Without them the address is the loopback address for a
+    job on one node, or the first node of a Slurm step, and the port is derived from the job's id; for Hydra, which has
+    no job id, from the process id of its proxy. A single process gets port 0: any free port. Raises
     UsageError if neither the variables nor the launcher give an address and a port.
     """
     derived = _derived(environ, identity)
@@ -392,7 +392,9 @@ def _derived(environ: Mapping[str, str], identity: Identity) -> tuple[str, int] 
             return None
         # Steps of one job, and jobs with neighbouring ids, may run at the same time on one node.
         job = 16 * _integer(environ, "SLURM_JOB_ID") + _integer(environ, "SLURM_STEP_ID")
-        return first_host(nodes), _FIRST_PORT + job % _PORTS
+        # On one node its name need not resolve.
+        address = "127.0.0.1" if identity.cross_size == 1 else first_host(nodes)
+        return address, _FIRST_PORT + job % _PORTS
     if identity.local_size != identity.size:
         return None
     job_id = next((environ[name] for name in _JOB_IDS.get(identity.source, ()) if name in environ), None)
