@@ -83,7 +83,7 @@ def run(
     Parameters
     ----------
     devices:
-        processes to start; auto: one a GPU, or one; 2:8 with --on: least and most
+        processes or 2:8; auto: one a GPU, or one
     hosts:
         HOST:PROCESSES,… to start on over ssh, in this directory of each
     on:
