@@ -48,9 +48,9 @@ class TrainConfig:
         schedule: learning-rate schedule, ``name:key=value``.
         lr_scale: learning-rate rule for this batch: linear, sqrt or adam_sqrt, ``linear:base_batch=256``; or adascale.
         workers: logical replicas, part of the algorithm; default: devices.
-        devices: processes or GPUs; ``auto``: every GPU here, or one; 2:8: at least and at most.
+        devices: processes or GPUs; or 2:8; ``auto``: every GPU, or one.
         on: engine that starts ranks: local, ``ssh:hosts=a:2+b:2`` or ray.
-        wait: how long to wait for a lost device before fewer continue.
+        wait: how long to wait for a lost device.
         batch_size: samples in one *global* batch, over all workers.
         batch_growth: larger batches instead of a smaller rate, ``milestones=30ep+60ep,factor=5``.
         micro_batch: most samples in one forward pass; default: no limit.
