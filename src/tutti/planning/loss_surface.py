@@ -119,7 +119,7 @@ class LossSurface:
         self.length = sum(t.numel() for t in self._tensors)
         first = self._trained[0]
         self.dtype, self.device = first.dtype, first.device
-        self._tree = TreeSum(comm, self._first.blocks, self.size)
+        self._tree = TreeSum(comm, self._first.blocks, self.size, self.dtype)
 
     @property
     def _first(self) -> SampleBlocks:

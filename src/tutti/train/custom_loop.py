@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import Any, NoReturn, TYPE_CHECKING, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
