@@ -570,7 +570,7 @@ class CustomLoopSync(GradientSync, Protocol):
     Attributes:
         gradient_at: location of the complete gradient after ``reduce_gradients``.
         by_worker: whether gradients are summed worker by worker and not rank by rank.
-        accumulated: whether the last ``settle`` added gradients of earlier reductions.
+        accumulated: whether the last ``add_gradients`` added gradients of earlier reductions.
     """
 
     gradient_at: GradientPlace
@@ -580,43 +580,43 @@ class CustomLoopSync(GradientSync, Protocol):
     def begin_custom_loop(self) -> None:
         """Make complete gradients visible in ``.grad`` from now on. Collective, before the first step."""
 
-    def named(self) -> Sequence[tuple[str, nn.Parameter]]:
+    def named_trained(self) -> Sequence[tuple[str, nn.Parameter]]:
         """Return the trainable parameters by name, as the script's model has them."""
 
-    def seen(self) -> Sequence[nn.Parameter]:
-        """Return the parameters of ``named``."""
+    def script_parameters(self) -> Sequence[nn.Parameter]:
+        """Return the parameters of ``named_trained``."""
 
-    def seen_of(self, optimizer: Optimizer) -> list[nn.Parameter]:
-        """Return the parameters of ``seen`` that ``optimizer``, one of the script's, updates."""
+    def script_parameters_of(self, optimizer: Optimizer) -> list[nn.Parameter]:
+        """Return the parameters of ``script_parameters`` that ``optimizer``, one of the script's, updates."""
 
-    def take(self) -> dict[nn.Parameter, Tensor]:
+    def pop_gradients(self) -> dict[nn.Parameter, Tensor]:
         """Remove and return complete gradients that the script has not cleared, by the optimizer's parameters.
 
         ``.grad`` is None afterwards.
         """
 
-    def settle(self, held: Mapping[nn.Parameter, Tensor]) -> None:
+    def add_gradients(self, held: Mapping[nn.Parameter, Tensor]) -> None:
         """Add ``held`` to the gradients just reduced, and show the sum in ``.grad``, or make reading it raise."""
 
-    def values(self) -> list[Tensor]:
+    def trained_tensors(self) -> list[Tensor]:
         """Return this rank's tensors of the trained parameters."""
 
-    def take_use(self) -> list[bool]:
+    def pop_reached(self) -> list[bool]:
         """Return and reset which parameters backward has reached, where backward itself reduces gradients (FSDP2)."""
 
-    def add_use(self, used: Sequence[bool]) -> None:
+    def mark_reached(self, used: Sequence[bool]) -> None:
         """Mark these parameters as reached in the coming reduction."""
 
-    def take_clearing(self) -> None:
+    def apply_clearing(self) -> None:
         """Clear gradients that the script has cleared on unsharded parameters (FSDP2, after a forward)."""
 
     def show_gradients(self) -> None:
-        """Set the ``.grad`` of unsharded parameters so that ``take_clearing`` knows what the script clears (FSDP2)."""
+        """Set the ``.grad`` of unsharded parameters so that ``apply_clearing`` knows what the script clears (FSDP2)."""
 
-    def take_edits(self) -> None:
+    def apply_edits(self) -> None:
         """Make the update use the gradients as the script sees them in ``.grad`` now."""
 
-    def cleared(self, optimizer: Optimizer, set_to_none: bool) -> None:
+    def on_zero_grad(self, optimizer: Optimizer, set_to_none: bool) -> None:
         """Clear the gradients that the script sees, after ``optimizer.zero_grad()`` has cleared the optimizer's.
 
         Args:
@@ -624,10 +624,10 @@ class CustomLoopSync(GradientSync, Protocol):
             set_to_none: as ``zero_grad`` takes it: None, else zeros in place.
         """
 
-    def norm(self, members: Sequence[nn.Parameter], step_context: StepContext) -> float:
+    def norm_of(self, members: Sequence[nn.Parameter], step_context: StepContext) -> float:
         """Return the norm of the complete gradients of these parameters. Collective where gradients are split."""
 
-    def acting(self, index: int | None, members: Sequence[nn.Parameter]) -> AbstractContextManager[None]:
+    def stepping(self, index: int | None, members: Sequence[nn.Parameter]) -> AbstractContextManager[None]:
         """Within the block ``optimizer_step`` steps one of several optimizers alone.
 
         Args:

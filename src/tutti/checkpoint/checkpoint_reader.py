@@ -29,15 +29,19 @@ class CheckpointReader:
         self._manifest, self._reader = manifest, TensorReader(manifest)
 
     def names(self, group: str) -> Collection[str]:
+        """Return the names of the checkpoint's tensors in ``group``; none if the group is missing."""
         return self._manifest.tensors.get(group, {}).keys()
 
     def get(self, group: str, name: str) -> Tensor:
+        """Read one full tensor from the checkpoint, on the CPU."""
         return next(iter(self._reader.read(group, [name])))[1]
 
     def shape(self, group: str, name: str) -> tuple[int, ...]:
+        """Return the global shape of one tensor, from the manifest."""
         return self._manifest.tensors[group][name].shape
 
     def part(self, group: str, name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
+        """Read the region of ``shape`` at ``offset`` of one tensor, and no other bytes where its files allow it."""
         return self._reader.read_slice(group, name, offset, shape)
 
 
@@ -55,13 +59,16 @@ class WeightsReader:
         self._weights, self._specs = weights, specs
 
     def names(self, group: str) -> Collection[str]:
+        """Return the names of the file's tensors for the group ``model``, none for other groups."""
         return self._weights.records.keys() if group == "model" else ()
 
     def get(self, group: str, name: str) -> Tensor:
+        """Read one full tensor from the weights, on the CPU."""
         found = self._found(name)
         return tensor_from_bytes(self._weights.numbers(found), self._weights.records[found].dtype)
 
     def shape(self, group: str, name: str) -> tuple[int, ...]:
+        """Return the shape of one tensor, from the file's header."""
         return tuple(self._weights.records[self._found(name)].shape)
 
     def _found(self, name: str) -> str:
@@ -70,6 +77,7 @@ class WeightsReader:
         return next(n for n in (name, *tied) if n in self._weights.records)
 
     def part(self, group: str, name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
+        """Read one tensor and return its region of ``shape`` at ``offset``."""
         region = tuple(slice(begin, begin + length) for begin, length in zip(offset, shape, strict=True))
         return self.get(group, name)[region]
 

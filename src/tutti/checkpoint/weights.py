@@ -22,7 +22,8 @@ class Weights(Protocol):
     """
 
     @property
-    def records(self) -> Mapping[str, SliceRecord]: ...
+    def records(self) -> Mapping[str, SliceRecord]:
+        """Location, dtype and shape of each tensor in the file, by name."""
 
     def numbers(self, name: str) -> NDArray[Any]:
         """Return one tensor as unsigned integers of its elements' width. Raises CheckpointError if it is unreadable."""

@@ -17,6 +17,7 @@ class OneScreen:
     """Formatter that cyclopts calls for the usage line, the description and each group of options."""
 
     def __call__(self, console: Console, options: ConsoleOptions, panel: HelpPanel) -> None:
+        """Print one group of options, those with the same description on one line."""
         if not panel.entries:
             return
         _print(console, f"{panel.title}:", style="bold")
@@ -24,9 +25,11 @@ class OneScreen:
             _print(console, _lines(list(group), console.width))
 
     def render_usage(self, console: Console, options: ConsoleOptions, usage: Any) -> None:
+        """Print the usage line."""
         _print(console, _text(usage))
 
     def render_description(self, console: Console, options: ConsoleOptions, description: Any) -> None:
+        """Print the description and an empty line."""
         _print(console, f"{_text(description)}\n")
 
 

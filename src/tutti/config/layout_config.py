@@ -34,6 +34,7 @@ class LayersConfig(StrategyOptions):
 
     @property
     def extents(self) -> Mapping[str, int | None]:
+        """Return the number of pipeline stages as asked for; None for all devices."""
         return {"stages": self.stages}
 
     def check(self, shape: Mapping[str, int], accelerated: bool, compiled: bool) -> None:
@@ -71,6 +72,7 @@ class PipelineConfig(StrategyOptions):
 
     @property
     def extents(self) -> Mapping[str, int | None]:
+        """Return the number of pipeline stages as asked for; None for all devices."""
         return {"stages": self.stages}
 
     def check(self, shape: Mapping[str, int], accelerated: bool, compiled: bool) -> None:
@@ -117,6 +119,7 @@ class TensorConfig(StrategyOptions):
 
     @property
     def extents(self) -> Mapping[str, int | None]:
+        """Return the number of tensor ranks as asked for; None for all devices."""
         return {"tensor": self.tensor}
 
     def check(self, shape: Mapping[str, int], accelerated: bool, compiled: bool) -> None:
@@ -151,9 +154,11 @@ class HybridConfig(TensorConfig, PipelineConfig):
 
     @property
     def extents(self) -> Mapping[str, int | None]:
+        """Return the numbers of replicas, pipeline stages and tensor ranks as asked for."""
         return {"replicas": self.replicas, "stages": self.stages, "tensor": self.tensor}
 
     def capabilities(self) -> dict[str, Any]:
+        """Allow custom training loops where the model has a single stage."""
         return {"custom_loop": self.stages == 1}
 
     def check(self, shape: Mapping[str, int], accelerated: bool, compiled: bool) -> None:

@@ -45,6 +45,7 @@ class LinearRule(NoRule):
             raise ValueError("the rule needs base_batch=N, the global batch that the rate was tuned for")
 
     def factor(self, batch: int) -> float:
+        """Return batch ÷ base batch (Goyal et al. 2017, arXiv 1706.02677)."""
         return batch / self.base_batch
 
 
@@ -59,6 +60,7 @@ class SqrtRule(LinearRule):
     """
 
     def factor(self, batch: int) -> float:
+        """Return √(batch ÷ base batch) (Krizhevsky 2014, arXiv 1404.5997)."""
         return math.sqrt(batch / self.base_batch)
 
 

@@ -77,13 +77,16 @@ class RowsConfig(StrategyOptions):
 
     @property
     def zero_stage(self) -> int:
+        """ZeRO stage, 1 to 3."""
         return self.stage
 
     @property
     def wrap_policy(self) -> tuple[str, ...]:
+        """Names or classes of the modules that FSDP2 wraps."""
         return self.units
 
     def shards_parameters(self, shape: Mapping[str, int]) -> bool:
+        """Return whether parameters are sharded: stages 2 and 3 on several shard ranks."""
         return self.stage > 1 and shape["shard"] > 1
 
     def check(self, shape: Mapping[str, int], accelerated: bool, compiled: bool) -> None:
@@ -128,6 +131,7 @@ class SplitConfig(RowsConfig, AllReduceConfig):
 
     @property
     def extents(self) -> Mapping[str, int | None]:
+        """Return the number of shard ranks as asked for."""
         return {"shards": self.shards}
 
     def check(self, shape: Mapping[str, int], accelerated: bool, compiled: bool) -> None:
@@ -141,6 +145,7 @@ class SplitConfig(RowsConfig, AllReduceConfig):
             )
 
     def capabilities(self) -> dict[str, Any]:
+        """Use `ShardedSync`, without gradients by worker, where there are several shard ranks."""
         return {"exchange": "fsdp.sharded:ShardedSync", "worker_gradients": False} if self.shards > 1 else {}
 
 
@@ -260,6 +265,7 @@ class ParameterServerConfig(StrategyOptions):
                 raise ValueError(f"{wrong[0]} does nothing with mode={self.mode}")
 
     def capabilities(self) -> dict[str, Any]:
+        """Return the capabilities of the mode: asynchronous and bounded servers give up reproducibility."""
         if self.mode == "sync":
             return dict.fromkeys(("reproducible", "shared_weights", "averages"), False) if self.backup else {}
         return {
@@ -291,4 +297,5 @@ class ShardedConfig(RowsConfig):
 
     @property
     def extents(self) -> Mapping[str, int | None]:
+        """Return the number of shard ranks as asked for; None for all devices."""
         return {"shards": self.shards}

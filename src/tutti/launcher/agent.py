@@ -41,27 +41,33 @@ class OneHost(RendezvousHandler):
         self._run_id = uuid.uuid4().hex
 
     def get_backend(self) -> str:
+        """Return the name of this rendezvous backend."""
         return "tutti"
 
     def next_rendezvous(self) -> RendezvousInfo:
+        """Return a rendezvous of this node alone, at a free port of the loopback interface."""
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo("127.0.0.1", port))
 
     def is_closed(self) -> bool:
+        """Return False: the rendezvous of one node is always open."""
         return False
 
     def set_closed(self) -> None:
         """Do nothing: there is a single agent."""
 
     def num_nodes_waiting(self) -> int:
+        """Return 0: no other node can join."""
         return 0
 
     def get_run_id(self) -> str:
+        """Return the id of the run."""
         return self._run_id
 
     def shutdown(self) -> bool:
+        """Return True: there is nothing to shut down."""
         return True
 
 
@@ -73,12 +79,14 @@ class Logs(LogsSpecs):
         self._directory, self._shown = directory, shown
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        """Return where each rank's standard output and error go: rank 0's to the terminal, the others' to log files."""
         nowhere = dict.fromkeys(envs, "")
         shown = {rank: str(failure.log_path(self._directory, rank)) for rank in envs if rank > 0 and self._shown}
         return LogsDest(nowhere, dict(nowhere), shown, {}, dict.fromkeys(envs, os.devnull))
 
     @property
     def root_log_dir(self) -> str:
+        """Folder of the log files."""
         return str(self._directory)
 
 

@@ -27,15 +27,18 @@ class TensorBoard:
         self._writer = SummaryWriter(str(folder), purge_step=done + 1)
 
     def started(self, header: RunHeader) -> None:
+        """Write the run's title and derived settings as text."""
         self._writer.add_text("run", "\n".join([header.title, *(f"- {k}: {v}" for k, v in header.derived.items())]))
 
     def stepped(self, record: StepRecord, pace: Pace) -> None:
+        """Write loss, metrics, gradient norm, learning rate and throughput of one step."""
         values = {"loss": record.loss, **record.metrics, "grad_norm": record.grad_norm, "lr": record.lr}
         values |= {**record.adascale, **record.noise}
         named = {f"train/{name}": value for name, value in values.items()}
         self._add({**named, "train/samples_per_second": pace.samples_per_second, **pace.device}, record.step)
 
     def evaluated(self, record: EvalRecord) -> None:
+        """Write loss and metrics of one evaluation."""
         self._add({f"eval/{name}": value for name, value in record.values.items()}, record.step)
 
     def warned(self, text: str) -> None:
@@ -45,6 +48,7 @@ class TensorBoard:
         """Write nothing: the summary has a file of its own."""
 
     def close(self) -> None:
+        """Flush and close the event file."""
         self._writer.close()
 
     def _add(self, values: Mapping[str, float | None], step: int) -> None:

@@ -101,17 +101,23 @@ class EvalRecord:
 class Listener(Protocol):
     """Receives a run's events (protocol), on rank 0 only; ``close`` comes last, after errors too."""
 
-    def started(self, header: RunHeader) -> None: ...
+    def started(self, header: RunHeader) -> None:
+        """Receive the run's header, before its first step."""
 
-    def stepped(self, record: StepRecord, pace: Pace) -> None: ...
+    def stepped(self, record: StepRecord, pace: Pace) -> None:
+        """Receive the record of one step and the pace of the run."""
 
-    def evaluated(self, record: EvalRecord) -> None: ...
+    def evaluated(self, record: EvalRecord) -> None:
+        """Receive the record of one evaluation."""
 
-    def warned(self, text: str) -> None: ...
+    def warned(self, text: str) -> None:
+        """Receive a warning."""
 
-    def finished(self, summary: Mapping[str, Any]) -> None: ...
+    def finished(self, summary: Mapping[str, Any]) -> None:
+        """Receive the content of ``summary.json``, after the last step."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Release files and the terminal; called after errors, too."""
 
 
 class EarlyWarnings:
@@ -122,6 +128,7 @@ class EarlyWarnings:
         self._warned: Callable[[str], None] = self._kept.append
 
     def __call__(self, text: str) -> None:
+        """Forward a warning, or keep it until there is a listener."""
         self._warned(text)
 
     def pass_to(self, warned: Callable[[str], None]) -> None:
@@ -138,25 +145,31 @@ class Listeners:
         self.members = members
 
     def started(self, header: RunHeader) -> None:
+        """Pass the run's header on to every listener."""
         for member in self.members:
             member.started(header)
 
     def stepped(self, record: StepRecord, pace: Pace) -> None:
+        """Pass the record of one step on to every listener."""
         for member in self.members:
             member.stepped(record, pace)
 
     def evaluated(self, record: EvalRecord) -> None:
+        """Pass the record of one evaluation on to every listener."""
         for member in self.members:
             member.evaluated(record)
 
     def warned(self, text: str) -> None:
+        """Pass a warning on to every listener."""
         for member in self.members:
             member.warned(text)
 
     def finished(self, summary: Mapping[str, Any]) -> None:
+        """Pass the summary on to every listener."""
         for member in self.members:
             member.finished(summary)
 
     def close(self) -> None:
+        """Close every listener."""
         for member in self.members:
             member.close()

@@ -43,11 +43,13 @@ class PlainLines:
         self._utilised = False
 
     def started(self, header: RunHeader) -> None:
+        """Print the run's title and derived settings."""
         self._total = header.total_steps
         width = max(map(len, header.derived), default=0)
         self._write(header.title, *(f"  {name:<{width}}  {value}" for name, value in header.derived.items()), "")
 
     def stepped(self, record: StepRecord, pace: Pace) -> None:
+        """Print a line for the first, the last and every ``log_every``-th step, and after a long silence."""
         now = time.monotonic()
         due = record.step % self._log_every == 0 or record.step in (1, self._total)
         if not due and now - self._printed < QUIET_SECONDS:
@@ -60,6 +62,7 @@ class PlainLines:
         self._row("train", record.step, record.epoch, record.loss, record.metrics, cells)
 
     def evaluated(self, record: EvalRecord) -> None:
+        """Print a line for an evaluation; with averaged weights a second one for the weights in training."""
         group = "eval" if record.raw is None else "ema"
         self._row(group, record.step, record.epoch, record.loss, record.metrics, [])
         if record.raw is not None:
@@ -67,12 +70,14 @@ class PlainLines:
             self._row("raw", record.step, record.epoch, record.raw["loss"], metrics, [])
 
     def warned(self, text: str) -> None:
+        """Print a warning."""
         self._write(f"warning: {text}")
 
     def finished(self, summary: Mapping[str, Any]) -> None:
         """Print nothing: the last step and the last evaluation are already printed."""
 
     def close(self) -> None:
+        """Flush the stream."""
         with contextlib.suppress(OSError, ValueError):
             self._stream.flush()
 
@@ -109,6 +114,7 @@ class LiveDisplay:
         self._drawn = float("-inf")
 
     def started(self, header: RunHeader) -> None:
+        """Print the run's header and start the live display."""
         from rich.table import Table
 
         self._header = header
@@ -123,11 +129,13 @@ class LiveDisplay:
         self._draw()
 
     def stepped(self, record: StepRecord, pace: Pace) -> None:
+        """Redraw the display with the record of one step, at most once per refresh interval."""
         self._last = record, pace
         if time.monotonic() - self._drawn >= REFRESH_SECONDS:
             self._draw()
 
     def evaluated(self, record: EvalRecord) -> None:
+        """Print a line for an evaluation above the display; with averaged weights one more for the raw ones."""
         where = f"held out  epoch {record.epoch}  step {record.step}"
         which = "" if record.raw is None else "  ema"
         self._print(f"{where}{which}  {_numbers(record.loss, record.metrics)}", "green")
@@ -136,12 +144,15 @@ class LiveDisplay:
             self._print(f"{where}  raw  {_numbers(values.pop('loss'), values)}", "green")
 
     def warned(self, text: str) -> None:
+        """Print a warning above the display."""
         self._print(f"warning: {text}", "yellow")
 
     def finished(self, summary: Mapping[str, Any]) -> None:
+        """Draw the final state."""
         self._draw()
 
     def close(self) -> None:
+        """Stop the display and show the cursor again."""
         # Stopping shows the cursor again: needed after errors too.
         with contextlib.suppress(OSError):
             self._draw()

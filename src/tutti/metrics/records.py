@@ -203,6 +203,7 @@ class RunDirectory:
         """Write nothing: the header's derived numbers follow from ``config.toml``."""
 
     def stepped(self, record: StepRecord, pace: Pace) -> None:
+        """Append the record of one step to ``metrics.jsonl``."""
         line: dict[str, Any] = {
             "group": "train",
             "step": record.step,
@@ -231,6 +232,7 @@ class RunDirectory:
         self._append(line)
 
     def evaluated(self, record: EvalRecord) -> None:
+        """Append the record of one evaluation to ``metrics.jsonl``."""
         line: dict[str, Any] = {
             "group": "eval",
             "step": record.step,
@@ -245,9 +247,11 @@ class RunDirectory:
         self._append(line)
 
     def warned(self, text: str) -> None:
+        """Append a warning to ``metrics.jsonl``."""
         self._append({"group": "warning", "text": text, "seconds": round(self._elapsed, 6)})
 
     def finished(self, summary: Mapping[str, Any]) -> None:
+        """Write ``summary.json``, and ``servers.svg`` for parameter servers."""
         self._flush()
         write_json(self.path / "summary.json", summary)
         if (statistics := summary.get("servers")) and server_figure.can_draw():
@@ -265,6 +269,7 @@ class RunDirectory:
         return found
 
     def close(self) -> None:
+        """Flush and close ``metrics.jsonl``."""
         if not self._metrics.closed:
             # The error that ends the run matters more than lines that the full disk still refuses.
             with contextlib.suppress(DiskError):

@@ -34,20 +34,25 @@ class Native:
         self._passes = {name: _typed(library, f"{name}_{_NAMES[dtype]}") for name in _PASSES}
 
     def squares(self, grads: Tensors) -> list[float]:
+        """Return ‖g‖² of each tensor, in one compiled loop."""
         return [square for _, square in self._run("squares", (None, grads), ())]
 
     def decayed_squares(self, params: Tensors, grads: Tensors, options: Sequence[Decayed]) -> Squares:
+        """Return (‖w‖², ‖d‖²) of each tensor, d as in ``Decayed``, in one compiled loop."""
         return self._run("decayed_squares", (params, grads), options)
 
     def momentum(self, params: Tensors, grads: Tensors, buffers: Tensors | None, options: Sequence[Momentum]) -> None:
+        """Update momentum buffers and parameters as in ``Momentum``, in one compiled loop."""
         self._run("momentum", (params, grads, buffers), options)
 
     def adam_squares(
         self, params: Tensors, grads: Tensors, firsts: Tensors, seconds: Tensors, options: Sequence[AdamCoefficients]
     ) -> Squares:
+        """Update Adam's moments and return (‖w‖², ‖u‖²) of each tensor, in one compiled loop."""
         return self._run("adam_squares", (params, grads, firsts, seconds), options)
 
     def adam_step(self, params: Tensors, firsts: Tensors, seconds: Tensors, options: Sequence[AdamStep]) -> None:
+        """Update parameters as in ``AdamStep``, in one compiled loop."""
         self._run("adam_step", (params, None, firsts, seconds), options)
 
     def _run(self, name: str, lists: tuple[Tensors | None, ...], options: Sequence[Sequence[float]]) -> Squares:

@@ -113,9 +113,11 @@ class Foreach:
     """
 
     def squares(self, grads: Tensors) -> list[float]:
+        """Return ‖g‖² of each tensor, with foreach operators."""
         return _sums(grads, ((rows, pieces) for rows, _, (pieces,) in _batches(grads, grads)))
 
     def decayed_squares(self, params: Tensors, grads: Tensors, options: Sequence[Decayed]) -> Squares:
+        """Return (‖w‖², ‖d‖²) of each tensor, d as in ``Decayed``, with foreach operators."""
         decayed = (
             (rows, _added((g, [o.gradient for o in own]), (w, [o.decay for o in own])))
             for rows, own, (w, g) in _batches(options, params, grads)
@@ -123,6 +125,7 @@ class Foreach:
         return list(zip(self.squares(params), _sums(params, decayed), strict=True))
 
     def momentum(self, params: Tensors, grads: Tensors, buffers: Tensors | None, options: Sequence[Momentum]) -> None:
+        """Update momentum buffers and parameters as in ``Momentum``, with foreach operators."""
         for _, own, (w, g, *buffer) in _batches(options, params, grads, *(() if buffers is None else (buffers,))):
             decayed = _added((g, [o.gradient for o in own]), (w, [o.decay for o in own]))
             for b in buffer:
@@ -135,6 +138,8 @@ class Foreach:
     def adam_squares(
         self, params: Tensors, grads: Tensors, firsts: Tensors, seconds: Tensors, options: Sequence[AdamCoefficients]
     ) -> Squares:
+        """Update Adam's moments and return (‖w‖², ‖u‖²) of each tensor, with foreach operators."""
+
         def directions() -> Iterator[tuple[Sequence[int], Tensors]]:
             for rows, own, (w, g, m, v) in _batches(options, params, grads, firsts, seconds):
                 scaled = foreach_mul(g, [o.gradient for o in own])
@@ -150,6 +155,7 @@ class Foreach:
         return list(zip(self.squares(params), found, strict=True))
 
     def adam_step(self, params: Tensors, firsts: Tensors, seconds: Tensors, options: Sequence[AdamStep]) -> None:
+        """Update parameters as in ``AdamStep``, with foreach operators."""
         for _, own, (w, m, v) in _batches(options, params, firsts, seconds):
             step = (_direction(w, m, v, own), [o.rate for o in own])
             foreach_sub_(w, _added(step, (w, [o.shrink for o in own])))

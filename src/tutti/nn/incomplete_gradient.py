@@ -41,6 +41,7 @@ class IncompleteGradient(Tensor):
 
     @staticmethod
     def __new__(cls, parameter: Tensor, place: str) -> IncompleteGradient:
+        """Make a tensor without data of the parameter's shape, strides, dtype and device."""
         made: IncompleteGradient = make_wrapper_subclass(
             cls, parameter.shape, strides=parameter.stride(), dtype=parameter.dtype, device=parameter.device
         )
@@ -85,6 +86,7 @@ class RowGradient(IncompleteGradient):
 
     @staticmethod
     def __new__(cls, parameter: Tensor, place: str, shown: nn.Parameter) -> RowGradient:
+        """Make an incomplete gradient of this rank's rows that knows the model's parameter."""
         made = cast(RowGradient, IncompleteGradient.__new__(cls, parameter, place))
         made.shown = shown
         return made

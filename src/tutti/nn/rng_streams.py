@@ -82,6 +82,7 @@ class RngStreams:
 
     @moment.setter
     def moment(self, then: RngSnapshot) -> None:
+        """Return to the micro-batch, call counts and replay mode of a snapshot."""
         self._key, self._calls, self._replaying = then.micro_batch, dict(then.calls), then.replaying
 
     @property
@@ -91,6 +92,7 @@ class RngStreams:
 
     @state.setter
     def state(self, then: Tensor) -> None:
+        """Set the generator's state."""
         self._generator.set_state(then)
 
     def _hook(self, name: str) -> Any:

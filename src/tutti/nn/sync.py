@@ -128,6 +128,7 @@ class SyncBatchNorm(TakenOver):
             running.copy_((1 - rate) * running.double() + rate * value)  # type: ignore[union-attr]
 
     def extra_repr(self) -> str:
+        """Return batch norm's own line in ``print(model)`` and the number of devices."""
         return f"{super().extra_repr()}, over {self.peers.line.size} devices"  # type: ignore[no-untyped-call]
 
 

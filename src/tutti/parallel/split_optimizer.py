@@ -74,6 +74,7 @@ class SplitNormReducer:
         self._optimizer, self._split, self._comm, self._slices = optimizer, set(split), comm, slices
 
     def __call__(self, squares: Tensor) -> Tensor:
+        """Return the squared norms of full tensors; split ones are summed over ranks. Collective: one all-reduce."""
         if self._slices is not None:
             squares = self._slices(squares)
         used = [p for group in self._optimizer.param_groups for p in group["params"] if p.grad is not None]

@@ -157,6 +157,7 @@ class MeasuredCosts:
         self._drawn: dict[str, Array] = {}
 
     def compute(self, works: Sequence[PassWork], samples: float) -> Array:
+        """Return the seconds of forward or backward work from the machine's measured curves, for each draw."""
         total = np.zeros(SAMPLES)
         operation = self.machine.figure("device/operation/seconds").value
         for work in works:
@@ -176,6 +177,7 @@ class MeasuredCosts:
         return total
 
     def update(self, optimizer: str, parameters: float) -> Array:
+        """Return the seconds of an optimizer step from its measured curve, for each draw."""
         kind = optimizer.partition(":")[0]
         name = f"optimizer/{kind}"
         if name not in self.machine.curves and kind in ("adamw", "lamb", "lars", "muon", "novograd"):
@@ -184,6 +186,7 @@ class MeasuredCosts:
         return curve_seconds(self.machine.curve(name), parameters) * self._memory * self._draw(name)
 
     def collective(self, kind: str, ranks: int, size: float) -> Array:
+        """Return the seconds of a collective from its measured curve, between nodes by a ring's law, for each draw."""
         if ranks < 2:
             return np.zeros(SAMPLES)
         here = min(ranks, self.network.per_node)
@@ -206,6 +209,7 @@ class MeasuredCosts:
         return found
 
     def link(self, ranks: int) -> tuple[LinkCost, LinkCost]:
+        """Return α and β of the slowest link among ``ranks``, and of a copy within memory."""
         copy = self.machine.curve("device/copy")
         within = LinkCost(copy.fixed, copy.rate)
         if self.network.nodes(ranks) > 1:
@@ -213,6 +217,7 @@ class MeasuredCosts:
         return self._neighbour(), within
 
     def message(self, size: float, ranks: int) -> Array:
+        """Return the seconds of a point-to-point message of ``size`` bytes, for each draw."""
         if self.network.nodes(ranks) > 1:
             cost = self._between(ranks)
             return np.full(SAMPLES, cost.alpha + size / cost.beta)
@@ -220,6 +225,7 @@ class MeasuredCosts:
         return curve_seconds(self.machine.curve(name), size) * self._draw(name)
 
     def slowest(self, ranks: int, seconds: float) -> Array:
+        """Return the factor on computing of the slowest of ``ranks``, from the measured jitter, for each draw."""
         if ranks < 2:
             return np.ones(SAMPLES)
         known = sorted(int(name.rpartition("/")[2]) for name in self.machine.figures if name.startswith("jitter/time/"))
@@ -274,6 +280,7 @@ class MeasuredCosts:
         return precision if f"device/matmul/{precision}" in self.machine.curves else self.precision
 
     def share_node(self, devices: int) -> None:
+        """Set by how much the devices of one node slow each other's computing down."""
         local = min(devices, self.network.per_node)
         self._threads, self._memory = 1.0, 1.0
         names = [f"shared/{kind}/{local}" for kind in ("matmul", "elementwise")]
@@ -324,6 +331,7 @@ class MeasuredCosts:
         return self._drawn[name]
 
     def note(self, text: str) -> None:
+        """Add a guess to the list that is printed, once."""
         if text not in self.guesses:
             self.guesses.append(text)
 
@@ -375,6 +383,7 @@ class PublishedCosts:
         """Do nothing: accelerators share no threads."""
 
     def compute(self, works: Sequence[PassWork], samples: float) -> Array:
+        """Return FLOP ÷ the rate that published jobs reached, at least the launch of each operator, for each draw."""
         kernels = [each for work in works for each in work.values()]
         flop = sum(max(each.flop.at(samples), 0.0) for each in kernels)
         launching = _LAUNCH * sum(max(each.calls.at(samples), 0.0) for each in kernels)
@@ -382,11 +391,13 @@ class PublishedCosts:
         return np.maximum(flop / self._rate * self._factor, launching)
 
     def update(self, optimizer: str, parameters: float) -> Array:
+        """Return zeros: the published rates include the updates."""
         check_optimizer(optimizer)
         self.note("updates are in the published rate, whose jobs made them too: 0 s")
         return np.zeros(SAMPLES)
 
     def collective(self, kind: str, ranks: int, size: float) -> Array:
+        """Return the seconds of a ring within and between nodes, for each draw."""
         if ranks < 2:
             return np.zeros(SAMPLES)
         here, nodes = min(ranks, self.network.per_node), self.network.nodes(ranks)
@@ -396,14 +407,17 @@ class PublishedCosts:
         return np.full(SAMPLES, found)
 
     def link(self, ranks: int) -> tuple[LinkCost, LinkCost]:
+        """Return α and β of the slowest link among ``ranks``, and of the link within a node."""
         within = self._within()
         return (self._between() if self.network.nodes(ranks) > 1 else within), within
 
     def message(self, size: float, ranks: int) -> Array:
+        """Return α + ``size`` ÷ β of the slowest link, for each draw."""
         cost = self.link(ranks)[0]
         return np.full(SAMPLES, cost.alpha + size / cost.beta)
 
     def slowest(self, ranks: int, seconds: float) -> Array:
+        """Return the factor on computing of the slowest of ``ranks``, which vary by an assumed 2 %, for each draw."""
         if ranks < 2:
             return np.ones(SAMPLES)
         self.note("stragglers: computing varies by 2 % between ranks, independently and normally")
@@ -423,6 +437,7 @@ class PublishedCosts:
         return _NODE_LINK
 
     def note(self, text: str) -> None:
+        """Add a guess to the list that is printed, once."""
         if text not in self.guesses:
             self.guesses.append(text)
 

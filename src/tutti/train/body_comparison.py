@@ -158,8 +158,8 @@ class BodyComparison:
 
     def _values(self) -> tuple[list[int], list[float] | None]:
         """Return versions of the parameters, and in the first global batches the sum of each parameter's values."""
-        values = self._sync.values()
-        versions = [tensor_version(p) for p in self._sync.seen()]
+        values = self._sync.trained_tensors()
+        versions = [tensor_version(p) for p in self._sync.script_parameters()]
         if self._batches >= _COMPARED:
             return versions, None
         return versions, [float(value.sum(dtype=torch.float64)) for value in values]

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NoReturn, TYPE_CHECKING, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -114,7 +114,7 @@ class CustomLoop:
             self._origin.alone = not several and not served and run.context.comms.replica.size == 1
             pushed = self._origin.carried() if several and served else []
             # Complete gradients that the script accumulates over global batches.
-            carried = self._sync.take() if several else {}
+            carried = self._sync.pop_gradients() if several else {}
             for worker, micro_batches in busy:
                 run.gradient_sync.begin_worker(worker, step_context)
                 for micro_batch in micro_batches:
@@ -156,7 +156,7 @@ class CustomLoop:
 
     def _shown(self) -> Gradients:
         """Return the gradients that the script sees in ``.grad``."""
-        return {p: p.grad for p in self._origin.seen() if p.grad is not None}
+        return {p: p.grad for p in self._origin.script_parameters() if p.grad is not None}
 
     def _enter_body(self, micro_batch: MicroBatch, final: bool, carried: Gradients) -> None:
         self._micro_batch, self._final, self._inside = micro_batch, final, True
@@ -165,7 +165,7 @@ class CustomLoop:
             # Each body starts without gradients; the last one with those that the script carries over global batches.
             self._show({})
             if final and carried:
-                self._sync.settle(carried)
+                self._sync.add_gradients(carried)
             self._origin.remember()
         self._bodies.begin_body(final)
         self._origin.watch()
@@ -246,7 +246,7 @@ class CustomLoop:
 
     def _show(self, gradients: Gradients) -> None:
         """Set every ``.grad`` to its entry in ``gradients``, or None."""
-        for parameter in self._origin.seen():
+        for parameter in self._origin.script_parameters():
             parameter.grad = gradients.get(parameter)
 
     def _keep(
@@ -257,7 +257,7 @@ class CustomLoop:
         self._show(local)
         kept = self._bank.setdefault((call, micro_batch.worker if self._sync.by_worker else -1), Contribution())
         kept.totals[micro_batch.worker] = work(kept.totals.get(micro_batch.worker))
-        used = self._sync.take_use()
+        used = self._sync.pop_reached()
         kept.used = [a or b for a, b in zip(kept.used or used, used, strict=True)]
         for parameter, gradient in self._shown().items():
             # A copy: the script may write to .grad.
@@ -278,7 +278,7 @@ class CustomLoop:
         run, sync = self._run, self._sync
         self._check_remote()
         step_context = run._step_context_now = replace(run._step_context_now, call=call)
-        held = sync.take()
+        held = sync.pop_gradients()
         sync.begin_worker(micro_batch.worker, step_context)
         for worker in self._busy[:-1]:
             self._hand_over(call, worker)
@@ -292,7 +292,7 @@ class CustomLoop:
         if kept.gradients:
             self._show(kept.gradients)
         if kept.used:
-            sync.add_use(kept.used)
+            sync.mark_reached(kept.used)
         sync.end_worker(micro_batch.worker, work(kept.totals.get(micro_batch.worker)))
         for worker in self._idle:
             sync.begin_worker(worker, step_context)
@@ -303,7 +303,7 @@ class CustomLoop:
         stats = sync.reduce_gradients(step_context)
         run.hooks.check_sum(stats, step_context)
         self._check_counts(stats, step_context.samples)
-        sync.settle(held)
+        sync.add_gradients(held)
         self._pending.append(stats)
         self._unapplied = sync.gradient_at == "servers"
         run.stats = self._latest = stats
@@ -353,7 +353,7 @@ class CustomLoop:
 
     def _follow_script(self) -> None:
         """Follow what the script has done to parameters since: cleared gradients, and ``requires_grad``."""
-        self._sync.take_clearing()
+        self._sync.apply_clearing()
         if self._run._trainability(late=True):
             if self._bank:
                 self._bodies.refuse_different()
@@ -369,7 +369,7 @@ class CustomLoop:
         if self._sync.gradient_at == "shards":
             self._origin.check_shards()
             return {}
-        local = self._origin.local(self._origin.seen(), means)
+        local = self._origin.local(self._origin.script_parameters(), means)
         if local and self._sync.gradient_at == "slices":
             raise UsageError(
                 "gradients of split layers that run.backward did not make",
@@ -419,10 +419,10 @@ class CustomLoop:
         edited = self._origin.edited(members)
         if edited:
             self._origin.check_edits()
-        self._sync.take_edits()
+        self._sync.apply_edits()
         stats = self._stats_for(members, bool(edited))
         step_context = run._step_context_now
-        with run._open_gate(), self._sync.acting(index, members):
+        with run._open_gate(), self._sync.stepping(index, members):
             updated = run.gradient_sync.optimizer_step(stats, step_context)
         self._after(stats, updated, index)
         return True
@@ -438,7 +438,7 @@ class CustomLoop:
         self._sync.show_gradients()
         if self._sync.gradient_at == "shards":
             self._origin.check_shards()
-        elif not self._origin.alone or self._origin.local(self._origin.seen(), means=True):
+        elif not self._origin.alone or self._origin.local(self._origin.script_parameters(), means=True):
             self._exchange_local(micro_batch, means=True)
 
     def _exchange_local(self, micro_batch: MicroBatch, means: bool = False) -> None:
@@ -447,7 +447,7 @@ class CustomLoop:
         ``means``: see ``GradientOrigin.local``.
         """
         self._bodies.note("gradients", 0)
-        parameter = self._origin.seen()[0]
+        parameter = self._origin.script_parameters()[0]
         dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
 
         def work(before: LossSums | None) -> LossSums:
@@ -489,7 +489,7 @@ class CustomLoop:
             self._unapplied = False
             return latest
         if edited or len(pending) != 1 or len(self.optimizers) > 1 or sync.accumulated:
-            norm = sync.norm(members, run._step_context_now)
+            norm = sync.norm_of(members, run._step_context_now)
             latest = replace(latest, grad_norm=norm, finite=math.isfinite(norm) or (latest.finite and not edited))
         run.stats = self._latest = latest
         return latest
@@ -555,5 +555,5 @@ class CustomLoop:
 
     def cleared(self, index: int, set_to_none: bool) -> None:
         """Clear the gradients that the script sees, after ``zero_grad`` of the optimizer ``index``."""
-        self._sync.cleared(self.optimizers[index], set_to_none)
+        self._sync.on_zero_grad(self.optimizers[index], set_to_none)
         self._origin.cleared(self._origin.members(index))

@@ -50,22 +50,22 @@ class GradientOrigin:
         self._hooked: set[nn.Parameter] = set()
         self._in_own_backward = False
 
-    def seen(self) -> Sequence[nn.Parameter]:
+    def script_parameters(self) -> Sequence[nn.Parameter]:
         """Return the trained parameters as the script's model has them."""
-        return self._sync.seen()
+        return self._sync.script_parameters()
 
     def members(self, index: int | None) -> list[nn.Parameter]:
-        """Return the parameters of ``seen`` of one of the script's optimizers, by its index; None: of all."""
+        """Return the ``script_parameters`` of one of the script's optimizers, by its index; None: of all."""
         if index is None or not self._optimizers:
-            return list(self.seen())
-        return self._sync.seen_of(self._optimizers[index])
+            return list(self.script_parameters())
+        return self._sync.script_parameters_of(self._optimizers[index])
 
     def carried(self) -> list[nn.Parameter]:
         """Return the parameters of the script's optimizers whose concealed gradient the script has not cleared."""
-        updated = self._optimizers and {p for o in self._optimizers for p in self._sync.seen_of(o)}
+        updated = self._optimizers and {p for o in self._optimizers for p in self._sync.script_parameters_of(o)}
         return [
             p
-            for p in self.seen()
+            for p in self.script_parameters()
             if isinstance(p.grad, IncompleteGradient) and not is_cleared(p.grad) and (not updated or p in updated)
         ]
 
@@ -76,7 +76,7 @@ class GradientOrigin:
         place = self._sync.gradient_at
         if place == "shards" or (self.alone and place != "slices"):
             return
-        for parameter in self.seen():
+        for parameter in self.script_parameters():
             if parameter not in self._hooked:
                 self._hooked.add(parameter)
                 parameter.register_post_accumulate_grad_hook(self._accumulated)
@@ -101,7 +101,7 @@ class GradientOrigin:
 
     def remember(self) -> None:
         """Record every current ``.grad`` as complete and unedited."""
-        self._complete = {p: (p.grad, tensor_version(p.grad)) for p in self.seen() if p.grad is not None}
+        self._complete = {p: (p.grad, tensor_version(p.grad)) for p in self.script_parameters() if p.grad is not None}
         self._mixed.clear()
         self._made.clear()
 
@@ -188,8 +188,8 @@ class GradientOrigin:
 
     def check_shards(self) -> None:
         """Raise UsageError if a ``.grad`` does not come from ``run.backward``."""
-        there = [p for p in self.seen() if p.grad is not None]
-        if any(self._sync.take_use()) and there:
+        there = [p for p in self.script_parameters() if p.grad is not None]
+        if any(self._sync.pop_reached()) and there:
             self._refuse_mixed("the loop's body")
         for parameter in there:
             complete = self._complete.get(parameter)
@@ -236,8 +236,8 @@ class GradientOrigin:
         comm = run.context.comms.replica
         if comm.size == 1 or self._sync.gradient_at != "rank":
             return
-        names = {p: name for name, p in self._sync.named()}
-        seen = self.seen()
+        names = {p: name for name, p in self._sync.named_trained()}
+        seen = self.script_parameters()
         # On the device: the host waits once, for the comparison, and not for each gradient.
         table = torch.stack([_sums(parameter.grad).to(comm.device) for parameter in seen])
         rows = comm.all_gather(table, f"digests of edited gradients in step {run.clock + 1}")

@@ -341,6 +341,7 @@ class Hook:
         self._look = look
 
     def __call__(self, model: nn.Module, *rest: Any) -> None:
+        """Look at the model."""
         self._look(model)
 
     def __reduce__(self) -> Any:

@@ -151,18 +151,22 @@ class GivenState:
         self._tensors, self._specs, self._optim = tensors, specs, optim or {}
 
     def names(self, group: str) -> Collection[str]:
+        """Return the names of the given tensors in ``group``."""
         return {"model": self._tensors, "optim": self._optim}.get(group, {}).keys()
 
     def get(self, group: str, name: str) -> Tensor:
+        """Return one given tensor; a tied weight by any of its names."""
         if group == "optim":
             return self._optim[name]
         tied = self._specs[name].tied if name in self._specs else ()
         return next(self._tensors[n].detach() for n in (name, *tied) if n in self._tensors)
 
     def shape(self, group: str, name: str) -> tuple[int, ...]:
+        """Return the shape of one given tensor."""
         return tuple(self.get(group, name).shape)
 
     def part(self, group: str, name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
+        """Return the region of ``shape`` at ``offset`` of one given tensor."""
         region = tuple(slice(begin, begin + length) for begin, length in zip(offset, shape, strict=True))
         return self.get(group, name)[region]
 
@@ -174,6 +178,7 @@ class ModelHook:
         self._act = act
 
     def __call__(self, *args: Any) -> None:
+        """Act on the hook's arguments."""
         self._act(*args)
 
     def __reduce__(self) -> Any:

@@ -142,6 +142,7 @@ class CentralStorageSync(AllReduceSync):
         return self._owned if self._host is None else self._named
 
     def clear(self) -> None:
+        """Set gradients to None and forget those that the owner has received."""
         super().clear()
         self._received = None
 
@@ -162,6 +163,7 @@ class CentralStorageSync(AllReduceSync):
             )
 
     def own_gradients(self) -> OwnGradients:
+        """Return this rank's gradients before the reduction; optimizer state only on a single rank."""
         alone = self._host is None and self._run_context.comms.replica.size == 1
         return OwnGradients(self._counted(), optimizers=self.optimizers if alone else ())
 
@@ -175,9 +177,11 @@ class CentralStorageSync(AllReduceSync):
                 self._replica.connect(self)
 
     def steps_whole(self, optimizer: Optimizer) -> bool:
+        """Return True on a single rank without a host copy: elsewhere ranks update parts of the parameters."""
         return self._host is None and self._run_context.comms.replica.size == 1 and super().steps_whole(optimizer)
 
     def state(self) -> dict[str, Mapping[str, Tensor | TensorSlice]]:
+        """Return the parameters and optimizer state that this rank owns, and its share of the buffers. Collective."""
         comm = self._run_context.comms.replica
         with self._updating():
             own = {name: p.data for name, p in self._owned}
@@ -194,6 +198,7 @@ class CentralStorageSync(AllReduceSync):
         return super().replicated()
 
     def load(self, saved: SavedState) -> None:
+        """Restore the shared parameters and the optimizer from ``saved``, each on its owner. Collective: a barrier."""
         with self._updating():
             for name, parameter in self._owned:
                 parameter.data.copy_(read_local(saved, "model", name, self._replica, parameter.shape))
@@ -330,6 +335,7 @@ class CentralAverage(ParameterAverage):
         return {**merged, **{name: value.to(device) for name, value in self._whole.items()}}
 
     def state(self) -> dict[str, dict[str, Tensor | TensorSlice]]:
+        """Return the averages of the parameters that this rank owns, as the group ``ema``."""
         return {"ema": dict(zip(self._names, self._values, strict=True))}
 
 

@@ -114,6 +114,7 @@ class AllReduceSync:
         self.gradient_at: GradientPlace = "slices" if run_context.grid.tensor > 1 else "rank"
 
     def attach(self, replica: ReplicaRunner, make_optimizer: OptimizerFactory) -> GradientReadyHook:
+        """Verify and broadcast the model, plan the buckets and build the optimizer. Collective."""
         named = parameters(replica.parts)
         self._unite(replica, named)
         self._replica, self._parameters = replica, [p for _, p in named if p.requires_grad]
@@ -141,14 +142,17 @@ class AllReduceSync:
             self._reducer.prepare_for_backward(self._step_context, None if together is None else together.sums)
 
     def begin_worker(self, worker: int, step_context: StepContext) -> None:
+        """Load the worker's batch-norm statistics; parameters are the same for all workers."""
         self._step_context, self._worker = step_context, worker
         self._buffers.enter(worker, step_context.global_step)
 
     def end_worker(self, worker: int, part: LossSums | None) -> None:
+        """Add the worker's loss sums, and its gradients to the summation tree where workers are summed in order."""
         self._counting.add(part)
         self._reducer.collect(self._step_context, worker, None if part is None else part.sums)
 
     def reduce_gradients(self, step_context: StepContext) -> StepStats:
+        """Complete the all-reduce of gradients and loss sums, and divide gradients by the global count. Collective."""
         self._buffers.finish()
         sums = self._reducer.finish(step_context, self._counting.take())
         whole = mean_factor(divisor_of_backward(step_context), sums.samples)
@@ -163,6 +167,7 @@ class AllReduceSync:
         return self._counting.stats(sums, norm, finite, stop, spread)
 
     def optimizer_step(self, stats: StepStats, step_context: StepContext) -> UpdateResult:
+        """Clip the gradients and step the optimizers; skip the update where a gradient is not finite."""
         if stats.finite:
             factor, norm = clipped(stats.grad_norm, self._run_context.clip)
             if factor != 1.0:
@@ -174,17 +179,21 @@ class AllReduceSync:
         return UpdateResult(int(stats.finite), skipped=not stats.finite, nonfinite=nonfinite)
 
     def clear(self) -> None:
+        """Set all gradients to None."""
         self._aside = {}
         for parameter in self._parameters:
             parameter.grad = None
 
     def merged(self) -> dict[str, Tensor]:
+        """Return the parameters, which all ranks hold, and buffers merged over workers. Collective."""
         return {**{name: p.data for name, p in self._named}, **self._buffers.merged()}
 
     def replicated(self) -> Mapping[str, Tensor] | None:
+        """Return all parameters, and the buffers that are equal on all ranks."""
         return {**{name: p.data for name, p in self._named}, **self._buffers.replicated()}
 
     def state(self) -> dict[str, Mapping[str, Tensor | TensorSlice]]:
+        """Return this rank's share of model and optimizer, and its workers' buffers. Collective."""
         comm = self._run_context.comms.replica
         return {
             "model": written(self.merged(), self._replica, comm),
@@ -193,6 +202,7 @@ class AllReduceSync:
         }
 
     def load(self, saved: SavedState) -> None:
+        """Restore parameters, buffers and optimizer state from ``saved`` on every rank."""
         for name, parameter in self._named:
             parameter.data.copy_(read_local(saved, "model", name, self._replica, parameter.shape))
         self._buffers.load(saved)
@@ -204,6 +214,7 @@ class AllReduceSync:
                 whole.load(self._optimizer, self._named, saved, specs)
 
     def own_gradients(self) -> OwnGradients:
+        """Return the gradients that this rank has accumulated before the all-reduce."""
         return OwnGradients(self._counted(), optimizers=self.optimizers)
 
     def _counted(self) -> list[nn.Parameter]:
@@ -223,30 +234,36 @@ class AllReduceSync:
 
     @property
     def by_worker(self) -> bool:
+        """Whether gradients are summed worker by worker: in reproducible mode, and where their variance is measured."""
         return self._run_context.reproducible or self._run_context.gradient_variance
 
     def begin_custom_loop(self) -> None:
         """Do nothing: each rank already has the complete gradient of the tensors that it holds."""
 
-    def named(self) -> Sequence[tuple[str, nn.Parameter]]:
+    def named_trained(self) -> Sequence[tuple[str, nn.Parameter]]:
+        """Return the trained parameters by name."""
         trained = set(self._parameters)
         return [(name, p) for name, p in self._named if p in trained]
 
-    def seen(self) -> Sequence[nn.Parameter]:
+    def script_parameters(self) -> Sequence[nn.Parameter]:
+        """Return the trained parameters; the script and the optimizer have the same objects."""
         return self._parameters
 
-    def seen_of(self, optimizer: Optimizer) -> list[nn.Parameter]:
+    def script_parameters_of(self, optimizer: Optimizer) -> list[nn.Parameter]:
+        """Return the trained parameters in the optimizer's groups."""
         own = {p for group in optimizer.param_groups for p in group["params"]}
         return [p for p in self._parameters if p in own]
 
-    def take(self) -> dict[nn.Parameter, Tensor]:
+    def pop_gradients(self) -> dict[nn.Parameter, Tensor]:
+        """Clone and remove the gradients that the script has not cleared."""
         # Clones, because ``.grad`` may be a view of a bucket that the next reduction overwrites.
         self._reveal()
         held = {p: p.grad.clone() for p in self._parameters if p.grad is not None}
         self.clear()
         return held
 
-    def settle(self, held: Mapping[nn.Parameter, Tensor]) -> None:
+    def add_gradients(self, held: Mapping[nn.Parameter, Tensor]) -> None:
+        """Add ``held`` to the gradients just reduced."""
         self.accumulated = bool(held)
         for parameter, before in held.items():
             parameter.grad = before if parameter.grad is None else parameter.grad.add_(before)
@@ -270,29 +287,32 @@ class AllReduceSync:
             parameter.grad = after_clearing(gradient, parameter.grad)
         self._aside = {}
 
-    def values(self) -> list[Tensor]:
+    def trained_tensors(self) -> list[Tensor]:
+        """Return the trained parameters' tensors."""
         return [p.data for p in self._parameters]
 
-    def take_use(self) -> list[bool]:
+    def pop_reached(self) -> list[bool]:
+        """Return no flags: backward itself reduces no gradients here."""
         return []
 
-    def add_use(self, used: Sequence[bool]) -> None:
+    def mark_reached(self, used: Sequence[bool]) -> None:
         """Do nothing: a parameter counts as used where its ``.grad`` is not None."""
 
-    def take_clearing(self) -> None:
+    def apply_clearing(self) -> None:
         """Do nothing: the script's ``.grad`` are those of the update."""
 
     def show_gradients(self) -> None:
-        """Do nothing: as ``take_clearing``."""
+        """Do nothing: as ``apply_clearing``."""
 
-    def take_edits(self) -> None:
+    def apply_edits(self) -> None:
         """Restore concealed gradients of slices for the update; all other ``.grad`` are as the script left them."""
         self._reveal()
 
-    def cleared(self, optimizer: Optimizer, set_to_none: bool) -> None:
+    def on_zero_grad(self, optimizer: Optimizer, set_to_none: bool) -> None:
         """Do nothing: the script's optimizer and the model share their ``.grad``."""
 
-    def norm(self, members: Sequence[nn.Parameter], step_context: StepContext) -> float:
+    def norm_of(self, members: Sequence[nn.Parameter], step_context: StepContext) -> float:
+        """Return the norm of these parameters' gradients; collective over the stages and tensor ranks of a replica."""
         own = set(members)
         counted = [p for name, p in self._named if p in own and name not in self._replica.not_owned]
         square = sum(squares_of([p.grad for p in counted if p.grad is not None]))
@@ -300,7 +320,8 @@ class AllReduceSync:
         return math.sqrt(square)
 
     @contextmanager
-    def acting(self, index: int | None, members: Sequence[nn.Parameter]) -> Iterator[None]:
+    def stepping(self, index: int | None, members: Sequence[nn.Parameter]) -> Iterator[None]:
+        """Within the block ``optimizer_step`` steps the optimizer at ``index`` alone."""
         with acting(self._optimizer, index):
             self._acting_on = None if index is None else members
             try:
@@ -310,6 +331,7 @@ class AllReduceSync:
                 self._conceal()
 
     def steps_whole(self, optimizer: Optimizer) -> bool:
+        """Return whether ``optimizer`` is the one that updates full parameters on this rank."""
         return (
             self._whole is None
             and self.gradient_at == "rank"
@@ -333,6 +355,7 @@ class AllReduceSync:
             )
 
     def reattach(self, names: Sequence[str], late: bool = False) -> None:
+        """Plan the buckets again with the parameters that the script has thawed. Collective."""
         if self._whole is not None:
             refuse_growth(self._optimizer, names[0])
         agree_on_state(self._run_context.comms.replica, self._replica.parts)

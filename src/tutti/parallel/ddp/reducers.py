@@ -117,6 +117,7 @@ class OverlappedReducer:
 
     @property
     def listens(self) -> bool:
+        """Whether gradient-ready hooks are needed: on several ranks."""
         return self._comm.size > 1
 
     def _lay_out(self, trainable: Named, wire: str, bucket_bytes: int) -> None:
@@ -136,11 +137,13 @@ class OverlappedReducer:
             self._wires.append(None)
 
     def prepare_for_backward(self, step_context: StepContext, loss_sums: Tensor | None) -> None:
+        """Count, from here on, the gradients that each bucket still misses."""
         self._armed = self._comm.size > 1
         self._missing = list(self._sizes)
         self._loss_sums, self._step_context = loss_sums, step_context
 
     def gradient_ready(self, parameter: Tensor) -> None:
+        """Start the all-reduce of each bucket whose gradients are complete, in the buckets' order."""
         if not self._armed:
             return
         missing = self._missing
@@ -169,6 +172,7 @@ class OverlappedReducer:
         """Do nothing: autograd accumulates the gradients of a rank's workers in ``.grad``."""
 
     def finish(self, step_context: StepContext, loss_sums: Tensor | None) -> ReducedSums:
+        """Start the remaining all-reduces, wait for all of them, and return the reduced sums. Collective."""
         self._armed, self._early = False, None
         if self._comm.size == 1:
             totals = [0.0, 0.0] if loss_sums is None else self._read(loss_sums, step_context)
@@ -205,6 +209,7 @@ class OverlappedReducer:
         return [p.grad for p in self._order if p.grad is not None and p not in self._lent]
 
     def squares(self) -> list[float]:
+        """Return the squared norm of the reduced gradients, computed early where an accelerator had time for it."""
         counted, early = self._counted(), self._early
         self._early = None
         if early is not None and len(early[0]) == len(counted) and all(map(operator.is_, early[0], counted)):
@@ -212,6 +217,7 @@ class OverlappedReducer:
         return [sum(squares_of(counted))]
 
     def scale(self, factor: float) -> None:
+        """Multiply all gradients by ``factor``."""
         self._early = None
         scale_all([p.grad for p in self._order if p.grad is not None], factor)
 
@@ -257,6 +263,7 @@ class TreeReducer:
         """Do nothing: ``collect`` takes the gradients."""
 
     def collect(self, step_context: StepContext, worker: int, loss_sums: Tensor | None) -> None:
+        """Pack the worker's gradients and loss sums, add them to the summation tree, and clear ``.grad``."""
         if loss_sums is None and not self._begins:
             # The worker's other micro-batches are on the ranks before this one, and nothing is added to their sum.
             return
@@ -274,6 +281,7 @@ class TreeReducer:
                 parameter.grad = None
 
     def finish(self, step_context: StepContext, loss_sums: Tensor | None) -> ReducedSums:
+        """Complete the summation tree over ranks and return the reduced sums. Collective."""
         for bucket, total in zip(self._buckets, self._sums, strict=True):
             bucket.use(total.total())
         tail = self._buckets[-1].tail.tolist()
@@ -288,6 +296,7 @@ class TreeReducer:
         return squares_by(self._order, self._lent)
 
     def scale(self, factor: float) -> None:
+        """Multiply the summed gradients by ``factor``."""
         scale_all([bucket.gradients for bucket in self._buckets], factor)
 
 

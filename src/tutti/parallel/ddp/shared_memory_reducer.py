@@ -90,6 +90,7 @@ class SharedReducer:
         self._square = 0.0
 
     def prepare_for_backward(self, step_context: StepContext, loss_sums: Tensor | None) -> None:
+        """Count, from here on, the gradients that each bucket still misses."""
         self._armed = True
         self._missing = list(self._sizes)
         self._packed = [None] * len(self._buckets)
@@ -106,6 +107,7 @@ class SharedReducer:
         """Do nothing: autograd accumulates the gradients of a rank's workers in ``.grad``."""
 
     def finish(self, step_context: StepContext, loss_sums: Tensor | None) -> ReducedSums:
+        """Sum the ranks' gradients in shared memory and return the reduced sums. Collective: barriers."""
         packed = self._packed if self._armed else [None] * len(self._buckets)
         self._armed = False
         used: list[bool] = []
@@ -163,9 +165,11 @@ class SharedReducer:
         self._mine[_SQUARE] = square
 
     def squares(self) -> list[float]:
+        """Return the squared norm of the reduced gradients, which the summation has computed."""
         return [self._square]
 
     def scale(self, factor: float) -> None:
+        """Multiply the summed gradients by ``factor``."""
         self._square *= factor**2
         scale_all([bucket.gradients for bucket, _ in self._summed], factor)
 

@@ -57,24 +57,29 @@ class SparseReducer:
 
     @property
     def listens(self) -> bool:
+        """Whether the reducer of dense gradients needs gradient-ready hooks."""
         return self._reducer.listens
 
     def prepare_for_backward(self, step_context: StepContext, loss_sums: Tensor | None) -> None:
+        """Make sparse gradients dense from here on, as backward completes them."""
         self._armed = True
         self._reducer.prepare_for_backward(step_context, loss_sums)
 
     def gradient_ready(self, parameter: Tensor) -> None:
+        """Make a sparse gradient dense before the reducer of dense gradients takes it."""
         # Before this rank's last backward gradients stay sparse: autograd accumulates them by concatenating their rows.
         if self._armed and parameter in self._parameters:
             self._make_dense(parameter)
         self._reducer.gradient_ready(parameter)
 
     def collect(self, step_context: StepContext, worker: int, loss_sums: Tensor | None) -> None:
+        """Make the worker's sparse gradients dense and collect them."""
         if not self._reducer.listens:
             self._make_all_dense()
         self._reducer.collect(step_context, worker, loss_sums)
 
     def finish(self, step_context: StepContext, loss_sums: Tensor | None) -> ReducedSums:
+        """Reduce dense gradients and the table of touched rows, and make sparse gradients of them. Collective."""
         self._armed = False
         self._make_all_dense()
         sums = self._reducer.finish(step_context, loss_sums)
@@ -93,6 +98,7 @@ class SparseReducer:
         return sums
 
     def squares(self) -> list[float]:
+        """Return the squared norm of the reduced gradients."""
         return self._reducer.squares()
 
     def scale(self, factor: float) -> None:

@@ -128,9 +128,11 @@ class FullySharded:
 
     @property
     def trained(self) -> Sequence[ShardedParameter]:
+        """Rows of the parameters that are or were trainable."""
         return [each for each, _ in self._training]
 
     def train(self, names: Collection[str]) -> None:
+        """Train further parameters, and unshard modules whose dtypes FSDP2 must read again. Collective."""
         known = {each.name for each in self.trained}
         self._training += [(each, g) for each, g in self._pairs if each.name in names and each.name not in known]
         # FSDP2 reads the dtypes of a wrapped module's trainable parameters at its first forward and when it unshards.
@@ -150,16 +152,20 @@ class FullySharded:
                     parameter.requires_grad_(not before)
 
     def owners(self) -> dict[nn.Parameter, nn.Parameter]:
+        """Map each parameter object of the script's model, twins of tied weights included, to the rows' parameter."""
         return {twin: each.parameter for each in self.rows for twin in self._twins[each.name]}
 
     def used(self) -> list[bool]:
+        """Return and reset which trained parameters backward has reached on this rank."""
         used, self._used = self._used, set()
         return [each.name in used for each in self.trained]
 
-    def seen(self) -> Sequence[nn.Parameter]:
+    def script_parameters(self) -> Sequence[nn.Parameter]:
+        """Return FSDP2's sharded parameters (DTensors), which the script's model has."""
         return [gathered for _, gathered in self._training]
 
-    def take(self) -> dict[nn.Parameter, Tensor]:
+    def pop_gradients(self) -> dict[nn.Parameter, Tensor]:
+        """Remove the rows' gradients that the script has not cleared, and return clones."""
         held = {}
         self._take_cleared()
         for each, gathered in self._training:
@@ -168,7 +174,7 @@ class FullySharded:
             gathered.grad = each.parameter.grad = None
         return held
 
-    def settle(self, held: Mapping[nn.Parameter, Tensor]) -> None:
+    def add_gradients(self, held: Mapping[nn.Parameter, Tensor]) -> None:
         """Add ``held`` to the rows' gradients; the model's ``.grad`` are DTensors over them that a script may edit."""
         for each, gathered in self._training:
             before = held.get(each.parameter)
@@ -189,10 +195,12 @@ class FullySharded:
                     each.parameter.grad = RowGradient(each.parameter, place, gathered)
                 self._concealed.add(each.parameter)
 
-    def take_use(self) -> list[bool]:
+    def pop_reached(self) -> list[bool]:
+        """Return and reset which trained parameters backward has reached on this rank."""
         return self.used()
 
-    def add_use(self, used: Sequence[bool]) -> None:
+    def mark_reached(self, used: Sequence[bool]) -> None:
+        """Mark these trained parameters as reached."""
         self._used |= {each.name for each, flag in zip(self.trained, used, strict=True) if flag}
 
     def begin_custom_loop(self) -> None:
@@ -214,13 +222,13 @@ class FullySharded:
         """Set placeholders after a root's forward, and remove them when its backward begins."""
         if not torch.is_grad_enabled():
             return
-        self.take_clearing()
+        self.apply_clearing()
         self.show_gradients()
         for value in tree_leaves(output) if self._standing else ():
             if isinstance(value, Tensor) and value.requires_grad:
-                value.register_hook(lambda _: self.take_clearing(pairs))
+                value.register_hook(lambda _: self.apply_clearing(pairs))
 
-    def take_clearing(self, pairs: Pairs | None = None) -> None:
+    def apply_clearing(self, pairs: Pairs | None = None) -> None:
         """As the protocol, and remove the placeholders; ``pairs``: of these parameters only."""
         for each, gathered in (self._pairs if pairs is None else pairs) if self._standing else ():
             unsharded = self._standing.pop(each.name, None)
@@ -230,6 +238,7 @@ class FullySharded:
                 unsharded.grad = None
 
     def show_gradients(self) -> None:
+        """Put a concealed gradient on each unsharded parameter, so that the script can clear it."""
         for each, gathered in self._training if self._slots else ():
             if gathered.grad is not None and each.name not in self._standing:
                 module, key = self._slots[each.name]
@@ -238,12 +247,14 @@ class FullySharded:
                     conceal([unsharded], "in rows over the ranks until the backward of this forward")
                     self._standing[each.name] = unsharded
 
-    def cleared(self, members: Collection[nn.Parameter], set_to_none: bool) -> None:
+    def on_zero_grad(self, members: Collection[nn.Parameter], set_to_none: bool) -> None:
+        """Clear the gradients of these rows and of the DTensors that stand for them."""
         for each, gathered in self._pairs:
             if each.parameter in members:
                 self._clear(each, gathered, set_to_none)
 
-    def take_edits(self) -> None:
+    def apply_edits(self) -> None:
+        """Set the rows' gradients to those of the DTensors that the script has edited."""
         self._take_cleared()
         for each, gathered in self._training:
             own = gathered.grad
@@ -257,20 +268,24 @@ class FullySharded:
         self._concealed.clear()
 
     def reduce_scatter_gradients(self, step: int) -> None:
+        """Take the gradients that FSDP2's backward has reduce-scattered. Not collective."""
         self._beginning.over, self._meter.on = True, False
         for each, gathered in self._pairs:
             gradient = gathered.grad
             each.parameter.grad = None if gradient is None else _local(gradient)
 
     def gradient_meter(self) -> Callable[[], float]:
+        """Return a function that returns and resets the sum of squares of the gradients before FSDP2 reduces them."""
         self._meter.take()
         return self._meter.take
 
     def all_gather_parameters(self) -> None:
+        """Reshard the FSDP-wrapped modules; FSDP2 gathers the new values in the next forward."""
         for unit in self._units:
             unit.reshard()
 
     def clear(self) -> None:
+        """Set the gradients of rows and DTensors to None."""
         for each, gathered in self._pairs:
             gathered.grad = each.parameter.grad = None
 

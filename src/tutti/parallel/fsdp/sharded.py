@@ -94,6 +94,7 @@ class ShardedSync:
         self._uncut: list[tuple[str, nn.Parameter]] = []
 
     def attach(self, replica: ReplicaRunner, make_optimizer: OptimizerFactory) -> GradientReadyHook:
+        """Verify and broadcast the model, shard its parameters and build the optimizer over the rows. Collective."""
         comm = self._run_context.comms.replica
         comm.share_memory()
         self._shards.share_memory(like=comm)
@@ -242,12 +243,15 @@ class ShardedSync:
         """Do nothing, as ``prepare_for_backward``."""
 
     def begin_worker(self, worker: int, step_context: StepContext) -> None:
+        """Load the worker's batch-norm statistics."""
         self._buffers.enter(worker, step_context.global_step)
 
     def end_worker(self, worker: int, part: LossSums | None) -> None:
+        """Add the worker's loss sums."""
         self._counting.add(part)
 
     def reduce_gradients(self, step_context: StepContext) -> StepStats:
+        """Reduce-scatter gradients, sum them over copies, and divide them by the global count. Collective."""
         if self._uncut:
             new, self._uncut = self._uncut, []
             self._cut(new)
@@ -273,6 +277,7 @@ class ShardedSync:
         return self._counting.stats(sums, norm, self._finite(norm), stop)
 
     def optimizer_step(self, stats: StepStats, step_context: StepContext) -> UpdateResult:
+        """Clip and step on this rank's rows, then all-gather parameters. Collective."""
         nonfinite: tuple[str, ...] = ()
         if stats.finite:
             factor, norm = clipped(stats.grad_norm, self._run_context.clip)
@@ -289,6 +294,7 @@ class ShardedSync:
         return UpdateResult(int(stats.finite), skipped=not stats.finite, nonfinite=nonfinite)
 
     def clear(self) -> None:
+        """Set all gradients to None."""
         for engine in self._engines:
             engine.clear()
 
@@ -303,6 +309,9 @@ class ShardedSync:
         return {**named, **self._replica.sharded, **self._buffers.replicated()}
 
     def state(self) -> Mapping[str, Mapping[str, Tensor | TensorSlice]]:
+        """Return this rank's rows of parameters and optimizer state, and its share of the tensors that stay whole.
+        Collective.
+        """
         comm, copies = self._run_context.comms.replica, self._copies
         buffers = self._buffers.merged()
         fixed = {name: p.data for name, p in self._fixed.items()}
@@ -315,6 +324,7 @@ class ShardedSync:
         return {"model": model, "optim": self._optimizer_state(mine), "workers": self._buffers.state()}
 
     def load(self, saved: SavedState) -> None:
+        """Restore this rank's rows, and the optimizer state of its rows, frozen ones included. Collective."""
         for rows in self._rows:
             rows.parameter.data.copy_(rows.read(saved, "model", rows.known(saved.names("model"))))
         for name, parameter in self._fixed.items():
@@ -333,6 +343,7 @@ class ShardedSync:
                     whole.load(self._optimizer, named, saved, specs)
 
     def own_gradients(self) -> OwnGradients:
+        """Return this rank's gradients before the reduce-scatter, or meters of them where FSDP2 reduces in backward."""
         lent = self._replica.not_owned
         counted: list[nn.Parameter] = []
         meters = []
@@ -341,7 +352,7 @@ class ShardedSync:
             if meter is not None:
                 meters.append(meter)
                 continue
-            pairs = zip(engine.trained, engine.seen(), strict=True)
+            pairs = zip(engine.trained, engine.script_parameters(), strict=True)
             counted += [seen for rows, seen in pairs if seen.requires_grad and rows.name not in lent]
         if not meters:
             return OwnGradients(counted)
@@ -367,62 +378,77 @@ class ShardedSync:
         for engine in self._engines:
             engine.begin_custom_loop()
 
-    def named(self) -> Sequence[tuple[str, nn.Parameter]]:
+    def named_trained(self) -> Sequence[tuple[str, nn.Parameter]]:
+        """Return the trained parameters by name, as the script's model has them."""
         return [*((rows.name, seen) for rows, seen in self._pairs()), *self._uncut]
 
-    def seen(self) -> Sequence[nn.Parameter]:
-        return [*(seen for engine in self._engines for seen in engine.seen()), *(p for _, p in self._uncut)]
+    def script_parameters(self) -> Sequence[nn.Parameter]:
+        """Return the trained parameters of the script's model."""
+        return [
+            *(seen for engine in self._engines for seen in engine.script_parameters()),
+            *(p for _, p in self._uncut),
+        ]
 
     def _pairs(self) -> list[tuple[ShardedParameter, nn.Parameter]]:
         """Return the trained rows, each with the parameter that the script's model has in its place."""
-        seen = (seen for engine in self._engines for seen in engine.seen())
+        seen = (seen for engine in self._engines for seen in engine.script_parameters())
         return list(zip(self._trained, seen, strict=True))
 
-    def seen_of(self, optimizer: Optimizer) -> list[nn.Parameter]:
+    def script_parameters_of(self, optimizer: Optimizer) -> list[nn.Parameter]:
+        """Return the script's parameters whose rows are in the optimizer's groups."""
         own = {p for group in optimizer.param_groups for p in group["params"]}
         uncut = [p for _, p in self._uncut if p in own]
         return [*(seen for rows, seen in self._pairs() if rows.parameter in own or seen in own), *uncut]
 
-    def values(self) -> list[Tensor]:
+    def trained_tensors(self) -> list[Tensor]:
+        """Return this rank's rows of the trained parameters."""
         return [*(rows.parameter.data for rows in self._trained), *(p.data for _, p in self._uncut)]
 
-    def take(self) -> dict[nn.Parameter, Tensor]:
-        return {p: gradient for engine in self._engines for p, gradient in engine.take().items()}
+    def pop_gradients(self) -> dict[nn.Parameter, Tensor]:
+        """Remove and return the rows' gradients that the script has not cleared."""
+        return {p: gradient for engine in self._engines for p, gradient in engine.pop_gradients().items()}
 
-    def settle(self, held: Mapping[nn.Parameter, Tensor]) -> None:
+    def add_gradients(self, held: Mapping[nn.Parameter, Tensor]) -> None:
+        """Add ``held`` to the rows' gradients just reduced."""
         self.accumulated = bool(held)
         for engine in self._engines:
-            engine.settle(held)
+            engine.add_gradients(held)
 
-    def take_use(self) -> list[bool]:
-        return [flag for engine in self._engines for flag in engine.take_use()]
+    def pop_reached(self) -> list[bool]:
+        """Return and reset which trained parameters backward has reached on this rank."""
+        return [flag for engine in self._engines for flag in engine.pop_reached()]
 
-    def add_use(self, used: Sequence[bool]) -> None:
+    def mark_reached(self, used: Sequence[bool]) -> None:
+        """Mark these trained parameters as reached."""
         rest = list(used)
         for engine in self._engines:
-            count = len(engine.seen())
-            engine.add_use(rest[:count])
+            count = len(engine.script_parameters())
+            engine.mark_reached(rest[:count])
             rest = rest[count:]
 
-    def take_clearing(self) -> None:
+    def apply_clearing(self) -> None:
+        """Clear the gradients that the script has cleared on unsharded parameters."""
         for engine in self._engines:
-            engine.take_clearing()
+            engine.apply_clearing()
 
     def show_gradients(self) -> None:
+        """Show concealed gradients on unsharded parameters."""
         for engine in self._engines:
             engine.show_gradients()
 
-    def take_edits(self) -> None:
+    def apply_edits(self) -> None:
+        """Set the rows' gradients to those that the script sees."""
         for engine in self._engines:
-            engine.take_edits()
+            engine.apply_edits()
 
-    def cleared(self, optimizer: Optimizer, set_to_none: bool) -> None:
+    def on_zero_grad(self, optimizer: Optimizer, set_to_none: bool) -> None:
         """As the protocol: the ``.grad`` of the model's parameters whose rows belong to ``optimizer``."""
         own = {p for group in optimizer.param_groups for p in group["params"]}
         for engine in self._engines:
-            engine.cleared(own, set_to_none)
+            engine.on_zero_grad(own, set_to_none)
 
-    def norm(self, members: Sequence[nn.Parameter], step_context: StepContext) -> float:
+    def norm_of(self, members: Sequence[nn.Parameter], step_context: StepContext) -> float:
+        """Return the norm of these parameters' gradients over all shards. Collective: an all-reduce."""
         own = set(members)
         pairs = self._pairs()
         lent = self._replica.not_owned
@@ -436,7 +462,8 @@ class ShardedSync:
         return math.sqrt(whole)
 
     @contextmanager
-    def acting(self, index: int | None, members: Sequence[nn.Parameter]) -> Iterator[None]:
+    def stepping(self, index: int | None, members: Sequence[nn.Parameter]) -> Iterator[None]:
+        """Within the block ``optimizer_step`` steps the optimizer at ``index`` alone."""
         with acting(self._optimizer, index):
             self._acting_on = None if index is None else members
             try:
@@ -445,6 +472,7 @@ class ShardedSync:
                 self._acting_on = None
 
     def steps_whole(self, optimizer: Optimizer) -> bool:
+        """Return whether ``optimizer`` updates full parameters: on one shard rank, without offload."""
         if self._config.offload:
             return False
         return self._shards.size == 1 and any(optimizer is own for own in members_of(self._optimizer))
@@ -477,7 +505,7 @@ class ShardedSync:
         for _, parameter in new:
             parameter.grad = None
         sliced = ZeroSharding(new, self._replica.parts, self._slices, self._shards)
-        for seen, gradient in zip(sliced.seen(), gradients, strict=True):
+        for seen, gradient in zip(sliced.script_parameters(), gradients, strict=True):
             seen.grad = gradient
         self._replica.replaced(sliced.replaced)
         self._engines.append(sliced)

@@ -102,41 +102,41 @@ class ShardingEngine(Protocol):
     def clear(self) -> None:
         """Set all gradients to None."""
 
-    def seen(self) -> Sequence[nn.Parameter]:
+    def script_parameters(self) -> Sequence[nn.Parameter]:
         """Return the trained parameters of the script's model, in the order of ``trained``."""
 
-    def take(self) -> dict[nn.Parameter, Tensor]:
+    def pop_gradients(self) -> dict[nn.Parameter, Tensor]:
         """Remove and return gradients of trained rows that the script has not cleared, by the rows' parameter."""
 
-    def settle(self, held: Mapping[nn.Parameter, Tensor]) -> None:
+    def add_gradients(self, held: Mapping[nn.Parameter, Tensor]) -> None:
         """Add ``held`` to the rows' gradients, and show them to the script or conceal them."""
 
-    def take_use(self) -> list[bool]:
+    def pop_reached(self) -> list[bool]:
         """Return, and reset, which trained parameters a backward has reached, where the engine reduces by itself."""
 
-    def add_use(self, used: Sequence[bool]) -> None:
+    def mark_reached(self, used: Sequence[bool]) -> None:
         """Mark these trained parameters as reached by a backward."""
 
     def begin_custom_loop(self) -> None:
         """Follow from now on what a script does to gradients between a forward and its backward."""
 
-    def take_clearing(self) -> None:
-        """As ``CustomLoopSync.take_clearing``."""
+    def apply_clearing(self) -> None:
+        """As ``CustomLoopSync.apply_clearing``."""
 
     def show_gradients(self) -> None:
         """As ``CustomLoopSync.show_gradients``."""
 
-    def cleared(self, members: Collection[nn.Parameter], set_to_none: bool) -> None:
+    def on_zero_grad(self, members: Collection[nn.Parameter], set_to_none: bool) -> None:
         """Clear what the script sees of the gradients of these rows, after ``zero_grad`` of their optimizer."""
 
-    def take_edits(self) -> None:
+    def apply_edits(self) -> None:
         """Set the rows' gradients to the ``.grad`` that the script has left on the model's parameters."""
 
     def gradient_meter(self) -> Callable[[], float] | None:
         """Return a function that returns and resets the sum of squares of this rank's gradients that backward reduced.
 
-        None where backward leaves this rank's gradient in the ``.grad`` of ``seen``. Gradients count from the first
-        call of ``gradient_meter`` on.
+        None where backward leaves this rank's gradient in the ``.grad`` of ``script_parameters``. Gradients count from
+        the first call of ``gradient_meter`` on.
         """
 
 
@@ -210,18 +210,22 @@ class ZeroSharding:
 
     @property
     def trained(self) -> Sequence[ShardedParameter]:
+        """This rank's rows of all parameters."""
         return self.rows
 
     def train(self, names: Collection[str]) -> None:
         """Do nothing: all parameters here are trained already."""
 
     def owners(self) -> dict[nn.Parameter, nn.Parameter]:
+        """Map each full parameter of the model to this rank's rows of it."""
         return {whole: rows.parameter for whole, rows in zip(self._whole, self.rows, strict=True)}
 
     def used(self) -> list[bool]:
+        """Return for each parameter whether it has a gradient."""
         return [whole.grad is not None for whole in self._whole]
 
     def reduce_scatter_gradients(self, step: int) -> None:
+        """Reduce-scatter the gradients bucket by bucket. Collective."""
         if self._comm.size == 1:
             return
         for number, members in enumerate(self._buckets):
@@ -238,6 +242,7 @@ class ZeroSharding:
                 rows.grad = piece[: rows.numel()].view_as(rows)
 
     def all_gather_parameters(self) -> None:
+        """All-gather the updated rows into the full parameters, bucket by bucket. Collective."""
         if self._comm.size == 1:
             return
         for members in self._buckets:
@@ -256,14 +261,17 @@ class ZeroSharding:
                         target.copy_(piece[: target.numel()].view_as(target))
 
     def clear(self) -> None:
+        """Set the gradients of full parameters and of rows to None."""
         self._aside.clear()
         for whole, rows in zip(self._whole, self.rows, strict=True):
             whole.grad = rows.parameter.grad = None
 
-    def seen(self) -> Sequence[nn.Parameter]:
+    def script_parameters(self) -> Sequence[nn.Parameter]:
+        """Return the full parameters of the model."""
         return self._whole
 
-    def take(self) -> dict[nn.Parameter, Tensor]:
+    def pop_gradients(self) -> dict[nn.Parameter, Tensor]:
+        """Remove the rows' gradients that the script has not cleared, and return clones."""
         held = {}
         self._reveal()
         for whole, rows in zip(self._whole, self.rows, strict=True):
@@ -274,7 +282,8 @@ class ZeroSharding:
             whole.grad = rows.parameter.grad = None
         return held
 
-    def settle(self, held: Mapping[nn.Parameter, Tensor]) -> None:
+    def add_gradients(self, held: Mapping[nn.Parameter, Tensor]) -> None:
+        """Add ``held`` to the rows' gradients, and conceal gradients of which a rank has rows alone."""
         for rows in self.rows:
             parameter, before = rows.parameter, held.get(rows.parameter)
             if before is not None:
@@ -287,27 +296,29 @@ class ZeroSharding:
             conceal([p for pair in there for p in pair], "in rows over the ranks (sharded:stage=1)")
 
     def _reveal(self) -> None:
-        """Restore the rows' gradients that ``settle`` concealed, cleared where the script has cleared them."""
+        """Restore the rows' gradients that ``add_gradients`` concealed, cleared where the script has cleared them."""
         for parameter, gradient in self._aside.items():
             parameter.grad = after_clearing(gradient, parameter.grad)
         self._aside = {}
 
-    def take_use(self) -> list[bool]:
+    def pop_reached(self) -> list[bool]:
+        """Return no use: backward itself reduces no gradients in stage 1."""
         return [False] * len(self._whole)
 
-    def add_use(self, used: Sequence[bool]) -> None:
+    def mark_reached(self, used: Sequence[bool]) -> None:
         """Do nothing: a parameter counts as used where its ``.grad`` is not None."""
 
     def begin_custom_loop(self) -> None:
         """Do nothing: the model has one object for a parameter at any time."""
 
-    def take_clearing(self) -> None:
+    def apply_clearing(self) -> None:
         """Do nothing: as ``begin_custom_loop``."""
 
     def show_gradients(self) -> None:
         """Do nothing: as ``begin_custom_loop``."""
 
-    def cleared(self, members: Collection[nn.Parameter], set_to_none: bool) -> None:
+    def on_zero_grad(self, members: Collection[nn.Parameter], set_to_none: bool) -> None:
+        """Clear the gradients of full parameters and rows."""
         for whole, rows in zip(self._whole, self.rows, strict=True):
             if rows.parameter in members and rows.parameter is not whole:
                 clear_gradient(whole, set_to_none)
@@ -316,7 +327,8 @@ class ZeroSharding:
     def gradient_meter(self) -> None:
         """Return None: backward leaves this rank's gradient in ``.grad``."""
 
-    def take_edits(self) -> None:
+    def apply_edits(self) -> None:
+        """Drop the gradients of rows that the script has cleared on the full parameters."""
         self._reveal()
         for whole, rows in zip(self._whole, self.rows, strict=True):
             gradient = rows.parameter.grad
@@ -371,6 +383,7 @@ class RowNormReducer:
         self._comm = comm
 
     def __call__(self, squares: Tensor) -> Tensor:
+        """Return the squared norms of full tensors from those of this rank's rows. Collective: one all-reduce."""
         whole = squares.to(self._comm.device)
         self._comm.start_all_reduce(whole, "all_reduce of the norms of layers").wait()
         return whole.cpu()

@@ -41,6 +41,7 @@ class DiLoCoSync(LocalSGDSync):
         self._options = config
 
     def attach(self, replica: ReplicaRunner, make_optimizer: OptimizerFactory) -> GradientReadyHook:
+        """Attach as local SGD does, and start the outer optimizer at the initial weights. Collective."""
         grad_hook = super().attach(replica, make_optimizer)
         self._outer = [p.data.clone() for _, p in self._trained]
         self._velocities = [torch.zeros_like(outer) for outer in self._outer]

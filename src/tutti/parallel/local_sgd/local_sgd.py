@@ -66,6 +66,7 @@ class LocalSGDSync:
         self._equal = True
 
     def attach(self, replica: ReplicaRunner, make_optimizer: OptimizerFactory) -> GradientReadyHook:
+        """Verify and broadcast the model, and make parameters and an optimizer for each worker here. Collective."""
         comm, mine = self._run_context.comms.replica, self._run_context.mine
         agree_on_state(comm, replica.parts)
         broadcast_state(comm, replica.parts)
@@ -171,10 +172,12 @@ class LocalSGDSync:
         return UpdateResult(1, skipped=not stats.finite, nonfinite=tuple(nonfinite), together=self._due(step_context))
 
     def clear(self) -> None:
+        """Set all gradients to None."""
         for _, parameter in self._trained:
             parameter.grad = None
 
     def merged(self) -> dict[str, Tensor]:
+        """Return the mean of the workers' parameters, and buffers merged over workers. Collective."""
         averages = dict(zip((name for name, _ in self._trained), self._average(), strict=True))
         fixed = {name: p.data for name, p in self._named if not p.requires_grad}
         return {**fixed, **averages, **self._buffers.merged()}
@@ -241,6 +244,7 @@ class LocalSGDSync:
         """Do nothing: the other workers' optimizers follow the script's."""
 
     def reattach(self, names: Sequence[str], late: bool = False) -> None:
+        """Give each worker a copy of the parameters that the script has thawed. Collective."""
         agree_on_state(self._run_context.comms.replica, self._replica.parts)
         before = {name: place for place, (name, _) in enumerate(self._trained)}
         self._trained = [(name, p) for name, p in self._named if p.requires_grad or name in before]

@@ -66,6 +66,7 @@ class AsynchronousServerSync(RemoteGradients):
         self._updates = self._version = self._clock = 0
 
     def attach(self, replica: ReplicaRunner, make_optimizer: OptimizerFactory) -> GradientReadyHook:
+        """Verify and broadcast the model, and start or join the servers, which build the optimizer. Collective."""
         run_context = self._run_context
         agree_on_state(run_context.comms.replica, replica.parts)
         broadcast_state(run_context.comms.replica, replica.parts)
@@ -235,6 +236,7 @@ class AsynchronousServerSync(RemoteGradients):
         """Do nothing: the push has cleared the gradients."""
 
     def merged(self) -> dict[str, Tensor]:
+        """Read the servers' parameters once all ranks are here. Collective."""
         self._read()
         self._link.barrier("the parameters are read")
         return self._whole()

@@ -25,48 +25,48 @@ class RemoteGradients:
     def begin_custom_loop(self) -> None:
         """Do nothing: the complete gradient is on the servers alone."""
 
-    def named(self) -> Sequence[tuple[str, nn.Parameter]]:
+    def named_trained(self) -> Sequence[tuple[str, nn.Parameter]]:
         """Return the trained parameters by name."""
         return self._trained
 
-    def seen(self) -> Sequence[nn.Parameter]:
-        """Return the parameters of ``named``."""
+    def script_parameters(self) -> Sequence[nn.Parameter]:
+        """Return the parameters of ``named_trained``."""
         return [parameter for _, parameter in self._trained]
 
-    def seen_of(self, optimizer: Optimizer) -> list[nn.Parameter]:
-        """Return the parameters of ``seen`` that ``optimizer`` updates."""
+    def script_parameters_of(self, optimizer: Optimizer) -> list[nn.Parameter]:
+        """Return the parameters of ``script_parameters`` that ``optimizer`` updates."""
         own = {p for group in optimizer.param_groups for p in group["params"]}
-        return [p for p in self.seen() if p in own]
+        return [p for p in self.script_parameters() if p in own]
 
-    def values(self) -> list[Tensor]:
+    def trained_tensors(self) -> list[Tensor]:
         """Return this rank's values of the trained parameters."""
-        return [p.data for p in self.seen()]
+        return [p.data for p in self.script_parameters()]
 
-    def take(self) -> dict[nn.Parameter, Tensor]:
+    def pop_gradients(self) -> dict[nn.Parameter, Tensor]:
         """Set ``.grad`` to None and return nothing: pushed gradients cannot be taken back."""
-        for parameter in self.seen():
+        for parameter in self.script_parameters():
             parameter.grad = None
         return {}
 
-    def settle(self, held: Mapping[nn.Parameter, Tensor]) -> None:
+    def add_gradients(self, held: Mapping[nn.Parameter, Tensor]) -> None:
         """Make ``.grad`` refuse to be read: the gradients have been pushed."""
-        conceal(self.seen(), "on the parameter servers, which add it up and apply it")
+        conceal(self.script_parameters(), "on the parameter servers, which add it up and apply it")
         self._pushed = True
 
-    def take_use(self) -> list[bool]:
+    def pop_reached(self) -> list[bool]:
         """Return an empty list: a parameter was used if it has a gradient."""
         return []
 
-    def add_use(self, used: Sequence[bool]) -> None:
+    def mark_reached(self, used: Sequence[bool]) -> None:
         """Do nothing."""
 
-    def take_clearing(self) -> None:
+    def apply_clearing(self) -> None:
         """Do nothing: the script sees the ``.grad`` that are pushed."""
 
     def show_gradients(self) -> None:
-        """Do nothing: as ``take_clearing``."""
+        """Do nothing: as ``apply_clearing``."""
 
-    def take_edits(self) -> None:
+    def apply_edits(self) -> None:
         """Raise UsageError if the script has cleared a gradient after its push."""
         cleared = [name for name, p in self._trained if is_cleared(p.grad)] if self._pushed else []
         self._pushed = False
@@ -77,15 +77,15 @@ class RemoteGradients:
                 remedy="freeze the parameter before the forward (requires_grad_(False)), or take --strategy mirrored",
             )
 
-    def cleared(self, optimizer: Optimizer, set_to_none: bool) -> None:
+    def on_zero_grad(self, optimizer: Optimizer, set_to_none: bool) -> None:
         """Do nothing: ``optimizer.zero_grad()`` clears the same ``.grad`` that the script sees."""
 
-    def norm(self, members: Sequence[nn.Parameter], step_context: StepContext) -> NoReturn:
+    def norm_of(self, members: Sequence[nn.Parameter], step_context: StepContext) -> NoReturn:
         """Raise ValueError: the norm is known on the servers alone."""
         raise ValueError("gradients on parameter servers have no norm here")
 
     @contextmanager
-    def acting(self, index: int | None, members: Sequence[nn.Parameter]) -> Iterator[None]:
+    def stepping(self, index: int | None, members: Sequence[nn.Parameter]) -> Iterator[None]:
         """Do nothing: the servers have one optimizer."""
         yield
 

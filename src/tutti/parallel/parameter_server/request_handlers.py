@@ -112,6 +112,7 @@ class SyncHandler:
         self.version = 0
 
     def handle(self, request: Request) -> Answer | None:
+        """Answer a push, a sum or an apply request; None while the answer must wait for other workers."""
         kinds = {PUSH: self._push, SUM: self._sum, APPLY: self._apply}
         return kinds[request.header.kind](request)
 
@@ -185,15 +186,19 @@ class SyncHandler:
         return Answer(values=not header.flags & SKIP, seen=self.version)
 
     def forget(self) -> None:
+        """Forget the round under way."""
         self._rounds.clock, self._at = None, {}
 
     def state(self) -> dict[str, Any]:
+        """Return no state: a synchronous server cannot be restored."""
         return {}
 
     def load(self, state: dict[str, Any]) -> None:
+        """Raise NotImplementedError: gradients that other ranks have already added are lost with the process."""
         raise NotImplementedError("what other ranks have already added is lost with the process")
 
     def facts(self) -> dict[str, Any]:
+        """Return the numbers of updates and of late pushes."""
         return {"updates": self.version, "late": self._rounds.late}
 
 
@@ -214,9 +219,11 @@ class AsyncHandler:
 
     @property
     def version(self) -> int:
+        """Number of updates so far."""
         return self._core.version
 
     def handle(self, request: Request) -> Answer | None:
+        """Answer a pull or a push; None while the staleness bound makes the worker wait."""
         header = request.header
         if header.kind == PULL:
             self._core.hear(header.worker, header.clock, header.seen)
@@ -261,15 +268,19 @@ class AsyncHandler:
         return Answer(extras=[float(number) for number in extras], values=True, seen=self.version)
 
     def forget(self) -> None:
+        """Forget all workers, such as before a resumed run."""
         self._core.forget_workers()
 
     def state(self) -> dict[str, Any]:
+        """Return clocks, versions and counts for a snapshot of the server."""
         return self._core.state()
 
     def load(self, state: dict[str, Any]) -> None:
+        """Restore clocks, versions and counts from a snapshot."""
         self._core.load(state)
 
     def facts(self) -> dict[str, Any]:
+        """Return numbers of updates, steps, and lost, stale and refused pushes, and the histogram of staleness."""
         core = self._core
         histogram = {str(tau): count for tau, count in sorted(core.staleness.items())}
         return {

@@ -80,6 +80,7 @@ class ServerReducer:
         """Do nothing."""
 
     def collect(self, step_context: StepContext, worker: int, loss_sums: Tensor | None) -> None:
+        """Push the worker's gradients to the servers where workers are summed in order."""
         if self._by_worker:
             self._push(step_context, worker, loss_sums)
 
@@ -161,6 +162,7 @@ class SynchronousServerSync(RemoteGradients, AllReduceSync):
         self._leaves = run_context.workers if by_worker else run_context.comms.replica.size
 
     def attach(self, replica: ReplicaRunner, make_optimizer: OptimizerFactory) -> GradientReadyHook:
+        """Verify and broadcast the model, and start or join the servers, which build the optimizer. Collective."""
         comm = self._run_context.comms.replica
         self._named = parameters(replica.parts)
         agree_on_state(comm, replica.parts)
@@ -224,6 +226,7 @@ class SynchronousServerSync(RemoteGradients, AllReduceSync):
 
     @property
     def by_worker(self) -> bool:
+        """Whether each worker pushes its own gradients."""
         return self._leaves == self._run_context.workers
 
     def reduce_gradients(self, step_context: StepContext) -> StepStats:
@@ -235,9 +238,11 @@ class SynchronousServerSync(RemoteGradients, AllReduceSync):
         return super().reduce_gradients(step_context)
 
     def own_gradients(self) -> OwnGradients:
+        """Return this rank's gradients before they are pushed; the servers hold the optimizer."""
         return OwnGradients(self._counted())
 
     def merged(self) -> dict[str, Tensor]:
+        """Return the parameters, read from the servers where backup workers may have older ones. Collective."""
         if self._servers.backup:
             # Ranks whose pushes came late have older parameters.
             self._link.barrier("reading the parameters")
@@ -251,6 +256,7 @@ class SynchronousServerSync(RemoteGradients, AllReduceSync):
         return None if self._servers.backup else super().replicated()
 
     def state(self) -> dict[str, Mapping[str, Tensor | TensorSlice]]:
+        """Return this rank's share of the model, and the servers' optimizer state. Collective."""
         comm, model = self._run_context.comms.replica, self.merged()
         optim = self._link.optimizer_state()
         if self._servers.backup:
@@ -258,6 +264,7 @@ class SynchronousServerSync(RemoteGradients, AllReduceSync):
         return {"model": written(model, self._replica, comm), "optim": optim, "workers": self._buffers.state()}
 
     def load(self, saved: SavedState) -> None:
+        """Restore the parameters here and on the servers, and the servers' optimizer state."""
         for name, parameter in self._named:
             parameter.data.copy_(read_local(saved, "model", name, self._replica, parameter.shape))
         self._buffers.load(saved)

@@ -27,7 +27,8 @@ class Counter(Protocol):
     peak: int
 
     @property
-    def now(self) -> int: ...
+    def now(self) -> int:
+        """Return the bytes in use now."""
 
 
 @dataclass(frozen=True)

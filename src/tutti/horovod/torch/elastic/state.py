@@ -25,8 +25,11 @@ from tutti.horovod.torch.optimizer import check_between_steps
 class Stateful(Protocol):
     """An object with a state of plain values, such as a learning-rate scheduler or a ``GradScaler``."""
 
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
+    def state_dict(self) -> dict[str, Any]:
+        """Return the object's state."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
+        """Restore the object's state."""
 
 
 class StateHandler:
