@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
 
+from tutti.comm.communicator import Communicator
 from tutti.data.batches import shown
 from tutti.data.loader import Prefetch
-from tutti.data.reader import StreamRanks
 from tutti.data.stream import Stream, refuse_empty
 from tutti.data.stream_batches import StreamBatch, StreamReading
 from tutti.data.stream_reader import DIFFERENT, compare_samples
@@ -50,7 +50,7 @@ class HeldOutStream:
         return [[number for number in self.sizes if number % ranks == rank] for rank in range(ranks)]
 
     def micro_batches(
-        self, ranks: int, rank: int, place: Callable[[Batch], Batch], even: bool, world: StreamRanks
+        self, ranks: int, rank: int, place: Callable[[Batch], Batch], even: bool, world: Communicator
     ) -> Iterator[tuple[int, MicroBatch]]:
         """Yield this data rank's blocks with their numbers. Collective: digests of samples are compared over ranks.
 

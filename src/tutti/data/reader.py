@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
+from tutti.comm.communicator import Communicator
 from tutti.data.batches import CollatedBatch, slice_batch
 from tutti.data.contract import BatchContract
 from tutti.data.epochs import Epochs
@@ -66,20 +66,6 @@ class BatchReader(Protocol):
         """Release processes and files."""
 
 
-class StreamRanks(Protocol):
-    """The part of a communicator that reading a stream uses (protocol)."""
-
-    @property
-    def rank(self) -> int:
-        """This process's rank within the communicator."""
-
-    def agree(self, lines: Sequence[str], name: str, remedy: str) -> None:
-        """Compare ``lines`` over the ranks; raise MismatchError on every rank where they differ. Collective."""
-
-    def all_gather(self, tensor: Tensor, name: str) -> list[Tensor]:
-        """All-gather a tensor; return every rank's, in rank order."""
-
-
 class MapReader:
     """Read a map-style source in the global order, which is a function of (seed, epoch).
 
@@ -103,7 +89,7 @@ class MapReader:
         seed: int,
         prefetch: Prefetch = IN_PROCESS,
         order: SampleOrder | None = None,
-        world: StreamRanks | None = None,
+        world: Communicator | None = None,
     ) -> None:
         self.source, self._epochs, self._rank, self._seed = source, epochs, rank, seed
         self._prefetch, self._world = prefetch, world

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from tutti.comm.communicator import Communicators
 from tutti.data.epochs import Epochs
 from tutti.data.loader import Prefetch
 from tutti.data.order import SampleOrder
 from tutti.data.reader import BatchReader, MapReader
 from tutti.data.source import Source
 from tutti.data.stream import Stream
-from tutti.data.stream_reader import Lines, ReplicatedStream, ShardedStream
+from tutti.data.stream_reader import ReplicatedStream, ShardedStream
 from tutti.errors import UsageError
 
 
@@ -17,7 +18,7 @@ def make_reader(
     epochs: Epochs,
     rank: int,
     seed: int,
-    comms: Lines,
+    comms: Communicators,
     prefetch: Prefetch,
     order: SampleOrder | None = None,
 ) -> BatchReader:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
+from tutti.comm.communicator import Communicator, Communicators
 from tutti.data.contract import BatchContract
 from tutti.data.digest import digest
 from tutti.data.epochs import Epochs
 from tutti.data.keyed_random import hash64
 from tutti.data.loader import IN_PROCESS, Prefetch
-from tutti.data.reader import Position, RankBatch, StreamRanks
+from tutti.data.reader import Position, RankBatch
 from tutti.data.stream import Cursor, Stream, refuse_empty
 from tutti.data.stream_batches import StreamBatch, StreamReading
 from tutti.errors import CheckpointError, DataError
@@ -24,22 +25,6 @@ DIFFERENT = (
     "tutti.data.Sharded"
 )
 _PROCESSES = "loader processes"
-
-
-class Lines(Protocol):
-    """The communicators that reading a stream needs."""
-
-    @property
-    def world(self) -> StreamRanks:
-        """All ranks."""
-
-    @property
-    def replica(self) -> StreamRanks:
-        """The data ranks."""
-
-    @property
-    def model(self) -> StreamRanks:
-        """The ranks of one replica."""
 
 
 class ReplicatedStream:
@@ -58,7 +43,13 @@ class ReplicatedStream:
     """
 
     def __init__(
-        self, source: Stream, epochs: Epochs, rank: int, seed: int, comms: Lines, prefetch: Prefetch = IN_PROCESS
+        self,
+        source: Stream,
+        epochs: Epochs,
+        rank: int,
+        seed: int,
+        comms: Communicators,
+        prefetch: Prefetch = IN_PROCESS,
     ) -> None:
         self.source, self._epochs, self._rank, self._seed = source, epochs, rank, seed
         self._contract, self._prefetch = epochs.first, prefetch
@@ -172,7 +163,7 @@ class ShardedStream:
         comms: the communicators; ``replica`` gathers counts, ``model`` compares digests.
     """
 
-    def __init__(self, source: Stream, contract: BatchContract, rank: int, seed: int, comms: Lines) -> None:
+    def __init__(self, source: Stream, contract: BatchContract, rank: int, seed: int, comms: Communicators) -> None:
         self.source, self._contract, self._rank, self._seed = source, contract, rank, seed
         self._replicas, self._stages = comms.replica, comms.model
 
@@ -244,7 +235,7 @@ class ShardedStream:
         """Nothing is open between epochs."""
 
 
-def compare_samples(ranks: StreamRanks, batches: int, batch: StreamBatch) -> None:
+def compare_samples(ranks: Communicator, batches: int, batch: StreamBatch) -> None:
     """Compare the samples of a global batch over ranks, if ``batches`` before it is 0 or a power of two. Collective.
 
     Raises MismatchError where they differ.

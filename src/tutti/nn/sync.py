@@ -8,44 +8,30 @@ gradients of weight and bias stay this rank's part, which gradient synchronisati
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from tutti.comm.communicator import Communicator
 from tutti.errors import MismatchError, UsageError
 from tutti.nn.norms import TakenOver, replace_norms
 from tutti.nn.rng_streams import module_draws, refuse_draws
 from tutti.torch_compat import BatchNormBase, NormBase
 
 
-class _Pending(Protocol):
-    def wait(self) -> None: ...
-
-
-class StatisticsCommunicator(Protocol):
-    """The communicator that batch norms use; its messages must never mix with those of gradients."""
-
-    size: int
-
-    def gather_slices(self, mine: Tensor, text: str) -> Tensor:
-        """All-gather ``mine``, (n,), into one tensor in rank order. ``text`` names the collective."""
-
-    def start_all_reduce(self, flat: Tensor, text: str) -> _Pending:
-        """Start an in-place all-reduce (sum) of ``flat``. ``text`` names the collective."""
-
-
 class Peers:
     """State that all synchronised batch norms of one model on this rank share.
 
     Args:
-        line: communicator of the ranks whose samples are normalised together.
+        line: communicator of the ranks whose samples are normalised together, with a process group of its own: its
+            messages must never mix with those of gradients.
 
     Attributes:
         counts: whether the current samples enter the statistics; False during a dummy micro-batch.
     """
 
-    def __init__(self, line: StatisticsCommunicator) -> None:
+    def __init__(self, line: Communicator) -> None:
         self.line, self.counts = line, True
 
     def __deepcopy__(self, memo: Any) -> Peers:
@@ -175,7 +161,7 @@ class _Normalise(torch.autograd.Function):
             torch.stack([by_scale, by_bias], out=sums)
         own = (None, None) if weight is None else sums.to(weight.dtype, copy=True).unbind()
         if ctx.needs_input_grad[0]:
-            line: StatisticsCommunicator = ctx.norm.peers.line
+            line: Communicator = ctx.norm.peers.line
             line.start_all_reduce(sums, f"sums of batch norm {ctx.norm.number} in backward").wait()
             if ctx.counts:
                 factor = (variance + ctx.eps).rsqrt_().div_(-ctx.count)
@@ -192,7 +178,7 @@ def _affine(
     return torch.native_batch_norm(input, weight, bias, mean, variance, False, 0.0, eps)[0]
 
 
-def convert_sync_batch_norm(model: nn.Module, line: StatisticsCommunicator, workers: int, ranks: int) -> nn.Module:
+def convert_sync_batch_norm(model: nn.Module, line: Communicator, workers: int, ranks: int) -> nn.Module:
     """Replace every batch norm of ``model`` by a ``SyncBatchNorm``; parameters and names are kept.
 
     Args:
