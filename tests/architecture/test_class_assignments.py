@@ -1,4 +1,4 @@
-"""Giving an object another class is the exception, in the modules that ``docs/decisions/025`` argues for."""
+"""Giving an object another class is the exception, in the modules that ``docs/decisions/023`` argues for."""
 
 from __future__ import annotations
 
@@ -33,5 +33,5 @@ def assigns_a_class(tree: ast.AST) -> bool:
 def test_classes_are_assigned_where_a_record_says_why() -> None:
     found = {name for name, path in modules().items() if assigns_a_class(ast.parse(path.read_text(encoding="utf-8")))}
     assert found == ALLOWED
-    record = (ROOT / "docs" / "decisions" / "025-where-classes-are-assigned.md").read_text(encoding="utf-8")
+    record = (ROOT / "docs" / "decisions" / "023-where-classes-are-assigned.md").read_text(encoding="utf-8")
     assert all(f"`{name.removeprefix('tutti.').replace('.', '/')}.py`" in record for name in ALLOWED)

@@ -41,7 +41,7 @@ ENTRANCES = frozenset({"tutti", "__main__"})
 """May import everything: the package itself (lazily: test_imports.py)."""
 
 COMPOSERS = frozenset({"tutti.parallel.registry", "tutti.parallel.hybrid_layout"})
-"""Modules of ``parallel`` that put its members together, and that no member imports (docs/decisions/024)."""
+"""Modules of ``parallel`` that put its members together, and that no member imports (docs/decisions/022)."""
 
 
 def may_import(importer: str, target: str) -> bool:

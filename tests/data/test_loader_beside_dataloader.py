@@ -1,4 +1,4 @@
-"""What ``torch.utils.data.DataLoader`` does where tutti's loader processes promise otherwise: ``docs/decisions/026``.
+"""What ``torch.utils.data.DataLoader`` does where tutti's loader processes promise otherwise: ``docs/decisions/024``.
 
 A case that fails here has come right in PyTorch: the reason to have loader processes of our own is then one less.
 """

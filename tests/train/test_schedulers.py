@@ -190,7 +190,7 @@ def test_what_is_no_scheduler_of_the_optimizer_is_refused() -> None:
 
 
 def test_an_attribute_in_place_of_step_would_be_saved_with_the_scheduler() -> None:
-    """Which is why its class is replaced (docs/decisions/025): ``state_dict`` is all that the object has."""
+    """Which is why its class is replaced (docs/decisions/023): ``state_dict`` is all that the object has."""
     _, optimizer = built()
     scheduler = StepLR(optimizer, 1)
     plain = scheduler.state_dict().keys()
