@@ -250,6 +250,7 @@ def test_help_lists_the_verbs(tmp_path: Path) -> None:
         "doctor",
         "export",
         "goodput",
+        "landscape",
         "noise",
         "plan",
         "report",

@@ -90,6 +90,7 @@ def said(
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(command, "_start", begin)
+    monkeypatch.setattr(command, "_start_on", begin)
     monkeypatch.setattr(command, "_dry_run", begin)
 
     def ask(words: list[str]) -> str:

@@ -112,7 +112,7 @@ def rows_and_neighbours() -> list[Any]:
     receive = torch.zeros(sum(parts), 1)
     comm.exchange_slices(send, receive, parts, parts[rank], "rows")
     grid = Grid(stage=size, rank=rank)
-    stages = Communicators(context.current(), grid).p2p_channels("stage", {"down": 1, "up": -1})
+    stages = Communicators(context.current(), grid).p2p_channels({"down": 1, "up": -1}, "stage")
     # All send both ways before any receives, the last rank and the first among them.
     sent = [stages.start_send(torch.tensor([rank, n]), (rank + 1) % size, "down") for n in range(9)]
     sent += [stages.start_send(torch.tensor([-rank, n]), (rank - 1) % size, "up") for n in range(9)]

@@ -33,7 +33,7 @@ from tutti.nn.swap import parameters, swapped
 from tutti.parallel.ddp.reducers import squares_of
 from tutti.parallel.fsdp.fsdp_wrap_policy import root_modules, wrapped_modules
 from tutti.parallel.fsdp.sharded_parameter import ShardedParameter, local_rows
-from tutti.torch_compat import module_parameters, set_fsdp_collectives, tree_leaves
+from tutti.torch_compat import TorchFunctionDisabled, module_parameters, set_fsdp_collectives, tree_leaves
 from tutti.types import ShardSpec
 
 _FUNCTIONAL_CALL: Any = inspect.unwrap(torch.func.functional_call)
@@ -468,9 +468,11 @@ def _watch_created_graphs(module: nn.Module, args: Any, output: Any) -> None:
     """Let a backward through the module's outputs raise UsageError if it makes a graph of its own."""
     if not torch.is_grad_enabled():
         return
-    for value in tree_leaves(output):
-        if isinstance(value, Tensor) and value.requires_grad:
-            value.register_hook(_refuse_created_graph)
+    # Tensors split over tensor ranks refuse hooks of a script, which would get a slice of the gradient.
+    with TorchFunctionDisabled():
+        for value in tree_leaves(output):
+            if isinstance(value, Tensor) and value.requires_grad:
+                value.register_hook(_refuse_created_graph)
 
 
 def _refuse_created_graph(gradient: Tensor) -> None:
