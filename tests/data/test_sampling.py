@@ -14,7 +14,6 @@ from torch.utils.data import (
     DataLoader,
     Dataset,
     DistributedSampler,
-    IterableDataset,
     RandomSampler,
     Sampler,
     SequentialSampler,
@@ -152,11 +151,6 @@ def test_draws_of_a_collate_function_depend_on_its_samples_alone() -> None:
     assert not torch.equal(source.fetch(np.array([4, 4]), AugmentKey(0, 0)), first)
 
 
-class Endless(IterableDataset[Any]):
-    def __iter__(self) -> Iterator[Any]:
-        yield from range(5)
-
-
 class Own(DataLoader[Any]):
     def __iter__(self) -> Any:
         return iter([1, 2])
@@ -170,7 +164,6 @@ REFUSED = [
     ),
     (lambda: DataLoader(DATA, None), "batch_size=None makes no batches"),
     (lambda: Own(DATA, BATCH), "Own has an __iter__ of its own"),
-    (lambda: DataLoader(Endless(), 4, num_workers=2), "num_workers=2 of an iterable data set"),
 ]
 
 

@@ -114,7 +114,7 @@ TYPOS = [
     ("--threads 0", "--threads is 0"),
     # combinations
     ("--strategy single --devices 3", "take --strategy mirrored, or --devices 1"),
-    ("--strategy mirrored --workers 2 --devices 3", "--workers 3 or more, or --devices 2 or fewer"),
+    ("--strategy mirrored --workers 2 --devices 3", "--workers 3 or more, or fewer devices"),
     ("--strategy model_parallel:stages=2 --devices 3", "stages"),
     ("--strategy mirrored:wire=bf16 --reproducible", "leave out one of the two"),
     ("--workers 8 --batch-size 4", "--batch-size 8"),

@@ -75,7 +75,8 @@ def test_a_band_exists_only_where_the_back_test_has_a_cell() -> None:
     assert near.band is not None and near.band[0] < near.samples < near.band[1]
     assert middle.band is None and "no band" in middle.text
     assert far.band is None and "no band" in far.text
-    cells = {"data to the target at smaller batches, at most 4 ×": {"a": CellScores((1.0,), 40)}}
+    sets = {"a": CellScores((1.0,), 20), "b": CellScores((1.0,), 20)}
+    cells = {"data to the target at smaller batches, at most 4 ×": sets}
     narrow = TargetData(MEASURED, None, cells).at(256)
     assert narrow.band is not None and narrow.band[1] < near.band[1]
     predicted = device_plans([step(2, 256, {"compute": 0.1})], data, None)[0]
