@@ -117,8 +117,8 @@ class Report:
 def summarize(outcomes: Sequence[FaultOutcome]) -> list[tuple[str, ...]]:
     """Return one row a kind of fault.
 
-    Columns: kind, number of faults, median and longest stand-still, median and largest number of lost steps, restarts,
-    resumes, faults survived.
+    Columns: kind, number of faults, median and longest time without progress, median and largest number of lost steps,
+    restarts, resumes, faults survived.
     """
     rows: list[tuple[str, ...]] = []
     for kind in dict.fromkeys(_named(outcome) for outcome in outcomes):

@@ -27,7 +27,7 @@ def plan_config(plan: DevicePlan, base: TrainConfig, target: TrainingTarget, nea
     Args:
         plan: devices, batch and strategy.
         base: all further options.
-        target: that ends it.
+        target: metric and level at which the run ends.
         near: run whose options ``base`` has; its length is kept where that is long enough, because the learning-rate
             schedule depends on it. None: twice the samples that the target needs.
     """
