@@ -103,6 +103,9 @@ def test_ranks_in_different_calls_of_shared_memory_are_refused(
 ) -> None:
     for rank, text in enumerate(worlds.run(3, different_calls_in_shared_memory, calls=calls, elements=elements)):
         assert "different collectives" in text and calls[rank] in text
+        other = next(r for r in (1, 2) if (calls[r], elements[r]) != (calls[0], elements[0]))
+        for shown in (0, other):
+            assert f"rank {shown} in {calls[shown]}, with {elements[shown]} of" in text
 
 
 def rows_and_neighbours() -> list[Any]:

@@ -386,13 +386,23 @@ class Communicator:
         headers = torch.stack(self._gather(header, text))
         if bool((headers == headers[0]).all()):
             return
-        descriptions = self.all_gather_strings(f"call {self._sequence}: {text}", "comparing calls")
         other = int((headers != headers[0]).any(dim=1).nonzero()[0])
-        raise MismatchError(
-            f"ranks are in different collectives: rank {self.ranks[0]} in {descriptions[0]}, "
-            f"rank {self.ranks[self.alive_ranks[other]]} in {descriptions[other]}",
+        raise self.calls_differ(f"call {self._sequence}: {text}", other)
+
+    def calls_differ(self, call: str, other: int) -> MismatchError:
+        """Return the error of ranks that are in different calls, which shows two of them; all-gathers the calls.
+
+        Args:
+            call: describes this rank's call.
+            other: index in ``alive_ranks`` of a rank whose call differs from the first one's; equal on all ranks.
+        """
+        calls = self.all_gather_strings(call, "comparing calls")
+        return MismatchError(
+            f"ranks are in different collectives: rank {self.ranks[0]} in {calls[0]}, "
+            f"rank {self.ranks[self.alive_ranks[other]]} in {calls[other]}",
             where=f"rank {self.global_rank}",
-            remedy="nothing was sent; make all ranks call the same collectives with the same shapes, in the same order",
+            why="they did not run the same sequence of collectives; nothing was added up",
+            remedy="make all ranks take the same steps and call the same collectives with equal shapes, in one order",
         )
 
     def all_gather_strings(self, text: str, name: str) -> list[str]:

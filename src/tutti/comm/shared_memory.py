@@ -26,7 +26,7 @@ from torch import Tensor
 
 from tutti.comm.random_keys import name_key
 from tutti.comm.stall import Call
-from tutti.errors import MismatchError, PeerError
+from tutti.errors import PeerError
 from tutti.launcher import heartbeat
 from tutti.launcher.heartbeat import Phase
 
@@ -154,7 +154,7 @@ class SmallMessages:
     BYTES = 2 * (_LINE + _SMALL)
 
     def __init__(self, comm: Communicator, segment: SharedMemorySegment) -> None:
-        self._rank, self._segment = comm.rank, segment
+        self._comm, self._rank, self._segment = comm, comm.rank, segment
         half = self.BYTES // 2
         slots = [segment.slot(rank) for rank in range(comm.size)]
         halves = [[slot[start : start + half] for slot in slots] for start in (0, half)]
@@ -180,16 +180,14 @@ class SmallMessages:
         """
         self._turn = 1 - self._turn
         digests, messages, size = self._digests[self._turn], self._messages[self._turn], mine.nbytes
-        digest = name_key(f"{text}, {mine.numel()} of {mine.dtype}")
+        call = f"{text}, with {mine.numel()} of {mine.dtype}"
+        digest = name_key(call)
         messages[self._rank][:size].view(mine.dtype).copy_(mine.reshape(-1))
         digests[self._rank][0] = digest
         self._segment.barrier(text)
         if any(other[0] != digest for other in digests):
-            raise MismatchError(
-                f"ranks are in different collectives; this one is in {text}, with {mine.numel()} of {mine.dtype}",
-                why="they did not run the same sequence of collectives",
-                remedy="make every rank take the same steps, evaluations and collectives in the same order",
-            )
+            differs = next(rank for rank, other in enumerate(digests) if other[0] != digests[0][0])
+            raise self._comm.calls_differ(call, differs)
         return [message[:size].view(mine.dtype) for message in messages]
 
 
