@@ -198,12 +198,12 @@ class AsynchronousServerSync(RemoteGradients):
     def _take(self, worker: int, replies: list[Reply], read: bool = True) -> None:
         """Record the servers' replies: versions, steps, stop; and copy the parameters if they were ``read``.
 
-        With ``steps=all`` the first server's step count decides for all servers.
+        The first server alone decides after which step all workers stop: servers hear of the request at different
+        clocks, and a worker that completes a step has its reply, but maybe not the one of a server that decides later.
         """
-        counting = replies[:1] if self._config.steps == "all" else replies
-        stops = [reply.extras[2] for reply in counting if reply.extras[2] != NONE]
-        self._stop_at = max(stops, default=self._stop_at)
-        self._clock = max(self._clock, int(replies[0].extras[4]))
+        _, _, stop_at, _, clock = replies[0].extras
+        self._stop_at = self._stop_at if stop_at == NONE else stop_at
+        self._clock = max(self._clock, int(clock))
         self._allowed[worker] = all(reply.extras[3] for reply in replies)
         self._version = replies[0].header.seen
         if read:
