@@ -82,12 +82,16 @@ def test_the_users_own_settings_stay(tmp_path: Path) -> None:
 def test_all_ranks_shown(tmp_path: Path, how: str) -> None:
     body = """
         def entry():
-            print(f"line of {RANK()}")
+            import time
+            print("line of ", end="")
+            time.sleep(0.5)
+            print(RANK())
         """
+    unbuffered = {"PYTHONUNBUFFERED": "1"}
     if how == "option":
-        result = launched(tmp_path, body, show_all=True)
+        result = launched(tmp_path, body, show_all=True, environ=unbuffered)
     else:
-        result = launched(tmp_path, body, environ={"TUTTI_LOG_RANKS": "all"})
+        result = launched(tmp_path, body, environ={"TUTTI_LOG_RANKS": "all", **unbuffered})
     assert sorted(result.out.splitlines()) == ["[rank 1] line of 1", "[rank 2] line of 2", "line of 0"]
 
 

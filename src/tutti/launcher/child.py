@@ -110,9 +110,10 @@ def _redirect(log: Path, keep_terminal: bool) -> None:
         os.dup2(file, 1)
         os.dup2(file, 2)
     for name, descriptor in (("stdout", 1), ("stderr", 2)):
-        # Line buffering, so that the log of a killed process is complete.
+        # Line buffering, so that the log of a killed process is complete, and whole lines also under PYTHONUNBUFFERED,
+        # which writes a line's end by itself: the agent that follows the log would show the halves as two lines.
         if hasattr(stream := getattr(sys, name), "reconfigure"):
-            stream.reconfigure(line_buffering=True)
+            stream.reconfigure(line_buffering=True, write_through=keep_terminal and stream.write_through)
         else:
             # A notebook's stream belongs to threads of the kernel, which are not in this process.
             setattr(sys, name, os.fdopen(descriptor, "w", buffering=1, encoding="utf-8", closefd=False))
