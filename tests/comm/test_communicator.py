@@ -203,7 +203,7 @@ def mismatches(odd: int) -> list[tuple[str, float]]:
 def test_every_rank_refuses_with_both_sides_and_goes_on(size: int, odd: int) -> None:
     for rank, said in enumerate(worlds.run(size, mismatches, odd=odd)):
         for (kind, words), (text, after) in zip(MISMATCHES.items(), said, strict=True):
-            for word in [*words, f"rank {odd}", f"(rank {rank})", "Nothing was sent"]:
+            for word in [*words, f"rank {odd}", f"(rank {rank})", "nothing was added up"]:
                 assert word in text, f"{kind} on rank {rank}: {text}"
             assert after == size
 
