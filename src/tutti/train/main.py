@@ -41,9 +41,10 @@ from tutti.train.evaluation import BLOCK, in_blocks
 from tutti.train.header import derived, run_identity, title
 from tutti.train.loop import Length, Means, TrainPlan, train_loop
 from tutti.train.preemption import stop_on_signals
-from tutti.train.prepare import RunOptions, prepare_run
+from tutti.train.prepare import prepare_run
 from tutti.train.run import Run
 from tutti.train.run_checkpoints import Checkpoints
+from tutti.train.run_options import RunOptions
 from tutti.train.step_windows import Window, profiled, traced
 from tutti.train.target_watch import TargetWatch
 from tutti.train.utilisation import measured_throughput

@@ -280,12 +280,12 @@ def test_what_cannot_be_is_refused(options: str, words: str) -> None:
 
 def heap(strategy: str, free: int) -> bool:
     """Whether freed memory is given back at once, with so much memory."""
-    from tutti.train import prepare
+    from tutti.train import model_conversion
 
     asked: list[bool] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prepare, "free_at_once", lambda: asked.append(True))
-        patch.setattr(prepare, "free_memory", lambda processes: free)
+        patch.setattr(model_conversion, "free_at_once", lambda: asked.append(True))
+        patch.setattr(model_conversion, "free_memory", lambda processes: free)
         data = (torch.ones(8, 16), torch.ones(8, 16))
         model = nn.Linear(16, 16, bias=False)
         tutti.prepare(model, "adam", data, lambda model, batch: model(batch[0]).sum(), strategy=strategy, batch_size=4)

@@ -1,0 +1,98 @@
+"""Conversion of the model before it is laid out: batch norm, dtype and memory layout; and of the loss function."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from tutti.config.loss_scale_config import LossScaleConfig, choose_loss_scale
+from tutti.config.module_config import BatchNormConfig
+from tutti.config.module_config import Ghost as GhostConfig
+from tutti.config.module_config import Sync as SyncConfig
+from tutti.errors import UsageError
+from tutti.host_memory import free_memory
+from tutti.launcher import context
+from tutti.launcher.malloc_tuning import free_at_once
+from tutti.nn import ghost, norms, sync
+from tutti.nn.init_on_disk import as_built
+from tutti.optim.loss_scale import LossScale
+from tutti.types import LossFn, RunContext
+from tutti.workload.tensor_memory import bytes_of
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.float32, "fp16": torch.float32, "fp64": torch.float64}
+_CAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def convert_model(
+    model: nn.Module, batch_norm: BatchNormConfig, run_context: RunContext, precision: str | None, channels_last: bool
+) -> tuple[nn.Module, torch.dtype]:
+    """Convert the model's batch norm, dtype and memory layout; return it, and the dtype for floating-point inputs."""
+    if run_context.rows and run_context.comms.world.device.type == "cpu" and _is_large(model):
+        free_at_once()
+    with as_built(model):
+        model = _normalised(model, batch_norm, run_context)
+        return model, _precise(model, precision, channels_last)
+
+
+def _is_large(model: nn.Module) -> bool:
+    """Return whether the model is so large that malloc should return freed memory of gathered layers to the system.
+
+    Kept memory is about three times the memory in use. With Adam a model of a sixteenth of the free memory needs a
+    quarter of it, and three times that leaves little (the threshold is a guess).
+    """
+    return bytes_of([*model.parameters(), *model.buffers()]) > free_memory(context.local_size()) // 16
+
+
+def _normalised(model: nn.Module, batch_norm: BatchNormConfig, run_context: RunContext) -> nn.Module:
+    """Convert the model's batch norm as ``batch_norm`` says. Collective for ``sync``: makes a process group."""
+    model = norms.restore_norms(model)
+    if isinstance(batch_norm, SyncConfig):
+        line = run_context.comms.new_group("batch norm")
+        return sync.convert_sync_batch_norm(model, line, run_context.workers, run_context.grid.data_ranks)
+    return ghost.convert_ghost_batch_norm(model, batch_norm.size) if isinstance(batch_norm, GhostConfig) else model
+
+
+def _precise(model: nn.Module, precision: str | None, channels_last: bool) -> torch.dtype:
+    """Convert the model's dtype and memory layout in place; return the dtype for floating-point inputs."""
+    if precision == "fp8":
+        raise UsageError(
+            "precision=fp8 cannot run here",
+            why="tutti has no matrix products of 8-bit floats with their scales",
+            remedy="take precision=bf16",
+        )
+    if precision is not None and precision not in _DTYPES:
+        raise UsageError(f"unknown precision '{precision}'", remedy=f"choices: {', '.join(_DTYPES)}")
+    if precision is not None:
+        model.to(_DTYPES[precision])
+    if channels_last:
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+
+
+def cast_loss(loss_fn: LossFn | None, device: str, precision: str | None) -> LossFn | None:
+    """Return the loss function under autocast to the precision's 16-bit dtype; as it is for other precisions."""
+    dtype = _CAST.get(precision or "")
+    if loss_fn is None or dtype is None:
+        return loss_fn
+
+    def cast(model: Any, batch: Any) -> Any:
+        with torch.autocast(device, dtype):
+            return loss_fn(model, batch)
+
+    return cast
+
+
+def make_loss_scale(
+    given: LossScaleConfig | str | None, precision: str | None, loss_fn: LossFn | None
+) -> LossScale | None:
+    """Return the run's loss scale, None for none. Raises UsageError if it or the precision has no effect."""
+    if loss_fn is None and precision in _CAST:
+        raise UsageError(
+            f"precision={precision} casts inside loss_fn, and there is none",
+            remedy="give a loss_fn, or wrap your own forward in torch.autocast"
+            + " and set loss_scale='dynamic'" * (precision == "fp16"),
+        )
+    config = given if isinstance(given, LossScaleConfig) else choose_loss_scale(given, precision)
+    return None if config is None else LossScale(config)

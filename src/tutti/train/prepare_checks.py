@@ -1,0 +1,285 @@
+"""The checks of ``tutti.prepare`` before any process group is made, and the agreement of all ranks on its arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from tutti import parallel
+from tutti.comm.grid import Grid
+from tutti.config.gradient_noise import Multiplicative, check_noise, per_worker_option
+from tutti.config.lr_rule import NoRule
+from tutti.config.module_config import BatchNormConfig, Blocks, Checkpointing
+from tutti.config.module_config import Sync as SyncConfig
+from tutti.config.optimizer_config import OptimizerChoice
+from tutti.data.contract import BatchContract
+from tutti.data.epochs import Epochs
+from tutti.data.sampling import Sampling
+from tutti.data.source import Source
+from tutti.data.stream import Stream
+from tutti.device import is_accelerator
+from tutti.errors import UsageError
+from tutti.launcher import context
+from tutti.nn.overlapping import check_memory
+from tutti.nn.sparse_layers import sparse_parameters
+from tutti.optim.factory import check_fresh
+from tutti.optim.loss_scale import LossScale
+from tutti.optim.several import check_apart
+from tutti.parallel import Choice
+from tutti.train.batch_size_schedule import batch_size_schedule
+from tutti.train.callbacks import Callbacks
+from tutti.train.model_conversion import make_loss_scale
+from tutti.train.optimizers import check_fits, check_takes_sparse, describe_optimizers, imported_optimizer
+from tutti.train.prepared_before import check_earlier
+from tutti.train.run_options import DEFAULT_BATCH_SIZE, Models, Optimizers, RunOptions
+from tutti.train.schedulers import Schedulers
+from tutti.train.training_data import choose_sampling, samples_per_epoch, wrap_training_data
+from tutti.types import LossFn
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckedRun:
+    """The arguments of ``tutti.prepare`` after all checks, and what follows from them.
+
+    Attributes:
+        model: the script's model; several models as children of one module.
+        optimizers: the script's optimizers; empty where the run makes one from options.
+        trainer: the optimizers, or the options of the optimizer that the run makes.
+        rule: rule of the learning rate that the run's own optimizer still has to apply.
+        sparse: names of trainable parameters with sparse gradients.
+        choice: the strategy.
+        grid: the device mesh, with this rank's place in it.
+        sampling: the data set with its global batches.
+        data: the data set as the run reads it.
+        contract: the batch contract that the run begins with.
+        epochs: the global batches of all epochs, with the growth of the batch.
+        noise: gradient noise that is added; None for none.
+        schedulers: the script's schedulers.
+        callbacks: the script's callbacks.
+        loss_scale: the loss scale; None for none.
+        together: whether the workers of a rank run as one, for synchronised batch norm.
+    """
+
+    model: nn.Module
+    optimizers: Sequence[Optimizer]
+    trainer: Sequence[Optimizer] | OptimizerChoice
+    rule: NoRule
+    sparse: Sequence[str]
+    choice: Choice
+    grid: Grid
+    sampling: Sampling
+    data: Source | Stream
+    contract: BatchContract
+    epochs: Epochs
+    noise: Multiplicative | None
+    schedulers: Schedulers
+    callbacks: Callbacks
+    loss_scale: LossScale | None
+    together: bool
+
+    def settings(self, o: RunOptions) -> list[str]:
+        """Return the lines that must be equal on all ranks."""
+        contract, sampling = self.epochs.first, self.sampling
+        collate = "default" if sampling.collate is None else "own"
+        processes = max(sampling.processes, 1) if isinstance(self.data, Stream) else "any"
+        return [
+            f"strategy {self.choice.name} {self.choice.layout} {self.choice.exchange}",
+            f"{contract.workers} workers",
+            f"a global batch of {contract.batch}, micro-batches of {contract.micro}, identical {contract.identical}",
+            f"batch growth {self.epochs.growth}",
+            f"{contract.dataset} training samples",
+            f"precision {o.precision}, clip {o.clip}, reproducible {o.reproducible}, seed {o.seed}",
+            f"shuffle {sampling.shuffle}, sampler {type(sampling.sampler).__name__}, {collate} collate,"
+            f" drop_last {sampling.drop_last}",
+            f"{processes} loader processes",
+            f"max_nonfinite {o.max_nonfinite}, batch norm {o.batch_norm}, loss_scale {o.loss_scale},"
+            f" gradient noise {self.noise}, noise scale every {o.noise_every}",
+            f"callbacks {self.callbacks.names()}",
+            f"compile {o.compile_choice}, activation_checkpointing {_named(o.checkpointing)}",
+            f"ema {o.averaging}, {'given' if o.init_from is not None else 'own'} initial weights",
+            *describe_optimizers(self.trainer, o.lr_scale),
+        ]
+
+
+def check_run(
+    model: Models,
+    optimizer: Optimizers | OptimizerChoice | str,
+    dataset: Any,
+    loss_fn: LossFn | None,
+    options: RunOptions,
+) -> CheckedRun:
+    """Check all arguments of ``tutti.prepare`` on this rank, without a message to others but those of ``tutti.init``.
+
+    Args:
+        model: see ``tutti.prepare``, as for the next three.
+        optimizer: an optimizer, several, or options.
+        dataset: the training samples.
+        loss_fn: the loss function.
+        options: all other arguments of ``tutti.prepare``.
+
+    Raises:
+        UsageError, DataError: arguments that do not go together or cannot be trained.
+    """
+    whole, optimizers = one_module(model), given_optimizers(optimizer)
+    sampling = choose_sampling(dataset, options)
+    batch_size = sampling.batch_size or DEFAULT_BATCH_SIZE
+    o = replace(options, batch_size=batch_size, data_workers=sampling.processes)
+    rule = o.lr_rule
+    if isinstance(optimizer, str):
+        optimizer = OptimizerChoice.parse(optimizer)
+    if isinstance(optimizer, OptimizerChoice):
+        imported = imported_optimizer(optimizer, whole, rule, batch_size)
+        if imported:
+            # Its rate is scaled as it is made.
+            optimizer, optimizers, rule = imported, imported, NoRule()
+    check_earlier(whole, optimizers)
+    world = context.init()
+    sparse = [name for name, p in sparse_parameters([whole]).items() if p.requires_grad]
+    choice = _check_strategy(o, world, bool(sparse))
+    grid = Grid(**choice.shape(world.identity.size), rank=world.identity.rank)
+    data = wrap_training_data(sampling, choice, o)
+    trainer = optimizer if isinstance(optimizer, OptimizerChoice) else optimizers
+    _check_trainable(whole, trainer, sparse)
+    contract = _contract(choice, grid.data_ranks, samples_per_epoch(data, sampling), o)
+    given, adaptive = o.gradient_noise, o.lr_rule.adaptive
+    noise = check_noise(given, batch_size, adaptive) if isinstance(given, str) else given
+    epochs = batch_size_schedule(contract, o.growth, whole, o.batch_norm_options, o.lr_rule, noise)
+    excluded = "lr_scale='adascale'" if adaptive else "" if choice.row.synchronous else "steps=all"
+    schedulers = Schedulers(o.scheduler, o.scheduler_every, optimizers, excluded)
+    callbacks = _check_callbacks(Callbacks(o.callbacks), choice)
+    for each in optimizers if not choice.row.optimizer_here else ():
+        check_fresh(each)
+    loss_scale = make_loss_scale(o.loss_scale, o.precision, loss_fn)
+    if o.noise_every is not None:
+        if o.noise_every < 1:
+            raise UsageError(f"noise_every is {o.noise_every}", remedy="give a whole number of at least 1, or None")
+        accelerated = is_accelerator(world.device)
+        parallel.check_noise_scale(choice, grid.size, contract, noise is not None, accelerated, bool(sparse))
+    option = per_worker_option(adaptive, noise, o.noise_every)
+    together = _together(o.batch_norm_options, choice, epochs, o.reproducible, option)
+    return CheckedRun(
+        model=whole,
+        optimizers=optimizers,
+        trainer=trainer,
+        rule=rule,
+        sparse=sparse,
+        choice=choice,
+        grid=grid,
+        sampling=sampling,
+        data=data,
+        contract=contract,
+        epochs=epochs,
+        noise=noise,
+        schedulers=schedulers,
+        callbacks=callbacks,
+        loss_scale=loss_scale,
+        together=together,
+    )
+
+
+def _check_strategy(o: RunOptions, world: context.World, sparse: bool) -> Choice:
+    """Return the strategy with its options. Raises UsageError where another option excludes it."""
+    return parallel.check_strategy(
+        o.strategy,
+        world.identity.size,
+        workers=o.workers,
+        reproducible=o.reproducible,
+        adaptive=o.lr_rule.adaptive,
+        averaging=o.averaging is not None,
+        compiled=o.compile_choice is not None,
+        accelerated=is_accelerator(world.device),
+        sparse=sparse,
+    )
+
+
+def _check_callbacks(callbacks: Callbacks, choice: Choice) -> Callbacks:
+    """Return the callbacks. Raises UsageError where ranks cannot agree on a stop after each event."""
+    if callbacks.own and not choice.row.synchronous:
+        raise UsageError(
+            "callbacks cannot be combined with steps=all",
+            why="ranks agree after each event whether to stop, and here each makes as many steps as it can",
+            remedy="leave out one of the two",
+        )
+    return callbacks
+
+
+def one_module(model: Models) -> nn.Module:
+    """Return a module as it is, several as children of one module. Raises UsageError for other types."""
+    if isinstance(model, nn.Module):
+        return model
+    if isinstance(model, Mapping) and all(isinstance(each, nn.Module) for each in model.values()):
+        return nn.ModuleDict(model)
+    if isinstance(model, Sequence) and all(isinstance(each, nn.Module) for each in model):
+        return nn.ModuleList(model)
+    raise UsageError(
+        f"the model is a {type(model).__name__}", remedy="give a torch.nn.Module, or several in a list or a dict"
+    )
+
+
+def given_optimizers(optimizer: Optimizers | OptimizerChoice | str) -> list[Optimizer]:
+    """Return the script's optimizers as a list; empty for options. Raises UsageError for other types."""
+    if isinstance(optimizer, str | OptimizerChoice):
+        return []
+    several = isinstance(optimizer, Sequence)
+    found = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer) if several else []
+    if not found or not all(isinstance(each, Optimizer) for each in found):
+        raise UsageError(
+            f"the optimizer is a {type(optimizer).__name__}",
+            remedy="give a torch.optim.Optimizer, several in a list, or options such as 'adamw:lr=1e-3'",
+        )
+    check_apart(found)
+    return found
+
+
+def _check_trainable(model: nn.Module, optimizer: Sequence[Optimizer] | OptimizerChoice, sparse: Sequence[str]) -> None:
+    """Raise UsageError if no parameter is trainable, or the optimizer cannot train the model."""
+    _check_not_on_meta(model)
+    check_memory(model)
+    if not any(p.requires_grad for p in model.parameters()):
+        raise UsageError("no parameter of the model is trainable", remedy="set requires_grad on some")
+    check_fits(optimizer, model)
+    if sparse:
+        check_takes_sparse(optimizer, model, sparse)
+
+
+def _check_not_on_meta(model: nn.Module) -> None:
+    """Raise UsageError if parameters or buffers are on the meta device."""
+    empty = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
+    if empty:
+        raise UsageError(
+            f"{len(empty)} parameters or buffers of the model have no numbers",
+            where=", ".join(empty[:3]),
+            why="they are on the meta device, which stores only shapes",
+            remedy="build the model without torch.device('meta'), inside tutti.spilling() if it is too large; or "
+            "call model.to_empty(device='cpu') and initialise it before tutti.prepare",
+        )
+
+
+def _contract(choice: Choice, ranks: int, count: int | None, o: RunOptions) -> BatchContract:
+    """Return the batch contract; the strategy may determine the size of micro-batches."""
+    number, batch = o.workers or ranks, o.batch_size or DEFAULT_BATCH_SIZE
+    micro = parallel.micro_batch(choice, o.micro_batch, batch, number)
+    return BatchContract(count, batch, number, ranks, micro, o.identical_batches)
+
+
+def _together(
+    batch_norm: BatchNormConfig, choice: Choice, epochs: Epochs, reproducible: bool, needs: str | None
+) -> bool:
+    """Return whether a rank's workers run as one (synchronised batch norm). Raises UsageError if they cannot."""
+    if not isinstance(batch_norm, SyncConfig):
+        return False
+    parallel.check_sync(choice, context.current().identity.size, reproducible, needs)
+    for phase in epochs.phases:
+        phase.contract.check_whole()
+    return True
+
+
+def _named(units: Checkpointing) -> str | list[str]:
+    """Return the options of activation checkpointing, modules as names: the same text on every rank."""
+    if units is None or isinstance(units, Blocks):
+        return str(units)
+    return [unit if isinstance(unit, str) else unit.__qualname__ for unit in units]

@@ -1,0 +1,103 @@
+"""The options of ``tutti.prepare`` in one object, each parsed once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from torch import nn
+from torch.optim import Optimizer
+
+from tutti.config.averaging import Averaging
+from tutti.config.gradient_noise import Multiplicative
+from tutti.config.growth import BatchGrowth
+from tutti.config.loss_scale_config import LossScaleConfig
+from tutti.config.lr_rule import NoRule, check_rule
+from tutti.config.module_config import (
+    BatchNormConfig,
+    Checkpointing,
+    CompileChoice,
+    check_batch_norm,
+    check_checkpointing,
+    check_compile,
+)
+from tutti.config.slowness import Slowness
+from tutti.train.schedulers import Given
+
+Models: TypeAlias = "nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]"
+Optimizers: TypeAlias = "Optimizer | Sequence[Optimizer]"
+
+DEFAULT_BATCH_SIZE = 128
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """The options of ``tutti.prepare``, which documents them."""
+
+    strategy: str = "mirrored"
+    workers: int | None = None
+    batch_size: int | None = None
+    collate: Callable[[list[Any]], Any] | None = None
+    shuffle: bool | None = None
+    drop_last: bool = False
+    batch_growth: BatchGrowth | str | None = None
+    micro_batch: int | None = None
+    precision: str | None = None
+    loss_scale: LossScaleConfig | str | None = None
+    channels_last: bool = False
+    lr_scale: NoRule | str = "none"
+    batch_norm: BatchNormConfig | str = "worker"
+    identical_batches: bool = False
+    clip: float | None = None
+    gradient_noise: Multiplicative | str | None = "none"
+    noise_every: int | None = None
+    ema: Averaging | str | float | None = None
+    init_from: str | Path | None = None
+    reproducible: bool = False
+    activation_checkpointing: str | Checkpointing = "none"
+    compile: CompileChoice | str | bool | None = "none"
+    seed: int = 0
+    max_nonfinite: int = 10
+    data_workers: int | None = None
+    slow: Sequence[Slowness] | str = ()
+    scheduler: Given = None
+    scheduler_every: str = "update"
+    callbacks: Sequence[Any] = ()
+
+    @cached_property
+    def lr_rule(self) -> NoRule:
+        """The learning-rate rule of ``lr_scale``. Raises UsageError."""
+        return check_rule(self.lr_scale) if isinstance(self.lr_scale, str) else self.lr_scale
+
+    @cached_property
+    def batch_norm_options(self) -> BatchNormConfig:
+        """The options of ``batch_norm``. Raises UsageError."""
+        return check_batch_norm(self.batch_norm) if isinstance(self.batch_norm, str) else self.batch_norm
+
+    @cached_property
+    def compile_choice(self) -> CompileChoice | None:
+        """Mode and options of ``compile``; None without it. Raises UsageError."""
+        given = self.compile
+        if given is None or isinstance(given, CompileChoice):
+            return given
+        return check_compile(given if isinstance(given, str) else "default" if given else "none", self.reproducible)
+
+    @cached_property
+    def checkpointing(self) -> Checkpointing:
+        """The options of ``activation_checkpointing``; None without it. Raises UsageError."""
+        return check_checkpointing(self.activation_checkpointing)
+
+    @cached_property
+    def averaging(self) -> Averaging | None:
+        """The options of the weights' average; None without ``ema``. Raises UsageError."""
+        given = self.ema
+        return given if given is None or isinstance(given, Averaging) else Averaging.parse(str(given), "ema")
+
+    @cached_property
+    def growth(self) -> BatchGrowth | None:
+        """The options of ``batch_growth``; None without it. Raises UsageError."""
+        text = self.batch_growth
+        return BatchGrowth.parse(text, "batch_growth") if isinstance(text, str) else text

@@ -1,0 +1,133 @@
+"""The training data of a run: sampling, checks of its options, and the call that tries a first micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from tutti.config.module_config import Sync as SyncConfig
+from tutti.data.adapt import adapt_training
+from tutti.data.batches import slice_batch
+from tutti.data.contract import BatchContract
+from tutti.data.sampling import Sampling, given_sampling
+from tutti.data.source import Source
+from tutti.data.stream import Stream
+from tutti.errors import UsageError
+from tutti.parallel import Choice
+from tutti.train.run_options import DEFAULT_BATCH_SIZE, RunOptions
+from tutti.types import LossFn
+
+
+def choose_sampling(dataset: Any, o: RunOptions) -> Sampling:
+    """Return the data set with its global batches, from the options or from a ``DataLoader``."""
+    found = given_sampling(dataset, o.batch_size, o.collate, o.shuffle, o.drop_last, o.data_workers)
+    return (
+        replace(found, batch_size=DEFAULT_BATCH_SIZE)
+        if found.batch_size is None and not found.whole
+        else found.sized(o.seed)
+    )
+
+
+def wrap_training_data(sampling: Sampling, choice: Choice, o: RunOptions) -> Source | Stream:
+    """Wrap the data set as a ``Source`` or ``Stream``. Raises UsageError if an option excludes it."""
+    data = adapt_training(sampling.dataset, sampling.collate, sampling.drop_last, sampling.processes)
+    identical, reproducible = o.identical_batches, o.reproducible
+    if sampling.processes < 0:
+        raise UsageError(f"data_workers is {sampling.processes}", remedy="give 0 or more")
+    _check_order(sampling, data, choice, o)
+    if isinstance(data, Stream) and not choice.row.synchronous:
+        raise UsageError(
+            "steps=all cannot be combined with a stream",
+            why="ranks read a stream in step, and here each makes as many steps as it can",
+            remedy="leave it out, or take a data set with __len__ and __getitem__",
+        )
+    if identical and isinstance(data, Stream):
+        raise UsageError(
+            "identical_batches needs a data set with __len__ and __getitem__", remedy="leave one of them out"
+        )
+    if reproducible and isinstance(data, Stream) and data.sharded:
+        raise UsageError(
+            "reproducible cannot be combined with a data set that shards itself",
+            why="the content of a global batch depends on the number of devices",
+            remedy="leave out one of the two",
+        )
+    return data
+
+
+def _check_order(sampling: Sampling, data: Source | Stream, choice: Choice, o: RunOptions) -> None:
+    """Raise UsageError if the order of samples cannot be kept with the other options."""
+    if isinstance(data, Stream) and sampling.shuffle:
+        raise UsageError(
+            "a stream cannot be shuffled", remedy="shuffle inside the data set, by set_epoch, and leave shuffle out"
+        )
+    if isinstance(data, Stream) and data.sharded and sampling.drop_last:
+        raise UsageError(
+            "drop_last cannot be combined with a data set that shards itself",
+            why="its ranks end at different samples, and the smaller batches at the end count with their weight",
+            remedy="leave drop_last out",
+        )
+    if sampling.drop_last and o.batch_growth is not None:
+        raise UsageError(
+            "drop_last cannot be combined with batch_growth",
+            why="the number of samples that it leaves would change with the batch",
+            remedy="leave out one of the two",
+        )
+    if sampling.sampler is not None and not choice.row.synchronous:
+        raise UsageError(
+            f"the sampler {type(sampling.sampler).__name__} cannot be combined with steps=all",
+            why="its order is compared over ranks in every epoch, and here each makes as many steps as it can",
+            remedy="leave steps=all or the sampler out",
+        )
+    several = (o.workers or 0) > 1 or o.micro_batch is not None
+    if sampling.collate is not None and isinstance(o.batch_norm_options, SyncConfig) and several:
+        raise UsageError(
+            "batch_norm='sync' cannot be combined with an own collate and several workers a device",
+            why="a device computes on all its samples at once, and collate makes one batch for each worker",
+            remedy="leave workers and micro_batch out",
+        )
+
+
+def samples_per_epoch(data: Source | Stream, sampling: Sampling) -> int | None:
+    """Return the number of samples in an epoch; None for a stream of unknown length and a batch sampler."""
+    if not isinstance(data, Stream):
+        return sampling.in_an_epoch(len(data))
+    if data.samples is None or not sampling.drop_last:
+        return data.samples
+    return data.samples // (sampling.batch_size or 1) * (sampling.batch_size or 1)
+
+
+def first_micro_batch_trial(
+    data: Source | Stream,
+    contract: BatchContract,
+    place: Callable[[Any], Any],
+    loss: LossFn | None,
+    seed: int,
+    data_rank: int,
+) -> Callable[..., Any] | None:
+    """Return ``RunContext.trial``: a call of the loss function on the data's first micro-batch, or None."""
+    if loss is None:
+        return None
+    if isinstance(data, Stream):
+        return partial(_try_stream, data, len(contract.first_micro_batch(contract.batch)), seed, data_rank, place, loss)
+    first = np.arange(len(contract.first_micro_batch(min(contract.batch, len(data)))))
+    return lambda model, most=None: loss(model, place(data.fetch(first[:most], None)))
+
+
+def _try_stream(
+    data: Stream,
+    count: int,
+    seed: int,
+    data_rank: int,
+    place: Callable[[Any], Any],
+    loss: LossFn,
+    model: nn.Module,
+    most: int | None = None,
+) -> Any:
+    """Return the loss of ``model`` on the stream's first samples, which the first epoch reads again."""
+    batch = data.first_batch(count, data.key(seed, data_rank))
+    return loss(model, place(batch if most is None else slice_batch(batch, 0, most)))
