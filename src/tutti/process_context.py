@@ -267,7 +267,7 @@ def _slurm_local_size(environ: Mapping[str, str], values: Mapping[str, int]) -> 
     for name in ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"):
         if name not in environ:
             continue
-        counts = _tasks_per_node(environ[name], name)
+        counts = tasks_per_node(environ[name], name)
         if len(counts) == values["cross_size"] and sum(counts) == values["size"]:
             return (counts[values["cross_rank"]] if values["cross_rank"] < len(counts) else 0), name
         if name == "SLURM_STEP_TASKS_PER_NODE":
@@ -282,8 +282,12 @@ def _slurm_local_size(environ: Mapping[str, str], values: Mapping[str, int]) -> 
     raise UsageError("SLURM_STEP_TASKS_PER_NODE is missing", remedy="start the program with srun")
 
 
-def _tasks_per_node(text: str, name: str) -> list[int]:
-    """Parse Slurm's tasks per node: ``2(x3),1`` → [2, 2, 2, 1]."""
+def tasks_per_node(text: str, name: str) -> list[int]:
+    """Parse Slurm's number of tasks on each node. Raises UsageError with the variable's name.
+
+    >>> tasks_per_node("2(x3),1", "SLURM_TASKS_PER_NODE")
+    [2, 2, 2, 1]
+    """
     counts: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())

@@ -46,7 +46,7 @@ class Elastic(HostsEngine):
             self.steps.pop(0)
             self.lost = not self.lost
             if self.lost:
-                self._started[1][1].kill()
+                self._ranks.started[1][1].kill()
         if self.lost and len(ended) == 2 and ended[1] is not None:
             ended[1] = EndedRank(-9, "localhost", lost="was lost with its slot")
         return ended

@@ -25,6 +25,7 @@ from tutti.cli.plan_command import plan_devices
 from tutti.cli.report_command import report_runs
 from tutti.cli.run_command import end_options, run
 from tutti.cli.simulate_command import simulate_step
+from tutti.cli.submit_command import submit, submitted
 from tutti.cli.train_command import bare_options, train
 from tutti.cli.workload_command import workload
 from tutti.config.variables import check_variables
@@ -52,6 +53,7 @@ def build_app() -> App:
     )
     app.command(train, usage="Usage: tutti train TASK [OPTIONS]")
     app.command(run, usage="Usage: tutti run [OPTIONS] SCRIPT [ARGUMENTS]")
+    app.command(submit, usage="Usage: tutti submit slurm[:OPTIONS] [--start] -- train|run …")
     app.command(compare, usage="Usage: tutti compare TASK [OPTIONS]")
     app.command(export, usage="Usage: tutti export RUN [OPTIONS]")
     app.command(goodput, usage="Usage: tutti goodput RUN [--json]")
@@ -85,7 +87,7 @@ def main(tokens: Sequence[str] | None = None) -> int:
 def _run(tokens: Sequence[str] | None) -> int:
     try:
         given = translate_flags(list(sys.argv[1:] if tokens is None else tokens), os.environ)
-        words = bare_options(end_options(given))
+        words = submitted(bare_options(end_options(given)), os.environ)
         app = build_app()
         command, bound, _ = app.parse_args(words, print_error=False, exit_on_error=False)
         # Help, --version and doctor must work in spite of a mistyped variable.

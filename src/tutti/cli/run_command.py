@@ -10,11 +10,11 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from tutti import process_context
-from tutti.config.engine_config import SshEngineConfig, parse_device_range, parse_engine
+from tutti.config.engine_config import SlurmEngineConfig, SshEngineConfig, parse_device_range, parse_engine
 from tutti.config.watchdog_limits import WatchdogLimits
 from tutti.errors import ExitCode, UsageError
 from tutti.horovod.installing import run_horovod_script
-from tutti.launcher import stdin_control, watchdog
+from tutti.launcher import slurm_engine, stdin_control, watchdog
 from tutti.launcher.devices import count_accelerators
 from tutti.launcher.elastic_driver import ElasticOptions
 from tutti.launcher.engines import make_engine
@@ -234,4 +234,10 @@ def _on(text: str, devices: str, words: list[str], logs: Path, restarts: int) ->
         least, most = span or (int(devices), int(devices))
         engine, sizes = make_engine(config, most, logs), range(least, most + 1)
     # Of a script no checkpoint is known: it shrinks when it is restarted, and never grows.
-    return supervise(engine, EngineJob(words, sizes, logs, restarts or ELASTIC_RESTARTS * (span is not None)))
+    limit = restarts or ELASTIC_RESTARTS * (span is not None)
+    if not isinstance(config, SlurmEngineConfig):
+        return supervise(engine, EngineJob(words, sizes, logs, limit))
+    first = slurm_engine.restarts(os.environ)
+    code = supervise(engine, EngineJob(words, sizes, logs, limit, first_attempt=first))
+    slurm_engine.requeue(code)
+    return code

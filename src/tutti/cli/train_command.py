@@ -18,7 +18,7 @@ from cyclopts import Parameter
 
 from tutti import parallel, process_context
 from tutti.checkpoint.weights_source import check_source
-from tutti.config.engine_config import EngineConfig, LocalEngineConfig, parse_seconds
+from tutti.config.engine_config import EngineConfig, LocalEngineConfig, SlurmEngineConfig, parse_seconds
 from tutti.config.gradient_noise import per_worker_option
 from tutti.config.metric_direction import RAW
 from tutti.config.module_config import (
@@ -34,7 +34,7 @@ from tutti.data.contract import BatchContract
 from tutti.device import check_device
 from tutti.distribution import pip_install
 from tutti.errors import FINISHED, DiskError, ExitCode, TuttiError, UsageError
-from tutti.launcher import stdin_control, watchdog
+from tutti.launcher import slurm_engine, stdin_control, watchdog
 from tutti.launcher.devices import count_accelerators
 from tutti.launcher.encoding import json_text, toml_text
 from tutti.launcher.engines import make_engine
@@ -99,7 +99,7 @@ def train(
         other = "--dry-run" if dry_run else "a job that another launcher has started"
         option = f"--on {chosen.on}" if chosen.on else f"--devices {chosen.devices}"
         raise UsageError(f"{option} cannot be combined with {other}", remedy="leave out one of the two")
-    sizes = [] if engine is None else _sizes(name, chosen)
+    sizes = [] if engine is None else possible_sizes(name, chosen)
     chosen = dataclasses.replace(chosen, devices=str(sizes[-1] if engine else count_devices(chosen, joined)))
     if joined is not None and chosen.max_restarts:
         raise UsageError(
@@ -114,7 +114,10 @@ def train(
     stdin_control.control_by_stdin(os.environ)
     # Every rank of a joined job runs this code; all ranks share the directory of rank 0.
     first = joined is None or joined.rank == 0
-    directory = run_directory(chosen, name, joined is not None and joined.attempt > 0) if first else None
+    again = (
+        slurm_engine.restarts(os.environ) if isinstance(engine, SlurmEngineConfig) else joined.attempt if joined else 0
+    )
+    directory = run_directory(chosen, name, again > 0) if first else None
     if joined is not None:
         watchdog.start_watchdog(joined.rank, chosen.limits)
     if engine is not None and directory is not None:
@@ -362,7 +365,7 @@ def _start(task: str, config: TrainConfig, directory: Path | None, joined: bool)
     return code
 
 
-def _sizes(task: str, config: TrainConfig) -> list[int]:
+def possible_sizes(task: str, config: TrainConfig) -> list[int]:
     """Return the numbers of devices that a run on an engine can have, ascending.
 
     Raises UsageError if the strategy can use none of a range.
@@ -410,6 +413,7 @@ def _start_on(engine: EngineConfig, task: str, config: TrainConfig, directory: P
             parse_seconds(config.wait, "--wait"),
             environment={LAUNCHED: os.environ[LAUNCHED], "TUTTI_TIMEOUT": f"{config.timeout:g}"},
             attempted=lambda attempt: attempts.append(dataclasses.asdict(attempt)),
+            first_attempt=slurm_engine.restarts(os.environ) if isinstance(engine, SlurmEngineConfig) else 0,
         )
         code = supervise(make_engine(engine, slots, logs), job)
     except OSError as error:
@@ -418,6 +422,8 @@ def _start_on(engine: EngineConfig, task: str, config: TrainConfig, directory: P
         _leave_code(directory, process_exit_code(error), attempts)
         raise
     _leave_code(directory, code or _finished_code(directory), attempts)
+    if isinstance(engine, SlurmEngineConfig):
+        slurm_engine.requeue(code)
     return code
 
 

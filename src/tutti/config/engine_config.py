@@ -10,6 +10,9 @@ from tutti.config.spec import Spec
 from tutti.errors import UsageError
 
 _RANGE = re.compile(r"(\d+):(\d+)")
+_LIMIT = re.compile(r"(\d+)([mhd])")
+_SLURM_TIME = re.compile(r"(\d+-)?\d+:\d\d(:\d\d)?")
+_WORD = re.compile(r"[\w.,:@&|*()\[\]+-]+")
 _SECONDS = re.compile(r"(\d+(?:\.\d+)?)s?")
 
 
@@ -51,11 +54,67 @@ class RayEngineConfig:
             raise UsageError("--on ray reserves nothing for a device", remedy="give cpus or gpus above 0")
 
 
-EngineConfig = LocalEngineConfig | SshEngineConfig | RayEngineConfig
+@dataclass(frozen=True, kw_only=True)
+class SlurmEngineConfig:
+    """``slurm``: a job of Slurm; inside of an allocation, steps of that job.
+
+    Attributes:
+        nodes: nodes of the job.
+        time: limit, such as ``4h``, ``90m``, ``2d`` or Slurm's own ``1-12:00:00``; default: the partition's.
+        partition: partition, as the three that follow an option of ``sbatch``; default: Slurm's.
+        account: account.
+        qos: quality of service.
+        constraint: features that nodes must have.
+        memory: memory of a node, as ``--mem`` of ``sbatch``.
+        cpus: CPUs of a device.
+        gpus: GPUs of a device.
+        notice: seconds before the time limit at which the run is asked to save.
+        requeue: whether Slurm starts the job again after exit code 75 and after the loss of a node.
+    """
+
+    nodes: int = 1
+    time: str | None = None
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    constraint: str | None = None
+    memory: str | None = None
+    cpus: int | None = None
+    gpus: int | None = None
+    notice: int = 120
+    requeue: bool = True
+
+    def __post_init__(self) -> None:
+        for name, least in (("nodes", 1), ("cpus", 1), ("gpus", 0), ("notice", 0)):
+            if (value := getattr(self, name)) is not None and value < least:
+                raise UsageError(f"--on slurm has {name}={value}", remedy=f"give at least {least}")
+        for name in ("partition", "account", "qos", "constraint", "memory"):
+            if (value := getattr(self, name)) is not None and not _WORD.fullmatch(value):
+                raise UsageError(f"--on slurm has {name}={value}", remedy="give one word, without blanks and quotes")
+        _ = self.limit
+
+    @property
+    def limit(self) -> str | None:
+        """``time`` as Slurm writes it. Raises UsageError.
+
+        >>> SlurmEngineConfig(time="90m").limit, SlurmEngineConfig(time="2d").limit
+        ('01:30:00', '48:00:00')
+        """
+        if self.time is None or _SLURM_TIME.fullmatch(self.time):
+            return self.time
+        match = _LIMIT.fullmatch(self.time)
+        if match is None:
+            raise UsageError(f"--on slurm has time={self.time}", remedy="write 4h, 90m, 2d or 1-12:00:00")
+        minutes = int(match[1]) * {"m": 1, "h": 60, "d": 24 * 60}[match[2]]
+        return f"{minutes // 60:02}:{minutes % 60:02}:00"
+
+
+EngineConfig = LocalEngineConfig | SshEngineConfig | RayEngineConfig | SlurmEngineConfig
 ENGINES: dict[str, type[EngineConfig]] = {
     "local": LocalEngineConfig,
     "ssh": SshEngineConfig,
     "ray": RayEngineConfig,
+    "slurm": SlurmEngineConfig,
 }
 
 

@@ -7,6 +7,7 @@ from collections.abc import MutableMapping
 from pathlib import Path
 
 from tutti.errors import UsageError
+from tutti.launcher.hosts import parse_host_file
 
 _RENAMED = {
     "--min-num-proc": "--min-np",
@@ -97,7 +98,7 @@ def translate_flags(words: list[str], environ: MutableMapping[str, str]) -> list
         if flag in _REFUSED:
             raise UsageError(f"{flag} is not served", why=_REFUSED[flag], remedy="leave it out")
         if flag == "--hostfile" or flag == "-hostfile":
-            made += ["-H", _hosts(Path(taken()))]
+            made += ["-H", parse_host_file(Path(taken()))]
         elif flag == "--blacklist-cooldown-range":
             made += [flag, taken(), *rest[:1]]
             del rest[:1]
@@ -136,16 +137,3 @@ def _bytes(megabytes: str) -> str:
     if not megabytes.isdecimal():
         raise UsageError(f"--fusion-threshold-mb is '{megabytes}'", remedy="give a whole number of MB")
     return str(int(megabytes) << 20)
-
-
-def _hosts(path: Path) -> str:
-    """Return the hosts of a file with lines ``HOST slots=N`` as a value of ``-H``."""
-    try:
-        lines = [line.split("#")[0].split() for line in path.read_text(encoding="utf-8").splitlines()]
-    except OSError as error:
-        raise UsageError(f"cannot read the host file {path}", why=error.strerror) from error
-    hosts = []
-    for line in filter(None, lines):
-        slots = next((word.partition("=")[2] for word in line[1:] if word.startswith("slots=")), "1")
-        hosts.append(f"{line[0]}:{slots}")
-    return ",".join(hosts)

@@ -27,6 +27,7 @@ from tutti.launcher import child, failure, heartbeat, interface, watchdog
 from tutti.launcher.heartbeat import Phase
 from tutti.launcher.malloc_tuning import keep_freed_memory
 from tutti.launcher.membership import current_membership
+from tutti.launcher.slurm_engine import node_address
 from tutti.process_context import Identity
 from tutti.torch_compat import default_store, flight_recorder, forget_process_groups, set_group_timeout
 
@@ -273,7 +274,10 @@ def _meeting(identity: Identity) -> tuple[str, int] | None:
     """Return address and port of the store; None without one: under tutti's launcher, or at world size 1."""
     if os.environ.get("TUTTI_STORE") or identity.size == 1:
         return None
-    return identities.rendezvous(os.environ, identity)
+    address, port = identities.rendezvous(os.environ, identity)
+    if identity.source == "slurm" and "MASTER_ADDR" not in os.environ and not interface.resolves(address):
+        address = node_address(address) or address
+    return address, port
 
 
 def _choose_interface(store: dist.Store, identity: Identity, own: str) -> None:
@@ -316,11 +320,11 @@ def _unreachable(identity: Identity, place: str, limit: timedelta, error: Except
     if identity.rank == 0:
         why = "the port is already in use" if "EADDRINUSE" in text else text
         return PeerError(f"cannot listen on {place}", where=where, why=why, remedy="set MASTER_PORT to a free port")
+    remedy = "check that rank 0 runs, and that MASTER_ADDR and MASTER_PORT are the same on every rank"
+    if not interface.resolves(name := place.rpartition(":")[0]):
+        text, remedy = f"the name {name} does not resolve here", "set MASTER_ADDR to an address of rank 0's node"
     return PeerError(
-        f"cannot reach rank 0 at {place} within {limit.total_seconds():g} s",
-        where=where,
-        why=text,
-        remedy="check that rank 0 runs, and that MASTER_ADDR and MASTER_PORT are the same on every rank",
+        f"cannot reach rank 0 at {place} within {limit.total_seconds():g} s", where=where, why=text, remedy=remedy
     )
 
 

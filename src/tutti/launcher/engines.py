@@ -5,11 +5,12 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
-from tutti.config.engine_config import EngineConfig, LocalEngineConfig, SshEngineConfig
+from tutti.config.engine_config import EngineConfig, LocalEngineConfig, SlurmEngineConfig, SshEngineConfig
 from tutti.distribution import pip_install
 from tutti.errors import UsageError
 from tutti.launcher.engine import Engine
 from tutti.launcher.hosts import Host, HostsEngine, parse_hosts
+from tutti.launcher.slurm_engine import SlurmEngine
 
 
 def make_engine(config: EngineConfig, devices: int, logs: Path) -> Engine:
@@ -27,6 +28,13 @@ def make_engine(config: EngineConfig, devices: int, logs: Path) -> Engine:
         return HostsEngine([Host("localhost", devices)], logs)
     if isinstance(config, SshEngineConfig):
         return HostsEngine(parse_hosts(",".join(config.hosts)), logs)
+    if isinstance(config, SlurmEngineConfig):
+        if config != SlurmEngineConfig():
+            raise UsageError(
+                "--on slurm has options, and this is an allocation already",
+                remedy="write --on slurm, or give the options to sbatch or salloc",
+            )
+        return SlurmEngine(logs)
     if importlib.util.find_spec("ray") is None:
         raise UsageError("--on ray needs the package ray", remedy=f"run {pip_install('ray')}")
     from tutti.launcher.ray_engine import RayEngine

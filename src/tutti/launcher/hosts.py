@@ -78,6 +78,19 @@ def parse_hosts(text: str) -> list[Host]:
     return hosts
 
 
+def parse_host_file(path: Path) -> str:
+    """Return the hosts of a file with lines ``HOST slots=N`` as a value of ``-H``. Raises UsageError."""
+    try:
+        lines = [line.split("#")[0].split() for line in path.read_text(encoding="utf-8").splitlines()]
+    except OSError as error:
+        raise UsageError(f"cannot read the host file {path}", why=error.strerror) from error
+    hosts = []
+    for line in filter(None, lines):
+        slots = next((word.partition("=")[2] for word in line[1:] if word.startswith("slots=")), "1")
+        hosts.append(f"{line[0]}:{slots}")
+    return ",".join(hosts)
+
+
 def plan_processes(hosts: Sequence[Host], processes: int | None, address: str, port: int) -> list[RemoteProcess]:
     """Return every rank's node and environment; nodes are filled in order.
 
@@ -144,6 +157,57 @@ def command(process: RemoteProcess, words: Sequence[str], directory: Path) -> li
     return ["ssh", "-T", "-o", "BatchMode=yes", process.host.name, there]
 
 
+class TetheredRanks:
+    """The ranks of one attempt, each held by the standard input of a process of this node.
+
+    Args:
+        logs: folder for the output of all ranks but rank 0.
+    """
+
+    def __init__(self, logs: Path) -> None:
+        self._logs = logs
+        self.started: list[tuple[Host, subprocess.Popen[bytes]]] = []
+
+    def start(self, ranks: Sequence[tuple[Host, Sequence[str]]]) -> None:
+        """Start each rank by its command line. Raises DiskError if a log cannot be written."""
+        self.started = []
+        for rank, (host, words) in enumerate(ranks):
+            with _log(self._logs, rank) if rank else nullcontext() as output:
+                running = subprocess.Popen(
+                    words,
+                    stdin=subprocess.PIPE,
+                    stdout=output,
+                    stderr=None if output is None else subprocess.STDOUT,
+                    # A session of its own: a terminal's signal reaches the launcher, which passes it on once.
+                    start_new_session=True,
+                )
+            self.started.append((host, running))
+
+    def held(self) -> Counter[str]:
+        """Return the number of running ranks of each host."""
+        return Counter(host.name for host, process in self.started if process.poll() is None)
+
+    def stop(self, number: int) -> None:
+        """Send a signal over every tether; for SIGKILL end the local processes too."""
+        running = [process for _, process in self.started if process.poll() is None]
+        for process in running:
+            if process.stdin is not None:
+                with suppress(OSError, ValueError):
+                    process.stdin.write(f"{int(number)}\n".encode())
+                    process.stdin.flush()
+        if number != signal.SIGKILL:
+            return
+        for process in running:
+            with suppress(OSError, ValueError):
+                if process.stdin is not None:
+                    process.stdin.close()
+            try:
+                process.wait(timeout=5)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
 class HostsEngine:
     """The engine of this node and of nodes that are reached over SSH: a process for each rank.
 
@@ -155,39 +219,33 @@ class HostsEngine:
     """
 
     def __init__(self, hosts: Sequence[Host], logs: Path) -> None:
-        self._hosts, self._logs = hosts, logs
-        self._started: list[tuple[Host, subprocess.Popen[bytes]]] = []
+        self._hosts = hosts
+        self._ranks = TetheredRanks(logs)
         self._gone: dict[str, subprocess.Popen[bytes] | None] = {}
 
     def slots(self) -> Mapping[str, int]:
         """Return the free slots of each host. Whether SSH reaches it shows only when a rank starts."""
-        held = Counter(host.name for host, process in self._started if process.poll() is None)
+        held = self._ranks.held()
         self._probe()
         return {host.name: host.slots - held[host.name] for host in self._there()}
 
     def start(self, size: int, words: Sequence[str], environment: Mapping[str, str]) -> None:
         """Start all ranks. Raises SlotsGone, and DiskError if a log cannot be written."""
-        self._started = []
         hosts = self._there()
         if size > sum(host.slots for host in hosts):
             raise SlotsGone
-        for rank, process in enumerate(plan_processes(hosts, size, *meeting(hosts))):
-            process = replace(process, environment={**process.environment, **environment})
-            with _log(self._logs, rank) if rank else nullcontext() as output:
-                running = subprocess.Popen(
-                    command(process, [sys.executable, *words], Path.cwd()),
-                    stdin=subprocess.PIPE,
-                    stdout=output,
-                    stderr=None if output is None else subprocess.STDOUT,
-                    # A session of its own: a terminal's signal reaches the launcher, which passes it on once.
-                    start_new_session=True,
-                )
-            self._started.append((process.host, running))
+        planned = [
+            replace(process, environment={**process.environment, **environment})
+            for process in plan_processes(hosts, size, *meeting(hosts))
+        ]
+        here = Path.cwd()
+        self._ranks.start([(each.host, command(each, [sys.executable, *words], here)) for each in planned])
 
     def poll(self) -> Sequence[EndedRank | None]:
         """Return the end of each rank, None for one that runs."""
         found = [
-            None if process.poll() is None else _ended(host, process.returncode) for host, process in self._started
+            None if process.poll() is None else _ended(host, process.returncode)
+            for host, process in self._ranks.started
         ]
         for ended in found:
             if ended is not None and ended.lost:
@@ -196,26 +254,11 @@ class HostsEngine:
 
     def stop(self, number: int) -> None:
         """Send a signal over every tether; for SIGKILL kill the local ssh processes too."""
-        running = [process for _, process in self._started if process.poll() is None]
-        for process in running:
-            if process.stdin is not None:
-                with suppress(OSError, ValueError):
-                    process.stdin.write(f"{int(number)}\n".encode())
-                    process.stdin.flush()
-        if number != signal.SIGKILL:
-            return
-        for probe in self._gone.values():
-            if probe is not None and probe.poll() is None:
-                probe.kill()
-        for process in running:
-            with suppress(OSError, ValueError):
-                if process.stdin is not None:
-                    process.stdin.close()
-            try:
-                process.wait(timeout=5)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+        if number == signal.SIGKILL:
+            for probe in self._gone.values():
+                if probe is not None and probe.poll() is None:
+                    probe.kill()
+        self._ranks.stop(number)
 
     def _there(self) -> list[Host]:
         return [host for host in self._hosts if host.name not in self._gone]

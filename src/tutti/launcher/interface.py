@@ -30,6 +30,18 @@ def way_to(address: str) -> str:
     return "" if ipaddress.ip_address(own.partition("%")[0]).is_loopback else own
 
 
+def resolves(address: str) -> bool:
+    """Return whether a name, or an address, has an address on this node.
+
+    >>> resolves("127.0.0.1"), resolves("no-such-host.invalid")
+    (True, False)
+    """
+    try:
+        return bool(socket.getaddrinfo(address, None))
+    except OSError:
+        return False
+
+
 def name_of(own: str) -> str | None:
     """Return the interface with the IPv4 address ``own``; None if there is none.
 

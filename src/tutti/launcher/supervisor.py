@@ -66,6 +66,7 @@ class EngineJob:
         grace: seconds between a signal and SIGKILL.
         environment: additional variables of every rank.
         attempted: called with each attempt when it has ended.
+        first_attempt: number of the first attempt; above 0 the run continues from its newest checkpoint.
     """
 
     words: Sequence[str]
@@ -77,6 +78,7 @@ class EngineJob:
     grace: float = 30.0
     environment: Mapping[str, str] = field(default_factory=dict)
     attempted: Callable[[EngineAttempt], None] | None = None
+    first_attempt: int = 0
 
 
 @dataclass(frozen=True)
@@ -142,7 +144,7 @@ class _Supervisor:
         self._withheld = 0
 
     def run(self) -> int:
-        size, attempt, failed_starts = self._first_size(), 0, 0
+        size, attempt, failed_starts = self._first_size(), self._job.first_attempt, 0
         while True:
             started, saved = time.time(), self._progress()
             try:

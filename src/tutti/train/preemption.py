@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -39,7 +40,11 @@ class StopReason:
 
 @contextmanager
 def stop_on_signals(run: Run) -> Iterator[StopReason]:
-    """Within the block SIGTERM, SIGUSR1, SIGUSR2 and the first Ctrl-C ask all ranks to stop; a second ends at once."""
+    """Within the block SIGTERM, SIGUSR1, SIGUSR2 and the first Ctrl-C ask all ranks to stop; a second ends at once.
+
+    In a job of Slurm a second SIGTERM, SIGUSR1 or SIGUSR2 is ignored: Slurm sends a signal to the ranks and to the
+    process that started them, which passes it on, and kills a job that does not end.
+    """
     reason = StopReason()
     if threading.current_thread() is not threading.main_thread():
         yield reason
@@ -49,8 +54,9 @@ def stop_on_signals(run: Run) -> Iterator[StopReason]:
         reason.interrupted = number == signal.SIGINT
         run.ask_to_stop()
         for each in before:
-            signal.signal(each, signal.default_int_handler if each == signal.SIGINT else signal.SIG_DFL)
+            signal.signal(each, signal.default_int_handler if each == signal.SIGINT else second)
 
+    second = signal.SIG_IGN if "SLURM_JOB_ID" in os.environ else signal.SIG_DFL
     before = {number: signal.getsignal(number) for number in (*_PREEMPT, signal.SIGINT)}
     for number in before:
         signal.signal(number, ask)
@@ -58,4 +64,6 @@ def stop_on_signals(run: Run) -> Iterator[StopReason]:
         yield reason
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+            # The copy of a signal that Slurm repeats may come later than the end of a short save.
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, handler if handler is not None else signal.SIG_DFL)

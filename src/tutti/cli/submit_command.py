@@ -1,0 +1,135 @@
+"""``tutti submit``: write the file by which a cluster runs a command; for Slurm also submit and follow it. No torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import App, Parameter
+
+from tutti.cli.run_command import end_options, run
+from tutti.cli.train_command import bare_options, possible_sizes, refuse_config, resolved, train
+from tutti.config.engine_config import SlurmEngineConfig, parse_device_range
+from tutti.config.spec import Spec
+from tutti.errors import DiskError, ExitCode, UsageError, did_you_mean
+from tutti.launcher.slurm_engine import JOB
+from tutti.launcher.slurm_job import batch_file, follow_job, submit_file
+
+TARGETS = ("slurm",)
+_ANSWERS = ("--help", "-h", "--print-config", "--dry-run")
+
+
+@dataclasses.dataclass(frozen=True)
+class Submission:
+    """A command to run on a cluster.
+
+    Attributes:
+        words: the command behind ``tutti``, without the cluster.
+        name: name of the job.
+        sizes: least and most devices.
+        runs: folder of run directories; None for a command that makes none, or names its own.
+    """
+
+    words: list[str]
+    name: str
+    sizes: tuple[int, int]
+    runs: str | None
+
+
+def submit(
+    target: Annotated[str, Parameter(show=False)],
+    /,
+    *command: Annotated[str, Parameter(show=False, allow_leading_hyphen=True)],
+    start: Annotated[bool, Parameter(negative="", show_default=False)] = False,
+) -> int:
+    """Print the batch file with which Slurm runs tutti train or tutti run.
+
+    Example: tutti submit slurm:nodes=2,time=4h -- train digits --workers 8 --devices 8
+
+    Parameters
+    ----------
+    start:
+        submit it and show the job's output, as tutti train --on slurm:… does
+    """
+    spec = Spec.parse(target, "tutti submit")
+    if spec.name not in TARGETS:
+        raise UsageError(f"cannot submit to '{spec.name}'", remedy=did_you_mean(spec.name, TARGETS))
+    config = spec.build(SlurmEngineConfig, "tutti submit")
+    wanted = read_submission(command)
+    folder = None if wanted.runs is None else f"{wanted.runs}/{wanted.name}"
+    text = batch_file(config, wanted.name, wanted.sizes, [*_on_slurm(wanted.words)], folder)
+    if not start:
+        print(text, end="")
+        return ExitCode.DONE
+    path = Path(wanted.runs or "runs") / f"{wanted.name}-{datetime.now(UTC):%Y%m%d-%H%M%S}.sbatch"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise DiskError("cannot write the batch file", where=str(path), why=error.strerror) from error
+    print(text, file=sys.stderr)
+    job = submit_file(path)
+    output = Path(f"slurm-{job}.out")
+    print(f"tutti: submitted {path} as job {job}, whose output is in {output}", file=sys.stderr, flush=True)
+    return follow_job(job, output)
+
+
+def submitted(words: list[str], environ: Mapping[str, str]) -> list[str]:
+    """Turn ``train … --on slurm:…`` into ``submit --start slurm:… -- train …``, unless this is an allocation already.
+
+    >>> submitted(["train", "digits", "--on", "slurm:nodes=2", "--devices", "4"], {})
+    ['submit', '--start', 'slurm:nodes=2', '--', 'train', 'digits', '--devices', '4']
+    """
+    if words[:1] not in (["train"], ["run"]) or JOB in environ or set(_ANSWERS) & set(words):
+        return words
+    target, rest = _without_on(words)
+    if target is None or target.partition(":")[0] != "slurm":
+        return words
+    return ["submit", "--start", target, "--", *rest]
+
+
+def read_submission(command: Sequence[str]) -> Submission:
+    """Check a command as if it were run here, but for the accelerators of this machine. Raises UsageError."""
+    words = bare_options(end_options(list(command)))
+    if words[:1] not in (["train"], ["run"]):
+        raise UsageError(
+            "tutti submit needs a command", remedy="write tutti submit slurm:nodes=2 -- train digits --devices 4"
+        )
+    app = App(name="tutti")
+    app.command(train)
+    app.command(run)
+    _, bound, _ = app.parse_args(_on_slurm(words), print_error=False, exit_on_error=False)
+    if words[0] == "run":
+        devices = str(bound.arguments.get("devices", "auto"))
+        if devices == "auto":
+            raise UsageError("tutti submit needs -np", remedy="say how many, such as -np 4")
+        script = Path(bound.arguments["command"][0]).stem if bound.arguments.get("command") else "run"
+        return Submission(words, script, parse_device_range(devices) or (int(devices), int(devices)), None)
+    options = bound.arguments
+    name, config = resolved(options.get("task"), options.get("flags", {}), options.get("config", ()))
+    there = dataclasses.replace(config, device="auto")
+    sizes = possible_sizes(name, there)
+    refuse_config(name, dataclasses.replace(there, devices=str(sizes[-1])))
+    runs = None if config.out is not None or config.resume is not None else config.runs
+    return Submission(words, name.partition(":")[0].rpartition("/")[2].removesuffix(".py"), (sizes[0], sizes[-1]), runs)
+
+
+def _on_slurm(words: list[str]) -> list[str]:
+    """Return the command with ``--on slurm``, which within the job means its allocation."""
+    kept = _without_on(words)[1]
+    return [kept[0], "--on", "slurm", *kept[1:]] if kept[0] == "run" else [*kept, "--on", "slurm"]
+
+
+def _without_on(words: list[str]) -> tuple[str | None, list[str]]:
+    """Return the value of ``--on``, None without one, and the words without it; those behind ``--`` stay."""
+    end = words.index("--") if "--" in words else len(words)
+    for at, word in enumerate(words[:end]):
+        name, equals, value = word.partition("=")
+        if name == "--on":
+            after = at + 1 if equals else at + 2
+            return value if equals else next(iter(words[at + 1 : end]), ""), [*words[:at], *words[after:]]
+    return None, words

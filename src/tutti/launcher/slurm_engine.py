@@ -1,0 +1,172 @@
+"""The Slurm engine: inside of an allocation, a job step of one task for each rank, held by its standard input.
+
+Each attempt starts its own steps, so that the supervisor restarts, shrinks and ends a job as on every other engine.
+Slurm's commands are called, its libraries are not. No torch.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from tutti.errors import ExitCode, PeerError, UsageError
+from tutti.launcher.engine import EndedRank, SlotsGone
+from tutti.launcher.hosts import Host, TetheredRanks, meeting, plan_processes
+from tutti.launcher.stdin_control import TETHER, TETHER_KILL
+from tutti.process_context import tasks_per_node
+
+JOB = "SLURM_JOB_ID"
+_LOOK = 5.0
+_LIMIT = 60.0
+_CRASHES = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE)
+_ASKED = frozenset(
+    {int(ExitCode.PREEMPTED), *(128 + each for each in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2))}
+)
+# One task with all CPUs and GPUs of the job on its node, beside the other ranks' steps.
+_STEP = ("srun", "--quiet", "--nodes=1", "--ntasks=1", "--overlap", "--cpu-bind=none", "--mem=0")
+
+
+class SlurmEngine:
+    """The engine of an allocation of Slurm: as many slots on each node as it has tasks.
+
+    A slot is lost when Slurm takes its node from the job (``sbatch --no-kill``); it does not come back within the job.
+
+    Args:
+        logs: folder for the output of all ranks but rank 0.
+
+    Raises:
+        UsageError: this process runs in no allocation.
+        PeerError: Slurm does not answer.
+    """
+
+    def __init__(self, logs: Path) -> None:
+        if not {JOB, "SLURM_JOB_NODELIST", "SLURM_TASKS_PER_NODE"} <= os.environ.keys():
+            raise UsageError("this process runs in no job of Slurm", remedy="start it with sbatch or salloc")
+        names = _host_names(os.environ["SLURM_JOB_NODELIST"])
+        counts = tasks_per_node(os.environ["SLURM_TASKS_PER_NODE"], "SLURM_TASKS_PER_NODE")
+        self._tasks = dict(zip(names, counts, strict=True))
+        self._held = set(names)
+        self._looked = time.monotonic()
+        self._ranks = TetheredRanks(logs)
+        self._ends: dict[int, EndedRank] = {}
+
+    def slots(self) -> Mapping[str, int]:
+        """Return the free slots of each node that the job still has and that answers."""
+        held = self._ranks.held()
+        return {host.name: host.slots - held[host.name] for host in self._there()}
+
+    def start(self, size: int, words: Sequence[str], environment: Mapping[str, str]) -> None:
+        """Start all ranks, each in a step. Raises SlotsGone, and DiskError if a log cannot be written."""
+        hosts = self._there()
+        if size > sum(host.slots for host in hosts):
+            raise SlotsGone
+        alone = hosts[0].slots >= size
+        address = "127.0.0.1" if alone else node_address(hosts[0].name) or hosts[0].name
+        common = {**environment, TETHER: TETHER_KILL}
+        if alone and "GLOO_SOCKET_IFNAME" not in os.environ:
+            common["GLOO_SOCKET_IFNAME"] = "lo"
+        commands = []
+        for rank, process in enumerate(plan_processes(hosts, size, *meeting([Host(address, 1)]))):
+            pairs = [f"{name}={value}" for name, value in {**process.environment, **common}.items()]
+            step = [*_STEP, f"--nodelist={process.host.name}", f"--job-name=rank{rank}"]
+            commands.append((process.host, [*step, "env", *pairs, sys.executable, *words]))
+        self._ends = {}
+        self._ranks.start(commands)
+
+    def poll(self) -> Sequence[EndedRank | None]:
+        """Return the end of each rank, None for one that runs; a rank whose node the job has lost has ended."""
+        if time.monotonic() - self._looked > _LOOK:
+            self._look()
+        there: set[str] | None = None
+        for rank, (host, process) in enumerate(self._ranks.started):
+            if rank in self._ends:
+                continue
+            if host.name not in self._held and process.poll() is None:
+                # srun may wait for a task that it cannot reach any more.
+                process.kill()
+                process.wait()
+            if (code := process.poll()) is None:
+                continue
+            if there is None:
+                there = {each.name for each in self._there()}
+            # When Slurm takes a node away, srun ends with 0.
+            gone = host.name not in (there if code else self._held)
+            self._ends[rank] = _lost(host.name) if gone else EndedRank(_signal_or_code(code), host.name)
+        return [self._ends.get(rank) for rank in range(len(self._ranks.started))]
+
+    def stop(self, number: int) -> None:
+        """Send a signal over every tether; SIGKILL ends the steps too."""
+        self._ranks.stop(number)
+
+    def _look(self) -> None:
+        """Ask which nodes the job still has."""
+        self._looked = time.monotonic()
+        if (listed := _answer("squeue", "--noheader", f"--jobs={os.environ[JOB]}", "--format=%N")) is not None:
+            self._held = set(_host_names(listed))
+
+    def _there(self) -> list[Host]:
+        """Return the job's nodes that answer, with all their slots."""
+        self._look()
+        nodes = [name for name in self._tasks if name in self._held]
+        states = _answer("sinfo", "--noheader", "--Node", f"--nodes={','.join(nodes)}", "--format=%N %T") or ""
+        # Slurm marks a node that does not answer by a star.
+        gone = {name for name, state in map(str.split, states.splitlines()) if state.startswith("down") or "*" in state}
+        return [Host(name, self._tasks[name]) for name in nodes if name not in gone]
+
+
+def node_address(name: str) -> str | None:
+    """Return the address by which Slurm reaches a node, where the node's name need not resolve; None if unknown."""
+    shown = _answer("scontrol", "--oneliner", "show", "node", name) or ""
+    return dict(word.split("=", 1) for word in shown.split() if "=" in word).get("NodeAddr")
+
+
+def restarts(environ: Mapping[str, str]) -> int:
+    """Return how often Slurm has started this job again."""
+    return int(environ.get("SLURM_RESTART_COUNT", "0"))
+
+
+def requeue(code: int) -> None:
+    """Put this job back into the queue if its run was asked to stop, unless Slurm itself is ending the job.
+
+    Args:
+        code: the run's exit code.
+    """
+    job = os.environ[JOB]
+    # A job that is cancelled, preempted or out of time ends already; requeuing would bring a cancelled one back.
+    if code not in _ASKED or _answer("squeue", "--noheader", f"--jobs={job}", "--format=%T") != "RUNNING":
+        return
+    if _answer("scontrol", "requeue", job) is not None:
+        print(f"tutti: job {job} is back in the queue and continues from its checkpoint", file=sys.stderr, flush=True)
+
+
+def _lost(node: str) -> EndedRank:
+    return EndedRank(-signal.SIGKILL, node, lost=f"was lost with its node {node}")
+
+
+def _signal_or_code(code: int) -> int:
+    """Return srun's exit code as ``subprocess`` has it: a task that crashed by a signal has a negative code."""
+    return 128 - code if code - 128 in _CRASHES else code
+
+
+def _host_names(nodes: str) -> list[str]:
+    """Return the names in a list of Slurm, such as ``n[1-3]``. Raises PeerError if Slurm does not answer."""
+    if not nodes:
+        return []
+    names = _answer("scontrol", "show", "hostnames", nodes)
+    if names is None:
+        raise PeerError("Slurm does not say which nodes its job has", where=nodes)
+    return names.split()
+
+
+def _answer(*words: str) -> str | None:
+    """Return the output of a command of Slurm; None if it fails, such as while the controller is away."""
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=_LIMIT, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return None if done.returncode else done.stdout.strip()

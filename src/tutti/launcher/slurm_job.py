@@ -1,0 +1,156 @@
+"""A job of Slurm from outside: its batch file, its submission, and its output until it ends. No torch."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from tutti.config.engine_config import SlurmEngineConfig
+from tutti.errors import ExitCode, PeerError, UsageError
+
+_PACE = 1.0
+_ENDED = frozenset(
+    {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT"}
+)
+_UNANSWERED = 120.0
+
+
+def batch_file(
+    config: SlurmEngineConfig, name: str, sizes: tuple[int, int], words: Sequence[str], folder: str | None
+) -> str:
+    """Return the text of a batch file.
+
+    Args:
+        config: options of ``--on slurm``.
+        name: name of the job.
+        sizes: least and most devices.
+        words: the command, behind ``tutti``; it runs on the job's first node and starts all ranks.
+        folder: run directory in front of the job's number, appended as ``--out``; None if the command needs none.
+
+    Raises:
+        UsageError: the nodes cannot have equally many devices.
+    """
+    least, most = sizes
+    if most % config.nodes:
+        raise UsageError(
+            f"{most} devices cannot be shared out equally over {config.nodes} nodes",
+            remedy="give a number of --devices that nodes divides",
+        )
+    tasks = most // config.nodes
+    options = {
+        "job-name": name,
+        "partition": config.partition,
+        "account": config.account,
+        "qos": config.qos,
+        "constraint": config.constraint,
+        "nodes": config.nodes,
+        "ntasks-per-node": tasks,
+        "cpus-per-task": config.cpus,
+        "gpus-per-node": config.gpus * tasks if config.gpus else None,
+        "mem": config.memory,
+        "time": config.limit,
+        "signal": f"B:USR1@{config.notice}" if config.notice else None,
+        "open-mode": "append",
+    }
+    lines = [f"#SBATCH --{option}={value}" for option, value in options.items() if value is not None]
+    lines.append("#SBATCH --requeue" if config.requeue else "#SBATCH --no-requeue")
+    if least < most:
+        lines.append("#SBATCH --no-kill")
+    command = shlex.join([sys.executable, "-m", "tutti", *words])
+    if folder is not None:
+        command += f' --out {shlex.quote(folder)}-"$SLURM_JOB_ID"'
+    return "\n".join(["#!/bin/bash", *lines, "", f"exec {command}", ""])
+
+
+def submit_file(path: Path) -> str:
+    """Submit a batch file and return the number of its job.
+
+    Raises:
+        UsageError: Slurm refuses it, or is not installed here.
+    """
+    try:
+        done = subprocess.run(["sbatch", "--parsable", path], capture_output=True, text=True, check=False)
+    except FileNotFoundError as error:
+        raise UsageError(
+            "there is no sbatch on this machine", remedy="call it where Slurm is installed, or use tutti submit slurm"
+        ) from error
+    if done.returncode:
+        why = "; ".join(line.removeprefix("sbatch: error: ").rstrip(".") for line in done.stderr.splitlines())
+        raise UsageError("Slurm refuses the job", where=str(path), why=why, remedy="change the options of --on slurm")
+    return done.stdout.strip().partition(";")[0]
+
+
+def follow_job(job: str, output: Path) -> int:
+    """Print a job's output until it ends, through requeues, and return its exit code.
+
+    Ctrl-C ends the printing and not the job.
+
+    Args:
+        job: its number.
+        output: file that Slurm writes its output to.
+
+    Raises:
+        PeerError: Slurm does not answer for two minutes.
+    """
+    read, shown, since = 0, "", time.monotonic()
+    try:
+        while True:
+            found = _state(job)
+            read = _print_from(output, read)
+            if found is None:
+                if time.monotonic() - since > _UNANSWERED:
+                    raise PeerError(
+                        f"Slurm does not answer about job {job}", remedy=f"look with squeue --jobs {job}, later"
+                    )
+            else:
+                since = time.monotonic()
+                state, text, code = found
+                if text != shown:
+                    print(f"tutti: job {job} is {text}", file=sys.stderr, flush=True)
+                    shown = text
+                if state in _ENDED:
+                    return code
+            time.sleep(_PACE)
+    except KeyboardInterrupt:
+        print(
+            f"\ntutti: job {job} goes on: scancel {job} ends it, tail -f {output} shows its output",
+            file=sys.stderr,
+            flush=True,
+        )
+        return int(ExitCode.INTERRUPTED)
+
+
+def _state(job: str) -> tuple[str, str, int] | None:
+    """Return a job's state, the state in words, and its exit code; None if Slurm does not answer."""
+    asked = ["scontrol", "--oneliner", "show", "job", job]
+    shown = subprocess.run(asked, capture_output=True, text=True, check=False).stdout
+    facts = dict(re.findall(r"(\S+?)=(\S*)", shown))
+    if "JobState" not in facts:
+        return None
+    state = facts["JobState"]
+    reason = facts.get("Reason", "None")
+    more = f" on {facts['NodeList']}" if state == "RUNNING" else f" ({reason})" if reason != "None" else ""
+    exited, _, number = facts.get("ExitCode", "0:0").partition(":")
+    code = 128 + int(number) if int(number) else int(exited)
+    if state != "COMPLETED" and not code:
+        code = 128 + signal.SIGTERM if state == "CANCELLED" else int(ExitCode.PEER)
+    return state, state.lower() + more, code
+
+
+def _print_from(output: Path, read: int) -> int:
+    """Print what was written behind the first ``read`` bytes; return the number of bytes printed by now."""
+    try:
+        with output.open("rb") as file:
+            file.seek(read)
+            data = file.read()
+    except OSError:
+        return read
+    sys.stdout.write(data.decode("utf-8", "replace"))
+    sys.stdout.flush()
+    return read + len(data)
