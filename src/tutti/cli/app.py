@@ -20,6 +20,7 @@ from tutti.cli.export_command import export
 from tutti.cli.goodput_command import goodput
 from tutti.cli.help_pages import OneScreen
 from tutti.cli.landscape_command import landscape
+from tutti.cli.launch_flags import hosts_as_engine, node_of_job, start_node
 from tutti.cli.noise_command import noise
 from tutti.cli.plan_command import plan_devices
 from tutti.cli.report_command import report_runs
@@ -87,7 +88,9 @@ def main(tokens: Sequence[str] | None = None) -> int:
 def _run(tokens: Sequence[str] | None) -> int:
     try:
         given = translate_flags(list(sys.argv[1:] if tokens is None else tokens), os.environ)
-        words = submitted(bare_options(end_options(given)), os.environ)
+        words = submitted(hosts_as_engine(bare_options(end_options(given))), os.environ)
+        if (part := node_of_job(words, os.environ)) is not None:
+            return start_node(*part)
         app = build_app()
         command, bound, _ = app.parse_args(words, print_error=False, exit_on_error=False)
         # Help, --version and doctor must work in spite of a mistyped variable.

@@ -30,9 +30,12 @@ _OF_ELASTIC_JOBS = (
     "--elastic-timeout",
 )
 
+OF_NODE = ("--nnodes", "--node-rank", "--nproc-per-node", "--rdzv-endpoint", "--master-addr", "--master-port")
+"""torchrun's flags of a job on several nodes."""
+
 WITH_VALUE = (
     *_OF_ELASTIC_JOBS,
-    *("-H", "--hosts", "--on"),
+    *("-H", "--hosts", "--hostfile", "--on", *OF_NODE),
     *("-np", "--num-proc", "--devices", "--logs", "--timeout", "--max-restarts"),
     *("--start-timeout", "--step-timeout"),
 )

@@ -11,6 +11,7 @@ from typing import Annotated
 
 from cyclopts import App, Parameter
 
+from tutti.cli.launch_flags import only_asks, take_flags
 from tutti.cli.run_command import end_options, run
 from tutti.cli.train_command import bare_options, possible_sizes, refuse_config, resolved, train
 from tutti.config.engine_config import SlurmEngineConfig, parse_device_range
@@ -20,7 +21,6 @@ from tutti.launcher.slurm_engine import JOB
 from tutti.launcher.slurm_job import batch_file, follow_job, submit_file
 
 TARGETS = ("slurm",)
-_ANSWERS = ("--help", "-h", "--print-config", "--dry-run")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,12 +84,11 @@ def submitted(words: list[str], environ: Mapping[str, str]) -> list[str]:
     >>> submitted(["train", "digits", "--on", "slurm:nodes=2", "--devices", "4"], {})
     ['submit', '--start', 'slurm:nodes=2', '--', 'train', 'digits', '--devices', '4']
     """
-    if words[:1] not in (["train"], ["run"]) or JOB in environ or set(_ANSWERS) & set(words):
+    if words[:1] not in (["train"], ["run"]) or JOB in environ or only_asks(words):
         return words
-    target, rest = _without_on(words)
-    if target is None or target.partition(":")[0] != "slurm":
-        return words
-    return ["submit", "--start", target, "--", *rest]
+    taken, rest = take_flags(words, ("--on",))
+    target = taken.get("--on", "")
+    return ["submit", "--start", target, "--", *rest] if target.partition(":")[0] == "slurm" else words
 
 
 def read_submission(command: Sequence[str]) -> Submission:
@@ -120,16 +119,5 @@ def read_submission(command: Sequence[str]) -> Submission:
 
 def _on_slurm(words: list[str]) -> list[str]:
     """Return the command with ``--on slurm``, which within the job means its allocation."""
-    kept = _without_on(words)[1]
+    kept = take_flags(words, ("--on",))[1]
     return [kept[0], "--on", "slurm", *kept[1:]] if kept[0] == "run" else [*kept, "--on", "slurm"]
-
-
-def _without_on(words: list[str]) -> tuple[str | None, list[str]]:
-    """Return the value of ``--on``, None without one, and the words without it; those behind ``--`` stay."""
-    end = words.index("--") if "--" in words else len(words)
-    for at, word in enumerate(words[:end]):
-        name, equals, value = word.partition("=")
-        if name == "--on":
-            after = at + 1 if equals else at + 2
-            return value if equals else next(iter(words[at + 1 : end]), ""), [*words[:at], *words[after:]]
-    return None, words

@@ -1,0 +1,108 @@
+"""Other launchers' flags on ``tutti train`` and ``tutti run``: hosts, and this node's part of a job. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from tutti.cli.run_command import OF_NODE
+from tutti.errors import UsageError
+from tutti.launcher.devices import count_accelerators
+from tutti.launcher.hosts import parse_host_file, parse_hosts
+from tutti.launcher.node_engine import NodeEngine, NodePart, read_node_part
+from tutti.launcher.supervisor import EngineJob, supervise
+from tutti.process_context import joined
+
+_HOSTS = ("-H", "--hosts")
+_FILE = "--hostfile"
+_DEVICES = ("--devices", "-np", "--num-proc")
+
+
+def take_flags(words: list[str], names: tuple[str, ...]) -> tuple[dict[str, str], list[str]]:
+    """Return the values of flags, and the words without them; words behind ``--`` stay.
+
+    Raises UsageError if a flag has no value.
+
+    >>> take_flags(["train", "digits", "--node_rank=1", "--nnodes", "2"], ("--nnodes", "--node-rank"))
+    ({'--node-rank': '1', '--nnodes': '2'}, ['train', 'digits'])
+    """
+    end = words.index("--") if "--" in words else len(words)
+    found: dict[str, str] = {}
+    kept: list[str] = []
+    given = iter(words[:end])
+    for word in given:
+        name, equals, value = word.partition("=")
+        name = name.replace("_", "-")
+        if name not in names:
+            kept.append(word)
+            continue
+        after = value if equals else next(given, None)
+        if after is None:
+            raise UsageError(f"{name} needs a value", remedy="write it behind the flag")
+        found[name] = after
+    return found, kept + words[end:]
+
+
+def only_asks(words: list[str]) -> bool:
+    """Return whether a command starts no ranks: for help, the configuration or a dry run."""
+    return not {"--help", "-h", "--print-config", "--dry-run"}.isdisjoint(words)
+
+
+def hosts_as_engine(words: list[str]) -> list[str]:
+    """Turn ``train -H`` and ``--hostfile`` into ``--on ssh:hosts=…``; without ``--devices`` all slots are taken.
+
+    Raises UsageError as ``parse_hosts``.
+
+    >>> hosts_as_engine(["train", "digits", "-H", "a:2,b:2"])
+    ['train', 'digits', '--on', 'ssh:hosts=a:2+b:2', '--devices', '4']
+    """
+    if words[:1] not in (["train"], ["run"]):
+        return words
+    taken, rest = take_flags(words, (_FILE,) if words[0] == "run" else (*_HOSTS, _FILE))
+    if not taken:
+        return words
+    if len(taken) > 1 or "--on" in take_flags(rest, ("--on",))[0]:
+        raise UsageError("-H, --hostfile and --on contradict each other", remedy="give one of them")
+    name, value = next(iter(taken.items()))
+    text = parse_host_file(Path(value)) if name == _FILE else value
+    if words[0] == "run":
+        return ["run", "-H", text, *rest[1:]]
+    slots = sum(host.slots for host in parse_hosts(text))
+    counted = [] if take_flags(rest, _DEVICES)[0] else ["--devices", str(slots)]
+    return [*rest, "--on", f"ssh:hosts={text.replace(',', '+')}", *counted]
+
+
+def node_of_job(words: list[str], environ: Mapping[str, str]) -> tuple[NodePart, list[str]] | None:
+    """Return this node's part of a job, and the command of each of its ranks; None if the command names no nodes.
+
+    Raises:
+        UsageError: flags are missing, malformed or contradict ``--devices``.
+    """
+    if words[:1] not in (["train"], ["run"]) or joined(environ) or only_asks(words):
+        return None
+    flags, rest = take_flags(words, OF_NODE)
+    devices, without = take_flags(rest, _DEVICES)
+    part = read_node_part(flags, environ, count_accelerators("auto", environ) or 1)
+    if part is None:
+        return None
+    wanted = next(iter(devices.values()), "auto")
+    if wanted == "auto":
+        return part, without
+    if not wanted.isdecimal() or int(wanted) % part.nodes:
+        raise UsageError(
+            f"--devices {wanted} cannot be shared out equally over {part.nodes} nodes",
+            remedy="give the devices of all nodes together, or --nproc-per-node",
+        )
+    return NodePart(part.nodes, part.number, int(wanted) // part.nodes, part.address, part.port), without
+
+
+def start_node(part: NodePart, words: list[str]) -> int:
+    """Start this node's ranks, each with the command ``tutti words``, and return the exit code of their first failure.
+
+    Args:
+        part: this node's part of the job.
+        words: the command, without the flags of nodes and devices.
+    """
+    logs = Path("runs") / "logs" / f"node{part.number}"
+    job = EngineJob(["-m", "tutti", *words], [part.processes], logs)
+    return supervise(NodeEngine(part, logs), job)

@@ -1,0 +1,123 @@
+"""The engine of one node among several, on each of which the same command is started, as with torchrun. No torch."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tutti.errors import UsageError
+from tutti.launcher.engine import EndedRank
+from tutti.launcher.hosts import Host, TetheredRanks, plan_processes
+from tutti.launcher.stdin_control import TETHER
+
+
+@dataclass(frozen=True)
+class NodePart:
+    """This node's part of a job.
+
+    Attributes:
+        nodes: number of nodes.
+        number: this node's, from 0.
+        processes: ranks on each node.
+        address: node 0's address for the other nodes.
+        port: a free port there.
+    """
+
+    nodes: int
+    number: int
+    processes: int
+    address: str
+    port: int
+
+    def __post_init__(self) -> None:
+        if self.nodes < 1 or self.processes < 1 or not 0 <= self.number < self.nodes:
+            raise UsageError(
+                f"node {self.number} of {self.nodes}, with {self.processes} processes",
+                remedy="give --nnodes and --nproc-per-node of at least 1, and a --node-rank from 0 to nnodes - 1",
+            )
+
+
+class NodeEngine:
+    """Starts the ranks of this node. It has as many slots as ranks, so that the job keeps its size.
+
+    Args:
+        part: this node's part of the job.
+        logs: folder for the output of all ranks but this node's first.
+    """
+
+    def __init__(self, part: NodePart, logs: Path) -> None:
+        self._part = part
+        self._ranks = TetheredRanks(logs)
+
+    def slots(self) -> Mapping[str, int]:
+        """Return the free slots of this node."""
+        return {"localhost": self._part.processes - self._ranks.held().total()}
+
+    def start(self, size: int, words: Sequence[str], environment: Mapping[str, str]) -> None:
+        """Start this node's ranks. Raises DiskError if a log cannot be written."""
+        part = self._part
+        nodes = [Host(f"node{number}", part.processes) for number in range(part.nodes)]
+        commands = []
+        for process in plan_processes(nodes, None, part.address, part.port):
+            if process.environment["GROUP_RANK"] == str(part.number):
+                told = {**process.environment, **environment, TETHER: "stdin"}
+                pairs = [f"{name}={value}" for name, value in told.items()]
+                commands.append((Host("localhost", size), ["env", *pairs, sys.executable, *words]))
+        self._ranks.start(commands)
+
+    def poll(self) -> Sequence[EndedRank | None]:
+        """Return the end of each rank of this node, None for one that runs."""
+        codes = [(host, process.poll()) for host, process in self._ranks.started]
+        return [None if code is None else EndedRank(code, host.name) for host, code in codes]
+
+    def stop(self, number: int) -> None:
+        """Send a signal to every rank of this node; for SIGKILL return when they have ended."""
+        self._ranks.stop(number)
+
+
+def read_node_part(flags: Mapping[str, str], environ: Mapping[str, str], processes: int) -> NodePart | None:
+    """Return this node's part of a job, from torchrun's flags or its variables ``PET_*``; None without other nodes.
+
+    Args:
+        flags: values of ``--nnodes``, ``--node-rank``, ``--nproc-per-node``, ``--rdzv-endpoint``, ``--master-addr`` and
+            ``--master-port``, as far as they are given.
+        environ: environment variables.
+        processes: ranks on each node where neither says how many.
+
+    Raises:
+        UsageError: a value is missing or malformed.
+
+    >>> flags = {"--nnodes": "2", "--node-rank": "1", "--rdzv-endpoint": "host0:29500"}
+    >>> read_node_part(flags, {}, 4)
+    NodePart(nodes=2, number=1, processes=4, address='host0', port=29500)
+    """
+
+    def value(flag: str) -> str | None:
+        return flags.get(flag) or environ.get("PET_" + flag[2:].replace("-", "_").upper())
+
+    def whole(flag: str, default: int | None = None) -> int:
+        text = value(flag)
+        if text is None and default is not None:
+            return default
+        if text is None or not text.isdecimal():
+            raise UsageError(
+                f"{flag} is missing" if text is None else f"{flag} is '{text}'",
+                remedy=f"give a whole number as {flag}, or as PET_{flag[2:].replace('-', '_').upper()}",
+            )
+        return int(text)
+
+    if value("--nnodes") is None and not flags:
+        return None
+    if whole("--nnodes", 1) == 1 and not flags:
+        return None
+    endpoint = value("--rdzv-endpoint")
+    address, colon, port = (endpoint or "").rpartition(":")
+    if not colon:
+        address, port = endpoint or value("--master-addr") or "", str(whole("--master-port", 29500))
+    if not address or not port.isdecimal():
+        raise UsageError("--rdzv-endpoint is missing", remedy="give node 0's address and a free port: host0:29500")
+    counted = value("--nproc-per-node")
+    each = processes if counted in (None, "auto", "gpu", "cpu") else whole("--nproc-per-node")
+    return NodePart(whole("--nnodes"), whole("--node-rank"), each, address, int(port))

@@ -1,0 +1,95 @@
+"""Other launchers' flags on ``tutti train`` and ``tutti run``: ``-H``, ``--hostfile``, and torchrun's for nodes."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.launching import SAFETY_NET, SOURCE
+from tutti.cli.launch_flags import hosts_as_engine, node_of_job
+from tutti.cli.run_command import end_options
+from tutti.errors import UsageError
+from tutti.launcher.node_engine import NodePart, read_node_part
+
+TRAIN = ("train", "linear", "--workers", "2", "--batch-size", "16", "--steps", "8", "--reproducible")
+
+
+def test_a_host_file(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("a slots=2 # first\n\nb\n")
+    file = str(tmp_path / "hosts")
+    made = hosts_as_engine(["train", "linear", f"--hostfile={file}"])
+    assert made == ["train", "linear", "--on", "ssh:hosts=a:2+b:1", "--devices", "3"]
+    assert hosts_as_engine(["train", "linear", "--devices", "1:2", "-H", "a:2"])[-2:] == ["--on", "ssh:hosts=a:2"]
+    words = end_options(["run", "--hostfile", file, "script.py", "--hostfile", "own"])
+    assert hosts_as_engine(words) == ["run", "-H", "a:2,b:1", "--", "script.py", "--hostfile", "own"]
+
+
+@pytest.mark.parametrize(
+    "words", [["-H", "a:2", "--on", "ray"], ["-H", "a:2", "--hostfile", "f"], ["-H"], ["--hostfile", "missing"]]
+)
+def test_refused_hosts(words: list[str]) -> None:
+    with pytest.raises(UsageError):
+        hosts_as_engine(["train", "linear", *words])
+
+
+def test_the_variables_of_torchrun_are_read() -> None:
+    pet = {"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_NPROC_PER_NODE": "4", "PET_MASTER_ADDR": "a"}
+    assert read_node_part({}, pet, 1) == NodePart(2, 1, 4, "a", 29500)
+    assert read_node_part({"--node-rank": "0"}, pet | {"PET_RDZV_ENDPOINT": "b:7"}, 1) == NodePart(2, 0, 4, "b", 7)
+    assert read_node_part({}, {"PET_NNODES": "1"}, 1) is None
+    launched = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "x"}
+    assert node_of_job(["train", "linear"], pet | launched) is None
+    found = node_of_job(["run", "-np", "6", "--", "script.py", "--nnodes", "9"], pet)
+    assert found == (NodePart(2, 1, 3, "a", 29500), ["run", "--", "script.py", "--nnodes", "9"])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--nnodes", "2", "--node-rank", "0"], "--rdzv-endpoint is missing"),
+        (["--nnodes", "2", "--rdzv-endpoint", "a:1"], "--node-rank is missing"),
+        (["--nnodes", "1:2", "--node-rank", "0", "--rdzv-endpoint", "a:1"], "--nnodes is '1:2'"),
+        (["--nnodes", "2", "--node-rank", "2", "--rdzv-endpoint", "a:1"], "node 2 of 2"),
+        (["--nnodes", "2", "--node-rank", "0", "--rdzv-endpoint", "a:1", "--devices", "3"], "over 2 nodes"),
+    ],
+)
+def test_refused_nodes(words: list[str], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        node_of_job(["train", "linear", *words], {})
+
+
+def test_two_nodes_train_the_weights_of_one(tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+
+    def started(*words: str, **more: str) -> subprocess.Popen[str]:
+        own = {"PYTHONPATH": str(SOURCE), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+        return subprocess.Popen(
+            [sys.executable, "-m", "tutti", *TRAIN, *words],
+            cwd=tmp_path,
+            env={**os.environ, **own, **more},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    node = ("--out", "two", "--devices", "2", "--nnodes", "2", "--rdzv-endpoint", endpoint)
+    second = {"PET_NODE_RANK": "1"}
+    runs = [started(*node, "--node-rank", "0"), started(*node, **second), started("--out", "one", "--devices", "1")]
+    try:
+        for run in runs:
+            _, err = run.communicate(timeout=SAFETY_NET)
+            assert run.returncode == 0, err
+    finally:
+        for run in runs:
+            run.kill()
+    two, one = (json.loads((tmp_path / name / "summary.json").read_text()) for name in ("two", "one"))
+    assert (two["devices"], one["devices"]) == (2, 1)
+    assert two["weights_sha256"] == one["weights_sha256"]
