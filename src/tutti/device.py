@@ -33,6 +33,9 @@ KNOWN = ("cuda", "xpu", "mps", "hpu", "mtia", "xla", "npu")
 VISIBLE_DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 """Environment variables that limit which devices a process sees; processes on other nodes get them too."""
 
+DEVICE_RESOURCE = "nvidia.com/gpu"
+"""Kubernetes' name of an accelerator, unless the user states another."""
+
 COLLECTIVE_VARIABLES = ("NCCL_", "RCCL_", "CCL_")
 """Prefixes of environment variables that configure a vendor's collectives."""
 

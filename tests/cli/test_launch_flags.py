@@ -80,9 +80,14 @@ def test_two_nodes_train_the_weights_of_one(tmp_path: Path) -> None:
             text=True,
         )
 
-    node = ("--out", "two", "--devices", "2", "--nnodes", "2", "--rdzv-endpoint", endpoint)
-    second = {"PET_NODE_RANK": "1"}
-    runs = [started(*node, "--node-rank", "0"), started(*node, **second), started("--out", "one", "--devices", "1")]
+    node = ("--out", "two", "--devices", "2")
+    address, _, port = endpoint.partition(":")
+    second = {"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": address, "PET_MASTER_PORT": port}
+    runs = [
+        started(*node, "--nnodes", "2", "--node-rank", "0", "--rdzv-endpoint", endpoint),
+        started(*node, **second),
+        started("--out", "one", "--devices", "1"),
+    ]
     try:
         for run in runs:
             _, err = run.communicate(timeout=SAFETY_NET)

@@ -54,7 +54,7 @@ def build_app() -> App:
     )
     app.command(train, usage="Usage: tutti train TASK [OPTIONS]")
     app.command(run, usage="Usage: tutti run [OPTIONS] SCRIPT [ARGUMENTS]")
-    app.command(submit, usage="Usage: tutti submit slurm[:OPTIONS] [--start] -- train|run …")
+    app.command(submit, usage="Usage: tutti submit slurm|kubeflow|skypilot[:OPTIONS] -- train|run …")
     app.command(compare, usage="Usage: tutti compare TASK [OPTIONS]")
     app.command(export, usage="Usage: tutti export RUN [OPTIONS]")
     app.command(goodput, usage="Usage: tutti goodput RUN [--json]")

@@ -14,13 +14,19 @@ from cyclopts import App, Parameter
 from tutti.cli.launch_flags import only_asks, take_flags
 from tutti.cli.run_command import end_options, run
 from tutti.cli.train_command import bare_options, possible_sizes, refuse_config, resolved, train
+from tutti.config.cluster_config import KubeflowConfig, SkyPilotConfig
 from tutti.config.engine_config import SlurmEngineConfig, parse_device_range
 from tutti.config.spec import Spec
-from tutti.errors import DiskError, ExitCode, UsageError, did_you_mean
+from tutti.errors import DiskError, ExitCode, UsageError
+from tutti.launcher.cluster_files import sky_task, train_job
 from tutti.launcher.slurm_engine import JOB
 from tutti.launcher.slurm_job import batch_file, follow_job, submit_file
 
-TARGETS = ("slurm",)
+TARGETS: dict[str, type[SlurmEngineConfig | KubeflowConfig | SkyPilotConfig]] = {
+    "slurm": SlurmEngineConfig,
+    "kubeflow": KubeflowConfig,
+    "skypilot": SkyPilotConfig,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,25 +52,43 @@ def submit(
     *command: Annotated[str, Parameter(show=False, allow_leading_hyphen=True)],
     start: Annotated[bool, Parameter(negative="", show_default=False)] = False,
 ) -> int:
-    """Print the batch file with which Slurm runs tutti train or tutti run.
+    """Print the file with which Slurm, Kubeflow or SkyPilot runs tutti train or tutti run.
 
     Example: tutti submit slurm:nodes=2,time=4h -- train digits --workers 8 --devices 8
 
     Parameters
     ----------
     start:
-        submit it and show the job's output, as tutti train --on slurm:… does
+        submit it to Slurm and show the job's output, as tutti train --on slurm:… does
     """
     spec = Spec.parse(target, "tutti submit")
-    if spec.name not in TARGETS:
-        raise UsageError(f"cannot submit to '{spec.name}'", remedy=did_you_mean(spec.name, TARGETS))
-    config = spec.build(SlurmEngineConfig, "tutti submit")
+    config = spec.build(spec.choose(TARGETS, "cluster"), "tutti submit")
     wanted = read_submission(command)
-    folder = None if wanted.runs is None else f"{wanted.runs}/{wanted.name}"
-    text = batch_file(config, wanted.name, wanted.sizes, [*_on_slurm(wanted.words)], folder)
-    if not start:
-        print(text, end="")
-        return ExitCode.DONE
+    if isinstance(config, SlurmEngineConfig):
+        folder = None if wanted.runs is None else f"{wanted.runs}/{wanted.name}"
+        text = batch_file(config, wanted.name, wanted.sizes, _on_slurm(wanted.words), folder)
+        if start:
+            return _start(text, wanted)
+    else:
+        if start:
+            raise UsageError(
+                "--start is for Slurm", remedy=f"give the printed file to {spec.name}: kubectl create -f, or sky launch"
+            )
+        words, devices = take_flags(wanted.words, ("--on",))[1], wanted.sizes[-1]
+        if wanted.sizes[0] < devices:
+            raise UsageError(
+                f"a job of {spec.name} cannot change its number of devices", remedy="give --devices one number"
+            )
+        if isinstance(config, KubeflowConfig):
+            text = train_job(config, wanted.name, devices, words)
+        else:
+            text = sky_task(config, wanted.name, devices, words)
+    print(text, end="")
+    return ExitCode.DONE
+
+
+def _start(text: str, wanted: Submission) -> int:
+    """Write a batch file, show it, submit it, and follow its job."""
     path = Path(wanted.runs or "runs") / f"{wanted.name}-{datetime.now(UTC):%Y%m%d-%H%M%S}.sbatch"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

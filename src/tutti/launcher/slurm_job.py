@@ -13,6 +13,7 @@ from pathlib import Path
 
 from tutti.config.engine_config import SlurmEngineConfig
 from tutti.errors import ExitCode, PeerError, UsageError
+from tutti.launcher.cluster_files import devices_per_node
 
 _PACE = 1.0
 _ENDED = frozenset(
@@ -37,12 +38,7 @@ def batch_file(
         UsageError: the nodes cannot have equally many devices.
     """
     least, most = sizes
-    if most % config.nodes:
-        raise UsageError(
-            f"{most} devices cannot be shared out equally over {config.nodes} nodes",
-            remedy="give a number of --devices that nodes divides",
-        )
-    tasks = most // config.nodes
+    tasks = devices_per_node(most, config.nodes)
     options = {
         "job-name": name,
         "partition": config.partition,

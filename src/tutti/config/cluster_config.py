@@ -1,0 +1,69 @@
+"""Options of the clusters of ``tutti submit`` that take a file and start one command on each node. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tutti.errors import UsageError
+
+
+@dataclass(frozen=True, kw_only=True)
+class KubeflowConfig:
+    """``kubeflow``: a TrainJob of Kubeflow Trainer.
+
+    Attributes:
+        image: container image with Python and tutti.
+        nodes: pods of the job.
+        cpus: CPUs of a device.
+        gpus: GPUs of a device.
+        resource: Kubernetes' name of the GPUs; default: that of the most common vendor.
+        memory: memory of a pod, such as ``64Gi``.
+        runtime: the cluster's training runtime.
+    """
+
+    image: str | None = None
+    nodes: int = 1
+    cpus: int | None = None
+    gpus: int | None = None
+    resource: str | None = None
+    memory: str | None = None
+    runtime: str = "torch-distributed"
+
+    def __post_init__(self) -> None:
+        _at_least_one("kubeflow", {"nodes": self.nodes, "cpus": self.cpus, "gpus": self.gpus})
+        if self.image is None:
+            raise UsageError(
+                "tutti submit kubeflow names no image", remedy="write kubeflow:image=REGISTRY/NAME:TAG,nodes=2"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SkyPilotConfig:
+    """``skypilot``: a task of SkyPilot.
+
+    Attributes:
+        nodes: nodes of the task.
+        accelerator: SkyPilot's name of an accelerator; each node gets as many as devices.
+        cpus: CPUs of a node, at least.
+        memory: GB of memory of a node, at least.
+        infra: where to run, as SkyPilot writes it; default: the cheapest.
+        spot: whether to take instances that the cloud may take back.
+        image: container image with Python and tutti; default: tutti is installed on SkyPilot's own image.
+    """
+
+    nodes: int = 1
+    accelerator: str | None = None
+    cpus: int | None = None
+    memory: int | None = None
+    infra: str | None = None
+    spot: bool = False
+    image: str | None = None
+
+    def __post_init__(self) -> None:
+        _at_least_one("skypilot", {"nodes": self.nodes, "cpus": self.cpus, "memory": self.memory})
+
+
+def _at_least_one(cluster: str, numbers: dict[str, int | None]) -> None:
+    for name, value in numbers.items():
+        if value is not None and value < 1:
+            raise UsageError(f"tutti submit {cluster} has {name}={value}", remedy="give at least 1")

@@ -1,0 +1,124 @@
+"""Files by which Kubeflow and SkyPilot start the same command on every node. No torch, no package of theirs."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tutti.config.cluster_config import KubeflowConfig, SkyPilotConfig
+from tutti.device import DEVICE_RESOURCE
+from tutti.distribution import pip_install
+from tutti.errors import UsageError
+
+_PORT = 29500
+
+
+def devices_per_node(devices: int, nodes: int) -> int:
+    """Return the devices of each node. Raises UsageError if the nodes cannot have equally many.
+
+    >>> devices_per_node(8, 2)
+    4
+    """
+    if devices % nodes:
+        raise UsageError(
+            f"{devices} devices cannot be shared out equally over {nodes} nodes",
+            remedy="give a number of --devices that nodes divides",
+        )
+    return devices // nodes
+
+
+def train_job(config: KubeflowConfig, name: str, devices: int, words: Sequence[str]) -> str:
+    """Return a TrainJob of Kubeflow Trainer as YAML. Its runtime sets ``PET_*``, from which the command reads its node.
+
+    Args:
+        config: options of the cluster.
+        name: name of the job; characters that Kubernetes does not allow become dashes.
+        devices: devices of all nodes.
+        words: the command, behind ``tutti``.
+
+    Raises:
+        UsageError: the nodes cannot have equally many devices.
+    """
+    each = devices_per_node(devices, config.nodes)
+    limits = {
+        "cpu": str(config.cpus * each) if config.cpus else None,
+        "memory": config.memory,
+        config.resource or DEVICE_RESOURCE: str(config.gpus * each) if config.gpus else None,
+    }
+    trainer: dict[str, Any] = {
+        "image": config.image,
+        "numNodes": config.nodes,
+        "numProcPerNode": each,
+        "command": ["python", "-m", "tutti", *words],
+    }
+    if stated := {resource: amount for resource, amount in limits.items() if amount is not None}:
+        trainer["resourcesPerNode"] = {"requests": stated, "limits": stated}
+    return _yaml(
+        {
+            "apiVersion": "trainer.kubeflow.org/v1alpha1",
+            "kind": "TrainJob",
+            "metadata": {"name": _label(name)},
+            "spec": {"runtimeRef": {"name": config.runtime}, "trainer": trainer},
+        }
+    )
+
+
+def sky_task(config: SkyPilotConfig, name: str, devices: int, words: Sequence[str]) -> str:
+    """Return a task of SkyPilot as YAML, which uploads the working directory.
+
+    Args:
+        config: options of the cluster.
+        name: name of the task; characters that SkyPilot does not allow become dashes.
+        devices: devices of all nodes.
+        words: the command, behind ``tutti``.
+
+    Raises:
+        UsageError: the nodes cannot have equally many devices.
+    """
+    each = devices_per_node(devices, config.nodes)
+    resources = {
+        "infra": config.infra,
+        "accelerators": f"{config.accelerator}:{each}" if config.accelerator else None,
+        "cpus": f"{config.cpus}+" if config.cpus else None,
+        "memory": f"{config.memory}+" if config.memory else None,
+        "use_spot": config.spot or None,
+        "image_id": f"docker:{config.image}" if config.image else None,
+    }
+    first, *rest = words
+    part = ""
+    if config.nodes > 1:
+        address = '"$(echo "$SKYPILOT_NODE_IPS" | head -n 1)":' + str(_PORT)
+        part = f' --nnodes "$SKYPILOT_NUM_NODES" --node-rank "$SKYPILOT_NODE_RANK" --rdzv-endpoint {address}'
+    task: dict[str, Any] = {"name": _label(name), "num_nodes": config.nodes, "workdir": "."}
+    if stated := {key: value for key, value in resources.items() if value is not None}:
+        task["resources"] = stated
+    if config.image is None:
+        task["setup"] = pip_install("data")
+    task["run"] = f"python -m tutti {first}{part} {shlex.join(rest)}"
+    return _yaml(task)
+
+
+def _label(name: str) -> str:
+    """Return a name of lower-case letters, digits and dashes.
+
+    >>> _label("My_model.v2")
+    'my-model-v2'
+    """
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:40].rstrip("-") or "tutti"
+
+
+def _yaml(value: Mapping[str, Any], indent: str = "") -> str:
+    """Return nested mappings, lists of texts and scalars as YAML; a scalar is written as JSON, which is YAML too."""
+    lines = []
+    for key, each in value.items():
+        if isinstance(each, Mapping):
+            lines.append(f"{indent}{key}:\n{_yaml(each, indent + '  ')}")
+        elif isinstance(each, list):
+            items = "".join(f"{indent}  - {json.dumps(item, ensure_ascii=False)}\n" for item in each)
+            lines.append(f"{indent}{key}:\n{items}")
+        else:
+            lines.append(f"{indent}{key}: {json.dumps(each, ensure_ascii=False)}\n")
+    return "".join(lines)
