@@ -43,7 +43,7 @@ DEVICE ?= cpu
 contract: $(READY)  ## the whole equivalence table, or PART=1/100 of it; DEVICE=simgpu for the simulated accelerator, DEVICE=cuda for GPUs
 	TEST_DEVICE=$(DEVICE) CONTRACT_PART=$(PART) $(BIN)/pytest -q -n 2 -m contract tests/contract
 
-engines: $(READY)  ## runs on Ray clusters whose nodes are killed and added; needs the extra ray, else skipped
+engines: $(READY)  ## runs on Ray and Slurm whose nodes are lost and added; needs the extra ray and Slurm's daemons, else skipped
 	$(BIN)/pytest -q -n 0 -m engines tests/launcher
 
 MODELS_RECORD = $(if $(filter 1/1,$(PART)),benchmarks/results/$(shell date -u +%F)-models.jsonl,.models-record.jsonl)
