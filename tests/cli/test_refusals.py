@@ -229,7 +229,13 @@ def test_joined_job_has_its_own_number_of_devices(tmp_path: Path) -> None:
     ("words", "most"),
     [
         *[("--help", 40), ("train --help", 80), ("run --help", 40), ("export --help", 40)],
-        *[("chaos --help", 40), ("chaos fill --help", 40), ("workload --help", 40), ("bench --help", 40)],
+        *[
+            ("chaos --help", 40),
+            ("chaos fill --help", 40),
+            ("workload --help", 40),
+            ("bench --help", 40),
+            ("submit --help", 40),
+        ],
     ],
 )
 def test_help_is_short(words: str, most: int, tmp_path: Path) -> None:
@@ -256,6 +262,7 @@ def test_help_lists_the_verbs(tmp_path: Path) -> None:
         "report",
         "run",
         "simulate",
+        "submit",
         "train",
         "workload",
         "--help",

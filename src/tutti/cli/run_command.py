@@ -90,7 +90,7 @@ def run(
     hosts:
         HOST:PROCESSES,… to start on over ssh, in this directory of each
     on:
-        engine that starts them: local, ssh:hosts=a:2+b:2, ray or ray:address=…
+        engine that starts them: local, ssh:hosts=a:2+b:2, ray, slurm:nodes=2
     module:
         SCRIPT is a module's name, as in python -m
     logs:

@@ -52,9 +52,9 @@ def submit(
     *command: Annotated[str, Parameter(show=False, allow_leading_hyphen=True)],
     start: Annotated[bool, Parameter(negative="", show_default=False)] = False,
 ) -> int:
-    """Print the file with which Slurm, Kubeflow or SkyPilot runs tutti train or tutti run.
+    """Print the file by which Slurm, Kubeflow or SkyPilot runs a command of tutti.
 
-    Example: tutti submit slurm:nodes=2,time=4h -- train digits --workers 8 --devices 8
+    Example: tutti submit slurm:nodes=2,time=4h -- train digits --devices 8
 
     Parameters
     ----------
