@@ -1,4 +1,4 @@
-"""The three workloads of the benchmarks: plain PyTorch models, batches in memory, one loss, a fused optimizer."""
+"""The four workloads of the benchmarks: plain PyTorch models, batches in memory, one loss, a fused optimizer."""
 
 from __future__ import annotations
 
@@ -120,6 +120,22 @@ def tiny_mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
 
 
+class Residual(nn.Module):
+    """x + ReLU(W x + b)."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 0.1 * functional.relu(self.linear(x))
+
+
+def many_tensors() -> nn.Module:
+    """161 parameter tensors, as many as ResNet-50 has, of hardly any arithmetic: the cost of a tensor shows."""
+    return nn.Sequential(*(Residual(32) for _ in range(80)), nn.Linear(32, 10, bias=False))
+
+
 def mean_loss(model: nn.Module, batch: Batch) -> Tensor:
     """Mean cross-entropy over every label of the batch."""
     inputs, labels = batch
@@ -155,6 +171,7 @@ def small_gpt() -> nn.Module:
 _TABLE = [
     Workload("mlp", tiny_mlp, _labelled((32,)), _sgd, samples=32, launches=5, rounds=200, steps=5, lead=1),
     Workload("gpt", small_gpt, _text, _adamw, samples=8, launches=4, rounds=20, steps=1, lead=0),
+    Workload("deep", many_tensors, _labelled((32,)), _sgd, samples=32, launches=4, rounds=60, steps=2, lead=1),
     Workload("cnn", course_cnn, _labelled((3, 32, 32)), _sgd, samples=64, launches=4, rounds=30, steps=1, lead=0),
 ]
 WORKLOADS = {work.name: work for work in _TABLE}

@@ -52,7 +52,7 @@ def test_the_coordinator_is_killed_in_a_negotiation() -> None:
 
 
 def killed_in_a_collective(victim: int = 1) -> None:
-    handles = [tutti.allreduce_async(torch.ones(1 << 20), name=f"{i}") for i in range(64)]
+    handles = [tutti.allreduce_async(torch.ones(1 << 20), "max", f"{i}") for i in range(64)]
     if tutti.rank() == victim:
         handles[3].wait()
         os.kill(os.getpid(), signal.SIGKILL)
@@ -71,7 +71,21 @@ def no_memory_in_a_collective() -> None:
 
     if tutti.rank() == 1:
         collective_execution.reduce_all = fail  # type: ignore[assignment]
-    tutti.allreduce(torch.ones(1 << 20), name="large")
+    tutti.allreduce(torch.ones(1 << 20), "max", name="large")
+
+
+def killed_before_it_posts(victim: int = 1) -> None:
+    for step in range(4):
+        handles = [tutti.allreduce_async(torch.ones(4), name=f"{i}") for i in range(3)]
+        for handle in handles:
+            handle.wait()
+        if step == 2 and tutti.rank() == victim:
+            os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError("all were complete")
+
+
+def coordinator_killed_before_it_posts() -> None:
+    killed_before_it_posts(0)
 
 
 @pytest.mark.parametrize(
@@ -80,8 +94,10 @@ def no_memory_in_a_collective() -> None:
         (killed_in_a_collective, 1, "rank 1 has ended without a word"),
         (coordinator_killed_in_a_collective, 0, "rank 0 has ended"),
         (no_memory_in_a_collective, 1, "a collective failed on rank 1: no memory"),
+        (killed_before_it_posts, 1, "rank 1 has ended without a word"),
+        (coordinator_killed_before_it_posts, 0, "rank 0 has ended"),
     ],
-    ids=["killed", "coordinator", "memory"],
+    ids=["killed", "coordinator", "memory", "killed before posts", "coordinator before posts"],
 )
 def test_a_rank_that_is_lost_in_a_collective_is_named(function: object, victim: int, text: str) -> None:
     began = time.monotonic()

@@ -233,6 +233,34 @@ def test_a_rank_that_has_joined_sends_zeros() -> None:
     assert "not supported with Join" in two[2] and "not supported with Join" in two[3]
 
 
+def repeated() -> list[Any]:
+    """Calls that ranks repeat: in any order, one of them with another shape, and one while a rank has joined."""
+    rank, names, found = tutti.rank(), ["a", "b", "c"], []
+    for step in range(3):
+        order = names[rank:] + names[:rank]
+        tensors = {name: torch.full((2,), float(rank + step)) for name in names}
+        handles = {name: tutti.allreduce_async(tensors[name], "sum", name, in_place=True) for name in order}
+        for name in names:
+            handles[name].wait()
+        found.append([tensors[name].tolist() for name in names])
+    found.append(refused(tutti.allreduce, torch.ones(2 + (rank == 1)), "sum", "a"))
+    found.append(tutti.allreduce(torch.ones(2), "sum", "a").tolist())
+    if rank == 2:
+        tutti.join()
+        found.append([2.0, 2.0])
+    else:
+        found.append(tutti.allreduce(torch.ones(2), "sum", "b").tolist())
+        tutti.join()
+    return [*found, tutti.allreduce(torch.ones(2), "sum", "b").tolist()]
+
+
+def test_calls_that_ranks_repeat() -> None:
+    for *steps, mismatch, after, joined, last in run(3, repeated):
+        assert steps == [[[3.0 * step + 3] * 2] * 3 for step in range(3)]
+        assert "MismatchError" in mismatch and "rank 1 called allreduce 'a' (sum) of float32 [3]" in mismatch
+        assert after == last == [3.0, 3.0] and joined == [2.0, 2.0]
+
+
 def objects() -> list[Any]:
     rank = tutti.rank()
     return [tutti.broadcast_object({"rank": rank, 0: [1, 2]}, 1), tutti.allgather_object({"x" * rank: {rank}})]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import nn
 import tutti
 import tutti.horovod.torch as hvd
 from tests.worlds import run
+from tutti.comm import posted_reduction
 
 
 def with_horovod(inside: Any, **given: Any) -> Any:
@@ -250,8 +252,11 @@ def test_the_timeline_is_a_chrome_trace(tmp_path: Path) -> None:
     assert {"NEGOTIATE_ALLREDUCE", "ALLREDUCE", "CYCLE_START"} <= {event["name"] for event in events}
 
 
-def steady_state() -> list[int]:
+def steady_state(shared: bool) -> list[int]:
     """Messages to the coordinator in one step of 40 tensors, once the cache knows the buckets."""
+    largest = posted_reduction.LARGEST
+    if not shared:
+        posted_reduction.LARGEST = 0
     net = nn.Sequential(*[nn.Linear(3, 3) for _ in range(20)])
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), net.named_parameters())
     from tutti.comm.collective_engine import engine
@@ -270,12 +275,19 @@ def steady_state() -> list[int]:
         net(torch.ones(1, 3)).sum().backward()
         optimizer.step()
     del engine().send
+    posted_reduction.LARGEST = largest
     return [len(sent), len(json.dumps(sent))]
 
 
 def test_a_step_in_the_steady_state_is_one_small_message() -> None:
-    for messages, size in run(2, with_horovod, inside=steady_state):
+    for messages, size in run(2, with_horovod, inside=partial(steady_state, shared=False)):
         assert messages == 1 and size < 30
+
+
+def test_a_step_in_the_steady_state_of_one_node_is_no_message() -> None:
+    # A rank that waits for longer than a moment says so.
+    for messages, size in run(2, with_horovod, inside=partial(steady_state, shared=True)):
+        assert messages <= 1 and size < 40
 
 
 def queries() -> list[Any]:

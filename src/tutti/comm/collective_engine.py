@@ -1,7 +1,9 @@
 """The engine of the public collectives: one thread a rank that performs what all ranks have agreed upon, in one order.
 
 A call is described to the coordinator (``tutti.comm.negotiation``, in rank 0's hub thread) and returns a handle. The
-engine's thread sleeps until an answer arrives, and performs the collective on process groups of its own.
+engine's thread sleeps until an answer arrives, and performs the collective on process groups of its own. An all-reduce
+that ranks of one node repeat needs neither: the call posts its tensors in shared memory, and the thread that waits adds
+those of all ranks (``tutti.comm.posted_reduction``). The engine's thread does so the first time.
 """
 
 from __future__ import annotations
@@ -23,8 +25,10 @@ from torch import Tensor
 from tutti import process_context
 from tutti.comm import collective_execution as execution
 from tutti.comm.collective_call import CollectiveCall
+from tutti.comm.communicator import Communicator
 from tutti.comm.message_hub import HubConnection, MessageHub
 from tutti.comm.negotiation import SHUT_DOWN, Coordinator, Post, SessionOptions, loss_line
+from tutti.comm.posted_reduction import PostedReduction, PostedReductions, posted_bytes
 from tutti.comm.process_groups import process_groups
 from tutti.device import current_stream, is_accelerator, synchronize
 from tutti.errors import MismatchError, PeerError, TuttiError, UsageError
@@ -43,6 +47,11 @@ _ABANDONED = 0.5
 """Seconds for which a collective under way may end by itself when its engine is abandoned or one of its ranks lost."""
 _PATIENCE = 2.0
 """Seconds after which a waiting rank tells the coordinator so."""
+_REPORT = 0.01
+"""Seconds after which a rank that waits for posts of other ranks reports its own to the coordinator."""
+_SPINS, _YIELDS = 200, 2000
+_NAPS = (0.0002, 0.01)
+"""Seconds between looks for posts: a fiftieth of the time waited so far, within these bounds."""
 
 EventSink = Callable[[str, str, float, float], None]
 """Called with a call's name, an activity, and its start and end in seconds of ``time.perf_counter``."""
@@ -74,11 +83,15 @@ class CollectiveHandle:
     turn: int = 0
     seen: bool = False
     finished: threading.Event = field(default_factory=threading.Event)
+    # Of a call that is posted: where, the number of the attempt, and whether the coordinator knows.
+    reduction: PostedReduction | None = None
+    attempt: int = 0
+    reported: bool = False
 
     @property
     def done(self) -> bool:
         """Whether ``wait`` would return at once."""
-        if self.finished.is_set():
+        if self.session.advance(self):
             self.seen = True
             self.session.forget(self)
             return True
@@ -130,6 +143,10 @@ class CollectiveSession:
         self._counters: dict[tuple[int, str], int] = {}
         self._epoch = 0
         self._acknowledged = threading.Event()
+        # Places of posted all-reduces by number; the lock of their posts and results.
+        self._reductions: dict[int, PostedReduction] = {}
+        self._memory: PostedReductions | None = None
+        self._posting = threading.Lock()
         # Threads that make calls; those that wait, with the calls they wait for.
         self._threads: set[threading.Thread] = set()
         self._blocked: dict[threading.Thread, CollectiveHandle] = {}
@@ -154,6 +171,16 @@ class CollectiveSession:
             self._threads.add(threading.current_thread())
             self.turn += 1
             number = self._numbers.get(call.signature)
+            # While this rank joins, its engine makes calls that the coordinator has agreed upon.
+            posted = self._reductions.get(number) if number is not None and not self.joins else None
+        if posted is not None:
+            try:
+                with self._posting:
+                    handle.attempt, handle.reduction = posted.post(handle.inputs), posted
+            except Exception:
+                self.forget(handle)
+                raise
+            return handle
         if handle.inputs and is_accelerator(handle.inputs[0].device):
             handle.ready_at = current_stream(handle.inputs[0].device).record_event()
         if number is None:
@@ -169,18 +196,19 @@ class CollectiveSession:
             self._check_open()
             self.joins.append(handle)
             self.turn += 1
+        self._report()
         self.engine.send(["join", self.number])
         return int(handle.wait())
 
     def await_(self, handle: CollectiveHandle) -> None:
         """Block until a call is complete; tell the coordinator once all of this rank's threads wait for long."""
-        if handle.finished.is_set():
+        if self.advance(handle):
             return
         me = threading.current_thread()
         with self.lock:
             self._blocked[me] = handle
         try:
-            if handle.finished.wait(_PATIENCE):
+            if self._wait(handle, _PATIENCE):
                 return
             if handle.call.kind != "join":
                 with self.lock:
@@ -188,10 +216,67 @@ class CollectiveSession:
                 if stuck:
                     with contextlib.suppress(PeerError):
                         self.engine.send(["wait", self.number, list(handle.call.key)])
-            handle.finished.wait()
+            self._wait(handle, None)
         finally:
             with self.lock:
                 self._blocked.pop(me, None)
+
+    def _wait(self, handle: CollectiveHandle, seconds: float | None) -> bool:
+        """Block until a call is complete, at most ``seconds``; return whether it is."""
+        if handle.reduction is None:
+            return handle.finished.wait(seconds)
+        for turn in range(_SPINS + _YIELDS):
+            if self.advance(handle):
+                return True
+            if turn > _SPINS:
+                os.sched_yield()
+        began = time.monotonic()
+        while not self.advance(handle):
+            waited = time.monotonic() - began
+            if seconds is not None and waited > seconds:
+                return False
+            if waited > _REPORT and not handle.reported:
+                with contextlib.suppress(PeerError):
+                    self._report()
+            # An error ends the wait at once.
+            handle.finished.wait(min(max(waited / 50, _NAPS[0]), _NAPS[1]))
+        return True
+
+    def advance(self, handle: CollectiveHandle) -> bool:
+        """Give a posted call its result if all ranks have posted it; return whether the call is complete."""
+        reduction = handle.reduction
+        if reduction is not None and not handle.finished.is_set():
+            if reduction.complete(handle.attempt):
+                with self._posting:
+                    if not handle.finished.is_set():
+                        self._collect(handle, reduction, handle.attempt)
+            elif not handle.reported and reduction.revoked(handle.attempt):
+                with self._posting:
+                    if not handle.reported and reduction.revoked(handle.attempt):
+                        handle.attempt = reduction.post_again(handle.attempt)
+        return handle.finished.is_set()
+
+    def _collect(self, handle: CollectiveHandle, reduction: PostedReduction, attempt: int) -> None:
+        began = time.perf_counter()
+        outputs = handle.outputs
+        if outputs is None:
+            outputs = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in handle.inputs]
+        reduction.reduce_into(outputs, attempt)
+        handle.complete(outputs)
+        self.engine.event(handle.call, began, handle.started)
+
+    def _report(self) -> None:
+        """Tell the coordinator which calls this rank has posted and other ranks have not. Raises PeerError."""
+        with self._posting:
+            with self.lock:
+                pending = list(self.pending.values())
+            numbers = []
+            for handle in pending:
+                if handle.reduction is not None and not handle.reported and not handle.finished.is_set():
+                    handle.reported = True
+                    numbers.append([self._numbers[handle.call.signature], handle.attempt])
+            if numbers:
+                self.engine.send(["posted", self.number, numbers])
 
     def forget(self, handle: CollectiveHandle) -> None:
         """Free the name of a call whose outcome was seen."""
@@ -208,9 +293,12 @@ class CollectiveSession:
             self.closed = True
         if self.engine.broken is None:
             with contextlib.suppress(PeerError):
+                self._report()
                 self.engine.send(["close", self.number])
                 # What was agreed upon before is performed: other ranks take part in it already.
                 self._acknowledged.wait()
+            for handle in list(self.pending.values()):
+                self.advance(handle)
         self.fail_all(PeerError(SHUT_DOWN, where=f"rank {self.engine.rank}"))
         self.engine.sessions.pop(self.number, None)
 
@@ -232,7 +320,7 @@ class CollectiveSession:
 
     def _settled(self, before: CollectiveHandle) -> bool:
         """Whether a call that was never waited for has given its name free."""
-        if not before.finished.is_set():
+        if not self.advance(before):
             return False
         return self.turn > before.turn or time.perf_counter() - before.completed > SETTLE
 
@@ -242,6 +330,13 @@ class CollectiveSession:
         """Act on one answer of the coordinator."""
         if kind == "run":
             self._run(rest[0])
+        elif kind == "post":
+            self._post(rest[0])
+        elif kind == "again":
+            with self.lock:
+                handle = self.pending.get(self._keys[rest[0]].key)
+            if handle is not None:
+                handle.reported = False
         elif kind == "done":
             key, value = rest
             handle = self._take(tuple(key))
@@ -275,8 +370,59 @@ class CollectiveSession:
         with self.lock:
             return self.pending[key]
 
+    def _learn(self, number: int, call: CollectiveCall) -> None:
+        """Take note of the number of a call; make its place in shared memory if ranks can post it. Collective."""
+        with self.lock:
+            self._keys[number] = call
+            self._numbers[call] = number
+        if not self.engine.one_node or not posted_bytes(call, self.engine.size):
+            return
+        ranks = self.sets[0]
+        with self.engine.performing(ranks, call):
+            if self._memory is None:
+                _, fast = process_groups(ranks, "engine")
+                self._memory = PostedReductions(Communicator("collectives", ranks, self.engine.world, fast, fast))
+            reduction = self._memory.make(call)
+            if reduction is not None:
+                self.engine.share(self.number, number, reduction)
+                with self.lock:
+                    self._reductions[number] = reduction
+
+    def _post(self, number: int) -> None:
+        """Post a call that ranks wait for: zeros if this rank has joined, else the call that it made meanwhile."""
+        handle = self._handle_of(self._keys[number])
+        if handle.reduction is None:
+            with self.engine.performing(self.sets[0], handle.call):
+                self._perform_posts([(handle, self._reductions[number])])
+
+    def _perform_posts(self, handles: list[tuple[CollectiveHandle, PostedReduction]]) -> None:
+        """Post calls from the engine's thread, and complete those of this rank's callers."""
+        attempts = []
+        for handle, reduction in handles:
+            with self._posting:
+                attempts.append(reduction.post(handle.inputs))
+        for (handle, reduction), attempt in zip(handles, attempts, strict=True):
+            if self.pending.get(handle.call.key) is not handle:
+                continue
+            while not reduction.complete(attempt):
+                if self.engine.broken is not None:
+                    raise self.engine.broken
+                if reduction.revoked(attempt):
+                    # The coordinator's answer says why.
+                    break
+                time.sleep(_NAPS[0])
+            else:
+                with self._posting:
+                    self._collect(handle, reduction, attempt)
+
+    def _handle_of(self, call: CollectiveCall) -> CollectiveHandle:
+        """Return this rank's call, or zeros: it has joined, or its session is closed and nobody reads the outcome."""
+        with self.lock:
+            handle = self.pending.get(call.key)
+        return self._zeros(call) if handle is None or handle.finished.is_set() else handle
+
     def _run(self, items: list[Any]) -> None:
-        handles = []
+        handles, posted = [], []
         for name, extents, number, joined in items:
             if isinstance(name, int):
                 call = self._keys[name]
@@ -285,26 +431,24 @@ class CollectiveSession:
             else:
                 call = self._take(tuple(name)).call.signature
             if number is not None and number not in self._keys:
-                with self.lock:
-                    self._keys[number] = call
-                    self._numbers[call] = number
-            with self.lock:
-                handle = self.pending.get(call.key)
-                if handle is None or handle.finished.is_set():
-                    # This rank has joined, and sends zeros; or its session is closed, and nobody reads the outcome.
-                    handle = self._zeros(call)
-            handles.append((handle, extents))
+                self._learn(number, call)
+            handle = self._handle_of(call)
+            if number in self._reductions:
+                posted.append((handle, self._reductions[number]))
+            else:
+                handles.append((handle, extents))
         began = time.perf_counter()
         if self.engine.broken is not None:
             self.fail_all(self.engine.broken)
             return
-        first = handles[0][0].call
+        first = [*posted, *handles][0][0].call
         with self.engine.performing(self.sets[first.process_set], first):
-            if first.kind == "allreduce":
-                self._reduce([handle for handle, _ in handles])
-            else:
+            self._perform_posts(posted)
+            if first.kind != "allreduce":
                 for handle, extents in handles:
                     handle.complete(self._perform(handle, extents))
+            elif handles:
+                self._reduce([handle for handle, _ in handles])
             for handle, _ in handles:
                 self.engine.event(handle.call, began, handle.started)
 
@@ -400,6 +544,7 @@ class CollectiveEngine:
     def __init__(self, world: World) -> None:
         self.world = world
         self.rank, self.size = world.identity.rank, world.identity.size
+        self.one_node = 1 < self.size == world.identity.local_size
         self.sessions: dict[int, CollectiveSession] = {}
         self.broken: TuttiError | None = None
         self.sink: EventSink | None = None
@@ -411,6 +556,7 @@ class CollectiveEngine:
         self._heard = threading.Event()
         generation = world.store.add(f"engine/{self.rank}", 1)
         store = dist.PrefixStore(f"engine/{generation}", world.store)
+        self._coordinator: Coordinator | None = None
         self._hub = self._make_hub(store) if self.rank == 0 else None
         self._connection = HubConnection(store, self.rank, world.timeout)
         # Losses have a connection of their own: the engine's thread reads nothing while it waits in native code.
@@ -431,6 +577,11 @@ class CollectiveEngine:
     def send(self, message: list[Any]) -> None:
         """Send a message to the coordinator. Raises PeerError if rank 0 has ended."""
         self._connection.send(message)
+
+    def share(self, session: int, number: int, reduction: PostedReduction) -> None:
+        """Let the coordinator, if it is in this process, see the posts of a call."""
+        if self._coordinator is not None:
+            self._coordinator.share(session, number, reduction)
 
     @contextlib.contextmanager
     def performing(self, ranks: tuple[int, ...], call: CollectiveCall) -> Iterator[None]:
@@ -520,7 +671,7 @@ class CollectiveEngine:
             self._hub.close()
 
     def _make_hub(self, store: dist.Store) -> MessageHub:
-        coordinator = Coordinator(self.size, time.monotonic)
+        coordinator = self._coordinator = Coordinator(self.size, time.monotonic)
         left: set[int] = set()
         farewell: list[Post] = []
 

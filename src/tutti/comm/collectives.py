@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -93,8 +94,9 @@ def _number(process_set: ProcessSet) -> int:
     return number
 
 
-def _dtype(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
+@cache
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _submit(
@@ -110,21 +112,25 @@ def _submit(
 ) -> CollectiveHandle:
     """Describe a collective of ``inputs`` and hand it to the engine."""
     number, session = _number(process_set), _session()
-    devices = {tensor.device.type for tensor in inputs}
+    devices = {device.type for device in {tensor.device for tensor in inputs}}
     if len(devices) > 1:
         raise UsageError(f"tensors of one {kind} are on {' and '.join(sorted(devices))}", remedy="move them together")
-    inputs = [tensor.detach() for tensor in inputs]
+    inputs = _without_graph(inputs)
     call = CollectiveCall(
         kind=kind,
         name=name if name is not None else session.name(number, "call"),
         unnamed=name is None,
         process_set=number,
-        shapes=tuple(tuple(t.shape) for t in inputs) if shapes is None else tuple(tuple(s) for s in shapes),
-        dtypes=tuple(_dtype(tensor) for tensor in inputs),
+        shapes=tuple([tensor.shape for tensor in inputs] if shapes is None else shapes),
+        dtypes=tuple([_name_of(tensor.dtype) for tensor in inputs]),
         device=next(iter(devices), "cpu"),
         **given,
     )
-    return session.submit(CollectiveHandle(call, session, list(inputs), outputs, convert))
+    return session.submit(CollectiveHandle(call, session, inputs, outputs, convert))
+
+
+def _without_graph(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [tensor.detach() if tensor.requires_grad else tensor for tensor in tensors]
 
 
 def _first(results: list[Any]) -> Any:
@@ -197,7 +203,7 @@ def grouped_allreduce_async(
 ) -> CollectiveHandle:
     """Start an all-reduce of several tensors as one call; ``wait()`` returns the list of results."""
     tensors = list(tensors)
-    outputs = [tensor.detach() for tensor in tensors] if in_place else None
+    outputs = _without_graph(tensors) if in_place else None
     convert = (lambda _: tensors) if in_place else None
     return _allreduce(tensors, op, name, prescale, postscale, process_set, outputs, convert)
 

@@ -2,11 +2,15 @@
 
 Every rank sends a description of each call. Once all members of a process set have sent the calls of one name, the
 coordinator compares them and answers every member: *run*, in one order that is the same on all ranks, or an error
-that shows both calls. A call that was agreed upon before travels as a number (the response cache).
+that shows both calls. A call that was agreed upon before travels as a number (the response cache); an all-reduce that
+ranks of one node repeat is performed without messages (``tutti.comm.posted_reduction``), and a rank reports that it
+waits for one only after a while, so that mismatches, stalls and joins are seen.
 
-Messages are JSON lists. To the coordinator: ``open``, ``call``, ``hit`` (a call by its number), ``join``, ``wait`` (a
-rank's threads all wait for calls that are not complete), ``close``. From it: ``run``, ``done``, ``error``, ``joined``;
-``lost`` (a rank), on a connection of its own (``loss_line``), because a rank reads no other within a collective.
+Messages are JSON lists. To the coordinator: ``open``, ``call``, ``hit`` (a call by its number), ``posted`` (calls by
+number and attempt that a rank has posted), ``join``, ``wait`` (a rank's threads all wait for calls that are not
+complete), ``close``. From it: ``run``, ``post`` (post a call whose other ranks have posted it), ``again`` (a reported
+attempt was revoked before), ``done``, ``error``, ``joined``; ``lost`` (a rank), on a connection of its own
+(``loss_line``), because a rank reads no other within a collective.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tutti.comm.collective_call import REDUCTIONS, UNEVEN, CollectiveCall, ReduceOperation, describe_mismatch
+from tutti.comm.posted_reduction import PostedReduction
 
 Key = tuple[int, str]
 Post = tuple[int, list[Any]]
@@ -61,10 +66,17 @@ class SessionOptions:
 
 @dataclass
 class _Waiting:
-    """A call that some members have not made yet."""
+    """A call that some members have not made yet, or not reported.
+
+    Attributes:
+        posts: number and attempt of the ranks that have posted the call and wait.
+        asked: whether the engines of all other ranks were told to post it.
+    """
 
     since: float
     calls: dict[int, CollectiveCall] = field(default_factory=dict)
+    posts: dict[int, tuple[int, int]] = field(default_factory=dict)
+    asked: bool = False
     warned: bool = False
 
 
@@ -114,6 +126,8 @@ class _Session:
         self.gone: dict[int, str] = {}
         self.blocked: dict[int, Key] = {}
         self.ready: list[_Ready | Post] = []
+        # Places of posted all-reduces by number.
+        self.posted: dict[int, PostedReduction] = {}
         self._cache: list[CollectiveCall] = []
         self._numbers: dict[CollectiveCall, int] = {}
         self._next_set = 1
@@ -121,15 +135,18 @@ class _Session:
     def open(self, options: dict[str, Any]) -> None:
         self.options = SessionOptions(**options)
 
-    def call(self, rank: int, call: CollectiveCall) -> None:
-        """Record a rank's call; complete it if it was the last."""
+    def call(self, rank: int, call: CollectiveCall, post: tuple[int, int] | None = None) -> None:
+        """Record a rank's call; complete it if it was the last. ``post``: number and attempt of a posted call."""
         self.blocked.pop(rank, None)
+        self.drop_complete()
         members = self.sets.get(call.process_set)
         if members is None:
             self._fail([rank], call.key, "mismatch", f"process set {call.process_set} does not exist any more: {call}.")
             return
         gone = [r for r in members if r in self.gone]
         if gone:
+            if post is not None and not self._revoked(post):
+                return
             # A rank that has ended is the cause; other ranks may have left because of it.
             lost = min(gone, key=lambda r: self.gone[r] == SHUT_DOWN)
             self._fail([rank], call.key, "lost", self.gone[lost])
@@ -138,7 +155,42 @@ class _Session:
         if waiting is None:
             waiting = self.waiting[call.key] = _Waiting(self.clock())
         waiting.calls[rank] = call
+        if post is not None:
+            waiting.posts[rank] = post
         self._try(call.key)
+
+    def report(self, rank: int, number: int, attempt: int) -> None:
+        """Record that ``rank`` has posted a call and waits for it."""
+        reduction = self.posted[number]
+        if reduction.revoked(attempt):
+            self.ready.append((rank, ["again", self.number, number]))
+        elif not reduction.complete(attempt):
+            self.call(rank, self._cache[number], (number, attempt))
+
+    def drop_complete(self) -> None:
+        """Forget calls that all ranks have posted, most of them without a report."""
+        for key, waiting in list(self.waiting.items()):
+            for number, attempt in waiting.posts.values():
+                if self.posted[number].complete(attempt):
+                    self._take(key)
+                    break
+
+    def _take(self, key: Key) -> _Waiting:
+        """Remove and return a call that waits no longer, and so blocks no rank."""
+        self.blocked = {rank: blocking for rank, blocking in self.blocked.items() if blocking != key}
+        return self.waiting.pop(key)
+
+    def _revoked(self, post: tuple[int, int]) -> bool:
+        """Revoke a posted call; return False where it is complete."""
+        number, attempt = post
+        return self.posted[number].revoke(attempt)
+
+    def _fail_waiting(self, key: Key, ranks: Iterable[int], kind: str, text: str) -> None:
+        """Fail a call on the ranks that have made it, unless all ranks have posted it by now."""
+        waiting = self._take(key)
+        # Of every number that ranks have posted, so that none of them takes part in another rank's next call.
+        if all([self._revoked(post) for post in set(waiting.posts.values())]):
+            self._fail(ranks, key, kind, text)
 
     def hit(self, rank: int, number: int, extents: Iterable[int]) -> None:
         """Record a rank's call that the cache knows."""
@@ -149,6 +201,7 @@ class _Session:
     def join(self, rank: int) -> None:
         """Let ``rank`` take part in all-reduces with zeros until all ranks have joined."""
         self.blocked.pop(rank, None)
+        self.drop_complete()
         self.joined.append(rank)
         for key in list(self.waiting):
             self._try(key)
@@ -163,14 +216,14 @@ class _Session:
         self.blocked.pop(rank, None)
         for key, waiting in list(self.waiting.items()):
             if rank in self.sets[key[0]]:
-                del self.waiting[key]
-                self._fail([r for r in waiting.calls if r != rank], key, kind, text)
+                self._fail_waiting(key, [r for r in waiting.calls if r != rank], kind, text)
         if self.joined:
             self.ready += [(r, ["error", self.number, None, kind, text]) for r in self.joined if r != rank]
             self.joined = []
 
     def wait(self, rank: int, key: Key) -> None:
         """Record that all threads of ``rank`` wait; fail all calls if no rank can make another call."""
+        self.drop_complete()
         if key not in self.waiting:
             return
         self.blocked[rank] = key
@@ -182,18 +235,17 @@ class _Session:
         text = "Ranks wait for different collectives, none of which can complete: "
         text += "; ".join(f"rank {r} called {shown[r]}" for r in sorted(shown)) + "."
         for key, waiting in list(self.waiting.items()):
-            del self.waiting[key]
-            self._fail(waiting.calls, key, "mismatch", text)
+            self._fail_waiting(key, waiting.calls, "mismatch", text)
         self.blocked.clear()
 
     def stalled(self, now: float) -> list[str]:
         """Return warnings about calls that have waited for long; fail calls that have waited beyond the limit."""
         warnings = []
+        self.drop_complete()
         for key, waiting in list(self.waiting.items()):
             age = now - waiting.since
             if self.options.limit and age >= self.options.limit:
-                del self.waiting[key]
-                self._fail(waiting.calls, key, "lost", self._stall_text(key, waiting, age))
+                self._fail_waiting(key, waiting.calls, "lost", self._stall_text(key, waiting, age))
             elif self.options.warn and age >= self.options.warn and not waiting.warned:
                 waiting.warned = True
                 warnings.append(self._stall_text(key, waiting, age))
@@ -210,12 +262,15 @@ class _Session:
         return min(times, default=None)
 
     def _stall_text(self, key: Key, waiting: _Waiting, age: float) -> str:
-        missing = [r for r in self.sets[key[0]] if r not in waiting.calls and r not in self.joined]
+        called = {*waiting.calls}
+        for number, attempt in waiting.posts.values():
+            called.update(self.posted[number].posted(attempt))
+        missing = [r for r in self.sets[key[0]] if r not in called and r not in self.joined]
         call = next(iter(waiting.calls.values()))
         return (
             "One or more tensors were submitted to be reduced, gathered or broadcasted by subset of ranks and are "
             f"waiting for remainder of ranks for more than {age:.0f} seconds: {call} was called by ranks "
-            f"{sorted(waiting.calls)}; missing ranks: {missing}."
+            f"{sorted(called)}; missing ranks: {missing}."
         )
 
     def _try(self, key: Key) -> None:
@@ -224,15 +279,23 @@ class _Session:
         absent = [r for r in members if r not in waiting.calls]
         if absent and any(r not in self.joined for r in absent):
             return
-        del self.waiting[key]
         calls = waiting.calls
         text = describe_mismatch(calls)
         call = next(iter(calls.values()))
         if text is None and absent and call.kind != "barrier":
             text = _unsupported_with_join(call)
         if text is not None:
-            self._fail(calls, key, "mismatch", text)
-        elif call.kind in CONTROL:
+            self._fail_waiting(key, calls, "mismatch", text)
+            return
+        if waiting.posts:
+            # The other ranks have joined, or called while they did.
+            if not waiting.asked:
+                waiting.asked = True
+                number, _ = next(iter(waiting.posts.values()))
+                self.ready += [(r, ["post", self.number, number]) for r in members if r not in waiting.posts]
+            return
+        self._take(key)
+        if call.kind in CONTROL:
             self._control(call, calls)
         else:
             self._agree(call, [calls[r].extents for r in members] if call.kind in UNEVEN else None, bool(absent))
@@ -256,8 +319,7 @@ class _Session:
             del self.sets[removed]
             for key, waiting in list(self.waiting.items()):
                 if key[0] == removed:
-                    del self.waiting[key]
-                    self._fail(waiting.calls, key, "mismatch", f"Process set {removed} was removed.")
+                    self._fail_waiting(key, waiting.calls, "mismatch", f"Process set {removed} was removed.")
         self.ready += [(r, ["done", self.number, list(call.key), value]) for r in calls]
 
     def _fail(self, ranks: Iterable[int], key: Key, kind: str, text: str) -> None:
@@ -329,6 +391,9 @@ class Coordinator:
         self._touched[number] = None
         if kind == "hit":
             session.hit(rank, *rest)
+        elif kind == "posted":
+            for call_number, attempt in rest[0]:
+                session.report(rank, call_number, attempt)
         elif kind == "call":
             session.call(rank, CollectiveCall.from_json(rest[0]))
         elif kind == "open":
@@ -344,6 +409,11 @@ class Coordinator:
             if len(session.gone) == len(self._ranks):
                 self._last += session.posts()
                 del self._sessions[number]
+
+    def share(self, number: int, call_number: int, reduction: PostedReduction) -> None:
+        """Take note of the place of an all-reduce, before any rank can report it. From rank 0's engine thread."""
+        if (session := self._sessions.get(number)) is not None:
+            session.posted[call_number] = reduction
 
     def lose(self, rank: int, text: str, orderly: bool) -> None:
         """Fail every call in which ``rank`` takes part: its process has ended, or a collective failed on it.

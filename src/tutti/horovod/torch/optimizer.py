@@ -10,6 +10,8 @@ import os
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,14 +42,38 @@ _RACE = (
 )
 
 
+@dataclass(slots=True)
+class _Sent:
+    """A gradient that is not in its place when its reduction is complete: it was compressed, missing or sparse."""
+
+    parameter: Tensor
+    gradient: Tensor
+    compressed: Tensor
+    context: Any
+    present: bool
+
+
 class _Bucket:
     """Parameters whose gradients are reduced by one collective."""
 
     def __init__(self, name: str, parameters: list[Tensor]) -> None:
         self.name, self.parameters = name, parameters
-        self.missing = len(parameters)
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop the reduction under way, if there is one."""
+        self.missing, self.started = len(self.parameters), False
         self.handle: CollectiveHandle | None = None
-        self.sent: list[tuple[Tensor, Tensor, Any, bool]] = []
+        self.sent: list[_Sent] = []
+
+
+class _Backward:
+    """Passes that a parameter's gradient still adds up before its bucket may start."""
+
+    __slots__ = ("bucket", "delay")
+
+    def __init__(self, bucket: _Bucket, delay: int) -> None:
+        self.bucket, self.delay = bucket, delay
 
 
 class _Distributed:
@@ -72,10 +98,9 @@ class _Distributed:
         self._prescale, self._postscale = (1 / predivide, predivide) if op == Average else (1.0, 1.0)
         self._sparse_as_dense = sparse_as_dense
         self._synchronized, self._should_synchronize = False, True
-        self._delays: dict[Tensor, int] = {}
+        self._backward: dict[Tensor, _Backward] = {}
         self._sparse: dict[Tensor, Any] = {}
         self._buckets: list[_Bucket] = []
-        self._bucket_of: dict[Tensor, _Bucket] = {}
         self._hooks: list[Any] = []
         self._bucket_bytes, self._autotune = BUCKET_BYTES, None
         if process_set.included() and (process_set.size() > 1 or os.environ.get("HOROVOD_ELASTIC") == "1"):
@@ -111,22 +136,24 @@ class _Distributed:
     def _add_bucket(self, parameters: list[Tensor]) -> None:
         bucket = _Bucket(f"gradients.{self._parameter_names[parameters[0]]}.{len(parameters)}", parameters)
         self._buckets.append(bucket)
-        self._bucket_of |= dict.fromkeys(parameters, bucket)
+        for parameter in parameters:
+            if (backward := self._backward.get(parameter)) is None:
+                self._backward[parameter] = _Backward(bucket, self.backward_passes_per_step)
+            else:
+                backward.bucket = bucket
 
     def _register(self) -> None:
-        for parameter in self._bucket_of:
+        for parameter, backward in self._backward.items():
             # Horovod's scripts read .grad before the first backward.
             parameter.grad = torch.zeros_like(parameter)
-            self._delays[parameter] = self.backward_passes_per_step
-            self._hooks.append(parameter.register_post_accumulate_grad_hook(self._on_gradient))
+            self._hooks.append(parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, backward)))
 
-    def _on_gradient(self, parameter: Tensor) -> None:
-        bucket = self._bucket_of[parameter]
-        delay = self._delays[parameter]
-        if delay <= 0 or bucket.handle is not None or parameter in self._sparse:
-            raise AssertionError(_TOO_MANY)
-        self._delays[parameter] = delay - 1
-        if delay > 1:
+    def _on_gradient(self, backward: _Backward, parameter: Tensor) -> None:
+        bucket = backward.bucket
+        if backward.delay <= 0 or bucket.handle is not None or (self._sparse and parameter in self._sparse):
+            raise AssertionError(self._too_many(parameter))
+        backward.delay -= 1
+        if backward.delay > 0:
             return
         bucket.missing -= 1
         gradient = parameter.grad
@@ -135,6 +162,9 @@ class _Distributed:
         if bucket.missing == 0:
             self._start(bucket)
 
+    def _too_many(self, parameter: Tensor) -> str:
+        return f"{_TOO_MANY} (rank {mpi_ops.rank()}, parameter '{self._parameter_names[parameter]}')"
+
     def _start_sparse(self, parameter: Tensor, gradient: Tensor) -> None:
         self._sparse[parameter] = mpi_ops.sparse_allreduce_async(
             gradient, f"gradient.{self._parameter_names[parameter]}", self._op, self._process_set
@@ -142,17 +172,19 @@ class _Distributed:
 
     def _start(self, bucket: _Bucket) -> None:
         """Start the collective of a bucket."""
+        bucket.started = True
         tensors = []
         for parameter in bucket.parameters:
-            if parameter in self._sparse:
+            if self._sparse and parameter in self._sparse:
                 continue
-            present = parameter.grad is not None
-            gradient = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
+            found = parameter.grad
+            gradient = torch.zeros_like(parameter) if found is None else found
             if gradient.is_sparse:
                 gradient = gradient.to_dense()
-            compressed, ctx = self._compression.compress(gradient)
-            bucket.sent.append((parameter, gradient, ctx, present))
+            compressed, context = self._compression.compress(gradient)
             tensors.append(compressed)
+            if compressed is not found:
+                bucket.sent.append(_Sent(parameter, gradient, compressed, context, found is not None))
         if not tensors:
             return
         bucket.handle = mpi_ops.translated(collectives.grouped_allreduce_async)(
@@ -170,12 +202,12 @@ class _Distributed:
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Set how many backward passes add up to one ``step``."""
         self.backward_passes_per_step = passes
-        self._delays = dict.fromkeys(self._delays, passes)
+        self._reset_delays()
 
     def synchronize(self) -> None:
         """Wait for all reductions; ``.grad`` holds the reduced gradients. Raises HorovodInternalError."""
         for bucket in self._buckets:
-            if bucket.handle is None and not bucket.sent:
+            if not bucket.started:
                 self._start(bucket)
         try:
             for bucket in self._buckets:
@@ -189,12 +221,14 @@ class _Distributed:
     def _finish(self, bucket: _Bucket) -> None:
         if bucket.handle is None:
             return
-        reduced = mpi_ops.translated(bucket.handle.wait)()
-        for (parameter, gradient, ctx, present), tensor in zip(bucket.sent, reduced, strict=True):
-            if tensor is not gradient:
-                gradient.copy_(self._compression.decompress(tensor, ctx))
+        # In place: what was handed over is reduced.
+        mpi_ops.translated(bucket.handle.wait)()
+        for sent in bucket.sent:
+            parameter, gradient = sent.parameter, sent.gradient
+            if sent.compressed is not gradient:
+                gradient.copy_(self._compression.decompress(sent.compressed, sent.context))
             # A parameter that was frozen meanwhile must not move by weight decay or momentum.
-            if not present and parameter.requires_grad:
+            if not sent.present and parameter.requires_grad:
                 parameter.grad = gradient
             elif parameter.grad is not None and parameter.grad.is_sparse:
                 # Optimizers for sparse gradients take no dense ones.
@@ -236,14 +270,19 @@ class _Distributed:
 
     def _forget_reductions(self) -> None:
         for bucket in self._buckets:
-            bucket.handle, bucket.sent, bucket.missing = None, [], len(bucket.parameters)
+            bucket.forget()
         self._sparse = {}
-        self._delays = dict.fromkeys(self._delays, self.backward_passes_per_step)
+        self._reset_delays()
+
+    def _reset_delays(self) -> None:
+        for backward in self._backward.values():
+            backward.delay = self.backward_passes_per_step
 
     @property
     def between_steps(self) -> bool:
         """Whether no gradient was computed since the last ``step``."""
-        return not self._synchronized and all(d == self.backward_passes_per_step for d in self._delays.values())
+        passes = self.backward_passes_per_step
+        return not self._synchronized and all(backward.delay == passes for backward in self._backward.values())
 
 
 def check_between_steps(optimizer: torch.optim.Optimizer) -> None:
@@ -270,13 +309,13 @@ class _DistributedDelta(_Distributed):
             with torch.no_grad():
                 for parameter, start, change, (_, ctx) in zip(parameters, before, combined, compressed, strict=True):
                     parameter.copy_(start + self._compression.decompress(change, ctx))
-        self._delays = dict.fromkeys(self._delays, self.backward_passes_per_step)
+        self._reset_delays()
         return result
 
-    def _on_gradient(self, parameter: Tensor) -> None:
-        if self._delays[parameter] <= 0:
-            raise AssertionError(_TOO_MANY)
-        self._delays[parameter] -= 1
+    def _on_gradient(self, backward: _Backward, parameter: Tensor) -> None:
+        if backward.delay <= 0:
+            raise AssertionError(self._too_many(parameter))
+        backward.delay -= 1
 
     def synchronize(self) -> None:
         """Do nothing: the changes are combined in ``step``."""

@@ -1,0 +1,191 @@
+"""All-reduces that ranks of one node perform without a message: every rank posts its tensors in shared memory.
+
+An all-reduce on which ``tutti.comm.negotiation`` has agreed once has a place in the slot of each rank. A call copies
+its tensors there and writes the number of the *attempt*; a rank whose call waits adds the tensors of all ranks, in rank
+order, once it sees that all ranks have posted. Calls match by name in any order, as with messages, for each name has a
+place of its own.
+
+The coordinator may *revoke* an attempt unless all ranks have posted it, so that a call either completes on every rank
+or fails on every rank that made it. Attempt numbers are ``instance << 20 | attempt``: the next instance begins when one
+is complete, and another attempt of the same one when one is revoked. Tensors of an instance lie in one of two buffers
+in turn: a rank posts instance i + 2 only after all ranks have posted i + 1, and so have read i.
+
+Words are read and written as ``tutti.comm.shared_memory`` describes. Where a store must be visible before a load that
+follows (post, then look for a revocation; revoke, then look for posts), a lock between them is the fence.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tutti.comm.collective_call import CollectiveCall, ReduceOperation
+from tutti.comm.collective_execution import finish_reduction, scale
+from tutti.comm.communicator import Communicator
+from tutti.comm.shared_memory import SharedMemorySegment, attach
+from tutti.torch_compat import foreach_copy_
+
+_ATTEMPTS = 20
+_LINE = 64
+_POSTED, _PROPOSED, _REVOKED = 0, 1, 2
+LARGEST = 64 << 20
+"""Bytes of the tensors of all ranks up to which each rank adds all of them itself."""
+_FIRST_SEGMENT = 4 << 20
+_BUDGET = 256 << 20
+"""Bytes of shared memory for each rank."""
+
+_fence = threading.Lock()
+
+
+def posted_bytes(call: CollectiveCall, ranks: int) -> int:
+    """Return the bytes that ``call`` takes in the slot of each rank; 0 for a call that travels otherwise."""
+    served = call.kind == "allreduce" and call.op in (ReduceOperation.SUM, ReduceOperation.AVERAGE)
+    if not served or call.device != "cpu" or call.process_set or len(set(call.dtypes)) != 1:
+        return 0
+    dtype = getattr(torch, call.dtypes[0])
+    numbers = dtype.is_floating_point or dtype in (torch.int32, torch.int64)
+    data = _elements(call) * dtype.itemsize
+    return _LINE + 2 * _padded(data) if numbers and data and data * ranks <= LARGEST else 0
+
+
+def _elements(call: CollectiveCall) -> int:
+    return sum(math.prod(shape) for shape in call.shapes)
+
+
+def _padded(size: int) -> int:
+    return -(-size // _LINE) * _LINE
+
+
+class PostedReduction:
+    """The place of one all-reduce in shared memory.
+
+    Args:
+        call: the all-reduce.
+        rank: this rank.
+        slots: (``posted_bytes``,) uint8 of each rank, zeros at first.
+    """
+
+    def __init__(self, call: CollectiveCall, rank: int, slots: Sequence[Tensor]) -> None:
+        self.call = call
+        count, dtype = _elements(call), getattr(torch, call.dtypes[0])
+        data = count * dtype.itemsize
+        self._words = [slot[:_LINE].view(torch.int64).numpy().data for slot in slots]
+        self._mine, self._decided = self._words[rank], self._words[0]
+        starts = (_LINE, _LINE + _padded(data))
+        self._buffers = [[slot[start : start + data].view(dtype) for slot in slots] for start in starts]
+        self._own = [buffers[rank] for buffers in self._buffers]
+        self._total = torch.empty(count, dtype=dtype)
+        # As many views as tensors, made once.
+        self._own_parts = [self._parts(own) for own in self._own]
+        self._total_parts = self._parts(self._total)
+
+    def post(self, tensors: Sequence[Tensor]) -> int:
+        """Make this rank's call with ``tensors``, of the shapes of the call; return the number of the attempt."""
+        attempt = self._next()
+        turn = attempt >> _ATTEMPTS & 1
+        foreach_copy_(self._own_parts[turn], list(tensors))
+        if self.call.prescale != 1.0:
+            self._own[turn].copy_(scale(self._own[turn], self.call.prescale))
+        self._mine[_POSTED] = attempt
+        with _fence:
+            return attempt
+
+    def post_again(self, attempt: int) -> int:
+        """Post the tensors of a revoked attempt again; return the number of the new attempt."""
+        # Of the same instance, and so in the same buffer.
+        self._mine[_POSTED] = attempt = max(attempt, self._decided[_REVOKED]) + 1
+        with _fence:
+            return attempt
+
+    def posted(self, attempt: int) -> list[int]:
+        """Return the ranks that have posted ``attempt``."""
+        return [rank for rank, words in enumerate(self._words) if words[_POSTED] >= attempt]
+
+    def complete(self, attempt: int) -> bool:
+        """Whether all ranks have posted ``attempt``, which then cannot be revoked any more."""
+        for words in self._words:
+            if words[_POSTED] < attempt:
+                return False
+        return not self._overtaken(attempt, _PROPOSED)
+
+    def revoked(self, attempt: int) -> bool:
+        """Whether the coordinator has revoked ``attempt``."""
+        return self._overtaken(attempt, _REVOKED)
+
+    def revoke(self, attempt: int) -> bool:
+        """Revoke ``attempt`` unless it is complete; return whether it is revoked. For the coordinator, in rank 0."""
+        if self.complete(attempt):
+            return False
+        words = self._decided
+        words[_PROPOSED] = attempt
+        with _fence:
+            if len(self.posted(attempt)) < len(self._words):
+                words[_REVOKED] = attempt
+                return True
+        words[_PROPOSED] = words[_REVOKED]
+        return False
+
+    def reduce_into(self, outputs: Sequence[Tensor], attempt: int) -> None:
+        """Write the reductions of a complete attempt to ``outputs``, of the shapes of the call."""
+        total, (first, second, *others) = self._total, self._buffers[attempt >> _ATTEMPTS & 1]
+        if total.dtype in (torch.float16, torch.bfloat16):
+            # Rounded once.
+            wide = first.float().add_(second)
+        else:
+            wide = torch.add(first, second, out=total)
+        for other in others:
+            wide += other
+        reduced = finish_reduction(wide, self.call, len(self._words))
+        if reduced is not total:
+            total.copy_(reduced)
+        foreach_copy_(list(outputs), self._total_parts)
+
+    def _parts(self, flat: Tensor) -> list[Tensor]:
+        sizes = [math.prod(shape) for shape in self.call.shapes]
+        return [part.view(shape) for part, shape in zip(flat.split(sizes), self.call.shapes, strict=True)]
+
+    def _next(self) -> int:
+        last, revoked = self._mine[_POSTED], self._decided[_REVOKED]
+        return int(revoked + 1 if revoked >= last else ((last >> _ATTEMPTS) + 1) << _ATTEMPTS)
+
+    def _overtaken(self, attempt: int, word: int) -> bool:
+        # Of a later instance: this one is complete.
+        decided = self._decided[word]
+        return bool(decided >= attempt and decided >> _ATTEMPTS == attempt >> _ATTEMPTS)
+
+
+class PostedReductions:
+    """Shared memory for the posted all-reduces of a session, which grows with them.
+
+    Args:
+        comm: all ranks, on one node.
+    """
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+        self._segment: SharedMemorySegment | None = None
+        self._used = self._size = self._total = 0
+        self._refused = False
+
+    def make(self, call: CollectiveCall) -> PostedReduction | None:
+        """Return a place for ``call``; None on all ranks where there is no memory for it. Collective."""
+        size = posted_bytes(call, self._comm.size)
+        if self._used + size > self._size and not self._grow(size):
+            return None
+        assert self._segment is not None
+        start, self._used = self._used, self._used + size
+        slots = [self._segment.slot(rank)[start : start + size] for rank in range(self._comm.size)]
+        return PostedReduction(call, self._comm.rank, slots)
+
+    def _grow(self, size: int) -> bool:
+        room = max(_FIRST_SEGMENT, size)
+        if self._refused or self._total + room > _BUDGET:
+            return False
+        self._segment = attach(self._comm, room)
+        self._refused = self._segment is None
+        self._used, self._size, self._total = 0, 0 if self._refused else room, self._total + room
+        return not self._refused
