@@ -188,6 +188,38 @@ def test_messages_are_horovod_s() -> None:
         assert [text for text, start in zip(found, MESSAGES, strict=True) if start not in text] == []
 
 
+def misuses() -> list[str]:
+    """Messages of calls that are wrong on one rank alone."""
+    net, found = model(), []
+    sgd = torch.optim.SGD(net.parameters(), lr=0.1)
+    optimizer = hvd.DistributedOptimizer(sgd, net.named_parameters())
+
+    def twice() -> None:
+        for _ in range(2):
+            net(torch.ones(1, 4)).sum().backward()
+
+    for wrong in (
+        lambda: hvd.alltoall(torch.ones(3), name="x"),
+        lambda: hvd.broadcast(torch.ones(1), 7, name="x"),
+        lambda: hvd.reducescatter(torch.tensor(1.0), name="x"),
+        lambda: hvd.allreduce(torch.ones(1).long(), name="x", op=hvd.Adasum),
+        twice,
+        optimizer.zero_grad,
+    ):
+        with pytest.raises((ValueError, AssertionError)) as caught:
+            wrong()
+        found.append(str(caught.value))
+    optimizer.synchronize()
+    return found
+
+
+def test_messages_of_misuse_name_rank_and_tensor() -> None:
+    for rank, found in enumerate(run(2, with_horovod, inside=misuses)):
+        assert [text for text in found if f"rank {rank}" not in text] == []
+        names = ["alltoall.x'", "broadcast.x'", "reducescatter.x'", "allreduce.x'", "'2.bias'", "gradients.2.bias.4"]
+        assert [text for text, name in zip(found, names, strict=True) if name not in text] == []
+
+
 def shut_down_elsewhere() -> str:
     hvd.init()
     if hvd.rank() == 0:

@@ -166,7 +166,7 @@ class CollectiveSession:
         with self.lock:
             self._check_open()
             if (before := self.pending.get(call.key)) is not None and not self._settled(before):
-                raise DuplicateNameError(DUPLICATE, where=str(before.call))
+                raise DuplicateNameError(DUPLICATE, where=f"rank {self.engine.rank}, {before.call}")
             self.pending[call.key] = handle
             self._threads.add(threading.current_thread())
             self.turn += 1

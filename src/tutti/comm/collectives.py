@@ -99,6 +99,11 @@ def _name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def _where(kind: str, name: str | None) -> str:
+    """Name the rank and the call for an error message."""
+    return f"rank {context.rank()}, {kind} " + (f"'{name}'" if name is not None else "without a name")
+
+
 def _submit(
     kind: str,
     inputs: Sequence[Tensor],
@@ -114,7 +119,11 @@ def _submit(
     number, session = _number(process_set), _session()
     devices = {device.type for device in {tensor.device for tensor in inputs}}
     if len(devices) > 1:
-        raise UsageError(f"tensors of one {kind} are on {' and '.join(sorted(devices))}", remedy="move them together")
+        raise UsageError(
+            f"tensors of one {kind} are on {' and '.join(sorted(devices))}",
+            where=_where(kind, name),
+            remedy="move them together",
+        )
     inputs = _without_graph(inputs)
     call = CollectiveCall(
         kind=kind,
@@ -155,10 +164,12 @@ def _allreduce(
         size = process_set.size()
         if size & (size - 1):
             raise UsageError(
-                f"Adasum needs a power of two of ranks, not {size}", remedy="use sum or average, or a process set"
+                f"Adasum needs a power of two of ranks, not {size}",
+                where=_where("allreduce", name),
+                remedy="use sum or average, or a process set",
             )
         if not all(tensor.is_floating_point() for tensor in tensors):
-            raise UsageError("Adasum needs floating point tensors", remedy="use sum")
+            raise UsageError("Adasum needs floating point tensors", where=_where("allreduce", name), remedy="use sum")
     return _submit(
         "allreduce",
         tensors,
@@ -270,7 +281,11 @@ def sparse_allreduce_async(
     Args as ``allreduce``. The returned tensor is sparse and coalesced.
     """
     if op not in (AVERAGE, SUM):
-        raise UsageError(f"sparse tensors cannot be reduced with {op}", remedy="use sum or average, or to_dense()")
+        raise UsageError(
+            f"sparse tensors cannot be reduced with {op}",
+            where=_where("allreduce", name),
+            remedy="use sum or average, or to_dense()",
+        )
     tensor = tensor.detach().coalesce()
     base = name if name is not None else _session().name(_number(process_set), "sparse")
     handles = [
@@ -340,7 +355,11 @@ def grouped_broadcast_async(
 ) -> CollectiveHandle:
     """Start a broadcast of several tensors as one call; ``wait()`` returns the list of results."""
     if root not in process_set.ranks:
-        raise UsageError(f"root rank {root} is not in {process_set}", remedy="give the global rank of a member")
+        raise UsageError(
+            f"root rank {root} is not in {process_set}",
+            where=_where("broadcast", name),
+            remedy="give the global rank of a member",
+        )
     tensors = list(tensors)
     outputs = [t.detach() if in_place else t.detach().clone(memory_format=torch.contiguous_format) for t in tensors]
     convert = (lambda _: tensors) if in_place else None
@@ -372,22 +391,25 @@ def broadcast(tensor: Tensor, root: int, name: str | None = None, *, process_set
     return _differentiable(_Broadcast, (root, name, process_set), [tensor])[0]
 
 
-def _splits(tensor: Tensor, splits: Tensor | Sequence[int] | None, size: int) -> tuple[int, ...]:
+def _splits(tensor: Tensor, splits: Tensor | Sequence[int] | None, size: int, where: str) -> tuple[int, ...]:
     if tensor.dim() == 0:
-        raise UsageError("an all-to-all needs a tensor with a first dimension", remedy="reshape it")
+        raise UsageError("an all-to-all needs a tensor with a first dimension", where=where, remedy="reshape it")
     if splits is None:
         if len(tensor) % size:
             raise SplitError(
-                "splits not provided, but first dimension of tensor is not an even multiple of the number of workers"
+                "splits not provided, but first dimension of tensor is not an even multiple of the number of workers",
+                where=where,
             )
         return (len(tensor) // size,) * size
     if isinstance(splits, Tensor) and splits.dtype != torch.int32:
-        raise SplitError("alltoall expects splits to contain 32-bit integer elements")
+        raise SplitError("alltoall expects splits to contain 32-bit integer elements", where=where)
     rows = tuple(int(n) for n in splits)
     if len(rows) != size or min(rows, default=0) < 0:
-        raise SplitError(f"alltoall needs {size} splits of at least 0, one for each rank, not {list(rows)}")
+        raise SplitError(
+            f"alltoall needs {size} splits of at least 0, one for each rank, not {list(rows)}", where=where
+        )
     if sum(rows) > len(tensor):
-        raise SplitError("Sum of splits entries is greater than the first dimension of tensor")
+        raise SplitError("Sum of splits entries is greater than the first dimension of tensor", where=where)
     return rows
 
 
@@ -403,7 +425,7 @@ def alltoall_async(
     process_set: ProcessSet = all_ranks,
 ) -> CollectiveHandle:
     """Start an all-to-all; ``wait()`` returns rows and received splits. Arguments as ``alltoall``."""
-    rows = _splits(tensor, splits, process_set.size())
+    rows = _splits(tensor, splits, process_set.size(), _where("alltoall", name))
     device = splits.device if isinstance(splits, Tensor) else torch.device("cpu")
 
     def convert(result: list[Any]) -> tuple[Tensor, Tensor]:
@@ -449,9 +471,15 @@ def grouped_reducescatter_async(
 ) -> CollectiveHandle:
     """Start a reduce-scatter of several tensors as one call; ``wait()`` returns the list of results."""
     if op not in (AVERAGE, SUM):
-        raise UsageError(f"Reducescatter currently only supports AVERAGE and SUM, not {op}")
+        raise UsageError(
+            f"Reducescatter currently only supports AVERAGE and SUM, not {op}", where=_where("reducescatter", name)
+        )
     if any(tensor.dim() == 0 for tensor in tensors):
-        raise UsageError("a reduce-scatter needs tensors with a first dimension", remedy="reshape them")
+        raise UsageError(
+            "a reduce-scatter needs tensors with a first dimension",
+            where=_where("reducescatter", name),
+            remedy="reshape them",
+        )
     return _submit(
         "reducescatter",
         tensors,
@@ -586,7 +614,11 @@ def broadcast_object(value: Any, root: int = 0, name: str | None = None, *, proc
     ``allreduce``.
     """
     if root not in process_set.ranks:
-        raise UsageError(f"root rank {root} is not in {process_set}", remedy="give the global rank of a member")
+        raise UsageError(
+            f"root rank {root} is not in {process_set}",
+            where=_where("broadcast", name),
+            remedy="give the global rank of a member",
+        )
     raw = encode_object(value) if context.rank() == root else b""
     handle = _submit(
         "allgather",

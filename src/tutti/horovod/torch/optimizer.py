@@ -258,8 +258,10 @@ class _Distributed:
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Clear the gradients. Raises AssertionError while reductions are under way."""
-        if self._sparse or any(bucket.handle is not None for bucket in self._buckets):
-            raise AssertionError(_RACE)
+        names = [self._parameter_names[parameter] for parameter in self._sparse]
+        names += [bucket.name for bucket in self._buckets if bucket.handle is not None]
+        if names:
+            raise AssertionError(f"{_RACE} (rank {mpi_ops.rank()}: {', '.join(names)})")
         super().zero_grad(*args, **kwargs)  # type: ignore[misc]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
