@@ -187,7 +187,7 @@ CONTESTANTS: dict[str, Callable[[Workload, TensorDataset], Contestant]] = {
 }
 AGAINST = {"tutti-sharded": "fully-shard"}
 """What is compared with something else than ``REFERENCE``."""
-JUDGED = ("tutti-step", "tutti-loop", "tutti-sharded")
+JUDGED = ("tutti-step", "tutti-loop", "tutti-sharded", "horovod")
 PACKAGES = {"accelerate": "accelerate", "fabric": "lightning_fabric"}
 
 

@@ -102,7 +102,7 @@ def _results(name: str, low: float, distance: float) -> dict[str, Any]:
     return {"mlp": {"contestants": {name: {"low": low, "high": low + 0.1, "weight_distance": distance}}}}
 
 
-@pytest.mark.parametrize("name", ["tutti-step", "tutti-loop"])
+@pytest.mark.parametrize("name", ["tutti-step", "tutti-loop", "horovod"])
 def test_tutti_is_judged_by_the_lower_end(step_tax: Any, name: str) -> None:
     assert step_tax.failures(_results(name, 1.019, 0.0), 1.02) == []
     (found,) = step_tax.failures(_results(name, 1.021, 0.0), 1.02)

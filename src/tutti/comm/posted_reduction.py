@@ -35,8 +35,8 @@ _POSTED, _PROPOSED, _REVOKED = 0, 1, 2
 LARGEST = 64 << 20
 """Bytes of the tensors of all ranks up to which each rank adds all of them itself."""
 _FIRST_SEGMENT = 4 << 20
-_BUDGET = 256 << 20
-"""Bytes of shared memory for each rank."""
+_BUDGET = 64 << 20
+"""Bytes of shared memory for each rank. Larger models do not notice what a message costs."""
 
 _fence = threading.Lock()
 
