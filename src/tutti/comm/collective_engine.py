@@ -262,8 +262,9 @@ class CollectiveSession:
         if outputs is None:
             outputs = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in handle.inputs]
         reduction.reduce_into(outputs, attempt)
-        handle.complete(outputs)
+        # Before the caller goes on, which may end the timeline.
         self.engine.event(handle.call, began, handle.started)
+        handle.complete(outputs)
 
     def _report(self) -> None:
         """Tell the coordinator which calls this rank has posted and other ranks have not. Raises PeerError."""
