@@ -59,6 +59,7 @@ _HOME = {
     ),
     "launch": "tutti.launcher.function_ranks",
     "prepare": "tutti.train.prepare",
+    "strategy": "tutti.train.strategy_spec",
     "EarlyStopping": "tutti.train.callbacks",
     "BestModel": "tutti.train.callbacks",
     "JsonLinesLogger": "tutti.train.metric_loggers",
@@ -118,6 +119,7 @@ if TYPE_CHECKING:
     from tutti.train.metric_loggers import WandbLogger as WandbLogger
     from tutti.train.prepare import prepare as prepare
     from tutti.train.run import Run as Run
+    from tutti.train.strategy_spec import strategy as strategy
 
 
 def __getattr__(name: str) -> Any:

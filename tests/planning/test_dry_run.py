@@ -91,7 +91,10 @@ def test_recomputation_and_smaller_batches_take_less() -> None:
     ("options", "words"),
     [
         ("cuts=fc1", "stages: 2, cut before fc1 (30% | 70% of the parameters;"),
-        ("schedule=interleaved,cuts=conv3+fc1+fc2", "stages: 4, cut before conv3, fc1, fc2 (10% | 19% | 69% | 1%"),
+        (
+            "schedule=interleaved,stages=conv1+conv2/conv3/fc1/fc2",
+            "stages: 4, cut before conv3, fc1, fc2 (10% | 19% | 69% | 1%",
+        ),
     ],
 )
 def test_a_pipeline_is_looked_at_where_it_is_cut(options: str, words: str, tmp_path: Path) -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeAlias
 
 from tutti.config.spec import StrategyOptions
-from tutti.errors import UsageError
+from tutti.errors import UsageError, did_you_mean
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,65 +15,104 @@ class WholeConfig(StrategyOptions):
     """A device holds a whole replica; there are no options."""
 
 
+StageModules: TypeAlias = tuple[tuple[str, ...], ...]
+"""Names of the modules of each stage."""
+
+
 @dataclass(frozen=True, kw_only=True)
-class LayersConfig(StrategyOptions):
-    """Partition a replica into stages, one a device; the devices compute in turn.
+class StagesConfig(StrategyOptions):
+    """Partition a replica into stages: evenly, before named modules, or as lists of modules by stage.
 
     Attributes:
-        stages: devices a replica; default: all devices of the run.
+        stages: devices a replica; default: all devices of the run. Or the modules of each stage in the order in which
+            the forward calls them: ``embed+block1/block2+head``.
         cuts: ``name+name``: the first module of each stage after the first; default: an even partition.
     """
 
-    stages: int | None = None
+    stages: int | StageModules | None = None
     cuts: tuple[str, ...] = ()
-    schedule: ClassVar[str] = "one_by_one"
-    chunks: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
-        _check_stages(self.stages)
+        if isinstance(self.stages, tuple):
+            self._check_modules(self.stages)
+        elif self.stages is not None and self.stages < 1:
+            raise ValueError(f"stages is {self.stages}, must be at least 1")
+
+    def _check_modules(self, stages: StageModules) -> None:
+        """Raise ValueError if lists of modules by stage contradict themselves or other options."""
+        if len(stages) < 2:
+            raise ValueError(f"stages names the modules of {len(stages)} stage, must be at least 2")
+        if self.cuts:
+            raise ValueError("stages names modules, and cuts does too: leave out one of the two")
+        for number, names in enumerate(stages):
+            if not names or "" in names:
+                raise ValueError(f"stage {number} of stages has an empty name, or no module")
+            for name in names:
+                if names.count(name) > 1:
+                    raise ValueError(f"stage {number} of stages names {name} twice")
+        if len(stages) % self.chunks or len(stages) == self.chunks:
+            raise ValueError(f"{len(stages)} stages cannot be {self.chunks} virtual stages on each of several devices")
+
+    @property
+    def chunks(self) -> int:
+        """Virtual stages a device."""
+        return 1
+
+    @property
+    def modules(self) -> StageModules:
+        """The modules of each virtual stage, where ``stages`` names them, else none."""
+        return self.stages if isinstance(self.stages, tuple) else ()
+
+    @property
+    def begins(self) -> tuple[str, ...]:
+        """The first module of each virtual stage after the first; empty for an even partition."""
+        return tuple(names[0] for names in self.modules[1:]) or self.cuts
+
+    @property
+    def stage_ranks(self) -> int | None:
+        """Devices of a replica as asked for; None for all."""
+        return len(self.stages) // self.chunks if isinstance(self.stages, tuple) else self.stages
 
     @property
     def extents(self) -> Mapping[str, int | None]:
         """Return the number of pipeline stages as asked for; None for all devices."""
-        return {"stages": self.stages}
+        return {"stages": self.stage_ranks}
 
     def check(self, shape: Mapping[str, int], accelerated: bool, compiled: bool) -> None:
-        """Raise UsageError if ``cuts`` does not make as many stages as the device mesh has."""
+        """Raise UsageError if ``cuts`` does not make as many virtual stages as the device mesh has."""
         if shape["stage"] > 1:
-            check_cuts(self.cuts, shape["stage"])
+            check_cuts(self.cuts, shape["stage"] * self.chunks)
 
 
 @dataclass(frozen=True, kw_only=True)
-class PipelineConfig(StrategyOptions):
+class LayersConfig(StagesConfig):
+    """Partition a replica into stages, one a device; the devices compute in turn."""
+
+    schedule: ClassVar[str] = "one_by_one"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineConfig(StagesConfig):
     """Partition a replica into pipeline stages, through which micro-batches pass one after the other.
 
     Attributes:
-        stages: devices a replica; default: all devices of the run.
         schedule: pipeline schedule: the order of forwards and backwards on each device.
         micro_batches: number of micro-batches of a logical worker's share of a full batch; default: from --micro-batch.
         virtual: virtual stages a device, for ``interleaved`` only; default: 2.
-        cuts: ``name+name``: the first module of each stage after the first; default: an even partition.
     """
 
-    stages: int | None = None
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = "1f1b"
     micro_batches: int | None = None
     virtual: int | None = None
-    cuts: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        _check_stages(self.stages)
         if self.micro_batches is not None and self.micro_batches < 1:
             raise ValueError(f"micro_batches is {self.micro_batches}, must be at least 1")
         if self.virtual is not None and self.schedule != "interleaved":
             raise ValueError(f"virtual stages are for schedule=interleaved, not {self.schedule}")
         if self.virtual is not None and self.virtual < 2:
             raise ValueError(f"virtual is {self.virtual}, must be at least 2")
-
-    @property
-    def extents(self) -> Mapping[str, int | None]:
-        """Return the number of pipeline stages as asked for; None for all devices."""
-        return {"stages": self.stages}
+        StagesConfig.__post_init__(self)
 
     def check(self, shape: Mapping[str, int], accelerated: bool, compiled: bool) -> None:
         """Raise UsageError if ``cuts`` does not fit the number of stages, or zero bubble meets ``--compile``."""
@@ -83,13 +122,23 @@ class PipelineConfig(StrategyOptions):
                 why="a compiled backward cannot be split into input backward and weight backward",
                 remedy="take schedule=1f1b, or leave out --compile",
             )
-        if shape["stage"] > 1:
-            check_cuts(self.cuts, shape["stage"] * self.chunks)
+        StagesConfig.check(self, shape, accelerated, compiled)
 
     @property
     def chunks(self) -> int:
         """Virtual stages a device."""
         return (self.virtual or 2) if self.schedule == "interleaved" else 1
+
+
+TP_STYLES: Mapping[str, str] = {
+    "colwise": "column",
+    "rowwise": "row",
+    "heads": "heads",
+    "gathered": "gathered",
+    "vocabulary": "vocabulary",
+    "whole": "whole",
+}
+"""Styles of a TP plan by hand, and the roles of modules in the plan that they ask for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,12 +150,15 @@ class TensorConfig(StrategyOptions):
         least: a layer whose output must be gathered, which saves memory and not time, is split only if it has at least
             this many parameters.
         whole: name patterns of modules that are not split, submodules included, such as ``whole=embed+head*``.
+        plan: ``pattern:style+pattern:style``: the modules that are split, and how (``TP_STYLES``); all others stay
+            whole. Default: found automatically.
         sequence: sequence parallelism: norms, dropout and residual sums between split layers are split by position.
     """
 
     tensor: int | None = None
     least: int = 16384
     whole: tuple[str, ...] = ()
+    plan: tuple[str, ...] = ()
     sequence: bool = False
 
     def __post_init__(self) -> None:
@@ -116,6 +168,23 @@ class TensorConfig(StrategyOptions):
             raise ValueError("sequence does nothing with tensor=1, where no layer is split")
         if self.least < 0:
             raise ValueError(f"least is {self.least}, must be at least 0")
+        if self.plan and self.whole:
+            raise ValueError("modules that plan does not name stay whole anyway: leave out whole")
+        if len(self.styles) < len(self.plan):
+            raise ValueError("plan names a pattern twice")
+
+    @property
+    def styles(self) -> Mapping[str, str]:
+        """The style of ``plan`` by name pattern. Raises ValueError for an unknown style."""
+        found = {}
+        for item in self.plan:
+            pattern, colon, style = item.rpartition(":")
+            if not (colon and pattern):
+                raise ValueError(f"plan has '{item}', must be pattern:style")
+            if style not in TP_STYLES:
+                raise ValueError(f"plan has '{item}', whose style is unknown; {did_you_mean(style, TP_STYLES)}")
+            found[pattern] = style
+        return found
 
     @property
     def extents(self) -> Mapping[str, int | None]:
@@ -143,7 +212,7 @@ class HybridConfig(TensorConfig, PipelineConfig):
     """
 
     replicas: int | None = None
-    stages: int = 1
+    stages: int | StageModules = 1
     tensor: int = 1
 
     def __post_init__(self) -> None:
@@ -155,7 +224,7 @@ class HybridConfig(TensorConfig, PipelineConfig):
     @property
     def extents(self) -> Mapping[str, int | None]:
         """Return the numbers of replicas, pipeline stages and tensor ranks as asked for."""
-        return {"replicas": self.replicas, "stages": self.stages, "tensor": self.tensor}
+        return {"replicas": self.replicas, "stages": self.stage_ranks, "tensor": self.tensor}
 
     def capabilities(self) -> dict[str, Any]:
         """Allow custom training loops where the model has a single stage."""
@@ -172,8 +241,3 @@ def check_cuts(cuts: Sequence[str], stages: int) -> None:
     if cuts and len(cuts) != stages - 1:
         named = "+".join(cuts)
         raise UsageError(f"cuts={named} makes {len(cuts) + 1} stages, not {stages}", remedy=f"name {stages - 1}")
-
-
-def _check_stages(stages: int | None) -> None:
-    if stages is not None and stages < 1:
-        raise ValueError(f"stages is {stages}, must be at least 1")

@@ -218,7 +218,8 @@ _BOOLEANS = {"true": True, "yes": True, "1": True, "on": True, "false": False, "
 def _convert(text: str, hint: Any, where: str) -> Any:
     """Convert ``text`` to type ``hint``.
 
-    ``hint`` is bool, int, float, str, a Literal, ``X | None``, ``bool | Literal`` or ``tuple[X, …]``.
+    ``hint`` is bool, int, float, str, a Literal, ``X | None``, ``bool | Literal``, ``tuple[X, …]`` (items after ``+``),
+    ``tuple[tuple[X, …], …]`` (lists of them after ``/``) or a number or such lists.
     """
     origin, arguments = get_origin(hint), get_args(hint)
     if origin in (typing.Union, types.UnionType):
@@ -229,9 +230,12 @@ def _convert(text: str, hint: Any, where: str) -> Any:
             raise UsageError(f"'{text}' is not possible", where=where, remedy=did_you_mean(text, ("true", *named)))
         if text.lower() == "none":
             return None
-        return _convert(text, next(a for a in arguments if a is not type(None)), where)
+        kinds = [a for a in arguments if a is not type(None)]
+        lists = next((kind for kind in kinds if get_origin(kind) is tuple), None)
+        return _convert(text, kinds[0] if lists is None or "/" not in text else lists, where)
     if origin is tuple:
-        return tuple(_convert(part, arguments[0], where) for part in text.split("+"))
+        separator = "/" if get_origin(arguments[0]) is tuple else "+"
+        return tuple(_convert(part, arguments[0], where) for part in text.split(separator))
     if origin is Literal:
         if text not in arguments:
             raise UsageError(f"'{text}' is not possible", where=where, remedy=did_you_mean(text, arguments))

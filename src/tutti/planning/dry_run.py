@@ -103,7 +103,7 @@ def _of_stages(
     other = None
     if max(plan.total for plan in plans) > room:
         asked = (
-            "as asked for" if parallel.parse_strategy(config.strategy).layout.cuts else f"most even in {_kind(ahead)}"
+            "as asked for" if parallel.parse_strategy(config.strategy).layout.begins else f"most even in {_kind(ahead)}"
         )
         print(f"{asked}: {_cut(ahead, plans)}, which does not fit")
         if (better := pipeline_memory.fitting(found, ahead, config, room)) is not None:

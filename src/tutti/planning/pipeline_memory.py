@@ -58,7 +58,7 @@ class MicroBatchSizes:
 def timed(config: TrainConfig) -> bool:
     """Whether a run would partition the model by measured times of its modules."""
     layout = parallel.parse_strategy(config.strategy).layout
-    return layout.schedule != "one_by_one" and not config.reproducible and not layout.cuts
+    return layout.schedule != "one_by_one" and not config.reproducible and not layout.begins
 
 
 def time_modules(name: str, config: TrainConfig, directory: Path) -> None:
@@ -170,6 +170,9 @@ def pinned(config: TrainConfig, ahead: StagePlan) -> TrainConfig:
     """Return ``config`` with the partition of ``ahead`` as explicit cuts; unchanged if a cut has no name."""
     if not all(ahead.names):
         return config
+    if parallel.parse_strategy(config.strategy).layout.modules:
+        stages = parallel.parse_strategy(config.strategy).shape(int(config.devices))["stage"]
+        config = replace(config, strategy=_with(config.strategy, stages=stages))
     return replace(config, strategy=_with(config.strategy, cuts="+".join(ahead.names)))
 
 

@@ -250,7 +250,7 @@ def note_partition(choice: Any, costs: StepCosts) -> None:
     """Name what a pipeline's stages rest on."""
     if isinstance(choice.layout, PipelineConfig | LayersConfig):
         costs.note("work outside of the modules between which the pipeline is cut is spread evenly over the stages")
-        if not choice.layout.cuts:
+        if not choice.layout.begins:
             costs.note("stages are even in parameters; a run may cut by measured seconds: cuts=NAME+NAME fixes them")
         if choice.layout.schedule == "zero_bubble":
             costs.note("input and weight backward each take half of a backward")

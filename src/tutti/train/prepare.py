@@ -40,6 +40,7 @@ from tutti.train.run_options import Models, Optimizers, RunOptions
 from tutti.train.schedulers import Given
 from tutti.train.slow_replica import slow_down
 from tutti.train.state_loads import StateLoads
+from tutti.train.strategy_spec import StrategySpec
 from tutti.train.training_data import first_micro_batch_trial
 from tutti.train.warm_start import load_warm_start
 from tutti.types import GradientSync, LossFn, RunContext
@@ -51,7 +52,7 @@ def prepare(
     dataset: Any,
     loss_fn: LossFn | None = None,
     *,
-    strategy: str = "mirrored",
+    strategy: str | StrategySpec = "mirrored",
     workers: int | None = None,
     batch_size: int | None = None,
     collate: Callable[[list[Any]], Any] | None = None,
@@ -96,7 +97,7 @@ def prepare(
             batch size, sampler, ``collate_fn`` and number of processes are taken over.
         loss_fn: ``loss_fn(model, batch)`` → mean over samples, ``(sum, count)`` or ``(sum, count, metric_sums)``; one
             loss a sample in place of mean or sum. Optional for custom training loops.
-        strategy: ``name:key=value``.
+        strategy: ``name:key=value``, or ``tutti.strategy(name, key=value)``.
         workers: number of logical workers N; default: the number of data ranks.
         batch_size: samples of the *global* batch; default: that of the ``DataLoader``, or 128.
         collate: makes a batch of the list of one micro-batch's samples; default: as PyTorch's ``DataLoader``.

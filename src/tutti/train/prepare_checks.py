@@ -37,6 +37,7 @@ from tutti.train.optimizers import check_fits, check_takes_sparse, describe_opti
 from tutti.train.prepared_before import check_earlier
 from tutti.train.run_options import DEFAULT_BATCH_SIZE, Models, Optimizers, RunOptions
 from tutti.train.schedulers import Schedulers
+from tutti.train.strategy_spec import strategy_text
 from tutti.train.training_data import choose_sampling, samples_per_epoch, wrap_training_data
 from tutti.types import LossFn
 
@@ -139,7 +140,7 @@ def check_run(
     check_earlier(whole, optimizers)
     world = context.init()
     sparse = [name for name, p in sparse_parameters([whole]).items() if p.requires_grad]
-    choice = _check_strategy(o, world, bool(sparse))
+    choice = _check_strategy(strategy_text(o.strategy, whole), o, world, bool(sparse))
     grid = Grid(**choice.shape(world.identity.size), rank=world.identity.rank)
     data = wrap_training_data(sampling, choice, o)
     trainer = optimizer if isinstance(optimizer, OptimizerChoice) else optimizers
@@ -181,10 +182,10 @@ def check_run(
     )
 
 
-def _check_strategy(o: RunOptions, world: context.World, sparse: bool) -> Choice:
+def _check_strategy(text: str, o: RunOptions, world: context.World, sparse: bool) -> Choice:
     """Return the strategy with its options. Raises UsageError where another option excludes it."""
     return parallel.check_strategy(
-        o.strategy,
+        text,
         world.identity.size,
         workers=o.workers,
         reproducible=o.reproducible,

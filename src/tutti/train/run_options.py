@@ -26,6 +26,7 @@ from tutti.config.module_config import (
 )
 from tutti.config.slowness import Slowness
 from tutti.train.schedulers import Given
+from tutti.train.strategy_spec import StrategySpec
 
 Models: TypeAlias = "nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]"
 Optimizers: TypeAlias = "Optimizer | Sequence[Optimizer]"
@@ -37,7 +38,7 @@ DEFAULT_BATCH_SIZE = 128
 class RunOptions:
     """The options of ``tutti.prepare``, which documents them."""
 
-    strategy: str = "mirrored"
+    strategy: str | StrategySpec = "mirrored"
     workers: int | None = None
     batch_size: int | None = None
     collate: Callable[[list[Any]], Any] | None = None

@@ -213,6 +213,7 @@ PLACES = [
     ("decoder", 3, "pipeline:schedule=zero_bubble,micro_batches=4", False),
     ("decoder", 2, "pipeline:schedule=interleaved,micro_batches=4", False),
     ("decoder", 2, "pipeline:cuts=body.blocks.2,micro_batches=4", True),
+    ("decoder", 2, "pipeline:stages=body.embed+body.blocks.0/body.blocks.1+body.blocks.2+body.norm+head", True),
     ("decoder with dropout", 2, "pipeline:micro_batches=4", True),
     ("translator", 3, "pipeline:micro_batches=4", True),
     ("translator", 4, "hybrid:stages=2,micro_batches=4", False),

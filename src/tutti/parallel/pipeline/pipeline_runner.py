@@ -93,11 +93,11 @@ class PipelineLayout:
             return [VirtualStage(plain, alone=True)], None
         config, run_context = self._config, self._run_context
         # Stages that run in turn take the same time wherever the cuts are; a reproducible run always cuts alike.
-        timed = config.schedule != "one_by_one" and not run_context.reproducible and not config.cuts
+        timed = config.schedule != "one_by_one" and not run_context.reproducible and not config.begins
         took = module_seconds(plain, run_context.trial, run_context.comms.world) if timed else {}
         written = _written_in_trial(plain, run_context)
         found = stage_partition.find_stage_partition(
-            plain, stage.size * config.chunks, config.cuts, took, closed, run_context.trial, written
+            plain, stage.size * config.chunks, config.begins, took, closed, run_context.trial, written, config.modules
         )
         run_context.comms.world.agree(
             [f"a stage begins with {name}" for name in found.names] + [f"a forward writes {name}" for name in written],

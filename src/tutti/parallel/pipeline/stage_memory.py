@@ -175,8 +175,10 @@ def find_measured_partition(
     Raises:
         UsageError: as ``find_stage_partition``.
     """
-    timed = seconds if config.schedule != "one_by_one" and not config.cuts else {}
-    return stage_partition.find_stage_partition(plain, ranks * config.chunks, config.cuts, timed)
+    timed = seconds if config.schedule != "one_by_one" and not config.begins else {}
+    return stage_partition.find_stage_partition(
+        plain, ranks * config.chunks, config.begins, timed, members=config.modules
+    )
 
 
 def observe_blocks(

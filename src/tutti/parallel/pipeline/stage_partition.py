@@ -79,6 +79,7 @@ def find_stage_partition(
     closed: Collection[str] = (),
     trial: Callable[[Any], Any] | None = None,
     written: Sequence[str] = (),
+    members: Sequence[Sequence[str]] = (),
 ) -> StagePartition:
     """Partition a model into ``stages``, as evenly as possible, or before the modules that ``begins`` names.
 
@@ -93,14 +94,17 @@ def find_stage_partition(
         trial: calls the loss function on a model with a micro-batch, to record a forward that ``torch.fx`` cannot
             follow; None where no micro-batch is at hand.
         written: names of attributes that the forward writes.
+        members: names of the modules of each stage, all that have parameters; empty to leave them open.
 
     Raises:
-        UsageError: the model cannot be cut, or not into that many stages; with the way out.
+        UsageError: the model cannot be cut, or not into that many stages, or not so that each stage has its
+            ``members``; with the way out.
     """
     check_cuts(begins, stages)
+    _check_known(plain, [name for names in members for name in names])
     try:
         found = _find(plain, stages, begins, seconds, closed, _TracedForward(plain, written))
-        return replace(found, written=tuple(written))
+        return _with_members(replace(found, written=tuple(written)), plain, members)
     except UntraceableError as error:
         if trial is None or closed:
             raise
@@ -112,7 +116,38 @@ def find_stage_partition(
     except Exception as error:
         # Blocks read values of their inputs, which fake tensors do not have.
         raise untraceable from error
-    return replace(found, written=tuple(written))
+    return _with_members(replace(found, written=tuple(written)), plain, members)
+
+
+def _with_members(found: StagePartition, plain: nn.Module, members: Sequence[Sequence[str]]) -> StagePartition:
+    """Return ``found``. Raises UsageError where a stage does not consist of the modules that ``members`` gives it."""
+    if not members:
+        return found
+    called = [[str(node.target) for node in nodes if node.op == "call_module"] for nodes in found.stages]
+    for stage, names in enumerate(members):
+        for name in names:
+            places = [i for i, targets in enumerate(called) if any(_overlaps(name, target) for target in targets)]
+            if stage not in places:
+                where = f"the forward calls it on stage {places[0]}" if places else "the forward does not call it"
+                raise UsageError(
+                    f"stage {stage} cannot have {name}, which stages= names for it",
+                    why=where,
+                    remedy="list modules in the order in which the forward calls them, or give cuts= alone",
+                )
+    for stage, (names, targets) in enumerate(zip(members, called, strict=True)):
+        for target in targets:
+            has_weights = any(True for _ in plain.get_submodule(target).parameters())
+            if has_weights and not any(_overlaps(name, target) for name in names):
+                raise UsageError(
+                    f"stages= does not name {target}, which the forward calls on stage {stage}",
+                    remedy=f"add {target} to stage {stage}, or give cuts= alone",
+                )
+    return found
+
+
+def _overlaps(name: str, other: str) -> bool:
+    """Return whether one module is the other one or inside of it."""
+    return name == other or name.startswith(f"{other}.") or other.startswith(f"{name}.")
 
 
 class _Reader(Protocol):
@@ -282,11 +317,8 @@ def _heaviest(
 def _check_names(
     plain: nn.Module, begins: Sequence[str], opened: Collection[str], closed: Collection[str], reader: _Reader
 ) -> None:
+    _check_known(plain, begins)
     known = dict(plain.named_modules())
-    for name in begins:
-        if name not in known:
-            remedy = did_you_mean(name, filter(None, known))
-            raise UsageError(f"the model has no module '{name}' to be cut at", remedy=remedy)
     for name in sorted(opened):
         if name in closed:
             raise UsageError(
@@ -301,6 +333,14 @@ def _check_names(
                 why="its forward cannot be traced, or draws random numbers by itself",
                 remedy="cut before or after it",
             )
+
+
+def _check_known(plain: nn.Module, names: Sequence[str]) -> None:
+    known = dict(plain.named_modules())
+    for name in names:
+        if name not in known:
+            remedy = did_you_mean(name, filter(None, known))
+            raise UsageError(f"the model has no module '{name}' to be cut at", remedy=remedy)
 
 
 def _at(nodes: Sequence[fx.Node], begins: Sequence[str]) -> list[int]:

@@ -29,7 +29,13 @@ from tutti.parallel.tensor.tp_layers import (
     VocabParallelEmbedding,
     divide,
 )
-from tutti.parallel.tensor.tp_plan import PlanEntry, PlanFinder, blocks_with_arguments, summary
+from tutti.parallel.tensor.tp_plan import (
+    PlanEntry,
+    PlanFinder,
+    blocks_with_arguments,
+    summary,
+)
+from tutti.parallel.tensor.tp_plan_by_hand import check_asked, roles_asked
 from tutti.parallel.tensor.tp_verify import TensorCut
 from tutti.parallel.tensor.unwrap_split import seen_as_shares
 from tutti.torch_compat import FUSED_ACTIVATION, module_parameters
@@ -135,14 +141,17 @@ class TensorParallelizer:
     def _find(self, module: nn.Module, run_context: RunContext) -> list[PlanEntry]:
         """Broadcast the plan that the first rank finds, so that all ranks have the same."""
         comm, config, found = self._comm, self._config, []
+        asked = roles_asked(module, config.styles) if config.plan else None
         if comm.rank == 0:
             whole = [*config.whole, *read_elsewhere(module, run_context.trial, comm.device)]
             calls = record_calls(module, blocks_with_arguments(module), run_context.trial, comm.device)
-            finder = PlanFinder(module, comm.size, config.least, whole, comm.device.type == "cpu", calls)
+            finder = PlanFinder(module, comm.size, config.least, whole, comm.device.type == "cpu", calls, asked)
             # Compiled code takes no split tensors.
             trial = run_context.trial if run_context.compile is None else None
             found = [entry.as_json() for entry in add_loss_parallel(module, finder.find(), trial, comm.device)]
-        return [PlanEntry.from_json(entry) for entry in comm.broadcast_json(found, 0, "plan of the split")]
+        plan = [PlanEntry.from_json(entry) for entry in comm.broadcast_json(found, 0, "plan of the split")]
+        check_asked(plan, asked or {})
+        return plan
 
     def _cut(self, parameter: nn.Parameter, cut: TensorCut, tied: tuple[str, ...]) -> ShardSpec:
         rank, ranks, shape = self._comm.rank, self._comm.size, tuple(parameter.shape)

@@ -26,6 +26,8 @@ from tutti.parallel.tensor.tp_verify import MOST_LINEAR, BlockSplit, TensorCut, 
 from tutti.torch_compat import ConvBase, ConvTransposeBase, module_buffers, module_parameters
 
 ROLES = ("column", "row", "heads", "vocabulary", "gathered", "scores", "dropout", "within", "slow")
+SPLIT = ("column", "row", "heads", "vocabulary", "gathered")
+"""Roles that a plan by hand can give to a layer."""
 _NUMBERS = ("training", "layer_idx", "layer_id", "layer_number")
 """Attributes in which equal blocks may differ: under the number of a layer caches file its keys and values."""
 _TABLES = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
@@ -73,6 +75,8 @@ class PlanFinder:
         whole: patterns of names of modules that stay whole, with all their submodules.
         drops: whether attention with dropout can be split: not where a fused kernel draws.
         calls: of blocks with several arguments, by name; such blocks are not split without one.
+        asked: roles by name from a plan by hand (``tp_plan_by_hand``), outside of which nothing is split; None to
+            split whatever can be.
     """
 
     def __init__(
@@ -83,10 +87,13 @@ class PlanFinder:
         whole: Sequence[str],
         drops: bool,
         calls: Mapping[str, BlockArguments] | None = None,
+        asked: Mapping[str, str] | None = None,
     ) -> None:
-        self._model, self._ranks, self._least, self._drops, self._calls = model, ranks, least, drops, calls or {}
+        self._model, self._ranks, self._drops, self._calls = model, ranks, drops, calls or {}
+        self._asked, self._least = asked, least if asked is None else 0
         self._entries: dict[str, PlanEntry] = {}
         self._linears = {name for name, module in model.named_modules() if is_linear(module)}
+        self._paired = {name for name in self._linears if self._may(name, "column", "row")}
         self._tried: dict[Hashable, BlockSplit | None] = {}
         everywhere = list(model.named_modules(remove_duplicate=False))
         self._again = {key for key, times in Counter(id(m) for _, m in everywhere).items() if times > 1}
@@ -97,6 +104,8 @@ class PlanFinder:
                     users.setdefault(id(parameter), []).append((name, key))
         self._tied = [places for places in users.values() if len(places) > 1]
         self._left = {name for name, _ in everywhere if _within(name, whole)}
+        if asked is not None:
+            self._left |= {name for name, module in everywhere if splittable(module) and not self._may(name, *SPLIT)}
 
     def find(self) -> list[PlanEntry]:
         """Return the plan, in the model's order; modules without an entry stay whole."""
@@ -113,7 +122,7 @@ class PlanFinder:
             elif not type(module).__module__.startswith("torch.nn."):
                 self._block(name, module)
         for name, module in self._model.named_modules():
-            if self._free(name, module):
+            if self._free(name, module) and self._may(name, "gathered", "vocabulary"):
                 self._alone(name, module)
         self._agree_on_tied()
         return [self._entries[name] for name, _ in self._model.named_modules() if name in self._entries]
@@ -122,6 +131,10 @@ class PlanFinder:
         """Return whether a module may get a role; ``once``: a role for modules that are used once and share nothing."""
         tied = once and any(name == place for places in self._tied for place, _ in places)
         return name not in self._entries and name not in self._left and not tied and not (once and self._twice(module))
+
+    def _may(self, name: str, *roles: str) -> bool:
+        """Return whether a module may get one of these roles in view of the plan by hand."""
+        return self._asked is None or self._asked.get(name) in roles
 
     def _twice(self, module: nn.Module) -> bool:
         return id(module) in self._again
@@ -155,6 +168,7 @@ class PlanFinder:
         members = [self._model.get_submodule(n) for n in names]
         first, drop, last = members
         able = isinstance(first, nn.Linear) and isinstance(last, nn.Linear) and isinstance(drop, nn.Dropout)
+        able = able and self._may(names[0], "column") and self._may(names[2], "row")
         if able and all(self._free(n, m, once=True) for n, m in zip(names, members, strict=True)):
             hidden = int(first.out_features)  # type: ignore[arg-type]
             if hidden >= self._ranks:
@@ -168,7 +182,7 @@ class PlanFinder:
     def _windows(self, name: str, sequence: nn.Module) -> None:
         """Split pairs of linear layers in a sequence that have only functions of single features between them."""
         children = [(f"{name}.{key}" if name else key, child) for key, child in sequence.named_children()]
-        places = [i for i, (n, m) in enumerate(children) if n in self._linears and self._free(n, m, once=True)]
+        places = [i for i, (n, m) in enumerate(children) if n in self._paired and self._free(n, m, once=True)]
         taken = -1
         for begin, end in pairwise(places):
             between = children[begin + 1 : end]
@@ -194,7 +208,7 @@ class PlanFinder:
     def _block(self, name: str, module: nn.Module) -> None:
         """Split a block of the user's own, attention or feed-forward in any form, if the split is proved right."""
         inner = [(n, f"{name}.{n}" if name else n, m) for n, m in module.named_modules() if m is not module]
-        linears = [short for short, n, m in inner if n in self._linears and self._free(n, m, once=True)]
+        linears = [short for short, n, m in inner if n in self._paired and self._free(n, m, once=True)]
         computed = any(n in self._entries and self._entries[n].role == "heads" for _, n, _ in inner)
         if computed or len(linears) < 2 or not self._free(name, module, once=True):
             return
@@ -242,12 +256,12 @@ class PlanFinder:
         if name in self._linears and len(matrix(module)) >= self._ranks:
             units = len(matrix(module))
             self._add(PlanEntry(name, "gathered", units, self._linear(name, TensorCut(0, units))))
-        elif _is_convolution(module) and int(module.out_channels) >= self._ranks:  # type: ignore[arg-type]
+        elif is_convolution(module) and int(module.out_channels) >= self._ranks:  # type: ignore[arg-type]
             units = int(module.out_channels)  # type: ignore[arg-type]
             weight = TensorCut(int(isinstance(module, ConvTransposeBase)), units)
             cuts = {"weight": weight} if module.bias is None else {"weight": weight, "bias": TensorCut(0, units)}
             self._add(PlanEntry(name, "gathered", units, cuts))
-        elif _is_embedding(module) and int(module.num_embeddings) >= self._ranks:  # type: ignore[arg-type]
+        elif is_embedding(module) and int(module.num_embeddings) >= self._ranks:  # type: ignore[arg-type]
             rows = int(module.num_embeddings)  # type: ignore[arg-type]
             self._add(PlanEntry(name, "vocabulary", rows, {"weight": TensorCut(0, rows)}))
 
@@ -262,6 +276,12 @@ class PlanFinder:
                     dropped = True
                     for n, _ in places:
                         self._entries.pop(n, None)
+
+
+def splittable(module: nn.Module) -> bool:
+    """Return whether a module is of a kind whose parameters can be split."""
+    attention = isinstance(module, nn.MultiheadAttention)
+    return attention or is_linear(module) or is_convolution(module) or is_embedding(module)
 
 
 def blocks_with_arguments(model: nn.Module) -> list[str]:
@@ -290,13 +310,15 @@ def _within(name: str, patterns: Collection[str]) -> bool:
     return any(fnmatchcase(".".join(parts[:end]), p) for p in patterns for end in range(1, len(parts) + 1))
 
 
-def _is_convolution(module: nn.Module) -> bool:
+def is_convolution(module: nn.Module) -> bool:
+    """Return whether a module is a convolution of PyTorch's that can be split by output channels."""
     if not isinstance(module, ConvBase) or type(module).__module__ != "torch.nn.modules.conv":
         return False
     return _plain(module) and module.groups == 1
 
 
-def _is_embedding(module: nn.Module) -> bool:
+def is_embedding(module: nn.Module) -> bool:
+    """Return whether a module is an embedding that can be split by rows."""
     if type(module) is not nn.Embedding or not _plain(module):
         return False
     return module.max_norm is None and not module.sparse and not module.scale_grad_by_freq

@@ -1,0 +1,81 @@
+"""A strategy whose options are Python values: lists of modules, a TP plan as a dictionary."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from tutti.errors import UsageError
+
+
+@dataclass(frozen=True)
+class StrategySpec:
+    """A strategy's name with options as Python values; made by ``tutti.strategy``."""
+
+    name: str
+    options: Mapping[str, Any]
+
+
+def strategy(name: str, **options: Any) -> StrategySpec:
+    """Return a strategy for ``tutti.prepare`` whose options are Python values in place of text.
+
+    Args:
+        name: of the strategy, as in ``name:key=value``.
+        options: its options. Where text names modules, these are names or the modules of the model themselves; lists
+            stand for ``+``, lists of lists for ``/``, and a dictionary for ``key:value``.
+
+    Example:
+        ``tutti.strategy("pipeline", stages=[[model.embed, model.block1], [model.block2, model.head]])`` or
+        ``tutti.strategy("tensor", plan={"layers.*.up_proj": "colwise", "layers.*.down_proj": "rowwise"})``
+    """
+    return StrategySpec(name, options)
+
+
+def strategy_text(given: str | StrategySpec, model: nn.Module) -> str:
+    """Return a strategy as text, with the names of modules in ``model``.
+
+    >>> layers = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2))
+    >>> strategy_text(strategy("pipeline", stages=[[layers[0], "1"], [layers[2]]], micro_batches=4), layers)
+    'pipeline:stages=0+1/2,micro_batches=4'
+    >>> strategy_text(strategy("tensor", plan={"0": "colwise", "2": "rowwise"}, sequence=True), layers)
+    'tensor:plan=0:colwise+2:rowwise,sequence=true'
+
+    Raises:
+        UsageError: an option holds a module of another model, or a value that text cannot hold.
+    """
+    if isinstance(given, str):
+        return given
+    names = {module: name for name, module in model.named_modules()}
+    texts = [f"{key}={_text(value, names, key)}" for key, value in given.options.items() if value is not None]
+    return given.name + (f":{','.join(texts)}" if texts else "")
+
+
+def _text(value: Any, names: Mapping[nn.Module, str], option: str) -> str:
+    if isinstance(value, nn.Module):
+        if not names.get(value):
+            raise UsageError(
+                f"a {type(value).__name__} in {option} is no module of the model",
+                where="tutti.strategy",
+                remedy="give modules of the model that tutti.prepare gets, or their names",
+            )
+        return names[value]
+    if isinstance(value, Mapping):
+        return "+".join(f"{_word(key, option)}:{_word(each, option)}" for key, each in value.items())
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        lists = any(isinstance(each, Sequence) and not isinstance(each, str) for each in value)
+        return ("/" if lists else "+").join(_text(each, names, option) for each in value)
+    if isinstance(value, bool):
+        return str(value).lower()
+    return _word(value, option)
+
+
+def _word(value: Any, option: str) -> str:
+    text = str(value)
+    if not isinstance(value, str | int | float) or any(sign in text for sign in ",+/=") or not text:
+        raise UsageError(
+            f"{value!r} is not possible in {option}", where="tutti.strategy", remedy="give a name or a number"
+        )
+    return text
