@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import tutti
 from tests import worlds
 from tutti.checkpoint.export import export_weights
+from tutti.checkpoint.export_folder import export_hf_folder
 from tutti.checkpoint.read import load_manifest
 from tutti.checkpoint.weights import SavedWeights
 from tutti.checkpoint.weights_source import check_source
@@ -78,6 +79,7 @@ def save(name: str, folder: str) -> None:
     plain.load_state_dict(state)
     if tutti.rank() == 0:
         export_weights(SavedWeights(load_manifest(step(here))), here / "exported.safetensors", {})
+        export_hf_folder(SavedWeights(load_manifest(step(here))), here / "hf", {}, most=100)
         safetensors.torch.save_file(state, here / "file.safetensors")
         safetensors.torch.save_model(plain, str(here / "model.safetensors"))
 
@@ -89,7 +91,7 @@ def step(folder: Path) -> Path:
 def loaded(name: str, folder: str, strategy: str) -> list[Any]:
     """Hashes at the start and after training, with the average's: the model loaded first, and each source."""
     here, told = Path(folder), []
-    sources = [here, step(here), *(here / f"{kind}.safetensors" for kind in ("exported", "file", "model"))]
+    sources = [here, step(here), here / "hf", *(here / f"{kind}.safetensors" for kind in ("exported", "file", "model"))]
     for source in (None, *sources):
         net = MODELS[name](3)
         if source is None:
@@ -118,7 +120,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_any_source_is_what_loading_first_is(saved: Path, name: str, devices: int, strategy: str) -> None:
     answers = worlds.run(devices, loaded, name=name, folder=str(saved / name), strategy=strategy)
     for told in answers:
-        assert told == [answers[0][0]] * 6
+        assert told == [answers[0][0]] * 7
         start, end, average = told[0]
         assert len({start, end, average}) == 3
     if strategy != "local_sgd:period=2":

@@ -156,6 +156,17 @@ def test_one_line_says_what_was_written(folder: Path) -> None:
     assert files[0] == files[1]
 
 
+def test_a_folder_of_transformers_is_read_and_begun_with(folder: Path) -> None:
+    said = json.loads(exported(folder, "hf", "--format", "hf", "--json"))
+    [found] = plainly(folder, "hf/model.safetensors")
+    assert (said["format"], said["weights_sha256"]) == ("hf", found["weights_sha256"])
+    [line] = exported(folder, "hf", "--format", "hf", "--overwrite").splitlines()
+    assert line.startswith("hf: weights at step 14 · 16 tensors, 0.0 MB · ")
+    begun, _ = train(folder, "from-hf", "--devices", "1", "--steps", "1", "--init-from", "hf")
+    same, _ = train(folder, "from-run", "--devices", "1", "--steps", "1", "--init-from", "first")
+    assert begun["weights_sha256"] == same["weights_sha256"] and begun["init_from"] == "hf"
+
+
 def test_the_documented_way_to_read_a_checkpoint_without_tutti(folder: Path) -> None:
     page = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text(encoding="utf-8")
     blocks = re.findall(r"^```py\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
@@ -182,7 +193,9 @@ REFUSED = {
     "export first -o gone/x": (8, "the weights could not be written (gone/x): No such file"),
     "export first/checkpoints/step-00000014 --step 14": (2, "give the run directory"),
     "train own.py:task --init-from gone": (2, "there are no weights to start from (gone)"),
-    "train own.py:task --init-from .": (2, "there are no weights to start from (.)"),
+    "train own.py:task --init-from first/logs": (2, "there are no weights to start from (first/logs)"),
+    "export first --format dcp --overwrite": (2, "--format dcp writes a new folder"),
+    "export first --format hf -o net.py": (2, "a file has the name of the folder (net.py)"),
     "train own.py:task --init-from net.py": (4, "it is no safetensors file"),
 }
 

@@ -1,4 +1,4 @@
-"""Open the weights of a warm start: a run directory, a checkpoint directory or a safetensors file. No torch."""
+"""Open the weights of a warm start: a run, a checkpoint, a safetensors file or a folder of them. No torch."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 from tutti.checkpoint.folder import newest_checkpoint, scan
 from tutti.checkpoint.manifest import MANIFEST
 from tutti.checkpoint.plain import PlainFile
+from tutti.checkpoint.plain_folder import PlainFolder, is_plain_folder
 from tutti.checkpoint.read import load_manifest, verify
 from tutti.checkpoint.weights import SavedWeights, Weights
 from tutti.errors import CheckpointError, UsageError
@@ -16,7 +17,7 @@ FOLDER = "checkpoints"
 
 
 def check_source(path: Path) -> None:
-    """Check that ``path`` is a run directory, a checkpoint directory or a safetensors file; tensors are not read.
+    """Check that ``path`` is a run, a checkpoint, or a safetensors file or folder; tensors are not read.
 
     Raises:
         UsageError: ``path`` does not exist, or is a directory of another kind.
@@ -32,6 +33,8 @@ def check_source(path: Path) -> None:
     elif (path / FOLDER).is_dir():
         if not scan(path / FOLDER):
             raise _nothing(path, [])
+    elif is_plain_folder(path):
+        PlainFolder(path)
     else:
         raise UsageError("there are no weights to start from", where=str(path), remedy=_REMEDY)
 
@@ -48,6 +51,9 @@ def verified(path: Path) -> Path:
         return path
     if (path / MANIFEST).exists():
         return verify(path).path
+    if not (path / FOLDER).is_dir():
+        PlainFolder(path).verify()
+        return path
     manifest, broken = newest_checkpoint(path / FOLDER)
     if manifest is None:
         raise _nothing(path, broken)
@@ -56,7 +62,9 @@ def verified(path: Path) -> Path:
 
 def open_weights(path: Path) -> Weights:
     """Open the path that ``verified`` returned. Raises CheckpointError where this rank cannot read it."""
-    return SavedWeights(load_manifest(path)) if path.is_dir() else PlainFile(path)
+    if not path.is_dir():
+        return PlainFile(path)
+    return SavedWeights(load_manifest(path)) if (path / MANIFEST).exists() else PlainFolder(path)
 
 
 def _nothing(path: Path, broken: list[str]) -> CheckpointError:
@@ -64,4 +72,4 @@ def _nothing(path: Path, broken: list[str]) -> CheckpointError:
     return CheckpointError("the run has no valid checkpoint", where=str(path), why=why, remedy=_REMEDY)
 
 
-_REMEDY = "give a run directory, a checkpoint directory step-N, or a .safetensors file"
+_REMEDY = "give a run directory, a checkpoint directory step-N, or a .safetensors file or a folder of them"

@@ -1,19 +1,20 @@
-"""``tutti export``: write a run's weights as one safetensors file for use without tutti. Loads no torch."""
+"""``tutti export``: write a run's weights for use without tutti. Loads no torch, but for ``--format dcp``."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
 from tutti.checkpoint.chosen_checkpoint import chosen_checkpoint
-from tutti.checkpoint.export import export_weights as write
+from tutti.checkpoint.export import export_weights
+from tutti.checkpoint.export_folder import export_dcp_folder, export_hf_folder
 from tutti.checkpoint.weights import SavedWeights
 from tutti.config.metric_direction import RAW
-from tutti.errors import ExitCode
+from tutti.errors import ExitCode, UsageError
 from tutti.launcher.encoding import json_text
 
 
@@ -22,12 +23,13 @@ def export(
     /,
     *,
     step: Annotated[str, Parameter(show_default=False)] = "newest",
-    output: Annotated[Path, Parameter(name=("-o", "--output"))] = Path("model.safetensors"),
+    form: Annotated[Literal["safetensors", "hf", "dcp"], Parameter(name="--format")] = "safetensors",
+    output: Annotated[Path | None, Parameter(name=("-o", "--output"), show_default=False)] = None,
     ema: Annotated[bool, Parameter(negative="", show_default=False)] = False,
     overwrite: Annotated[bool, Parameter(negative="", show_default=False)] = False,
     as_json: Annotated[bool, Parameter(name="--json", negative="", show_default=False)] = False,
 ) -> int:
-    """Write a run's weights as one file that plain PyTorch loads.
+    """Write a run's weights as files that plain PyTorch loads.
 
     Example: tutti export runs/NAME --step best -o model.safetensors
 
@@ -38,12 +40,14 @@ def export(
     ----------
     step:
         which checkpoint: its step, best, best:NAME or newest; default: newest
+    form:
+        one file; hf: a folder for from_pretrained; dcp: one for torch.distributed.checkpoint
     output:
-        the file to write
+        the file or folder to write; default: model.safetensors, or model
     ema:
         export the average of the weights, of a run with --ema
     overwrite:
-        allow the file to exist
+        allow the file, or weights in the folder, to exist
     as_json:
         print one JSON object instead of one line
     """
@@ -56,9 +60,17 @@ def export(
         "task": str(manifest.facts.get("task", "")),
     }
     metadata = {name: str(value) for name, value in facts.items()}
-    digest, size = write(weights, output, metadata, overwrite)
+    output = output or Path("model.safetensors" if form == "safetensors" else "model")
+    if form == "dcp":
+        if overwrite:
+            raise UsageError("--format dcp writes a new folder", remedy="choose another -o, and leave --overwrite out")
+        digest, size = export_dcp_folder(weights, output)
+    else:
+        write = export_hf_folder if form == "hf" else export_weights
+        digest, size = write(weights, output, metadata, overwrite)
     found: dict[str, Any] = {
         "path": str(output),
+        "format": form,
         **facts,
         "checkpoint": str(manifest.path),
         "tensors": len(weights.records),

@@ -1,0 +1,93 @@
+"""Read plain weights from a folder of safetensors files, as ``save_pretrained`` of transformers writes it. No torch.
+
+Either one file, or several beside an index ``NAME.safetensors.index.json`` whose ``weight_map`` names the file of each
+tensor.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from numpy.typing import NDArray
+
+from tutti.checkpoint.plain import PlainFile
+from tutti.checkpoint.tensorfile import SliceRecord
+from tutti.errors import CheckpointError
+
+INDEX_END = ".safetensors.index.json"
+_DCP = ".metadata"
+
+
+def is_plain_folder(path: Path) -> bool:
+    """Return whether a folder has safetensors files, or weights in a format that is refused with the way out."""
+    return any(path.glob("*.safetensors")) or any(path.glob(f"*{INDEX_END}")) or (path / _DCP).exists()
+
+
+class PlainFolder:
+    """The tensors of a folder of safetensors files; implements ``tutti.checkpoint.weights.Weights``.
+
+    Attributes:
+        path: the folder.
+        records: every tensor's dtype and shape, by name.
+
+    Raises:
+        CheckpointError: a file or the index cannot be used, several files have no index, or the folder is a checkpoint
+            of ``torch.distributed.checkpoint``, whose metadata is a pickle.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._files: dict[str, PlainFile] = {}
+        self._of: dict[str, PlainFile] = {}
+        for name, file in self._places().items():
+            if file not in self._files:
+                self._files[file] = PlainFile(path / file)
+            if name not in self._files[file].records:
+                raise self._broken(f"its index names {name} in {file}, which does not have it")
+            self._of[name] = self._files[file]
+        self.records: Mapping[str, SliceRecord] = {name: file.records[name] for name, file in self._of.items()}
+
+    def numbers(self, name: str) -> NDArray[Any]:
+        """Return a copy of one tensor as unsigned integers of its elements' width."""
+        return self._of[name].numbers(name)
+
+    def verify(self) -> None:
+        """Compare each file with the hash that it states, if any. Raises CheckpointError where they differ."""
+        for file in self._files.values():
+            file.verify()
+
+    def _places(self) -> dict[str, str]:
+        """Return the name of each tensor's file."""
+        indexes = sorted(self.path.glob(f"*{INDEX_END}"))
+        files = sorted(self.path.glob("*.safetensors"))
+        if len(indexes) == 1:
+            return self._indexed(indexes[0])
+        if len(files) == 1 and not indexes:
+            return dict.fromkeys(PlainFile(files[0]).records, files[0].name)
+        if files:
+            raise self._broken(f"it has {len(files)} .safetensors files and {len(indexes)} indexes (*{INDEX_END})")
+        raise CheckpointError(
+            "the weights are a checkpoint of torch.distributed.checkpoint, whose metadata is a pickle, never loaded"
+            " because it can run code",
+            where=str(self.path),
+            remedy="convert it: torch.distributed.checkpoint.format_utils.dcp_to_torch_save(folder, 'x.pt'), then"
+            " safetensors.torch.save_file of its tensors",
+        )
+
+    def _indexed(self, index: Path) -> dict[str, str]:
+        try:
+            found = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            places = {str(name): str(file) for name, file in found.items()}
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            raise self._broken(f"{index.name} cannot be used: {error!r}") from error
+        for file in set(places.values()):
+            if Path(file).name != file or not file.endswith(".safetensors"):
+                raise self._broken(f"{index.name} names {file!r}, which is no safetensors file of the folder")
+        return places
+
+    def _broken(self, why: str) -> CheckpointError:
+        remedy = "give a .safetensors file, or a folder with one of them or with several and their index"
+        return CheckpointError("the weights cannot be read", where=str(self.path), why=why, remedy=remedy)
