@@ -159,6 +159,35 @@ def test_tied_tensors_that_differ_are_refused(saved: Path, tmp_path: Path) -> No
         assert text.startswith("CheckpointError") and "0.weight and 4.weight differ, which this model ties" in text
 
 
+def mapped(path: str, strategy: str, init_map: str) -> Any:
+    """State at the beginning, with seed 3 where it is kept, and the error if there is one."""
+    try:
+        run = prepare(Plain(3, width=6), strategy, init_from=path, init_map=init_map, reproducible=False)
+    except TuttiError as error:
+        return str(error)
+    return {name: tensor.numpy().copy() for name, tensor in run.state().items()}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "devices"), [("mirrored", 2), ("sharded", 2), ("model_parallel", 3), ("tensor:least=1", 2)]
+)
+def test_named_differences_keep_their_initial_values(tmp_path: Path, strategy: str, devices: int) -> None:
+    saved = Plain(1, width=6).state_dict()
+    file = {f"net.{name}": tensor for name, tensor in saved.items() if not name.startswith("3.")}
+    file |= {"net.3.bias": torch.zeros(9), "old": torch.zeros(2)}
+    safetensors.torch.save_file(file, tmp_path / "x.safetensors")
+    asked = {"path": str(tmp_path / "x.safetensors"), "strategy": strategy}
+    own = Plain(3, width=6).state_dict()
+    for state in worlds.run(devices, mapped, **asked, init_map="rename=net.:,new=3.*,unused=old,reshaped=3.bias"):
+        assert state.keys() == own.keys()
+        for name, tensor in state.items():
+            want = own[name] if name.startswith("3.") else saved[name]
+            assert (tensor == want.numpy()).all(), name
+    for text in worlds.run(devices, mapped, **asked, init_map="rename=net.:,new=3.*"):
+        assert "unexpected: old; of another shape: 3.bias [9], not [4]" in text
+        assert "or allow the differences by init_map" in text
+
+
 def flip(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[-3] ^= 4

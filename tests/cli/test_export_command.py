@@ -194,6 +194,8 @@ REFUSED = {
     "export first/checkpoints/step-00000014 --step 14": (2, "give the run directory"),
     "train own.py:task --init-from gone": (2, "there are no weights to start from (gone)"),
     "train own.py:task --init-from first/logs": (2, "there are no weights to start from (first/logs)"),
+    "train own.py:task --init-map new=head.*": (2, "--init-map does nothing without initial weights"),
+    "train own.py:task --init-from first --init-map nwe=head.*": (2, "unknown option 'nwe' (--init-map)"),
     "export first --format dcp --overwrite": (2, "--format dcp writes a new folder"),
     "export first --format hf -o net.py": (2, "a file has the name of the folder (net.py)"),
     "train own.py:task --init-from net.py": (4, "it is no safetensors file"),

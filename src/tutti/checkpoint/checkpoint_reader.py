@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
@@ -53,22 +54,29 @@ class WeightsReader:
     Args:
         weights: the tensors to read.
         specs: of the tensors on this rank, for their tied names.
+        kept: whole tensors by name that count in place of the weights'.
     """
 
-    def __init__(self, weights: Weights, specs: Mapping[str, ShardSpec]) -> None:
-        self._weights, self._specs = weights, specs
+    def __init__(
+        self, weights: Weights, specs: Mapping[str, ShardSpec], kept: Mapping[str, Tensor] = MappingProxyType({})
+    ) -> None:
+        self._weights, self._specs, self._kept = weights, specs, kept
 
     def names(self, group: str) -> Collection[str]:
         """Return the names of the file's tensors for the group ``model``, none for other groups."""
-        return self._weights.records.keys() if group == "model" else ()
+        return self._weights.records.keys() | self._kept.keys() if group == "model" else ()
 
     def get(self, group: str, name: str) -> Tensor:
         """Read one full tensor from the weights, on the CPU."""
+        if name in self._kept:
+            return self._kept[name]
         found = self._found(name)
         return tensor_from_bytes(self._weights.numbers(found), self._weights.records[found].dtype)
 
     def shape(self, group: str, name: str) -> tuple[int, ...]:
         """Return the shape of one tensor, from the file's header."""
+        if name in self._kept:
+            return tuple(self._kept[name].shape)
         return tuple(self._weights.records[self._found(name)].shape)
 
     def _found(self, name: str) -> str:
@@ -100,13 +108,19 @@ def catalogue(replica: ReplicaRunner, comm: Communicator) -> dict[str, ShardSpec
     return whole
 
 
-def check_model(own: Mapping[str, ShardSpec], saved: Mapping[str, Sequence[int]], where: str) -> None:
+def check_model(
+    own: Mapping[str, ShardSpec],
+    saved: Mapping[str, Sequence[int]],
+    where: str,
+    remedy: str = "build the model that was saved",
+) -> None:
     """Raise CheckpointError, naming the tensors, unless ``saved`` has the names and shapes of the model ``own``.
 
     Args:
         own: every tensor of the model, from ``catalogue``.
         saved: shapes by name.
         where: the checkpoint's path, for the error.
+        remedy: for the error.
     """
     wrong = [
         text
@@ -119,7 +133,7 @@ def check_model(own: Mapping[str, ShardSpec], saved: Mapping[str, Sequence[int]]
             "the checkpoint is of another model",
             where=where,
             why="; ".join(wrong),
-            remedy="build the model that was saved",
+            remedy=remedy,
         )
 
 

@@ -13,6 +13,7 @@ from tutti.config.best import Best
 from tutti.config.engine_config import EngineConfig, LocalEngineConfig, parse_device_range, parse_engine, parse_seconds
 from tutti.config.gradient_noise import Multiplicative, check_noise
 from tutti.config.growth import BatchGrowth
+from tutti.config.init_map import InitMap
 from tutti.config.loss_scale_config import LossScaleConfig, choose_loss_scale
 from tutti.config.lr_rule import NoRule, check_growth, check_rule
 from tutti.config.metric_direction import Direction, Metric
@@ -52,7 +53,7 @@ class TrainConfig:
         on: engine that starts ranks: local, ``ssh:hosts=a:2+b:2`` or ray.
         wait: how long to wait for a lost device.
         batch_size: samples in one *global* batch, over all workers.
-        batch_growth: larger batches instead of a smaller rate, ``milestones=30ep+60ep,factor=5``.
+        batch_growth: instead of a smaller rate: ``milestones=9ep,factor=5``.
         micro_batch: most samples in one forward pass; default: no limit.
         identical_batches: every worker draws worker 0's samples: a mistake.
         epochs, steps, samples: length of training, at most one of the three; default: 3 epochs.
@@ -73,7 +74,8 @@ class TrainConfig:
         checkpoint_every: 1ep, 100st …; none for only when preempted.
         keep: number of newest checkpoints to keep.
         keep_best: the best one too, by loss, accuracy, NAME:min or NAME:max.
-        init_from: warm start from a run, a checkpoint or a .safetensors file.
+        init_from: warm start from a run, a checkpoint or .safetensors files.
+        init_map: differences to allow in them, such as new=head.*,unused=lm_*.
         resume: run directory; alone: the newest run of this configuration.
         max_restarts: restarts from the last checkpoint after a failure.
         seed: every RNG stream is derived from it.
@@ -133,6 +135,7 @@ class TrainConfig:
     keep: int = 2
     keep_best: str | None = None
     init_from: str | None = None
+    init_map: str | None = None
     resume: str | None = None
     max_restarts: int = 0
     seed: int = 0
@@ -202,6 +205,7 @@ class TrainConfig:
         self._check_windows()
         for option in ("limits", "length", "eval_interval", "checkpoint_interval", "averaging", "growth", "slowness"):
             getattr(self, option)
+        _ = self.initial_map
         if self.target_text is not None:
             split_target(self.target_text)
         for name, value in (("until", self.target_text), ("patience", self.patience)):
@@ -345,6 +349,11 @@ class TrainConfig:
     def averaging(self) -> Averaging | None:
         """The options of the weights' average; None without ``--ema``. Raises UsageError."""
         return None if self.ema is None or self.ema == "none" else Averaging.parse(self.ema)
+
+    @cached_property
+    def initial_map(self) -> InitMap | None:
+        """The options of ``--init-map``; None without it. Raises UsageError."""
+        return None if self.init_map is None else InitMap.of(self.init_map, self.init_from, "--init-map")
 
     @cached_property
     def growth(self) -> BatchGrowth | None:

@@ -306,8 +306,9 @@ def _begin(run: Run, config: TrainConfig, restored: Mapping[str, Any] | None, fa
         return {}
     if restored is not None:
         return {"initial weights": f"this run's at step {run.clock}; {config.init_from} is not read again"}
-    facts["init_from"] = load_warm_start(run, config.init_from)
-    return {"initial weights": facts["init_from"]}
+    begun = load_warm_start(run, config.init_from, config.initial_map)
+    facts["init_from"] = begun.path
+    return {"initial weights": str(begun)}
 
 
 def _saver(

@@ -71,6 +71,7 @@ def prepare(
     noise_every: int | None = None,
     ema: Averaging | str | float | None = None,
     init_from: str | Path | None = None,
+    init_map: str | None = None,
     reproducible: bool = False,
     activation_checkpointing: str | Sequence[str | type[nn.Module]] = "none",
     compile: str | bool = "none",
@@ -123,7 +124,9 @@ def prepare(
         ema: decay per update of an average of the weights, ``0.999`` or ``"0.999:warmup"``, which ``run.evaluate``
             then uses; None for no average.
         init_from: warm start from the weights and buffers of a run directory (its newest checkpoint), a checkpoint
-            directory or a ``.safetensors`` file, on every rank.
+            directory, a ``.safetensors`` file or a folder of them, on every rank.
+        init_map: other names of the tensors in ``init_from``, and those that may be new, unused or of another shape:
+            ``rename=transformer.:model.,new=head.*,unused=lm_head.*``.
         reproducible: bit-identical weights on any number of devices; sets one CPU thread.
         activation_checkpointing: ``blocks``, or names and classes of modules, whose activations are recomputed in
             backward; ``selective``: except for expensive operators; ``blocks:every=2``: in every other block.
@@ -166,6 +169,7 @@ def prepare(
         noise_every=noise_every,
         ema=ema,
         init_from=init_from,
+        init_map=init_map,
         reproducible=reproducible,
         activation_checkpointing=activation_checkpointing,
         compile=compile,
@@ -272,7 +276,7 @@ def prepare_run(
     note(checked.model, checked.optimizers, choice.name, run_context)
     StateLoads(checked.model, run, choice)
     if o.init_from is not None:
-        load_warm_start(run, o.init_from)
+        load_warm_start(run, o.init_from, o.initial_map)
     if fault_tolerant:
         run.context.comms.tolerate_loss()
     return run

@@ -101,7 +101,7 @@ class CheckedRun:
             f" gradient noise {self.noise}, noise scale every {o.noise_every}",
             f"callbacks {self.callbacks.names()}",
             f"compile {o.compile_choice}, activation_checkpointing {_named(o.checkpointing)}",
-            f"ema {o.averaging}, {'given' if o.init_from is not None else 'own'} initial weights",
+            f"ema {o.averaging}, {'given' if o.init_from is not None else 'own'} initial weights, {o.initial_map}",
             *describe_optimizers(self.trainer, o.lr_scale),
         ]
 

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from tutti.config.averaging import Averaging
 from tutti.config.gradient_noise import Multiplicative
 from tutti.config.growth import BatchGrowth
+from tutti.config.init_map import InitMap
 from tutti.config.loss_scale_config import LossScaleConfig
 from tutti.config.lr_rule import NoRule, check_rule
 from tutti.config.module_config import (
@@ -57,6 +58,7 @@ class RunOptions:
     noise_every: int | None = None
     ema: Averaging | str | float | None = None
     init_from: str | Path | None = None
+    init_map: str | None = None
     reproducible: bool = False
     activation_checkpointing: str | Checkpointing = "none"
     compile: CompileChoice | str | bool | None = "none"
@@ -96,6 +98,11 @@ class RunOptions:
         """The options of the weights' average; None without ``ema``. Raises UsageError."""
         given = self.ema
         return given if given is None or isinstance(given, Averaging) else Averaging.parse(str(given), "ema")
+
+    @cached_property
+    def initial_map(self) -> InitMap | None:
+        """The options of ``init_map``; None without it. Raises UsageError, also where ``init_from`` is missing."""
+        return None if self.init_map is None else InitMap.of(self.init_map, self.init_from, "init_map")
 
     @cached_property
     def growth(self) -> BatchGrowth | None:

@@ -3,21 +3,53 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
 
 from tutti.checkpoint.checkpoint_reader import WeightsReader, catalogue, check_model
+from tutti.checkpoint.gather import gathered_model
 from tutti.checkpoint.weights import Weights
 from tutti.checkpoint.weights_source import open_weights, verified
 from tutti.comm.communicator import Communicator
+from tutti.config.init_map import FittedWeights, InitMap
 from tutti.errors import CheckpointError, TuttiError, UsageError
 from tutti.train.run import Run
 from tutti.types import ShardSpec
 
 
-def load_warm_start(run: Run, path: str | Path) -> str:
+@dataclass(frozen=True)
+class WarmStart:
+    """Weights that a run began with.
+
+    Attributes:
+        path: the checkpoint directory, file or folder that was read.
+        fitted: allowed differences between its tensors and the model's.
+    """
+
+    path: str
+    fitted: FittedWeights
+
+    def __str__(self) -> str:
+        return "; ".join(filter(None, (self.path, self.fitted.text())))
+
+
+class _RenamedWeights:
+    """Weights whose tensors have the model's names."""
+
+    def __init__(self, weights: Weights, names: Mapping[str, str]) -> None:
+        self._weights, self._names = weights, names
+        self.records = {name: weights.records[old] for name, old in names.items()}
+
+    def numbers(self, name: str) -> NDArray[Any]:
+        return self._weights.numbers(self._names[name])
+
+
+def load_warm_start(run: Run, path: str | Path, init_map: InitMap | None = None) -> WarmStart:
     """Load the weights and buffers at ``path`` into a fresh run; no optimizer state is read.
 
     Rank 0 verifies every byte and compares names and shapes; then every rank reads its own slices. An EMA of the
@@ -25,32 +57,61 @@ def load_warm_start(run: Run, path: str | Path) -> str:
 
     Args:
         run: a run that has taken no step.
-        path: a run directory (its newest checkpoint that verifies), a checkpoint directory, or a safetensors file.
+        path: a run directory (its newest checkpoint that verifies), a checkpoint directory, a safetensors file, or a
+            folder of them.
+        init_map: other names of its tensors, and differences that are allowed; default: the model's own, and none.
 
     Returns:
-        The checkpoint directory or file that was read.
+        The path that was read, and the differences.
 
     Raises:
-        UsageError: the run has stepped, or ``path`` holds no weights.
+        UsageError: the run has stepped, ``path`` holds no weights, or ``init_map`` names tensors that do not exist.
         CheckpointError: the weights are damaged or of another model; the error names the tensors that differ.
     """
     if run.clock:
         raise UsageError("a run that has already made steps cannot load initial weights", where=f"step {run.clock}")
     own = catalogue(run.replica, run.context.comms.model)
-    found = Path(_asked_of_first(run.context.comms.world, lambda: str(_find(Path(path), own))))
-    saved = WeightsReader(open_weights(found), run.replica.specs)
+    chosen = init_map or InitMap()
+    found = _asked_of_first(run.context.comms.world, lambda: _find(Path(path), own, chosen))
+    begun = WarmStart(found["path"], FittedWeights(**found["fitted"]))
+    weights = _renamed(open_weights(Path(begun.path)), chosen)
+    saved = WeightsReader(weights, run.replica.specs, _initial(run, begun.fitted.kept))
     run.gradient_sync.load(saved)
     if run.average is not None:
         run.average.load(saved, 0)
-    return str(found)
+    return begun
 
 
-def _find(path: Path, own: Mapping[str, ShardSpec]) -> Path:
+def _find(path: Path, own: Mapping[str, ShardSpec], init_map: InitMap) -> dict[str, Any]:
     found = verified(path)
-    weights = open_weights(found)
-    check_model(own, {name: record.shape for name, record in weights.records.items()}, str(found))
-    _check_tied(own, weights, found)
-    return found
+    weights = _renamed(open_weights(found), init_map)
+    saved = {name: record.shape for name, record in weights.records.items()}
+    shapes, tied = ({name: getattr(s, key) for name, s in own.items()} for key in ("shape", "tied"))
+    fitted = init_map.fit(shapes, tied, saved)
+    others = {*fitted.unused, *(other for name in fitted.reshaped for other in (name, *own[name].tied))}
+    check_model(
+        {name: spec for name, spec in own.items() if name not in fitted.kept},
+        {name: shape for name, shape in saved.items() if name not in others},
+        str(found),
+        "build the model that was saved, or allow the differences by init_map: rename=OLD:NEW,new=PATTERN,"
+        "unused=PATTERN,reshaped=PATTERN",
+    )
+    _check_tied({name: spec for name, spec in own.items() if name not in fitted.kept}, weights, found)
+    return {"path": str(found), "fitted": fitted._asdict()}
+
+
+def _renamed(weights: Weights, init_map: InitMap) -> Weights:
+    return _RenamedWeights(weights, init_map.names(weights.records)) if init_map.rename else weights
+
+
+def _initial(run: Run, names: list[str]) -> dict[str, Tensor]:
+    """Return whole tensors of the model as the run was built, on the CPU. Collective."""
+    whole = (
+        gathered_model(run.replica, run.context.comms, run.gradient_sync.merged(), run.context.grid.at("shard") == 0)
+        if names
+        else {}
+    )
+    return {name: whole[name].detach().cpu().clone() for name in names}
 
 
 def _check_tied(own: Mapping[str, ShardSpec], weights: Weights, where: Path) -> None:

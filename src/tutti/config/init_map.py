@@ -1,0 +1,148 @@
+"""Options of a warm start from weights of another model: other names, new, unused and reshaped tensors. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import NamedTuple
+
+from tutti.config.spec import build_options, read_options
+from tutti.errors import UsageError, did_you_mean
+
+_FORM = "rename=OLD:NEW,new=PATTERN,unused=PATTERN,reshaped=PATTERN"
+
+
+class FittedWeights(NamedTuple):
+    """Differences between a model and the weights that it starts from, all of them allowed.
+
+    Attributes:
+        new: tensors of the model that the weights lack; they keep their initial values.
+        unused: tensors of the weights that the model lacks.
+        reshaped: tensors of the model of another shape than in the weights; they keep their initial values.
+    """
+
+    new: Sequence[str] = ()
+    unused: Sequence[str] = ()
+    reshaped: Sequence[str] = ()
+
+    @property
+    def kept(self) -> list[str]:
+        """Tensors of the model that keep their initial values."""
+        return [*self.new, *self.reshaped]
+
+    def text(self) -> str:
+        """Return the differences in words, empty without any.
+
+        >>> FittedWeights(new=["head.bias", "head.weight"], unused=["lm_head.weight"]).text()
+        '2 new (head.bias, head.weight); 1 unused (lm_head.weight)'
+        """
+        most = 4
+        parts = [
+            f"{len(names)} {kind} ({', '.join(names[:most])}{', …' * (len(names) > most)})"
+            for kind, names in self._asdict().items()
+            if names
+        ]
+        return "; ".join(parts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class InitMap:
+    """How weights of another model become those of this one.
+
+    Attributes:
+        rename: ``old:new``: beginnings of names in the weights, and the model's in their place; the first that matches
+            counts.
+        new: name patterns of tensors that the weights may lack.
+        unused: name patterns of tensors, after ``rename``, that the model may lack.
+        reshaped: name patterns of tensors that may have another shape.
+    """
+
+    rename: tuple[str, ...] = ()
+    new: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
+    reshaped: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for item in self.rename:
+            if item.count(":") != 1 or item == ":":
+                raise ValueError(f"rename has '{item}', must be OLD:NEW")
+
+    @classmethod
+    def parse(cls, text: str, option: str = "--init-map") -> InitMap:
+        """Parse ``rename=transformer.:model.,new=head.*``. Raises UsageError."""
+        return build_options(cls, read_options(text, option, _FORM), option)
+
+    @classmethod
+    def of(cls, text: str, init_from: object, option: str) -> InitMap:
+        """Parse ``text``. Raises UsageError, also if there is no ``init_from`` that it could be for."""
+        if init_from is None:
+            raise UsageError(f"{option} does nothing without initial weights", remedy="say where they are: init_from")
+        return cls.parse(text, option)
+
+    def names(self, saved: Iterable[str]) -> dict[str, str]:
+        """Return the name in the weights of each renamed tensor.
+
+        Raises:
+            UsageError: a beginning matches no name, or two tensors get the same name.
+
+        >>> InitMap.parse("rename=a.:b.").names(["a.w", "c"])
+        {'b.w': 'a.w', 'c': 'c'}
+        """
+        saved = list(saved)
+        pairs = [item.split(":") for item in self.rename]
+        for old, _ in pairs:
+            if not any(name.startswith(old) for name in saved):
+                raise UsageError(
+                    f"no tensor of the weights begins with '{old}'",
+                    where="init_map, rename",
+                    remedy=did_you_mean(old, saved),
+                )
+        found: dict[str, str] = {}
+        for name in saved:
+            old, new = next((pair for pair in pairs if name.startswith(pair[0])), ("", ""))
+            other = new + name.removeprefix(old)
+            if other in found:
+                raise UsageError(f"{found[other]} and {name} would both be {other}", where="init_map, rename")
+            found[other] = name
+        return found
+
+    def fit(
+        self,
+        own: Mapping[str, Sequence[int]],
+        tied: Mapping[str, Sequence[str]],
+        saved: Mapping[str, Sequence[int]],
+    ) -> FittedWeights:
+        """Return the differences between model and weights that these options allow.
+
+        Args:
+            own: shape of each tensor of the model, by its first name.
+            tied: its other names.
+            saved: shapes of the weights by name, after ``rename``.
+
+        Raises:
+            UsageError: a pattern matches no name.
+        """
+        known = {other: name for name in own for other in (name, *tied.get(name, ()))}
+        for option, patterns, names in (
+            ("new", self.new, known), ("unused", self.unused, saved), ("reshaped", self.reshaped, known),
+        ):  # fmt: skip
+            for pattern in patterns:
+                if not any(fnmatchcase(name, pattern) for name in names):
+                    whose = "weights" if option == "unused" else "model"
+                    raise UsageError(
+                        f"no tensor of the {whose} matches '{pattern}'",
+                        where=f"init_map, {option}",
+                        remedy=did_you_mean(pattern, names),
+                    )
+        missing = [name for name in own if not {name, *tied.get(name, ())} & saved.keys()]
+        shapes = {known[name]: shape for name, shape in saved.items() if name in known}
+        return FittedWeights(
+            [name for name in sorted(missing) if _matches(name, self.new)],
+            [name for name in sorted(saved.keys() - known.keys()) if _matches(name, self.unused)],
+            [n for n in sorted(shapes) if tuple(shapes[n]) != tuple(own[n]) and _matches(n, self.reshaped)],
+        )
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
