@@ -52,7 +52,12 @@ OWN_PROCESS = """
 """
 """Modules that do so in processes of tutti alone: its commands, the ranks it starts, loader processes and servers."""
 
-WITHIN_A_CALL = {"tutti.device", "tutti.report.report_charts", "tutti.train.batch_size_schedule"}
+WITHIN_A_CALL = {
+    "tutti.checkpoint.export_folder",
+    "tutti.device",
+    "tutti.report.report_charts",
+    "tutti.train.batch_size_schedule",
+}
 """Modules that change the warnings' filters within ``warnings.catch_warnings()``, which restores them."""
 
 

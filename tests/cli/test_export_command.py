@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.numpy import load_file
 
 from tests.cli.test_refusals import tutti as without_torch
 from tests.faults.commands import complaint, tutti
@@ -162,6 +163,10 @@ def test_a_folder_of_transformers_is_read_and_begun_with(folder: Path) -> None:
     assert (said["format"], said["weights_sha256"]) == ("hf", found["weights_sha256"])
     [line] = exported(folder, "hf", "--format", "hf", "--overwrite").splitlines()
     assert line.startswith("hf: weights at step 14 · 16 tensors, 0.0 MB · ")
+    exported(folder, "head.safetensors", "--only", "head.*+norm.weight")
+    head = load_file(folder / "head.safetensors")
+    assert head.keys() == {"head.bias", "head.weight", "norm.weight"}
+    assert all((load_file(folder / "hf" / "model.safetensors")[name] == head[name]).all() for name in head)
     begun, _ = train(folder, "from-hf", "--devices", "1", "--steps", "1", "--init-from", "hf")
     same, _ = train(folder, "from-run", "--devices", "1", "--steps", "1", "--init-from", "first")
     assert begun["weights_sha256"] == same["weights_sha256"] and begun["init_from"] == "hf"
@@ -196,6 +201,7 @@ REFUSED = {
     "train own.py:task --init-from first/logs": (2, "there are no weights to start from (first/logs)"),
     "train own.py:task --init-map new=head.*": (2, "--init-map does nothing without initial weights"),
     "train own.py:task --init-from first --init-map nwe=head.*": (2, "unknown option 'nwe' (--init-map)"),
+    "export first --only haed.*": (2, "no tensor of the weights matches 'haed.*' (--only)"),
     "export first --format dcp --overwrite": (2, "--format dcp writes a new folder"),
     "export first --format hf -o net.py": (2, "a file has the name of the folder (net.py)"),
     "train own.py:task --init-from net.py": (4, "it is no safetensors file"),

@@ -5,25 +5,17 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from tutti.checkpoint.disk import on_disk, sync
 from tutti.checkpoint.export import export_weights
-from tutti.checkpoint.weights import Weights, weights_hash
+from tutti.checkpoint.weights import SomeWeights, Weights, weights_hash
 from tutti.errors import UsageError
 
 MOST_BYTES = 5 * 10**9
 """Largest shard, as that of ``save_pretrained``; a larger tensor is a shard by itself."""
 _INDEX = "model.safetensors.index.json"
-
-
-class _Some:
-    """Some of the tensors of other weights."""
-
-    def __init__(self, weights: Weights, names: Sequence[str]) -> None:
-        self.numbers = weights.numbers
-        self.records = {name: weights.records[name] for name in names}
 
 
 def export_hf_folder(
@@ -58,7 +50,7 @@ def export_hf_folder(
         (output / _INDEX).unlink(missing_ok=True)
     size = 0
     for name, tensors in zip(names, shards, strict=True):
-        size += export_weights(_Some(weights, tensors), output / name, {"format": "pt", **metadata}, overwrite)[1]
+        size += export_weights(SomeWeights(weights, tensors), output / name, {"format": "pt", **metadata}, overwrite)[1]
     digest = weights_hash(weights)
     with on_disk(output, "the weights"):
         if len(shards) > 1:

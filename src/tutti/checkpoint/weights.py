@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
 from typing import Any, Protocol
 
 from numpy.typing import NDArray
@@ -11,7 +12,7 @@ from tutti.checkpoint.manifest import REMEDY, Manifest, TensorRecord
 from tutti.checkpoint.read import TensorReader
 from tutti.checkpoint.tensorfile import DTYPES, SliceRecord
 from tutti.checkpoint.weights_hash import WeightsHash
-from tutti.errors import CheckpointError
+from tutti.errors import CheckpointError, UsageError, did_you_mean
 
 
 class Weights(Protocol):
@@ -66,6 +67,38 @@ class SavedWeights:
         """Return one tensor; see ``Weights``."""
         shape = self.records[name].shape
         return self._reader.numbers(*self._from[name], (0,) * len(shape), shape)
+
+
+class SomeWeights:
+    """Some of the tensors of other weights.
+
+    Args:
+        weights: all tensors.
+        names: of the tensors to keep.
+    """
+
+    def __init__(self, weights: Weights, names: Iterable[str]) -> None:
+        self._weights = weights
+        self.records: Mapping[str, SliceRecord] = {name: weights.records[name] for name in names}
+
+    def numbers(self, name: str) -> NDArray[Any]:
+        """Return one tensor; see ``Weights``."""
+        return self._weights.numbers(name)
+
+
+def matching_weights(weights: Weights, patterns: str) -> SomeWeights:
+    """Return the tensors whose names match one of several patterns joined by ``+``.
+
+    Raises UsageError where a pattern matches no name.
+    """
+    found: dict[str, None] = {}
+    for pattern in patterns.split("+"):
+        names = [name for name in weights.records if fnmatchcase(name, pattern)]
+        if not names:
+            remedy = did_you_mean(pattern, weights.records)
+            raise UsageError(f"no tensor of the weights matches '{pattern}'", where="--only", remedy=remedy)
+        found |= dict.fromkeys(names)
+    return SomeWeights(weights, found)
 
 
 def weights_hash(weights: Weights) -> str:

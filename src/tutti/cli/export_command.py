@@ -12,7 +12,7 @@ from cyclopts import Parameter
 from tutti.checkpoint.chosen_checkpoint import chosen_checkpoint
 from tutti.checkpoint.export import export_weights
 from tutti.checkpoint.export_folder import export_dcp_folder, export_hf_folder
-from tutti.checkpoint.weights import SavedWeights
+from tutti.checkpoint.weights import SavedWeights, matching_weights
 from tutti.config.metric_direction import RAW
 from tutti.errors import ExitCode, UsageError
 from tutti.launcher.encoding import json_text
@@ -25,6 +25,7 @@ def export(
     step: Annotated[str, Parameter(show_default=False)] = "newest",
     form: Annotated[Literal["safetensors", "hf", "dcp"], Parameter(name="--format")] = "safetensors",
     output: Annotated[Path | None, Parameter(name=("-o", "--output"), show_default=False)] = None,
+    only: Annotated[str | None, Parameter(show_default=False)] = None,
     ema: Annotated[bool, Parameter(negative="", show_default=False)] = False,
     overwrite: Annotated[bool, Parameter(negative="", show_default=False)] = False,
     as_json: Annotated[bool, Parameter(name="--json", negative="", show_default=False)] = False,
@@ -44,6 +45,8 @@ def export(
         one file; hf: a folder for from_pretrained; dcp: one for torch.distributed.checkpoint
     output:
         the file or folder to write; default: model.safetensors, or model
+    only:
+        export tensors whose names match, such as *lora_* or head.*+norm.*
     ema:
         export the average of the weights, of a run with --ema
     overwrite:
@@ -52,7 +55,8 @@ def export(
         print one JSON object instead of one line
     """
     manifest = chosen_checkpoint(run, step, lambda text: print(f"tutti: {text}", file=sys.stderr))
-    weights = SavedWeights(manifest, ema)
+    whole = SavedWeights(manifest, ema)
+    weights = whole if only is None else matching_weights(whole, only)
     facts = {
         "step": manifest.step,
         "weights": "ema" if ema else "model",
