@@ -51,7 +51,7 @@ MODELS_RECORD = $(if $(filter 1/1,$(PART)),benchmarks/results/$(shell date -u +%
 models: $(READY)  ## models of transformers, timm and peft under every strategy, then docs/models.md; or PART=1/10 of it, without the page
 	rm -f $(MODELS_RECORD)
 	MODELS_PART=$(PART) MODELS_RECORD=$(MODELS_RECORD) $(BIN)/pytest -q -n 2 -m models tests/models
-	$(if $(filter 1/1,$(PART)),$(BIN)/python -m tests.models.page $(MODELS_RECORD))
+	$(if $(filter 1/1,$(PART)),$(BIN)/python -m tests.models.page)
 
 RECORD := .scripts-record.jsonl
 

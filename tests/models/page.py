@@ -1,12 +1,12 @@
 """``docs/models.md``: models of other libraries under every strategy.
 
-``python -m tests.models.page RECORD`` writes it from the record of a run of ``make models``.
+``python -m tests.models.page`` writes it from the records of runs of ``make models``, of which the newest counts.
 """
 
 from __future__ import annotations
 
 import json
-import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from tests.models import harness, zoo
@@ -27,17 +27,26 @@ and `peft`.
 SIGNS = {"equal": "=", "refused": "refused", "wrong": "**wrong**"}
 
 
-def newest() -> Path:
-    """The record of the newest run."""
-    return max(RESULTS.glob("*-models.jsonl"))
+def records() -> list[Path]:
+    """The records of all runs, the oldest first."""
+    return sorted(RESULTS.glob("*-models.jsonl"))
 
 
-def table(record: Path) -> str:
-    """The page's text from a record: a row for each model, with the worst outcome of its forms and devices."""
-    lines = [json.loads(line) for line in record.read_text(encoding="utf-8").splitlines()]
-    day = record.name.removesuffix("-models.jsonl")
-    whole = len(harness.whole())
-    text = [HEAD, f"{len(lines)} of {whole} cases, run on {day}. An empty cell has not been run.", ""]
+def table(records: Sequence[Path]) -> str:
+    """The page's text from records: a row for each model, with the worst outcome of its forms and devices.
+
+    Of a case that was run several times the newest outcome counts.
+    """
+    outcomes, days = {}, {}
+    for record in records:
+        for text_line in record.read_text(encoding="utf-8").splitlines():
+            line = json.loads(text_line)
+            case = tuple(line[key] for key in ("model", "form", "strategy", "devices"))
+            outcomes[case], days[case] = line, record.name.removesuffix("-models.jsonl")
+    lines, whole = list(outcomes.values()), len(harness.whole())
+    first, last = min(days.values()), max(days.values())
+    day = f"on {last}" if first == last else f"from {first} to {last}"
+    text = [HEAD, f"{len(lines)} of {whole} cases, run {day}. An empty cell has not been run.", ""]
     text += ["| model | " + " | ".join(harness.STRATEGIES) + " |", "|---" * (len(harness.STRATEGIES) + 1) + "|"]
     order = list(SIGNS)
     for model in zoo.MODELS:
@@ -52,4 +61,4 @@ def table(record: Path) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(table(Path(sys.argv[1])), encoding="utf-8")
+    PAGE.write_text(table(records()), encoding="utf-8")

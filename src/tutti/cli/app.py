@@ -67,6 +67,11 @@ def build_app() -> App:
     app.command(report_runs, name="report", usage="Usage: tutti report RUN... [OPTIONS]")
     app.command(doctor, usage="Usage: tutti doctor [--json]")
     app.command(chaos_command.verb())
+    app.register_install_completion_command(
+        add_to_startup=False,
+        help="complete commands and options in this shell from the next one on",
+        help_formatter=OneScreen(),
+    )
     return app
 
 
