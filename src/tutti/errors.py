@@ -75,6 +75,12 @@ class UsageError(TuttiError):
     exit_code = ExitCode.USAGE
 
 
+class TargetError(TuttiError):
+    """A target that was trained for and that no run reached."""
+
+    exit_code = ExitCode.THRESHOLD
+
+
 class NotEnoughMemory(UsageError):
     """An allocation failed: the run does not fit into memory. A restart would fail again."""
 

@@ -34,6 +34,10 @@ def test_a_plan_from_runs_and_published_hardware(tmp_path: Path) -> None:
     assert "knee" in chosen["marks"] and chosen["lost"] is None
     assert all(each["lost"]["text"] for each in found["plans"] if each["lost"])
     assert all(each["step_terms"] and "predicted" in each["step_basis"] for each in found["plans"])
+    # Batches 32 … 512, a share in 1, 2, 4 … 64 micro-batches, on one device and on two.
+    assert found["searched"] - sum(found["refused"].values()) == len(found["plans"]) == 66
+    assert found["evaluated"] == sum(each["evaluated"] for each in found["plans"]) < 66
+    assert any("micro_batch" in each["options"] for each in found["plans"])
     assert any(text.startswith("tensor") for text in found["refused"])
     assert found["price"]["stated"] and found["guesses"] and any("another machine" in note for note in found["notes"])
     assert all(each["band"] is None and "no band" in each["band_text"] for each in found["plans"])
@@ -59,6 +63,25 @@ def test_limits_that_cannot_be_met_end_with_9(tmp_path: Path) -> None:
     assert missed.code == 9, missed.err
     assert "No plan reaches accuracy >= 0.93 within 1 s (by the point figures: there is no band)" in missed.out
     assert not (tmp_path / "plan.toml").exists()
+    for batch in (32, 64, 128):
+        write_run(tmp_path / "never" / str(batch), batch, None, step_seconds=0.01)
+    never = tutti(tmp_path, "plan", "digits", "--runs", "never")
+    assert never.code == 9 and "no run has reached accuracy >= 0.93" in never.err
+
+
+def test_a_plan_that_fits_little_memory_is_one_that_train_takes(tmp_path: Path) -> None:
+    write_runs(tmp_path)
+    machine = ("--machine", "a100x8", "--precision", "bf16", "--max-devices", "1", "--batch-size", "512")
+    free = planned(tmp_path, *machine)
+    chosen = free["plans"][free["chosen"]]
+    tight = planned(tmp_path, *machine, "--device-memory", "0.003", "--out", "plan.toml")
+    small = tight["plans"][tight["chosen"]]
+    assert not chosen["options"] and small["options"] and small["seconds"] > chosen["seconds"]
+    assert any("GiB short at the least" in text for text in tight["refused"])
+    _, config = resolve_config({}, [tmp_path / "plan.toml"], None)
+    assert config.micro_batch == small["options"].get("micro_batch") and config.batch_size == small["batch"]
+    trained = tutti(tmp_path, "train", "--config", "plan.toml", "--dry-run", "--precision", "fp32", "--devices", "1")
+    assert trained.code == 0, trained.err
 
 
 @pytest.mark.parametrize(

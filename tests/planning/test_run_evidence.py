@@ -10,7 +10,7 @@ import pytest
 
 from tutti.config.train_config import TrainConfig
 from tutti.config.training_target import TrainingTarget
-from tutti.errors import UsageError
+from tutti.errors import TargetError, UsageError
 from tutti.metrics.records import config_toml
 from tutti.planning.plan_candidates import check_measured_algorithms, measured_steps
 from tutti.planning.run_evidence import find_runs, measured_targets, read_evidence, usable_runs
@@ -67,7 +67,7 @@ def test_a_run_that_missed_the_target_counts_as_infinite(tmp_path: Path) -> None
     _, found, notes = measured_targets(runs, TARGET)
     assert [(each.batch, each.samples) for each in found] == [(32, 6400)]
     assert any("batch 128 is left out" in note for note in notes)
-    with pytest.raises(UsageError, match="no run has reached"):
+    with pytest.raises(TargetError, match="no run has reached"):
         measured_targets(runs[1:2], TARGET)
 
 

@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -24,7 +24,7 @@ from tutti.launcher.encoding import json_text
 from tutti.tasks import task_registry, user
 
 if TYPE_CHECKING:
-    from tutti.planning.device_plan import DevicePlan, LostReason, TargetData
+    from tutti.planning.device_plan import DevicePlan, LostReason, PlannedStep, TargetData
     from tutti.planning.machine_costs import StepCosts
     from tutti.planning.plan_candidates import PlanCandidates
     from tutti.planning.run_evidence import RunEvidence
@@ -109,7 +109,7 @@ def plan_devices(
         return fit_law_of_runs(law, as_json)
     if task is None:
         raise UsageError("no task is given", remedy="write tutti plan TASK --runs DIR, or tutti plan --law RUN…")
-    asked = _Asked.check(max_devices, batch_size, deadline, budget, price, verify)
+    asked = _Asked.check(max_devices, batch_size, deadline, budget, price, verify, device_memory)
     known = None if target is None else TrainingTarget.parse(target, "--target")
     if known is not None and not user.is_own(task):
         check_metric(known.metric.name, "--target", task_registry.held_out_values(task), averaged=True)
@@ -126,14 +126,12 @@ def plan_devices(
     from tutti.planning.device_plan import TargetData, device_plans
     from tutti.planning.machine_costs import open_machine
     from tutti.planning.plan_candidates import (
-        STRATEGIES,
-        PlanCandidates,
         check_measured_algorithms,
         is_single_update,
         measured_steps,
-        predicted_steps,
-        prefer_measured,
+        step_key,
     )
+    from tutti.planning.plan_search import STRATEGIES
     from tutti.planning.recipe import read_recipe
     from tutti.planning.run_evidence import find_runs, measured_targets, read_evidence, usable_runs
 
@@ -159,31 +157,32 @@ def plan_devices(
     base, near = _base(evidence, precision)
     wanted_strategies = strategy or STRATEGIES
     costs = None
-    found = PlanCandidates()
     steps = measured_steps(evidence)
     command = f"tutti train {task} --until {known.metric.name}={known.value:g}"
     check_measured_algorithms(wanted_strategies, steps, command)
     steps = [s for s in steps if s.devices <= max_devices and (s.samples is not None or s.batch in batches)]
-    steps = [s for s in steps if not strategy or s.strategy in strategy]
+    steps = [s for s in steps if not strategy or s.strategy in strategy or s.family in strategy]
+    search: Callable[[list[PlannedStep]], PlanCandidates] = _planned_alone
     if machine is not None:
-        link = parse_link(network)
-
-        def priced() -> StepCosts:
-            return open_machine(machine, base.precision, devices_per_node, link)
-
-        costs = priced()
+        costs = open_machine(machine, base.precision, devices_per_node, parse_link(network))
         here, others = _of_machine(evidence, costs, base.precision)
         if others:
             notes.append(f"steps of {others} runs are not used: they were trained on another machine or precision")
-            steps = [s for s in measured_steps(here) if s in steps] if here else []
-            kept = {(s.devices, s.batch, s.strategy) for s in measured_steps(here)}
-            steps = [s for s in steps if (s.devices, s.batch, s.strategy) in kept]
-        limit = None if device_memory is None else device_memory * (1 << 30)
-        choices = _choices(asked.max_devices, batches, [s for s in wanted_strategies if is_single_update(s)])
-        predicted_steps(task, base, choices, priced, limit, found)
-    prefer_measured(found, steps)
+            kept = {step_key(s) for s in measured_steps(here)}
+            steps = [s for s in steps if step_key(s) in kept]
+        search = _searcher(
+            task,
+            base,
+            costs,
+            data,
+            asked.device_memory,
+            (_counts(asked.max_devices), batches, [s for s in wanted_strategies if is_single_update(s)]),
+        )
+        if asked.device_memory is None:
+            notes.append("memory is not checked, and recomputation not tried, without --device-memory")
+    found = search(steps)
     if not found.steps:
-        why = "; ".join(f"{text} ({count} choices)" for text, count in found.refused.items())
+        why = "; ".join(f"{text} ({count} choices)" for text, count in found.refusals().items())
         raise UsageError(
             "no choice of devices and batch can be planned",
             why=why or "no run has ten recorded steps",
@@ -194,8 +193,9 @@ def plan_devices(
     if verify:
         _check_here(costs, evidence)
         verified = _verify(answer, base, near)
-        found.steps = [verified.get((s.devices, s.batch, s.strategy), s) for s in found.steps]
-        answer = replace(answer, plans=device_plans(found.steps, data, price), notes=answer.notes)
+        known_steps = {**{step_key(s): s for s in steps}, **{step_key(s): s for s in verified}}
+        found = search([*known_steps.values()])
+        answer = replace(answer, plans=device_plans(found.steps, data, price), found=found)
     return answer.show(base, near, out, figure, as_json)
 
 
@@ -209,6 +209,7 @@ class _Asked:
     budget: float | None
     price: float | None
     verify: int
+    device_memory: float | None
 
     @classmethod
     def check(
@@ -219,11 +220,12 @@ class _Asked:
         budget: float | None,
         price: float | None,
         verify: int,
+        device_memory: float | None,
     ) -> _Asked:
         for flag, value in (("--max-devices", max_devices), *(("--batch-size", batch) for batch in batches)):
             if value < 1:
                 raise UsageError(f"{flag} is {value}", remedy="give a whole number of at least 1")
-        for flag, number in (("--budget", budget), ("--price", price)):
+        for flag, number in (("--budget", budget), ("--price", price), ("--device-memory", device_memory)):
             if number is not None and not 0 < number < float("inf"):
                 raise UsageError(f"{flag} is {number:g}", remedy="give a number above 0")
         if budget is not None and price is None:
@@ -232,7 +234,9 @@ class _Asked:
             )
         if verify < 0:
             raise UsageError(f"--verify is {verify}", remedy="give a number of plans, such as 3")
-        return cls(max_devices, batches, None if deadline is None else _deadline(deadline), budget, price, verify)
+        seconds = None if deadline is None else _deadline(deadline)
+        room = None if device_memory is None else device_memory * (1 << 30)
+        return cls(max_devices, batches, seconds, budget, price, verify, room)
 
 
 def _deadline(text: str) -> float:
@@ -277,17 +281,58 @@ def _batches(data: TargetData, asked: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
-def _choices(most: int, batches: Sequence[int], strategies: Sequence[str]) -> list[tuple[int, int, str]]:
-    """Return devices, batch and strategy of every choice; one device alone has nothing to shard."""
+def _counts(most: int) -> list[int]:
+    """Return the doublings from 1 on, and the largest number of devices.
+
+    >>> _counts(6)
+    [1, 2, 4, 6]
+    """
     counts = [1 << power for power in range(most.bit_length()) if 1 << power <= most]
-    counts += [most] * (most not in counts)
-    return [
-        (count, batch, name)
-        for count in counts
-        for batch in batches
-        for name in strategies
-        if batch >= count and (count > 1 or name == strategies[0] or name.startswith(("mirrored", "single")))
-    ]
+    return counts if counts[-1] == most else [*counts, most]
+
+
+def _planned_alone(steps: list[PlannedStep]) -> PlanCandidates:
+    """Return the measured steps as the only candidates."""
+    from tutti.planning.plan_candidates import PlanCandidates
+
+    return PlanCandidates(steps)
+
+
+def _searcher(
+    task: str,
+    base: TrainConfig,
+    costs: StepCosts,
+    data: TargetData,
+    device_memory: float | None,
+    space: tuple[Sequence[int], Sequence[int], Sequence[str]],
+) -> Callable[[list[PlannedStep]], PlanCandidates]:
+    """Return a search over all plans of a machine, given the measured steps.
+
+    Args:
+        task: name of the task.
+        base: options of the run besides those of a plan.
+        costs: prices of the machine.
+        data: to the target.
+        device_memory: bytes of a device; None where it is not to be checked.
+        space: numbers of devices, batches and strategies.
+    """
+    from tutti.planning.plan_candidates import PlanCandidates
+    from tutti.planning.plan_search import StepPricer, calibrate, plan_choices, search_plans
+    from tutti.planning.step_prediction import TaskSizes
+
+    own = base.activation_checkpointing
+    tried = (*([own] if own != "none" else []), *(("blocks", "selective") if base.compile is None else ()))
+    pricer = StepPricer(TaskSizes(task, base, tried), base, costs)
+    # Recomputation saves memory alone: without a limit no plan with it can win.
+    checkpointing = pricer.checkpointing() if device_memory is not None else (own,)
+
+    def search(steps: list[PlannedStep]) -> PlanCandidates:
+        found = PlanCandidates()
+        calibrate(steps, pricer, found)
+        search_plans(plan_choices(*space, checkpointing), steps, pricer, data, device_memory, found)
+        return found
+
+    return search
 
 
 def _base(evidence: Sequence[RunEvidence], precision: _Precision | None) -> tuple[TrainConfig, RunEvidence | None]:
@@ -330,7 +375,7 @@ def _check_here(costs: StepCosts | None, evidence: Sequence[RunEvidence]) -> Non
         )
 
 
-def _verify(answer: _Answer, base: TrainConfig, near: RunEvidence | None) -> dict[tuple[int, int, str], Any]:
+def _verify(answer: _Answer, base: TrainConfig, near: RunEvidence | None) -> list[PlannedStep]:
     """Train the best plans that this machine has devices for, and return their measured steps."""
     from tutti.config.variables import without_settings
     from tutti.launcher.devices import count_accelerators
@@ -342,11 +387,12 @@ def _verify(answer: _Answer, base: TrainConfig, near: RunEvidence | None) -> dic
 
     here = count_accelerators(base.device, os.environ) or os.cpu_count() or 1
     ranked = sorted(answer.plans, key=lambda plan: plan.seconds)
-    able = [plan for plan in ranked if plan.devices <= here and plan.step.samples is None][: answer.asked.verify]
+    able = [p for p in ranked if p.devices <= here and p.step.samples is None and not p.step.least]
+    able = able[: answer.asked.verify]
     if not able:
         raise UsageError("no plan can be verified", why=f"there are {here} devices here", remedy="leave out --verify")
     first = best_by_devices(answer.plans)
-    found = {}
+    found = []
     for plan in able:
         with tempfile.TemporaryDirectory() as folder:
             directory, file = Path(folder) / "run", Path(folder) / "plan.toml"
@@ -374,7 +420,7 @@ def _verify(answer: _Answer, base: TrainConfig, near: RunEvidence | None) -> dic
             answer.notes.append(
                 f"verify: {label}: {step.seconds * 1e3:.3g} ms a step ({_VERIFY_STEPS} steps), {ratio:.2f} × the plan's"
             )
-            found[step.devices, step.batch, step.strategy] = replace(step, basis="measured by --verify")
+            found.append(replace(step, basis="measured by --verify"))
     answer.notes.append(f"verify: before it, the fastest plan was {_short(min(first, key=lambda p: p.seconds))}")
     return found
 
@@ -416,7 +462,8 @@ class _Answer:
         for name, plan in marked.items():
             if plan is not None:
                 marks.setdefault(place[id(plan)], []).append(name)
-        reasons = {place[id(p)]: lost_reason(p, rows[p.devices]) for p in self.plans if p is not rows[p.devices]}
+        shown = self.plans if as_json else [plan for row in _runners_up(self.plans, best) for plan in row]
+        reasons = {place[id(p)]: lost_reason(p, rows[p.devices]) for p in shown if p is not rows[p.devices]}
         chosen = fastest if limited else knee or best[0]
         text = headline(best, self.target, fastest if limited else None) if chosen is not None else self._missed(best)
         if out is not None and chosen is not None:
@@ -453,6 +500,13 @@ class _Answer:
             "critical_batch": None if critical is None else dict(zip(("median", "low", "high"), critical, strict=True)),
         }
 
+    def _searched(self) -> list[str]:
+        if not self.found.searched:
+            return []
+        ruled = sum(plan.step.least for plan in self.plans)
+        full = f"{self.found.searched:,} plans: {self.found.evaluated:,} evaluated in full"
+        return [f"{full}, {ruled:,} ruled out by a lower bound of their time"]
+
     def _json(
         self, text: str, plans: list[dict[str, Any]], chosen: DevicePlan | None, place: dict[int, int]
     ) -> dict[str, Any]:
@@ -468,7 +522,9 @@ class _Answer:
             else {"device_hour": self.asked.price, "stated": datetime.date.today().isoformat()},
             "data": self._facts(),
             "plans": plans,
-            "refused": self.found.refused,
+            "searched": self.found.searched,
+            "evaluated": self.found.evaluated,
+            "refused": self.found.refusals(),
             "rests_on": self.found.rests,
             "guesses": self.found.guesses,
             "notes": self.notes,
@@ -512,11 +568,11 @@ class _Answer:
         for number, names in marks.items():
             if id(self.plans[number]) not in inside:
                 print(f"{', '.join(names)}: {_short(self.plans[number])}")
-        for plan in best:
-            losers = [p for p in self.plans if p.devices == plan.devices and p is not plan][:_SHOWN]
-            shown = [f"{p.step.label}, batch {p.step.batch}: {reasons[place[id(p)]].text}" for p in losers]
-            if shown:
-                print(f"why not at {plan.devices}: {' · '.join(shown)}")
+        for plan, losers in zip(best, _runners_up(self.plans, best), strict=True):
+            if losers:
+                print(f"why not at {plan.devices}:")
+            for p in losers:
+                print(f"  {p.step.label}, batch {p.step.batch}: {reasons[place[id(p)]].text}")
         critical = self.data.critical_batch
         if critical is not None:
             print(f"critical batch {critical[0]:,.0f} samples (draws 5–95 %: {critical[1]:,.0f}–{critical[2]:,.0f})")
@@ -524,15 +580,28 @@ class _Answer:
             *(("step", line) for line in dict.fromkeys(plan.step.basis for plan in best)),
             *(("data", line) for line in dict.fromkeys(plan.data.text for plan in best)),
             *(("band", line) for line in dict.fromkeys(plan.band_text for plan in best)),
+            *(("searched", line) for line in self._searched()),
             *(("rests on", line) for line in self.found.rests),
             *(("GUESSED", line) for line in self.found.guesses),
-            *(("refused", f"{line} ({count} choices)") for line, count in self.found.refused.items()),
+            *(("refused", f"{line} ({count} choices)") for line, count in self.found.refusals().items()),
             *(("note", line) for line in self.notes),
         ):
             print(f"{label:<9} {line}")
         if self.asked.price is not None:
             print(f"price     {self.asked.price:g} a device and hour, as stated on {datetime.date.today().isoformat()}")
         print("time      of training alone: start, evaluations, saves and failures come on top (tutti goodput)")
+
+
+def _runners_up(plans: Sequence[DevicePlan], best: Sequence[DevicePlan]) -> list[list[DevicePlan]]:
+    """Return for each number of devices the fastest losers: one of each strategy, then the next of any."""
+    found = []
+    for winner in best:
+        losers = [p for p in plans if p.devices == winner.devices and p is not winner]
+        firsts = {p.step.family: p for p in reversed(losers)}
+        heads = sorted(firsts.values(), key=lambda plan: plan.seconds)
+        others = [p for p in losers if p not in heads]
+        found.append(sorted([*heads, *others[: max(0, _SHOWN - len(heads))]], key=lambda plan: plan.seconds))
+    return found
 
 
 def _quantiles(plan: DevicePlan) -> tuple[float, float]:

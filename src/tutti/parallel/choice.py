@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib import import_module
 from typing import Any, Protocol, runtime_checkable
 
@@ -101,8 +102,9 @@ class Choice:
         return layout, _load(self.row.exchange)(self.exchange, run_context)
 
 
+@lru_cache(maxsize=256)
 def parse_strategy(text: str) -> Choice:
-    """Parse ``name:key=value,…``. Raises UsageError, naming the nearest name or key.
+    """Parse ``name:key=value,…``, cached. Raises UsageError, naming the nearest name or key.
 
     >>> parse_strategy("fsdp:stage=2").name
     'sharded'

@@ -162,6 +162,7 @@ class PlannedStep:
         basis: what it rests on, in words.
         measured: whether it was measured.
         samples: to the target, where it was measured for this very algorithm; None: as any synchronous strategy.
+        least: whether ``seconds``, ``draws`` and ``terms`` are a lower bound, which another plan beats.
     """
 
     devices: int
@@ -174,6 +175,16 @@ class PlannedStep:
     measured: bool = False
     options: tuple[tuple[str, object], ...] = ()
     samples: float | None = None
+    least: bool = False
+
+    @property
+    def family(self) -> str:
+        """Name of the strategy, without options.
+
+        >>> PlannedStep(2, 64, "pipeline:stages=2", 0.1, np.ones(1), {}, "").family
+        'pipeline'
+        """
+        return self.strategy.partition(":")[0]
 
     @property
     def label(self) -> str:
@@ -339,15 +350,21 @@ class LostReason:
         return not self.term
 
 
+def may_tie(loser: DevicePlan, winner: DevicePlan) -> bool:
+    """Return whether two plans are the same within 1 %, or within the 5 % quantile of their paired draws' ratio."""
+    if loser.seconds - winner.seconds <= _EVEN * winner.seconds:
+        return True
+    return bool(np.mean(loser.draws <= winner.draws) >= 0.05)
+
+
 def lost_reason(loser: DevicePlan, winner: DevicePlan) -> LostReason:
     """Return why ``loser`` takes longer than ``winner``: by the one term that closes most of the gap.
 
     The loser's terms (data, and the causes of a step's time for each sample) are replaced by the winner's, one at a
-    time. Two plans are a tie if 0 is within the 5 % and 95 % quantile of the differences of their paired draws.
+    time. Two plans are a tie if they differ by less than 1 %, or if the loser is as fast in 5 % of the paired draws.
     """
     gap = loser.seconds - winner.seconds
-    low = float(np.quantile(np.log(loser.draws) - np.log(winner.draws), 0.05))
-    if gap <= _EVEN * winner.seconds or low <= 0:
+    if may_tie(loser, winner) and not loser.step.least:
         return LostReason(gap, "", 0.0, f"the same within the draws ({gap:+,.3g} s)")
     a, b = loser.step, winner.step
     closed = {"data to the target": (loser.data.samples - winner.data.samples) / a.batch * a.seconds}
@@ -358,8 +375,6 @@ def lost_reason(loser: DevicePlan, winner: DevicePlan) -> LostReason:
     else:
         closed["time of a sample"] = (a.seconds / a.batch - b.seconds / b.batch) * loser.data.samples
     term, seconds = max(closed.items(), key=lambda item: item[1])
-    if term == "data to the target":
-        why = f"{loser.data.samples / winner.data.samples:.2f} × the winner's"
-    else:
-        why = f"the winner: {b.strategy}, batch {b.batch}"
-    return LostReason(gap, term, seconds, f"{gap:,.3g} s longer: {seconds:,.3g} s by {term} ({why})")
+    why = f" ({loser.data.samples / winner.data.samples:.2f} × the winner's)" if term == "data to the target" else ""
+    least = "at least " if a.least else ""
+    return LostReason(gap, term, seconds, f"{least}{gap:,.3g} s longer: {seconds:,.3g} s by {term}{why}")

@@ -1,24 +1,23 @@
-"""Gather the steps that a plan may take: measured in runs, predicted by the simulator, or refused with the reason."""
+"""The steps that a plan may take: measured in runs, predicted, or refused with the reason."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
 from tutti import parallel
+from tutti.config.layout_config import PipelineConfig
 from tutti.config.train_config import TrainConfig
 from tutti.errors import UsageError
-from tutti.planning.conformal_band import NO_BAND
 from tutti.planning.device_plan import DRAWS, PlannedStep
-from tutti.planning.machine_costs import StepCosts
 from tutti.planning.run_evidence import RunEvidence
-from tutti.planning.step_prediction import ModelSizes, device_bytes, evaluate_step, gather_sizes
 
-STRATEGIES = ("mirrored", "sharded:stage=1", "sharded:stage=2", "sharded:stage=3", "pipeline:stages=2")
-"""Strategies that a plan tries where none is given."""
+_OPTIONS = ("micro_batch", "activation_checkpointing")
+"""Options of a run that are part of a plan, besides devices, batch and strategy."""
 
 
 @dataclass
@@ -28,14 +27,32 @@ class PlanCandidates:
     Attributes:
         steps: measured and predicted steps.
         refused: what cannot be planned, with the number of choices refused so.
+        lacking: fewest bytes that a device lacks, and number of plans that do not fit, by strategy.
         rests: lines on what the steps rest on.
         guesses: lines on guessed numbers.
+        searched: number of plans that were looked at.
+        evaluated: number of them whose program was evaluated; a lower bound rules the others out.
     """
 
     steps: list[PlannedStep] = field(default_factory=list)
     refused: dict[str, int] = field(default_factory=dict)
+    lacking: dict[str, tuple[float, int]] = field(default_factory=dict)
     rests: list[str] = field(default_factory=list)
     guesses: list[str] = field(default_factory=list)
+    searched: int = 0
+    evaluated: int = 0
+
+    def lack(self, strategy: str, lacking: float) -> None:
+        """Count a plan of which a device lacks so many bytes."""
+        least, number = self.lacking.get(strategy, (lacking, 0))
+        self.lacking[strategy] = min(least, lacking), number + 1
+
+    def refusals(self) -> dict[str, int]:
+        """Return the reasons of refused plans, with their numbers."""
+        short = {
+            f"{name}: {least / (1 << 30):.2g} GiB short at the least": n for name, (least, n) in self.lacking.items()
+        }
+        return {**self.refused, **short}
 
     def refuse(self, strategy: str, why: str) -> None:
         """Count a choice that cannot be planned."""
@@ -53,13 +70,15 @@ def is_single_update(strategy: str) -> bool:
 
 
 def measured_steps(runs: Sequence[RunEvidence]) -> list[PlannedStep]:
-    """Return the measured step of each strategy, number of devices and batch: the median of its runs."""
-    grouped: dict[tuple[int, int, str], list[RunEvidence]] = {}
+    """Return the measured step of each plan: the median of its runs."""
+    grouped: dict[tuple[int, int, str, tuple[tuple[str, object], ...]], list[RunEvidence]] = {}
     for run in runs:
         if run.step_seconds is not None:
-            grouped.setdefault((run.devices, run.config.batch_size, run.config.strategy), []).append(run)
+            given = ((name, getattr(run.config, name)) for name in _OPTIONS)
+            options = tuple((name, value) for name, value in given if value not in (None, "none"))
+            grouped.setdefault((run.devices, run.config.batch_size, run.config.strategy, options), []).append(run)
     found = []
-    for (devices, batch, strategy), same in sorted(grouped.items()):
+    for (devices, batch, strategy, options), same in sorted(grouped.items(), key=lambda item: (item[0][:3], str(item))):
         seconds = [run.step_seconds for run in same if run.step_seconds is not None]
         middle = float(np.median(seconds))
         spread = max(run.step_spread for run in same)
@@ -74,7 +93,7 @@ def measured_steps(runs: Sequence[RunEvidence]) -> list[PlannedStep]:
                 continue
             samples = float(np.median(reached))
         basis = f"measured in {len(seconds)} run" + "s" * (len(seconds) > 1)
-        found.append(PlannedStep(devices, batch, strategy, middle, draws, {}, basis, True, (), samples))
+        found.append(PlannedStep(devices, batch, strategy, middle, draws, {}, basis, True, options, samples))
     return found
 
 
@@ -97,88 +116,29 @@ def check_measured_algorithms(strategies: Sequence[str], measured: Sequence[Plan
             )
 
 
-def predicted_steps(
-    task: str,
-    base: TrainConfig,
-    choices: Sequence[tuple[int, int, str]],
-    costs_of: Callable[[], StepCosts],
-    memory: float | None,
-    found: PlanCandidates,
-) -> None:
-    """Append the predicted step of each choice to ``found``; a choice that cannot be is refused by name.
+def plan_config_of(step: PlannedStep, base: TrainConfig) -> TrainConfig:
+    """Return the run of a planned step; ``base`` has all options besides those of a plan."""
+    chosen: dict[str, Any] = {"micro_batch": None, "activation_checkpointing": "none", **dict(step.options)}
+    return replace(
+        base, strategy=step.strategy, devices=str(step.devices), batch_size=step.batch, workers=None, **chosen
+    )
 
-    Args:
-        task: name of the task.
-        base: options of the run besides devices, batch and strategy.
-        choices: devices, batch and strategy.
-        costs_of: opens the machine.
-        memory: bytes of a device; None where it is not to be checked.
-        found: receives steps and refusals.
+
+def step_key(step: PlannedStep) -> tuple[object, ...]:
+    """Return equal values for steps of one plan, however its options are written.
+
+    >>> def made(text, **options):
+    ...     return PlannedStep(4, 64, text, 1.0, np.ones(1), {}, "", options=tuple(options.items()))
+    >>> step_key(made("pipeline:micro_batches=4")) == step_key(made("pp:stages=4,schedule=1f1b", micro_batch=16))
+    True
     """
-    sizes: dict[str, ModelSizes | str] = {}
-    costs = costs_of()
-    for devices, batch, strategy in choices:
-        config = replace(base, strategy=strategy, devices=str(devices), batch_size=batch, workers=None)
-        try:
-            parallel.check_strategy(strategy, devices, workers=None)
-            shape = parallel.parse_strategy(strategy).shape(devices)
-            key = f"{strategy.partition(':')[0]} {shape['stage']}"
-            if key not in sizes:
-                try:
-                    sizes[key] = gather_sizes(task, config)
-                except UsageError as error:
-                    sizes[key] = error.what
-            known = sizes[key]
-            if isinstance(known, str):
-                found.refuse(strategy, known)
-                continue
-            if memory is not None and (short := device_bytes(task, known, config) - memory) > 0:
-                found.refuse(strategy, f"{short / (1 << 30):.1f} GiB short on {devices} devices, batch {batch}")
-                continue
-            costs.share_node(devices)
-            seconds, shares = evaluate_step(known, config, costs)
-        except UsageError as error:
-            found.refuse(strategy, error.what)
-            continue
-        middle = float(np.median(seconds))
-        terms = {name: share * middle for name, share in shares.items()}
-        found.steps.append(
-            PlannedStep(devices, batch, strategy, middle, seconds, terms, f"predicted for {costs.name}; {NO_BAND}")
-        )
-    found.rests += [text for text in costs.rests if text not in found.rests]
-    found.guesses += [text for text in costs.guesses if text not in found.guesses]
-
-
-def prefer_measured(found: PlanCandidates, measured: Sequence[PlannedStep]) -> None:
-    """Replace predicted steps by measured ones, and scale the rest by how far the predictions were off.
-
-    The factor is the geometric mean of measured ÷ predicted over the choices that have both, by strategy and, for a
-    strategy without one, over all. Without any the predictions stay as they are.
-    """
-    keyed = {(step.devices, step.batch, step.strategy): step for step in measured}
-    logs: dict[str, list[float]] = {}
-    for step in found.steps:
-        if (known := keyed.get((step.devices, step.batch, step.strategy))) is not None:
-            logs.setdefault(step.strategy, []).append(math.log(known.seconds / step.seconds))
-    every = [value for values in logs.values() for value in values]
-    chosen: list[PlannedStep] = []
-    for step in found.steps:
-        key = (step.devices, step.batch, step.strategy)
-        if key in keyed:
-            chosen.append(keyed.pop(key))
-            continue
-        ratios = logs.get(step.strategy, every)
-        if ratios:
-            factor = math.exp(float(np.mean(ratios)))
-            text = f"{step.basis}; scaled × {factor:.2f} by {len(ratios)} measured steps"
-            terms = {name: value * factor for name, value in step.terms.items()}
-            step = replace(step, seconds=step.seconds * factor, draws=step.draws * factor, terms=terms, basis=text)
-        chosen.append(step)
-    chosen += keyed.values()
-    if every:
-        factor = math.exp(float(np.mean(every)))
-        spread = math.exp(float(np.std(every)))
-        found.rests.append(
-            f"{len(every)} measured steps: ÷ predicted {factor:.2f} (× ÷ {spread:.2f}), which scales predictions"
-        )
-    found.steps = chosen
+    choice, options = parallel.parse_strategy(step.strategy), dict(step.options)
+    shape, ranks = choice.shape(step.devices), choice.data_ranks(step.devices)
+    given: Any = options.pop("micro_batch", None)
+    share = math.ceil(step.batch / ranks)
+    micro = parallel.micro_batch(choice, given, step.batch, ranks) or share
+    layout = choice.layout
+    if isinstance(layout, PipelineConfig):
+        layout = replace(layout, micro_batches=None, stages=shape["stage"])
+    extents = tuple(shape.values())
+    return step.devices, step.batch, choice.name, layout, choice.exchange, extents, min(micro, share), *options.items()

@@ -15,6 +15,7 @@ from tutti.distribution import pip_install
 from tutti.errors import DiskError, UsageError
 from tutti.metrics.records import config_toml
 from tutti.planning.device_plan import WORTH, DevicePlan, LostReason, find_knee, last_gain
+from tutti.planning.plan_candidates import plan_config_of
 from tutti.planning.run_evidence import RunEvidence
 
 _ROOM = 2.0
@@ -40,11 +41,7 @@ def plan_config(plan: DevicePlan, base: TrainConfig, target: TrainingTarget, nea
         if samples >= 1.2 * plan.data.samples:
             length["samples"] = math.ceil(samples)
     return replace(
-        base,
-        strategy=plan.step.strategy,
-        devices=str(plan.devices),
-        batch_size=plan.step.batch,
-        workers=None,
+        plan_config_of(plan.step, base),
         until=f"{target.metric.name}{'>=' if target.metric.higher else '<='}{target.value:.17g}",
         out=None,
         resume=None,
@@ -52,7 +49,7 @@ def plan_config(plan: DevicePlan, base: TrainConfig, target: TrainingTarget, nea
         machine=None,
         profile=None,
         trace=None,
-        **{**length, **dict(plan.step.options)},
+        **length,
     )
 
 
@@ -124,6 +121,7 @@ def plan_json(
                 "strategy": plan.step.strategy,
                 "options": dict(plan.step.options),
                 "marks": list(marks.get(place, ())),
+                "evaluated": not plan.step.least,
                 "step_seconds": plan.step.seconds,
                 "step_basis": plan.step.basis,
                 "step_terms": dict(plan.step.terms),

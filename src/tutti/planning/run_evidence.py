@@ -15,7 +15,7 @@ from typing import Any
 from tutti.config.settings import read_file
 from tutti.config.train_config import TrainConfig
 from tutti.config.training_target import TrainingTarget, check_metric
-from tutti.errors import UsageError
+from tutti.errors import TargetError, UsageError
 from tutti.metrics.records import read_summary
 from tutti.planning.device_plan import MeasuredTarget
 
@@ -181,7 +181,8 @@ def measured_targets(
         target: None for the one target of the runs.
 
     Raises:
-        UsageError: no run has a target, they have several, no run has this one, or none has reached it.
+        UsageError: no run has a target, they have several, or no run has this one.
+        TargetError: no run has reached it.
     """
     trained = {(str(r.target["metric"]), float(r.target["value"])): r for r in runs if r.target is not None}
     train = "tutti train TASK --batch-size B --until NAME=VALUE, with two batch sizes at least"
@@ -222,7 +223,7 @@ def measured_targets(
         else:
             found.append(MeasuredTarget(batch, middle, len(values)))
     if not found:
-        raise UsageError(
+        raise TargetError(
             f"no run has reached {target}",
             why="; ".join(notes),
             remedy="train longer, with another learning rate, or plan for a target that was reached",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise, product
 from typing import Any
 
@@ -22,7 +22,8 @@ from tutti.errors import UsageError
 from tutti.parallel.ddp.buckets import Tail, plan_buckets
 from tutti.parallel.local_sgd.local_sgd import LOSS_LANES
 from tutti.parallel.pipeline.pipeline_schedule import Action, Order, make_order, timeline
-from tutti.planning.machine_costs import SAMPLES, StepCosts, schedule_seconds
+from tutti.planning.machine_costs import SAMPLES, StepCosts, median_draw, schedule_seconds
+from tutti.planning.pass_prices import PASSES, Pass, PassPrices
 from tutti.planning.scaling_laws import Array
 from tutti.planning.step_program import (
     COMMUNICATION,
@@ -32,7 +33,7 @@ from tutti.planning.step_program import (
     StepAction,
     StepProgram,
 )
-from tutti.workload.workload_file import LOSS, REST, GroupWork, PassWork, Workload
+from tutti.workload.workload_file import LOSS, REST, GroupWork, Workload
 
 BUILT = ("single", "mirrored", "sharded", "pipeline", "model_parallel", "local_sgd", "diloco")
 """Strategies whose step can be built."""
@@ -153,6 +154,25 @@ def local_sgd_collectives(
     ]
 
 
+def row_bytes(tensors: Sequence[TensorFacts], ranks: int) -> list[int]:
+    """Return the bytes of the buckets of ZeRO stage 1, whose tensors are padded to equal rows of all ranks."""
+    buckets = plan_buckets([(t.bytes, str(t.dtype)) for t in tensors], int(_BUCKET_MB * _MEGABYTE))
+    return [sum(tensors[i].padded(ranks) * tensors[i].dtype.itemsize for i in group) for group in buckets]
+
+
+def module_bytes(facts: StepFacts, ranks: int) -> dict[str, int]:
+    """Return the bytes of the parameters of each FSDP-wrapped module, padded to equal rows of all ranks."""
+    sizes = {group.name: 0 for group in facts.workload.groups}
+    for tensor in facts.tensors:
+        sizes[tensor.group] += tensor.padded(ranks) * tensor.dtype.itemsize
+    return sizes
+
+
+def totals_bytes(tensors: Sequence[TensorFacts]) -> int:
+    """Return the bytes of the all-reduce of loss sums, used flags and the norm of a sharded step."""
+    return 8 * (Tail(len(tensors), 0).size + 1)
+
+
 def rank_micro_batches(config: TrainConfig) -> list[list[int]]:
     """Return the samples of each micro-batch of data rank 0, which has most, by logical worker."""
     choice = parallel.parse_strategy(config.strategy)
@@ -202,13 +222,16 @@ def check_buildable(config: TrainConfig) -> None:
             raise UsageError(f"--{flag} cannot be simulated", where=where, remedy=f"leave out --{flag}")
 
 
-def build_step(facts: StepFacts, config: TrainConfig, costs: StepCosts) -> tuple[StepProgram, Array]:
+def build_step(
+    facts: StepFacts, config: TrainConfig, costs: StepCosts, prices: PassPrices | None = None
+) -> tuple[StepProgram, Array]:
     """Build the program of a step.
 
     Args:
         facts: what the model computes and sends.
         config: the run, with a number of devices.
         costs: prices of the machine.
+        prices: of the workload's passes, where other plans on as many devices a node have computed some; None: none.
 
     Returns:
         The program of a device that computes as long as the slowest, or of one pipeline of such devices; and the
@@ -223,11 +246,10 @@ def build_step(facts: StepFacts, config: TrainConfig, costs: StepCosts) -> tuple
     # The number of devices must fit the strategy.
     shape = choice.shape(devices)
     parts = rank_micro_batches(config)
-    works = [work for group in facts.workload.groups for work in (group.forward, *_backward(group, config))]
-    counts = Counter(samples for worker in parts for samples in worker)
-    alone = float(np.median(sum(number * costs.compute(works, samples) for samples, number in counts.items())))
-    slow = costs.slowest(devices, alone / shape["stage"])
-    builder = _Builder(facts, config, costs, slow)
+    prices = PassPrices(facts.workload, costs) if prices is None else prices
+    computing = typical_computing(config, parts, prices)
+    slow = costs.slowest(devices, median_draw(computing) / shape["stage"])
+    builder = _Builder(facts, config, costs, slow, prices)
     if isinstance(choice.layout, PipelineConfig | LayersConfig):
         return builder.pipeline(choice, parts, shape), slow
     if isinstance(choice.exchange, RowsConfig) and choice.exchange.stage > 1 and devices > 1:
@@ -239,15 +261,69 @@ def build_step(facts: StepFacts, config: TrainConfig, costs: StepCosts) -> tuple
     return builder.whole(choice.exchange, parts, devices), slow
 
 
-def _backward(group: GroupWork, config: TrainConfig) -> list[PassWork]:
-    """Return the work of a group's backward, with what activation checkpointing computes again."""
-    choice = config.activation_checkpointing
-    if choice not in group.recompute:
-        raise UsageError(
-            f"activation checkpointing '{choice}' finds nothing to recompute in this model",
-            remedy=f"take one of {', '.join(group.recompute)}",
-        )
-    return [group.backward, group.recompute[choice]]
+def typical_computing(config: TrainConfig, parts: Sequence[Sequence[int]], prices: PassPrices) -> Array:
+    """Return the seconds of all passes over the micro-batches of a data rank on a device that has the whole model.
+
+    Args:
+        config: the run.
+        parts: samples of each micro-batch, by logical worker.
+        prices: of the passes.
+    """
+    total, choice = np.zeros(SAMPLES), config.activation_checkpointing
+    for samples, number in Counter(samples for worker in parts for samples in worker).items():
+        total += number * (prices.total("forward", samples, choice) + prices.total("backward", samples, choice))
+    return total
+
+
+def all_reduce_seconds(costs: StepCosts, exchange: Any, ranks: int, size: float) -> Array:
+    """Return the seconds of the all-reduce of one vector of ``size`` bytes over the data ranks, for each draw.
+
+    Args:
+        costs: prices of the machine.
+        exchange: options of an all-reduce.
+        ranks: data ranks.
+        size: bytes.
+    """
+    if exchange.schedule is None:
+        return costs.collective("all_reduce", ranks, size)
+    network, node = costs.link(ranks)
+    per_node = min(costs.network.per_node, ranks)
+    if exchange.schedule == "hierarchical":
+        costs.note("transfers within a node take as long as copies in its memory")
+    return np.full(SAMPLES, schedule_seconds(exchange.schedule, ranks, size, network, node, per_node))
+
+
+def stage_passes(prices: PassPrices, facts: StageFacts, passed: Pass, samples: int, checkpointing: str) -> Array:
+    """Return the seconds of a pass of each virtual stage; work outside of their modules is spread evenly over them.
+
+    Args:
+        prices: of the workload's passes.
+        facts: of the stages.
+        passed: the pass.
+        samples: of the micro-batch.
+        checkpointing: activation checkpointing.
+
+    Returns:
+        (virtual stages, draws).
+    """
+
+    def add() -> Array:
+        groups = {group.name: group for group in prices.workload.groups}
+        rest = prices.group(groups[REST], passed, samples, checkpointing) / len(facts.groups)
+        found = [
+            sum((prices.group(groups[name], passed, samples, checkpointing) for name in names), rest)
+            for names in facts.groups
+        ]
+        found[-1] = found[-1] + prices.group(groups[LOSS], passed, samples, checkpointing)
+        return np.stack(found)
+
+    return prices.once(("stages", facts.groups, passed, samples, checkpointing), add)
+
+
+def crossing_bytes(prices: PassPrices, facts: StageFacts, cut: int, samples: int) -> float:
+    """Return the bytes that a micro-batch sends over a cut between two virtual stages, in each direction."""
+    sizes = {group.name: group.output_bytes for group in prices.workload.groups}
+    return sum(sizes[name].at(samples) for name in facts.crossing[cut])
 
 
 @dataclass
@@ -257,13 +333,14 @@ class _Builder:
     Attributes:
         facts, config, costs: as of ``build_step``.
         slow: factor of the slowest device on computing.
+        prices: of the workload's passes.
     """
 
     facts: StepFacts
     config: TrainConfig
     costs: StepCosts
     slow: Array
-    _prices: dict[tuple[str, str, int], Array] = field(default_factory=dict)
+    prices: PassPrices
 
     def whole(self, exchange: Any, parts: Sequence[Sequence[int]], ranks: int) -> StepProgram:
         """Build the step of whole replicas whose gradients are added up in buckets."""
@@ -308,8 +385,7 @@ class _Builder:
         """Build the step of ZeRO stage 1: reduce-scatters after backward, all-gathers after the update."""
         program, tensors = StepProgram(), self.facts.tensors
         self._passes(program, [count for worker in parts for count in worker])
-        buckets = plan_buckets([(t.bytes, str(t.dtype)) for t in tensors], int(_BUCKET_MB * _MEGABYTE))
-        sizes = [sum(tensors[i].padded(ranks) * tensors[i].dtype.itemsize for i in group) for group in buckets]
+        sizes = row_bytes(tensors, ranks)
         last = len(program.actions) - 1
         for number, size in enumerate(sizes):
             last = self._send(program, "reduce_scatter", ranks, size, (last,), f"gradients {number}")
@@ -326,9 +402,7 @@ class _Builder:
         """
         program = StepProgram()
         groups = {group.name: group for group in self.facts.workload.groups}
-        sizes = {name: 0 for name in groups}
-        for tensor in self.facts.tensors:
-            sizes[tensor.group] += tensor.padded(ranks) * tensor.dtype.itemsize
+        sizes = module_bytes(self.facts, ranks)
         names = [name for name in groups if name not in (REST, LOSS)]
         last = -1
         for samples in (count for worker in parts for count in worker):
@@ -379,15 +453,15 @@ class _Builder:
                 vectors = gradient_vectors(tensors, choice.exchange.wire, choice.exchange.bucket_mb)
                 program.vectors += vectors
                 for vector in vectors:
-                    seconds = self._sum_seconds(choice.exchange, replicas, vector.bytes)
+                    seconds = all_reduce_seconds(self.costs, choice.exchange, replicas, vector.bytes)
                     needs = [self._message(program, seconds, (needs[-1],), "gradients", device)]
             self._update(program, sum(t.elements for t in tensors), needs, device)
         return program
 
     def _play(self, program: StepProgram, order: Order, facts: StageFacts, samples: Sequence[int]) -> None:
         """Append one worker's micro-batches in the order of the schedule."""
-        groups = {group.name: group for group in self.facts.workload.groups}
         ranks, places = len(order.ranks), dict[Action, int]()
+        checkpointing, passes = self.config.activation_checkpointing, dict[tuple[Pass, int], Array]()
         arrivals: dict[Action, int] = {}
         rows = timeline(order, lambda action: 1.0)
         flat = sorted(((span.start, rank, span.action) for rank, row in enumerate(rows) for span in row))
@@ -397,32 +471,24 @@ class _Builder:
                 arrivals.get(need, places[need]) if need.stage != action.stage else places[need]
                 for need in order.needs(action)
             ]
-            seconds = self._stage_seconds(action, facts, groups, order.stages, count)
+            passed: Pass = "forward" if action.kind == "F" else "backward"
+            if (passed, count) not in passes:
+                passes[passed, count] = stage_passes(self.prices, facts, passed, count, checkpointing) * self.slow
+            seconds = passes[passed, count][action.stage]
+            if action.kind in ("I", "W"):
+                # Input and weight backward each take half of a backward: a guess.
+                seconds = seconds / 2
             text = f"{action.kind}{action.micro} of stage {action.stage}"
             places[action] = program.add(StepAction(rank, _PHASES[action.kind], seconds, tuple(needs), text=text))
             # The output goes to the next stage, the gradient of the input to the previous one.
             other = action.stage + 1 if action.kind == "F" else action.stage - 1
             if action.kind == "W" or not 0 <= other < order.stages or other % ranks == rank:
                 continue
-            crossing = facts.crossing[min(action.stage, other)]
-            size = sum(groups[name].output_bytes.at(count) for name in crossing)
-            program.count_between_stages(rank, other % ranks, len(crossing), round(size))
+            cut = min(action.stage, other)
+            size = crossing_bytes(self.prices, facts, cut, count)
+            program.count_between_stages(rank, other % ranks, len(facts.crossing[cut]), round(size))
             price = self.costs.message(size, int(self.config.devices))
             arrivals[action] = self._message(program, price, (places[action],), text, rank)
-
-    def _stage_seconds(
-        self, action: Action, facts: StageFacts, groups: Mapping[str, GroupWork], stages: int, samples: int
-    ) -> Array:
-        """Price an action of a virtual stage; work outside of its modules is spread evenly over the stages."""
-        own = [groups[name] for name in facts.groups[action.stage]]
-        own += [groups[LOSS]] if action.stage == stages - 1 else []
-
-        def price(group: GroupWork) -> Array:
-            return self._group(group, "forward" if action.kind == "F" else "backward", samples)
-
-        seconds = sum(map(price, own), np.zeros(SAMPLES)) + price(groups[REST]) / stages
-        # Input and weight backward each take half of a backward: a guess.
-        return np.asarray(seconds / 2 if action.kind in ("I", "W") else seconds)
 
     def _passes(self, program: StepProgram, samples: Sequence[int]) -> dict[str, int]:
         """Append forwards and backwards; return the place of each group's backward in the last micro-batch."""
@@ -433,7 +499,7 @@ class _Builder:
         if len(samples) > _SHOWN:
             # Many accumulated micro-batches, which nothing interrupts, are one forward and one backward.
             before, shown = Counter(samples[:-1]), samples[-1:]
-            for phase in ("forward", "backward"):
+            for phase in PASSES:
                 seconds = np.zeros(SAMPLES)
                 for (count, number), group in product(before.items(), groups.values()):
                     seconds += number * self._group(group, phase, count)
@@ -482,7 +548,7 @@ class _Builder:
                     ),
                     default=last,
                 )
-            seconds = self._sum_seconds(exchange, ranks, vector.bytes)
+            seconds = all_reduce_seconds(self.costs, exchange, ranks, vector.bytes)
             needs = [self._message(program, seconds, (complete,), f"gradient bucket {number}")]
         return needs
 
@@ -500,20 +566,9 @@ class _Builder:
         before = [ends[g] for g in sequence if g not in (REST, LOSS) and (ready[g] is None or (ready[g] or 0) <= place)]
         return max(before, default=ends[LOSS])
 
-    def _sum_seconds(self, exchange: Any, ranks: int, size: float) -> Array:
-        """Price the all-reduce of one vector over the data ranks."""
-        if exchange.schedule is None:
-            return self.costs.collective("all_reduce", ranks, size)
-        network, node = self.costs.link(ranks)
-        per_node = min(self.costs.network.per_node, ranks)
-        if exchange.schedule == "hierarchical":
-            self.costs.note("transfers within a node take as long as copies in its memory")
-        return np.full(SAMPLES, schedule_seconds(exchange.schedule, ranks, size, network, node, per_node))
-
     def _totals(self, program: StepProgram, ranks: int, last: int) -> int:
         """Append the all-reduce of loss sums, used flags and the norm."""
-        size = 8 * (Tail(len(self.facts.tensors), 0).size + 1)
-        return self._send(program, "all_reduce", ranks, size, (last,), "totals")
+        return self._send(program, "all_reduce", ranks, totals_bytes(self.facts.tensors), (last,), "totals")
 
     def _send(self, program: StepProgram, kind: str, ranks: int, size: float, needs: tuple[int, ...], text: str) -> int:
         return self._message(program, self.costs.collective(kind, ranks, size), needs, f"{kind} of {text}")
@@ -525,13 +580,9 @@ class _Builder:
         seconds = self.costs.update(self.config.optimizer, parameters)
         return program.add(StepAction(device, UPDATE, seconds, _known(*needs), text=self.config.optimizer))
 
-    def _group(self, group: GroupWork, phase: str, samples: int) -> Array:
+    def _group(self, group: GroupWork, phase: Pass, samples: int) -> Array:
         """Price a group's forward or backward on the slowest device."""
-        key = group.name, phase, samples
-        if key not in self._prices:
-            works = [group.forward] if phase == "forward" else _backward(group, self.config)
-            self._prices[key] = np.asarray(self.costs.compute(works, samples) * self.slow)
-        return self._prices[key]
+        return np.asarray(self.prices.group(group, phase, samples, self.config.activation_checkpointing) * self.slow)
 
 
 def _known(*places: int) -> tuple[int, ...]:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
+from torch import nn
 
 from tutti import parallel
 from tutti.config.layout_config import LayersConfig, PipelineConfig
 from tutti.config.train_config import TrainConfig
 from tutti.errors import UsageError
 from tutti.parallel.fsdp.fsdp_wrap_policy import wrapped_modules
-from tutti.parallel.pipeline.stage_memory import find_measured_partition
+from tutti.parallel.pipeline.stage_memory import StagePlan, find_measured_partition
+from tutti.parallel.pipeline.stage_partition import StagePartition
 from tutti.parallel.pipeline.virtual_stage import body, last_uses
 from tutti.planning.conformal_band import NO_BAND, Residuals, band_factor, distance_class
 from tutti.planning.machine_costs import SAMPLES, StepCosts, costs_json
@@ -32,7 +35,7 @@ from tutti.planning.step_builders import (
 from tutti.planning.step_program import StepTimes, evaluate_program
 from tutti.tasks import task_registry
 from tutti.torch_compat import FakeTensorMode
-from tutti.workload.workload_file import REST
+from tutti.workload.workload_file import REST, Workload
 from tutti.workload.workload_trace import TracedModel, trace_workload
 
 SIMULATED = "simulated step"
@@ -85,6 +88,144 @@ class StepPrediction:
     messages: Mapping[str, int]
 
 
+class TaskSizes:
+    """Traces of a task's model and loss on fake tensors, each made once for many plans; nothing is computed.
+
+    Args:
+        task_name: name of the task.
+        config: a run, for its data, model and precision.
+        choices: activation checkpointing that plans may choose; a choice that finds nothing to recompute is left out.
+
+    Raises:
+        UsageError: the task reads a stream.
+    """
+
+    def __init__(self, task_name: str, config: TrainConfig, choices: Sequence[str] = ()) -> None:
+        self._name, self._choices = task_name, tuple(dict.fromkeys(("none", *choices)))
+        self._task = task_registry.load_task(task_name, data=config.data, model=config.model, augment=config.augment)
+        self._sample = first_sample(self._task)
+        if self._sample is None:
+            raise UsageError(
+                "the task reads a stream, whose samples are not known before it is read",
+                where=task_name,
+                remedy="simulate a task with a data set",
+            )
+        self._config = config
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            self._model = model_of(self._task, config)
+        self._workloads: dict[tuple[str, ...], Workload] = {}
+        self._steps: dict[tuple[Any, ...], StepFacts | UsageError] = {}
+        self._memory: dict[str, Facts] = {}
+        self._observed: dict[tuple[Any, ...], StagePlan] = {}
+
+    def step(self, config: TrainConfig) -> StepFacts:
+        """Return what the step of a run computes and sends.
+
+        Args:
+            config: a run; of its devices only the number of pipeline stages matters.
+
+        Raises:
+            UsageError: the strategy cannot be simulated, or the model cannot be traced or cut.
+        """
+        check_buildable(config)
+        key = self._key(config)
+        if key not in self._steps:
+            # A model that cannot be cut into some stages cannot be cut into more of them.
+            fewer = [
+                found
+                for (other, stages, *rest), found in self._steps.items()
+                if isinstance(found, UsageError) and (other, rest) == (key[0], [*key[2:]]) and stages < key[1]
+            ]
+            try:
+                self._steps[key] = fewer[0] if fewer else self._trace(config)
+            except UsageError as error:
+                self._steps[key] = error
+        found = self._steps[key]
+        if isinstance(found, UsageError):
+            raise found
+        return found
+
+    def memory(self, config: TrainConfig) -> Facts:
+        """Return the sizes of the model for ``memory_plan``, with a run's activation checkpointing."""
+        choice = config.activation_checkpointing
+        if choice not in self._memory:
+            self._memory[choice] = model_facts(self._name, config)
+        return self._memory[choice]
+
+    def device_bytes(self, config: TrainConfig) -> float:
+        """Return the bytes on the fullest device, as `predict_step` predicts them."""
+        choice, facts = parallel.parse_strategy(config.strategy), self.memory(config)
+        if choice.shape(int(config.devices))["stage"] == 1:
+            return plan_memory(facts, config).total
+        key = (*self._key(config), config.activation_checkpointing)
+        if key not in self._observed:
+            self._observed[key] = observe_stages(self._name, config, {})
+        return max(plan.total for plan in plan_stage_memory(facts, self._observed[key], config))
+
+    @staticmethod
+    def _key(config: TrainConfig) -> tuple[Any, ...]:
+        """Return all of a run that the modules and stages of its model depend on."""
+        choice = parallel.parse_strategy(config.strategy)
+        units = getattr(choice.exchange, "units", ("auto",))
+        if not isinstance(choice.layout, PipelineConfig | LayersConfig):
+            return units, 1
+        return units, choice.shape(int(config.devices))["stage"], choice.layout.chunks, choice.layout.cuts
+
+    def _trace(self, config: TrainConfig) -> StepFacts:
+        choice, model = parallel.parse_strategy(config.strategy), self._model
+        names = {id(module): name for name, module in model.named_modules()}
+        units = getattr(choice.exchange, "units", ("auto",))
+        modules = [names[id(module)] for module in wrapped_modules(model, units)]
+        partition = None
+        if isinstance(choice.layout, PipelineConfig | LayersConfig):
+            ranks = choice.shape(int(config.devices))["stage"]
+            partition = find_measured_partition(choice.layout, model, ranks, {})
+            calls = [str(node.target) for node in body(partition.graph) if node.op == "call_module"]
+            modules = list(dict.fromkeys(calls))
+        owners: dict[int, str] = {}
+        for name in modules:
+            for parameter in model.get_submodule(name).parameters():
+                owners.setdefault(id(parameter), name)
+        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        tensors = tuple(TensorFacts(name, owners.get(id(p), REST), tuple(p.shape), p.dtype) for name, p in named)
+        stages = None if partition is None else _stage_facts(partition, model, [name for name, _ in named])
+        return StepFacts(self._workload(tuple(modules), config), tensors, stages)
+
+    def _workload(self, modules: tuple[str, ...], config: TrainConfig) -> Workload:
+        if modules not in self._workloads:
+            subject = TracedModel(
+                name=self._name,
+                build=self._task.model,
+                loss=self._task.loss,
+                sample=self._sample,
+                groups=lambda built: [built.get_submodule(name) for name in modules],
+                precision=config.precision,
+            )
+            self._workloads[modules] = trace_workload(subject, choices=self._choices)
+        return self._workloads[modules]
+
+
+def _stage_facts(partition: StagePartition, model: nn.Module, names: Sequence[str]) -> StageFacts:
+    """Return what the stages of a partition hold and send.
+
+    Args:
+        partition: of the model.
+        model: the whole model.
+        names: of its trainable parameters.
+    """
+    places = {name: place for place, name in enumerate(names)}
+    held = tuple(tuple(places[name] for name in row if name in places) for row in partition.held(model))
+    nodes, uses = body(partition.graph), last_uses(partition.graph)
+    called: dict[str, tuple[int, int]] = {}
+    for place, node in enumerate(nodes):
+        if node.op == "call_module":
+            called.setdefault(str(node.target), (place, uses[node]))
+    groups = tuple(
+        tuple(n for n, (place, _) in called.items() if low <= place < high) for low, high in pairwise(partition.bounds)
+    )
+    return StageFacts(groups, held, crossing_groups(called, partition.bounds))
+
+
 def gather_sizes(task_name: str, config: TrainConfig) -> ModelSizes:
     """Trace the model and its loss on fake tensors; nothing is computed.
 
@@ -96,57 +237,8 @@ def gather_sizes(task_name: str, config: TrainConfig) -> ModelSizes:
         UsageError: the strategy cannot be simulated, or the model cannot be traced or cut.
     """
     check_buildable(config)
-    choice = parallel.parse_strategy(config.strategy)
-    task = task_registry.load_task(task_name, data=config.data, model=config.model, augment=config.augment)
-    sample = first_sample(task)
-    if sample is None:
-        raise UsageError(
-            "the task reads a stream, whose samples are not known before it is read",
-            where=task_name,
-            remedy="simulate a task with a data set",
-        )
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        model = model_of(task, config)
-    units = getattr(choice.exchange, "units", ("auto",))
-    names = {id(module): name for name, module in model.named_modules()}
-    modules = [names[id(module)] for module in wrapped_modules(model, units)]
-    partition = None
-    if isinstance(choice.layout, PipelineConfig | LayersConfig):
-        ranks = choice.shape(int(config.devices))["stage"]
-        partition = find_measured_partition(choice.layout, model, ranks, {})
-        calls = [str(node.target) for node in body(partition.graph) if node.op == "call_module"]
-        modules = list(dict.fromkeys(calls))
-    owners: dict[int, str] = {}
-    for name in modules:
-        for parameter in model.get_submodule(name).parameters():
-            owners.setdefault(id(parameter), name)
-    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    tensors = tuple(TensorFacts(name, owners.get(id(p), REST), tuple(p.shape), p.dtype) for name, p in named)
-    stages = None
-    if partition is not None:
-        places = {name: place for place, (name, _) in enumerate(named)}
-        held = [tuple(places[name] for name in row if name in places) for row in partition.held(model)]
-        nodes, uses = body(partition.graph), last_uses(partition.graph)
-        called: dict[str, tuple[int, int]] = {}
-        for place, node in enumerate(nodes):
-            if node.op == "call_module":
-                called.setdefault(str(node.target), (place, uses[node]))
-        groups = tuple(
-            tuple(n for n, (place, _) in called.items() if low <= place < high)
-            for low, high in zip(partition.bounds, partition.bounds[1:], strict=False)
-        )
-        stages = StageFacts(groups, tuple(held), crossing_groups(called, partition.bounds))
-    subject = TracedModel(
-        name=task_name,
-        build=task.model,
-        loss=task.loss,
-        sample=sample,
-        groups=lambda built: [built.get_submodule(name) for name in modules],
-        precision=config.precision,
-    )
-    choices = tuple(dict.fromkeys(("none", config.activation_checkpointing)))
-    workload = trace_workload(subject, choices=choices)
-    return ModelSizes(StepFacts(workload, tensors, stages), model_facts(task_name, config))
+    sizes = TaskSizes(task_name, config, (config.activation_checkpointing,))
+    return ModelSizes(sizes.step(config), sizes.memory(config))
 
 
 def predict_step(
@@ -189,28 +281,13 @@ def predict_step(
         draws=(low, high),
         band=band,
         band_text=text,
-        shares=_shares(times, slow, program.devices > 1),
+        shares=step_shares(times, slow, program.devices > 1),
         samples_per_second=config.batch_size / seconds,
         efficiency=(config.batch_size / seconds / devices) / (baseline.batch_size / single),
         memory=_memory(task_name, sizes.memory, config),
         messages={"vectors": len(program.vectors), "bytes": sum(vector.bytes for vector in program.vectors)},
     )
     return prediction, times
-
-
-def evaluate_step(sizes: ModelSizes, config: TrainConfig, costs: StepCosts) -> tuple[Array, dict[str, float]]:
-    """Return the seconds of a step over the draws, and the shares of the devices' time by cause.
-
-    It is the part of `predict_step` that a search over many plans needs. Raises UsageError as it does.
-    """
-    program, slow = build_step(sizes.step, config, costs)
-    times = evaluate_program(program, SAMPLES)
-    return times.seconds, _shares(times, slow, program.devices > 1)
-
-
-def device_bytes(task_name: str, sizes: ModelSizes, config: TrainConfig) -> float:
-    """Return the bytes on the fullest device, as `predict_step` predicts them."""
-    return _memory(task_name, sizes.memory, config)["total"]
 
 
 def step_band(
@@ -270,8 +347,17 @@ def prediction_json(found: Sequence[StepPrediction], costs: StepCosts, task_name
     }
 
 
-def _shares(times: StepTimes, slow: Array, pipeline: bool) -> dict[str, float]:
-    """Split the step of the slowest device: what the typical device computes less than it, it waits."""
+def step_shares(times: StepTimes, slow: Array, pipeline: bool) -> dict[str, float]:
+    """Split the step of the slowest device: what the typical device computes less than it, it waits.
+
+    Args:
+        times: of the program.
+        slow: factor by which the slowest device computes longer.
+        pipeline: whether idling of devices is the bubble of a pipeline.
+
+    Returns:
+        Fractions of the devices' time: compute, communication, idling, and bubble for a pipeline.
+    """
     found = times.shares()
     factor = float(np.median(slow))
     waiting = found["compute"] * (1 - 1 / factor)

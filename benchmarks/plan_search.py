@@ -1,0 +1,81 @@
+"""Time the search of `tutti plan` over at least 10,000 plans, in CPU seconds of one thread.
+
+    OMP_NUM_THREADS=1 python benchmarks/plan_search.py            # keeps results/DATE-plan-search.json
+
+The machine is published hardware, so that any computer can search; the limit of memory makes recomputation and
+micro-batches worth it. The first search traces the model on fake tensors, once for each number of pipeline stages and
+choice of recomputation; the second finds these traces. `reasons` say why each plan lost.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import platform
+import time
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+
+from tutti.config.train_config import TrainConfig
+from tutti.distribution import VERSION
+from tutti.planning.device_plan import (
+    MeasuredTarget,
+    TargetData,
+    best_by_devices,
+    device_plans,
+    lost_reason,
+)
+from tutti.planning.machine_costs import open_machine
+from tutti.planning.plan_candidates import PlanCandidates
+from tutti.planning.plan_search import STRATEGIES, StepPricer, plan_choices, search_plans
+from tutti.planning.step_prediction import TaskSizes
+
+ROOT = Path(__file__).parents[1]
+DEVICES = tuple(1 << power for power in range(7))
+BATCHES = tuple(64 << power for power in range(6))
+MEMORY = 0.5 * (1 << 30)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    base = TrainConfig(precision="bf16", optimizer="adamw:lr=0.001")
+    data = TargetData([MeasuredTarget(64, 640_000, 3), MeasuredTarget(256, 900_000, 3)], None, {})
+    sizes = TaskSizes("text", base, ("blocks", "selective"))
+    marks, found = [time.process_time()], PlanCandidates()
+    for _ in range(2):
+        pricer, found = StepPricer(sizes, base, open_machine("a100x8", "bf16", None, None)), PlanCandidates()
+        choices = plan_choices(DEVICES, BATCHES, STRATEGIES, pricer.checkpointing())
+        search_plans(choices, (), pricer, data, MEMORY, found)
+        marks.append(time.process_time())
+    plans = device_plans(found.steps, data, 2.0)
+    best = {plan.devices: plan for plan in best_by_devices(plans)}
+    reasons = [lost_reason(plan, best[plan.devices]) for plan in plans if plan is not best[plan.devices]]
+    marks.append(time.process_time())
+    first, search, why = (after - before for before, after in pairwise(marks))
+    value = {
+        "tutti": VERSION,
+        "torch": torch.__version__,
+        "date": datetime.date.today().isoformat(),
+        "processor": platform.processor() or platform.machine(),
+        "task": "text",
+        "devices": DEVICES,
+        "batches": BATCHES,
+        "plans": found.searched,
+        "evaluated": found.evaluated,
+        "bounded": sum(plan.step.least for plan in plans),
+        "refused": sum(found.refusals().values()),
+        "cpu_seconds": {"first_search": first, "second_search": search, "reasons": why},
+        "seconds_for_10_000_plans": (search + why) / found.searched * 1e4,
+        "best": {devices: plan.step.label + f", batch {plan.step.batch}" for devices, plan in best.items()},
+        "terms": dict(Counter(reason.term or "tie" for reason in reasons)),
+    }
+    path = ROOT / "benchmarks" / "results" / f"{value['date']}-plan-search.json"
+    path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+    print(path.read_text(encoding="utf-8"))
+
+
+if __name__ == "__main__":
+    main()

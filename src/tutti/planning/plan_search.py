@@ -1,0 +1,267 @@
+"""Search the plans of each number of devices: batch, strategy, device mesh, micro-batch, schedule and recomputation.
+
+Every plan has a lower bound in closed form (`step_floor`). Plans are evaluated as programs in the order of their
+bounds, until no bound is below the fastest plan found: no plan that was not evaluated can be faster.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from tutti import parallel
+from tutti.config.spec import Spec
+from tutti.config.train_config import TrainConfig
+from tutti.errors import UsageError
+from tutti.planning.conformal_band import NO_BAND
+from tutti.planning.device_plan import DevicePlan, PlannedStep, TargetData, device_plans, may_tie
+from tutti.planning.machine_costs import SAMPLES, StepCosts, median_draw
+from tutti.planning.pass_prices import PassPrices
+from tutti.planning.plan_candidates import PlanCandidates, plan_config_of, step_key
+from tutti.planning.scaling_laws import Array
+from tutti.planning.step_builders import StepFacts, build_step, rank_micro_batches
+from tutti.planning.step_floor import step_floor
+from tutti.planning.step_prediction import TaskSizes, step_shares
+from tutti.planning.step_program import evaluate_program
+
+STRATEGIES = ("mirrored", "sharded", "pipeline")
+"""Strategies that a plan tries where none is given."""
+_MOST_MICRO_BATCHES = 64
+_MOST_STAGES = 64
+_RUNNERS_UP = 6
+_MOST_EVALUATED = 48
+
+
+def plan_choices(
+    counts: Sequence[int], batches: Sequence[int], strategies: Sequence[str], checkpointing: Sequence[str]
+) -> Iterator[PlannedStep]:
+    """Yield every plan as a step without seconds.
+
+    Args:
+        counts: numbers of devices.
+        batches: samples of global batches.
+        strategies: as given; the options that they leave open are searched.
+        checkpointing: choices of activation checkpointing.
+    """
+    for devices in counts:
+        # One device alone has nothing to shard or cut.
+        named = [s for s in strategies if devices > 1 or s == strategies[0] or s.startswith(("mirrored", "single"))]
+        for text in (text for name in named for text in open_options(name, devices)):
+            choice = parallel.parse_strategy(text)
+            ranks = choice.data_ranks(devices)
+            fixed = getattr(choice.layout, "micro_batches", None) is not None
+            for batch in (batch for batch in batches if batch >= ranks):
+                share = math.ceil(batch / ranks)
+                for micro_batch in [None] if fixed else _micro_batches(share):
+                    for recomputed in checkpointing:
+                        options = (
+                            *([("micro_batch", micro_batch)] if micro_batch is not None else []),
+                            *([("activation_checkpointing", recomputed)] if recomputed != "none" else []),
+                        )
+                        yield PlannedStep(devices, batch, text, 0.0, np.zeros(0), {}, "", False, options)
+
+
+def open_options(text: str, devices: int) -> list[str]:
+    """Return the strategies that fill in the options which ``text`` leaves open, for this number of devices.
+
+    >>> open_options("sharded", 4), open_options("pipeline:schedule=gpipe", 4), open_options("mirrored", 4)
+    (['sharded:stage=1', 'sharded:stage=2', 'sharded:stage=3'], ['pipeline:schedule=gpipe,stages=2', \
+'pipeline:schedule=gpipe,stages=4'], ['mirrored'])
+    """
+    given = Spec.parse(text, "--strategy")
+    name = parallel.parse_strategy(text).name
+    extents = [str(1 << power) for power in range(1, _MOST_STAGES.bit_length()) if devices % (1 << power) == 0]
+    searched: Mapping[str, Sequence[str]] = {}
+    if name == "sharded":
+        searched = {"stage": ("1", "2", "3")}
+    elif name == "pipeline":
+        searched = {"stages": extents or ("1",), "schedule": ("1f1b", "gpipe", "interleaved", "zero_bubble")}
+    found = [dict(given.options)]
+    for option, values in searched.items():
+        if option not in given.options:
+            found = [{**each, option: value} for each in found for value in values]
+    texts = [
+        ":".join([given.name, *([",".join(f"{k}={v}" for k, v in each.items())] if each else [])]) for each in found
+    ]
+    return texts
+
+
+def _micro_batches(share: int) -> list[int | None]:
+    """Return the sizes of micro-batches that cut a share into 1, 2, 4 … parts; None for the whole share."""
+    found: dict[int | None, None] = {None: None}
+    number = 2
+    while number <= min(share, _MOST_MICRO_BATCHES):
+        found[math.ceil(share / number)] = None
+        number *= 2
+    return list(found)
+
+
+@dataclass
+class StepPricer:
+    """Prices the steps of plans; whatever plans have in common is traced and priced once.
+
+    Attributes:
+        sizes: of the task's model.
+        base: options of the run besides those of a plan.
+        costs: prices of the machine.
+        factors: measured ÷ predicted seconds by strategy, and how many steps it rests on; under "" over all.
+    """
+
+    sizes: TaskSizes
+    base: TrainConfig
+    costs: StepCosts
+    factors: Mapping[str, tuple[float, int]] = field(default_factory=dict)
+    _prices: dict[tuple[int, int], PassPrices] = field(default_factory=dict)
+    _checked: dict[tuple[str, int], str] = field(default_factory=dict)
+
+    def floor(self, step: PlannedStep) -> PlannedStep:
+        """Return a step whose seconds are a lower bound, or its evaluated step where its strategy has no bound."""
+        config, facts, prices = self._open(step)
+        bound = step_floor(facts, config, self.costs, prices)
+        if bound is None:
+            return self.evaluate(step)
+        return self._made(step, bound.seconds, self._terms(bound.terms, config, prices), least=True)
+
+    def evaluate(self, step: PlannedStep) -> PlannedStep:
+        """Return a step with the seconds of its program. Raises UsageError where it cannot be built."""
+        config, facts, prices = self._open(step)
+        program, slow = build_step(facts, config, self.costs, prices)
+        times = evaluate_program(program, SAMPLES)
+        shares, middle = step_shares(times, slow, program.devices > 1), median_draw(times.seconds)
+        terms = {name: share * middle for name, share in shares.items()}
+        return self._made(step, times.seconds, self._terms(terms, config, prices), least=False)
+
+    def short(self, step: PlannedStep, memory: float) -> float:
+        """Return the bytes that the fullest device lacks of ``memory``; at most 0 where the plan fits."""
+        return self.sizes.device_bytes(plan_config_of(step, self.base)) - memory
+
+    def checkpointing(self) -> tuple[str, ...]:
+        """Return the choices of activation checkpointing that find something to recompute in the model."""
+        return self.sizes.step(
+            replace(self.base, strategy="mirrored", devices="1", workers=None)
+        ).workload.checkpointing()
+
+    def _open(self, step: PlannedStep) -> tuple[TrainConfig, StepFacts, PassPrices]:
+        key = step.strategy, step.devices
+        if key not in self._checked:
+            try:
+                parallel.check_strategy(step.strategy, step.devices, workers=None)
+                self._checked[key] = ""
+            except UsageError as error:
+                self._checked[key] = error.what
+        if self._checked[key]:
+            raise UsageError(self._checked[key])
+        config = plan_config_of(step, self.base)
+        facts = self.sizes.step(config)
+        self.costs.share_node(step.devices)
+        known = id(facts.workload), min(step.devices, self.costs.network.per_node)
+        if known not in self._prices:
+            self._prices[known] = PassPrices(facts.workload, self.costs)
+        return config, facts, self._prices[known]
+
+    def _made(self, step: PlannedStep, seconds: Array, terms: Mapping[str, float], least: bool) -> PlannedStep:
+        factor, number = self.factors.get(step.family, self.factors.get("", (1.0, 0)))
+        basis = f"predicted for {self.costs.name}; {NO_BAND}"
+        if number:
+            basis += f"; scaled × {factor:.2f} by {number} measured step" + "s" * (number > 1)
+        scaled = {name: value * factor for name, value in terms.items()}
+        draws = seconds * factor
+        return replace(step, seconds=median_draw(draws), draws=draws, terms=scaled, basis=basis, least=least)
+
+    def _terms(self, terms: Mapping[str, float], config: TrainConfig, prices: PassPrices) -> dict[str, float]:
+        """Return the terms with recomputation apart from the rest of computing."""
+        choice = config.activation_checkpointing
+        if choice == "none":
+            return dict(terms)
+        stages = parallel.parse_strategy(config.strategy).shape(int(config.devices))["stage"]
+        again = sum(
+            median_draw(prices.total("backward", samples, choice) - prices.total("backward", samples, "none"))
+            for worker in rank_micro_batches(config)
+            for samples in worker
+        )
+        again = min(again / stages, terms["compute"])
+        return {**terms, "compute": terms["compute"] - again, "recomputation": again}
+
+
+def calibrate(measured: Sequence[PlannedStep], pricer: StepPricer, found: PlanCandidates) -> None:
+    """Set the pricer's factors to the geometric mean of measured ÷ predicted seconds, by strategy and over all.
+
+    Args:
+        measured: steps of runs.
+        pricer: receives the factors.
+        found: receives a line on them.
+    """
+    logs: dict[str, list[float]] = defaultdict(list)
+    pricer.factors = {}
+    for step in measured:
+        try:
+            logs[step.family].append(math.log(step.seconds / pricer.evaluate(step).seconds))
+        except UsageError:
+            continue
+    every = [value for values in logs.values() for value in values]
+    if not every:
+        return
+    pricer.factors = {name: (math.exp(float(np.mean(v))), len(v)) for name, v in {**logs, "": every}.items()}
+    factor, spread = pricer.factors[""][0], math.exp(float(np.std(every)))
+    number = f"{len(every)} measured step" + "s" * (len(every) > 1)
+    found.rests.append(f"{number}: ÷ predicted {factor:.2f} (× ÷ {spread:.2f}), which scales predictions")
+
+
+def search_plans(
+    choices: Iterator[PlannedStep],
+    measured: Sequence[PlannedStep],
+    pricer: StepPricer,
+    data: TargetData,
+    memory: float | None,
+    found: PlanCandidates,
+) -> None:
+    """Find the fastest plan of each number of devices, and append the step of every plan to ``found``.
+
+    Args:
+        choices: plans.
+        measured: steps of runs, which replace predictions of the same plan.
+        pricer: prices the others.
+        data: to the target.
+        memory: bytes of a device; None where it is not to be checked.
+        found: receives steps, evaluated or bounded, and refusals.
+    """
+    known = {step_key(step) for step in measured}
+    rows: dict[int, list[DevicePlan]] = defaultdict(list)
+    for step in choices:
+        found.searched += 1
+        try:
+            if step_key(step) not in known:
+                rows[step.devices] += device_plans([pricer.floor(step)], data, None)
+        except UsageError as error:
+            found.refuse(step.family, error.what)
+    steps = [*measured]
+    for devices, plans in rows.items():
+        own = [step for step in measured if step.devices == devices]
+        best = min(device_plans(own, data, None), key=lambda plan: plan.seconds, default=None)
+        evaluated, families = 0, set[str]()
+        for plan in sorted(plans, key=lambda plan: plan.seconds):
+            if best is not None and plan.seconds >= best.seconds and plan.step.family in families:
+                near = evaluated < _MOST_EVALUATED and may_tie(plan, best)
+                if evaluated >= _RUNNERS_UP and not near:
+                    steps.append(plan.step)
+                    continue
+            if memory is not None and (lacking := pricer.short(plan.step, memory)) > 0:
+                found.lack(plan.step.family, lacking)
+                continue
+            try:
+                (exact,) = device_plans([pricer.evaluate(plan.step)], data, None)
+            except UsageError as error:
+                found.refuse(plan.step.family, error.what)
+                continue
+            evaluated += 1
+            families.add(plan.step.family)
+            steps.append(exact.step)
+            best = exact if best is None or exact.seconds < best.seconds else best
+        found.evaluated += evaluated
+    found.steps = steps
+    found.rests += [text for text in pricer.costs.rests if text not in found.rests]
+    found.guesses += [text for text in pricer.costs.guesses if text not in found.guesses]

@@ -1,0 +1,205 @@
+"""A lower bound of a step's seconds in closed form, which costs the same however many actions its program has.
+
+No draw of the program's seconds is below the bound's. A search over plans needs the program, whose actions grow with
+modules and micro-batches, only where the bound is below the best plan that it knows.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from tutti import parallel
+from tutti.config.layout_config import LayersConfig, PipelineConfig
+from tutti.config.sync_config import AllReduceConfig, RowsConfig
+from tutti.config.train_config import TrainConfig
+from tutti.planning.machine_costs import SAMPLES, StepCosts, median_draw
+from tutti.planning.pass_prices import PASSES, PassPrices
+from tutti.planning.scaling_laws import Array
+from tutti.planning.step_builders import (
+    StageFacts,
+    StepFacts,
+    TensorFacts,
+    all_reduce_seconds,
+    crossing_bytes,
+    gradient_vectors,
+    module_bytes,
+    rank_micro_batches,
+    row_bytes,
+    stage_passes,
+    totals_bytes,
+    typical_computing,
+)
+from tutti.workload.workload_file import REST
+
+
+@dataclass(frozen=True, eq=False)
+class StepFloor:
+    """A lower bound of a step.
+
+    Attributes:
+        seconds: one element a draw; no draw of the program's is below.
+        terms: seconds of the median by cause: compute, communication, bubble, idling.
+    """
+
+    seconds: Array
+    terms: Mapping[str, float]
+
+
+def step_floor(facts: StepFacts, config: TrainConfig, costs: StepCosts, prices: PassPrices) -> StepFloor | None:
+    """Return a lower bound of a step; None for a strategy without one, whose program must be evaluated.
+
+    Args:
+        facts: what the model computes and sends.
+        config: the run.
+        costs: prices of the machine.
+        prices: of the workload's passes.
+
+    Raises:
+        UsageError: a link cannot be priced, or the devices do not fit the strategy.
+    """
+    choice, devices = parallel.parse_strategy(config.strategy), int(config.devices)
+    shape, parts = choice.shape(devices), rank_micro_batches(config)
+    computing = typical_computing(config, parts, prices)
+    slow = costs.slowest(devices, median_draw(computing) / shape["stage"])
+    floor = _Floor(facts, config, costs, prices, slow, computing)
+    if isinstance(choice.layout, PipelineConfig | LayersConfig):
+        return None if facts.stages is None else floor.pipeline(choice, facts.stages, parts, shape)
+    if isinstance(choice.exchange, RowsConfig) and devices > 1:
+        return floor.rows(choice.exchange.stage, parts, devices)
+    if isinstance(choice.exchange, AllReduceConfig):
+        return floor.whole(choice.exchange, parts, devices)
+    return None
+
+
+@dataclass
+class _Floor:
+    """Bounds of one configuration.
+
+    Attributes:
+        facts, config, costs, prices: as of ``step_floor``.
+        slow: factor of the slowest device on computing.
+        computing: all passes of a data rank on a typical device.
+    """
+
+    facts: StepFacts
+    config: TrainConfig
+    costs: StepCosts
+    prices: PassPrices
+    slow: Array
+    computing: Array
+
+    def whole(self, exchange: AllReduceConfig, parts: Sequence[Sequence[int]], ranks: int) -> StepFloor:
+        """Bound a step of whole replicas: one all-reduce at least follows backward, or all of them its first part."""
+        tensors, computed = self.facts.tensors, self.computing * self.slow
+        update = self._update(sum(t.elements for t in tensors))
+        if ranks < 2:
+            return self._of(computed + update, self.computing + update)
+        sums = self._sums(exchange, ranks)
+        total = sums.sum(axis=0)
+        if exchange.schedule is not None:
+            return self._of(computed + total + update, self.computing + update)
+        last = [samples for worker in parts for samples in worker][-1]
+        hidden = self.prices.total("backward", last, self.config.activation_checkpointing) * self.slow
+        return self._of(np.maximum(computed + sums[-1], computed - hidden + total) + update, self.computing + update)
+
+    def _sums(self, exchange: AllReduceConfig, ranks: int) -> Array:
+        """Return the seconds of the all-reduces of a replica, in order."""
+
+        def add() -> Array:
+            vectors = gradient_vectors(self.facts.tensors, exchange.wire, exchange.bucket_mb)
+            return np.stack([all_reduce_seconds(self.costs, exchange, ranks, vector.bytes) for vector in vectors])
+
+        return self.prices.once(("sums", exchange, ranks), add)
+
+    def rows(self, stage: int, parts: Sequence[Sequence[int]], ranks: int) -> StepFloor:
+        """Bound a sharded step: its collectives follow each other, hidden by computing at most."""
+        tensors, micro_batches = self.facts.tensors, sum(map(len, parts))
+        update = self._update(sum(t.padded(ranks) for t in tensors) / ranks)
+        sent = self._rows_sent(stage, ranks) * (micro_batches if stage > 1 else 1)
+        totals = self._collective("all_reduce", ranks, totals_bytes(tensors))
+        computed = self.computing * self.slow
+        both = np.maximum(computed, sent) if stage > 1 and self.costs.overlaps else computed + sent
+        return self._of(both + totals + update, self.computing + update)
+
+    def _rows_sent(self, stage: int, ranks: int) -> Array:
+        """Return the seconds of the reduce-scatters and all-gathers of a micro-batch, in stage 1 of a step."""
+
+        def add() -> Array:
+            if stage == 1:
+                scattered = gathered = row_bytes(self.facts.tensors, ranks)
+            else:
+                sizes = {name: size for name, size in module_bytes(self.facts, ranks).items() if size}
+                scattered = [*sizes.values()]
+                gathered = [*scattered, *(size for name, size in sizes.items() if name != REST and stage == 3)]
+            sent = np.zeros(SAMPLES)
+            for kind, each in (("reduce_scatter", scattered), ("all_gather", gathered)):
+                for size, number in Counter(each).items():
+                    sent += number * self._collective(kind, ranks, size)
+            return sent
+
+        return self.prices.once(("rows", stage, ranks), add)
+
+    def pipeline(
+        self, choice: Any, stages: StageFacts, parts: Sequence[Sequence[int]], shape: Mapping[str, int]
+    ) -> StepFloor:
+        """Bound a pipeline: each device waits for its first micro-batch, and earlier stages for its last gradient."""
+        devices, virtual = shape["stage"], len(stages.groups)
+        counts = Counter(samples for worker in parts for samples in worker)
+        least, choices = min(counts), self.config.activation_checkpointing
+        work = np.zeros((virtual, SAMPLES))
+        for samples, number in counts.items():
+            for passed in PASSES:
+                work += number * stage_passes(self.prices, stages, passed, samples, choices)
+        work = work.reshape(-1, devices, SAMPLES).sum(axis=0)
+        forward, backward = (stage_passes(self.prices, stages, passed, least, choices) for passed in PASSES)
+        fill, drain = (np.cumsum(each[:devices], axis=0) - each[:devices] for each in (forward, backward))
+        # In zero bubble, weight backwards follow after the last gradient has been sent.
+        drains = choice.layout.schedule != "zero_bubble"
+        sums = self._stage_sums(choice.exchange, stages, devices, shape["replica"])
+        after = np.maximum(sums, drain * self.slow * drains + sums[0])
+        found = ((fill + work) * self.slow + after).max(axis=0)
+        sent = np.zeros(SAMPLES)
+        if virtual > 1 and devices > 1:
+            for samples, number in counts.items():
+                sent += number * self._message(crossing_bytes(self.prices, stages, 0, samples))
+        return self._of(np.maximum(found, sent), work.mean(axis=0), pipeline=True)
+
+    def _stage_sums(self, exchange: Any, stages: StageFacts, devices: int, replicas: int) -> Array:
+        """Return the seconds of each device's all-reduces and update after its passes."""
+
+        def add(device: int) -> Array:
+            held = [i for virtual in range(device, len(stages.groups), devices) for i in stages.tensors[virtual]]
+            tensors: list[TensorFacts] = [self.facts.tensors[i] for i in held]
+            found = self._update(sum(t.elements for t in tensors))
+            if replicas > 1:
+                for vector in gradient_vectors(tensors, exchange.wire, exchange.bucket_mb):
+                    found = found + all_reduce_seconds(self.costs, exchange, replicas, vector.bytes)
+            return found
+
+        key = "stage sums", exchange, stages.tensors, devices, replicas
+        return self.prices.once(key, lambda: np.stack([add(device) for device in range(devices)]))
+
+    def _update(self, parameters: float) -> Array:
+        return self.prices.once(
+            ("update", self.config.optimizer, parameters), lambda: self.costs.update(self.config.optimizer, parameters)
+        )
+
+    def _collective(self, kind: str, ranks: int, size: float) -> Array:
+        return self.prices.once((kind, ranks, size), lambda: self.costs.collective(kind, ranks, size))
+
+    def _message(self, size: float) -> Array:
+        devices = int(self.config.devices)
+        return self.prices.once(("message", size, devices), lambda: self.costs.message(size, devices))
+
+    def _of(self, seconds: Array, typical: Array, pipeline: bool = False) -> StepFloor:
+        """Return the bound; ``typical``: seconds that a typical device computes."""
+        whole, computed = median_draw(seconds), median_draw(typical)
+        waited = computed * (median_draw(self.slow) - 1)
+        rest = max(0.0, whole - computed - waited)
+        terms = {"compute": computed, "communication": rest, "idling": waited}
+        return StepFloor(seconds, {**terms, "communication": 0.0, "bubble": rest} if pipeline else terms)

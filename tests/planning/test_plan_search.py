@@ -1,0 +1,125 @@
+"""The search finds the plan that an evaluation of all plans finds, and says why plans are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.planning.test_step_prediction import TASK, costs
+from tutti.comm.collective_schedules import LinkCost
+from tutti.config.train_config import TrainConfig
+from tutti.planning.device_plan import DRAWS, MeasuredTarget, PlannedStep, TargetData, best_by_devices, device_plans
+from tutti.planning.machine_costs import StepCosts, open_machine
+from tutti.planning.plan_candidates import PlanCandidates, plan_config_of, step_key
+from tutti.planning.plan_search import STRATEGIES, StepPricer, calibrate, plan_choices, search_plans
+from tutti.planning.step_prediction import TaskSizes
+
+DATA = TargetData([MeasuredTarget(8, 1600, 1), MeasuredTarget(64, 3200, 1)], None, {})
+BATCHES = (8, 16)
+SLOW = LinkCost(1e-5, 1e6)
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("own")
+    (folder / "task.py").write_text(TASK, encoding="utf-8")
+    return f"{folder / 'task.py'}:own"
+
+
+def pricer_of(task: str, prices: StepCosts, precision: str = "fp32") -> StepPricer:
+    base = TrainConfig(precision=precision, optimizer="sgd:lr=0.1")
+    return StepPricer(TaskSizes(task, base, ("blocks", "selective")), base, prices)
+
+
+def searched(
+    pricer: StepPricer, counts: tuple[int, ...], memory: float | None = None, measured: tuple[PlannedStep, ...] = ()
+) -> PlanCandidates:
+    found = PlanCandidates()
+    choices = plan_choices(counts, BATCHES, STRATEGIES, pricer.checkpointing())
+    calibrate(measured, pricer, found)
+    search_plans(choices, measured, pricer, DATA, memory, found)
+    return found
+
+
+@pytest.mark.parametrize("machine", ["lab", "published"])
+def test_the_search_finds_what_an_evaluation_of_all_plans_finds(machine: str, own: str) -> None:
+    lab = machine == "lab"
+    prices: StepCosts = costs(between=SLOW) if lab else open_machine("a100x2", "bf16", None, SLOW)
+    pricer = pricer_of(own, prices, "fp32" if lab else "bf16")
+    found = searched(pricer, (1, 2, 4))
+    best = best_by_devices(device_plans(found.steps, DATA, None))
+    assert [plan.devices for plan in best] == [1, 2, 4] and not any(plan.step.least for plan in best)
+    every = [pricer.evaluate(step) for step in plan_choices((1, 2, 4), BATCHES, STRATEGIES, ("none",)) if fits(step)]
+    whole = best_by_devices(device_plans(every, DATA, None))
+    assert [plan.seconds for plan in best] == [plan.seconds for plan in whole]
+    assert found.searched == len(found.steps) + sum(found.refused.values()) and found.evaluated < len(found.steps)
+    assert any(step.least for step in found.steps)
+
+
+def fits(step: PlannedStep) -> bool:
+    """Five modules cannot be cut into eight stages."""
+    return not ("interleaved" in step.strategy and step.devices == 4 and "stages=4" in step.strategy)
+
+
+def test_memory_refuses_plans_and_makes_micro_batches_worth_it() -> None:
+    prices = open_machine("a100x8", "bf16", None, None)
+    base = TrainConfig(precision="bf16", optimizer="adam:lr=0.1", model="gpt:layers=2")
+    pricer = StepPricer(TaskSizes("text", base, ("blocks",)), base, prices)
+    assert pricer.checkpointing() == ("none", "blocks")
+    whole = PlannedStep(2, 64, "mirrored", 0.0, np.zeros(0), {}, "")
+    room = 0.9 * pricer.sizes.device_bytes(plan_config_of(whole, base))
+    assert pricer.short(whole, room) == pytest.approx(room / 9)
+    free, tight = (searched_text(pricer, memory) for memory in (None, room))
+    (best,), (small,) = (best_by_devices(device_plans(found.steps, DATA, None)) for found in (free, tight))
+    assert not best.step.options and small.step.label == "mirrored activation_checkpointing=blocks"
+    assert small.seconds > best.seconds
+    assert pricer.short(small.step, room) <= 0
+    assert all("GiB short at the least" in text for text in tight.refusals()) and tight.refusals()
+    again = [step for step in tight.steps if "blocks" in step.label]
+    assert again and all(step.terms["recomputation"] > 0 for step in again)
+
+
+def searched_text(pricer: StepPricer, memory: float | None) -> PlanCandidates:
+    found = PlanCandidates()
+    choices = plan_choices((2,), (64,), ("mirrored",), pricer.checkpointing())
+    search_plans(choices, (), pricer, DATA, memory, found)
+    return found
+
+
+def made(devices: int, batch: int, strategy: str, seconds: float) -> PlannedStep:
+    return PlannedStep(devices, batch, strategy, seconds, np.full(DRAWS, seconds), {}, "made by hand", True)
+
+
+def test_measured_steps_win_and_scale_the_others(own: str) -> None:
+    pricer = pricer_of(own, costs())
+    plain = pricer.evaluate(made(2, 16, "mirrored", 0.0))
+    slower = made(2, 16, "ddp", 3 * plain.seconds)
+    found = searched(pricer, (1, 2), measured=(slower,))
+    mine = [step for step in found.steps if step_key(step) == step_key(slower)]
+    assert mine == [slower]
+    rest = [step for step in found.steps if step is not slower]
+    assert rest and all("scaled × 3.00 by 1 measured step" in step.basis for step in rest)
+    again = pricer.evaluate(made(2, 16, "mirrored", 0.0))
+    assert again.seconds == pytest.approx(3 * plain.seconds)
+    assert again.draws == pytest.approx(3 * plain.draws) and again.terms["compute"] == pytest.approx(
+        3 * plain.terms["compute"]
+    )
+    assert "÷ predicted 3.00" in found.rests[0]
+    calibrate((), pricer, found)
+    assert pricer.evaluate(made(2, 16, "mirrored", 0.0)).seconds == pytest.approx(plain.seconds)
+
+
+def test_options_that_a_strategy_leaves_open_are_searched(tmp_path: Path) -> None:
+    steps = list(plan_choices((4,), (64,), ("pipeline:stages=2",), ("none", "blocks")))
+    assert {step.strategy for step in steps} == {
+        f"pipeline:stages=2,schedule={name}" for name in ("1f1b", "gpipe", "interleaved", "zero_bubble")
+    }
+    # A share of 32 samples in 1, 2, 4 … 32 micro-batches, with and without recomputation.
+    assert len(steps) == 4 * 6 * 2 and len({step_key(step) for step in steps}) == len(steps)
+    fixed = list(plan_choices((4,), (64,), ("pipeline:stages=2,schedule=gpipe,micro_batches=4",), ("none",)))
+    assert [step.label for step in fixed] == ["pipeline:stages=2,schedule=gpipe,micro_batches=4"]
+    alone = {step.strategy for step in plan_choices((1,), (64,), STRATEGIES, ("none",))}
+    assert alone == {"mirrored"}
+    assert not list(plan_choices((8,), (4,), ("mirrored",), ("none",)))
