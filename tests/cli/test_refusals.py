@@ -266,6 +266,7 @@ def test_help_lists_the_verbs(tmp_path: Path) -> None:
         "train",
         "workload",
         "--help",
+        "--install-completion",
         "--version",
     ]
 

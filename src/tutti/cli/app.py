@@ -69,7 +69,7 @@ def build_app() -> App:
     app.command(chaos_command.verb())
     app.register_install_completion_command(
         add_to_startup=False,
-        help="complete commands and options in this shell from the next one on",
+        help="Complete commands and options from the next shell on.",
         help_formatter=OneScreen(),
     )
     return app
