@@ -8,7 +8,7 @@ _SOURCE = Path(__file__).parents[1] / "src"
 _STRATEGIES = [path.relative_to(_SOURCE).with_suffix("") for path in (_SOURCE / "tutti" / "parallel").rglob("*.py")]
 
 MODULES = (
-    *("torch._dynamo", "torch.profiler", "tutti.train.main", "tutti.cli.app"),
+    *("torch._dynamo", "torch.profiler", "tutti.train.main", "tutti.cli.app", "tutti.launcher.agent"),
     *sorted(".".join(path.parts).removesuffix(".__init__") for path in _STRATEGIES),
     # What runs import when they need it: the digits, servers, files, plots.
     *("sklearn.datasets", "zmq", "safetensors.torch", "tomli_w"),
