@@ -32,7 +32,7 @@ ACCELERATOR = build.DEVICE if DEVICE == "cpu" else DEVICE
 """The device of tests that are about accelerators."""
 _context = mp.get_context("forkserver")
 # pytest and the contract table, too: what the modules import whose functions ranks are sent, 0.4 s of each rank's time.
-_context.set_forkserver_preload([*MODULES, "pytest", "tests.contract.table"])
+_context.set_forkserver_preload([*MODULES, "pytest", "tests.contract.test_accelerator"])
 
 
 @dataclass

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import combinations, product
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import numpy as np
@@ -140,7 +141,12 @@ class Refusal:
             return False
         values = {"workers": case.workers, "devices": case.devices, "batch_norm": case.batch_norm}
         values |= {"optimizer": case.optimizer, "micro_batch": case.micro_batch}
-        return bool(eval(self.when, {"__builtins__": {}}, values))
+        return bool(eval(_compiled(self.when), {"__builtins__": {}}, values))
+
+
+@cache
+def _compiled(condition: str) -> CodeType:
+    return compile(condition, "refused.toml", "eval")
 
 
 def refusals(text: str) -> list[Refusal]:

@@ -205,7 +205,7 @@ def _read(model: nn.Module, opened: Collection[str] | None) -> _Read:
         graph = _Tracer(opened).trace(model)
         # Draws that do not depend on the inputs happen while tracing, and would become constants of the graph.
         drawn = not torch.equal(torch.get_rng_state(), before[0]) or random.getstate() != before[1]
-        drawn = drawn or str(np.random.get_state()) != str(before[2])
+        drawn = drawn or not _same_state(np.random.get_state(), before[2])
     finally:
         torch.set_rng_state(before[0])
         random.setstate(before[1])
@@ -217,6 +217,11 @@ def _read(model: nn.Module, opened: Collection[str] | None) -> _Read:
         raise ValueError(f"it writes {changed[0]}, which the graph of its calls would leave out")
     names = {_name(node) for node in graph.nodes if _draws(node)}
     return _Read(graph, (*sorted(names), *(["a function such as torch.rand"] if drawn else [])))
+
+
+def _same_state(state: Any, other: Any) -> bool:
+    """Return whether two states of NumPy's global generator, tuples with an array of its words, are equal."""
+    return all(np.array_equal(one, two) for one, two in zip(state, other, strict=True))
 
 
 def _draws(node: fx.Node) -> bool:
