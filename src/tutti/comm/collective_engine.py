@@ -580,7 +580,15 @@ class CollectiveEngine:
         self._connection.send(message)
 
     def share(self, session: int, number: int, reduction: PostedReduction) -> None:
-        """Let the coordinator, if it is in this process, see the posts of a call."""
+        """Give the coordinator an all-reduce's place in shared memory, so that it sees the ranks' posts.
+
+        Does nothing on ranks other than 0, which have no coordinator.
+
+        Args:
+            session: number of the session.
+            number: number of the call in its session.
+            reduction: the place of the all-reduce in shared memory.
+        """
         if self._coordinator is not None:
             self._coordinator.share(session, number, reduction)
 
@@ -633,7 +641,13 @@ class CollectiveEngine:
                 self._fail(self._lost[lost[0]], "in a collective")
 
     def event(self, call: CollectiveCall, began: float, submitted: float) -> None:
-        """Tell the sink, if there is one, how long a call was negotiated and performed."""
+        """Report to the timeline's sink, if there is one, how long a call was negotiated and performed.
+
+        Args:
+            call: the collective, which ends now.
+            began: start of the collective itself, in seconds of ``time.perf_counter``.
+            submitted: time of the call on this rank, from which its negotiation counts.
+        """
         if (sink := self.sink) is not None:
             now = time.perf_counter()
             sink(call.name, f"NEGOTIATE_{call.kind.upper()}", submitted, began)

@@ -42,7 +42,18 @@ def scale(tensor: Tensor, factor: float) -> Tensor:
 
 
 def finish_reduction(total: Tensor, call: CollectiveCall, size: int) -> Tensor:
-    """Divide by ``size`` for an average and apply the postscale; integers truncate once. Writes to ``total``."""
+    """Divide a sum by ``size`` for an average, and apply the postscale.
+
+    Integers are truncated once.
+
+    Args:
+        total: reduction of the ranks' tensors, in their dtype; may be overwritten.
+        call: gives operation and postscale.
+        size: number of ranks.
+
+    Returns:
+        The finished reduction, ``total`` itself or a new tensor.
+    """
     averaged = call.op == ReduceOperation.AVERAGE
     if not total.is_floating_point():
         if call.postscale != 1.0:
@@ -125,7 +136,13 @@ def gather_all(
 
 
 def broadcast_from(tensors: Sequence[Tensor], root: int, group: ProcessGroup | None) -> None:
-    """Broadcast contiguous tensors in place from global rank ``root``."""
+    """Broadcast contiguous tensors in place from global rank ``root``.
+
+    Args:
+        tensors: of equal shapes and dtypes on all ranks.
+        root: global rank of the source.
+        group: process group of the ranks; None for one rank.
+    """
     if group is None:
         return
     works = [dist.broadcast(_as_bytes(t), root, group=group, async_op=True) for t in tensors if t.numel()]
@@ -134,7 +151,17 @@ def broadcast_from(tensors: Sequence[Tensor], root: int, group: ProcessGroup | N
 
 
 def exchange_all(tensor: Tensor, send: Sequence[int], receive: Sequence[int], group: ProcessGroup | None) -> Tensor:
-    """Send ``send[r]`` rows to rank r, in order, and return the rows received, ``receive[r]`` of them from rank r."""
+    """All-to-all of rows: send ``send[r]`` rows to rank r and receive ``receive[r]`` rows from it.
+
+    Args:
+        tensor: (sum(send), …), rows for rank 0 first.
+        send: rows for each rank.
+        receive: rows from each rank.
+        group: process group of the ranks; None for one rank.
+
+    Returns:
+        (sum(receive), …), rank 0's rows first.
+    """
     if group is None:
         return tensor.clone()
     result = tensor.new_empty(sum(receive), *tensor.shape[1:])
@@ -150,7 +177,17 @@ def exchange_all(tensor: Tensor, send: Sequence[int], receive: Sequence[int], gr
 
 
 def scatter_reduced(tensor: Tensor, call: CollectiveCall, me: int, size: int, group: ProcessGroup | None) -> Tensor:
-    """Reduce over the ranks and return this rank's part of the first dimension; earlier ranks have one row more."""
+    """Reduce over the ranks and return this rank's part of the first dimension; earlier ranks have one row more.
+
+    Performs an all-to-all, and adds up in rank order.
+
+    Args:
+        tensor: (rows, …), of equal shape on all ranks.
+        call: gives operation (``sum`` or ``average``) and factors.
+        me: index of this rank among the ranks.
+        size: number of ranks.
+        group: their process group; None for one rank.
+    """
     counts = [len(tensor) // size + (rank < len(tensor) % size) for rank in range(size)]
     mine = exchange_all(scale(tensor, call.prescale), counts, [counts[me]] * size, group)
     mine = mine.view(size, counts[me], *tensor.shape[1:])

@@ -193,9 +193,18 @@ def allreduce_async(
     process_set: ProcessSet = all_ranks,
     in_place: bool = False,
 ) -> CollectiveHandle:
-    """Start an all-reduce; ``wait()`` of the handle returns the result. Arguments as ``allreduce``.
+    """Start an all-reduce; ``wait()`` of the handle returns the result.
 
-    ``in_place`` writes the result into ``tensor``, which must not be used before ``wait``.
+    Not differentiable. For formula and exceptions see ``allreduce``.
+
+    Args:
+        tensor: of equal shape and dtype on all ranks.
+        op: ``average``, ``sum``, ``min``, ``max``, ``product`` or ``adasum``.
+        name: matches the ranks' calls; default: by the order of calls without a name.
+        prescale: factor on the tensors before the reduction.
+        postscale: factor on the result after it.
+        process_set: ranks that take part; default: all ranks.
+        in_place: write the result into ``tensor``, which must not be used before ``wait``.
     """
     outputs = [tensor.detach()] if in_place else None
     convert = (lambda _: tensor) if in_place else _first
@@ -212,7 +221,19 @@ def grouped_allreduce_async(
     process_set: ProcessSet = all_ranks,
     in_place: bool = False,
 ) -> CollectiveHandle:
-    """Start an all-reduce of several tensors as one call; ``wait()`` returns the list of results."""
+    """Start an all-reduce of several tensors as one call; ``wait()`` returns the list of results.
+
+    Not differentiable. For formula and exceptions see ``allreduce``.
+
+    Args:
+        tensors: the same number on all ranks, each of equal shape and dtype on all ranks.
+        op: ``average``, ``sum``, ``min``, ``max``, ``product`` or ``adasum``.
+        name: matches the ranks' calls; default: by the order of calls without a name.
+        prescale: factor on the tensors before the reduction.
+        postscale: factor on the result after it.
+        process_set: ranks that take part; default: all ranks.
+        in_place: write the results into ``tensors``, which must not be used before ``wait``.
+    """
     tensors = list(tensors)
     outputs = _without_graph(tensors) if in_place else None
     convert = (lambda _: tensors) if in_place else None
@@ -262,7 +283,18 @@ def grouped_allreduce(
     postscale: float = 1.0,
     process_set: ProcessSet = all_ranks,
 ) -> list[Tensor]:
-    """Return the reductions of several tensors, made as one call. Arguments as ``allreduce``."""
+    """Return the reductions of several tensors, made as one call.
+
+    For formula, gradient and exceptions see ``allreduce``.
+
+    Args:
+        tensors: the same number on all ranks, each of equal shape and dtype on all ranks.
+        op: ``average``, ``sum``, ``min``, ``max``, ``product`` or ``adasum``; the gradient exists for the first two.
+        name: matches the ranks' calls; default: by the order of calls without a name.
+        prescale: factor on the tensors before the reduction.
+        postscale: factor on the result after it.
+        process_set: ranks that take part; default: all ranks.
+    """
     given = (op, name, float(prescale), float(postscale), process_set)
     return _differentiable(_AllReduce, given, list(tensors))
 
@@ -278,7 +310,21 @@ def sparse_allreduce_async(
 ) -> Callable[[], Tensor]:
     """Start to sum or average sparse tensors by gathering indices and values; call the result to wait for it.
 
-    Args as ``allreduce``. The returned tensor is sparse and coalesced.
+    Performs one all-gather of indices and values. Exceptions as ``allreduce``.
+
+    Args:
+        tensor: sparse COO tensor, of equal shape and dtype on all ranks.
+        op: ``average`` or ``sum``.
+        name: matches the ranks' calls; default: by the order of calls without a name.
+        prescale: factor on the tensors before the reduction.
+        postscale: factor on the result after it.
+        process_set: ranks that take part; default: all ranks.
+
+    Returns:
+        A function that blocks until the all-gather is complete and returns the reduction, sparse and coalesced.
+
+    Raises:
+        UsageError: ``op`` is another operation.
     """
     if op not in (AVERAGE, SUM):
         raise UsageError(
@@ -309,7 +355,15 @@ def sparse_allreduce_async(
 def grouped_allgather_async(
     tensors: Sequence[Tensor], name: str | None = None, *, process_set: ProcessSet = all_ranks
 ) -> CollectiveHandle:
-    """Start an all-gather of several tensors as one call; ``wait()`` returns the list of results."""
+    """Start an all-gather of several tensors as one call; ``wait()`` returns the list of results.
+
+    Not differentiable. For results and exceptions see ``allgather``.
+
+    Args:
+        tensors: each (rows, …); trailing dimensions and dtype are equal on all ranks. A scalar counts as one row.
+        name: matches the ranks' calls; default: by the order of calls without a name.
+        process_set: ranks that take part; default: all ranks.
+    """
     rows = [tensor.reshape(1) if tensor.dim() == 0 else tensor for tensor in tensors]
     return _submit(
         "allgather",
@@ -324,7 +378,15 @@ def grouped_allgather_async(
 def allgather_async(
     tensor: Tensor, name: str | None = None, *, process_set: ProcessSet = all_ranks
 ) -> CollectiveHandle:
-    """Start an all-gather; ``wait()`` of the handle returns the result. Arguments as ``allgather``."""
+    """Start an all-gather; ``wait()`` of the handle returns the result.
+
+    Not differentiable. For result and exceptions see ``allgather``.
+
+    Args:
+        tensor: (rows, …); trailing dimensions and dtype are equal on all ranks. A scalar counts as one row.
+        name: matches the ranks' calls; default: by the order of calls without a name.
+        process_set: ranks that take part; default: all ranks.
+    """
     handle = grouped_allgather_async([tensor], name, process_set=process_set)
     handle.convert = _first
     return handle
@@ -333,7 +395,15 @@ def allgather_async(
 def allgather(tensor: Tensor, name: str | None = None, *, process_set: ProcessSet = all_ranks) -> Tensor:
     """Concatenate the ranks' tensors along the first dimension, which may differ between ranks.
 
-    The gradient is the rows of this rank of the gradients' average. Arguments and exceptions as ``allreduce``.
+    The gradient is the rows of this rank of the gradients' average. Exceptions as ``allreduce``.
+
+    Args:
+        tensor: (rows, …); trailing dimensions and dtype are equal on all ranks. A scalar counts as one row.
+        name: matches the ranks' calls; default: by the order of calls without a name.
+        process_set: ranks that take part; default: all ranks.
+
+    Returns:
+        (sum of the ranks' rows, …), in rank order, equal on all ranks.
     """
     return _differentiable(_AllGather, (name, process_set), [tensor])[0]
 
@@ -341,7 +411,15 @@ def allgather(tensor: Tensor, name: str | None = None, *, process_set: ProcessSe
 def grouped_allgather(
     tensors: Sequence[Tensor], name: str | None = None, *, process_set: ProcessSet = all_ranks
 ) -> list[Tensor]:
-    """Concatenate the ranks' tensors, several by one call. Arguments as ``allgather``."""
+    """Concatenate the ranks' tensors along the first dimension, several tensors by one call.
+
+    For results, gradients and exceptions see ``allgather``.
+
+    Args:
+        tensors: each (rows, …); trailing dimensions and dtype are equal on all ranks. A scalar counts as one row.
+        name: matches the ranks' calls; default: by the order of calls without a name.
+        process_set: ranks that take part; default: all ranks.
+    """
     return _differentiable(_AllGather, (name, process_set), list(tensors))
 
 
@@ -353,7 +431,20 @@ def grouped_broadcast_async(
     process_set: ProcessSet = all_ranks,
     in_place: bool = False,
 ) -> CollectiveHandle:
-    """Start a broadcast of several tensors as one call; ``wait()`` returns the list of results."""
+    """Start a broadcast of several tensors as one call; ``wait()`` returns the list of results.
+
+    Not differentiable. Exceptions as ``allreduce``.
+
+    Args:
+        tensors: the same number on all ranks, each of equal shape and dtype on all ranks; the values of ``root`` count.
+        root: global rank of the source; a member of ``process_set``.
+        name: matches the ranks' calls; default: by the order of calls without a name.
+        process_set: ranks that take part; default: all ranks.
+        in_place: write the results into ``tensors``; default: into new tensors.
+
+    Raises:
+        UsageError: ``root`` is no member of ``process_set``.
+    """
     if root not in process_set.ranks:
         raise UsageError(
             f"root rank {root} is not in {process_set}",
@@ -374,9 +465,19 @@ def broadcast_async(
     process_set: ProcessSet = all_ranks,
     in_place: bool = False,
 ) -> CollectiveHandle:
-    """Start a broadcast; ``wait()`` of the handle returns the result. Arguments as ``broadcast``.
+    """Start a broadcast; ``wait()`` of the handle returns the result.
 
-    ``in_place`` writes the result into ``tensor``.
+    Not differentiable. Exceptions as ``allreduce``.
+
+    Args:
+        tensor: of equal shape and dtype on all ranks; the values of ``root`` count.
+        root: global rank of the source; a member of ``process_set``.
+        name: matches the ranks' calls; default: by the order of calls without a name.
+        process_set: ranks that take part; default: all ranks.
+        in_place: write the result into ``tensor``; default: into a new tensor.
+
+    Raises:
+        UsageError: ``root`` is no member of ``process_set``.
     """
     handle = grouped_broadcast_async([tensor], root, name, process_set=process_set, in_place=in_place)
     handle.convert = (lambda _: tensor) if in_place else _first
@@ -386,7 +487,16 @@ def broadcast_async(
 def broadcast(tensor: Tensor, root: int, name: str | None = None, *, process_set: ProcessSet = all_ranks) -> Tensor:
     """Return the tensor of global rank ``root``. The gradient is the ranks' average on ``root``, zero elsewhere.
 
-    Other arguments and exceptions as ``allreduce``.
+    Exceptions as ``allreduce``.
+
+    Args:
+        tensor: of equal shape and dtype on all ranks; the values of ``root`` count.
+        root: global rank of the source; a member of ``process_set``.
+        name: matches the ranks' calls; default: by the order of calls without a name.
+        process_set: ranks that take part; default: all ranks.
+
+    Raises:
+        UsageError: ``root`` is no member of ``process_set``.
     """
     return _differentiable(_Broadcast, (root, name, process_set), [tensor])[0]
 
@@ -424,7 +534,19 @@ def alltoall_async(
     *,
     process_set: ProcessSet = all_ranks,
 ) -> CollectiveHandle:
-    """Start an all-to-all; ``wait()`` returns rows and received splits. Arguments as ``alltoall``."""
+    """Start an all-to-all; ``wait()`` returns the received rows and, as int32, how many came from each rank.
+
+    Not differentiable. Exceptions as ``allreduce``.
+
+    Args:
+        tensor: (rows, …); trailing dimensions and dtype are equal on all ranks.
+        splits: int32, rows for each rank, rank 0 first; default: equal parts. Rows beyond their sum are not sent.
+        name: matches the ranks' calls; default: by the order of calls without a name.
+        process_set: ranks that take part; default: all ranks.
+
+    Raises:
+        SplitError: ``splits`` does not fit the tensor.
+    """
     rows = _splits(tensor, splits, process_set.size(), _where("alltoall", name))
     device = splits.device if isinstance(splits, Tensor) else torch.device("cpu")
 
@@ -469,7 +591,21 @@ def grouped_reducescatter_async(
     postscale: float = 1.0,
     process_set: ProcessSet = all_ranks,
 ) -> CollectiveHandle:
-    """Start a reduce-scatter of several tensors as one call; ``wait()`` returns the list of results."""
+    """Start a reduce-scatter of several tensors as one call; ``wait()`` returns the list of results.
+
+    Not differentiable. For results and exceptions see ``reducescatter``.
+
+    Args:
+        tensors: each (rows, …), of equal shape and dtype on all ranks.
+        op: ``average`` or ``sum``.
+        name: matches the ranks' calls; default: by the order of calls without a name.
+        prescale: factor on the tensors before the reduction.
+        postscale: factor on the result after it.
+        process_set: ranks that take part; default: all ranks.
+
+    Raises:
+        UsageError: ``op`` is another operation, or a tensor has no first dimension.
+    """
     if op not in (AVERAGE, SUM):
         raise UsageError(
             f"Reducescatter currently only supports AVERAGE and SUM, not {op}", where=_where("reducescatter", name)
@@ -500,7 +636,18 @@ def reducescatter_async(
     postscale: float = 1.0,
     process_set: ProcessSet = all_ranks,
 ) -> CollectiveHandle:
-    """Start a reduce-scatter; ``wait()`` of the handle returns the result. Arguments as ``reducescatter``."""
+    """Start a reduce-scatter; ``wait()`` of the handle returns the result.
+
+    Not differentiable. For result and exceptions see ``reducescatter``.
+
+    Args:
+        tensor: (rows, …), of equal shape and dtype on all ranks.
+        op: ``average`` or ``sum``.
+        name: matches the ranks' calls; default: by the order of calls without a name.
+        prescale: factor on the tensors before the reduction.
+        postscale: factor on the result after it.
+        process_set: ranks that take part; default: all ranks.
+    """
     handle = grouped_reducescatter_async(
         [tensor], op, name, prescale=prescale, postscale=postscale, process_set=process_set
     )
@@ -519,8 +666,21 @@ def reducescatter(
 ) -> Tensor:
     """Reduce over the ranks and return this rank's part of the first dimension; earlier ranks have one row more.
 
-    ``op`` is ``average`` or ``sum``; the gradient is the all-gather of the gradients, times the number of ranks for a
-    sum. Other arguments and exceptions as ``allreduce``.
+    The gradient is the all-gather of the gradients, times the number of ranks for a sum. Exceptions as ``allreduce``.
+
+    Args:
+        tensor: (rows, …), of equal shape and dtype on all ranks.
+        op: ``average`` or ``sum``.
+        name: matches the ranks' calls; default: by the order of calls without a name.
+        prescale: factor on the tensors before the reduction.
+        postscale: factor on the result after it.
+        process_set: ranks that take part; default: all ranks.
+
+    Returns:
+        (rows of this rank, …): rows ÷ ranks, one more on each of the first (rows mod ranks) ranks.
+
+    Raises:
+        UsageError: ``op`` is another operation, or the tensor has no first dimension.
     """
     return _differentiable(_ReduceScatter, (op, name, float(prescale), float(postscale), process_set), [tensor])[0]
 
@@ -534,7 +694,18 @@ def grouped_reducescatter(
     postscale: float = 1.0,
     process_set: ProcessSet = all_ranks,
 ) -> list[Tensor]:
-    """Reduce and scatter several tensors by one call. Arguments as ``reducescatter``."""
+    """Reduce several tensors over the ranks by one call and return this rank's part of each.
+
+    For results, gradients and exceptions see ``reducescatter``.
+
+    Args:
+        tensors: each (rows, …), of equal shape and dtype on all ranks.
+        op: ``average`` or ``sum``.
+        name: matches the ranks' calls; default: by the order of calls without a name.
+        prescale: factor on the tensors before the reduction.
+        postscale: factor on the result after it.
+        process_set: ranks that take part; default: all ranks.
+    """
     given = (op, name, float(prescale), float(postscale), process_set)
     return _differentiable(_ReduceScatter, given, list(tensors))
 
@@ -610,8 +781,19 @@ def _bytes_tensor(raw: bytes) -> Tensor:
 def broadcast_object(value: Any, root: int = 0, name: str | None = None, *, process_set: ProcessSet = all_ranks) -> Any:
     """Return the value of global rank ``root``: None, numbers, texts, lists, tuples, sets, dicts, tensors, arrays.
 
-    No pickle. Raises UsageError on ``root`` for a value of another type, by name, and PeerError or MismatchError as
-    ``allreduce``.
+    No pickle.
+
+    Args:
+        value: on ``root``, the value to send; ignored on other ranks.
+        root: global rank of the source; a member of ``process_set``.
+        name: matches the ranks' calls; default: by the order of calls without a name.
+        process_set: ranks that take part; default: all ranks.
+
+    Raises:
+        UsageError: on ``root``, a value of another type, which the error names; or ``root`` is no member of
+            ``process_set``.
+        MismatchError: ranks' calls differ.
+        PeerError: a rank has ended, left, or did not make the call in time.
     """
     if root not in process_set.ranks:
         raise UsageError(
@@ -633,7 +815,15 @@ def broadcast_object(value: Any, root: int = 0, name: str | None = None, *, proc
 
 
 def allgather_object(value: Any, name: str | None = None, *, process_set: ProcessSet = all_ranks) -> list[Any]:
-    """Return the values of all ranks, in rank order. Types and exceptions as ``broadcast_object``."""
+    """Return the values of all ranks, in rank order.
+
+    No pickle. Exceptions as ``broadcast_object``.
+
+    Args:
+        value: this rank's value, of a type that ``broadcast_object`` takes.
+        name: matches the ranks' calls; default: by the order of calls without a name.
+        process_set: ranks that take part; default: all ranks.
+    """
     raw = encode_object(value)
     base = f"{name}.object" if name is not None else None
     handle = grouped_allgather_async([_bytes_tensor(raw), torch.tensor([len(raw)])], base, process_set=process_set)

@@ -49,7 +49,12 @@ class Pending:
         return self._work is None or self._work.is_completed()
 
     def wait(self) -> None:
-        """Block until the collective is complete. Raises PeerError or MismatchError as ``StallInspector.wait``."""
+        """Block until the collective is complete.
+
+        Raises:
+            MismatchError: all ranks wait, and no call has all of its ranks.
+            PeerError: a connection broke, or the timeout has passed; names the missing ranks.
+        """
         if self._work is not None and self._stall is not None and self._call is not None:
             self._stall.wait(self._work, self._call)
             if self._call.text in self._stall.sent:
@@ -190,9 +195,12 @@ class Communicator:
         return whole
 
     def gather_into(self, whole: Tensor, mine: Tensor, text: str) -> None:
-        """All-gather equal slices ``mine`` (n,) into ``whole`` (size · n,); ``mine`` may be this rank's slice of it.
+        """All-gather equal slices (n,) of the ranks into ``whole`` (size · n,), in rank order.
 
-        A communicator of one rank leaves ``whole`` as it is.
+        Args:
+            whole: (size · n,), overwritten; a communicator of one rank leaves it as it is.
+            mine: (n,), this rank's slice; may be a view of its place in ``whole``.
+            text: names the call in error messages.
         """
         if self._small is not None and self._small.takes(mine):
             torch.cat(self._small.gather(mine, text), out=whole)
@@ -200,7 +208,13 @@ class Communicator:
             self._wait(all_gather_single(whole, mine, group=self._fast, async_op=True), text)
 
     def scatter_sum(self, mine: Tensor, whole: Tensor, text: str) -> None:
-        """Reduce-scatter: sum ``whole`` (size · n,) over the ranks and write slice r (n,) into ``mine`` of rank r."""
+        """Reduce-scatter: sum ``whole`` (size · n,) over the ranks and write slice r (n,) into ``mine`` of rank r.
+
+        Args:
+            mine: (n,), overwritten.
+            whole: (size · n,), this rank's summand, slice of rank 0 first.
+            text: names the call in error messages.
+        """
         if self.size == 1:
             mine.copy_(whole)
             return
@@ -235,15 +249,35 @@ class Communicator:
         return self._transfer(tensor, self.rank, to, kind, sending=True)
 
     def start_receive(self, tensor: Tensor, source: int, kind: str) -> Pending:
-        """Start to receive the next message of this kind from rank ``source`` into ``tensor``."""
+        """Start to receive the next message of this kind from rank ``source`` into ``tensor``.
+
+        Args:
+            tensor: of the shape and dtype sent; overwritten, and not to be read before ``wait`` of the returned handle.
+            source: index of the sending rank.
+            kind: channel of the message, as given to ``start_send``.
+        """
         return self._transfer(tensor, source, self.rank, kind)
 
     def receive(self, tensor: Tensor, source: int, kind: str) -> None:
-        """Receive the next message of this kind from rank ``source`` into ``tensor``."""
+        """Receive the next message of this kind from rank ``source`` into ``tensor``.
+
+        Blocks until the message is there. Exceptions as ``Pending.wait``.
+
+        Args:
+            tensor: of the shape and dtype sent; overwritten.
+            source: index of the sending rank.
+            kind: channel of the message, as given to ``start_send``.
+        """
         self.start_receive(tensor, source, kind).wait()
 
     def broadcast_tensors(self, tensor: Tensor, source: int, text: str) -> None:
-        """Broadcast ``tensor`` in place from rank ``source``; its shape and dtype must be equal on all ranks."""
+        """Broadcast ``tensor`` in place from rank ``source`` on the gradient path, without a header.
+
+        Args:
+            tensor: of equal shape and dtype on all ranks, which is not checked.
+            source: index of the sending rank.
+            text: names the call in error messages.
+        """
         if self.size > 1:
             self._wait(dist.broadcast(tensor, self.ranks[source], group=self._fast, async_op=True), text)
 
@@ -263,7 +297,13 @@ class Communicator:
     # --- counters ----------------------------------------------------------------------------------------------------
 
     def count(self, source: int, to: int, size: int) -> None:
-        """Count one message of so many bytes from rank ``source`` to rank ``to``, on one of the two ranks."""
+        """Count one message from rank ``source`` to rank ``to`` for ``traffic``, on one of the two ranks.
+
+        Args:
+            source: index of the sending rank.
+            to: index of the receiving rank.
+            size: bytes of the message.
+        """
         messages, bytes_ = self._counted.get((source, to), (0, 0))
         self._counted[source, to] = LinkTraffic(messages + 1, bytes_ + size)
 
@@ -306,7 +346,17 @@ class Communicator:
             self._wait(dist.all_reduce(tensor, group=self._carrier(tensor), async_op=True), f"all_reduce '{name}'")
 
     def broadcast(self, tensor: Tensor, source: int, name: str) -> None:
-        """Broadcast ``tensor`` in place from rank ``source``. Raises MismatchError as ``all_reduce``."""
+        """Broadcast ``tensor`` in place from rank ``source``, after a comparison of the ranks' calls.
+
+        Args:
+            tensor: of equal shape and dtype on all ranks.
+            source: index of the sending rank.
+            name: names the call in error messages; equal on all ranks.
+
+        Raises:
+            MismatchError: shape, dtype, source, name or operation differ between ranks.
+            PeerError: a rank has ended, or did not make the call in time.
+        """
         if self.size > 1:
             self._compare(f"broadcast '{name}' of {_shape(tensor)} from {source}")
             if self.meetings is not None:
@@ -493,11 +543,17 @@ class Communicators:
         return self.axis(*names)
 
     def connect(self, algorithm: Algorithm) -> tuple[Schedule, Sequence[int], Communicator | None]:
-        """Make the point-to-point channels of a schedule over ``replica`` for ``start_send``. Collective.
+        """Return the all-reduce schedule of ``algorithm`` over ``replica``, and make its point-to-point channels.
+
+        Collective over all ranks.
+
+        Args:
+            algorithm: ``ring``, ``tree``, ``halving``, ``hierarchical`` or ``central``.
 
         Returns:
-            The schedule; the members of ``replica`` on this rank's node, where they exchange data within the node, else
-            none; and their communicator, None for one member.
+            The schedule, whose transfers use ``start_send`` of ``replica``; the members of ``replica`` on this rank's
+            node, as indices in ``replica``; and the communicator of these members. Only the hierarchical algorithm has
+            members on a node, where the node has several; otherwise the members are empty and the communicator is None.
         """
         own_node = torch.tensor([self._world.identity.cross_rank])
         node_of = [int(node) for node in self.world.all_gather(own_node, "nodes of the ranks")]

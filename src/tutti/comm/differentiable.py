@@ -23,8 +23,8 @@ from tutti.torch_compat import tensor_version
 class TensorRanks:
     """Differentiable collectives over one tensor axis.
 
-    ``dim`` is the split dimension, ``length`` its whole size (the first ranks have one more where it is uneven), and
-    ``name`` the layer, for error messages.
+    Each rank has ``even_share(length, size, rank)`` of the dimension ``dim`` of a split tensor: if ``size`` does not
+    divide ``length``, the first ranks have one more.
 
     Attributes:
         rank, size: index of this tensor rank, number of tensor ranks.
@@ -41,6 +41,10 @@ class TensorRanks:
         """Return ``whole`` unchanged; backward all-reduces its gradient.
 
         Consecutive calls with one tensor share the result and its one all-reduce.
+
+        Args:
+            whole: equal on all ranks.
+            name: the layer whose input it is, for error messages.
 
         Raises:
             UsageError: within ``torch.func`` transforms.
@@ -62,32 +66,75 @@ class TensorRanks:
         return self._copied[2]
 
     def reduce(self, part: Tensor, name: str) -> Tensor:
-        """All-reduce (sum) ``part``; backward passes the gradient on."""
+        """All-reduce (sum) ``part``; backward passes the gradient on.
+
+        Args:
+            part: this rank's summand, of equal shape on all ranks.
+            name: the layer whose output it is, for error messages.
+        """
         self._copied = None
         result: Tensor = _Reduce.apply(part, self, f"output of {name}")  # type: ignore[no-untyped-call]
         return result
 
     def gather(self, part: Tensor, dim: int, length: int, name: str) -> Tensor:
-        """All-gather the ranks' slices along ``dim``, in rank order; backward takes this rank's slice."""
+        """All-gather the ranks' slices along ``dim``, in rank order; backward takes this rank's slice.
+
+        Args:
+            part: this rank's slice, of its share of ``length`` along ``dim``.
+            dim: dimension of which each rank has a slice.
+            length: whole size of ``dim`` over all ranks; if the number of ranks does not divide it, the first ranks
+                have one more.
+            name: the layer whose output it is, for error messages.
+
+        Returns:
+            The whole tensor, of ``length`` along ``dim``, equal on all ranks.
+        """
         self._copied = None
         result: Tensor = _Gather.apply(part, self, dim, length, f"output of {name}")  # type: ignore[no-untyped-call]
         return result
 
     def take(self, whole: Tensor, dim: int, length: int, name: str) -> Tensor:
-        """Return this rank's slice along ``dim`` of a tensor that all ranks hold; backward all-gathers."""
+        """Return this rank's slice along ``dim`` of a tensor that all ranks hold; backward all-gathers.
+
+        Args:
+            whole: of ``length`` along ``dim``, equal on all ranks.
+            dim: dimension to split.
+            length: size of ``dim``; if the number of ranks does not divide it, the first ranks have one more.
+            name: the layer whose input it is, for error messages.
+
+        Returns:
+            A copy of the slice, in the memory order of ``whole``.
+        """
         result: Tensor = _Take.apply(whole, self, dim, length, name)  # type: ignore[no-untyped-call]
         return result
 
     def scatter(self, part: Tensor, dim: int, length: int, name: str) -> Tensor:
-        """Reduce-scatter: return this rank's slice along ``dim`` of the sum over the ranks; backward all-gathers."""
+        """Reduce-scatter: return this rank's slice along ``dim`` of the sum over the ranks; backward all-gathers.
+
+        Args:
+            part: this rank's summand, of ``length`` along ``dim``.
+            dim: dimension to split.
+            length: size of ``dim``; if the number of ranks does not divide it, the first ranks have one more.
+            name: the layer whose output it is, for error messages.
+        """
         self._copied = None
         result: Tensor = _Scatter.apply(part, self, dim, length, f"output of {name}")  # type: ignore[no-untyped-call]
         return result
 
     def widen(self, part: Tensor, dim: int, length: int, name: str) -> Tensor:
-        """All-gather as ``gather``, where ranks use the result differently; backward reduce-scatters its gradient.
+        """All-gather the ranks' slices along ``dim`` for uses that differ between ranks; backward reduce-scatters.
 
         Consecutive calls with one tensor share the all-gather and the reduce-scatter.
+
+        Args:
+            part: this rank's slice, of its share of ``length`` along ``dim``.
+            dim: dimension of which each rank has a slice.
+            length: whole size of ``dim`` over all ranks; if the number of ranks does not divide it, the first ranks
+                have one more.
+            name: the layer whose input it is, for error messages.
+
+        Returns:
+            The whole tensor, of ``length`` along ``dim``.
         """
         if self._copied is None or self._copied[0] is not part or self._copied[1] != tensor_version(part):
             wide = _Widen.apply(part, self, dim, length, f"input of {name}")  # type: ignore[no-untyped-call]
@@ -95,24 +142,55 @@ class TensorRanks:
         return self._copied[2]
 
     def copies(self, tensors: Sequence[Tensor], name: str) -> Sequence[Tensor]:
-        """Return ``tensors`` unchanged; backward all-reduces their gradients in one message."""
+        """Return ``tensors`` unchanged; backward all-reduces their gradients in one message.
+
+        Args:
+            tensors: parameters that are equal on all ranks.
+            name: the layer that they belong to, for error messages.
+        """
         if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in tensors):
             return tensors
         result: Sequence[Tensor] = _Copies.apply(self, name, *tensors)  # type: ignore[no-untyped-call]
         return result
 
     def join(self, tensor: Tensor, name: str) -> Tensor:
-        """All-gather tensors of one shape along a new first dimension; backward takes this rank's slice."""
+        """All-gather tensors of one shape along a new first dimension; backward takes this rank's slice.
+
+        Args:
+            tensor: of equal shape on all ranks.
+            name: the layer whose output it is, for error messages.
+
+        Returns:
+            (size, …), in rank order.
+        """
         return self.gather(tensor.unsqueeze(0), 0, self.size, name)
 
     def sum(self, tensor: Tensor, name: str) -> Tensor:
-        """All-reduce (sum) into a new contiguous tensor, without autograd."""
+        """All-reduce (sum) into a new contiguous tensor, without autograd.
+
+        Args:
+            tensor: this rank's summand, of equal shape on all ranks.
+            name: names the call in error messages, such as ``output of mlp``.
+        """
         total = tensor.clone(memory_format=torch.contiguous_format)
         self._comm.start_all_reduce(total, name).wait()
         return total
 
     def all(self, part: Tensor, dim: int, length: int, name: str) -> Tensor:
-        """All-gather as ``gather``, without autograd; uneven slices are padded to the largest."""
+        """All-gather the ranks' slices along ``dim``, in rank order, without autograd.
+
+        Uneven slices are padded to the largest.
+
+        Args:
+            part: this rank's slice, of its share of ``length`` along ``dim``.
+            dim: dimension of which each rank has a slice.
+            length: whole size of ``dim`` over all ranks; if the number of ranks does not divide it, the first ranks
+                have one more.
+            name: names the call in error messages, such as ``output of mlp``.
+
+        Returns:
+            The whole tensor, of ``length`` along ``dim``, in channels-last format where ``part`` is.
+        """
         lengths = [len(even_share(length, self.size, rank)) for rank in range(self.size)]
         # Channels-last is told by the stride: with one channel a tensor is contiguous in both formats. The format is
         # kept because dropout draws its mask in memory order.
@@ -126,7 +204,19 @@ class TensorRanks:
         return whole.contiguous(memory_format=torch.channels_last) if last else whole
 
     def sum_share(self, tensor: Tensor, dim: int, length: int, name: str) -> Tensor:
-        """Reduce-scatter as ``scatter``, without autograd; uneven slices are padded to the largest."""
+        """Reduce-scatter: return this rank's slice along ``dim`` of the sum over the ranks, without autograd.
+
+        Uneven slices are padded to the largest.
+
+        Args:
+            tensor: this rank's summand, of ``length`` along ``dim``.
+            dim: dimension to split.
+            length: size of ``dim``; if the number of ranks does not divide it, the first ranks have one more.
+            name: names the call in error messages, such as ``output of mlp``.
+
+        Returns:
+            The slice, contiguous.
+        """
         first = tensor.movedim(dim, 0)
         shares = [even_share(length, self.size, rank) for rank in range(self.size)]
         if length % self.size == 0:

@@ -76,7 +76,16 @@ class FileAllGather:
         return [_tensor(raw, tensor) for raw in self.gather(_bytes(tensor), text)]
 
     def copy(self, tensor: Tensor, source: int, text: str) -> None:
-        """Broadcast ``tensor`` in place from rank ``source``. Raises PeerError if that rank is lost."""
+        """Broadcast ``tensor`` in place from rank ``source``, over files.
+
+        Args:
+            tensor: of equal shape and dtype on all ranks.
+            source: rank of the source in the job.
+            text: names the call in error messages.
+
+        Raises:
+            PeerError: that rank is lost, or a rank did not make the call in time.
+        """
         brought = self.gather(_bytes(tensor) if self._rank == source else b"", text)
         if source not in self.there:
             raise PeerError(f"{text} failed: rank {source} has ended", where=f"rank {self._rank}")

@@ -411,7 +411,15 @@ class Coordinator:
                 del self._sessions[number]
 
     def share(self, number: int, call_number: int, reduction: PostedReduction) -> None:
-        """Take note of the place of an all-reduce, before any rank can report it. From rank 0's engine thread."""
+        """Record an all-reduce's place in shared memory, before any rank can report its post.
+
+        Called from rank 0's engine thread.
+
+        Args:
+            number: number of the session; one that is closed is ignored.
+            call_number: number of the call in its session.
+            reduction: the place of the all-reduce in shared memory.
+        """
         if (session := self._sessions.get(number)) is not None:
             session.posted[call_number] = reduction
 

@@ -8,6 +8,11 @@ from collections.abc import Sequence
 def even_share(total: int, parts: int, index: int) -> range:
     """Return part ``index`` of ``range(total)`` cut into ``parts``; the first ``total mod parts`` parts are one longer.
 
+    Args:
+        total: length of the range.
+        parts: number of parts.
+        index: number of the part, from 0.
+
     >>> [list(even_share(10, 4, i)) for i in range(4)]
     [[0, 1, 2], [3, 4, 5], [6, 7], [8, 9]]
     """
@@ -18,6 +23,11 @@ def even_share(total: int, parts: int, index: int) -> range:
 
 def workers_of(workers: int, ranks: int, rank: int) -> range:
     """Return the contiguous logical workers of a data rank: several, one, or one that it shares with other ranks.
+
+    Args:
+        workers: number of logical workers.
+        ranks: number of data ranks.
+        rank: the data rank.
 
     >>> [list(workers_of(3, 2, rank)) for rank in range(2)], [list(workers_of(2, 3, rank)) for rank in range(3)]
     ([[0, 1], [2]], [[0], [0], [1]])
@@ -30,6 +40,11 @@ def workers_of(workers: int, ranks: int, rank: int) -> range:
 
 def sharers(workers: int, ranks: int, rank: int) -> range:
     """Return the contiguous data ranks that share the worker of ``rank``: itself alone where ranks have whole workers.
+
+    Args:
+        workers: number of logical workers.
+        ranks: number of data ranks.
+        rank: the data rank.
 
     >>> [list(sharers(2, 3, rank)) for rank in range(3)], list(sharers(3, 2, 1))
     ([[0, 1], [0, 1], [2]], [1])
@@ -71,6 +86,11 @@ def chunks(total: int, largest: int | None) -> list[range]:
 
 def block(total: int, parts: int, index: int) -> range:
     """Return part ``index`` of ``range(total)`` as ``torch.chunk`` cuts it: of one size, the last shorter or empty.
+
+    Args:
+        total: length of the range.
+        parts: number of parts.
+        index: number of the part, from 0.
 
     >>> [list(block(5, 4, i)) for i in range(4)]
     [[0, 1], [2, 3], [4], []]

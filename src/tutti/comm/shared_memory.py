@@ -65,7 +65,15 @@ class SharedMemorySegment:
         return self._bytes[start : start + self._size]
 
     def part(self, start: int, count: int, dtype: torch.dtype) -> Tensor:
-        """Return a view (count,) of dtype at byte ``start`` of the contiguous slots; it has its own storage."""
+        """Return a view of the slots' memory as (count,) elements of ``dtype``.
+
+        The view has a storage of its own, and so holds nothing but these elements.
+
+        Args:
+            start: byte at which the view begins, counted from the first slot; the slots follow one another.
+            count: number of elements.
+            dtype: of the elements.
+        """
         if not count:
             return torch.empty(0, dtype=dtype)
         offset = self._comm.size * _LINE + start
