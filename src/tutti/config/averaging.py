@@ -33,7 +33,14 @@ class Averaging:
 
     @classmethod
     def parse(cls, text: str, option: str = "--ema") -> Averaging:
-        """Parse ``0.999`` or ``0.999:warmup``. Raises UsageError on anything else.
+        """Parse ``DECAY`` or ``DECAY:warmup``, such as ``0.999`` or ``0.999:warmup``.
+
+        Args:
+            text: the decay, between 0 and 1, and whether it warms up.
+            option: name of the option, for the error.
+
+        Raises:
+            UsageError: the text has another form, or the decay is not between 0 and 1.
 
         >>> Averaging.parse("0.999:warmup")
         Averaging(decay=0.999, warmup=True)

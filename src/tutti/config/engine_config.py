@@ -119,7 +119,11 @@ ENGINES: dict[str, type[EngineConfig]] = {
 
 
 def parse_engine(text: str) -> EngineConfig:
-    """Parse ``name:key=value`` of ``--on``. Raises UsageError.
+    """Parse ``--on``: ``name:key=value,…`` with the name and the options of an engine in ``ENGINES``.
+
+    Raises:
+        UsageError: the text is malformed, a name or key is unknown (naming the nearest), a key is repeated, or the
+            engine refuses a value.
 
     >>> parse_engine("ray:address=10.0.0.1:6379,cpus=2").cpus
     2.0
@@ -129,7 +133,10 @@ def parse_engine(text: str) -> EngineConfig:
 
 
 def parse_device_range(text: str) -> tuple[int, int] | None:
-    """Return least and most of ``--devices 2:8``; None for a plain number or ``auto``. Raises UsageError.
+    """Parse ``--devices``: return least and most of ``LEAST:MOST``; None for a plain number or ``auto``.
+
+    Raises:
+        UsageError: a text with a colon is not two whole numbers, the first at least 1 and the second no smaller.
 
     >>> parse_device_range("2:8"), parse_device_range("4")
     ((2, 8), None)
@@ -143,7 +150,14 @@ def parse_device_range(text: str) -> tuple[int, int] | None:
 
 
 def parse_seconds(text: str, option: str) -> float:
-    """Parse ``60s`` or ``60``. Raises UsageError.
+    """Parse seconds, ``60s`` or ``60``; a fraction is possible.
+
+    Args:
+        text: the number, with or without ``s``.
+        option: name of the option, for the error.
+
+    Raises:
+        UsageError: the text has another form.
 
     >>> parse_seconds("60s", "--wait")
     60.0

@@ -47,7 +47,7 @@ KINDS: Mapping[str, type[Any]] = {"none": _None, "multiplicative": Multiplicativ
 
 
 def check_noise(text: str, batch: int, adaptive: bool) -> Multiplicative | None:
-    """Parse ``--gradient-noise``; return None for no noise.
+    """Parse ``--gradient-noise``: ``none`` or ``multiplicative:base_batch=N``; return None for no noise.
 
     Args:
         text: value of the option.
@@ -55,7 +55,8 @@ def check_noise(text: str, batch: int, adaptive: bool) -> Multiplicative | None:
         adaptive: whether the run uses ``--lr-scale adascale``.
 
     Raises:
-        UsageError: unknown name or key (the nearest one is named), a base larger than the batch, or an adaptive run.
+        UsageError: the text is malformed, a name or key is unknown (naming the nearest), the base is missing or larger
+            than the batch, or the run is adaptive.
     """
     spec = Spec.parse(text, _OPTION)
     noise = spec.build(spec.choose(KINDS, "gradient noise"), _OPTION)

@@ -49,7 +49,15 @@ class BatchGrowth:
 
     @classmethod
     def parse(cls, text: str, option: str = "--batch-growth") -> BatchGrowth:
-        """Parse ``milestones=30ep+60ep,factor=5``, optionally with ``largest=N``. Raises UsageError on anything else.
+        """Parse ``key=value,…``: ``milestones=30ep+60ep,factor=5``, optionally with ``largest=N``.
+
+        Args:
+            text: the keys are the attributes of this class.
+            option: name of the option, for the error.
+
+        Raises:
+            UsageError: the text is malformed, a key is unknown (naming the nearest) or repeated, milestones are
+                missing, not whole epochs or not in rising order, or the factor is not above 1.
 
         >>> print(BatchGrowth.parse("milestones=30ep+60ep,factor=5"))
         milestones=30ep+60ep,factor=5

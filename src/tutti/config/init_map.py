@@ -70,12 +70,31 @@ class InitMap:
 
     @classmethod
     def parse(cls, text: str, option: str = "--init-map") -> InitMap:
-        """Parse ``rename=transformer.:model.,new=head.*``. Raises UsageError."""
+        """Parse ``key=value,…``, such as ``rename=transformer.:model.,new=head.*``.
+
+        Args:
+            text: the keys are ``rename``, ``new``, ``unused`` and ``reshaped``; several items of one key are joined by
+                ``+``.
+            option: name of the option, for the error.
+
+        Raises:
+            UsageError: the text is malformed, a key is unknown (naming the nearest) or repeated, or an item of
+                ``rename`` is not ``OLD:NEW``.
+        """
         return build_options(cls, read_options(text, option, _FORM), option)
 
     @classmethod
     def of(cls, text: str, init_from: object, option: str) -> InitMap:
-        """Parse ``text``. Raises UsageError, also if there is no ``init_from`` that it could be for."""
+        """Parse the options of a warm start, after checking that the run has initial weights.
+
+        Args:
+            text: as for ``parse``.
+            init_from: source of the initial weights; None for none.
+            option: name of the option, for the error.
+
+        Raises:
+            UsageError: ``init_from`` is None, or ``text`` is refused by ``parse``.
+        """
         if init_from is None:
             raise UsageError(f"{option} does nothing without initial weights", remedy="say where they are: init_from")
         return cls.parse(text, option)

@@ -79,7 +79,15 @@ class StagesConfig(StrategyOptions):
         return {"stages": self.stage_ranks}
 
     def check(self, shape: Mapping[str, int], accelerated: bool, compiled: bool) -> None:
-        """Raise UsageError if ``cuts`` does not make as many virtual stages as the device mesh has."""
+        """Raise UsageError if ``cuts`` does not make as many virtual stages as the device mesh has.
+
+        A device mesh of one stage is not checked.
+
+        Args:
+            shape: size of each dimension of the device mesh, by name: ``replica``, ``shard``, ``stage`` and ``tensor``.
+            accelerated: whether the devices are accelerators; not used here.
+            compiled: whether the run uses ``--compile``; not used here.
+        """
         if shape["stage"] > 1:
             check_cuts(self.cuts, shape["stage"] * self.chunks)
 
@@ -115,7 +123,13 @@ class PipelineConfig(StagesConfig):
         StagesConfig.__post_init__(self)
 
     def check(self, shape: Mapping[str, int], accelerated: bool, compiled: bool) -> None:
-        """Raise UsageError if ``cuts`` does not fit the number of stages, or zero bubble meets ``--compile``."""
+        """Raise UsageError if ``cuts`` does not fit the number of stages, or zero bubble meets ``--compile``.
+
+        Args:
+            shape: size of each dimension of the device mesh, by name: ``replica``, ``shard``, ``stage`` and ``tensor``.
+            accelerated: whether the devices are accelerators; not used here.
+            compiled: whether the run uses ``--compile``.
+        """
         if self.schedule == "zero_bubble" and compiled:
             raise UsageError(
                 "schedule=zero_bubble cannot be combined with --compile",
@@ -192,7 +206,13 @@ class TensorConfig(StrategyOptions):
         return {"tensor": self.tensor}
 
     def check(self, shape: Mapping[str, int], accelerated: bool, compiled: bool) -> None:
-        """Raise UsageError if ``sequence`` meets ``--compile``."""
+        """Raise UsageError if ``sequence`` meets ``--compile``.
+
+        Args:
+            shape: size of each dimension of the device mesh, by name: ``replica``, ``shard``, ``stage`` and ``tensor``.
+            accelerated: whether the devices are accelerators; not used here.
+            compiled: whether the run uses ``--compile``.
+        """
         if self.sequence and compiled:
             raise UsageError(
                 "sequence=true cannot be combined with --compile",
@@ -231,7 +251,16 @@ class HybridConfig(TensorConfig, PipelineConfig):
         return {"custom_loop": self.stages == 1}
 
     def check(self, shape: Mapping[str, int], accelerated: bool, compiled: bool) -> None:
-        """Raise UsageError as ``TensorConfig`` and ``PipelineConfig`` do."""
+        """Raise UsageError for options of either part that conflict with the run.
+
+        That is, if ``sequence`` or ``schedule=zero_bubble`` meets ``--compile``, or ``cuts`` does not fit the number of
+        stages.
+
+        Args:
+            shape: size of each dimension of the device mesh, by name: ``replica``, ``shard``, ``stage`` and ``tensor``.
+            accelerated: whether the devices are accelerators; not used here.
+            compiled: whether the run uses ``--compile``.
+        """
         TensorConfig.check(self, shape, accelerated, compiled)
         PipelineConfig.check(self, shape, accelerated, compiled)
 

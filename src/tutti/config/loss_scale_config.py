@@ -54,7 +54,11 @@ LossScaleConfig: TypeAlias = Dynamic | ConstantLossScale
 
 
 def check_loss_scale(text: str) -> LossScaleConfig:
-    """Parse ``--loss-scale``: a number, or ``dynamic:key=value,…``. Raises UsageError.
+    """Parse ``--loss-scale``: a number, or ``dynamic:key=value,…`` with the options of ``Dynamic``.
+
+    Raises:
+        UsageError: the number is not finite and above 0, the text is malformed, a name or key is unknown (naming the
+            nearest), or ``Dynamic`` refuses a value.
 
     >>> check_loss_scale("1024"), check_loss_scale("dynamic:init=256").init
     (ConstantLossScale(value=1024.0), 256.0)

@@ -86,13 +86,23 @@ RULES: Mapping[str, type[NoRule]] = {
 
 
 def check_rule(text: str) -> NoRule:
-    """Parse ``--lr-scale``. Raises UsageError, naming the nearest name or key."""
+    """Parse ``--lr-scale``: ``name:key=value,…`` with a rule of ``RULES``, such as ``linear:base_batch=256``.
+
+    Raises:
+        UsageError: the text is malformed, a name or key is unknown (naming the nearest), or the rule refuses a value,
+            such as a missing base batch.
+    """
     spec = Spec.parse(text, "--lr-scale")
     return spec.build(spec.choose(RULES, "rule"), "--lr-scale")
 
 
 def check_growth(rule: NoRule, noise: Multiplicative | None) -> None:
-    """Raise UsageError for options that contradict a growing batch."""
+    """Raise UsageError for options that contradict a growing batch: ``--lr-scale adascale`` and ``--gradient-noise``.
+
+    Args:
+        rule: rule of ``--lr-scale``.
+        noise: options of ``--gradient-noise``; None for no noise.
+    """
     if rule.adaptive:
         raise UsageError(
             "a batch that grows cannot be combined with --lr-scale adascale",

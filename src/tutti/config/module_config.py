@@ -48,7 +48,11 @@ BATCH_NORMS: Mapping[str, type[BatchNormConfig]] = {"worker": WorkerBatchNorm, "
 
 
 def check_batch_norm(text: str) -> BatchNormConfig:
-    """Parse ``--batch-norm`` into its options. Raises UsageError, naming the nearest name or key."""
+    """Parse ``--batch-norm``: ``name:key=value,…`` with a name of ``BATCH_NORMS``, such as ``ghost:size=32``.
+
+    Raises:
+        UsageError: the text is malformed, a name or key is unknown (naming the nearest), or a value is refused.
+    """
     spec = Spec.parse(text, "--batch-norm")
     return spec.build(spec.choose(BATCH_NORMS, "batch norm"), "--batch-norm")
 
@@ -77,10 +81,18 @@ _GRAPHS = ("reduce-overhead", "max-autotune")
 
 
 def check_compile(text: str, reproducible: bool = False) -> CompileChoice | None:
-    """Parse ``--compile`` into mode and options; None for ``none``.
+    """Parse ``--compile``: ``mode:key=value,…`` with a mode of ``MODES``, such as ``default:backend=inductor``.
+
+    Args:
+        text: value of the option.
+        reproducible: whether the run uses ``--reproducible``.
+
+    Returns:
+        Mode and options; None for ``none``.
 
     Raises:
-        UsageError: unknown mode or key, naming the nearest, a mode with CUDA graphs, or ``reproducible``.
+        UsageError: the text is malformed, a mode or key is unknown (naming the nearest), the mode records CUDA graphs,
+            or the run is reproducible, which compiled code is not.
     """
     spec = Spec.parse(text, _COMPILE)
     if spec.name in _GRAPHS:
@@ -156,10 +168,19 @@ Checkpointing: TypeAlias = Blocks | Sequence[Any] | None
 
 
 def check_checkpointing(choice: str | Checkpointing, compiled: bool = False) -> Checkpointing:
-    """Parse ``--activation-checkpointing`` into its options; None for ``none``; names and classes of modules stay.
+    """Parse ``--activation-checkpointing``: ``name:key=value,…`` with a name of ``CHECKPOINTING``.
+
+    Args:
+        choice: value of the option, such as ``blocks:every=2``; options, or names and classes of modules, are returned
+            as they are.
+        compiled: whether the run uses ``--compile``.
+
+    Returns:
+        The options; None for ``none``.
 
     Raises:
-        UsageError: unknown name or key, naming the nearest, or ``selective`` with ``--compile``.
+        UsageError: the text is malformed, a name or key is unknown (naming the nearest), a value is refused, or
+            ``selective`` meets ``--compile``.
     """
     options: Any = choice
     if isinstance(choice, str):

@@ -369,7 +369,15 @@ WHOLE_RUN = (CosineSchedule, LinearSchedule, PolynomialSchedule, WSDSchedule, On
 
 
 def check_optimizer(text: str) -> OptimizerConfig:
-    """Parse ``--optimizer`` into its options. Raises UsageError, naming the nearest name or key."""
+    """Parse ``--optimizer``: ``name:key=value,…`` of ``OPTIMIZERS``, or ``package.module:Class:key=value,…``.
+
+    The first form is an optimizer of tutti, such as ``sgd:lr=0.1,momentum=0.9``. The second is a class of another
+    package, such as ``package.module:Class:lr=0.001``; its module is not imported here.
+
+    Raises:
+        UsageError: the text is malformed, a name or key is unknown (naming the nearest), a value has the wrong type or
+            is out of range, or an imported class has no learning rate of at least 0.
+    """
     module, _, rest = text.strip().partition(":")
     name, _, options = rest.partition(":")
     if "." in module or (name.isidentifier() and "=" not in name):
@@ -419,12 +427,26 @@ class OptimizerChoice:
 
     @classmethod
     def parse(cls, text: str) -> OptimizerChoice:
-        """Parse ``--optimizer``. Raises UsageError, naming the nearest name or key."""
+        """Parse ``--optimizer`` and keep its text: ``name:key=value,…``, such as ``sgd:lr=0.1,momentum=0.9``.
+
+        Args:
+            text: a name of ``OPTIMIZERS`` with its options, or ``package.module:Class:lr=0.001,key=value`` for a class
+                of another package.
+
+        Raises:
+            UsageError: the text is malformed, a name or key is unknown (naming the nearest), a value has the wrong type
+                or is out of range, or an imported class has no learning rate of at least 0.
+        """
         return cls(text, check_optimizer(text))
 
 
 def check_schedule(text: str) -> ConstantSchedule:
-    """Parse ``--schedule`` into its options. Raises UsageError, naming the nearest name or key."""
+    """Parse ``--schedule``: ``name:key=value,…`` with a name of ``SCHEDULES``, such as ``cosine:warmup=5ep``.
+
+    Raises:
+        UsageError: the text is malformed, a name or key is unknown (naming the nearest), or a value has the wrong type
+            or is out of range.
+    """
     spec = Spec.parse(text, "--schedule")
     return spec.build(spec.choose(SCHEDULES, "schedule"), "--schedule")
 

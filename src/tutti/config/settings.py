@@ -94,11 +94,16 @@ def read_file(file: Path) -> dict[str, Any]:
 def typed(value: Any, hint: Any, where: str) -> Any:
     """Return a TOML value as type ``hint``: a whole number may stand for a float or text.
 
-    >>> typed(3, float, "clip"), typed(2, str, "devices")
-    (3.0, '2')
+    Args:
+        value: as the TOML parser returned it.
+        hint: type of a field of ``TrainConfig``: bool, int, float, str, a Literal, or one of these and None.
+        where: file and key, for the error.
 
     Raises:
-        UsageError: the value has another type; ``where`` is its place, for the message.
+        UsageError: the value has another type.
+
+    >>> typed(3, float, "clip"), typed(2, str, "devices")
+    (3.0, '2')
     """
     if get_origin(hint) in (typing.Union, types.UnionType):
         (hint,) = (member for member in get_args(hint) if member is not type(None))

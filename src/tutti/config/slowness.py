@@ -35,7 +35,19 @@ class Slowness:
 
     @classmethod
     def parse(cls, text: str, option: str = "--slow") -> tuple[Slowness, ...]:
-        """Parse ``rank=1,factor=3`` or ``worker=1+2,ms=20``, or several separated by ``;``. Raises UsageError."""
+        """Parse ``key=value,…``, several of them separated by ``;``: ``rank=1,factor=3`` or ``worker=1+2,ms=20``.
+
+        Args:
+            text: the keys are the attributes of this class; several ranks or workers are joined by ``+``.
+            option: name of the option, for the error.
+
+        Returns:
+            One delay for each part of the text.
+
+        Raises:
+            UsageError: the text is malformed, a key is unknown (naming the nearest) or repeated, both or neither of
+                ``rank`` and ``worker`` are given, or neither ``factor`` nor ``ms`` gives a delay.
+        """
         return tuple(
             build_options(cls, read_options(part, option, "rank=1,factor=3"), option) for part in text.split(";")
         )

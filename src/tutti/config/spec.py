@@ -42,7 +42,15 @@ class Duration:
 
     @classmethod
     def parse(cls, text: str, option: str = "duration") -> Duration:
-        """Parse ``3ep``, ``500st`` or ``20000sa``. Raises UsageError on anything else."""
+        """Parse a number and its unit: ``3ep`` (epochs), ``500st`` (steps) or ``20000sa`` (samples).
+
+        Args:
+            text: the duration; only epochs may have a fraction, as in ``0.5ep``.
+            option: name of the option, for the error.
+
+        Raises:
+            UsageError: the text has another form, is a fraction of a step or sample, or is longer than any run.
+        """
         match = _DURATION.fullmatch(text.strip())
         if match is None:
             raise UsageError(f"cannot read '{text}' as a duration", where=option, remedy="write 3ep, 500st or 20000sa")
@@ -95,7 +103,15 @@ class Spec:
 
     @classmethod
     def parse(cls, text: str, option: str = "specification") -> Spec:
-        """Parse a specification. Raises UsageError if it is malformed or a key is repeated."""
+        """Parse ``name:key=value,…`` or ``name`` alone, without checking name and keys.
+
+        Args:
+            text: the specification; dashes in keys become underscores.
+            option: name of the option, for the error.
+
+        Raises:
+            UsageError: there is no name, an item is not ``key=value``, or a key is repeated.
+        """
         name, _, rest = text.strip().partition(":")
         options = read_options(rest, option, "name:key=value,key=value")
         if not name:
@@ -153,7 +169,7 @@ class StrategyOptions:
         """Raise UsageError if the options conflict with the rest of the run.
 
         Args:
-            shape: size of each dimension of the device mesh, by name.
+            shape: size of each dimension of the device mesh, by name: ``replica``, ``shard``, ``stage`` and ``tensor``.
             accelerated: whether devices are accelerators.
             compiled: whether the run uses ``--compile``.
         """

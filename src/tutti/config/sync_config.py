@@ -90,7 +90,13 @@ class RowsConfig(StrategyOptions):
         return self.stage > 1 and shape["shard"] > 1
 
     def check(self, shape: Mapping[str, int], accelerated: bool, compiled: bool) -> None:
-        """Raise UsageError if ``offload`` or ``param_dtype`` would have no effect on this device mesh."""
+        """Raise UsageError if ``offload`` or ``param_dtype`` would have no effect on this device mesh.
+
+        Args:
+            shape: size of each dimension of the device mesh, by name: ``replica``, ``shard``, ``stage`` and ``tensor``.
+            accelerated: whether the devices are accelerators.
+            compiled: whether the run uses ``--compile``; not used here.
+        """
         if self.offload and not accelerated:
             raise UsageError(
                 f"offload={'true' if self.offload is True else self.offload} does nothing here",
@@ -135,7 +141,15 @@ class SplitConfig(RowsConfig, AllReduceConfig):
         return {"shards": self.shards}
 
     def check(self, shape: Mapping[str, int], accelerated: bool, compiled: bool) -> None:
-        """Raise UsageError as ``RowsConfig`` does, and if sharded parameters (stages 2 and 3) meet pipeline stages."""
+        """Raise UsageError if sharded parameters (stages 2 and 3) meet pipeline stages.
+
+        Also if ``offload`` or ``param_dtype`` would have no effect on this device mesh.
+
+        Args:
+            shape: size of each dimension of the device mesh, by name: ``replica``, ``shard``, ``stage`` and ``tensor``.
+            accelerated: whether the devices are accelerators.
+            compiled: whether the run uses ``--compile``; not used here.
+        """
         super().check(shape, accelerated, compiled)
         if self.shards_parameters(shape) and shape["stage"] > 1:
             raise UsageError(

@@ -45,7 +45,14 @@ class WatchdogLimits:
 
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> WatchdogLimits:
-        """Parse ``TUTTI_START_TIMEOUT``, ``TUTTI_STEP_TIMEOUT`` and ``TUTTI_SAVE_TIMEOUT``. Raises UsageError."""
+        """Parse ``TUTTI_START_TIMEOUT``, ``TUTTI_STEP_TIMEOUT`` and ``TUTTI_SAVE_TIMEOUT``: seconds, or 0 for no limit.
+
+        Args:
+            environ: environment variables; a missing one gives the default.
+
+        Raises:
+            UsageError: a value is no number, or is neither 0 nor finite and at least 1.
+        """
         found = {}
         for name in ("start", "step", "save"):
             text = environ.get(variable := f"TUTTI_{name.upper()}_TIMEOUT")
