@@ -228,7 +228,16 @@ def pins_memory(device: torch.device) -> bool:
 
 
 def numbers_for(device: torch.device, numbers: Sequence[float], dtype: torch.dtype) -> torch.Tensor:
-    """Return ``numbers`` in host memory from which a ``non_blocking`` copy to ``device`` lets the host go on."""
+    """Return ``numbers`` in host memory from which a ``non_blocking`` copy to ``device`` lets the host go on.
+
+    Args:
+        device: destination of the copy; the memory is pinned where its copies are asynchronous from pinned memory.
+        numbers: numbers or truth values, (n,).
+        dtype: of the tensor.
+
+    Returns:
+        (n,), on the CPU.
+    """
     import torch
 
     return torch.tensor(numbers, dtype=dtype, pin_memory=pins_memory(device))

@@ -464,7 +464,14 @@ class SavedState(Protocol):
         """Return the global shape of one tensor."""
 
     def part(self, group: str, name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
-        """Return the region of ``shape`` at ``offset`` of one tensor, on the CPU."""
+        """Return a region of one tensor, on the CPU.
+
+        Args:
+            group: group of the tensor: ``model``, ``ema``, ``optim`` or ``workers``.
+            name: the tensor's name.
+            offset: index of the region's first element in the tensor, one number a dimension.
+            shape: of the region, one number a dimension.
+        """
 
 
 class Average(Protocol):

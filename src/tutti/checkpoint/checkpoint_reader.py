@@ -42,7 +42,20 @@ class CheckpointReader:
         return self._manifest.tensors[group][name].shape
 
     def part(self, group: str, name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
-        """Read the region of ``shape`` at ``offset`` of one tensor, and no other bytes where its files allow it."""
+        """Read a region of one tensor, and no other bytes where its files allow it.
+
+        Args:
+            group: one of ``tutti.checkpoint.manifest.GROUPS``, such as ``model``.
+            name: the tensor's name.
+            offset: index of the region's first element in the tensor, one number a dimension.
+            shape: of the region, one number a dimension.
+
+        Returns:
+            The region, on the CPU.
+
+        Raises:
+            CheckpointError: no such tensor, a region outside it, or a file that differs from the manifest.
+        """
         return self._reader.read_slice(group, name, offset, shape)
 
 
@@ -85,7 +98,17 @@ class WeightsReader:
         return next(n for n in (name, *tied) if n in self._weights.records)
 
     def part(self, group: str, name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
-        """Read one tensor and return its region of ``shape`` at ``offset``."""
+        """Read one whole tensor and return a region of it, on the CPU.
+
+        Args:
+            group: ``model``; not used here, because weights have no other group.
+            name: the tensor's name.
+            offset: index of the region's first element in the tensor, one number a dimension.
+            shape: of the region, one number a dimension.
+
+        Returns:
+            A view of the region, on the CPU.
+        """
         region = tuple(slice(begin, begin + length) for begin, length in zip(offset, shape, strict=True))
         return self.get(group, name)[region]
 

@@ -91,7 +91,19 @@ class TensorReader:
             yield name, self.read_slice(group, name, (0,) * len(shape), shape)
 
     def read_slice(self, group: str, name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
-        """Return a region of one tensor on the CPU; arguments and errors as ``numbers``."""
+        """Return a region of one tensor, on the CPU, in the tensor's dtype.
+
+        Only files that hold a part of the region are opened.
+
+        Args:
+            group: one of ``GROUPS``.
+            name: the tensor's name.
+            offset: index of the region's first element in the tensor, one number a dimension.
+            shape: of the region, one number a dimension.
+
+        Raises:
+            CheckpointError: no such tensor, a region outside it, or a file that differs from the manifest.
+        """
         from tutti.checkpoint.dtypes import tensor_from_bytes
 
         return tensor_from_bytes(self.numbers(group, name, offset, shape), self._record(group, name).dtype)

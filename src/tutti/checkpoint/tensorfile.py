@@ -78,7 +78,16 @@ class SliceRecord:
 
     @classmethod
     def whole(cls, name: str, dtype: str, shape: Sequence[int]) -> SliceRecord:
-        """Make the record of a whole tensor. Raises ValueError as the constructor."""
+        """Make the record of a whole tensor: a slice at offset 0, of the tensor's shape.
+
+        Args:
+            name: the tensor's name, of any characters.
+            dtype: a key of ``DTYPES``.
+            shape: of the tensor.
+
+        Raises:
+            ValueError: an unknown dtype, or a shape of too many dimensions or bytes.
+        """
         return cls(name, dtype, tuple(shape), (0,) * len(shape), tuple(shape))
 
     @property

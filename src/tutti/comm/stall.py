@@ -98,7 +98,16 @@ class StallInspector:
         self._asking: threading.Thread | None = None
 
     def wait(self, work: Work, call: Call) -> None:
-        """Block until ``work`` is complete. Raises as ``poll``."""
+        """Block until ``work`` is complete.
+
+        Args:
+            work: the collective under way.
+            call: its description, for notes and errors.
+
+        Raises:
+            MismatchError: all ranks wait, and no call has all of its ranks.
+            PeerError: a connection broke, or the timeout has passed; names the missing ranks.
+        """
 
         def done(limit: timedelta) -> bool:
             try:

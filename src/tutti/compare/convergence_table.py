@@ -66,7 +66,16 @@ def _to_target(row: RungResult) -> tuple[str, ...]:
 
 
 def plain_table(ladder: Ladder, rows: Mapping[str, RungResult], metric: Metric = ACCURACY) -> str:
-    """Return the table as columns of text; its range is half the distance between the best and the worst seed."""
+    """Return the table as columns of text; its range is half the distance between the best and the worst seed.
+
+    Args:
+        ladder: the ladder.
+        rows: results by rung name, of rungs with finished runs.
+        metric: the metric that is compared.
+
+    Returns:
+        A line of headings and one line a rung, aligned by spaces.
+    """
     lines = [headings(ladder), *cells(ladder, rows, metric)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     return "\n".join(

@@ -203,7 +203,13 @@ def to_target(ladder: Ladder, rows: Mapping[str, RungResult]) -> list[str]:
 
 
 def recipe_holds(ladder: Ladder, rows: Mapping[str, RungResult], metric: Metric = ACCURACY) -> bool:
-    """Return whether some recipe reaches its like-with-like baseline, and the first rung as well."""
+    """Return whether some recipe reaches its like-with-like baseline, and the first rung as well.
+
+    Args:
+        ladder: the ladder.
+        rows: results by rung name, of rungs with finished runs; rungs with a non-finite held-out value are left out.
+        metric: the metric that is compared.
+    """
     _, rows = _without_numbers(ladder, rows)
     return any(_holds(ladder, rung, rows, metric) for rung in recipes(ladder))
 
@@ -211,7 +217,14 @@ def recipe_holds(ladder: Ladder, rows: Mapping[str, RungResult], metric: Metric 
 def baseline(
     ladder: Ladder, rung: Rung, rows: Mapping[str, RungResult], metric: Metric = ACCURACY
 ) -> RungResult | None:
-    """Return the best finished like-with-like baseline of ``rung``; None if there is none."""
+    """Return the best finished like-with-like baseline of ``rung``; None if there is none.
+
+    Args:
+        ladder: the ladder.
+        rung: the rung to compare with its baselines (`like_with_like.baselines`).
+        rows: results by rung name, of rungs with finished runs.
+        metric: the metric by whose mean over the seeds the best is chosen.
+    """
     found = [rows[other.name] for other in baselines(ladder, rung) if other.name in rows]
     return max(found, key=lambda row: metric.gain(0.0, row.mean), default=None)
 
@@ -297,7 +310,16 @@ def _without_numbers(ladder: Ladder, rows: Mapping[str, RungResult]) -> tuple[li
 
 
 def as_json(ladder: Ladder, rows: Mapping[str, RungResult], metric: Metric) -> dict[str, Any]:
-    """Return the content of ``compare.json``; non-finite values are null."""
+    """Return the content of ``compare.json``; non-finite values are null.
+
+    Args:
+        ladder: the ladder.
+        rows: results by rung name, of rungs with finished runs.
+        metric: the metric that is compared.
+
+    Returns:
+        Ladder, metric, rungs with their runs, effects, verdict and whether a recipe holds, as JSON values.
+    """
     _, finite = _without_numbers(ladder, rows)
     return {
         "ladder": ladder.name,
@@ -354,6 +376,11 @@ def format_metric(value: float, fraction: bool = True) -> str:
 
 def difference(value: float, fraction: bool = True, sign: bool = True) -> str:
     """Format a difference of two fractions in percentage points, of other values with four decimals.
+
+    Args:
+        value: the difference.
+        fraction: whether the values are fractions.
+        sign: whether a difference that is not negative has a plus sign.
 
     >>> difference(-0.123), difference(0.05, sign=False), difference(1.5, fraction=False)
     ('-12.3 points', '5.0 points', '+1.5000')

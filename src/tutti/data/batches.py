@@ -81,7 +81,15 @@ def length(batch: Batch) -> int:
 def slice_batch(batch: Batch, low: int, high: int) -> Batch:
     """Return samples ``low`` to ``high``, exclusive, of a batch as views.
 
-    Raises UsageError if it holds an object other than tensors and columns.
+    Args:
+        batch: tensors, lists of strings, and tuples, lists and dicts of them; or a ``CollatedBatch``, of which only its
+            whole micro-batches can be taken.
+        low: first sample, an index in the batch.
+        high: index after the last sample.
+
+    Raises:
+        UsageError: the batch holds an object other than tensors and columns, or the samples are no micro-batch of a
+            ``CollatedBatch``.
     """
     if isinstance(batch, CollatedBatch):
         return batch.part(low, high)

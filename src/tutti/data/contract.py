@@ -78,11 +78,17 @@ class BatchContract:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Global batches in an epoch; the last may be smaller, and no sample is dropped. Raises as ``known``."""
+        """Global batches in an epoch; the last may be smaller, and no sample is dropped.
+
+        Raises UsageError if the length of an epoch is not known.
+        """
         return math.ceil(self.known / self.batch)
 
     def samples(self, step: int) -> int:
-        """Return the number of samples in global batch ``step``, from 0, of an epoch. Raises as ``known``."""
+        """Return the number of samples in global batch ``step``, from 0, of an epoch.
+
+        Raises UsageError if the length of an epoch is not known.
+        """
         return min(self.batch, self.known - step * self.batch)
 
     def mine(self, rank: int) -> range:
@@ -175,7 +181,10 @@ class BatchContract:
             )
 
     def consumed(self, steps: int) -> int:
-        """Return the number of samples consumed after ``steps`` steps. Raises as ``known``."""
+        """Return the number of samples consumed after ``steps`` steps.
+
+        Raises UsageError if the length of an epoch is not known.
+        """
         epochs, rest = divmod(steps, self.steps_per_epoch)
         return epochs * self.known + min(rest * self.batch, self.known)
 

@@ -98,7 +98,10 @@ class Epochs:
         return total
 
     def place(self, steps: int) -> tuple[int, int]:
-        """Return the whole epochs in ``steps`` steps of the run, and the steps after them. Raises as ``consumed``."""
+        """Return the whole epochs in ``steps`` steps of the run, and the steps after them.
+
+        Raises UsageError for unknown epoch lengths.
+        """
         for phase in self.phases:
             each, epochs = phase.contract.steps_per_epoch, phase.end - phase.start
             if steps < epochs * each:

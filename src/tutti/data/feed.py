@@ -182,7 +182,12 @@ class HeldOut:
 
     @property
     def sizes(self) -> dict[int, int]:
-        """Number of samples of each block, by its number."""
+        """Number of samples of each block, by the block's number.
+
+        A block is a list of held-out samples that one rank reads and evaluates as one batch; the ranks divide the
+        blocks among themselves. Blocks do not depend on the number of ranks, and so the loss sums of the blocks, added
+        in order, do not either.
+        """
         return dict(enumerate(map(len, self.blocks)))
 
     @property

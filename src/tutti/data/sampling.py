@@ -96,7 +96,15 @@ def given_sampling(
     drop_last: bool,
     data_workers: int | None,
 ) -> Sampling:
-    """Return the sampling of the arguments of ``tutti.prepare``; those of a ``DataLoader`` where one is given.
+    """Return the sampling of a ``DataLoader``, or of the arguments of ``tutti.prepare`` without one.
+
+    Args:
+        dataset: the samples, or a ``DataLoader``.
+        batch_size: samples in a global batch; None if not given.
+        collate: function from a list of samples to a batch; None for PyTorch's.
+        shuffle: whether every epoch has another order; None for the default of the kind of data.
+        drop_last: whether an epoch ends before a batch that would be smaller than the others.
+        data_workers: loader processes of each rank; None for none, or for the loader's number.
 
     Raises:
         UsageError: an argument differs from that of the ``DataLoader``, or the loader does what tutti cannot keep.

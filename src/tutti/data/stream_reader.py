@@ -236,9 +236,15 @@ class ShardedStream:
 
 
 def compare_samples(ranks: Communicator, batches: int, batch: StreamBatch) -> None:
-    """Compare the samples of a global batch over ranks, if ``batches`` before it is 0 or a power of two. Collective.
+    """Compare the samples of a global batch over ranks, in batches 0, 1, 2, 4, 8 and so on. Collective.
 
-    Raises MismatchError where they differ.
+    Args:
+        ranks: the ranks to compare, each of which has read the batch.
+        batches: number of batches before this one; ranks compare if it is 0 or a power of two.
+        batch: the global batch, with number and digest of its samples.
+
+    Raises:
+        MismatchError: the samples, or their number, differ between ranks.
     """
     if batches & (batches - 1) == 0:
         ranks.agree(batch.lines or [f"{batch.samples} samples"], "the samples of the stream", DIFFERENT)

@@ -112,6 +112,14 @@ def install(replace: bool = False) -> bool:
 
 
 def run_horovod_script(script: str, argv: list[str], module: bool = False) -> None:
-    """Run a script or module as ``tutti.launcher.launch.run_script``, with ``import horovod`` served."""
+    """Run a script or module as ``__main__`` in this process, with ``import horovod`` served by tutti.
+
+    A real Horovod that is installed wins. For the rest see ``tutti.launcher.launch.run_script``.
+
+    Args:
+        script: path of the script, or name of the module.
+        argv: its arguments, without its own name.
+        module: whether ``script`` names a module.
+    """
     install()
     run_script(script, argv, module)

@@ -230,7 +230,19 @@ class HostsEngine:
         return {host.name: host.slots - held[host.name] for host in self._there()}
 
     def start(self, size: int, words: Sequence[str], environment: Mapping[str, str]) -> None:
-        """Start all ranks. Raises SlotsGone, and DiskError if a log cannot be written."""
+        """Start all ranks, on this node and over SSH; nodes are filled in order.
+
+        Each rank's working directory is this process's.
+
+        Args:
+            size: number of ranks.
+            words: command line of every rank, behind the Python interpreter.
+            environment: additional variables of every rank; they take precedence over the engine's.
+
+        Raises:
+            SlotsGone: there are fewer slots by now.
+            DiskError: a log cannot be written.
+        """
         hosts = self._there()
         if size > sum(host.slots for host in hosts):
             raise SlotsGone

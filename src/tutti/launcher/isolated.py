@@ -69,13 +69,17 @@ def run_isolated(command: Sequence[str], timeout: float, environ: Mapping[str, s
 def run_module(
     module: str, arguments: Sequence[str], timeout: float, environ: Mapping[str, str] | None = None
 ) -> Ended:
-    """Run a module of tutti as ``python -m`` would, with this process's import path. Raises as ``run_isolated``.
+    """Run a module of tutti as ``python -m`` would, with this process's import path, and return its result.
 
     Args:
         module: its dotted name.
         arguments: command-line arguments.
         timeout: seconds until it is killed.
         environ: its environment; default: this process's.
+
+    Raises:
+        subprocess.TimeoutExpired: it ran longer than ``timeout``.
+        OSError: the Python interpreter cannot be started.
     """
     # -P: do not import a torch.py from the current directory.
     path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)

@@ -56,7 +56,16 @@ class NodeEngine:
         return {"localhost": self._part.processes - self._ranks.held().total()}
 
     def start(self, size: int, words: Sequence[str], environment: Mapping[str, str]) -> None:
-        """Start this node's ranks. Raises DiskError if a log cannot be written."""
+        """Start this node's ranks.
+
+        Args:
+            size: number of this node's ranks, the same as in its ``NodePart``.
+            words: command line of every rank, behind the Python interpreter.
+            environment: additional variables of every rank; they take precedence over the engine's.
+
+        Raises:
+            DiskError: a log cannot be written.
+        """
         part = self._part
         nodes = [Host(f"node{number}", part.processes) for number in range(part.nodes)]
         commands = []

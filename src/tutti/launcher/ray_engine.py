@@ -87,7 +87,18 @@ class RayEngine:
         return found
 
     def start(self, size: int, words: Sequence[str], environment: Mapping[str, str]) -> None:
-        """Reserve a placement group, start an actor on each bundle and the rank's process in it."""
+        """Reserve a placement group, start an actor on each bundle and the rank's process in it.
+
+        Args:
+            size: number of ranks.
+            words: command line of every rank, behind the Python interpreter.
+            environment: additional variables of every rank; the engine's take precedence.
+
+        Raises:
+            SlotsGone: the bundles are not free in time, or an actor has ended.
+            EngineGone: the head of the cluster does not answer.
+            UsageError: a node cannot run tutti.
+        """
         self._group = self._ask(lambda: placement_group([self._needs] * size, strategy="PACK"))
         if not self._ask(lambda: self._group.wait(_PLACE), _PLACE + 10):
             self.stop(signal.SIGKILL)

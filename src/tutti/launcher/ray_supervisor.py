@@ -47,7 +47,13 @@ class RankSupervisor:
             return int(free.getsockname()[1])
 
     def start(self, words: Sequence[str], environment: Mapping[str, str], folder: str | None) -> None:
-        """Start the process: this node's Python interpreter with ``words``, in ``folder`` or this actor's."""
+        """Start the rank's process, with this node's Python interpreter.
+
+        Args:
+            words: arguments of the interpreter.
+            environment: variables in addition to this actor's; they take precedence.
+            folder: working directory; None for this actor's.
+        """
         self._heard = time.monotonic()
         self._process = subprocess.Popen(
             [sys.executable, *words],

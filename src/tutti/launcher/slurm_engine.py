@@ -61,7 +61,17 @@ class SlurmEngine:
         return {host.name: host.slots - held[host.name] for host in self._there()}
 
     def start(self, size: int, words: Sequence[str], environment: Mapping[str, str]) -> None:
-        """Start all ranks, each in a step. Raises SlotsGone, and DiskError if a log cannot be written."""
+        """Start all ranks, each in a job step of its own; nodes are filled in order.
+
+        Args:
+            size: number of ranks.
+            words: command line of every rank, behind the Python interpreter.
+            environment: additional variables of every rank; they take precedence over the engine's.
+
+        Raises:
+            SlotsGone: there are fewer slots by now.
+            DiskError: a log cannot be written.
+        """
         hosts = self._there()
         if size > sum(host.slots for host in hosts):
             raise SlotsGone

@@ -38,21 +38,51 @@ class Native:
         return [square for _, square in self._run("squares", (None, grads), ())]
 
     def decayed_squares(self, params: Tensors, grads: Tensors, options: Sequence[Decayed]) -> Squares:
-        """Return (‖w‖², ‖d‖²) of each tensor, d as in ``Decayed``, in one compiled loop."""
+        """Return (‖w‖², ‖d‖²) of each tensor, with d = gradient·g + decay·w, in one compiled loop.
+
+        Args:
+            params: parameters (w).
+            grads: gradients (g).
+            options: coefficients of each tensor, named as in ``Decayed``.
+        """
         return self._run("decayed_squares", (params, grads), options)
 
     def momentum(self, params: Tensors, grads: Tensors, buffers: Tensors | None, options: Sequence[Momentum]) -> None:
-        """Update momentum buffers and parameters as in ``Momentum``, in one compiled loop."""
+        """Update momentum buffers and parameters by the formula of ``Momentum``, in one compiled loop.
+
+        Args:
+            params: parameters (w), updated in place.
+            grads: gradients (g).
+            buffers: momentum buffers (b), updated in place; None: as if ``buffered`` were 0.
+            options: coefficients of each tensor, named as in ``Momentum``.
+        """
         self._run("momentum", (params, grads, buffers), options)
 
     def adam_squares(
         self, params: Tensors, grads: Tensors, firsts: Tensors, seconds: Tensors, options: Sequence[AdamCoefficients]
     ) -> Squares:
-        """Update Adam's moments and return (‖w‖², ‖u‖²) of each tensor, in one compiled loop."""
+        """Update Adam's moments and return (‖w‖², ‖u‖²) of each tensor, in one compiled loop.
+
+        Moments and u by the formulas of ``AdamCoefficients``; the parameters stay.
+
+        Args:
+            params: parameters (w).
+            grads: gradients (g).
+            firsts: first moments (m), updated in place.
+            seconds: second moments (v), updated in place.
+            options: coefficients of each tensor, named as in ``AdamCoefficients``.
+        """
         return self._run("adam_squares", (params, grads, firsts, seconds), options)
 
     def adam_step(self, params: Tensors, firsts: Tensors, seconds: Tensors, options: Sequence[AdamStep]) -> None:
-        """Update parameters as in ``AdamStep``, in one compiled loop."""
+        """Update parameters by the formula of ``AdamStep``, in one compiled loop.
+
+        Args:
+            params: parameters (w), updated in place.
+            firsts: first moments (m).
+            seconds: second moments (v).
+            options: coefficients of each tensor, named as in ``AdamStep``.
+        """
         self._run("adam_step", (params, None, firsts, seconds), options)
 
     def _run(self, name: str, lists: tuple[Tensors | None, ...], options: Sequence[Sequence[float]]) -> Squares:

@@ -89,18 +89,48 @@ class Passes(Protocol):
         """Return ‖g‖² of each tensor."""
 
     def decayed_squares(self, params: Tensors, grads: Tensors, options: Sequence[Decayed]) -> Squares:
-        """Return (‖w‖², ‖d‖²) of each tensor, with d of ``Decayed``."""
+        """Return (‖w‖², ‖d‖²) of each tensor, with d = gradient·g + decay·w.
+
+        Args:
+            params: parameters (w).
+            grads: gradients (g).
+            options: coefficients of each tensor, named as in ``Decayed``.
+        """
 
     def momentum(self, params: Tensors, grads: Tensors, buffers: Tensors | None, options: Sequence[Momentum]) -> None:
-        """Update ``buffers`` (b) and ``params`` (w) as in ``Momentum``; without buffers as if ``buffered`` were 0."""
+        """Update momentum buffers and parameters by the formula of ``Momentum``.
+
+        Args:
+            params: parameters (w), updated in place.
+            grads: gradients (g).
+            buffers: momentum buffers (b), updated in place; None: as if ``buffered`` were 0.
+            options: coefficients of each tensor, named as in ``Momentum``.
+        """
 
     def adam_squares(
         self, params: Tensors, grads: Tensors, firsts: Tensors, seconds: Tensors, options: Sequence[AdamCoefficients]
     ) -> Squares:
-        """Update the moments ``firsts`` (m) and ``seconds`` (v); return (‖w‖², ‖u‖²) of each tensor."""
+        """Update Adam's moments and return (‖w‖², ‖u‖²) of each tensor.
+
+        Moments and u by the formulas of ``AdamCoefficients``; the parameters stay.
+
+        Args:
+            params: parameters (w).
+            grads: gradients (g).
+            firsts: first moments (m), updated in place.
+            seconds: second moments (v), updated in place.
+            options: coefficients of each tensor, named as in ``AdamCoefficients``.
+        """
 
     def adam_step(self, params: Tensors, firsts: Tensors, seconds: Tensors, options: Sequence[AdamStep]) -> None:
-        """Update ``params`` (w) as in ``AdamStep``."""
+        """Update parameters by the formula of ``AdamStep``.
+
+        Args:
+            params: parameters (w), updated in place.
+            firsts: first moments (m).
+            seconds: second moments (v).
+            options: coefficients of each tensor, named as in ``AdamStep``.
+        """
 
 
 class Foreach:
@@ -117,7 +147,13 @@ class Foreach:
         return _sums(grads, ((rows, pieces) for rows, _, (pieces,) in _batches(grads, grads)))
 
     def decayed_squares(self, params: Tensors, grads: Tensors, options: Sequence[Decayed]) -> Squares:
-        """Return (‖w‖², ‖d‖²) of each tensor, d as in ``Decayed``, with foreach operators."""
+        """Return (‖w‖², ‖d‖²) of each tensor, with d = gradient·g + decay·w, with foreach operators.
+
+        Args:
+            params: parameters (w).
+            grads: gradients (g).
+            options: coefficients of each tensor, named as in ``Decayed``.
+        """
         decayed = (
             (rows, _added((g, [o.gradient for o in own]), (w, [o.decay for o in own])))
             for rows, own, (w, g) in _batches(options, params, grads)
@@ -125,7 +161,14 @@ class Foreach:
         return list(zip(self.squares(params), _sums(params, decayed), strict=True))
 
     def momentum(self, params: Tensors, grads: Tensors, buffers: Tensors | None, options: Sequence[Momentum]) -> None:
-        """Update momentum buffers and parameters as in ``Momentum``, with foreach operators."""
+        """Update momentum buffers and parameters by the formula of ``Momentum``, with foreach operators.
+
+        Args:
+            params: parameters (w), updated in place.
+            grads: gradients (g).
+            buffers: momentum buffers (b), updated in place; None: as if ``buffered`` were 0.
+            options: coefficients of each tensor, named as in ``Momentum``.
+        """
         for _, own, (w, g, *buffer) in _batches(options, params, grads, *(() if buffers is None else (buffers,))):
             decayed = _added((g, [o.gradient for o in own]), (w, [o.decay for o in own]))
             for b in buffer:
@@ -138,7 +181,17 @@ class Foreach:
     def adam_squares(
         self, params: Tensors, grads: Tensors, firsts: Tensors, seconds: Tensors, options: Sequence[AdamCoefficients]
     ) -> Squares:
-        """Update Adam's moments and return (‖w‖², ‖u‖²) of each tensor, with foreach operators."""
+        """Update Adam's moments and return (‖w‖², ‖u‖²) of each tensor, with foreach operators.
+
+        Moments and u by the formulas of ``AdamCoefficients``; the parameters stay.
+
+        Args:
+            params: parameters (w).
+            grads: gradients (g).
+            firsts: first moments (m), updated in place.
+            seconds: second moments (v), updated in place.
+            options: coefficients of each tensor, named as in ``AdamCoefficients``.
+        """
 
         def directions() -> Iterator[tuple[Sequence[int], Tensors]]:
             for rows, own, (w, g, m, v) in _batches(options, params, grads, firsts, seconds):
@@ -155,7 +208,14 @@ class Foreach:
         return list(zip(self.squares(params), found, strict=True))
 
     def adam_step(self, params: Tensors, firsts: Tensors, seconds: Tensors, options: Sequence[AdamStep]) -> None:
-        """Update parameters as in ``AdamStep``, with foreach operators."""
+        """Update parameters by the formula of ``AdamStep``, with foreach operators.
+
+        Args:
+            params: parameters (w), updated in place.
+            firsts: first moments (m).
+            seconds: second moments (v).
+            options: coefficients of each tensor, named as in ``AdamStep``.
+        """
         for _, own, (w, m, v) in _batches(options, params, firsts, seconds):
             step = (_direction(w, m, v, own), [o.rate for o in own])
             foreach_sub_(w, _added(step, (w, [o.shrink for o in own])))

@@ -99,7 +99,12 @@ def linear_decay(progress: float, final: float) -> float:
 
 
 def polynomial_decay(progress: float, power: float, final: float) -> float:
-    """Return final + (1 - final) · (1 - progress)^power.
+    """Return the factor final + (1 - final) · (1 - progress)^power.
+
+    Args:
+        progress: fraction of the decay that has passed; above 1 counts as 1.
+        power: exponent; 1 is a line.
+        final: factor at the end.
 
     >>> polynomial_decay(0.5, 2.0, 0.0)
     0.25
@@ -128,6 +133,13 @@ def stable_decay(progress: float, decay: float, final: float, root: bool) -> flo
 def one_cycle(step: int, total: int, rise: float, start: float, final: float) -> float:
     """Return the factor of ``OneCycleLR``: a cosine from ``start`` to 1 at rise · total - 1, another to ``final``.
 
+    Args:
+        step: steps taken.
+        total: steps in the run.
+        rise: fraction of the run in which the rate rises.
+        start: factor at step 0.
+        final: factor at the last step, total - 1.
+
     >>> one_cycle(0, 10, 0.5, 0.25, 0.0), one_cycle(4, 10, 0.5, 0.25, 0.0), one_cycle(9, 10, 0.5, 0.25, 0.0)
     (0.25, 1.0, 0.0)
     """
@@ -138,7 +150,13 @@ def one_cycle(step: int, total: int, rise: float, start: float, final: float) ->
 
 
 def cosine_between(begin: float, end: float, progress: float) -> float:
-    """Return end + (begin - end) · (1 + cos(π · progress)) / 2."""
+    """Return end + (begin - end) · (1 + cos(π · progress)) / 2, half a period of a cosine.
+
+    Args:
+        begin: value at progress 0.
+        end: value at progress 1.
+        progress: from 0 to 1.
+    """
     return end + (begin - end) / 2 * (1 + math.cos(math.pi * progress))
 
 

@@ -24,6 +24,11 @@ def broadcast_parameters(
 
     All tensors travel as one collective for each device type. Names and shapes must be equal on all ranks.
 
+    Args:
+        params: dict of tensors, or pairs of name and tensor; values that are no tensors are left as they are.
+        root_rank: global rank of the source.
+        process_set: ranks that take part; default: all ranks.
+
     Raises:
         ValueError: ``params`` is neither a dict nor pairs of name and tensor.
         HorovodInternalError: shapes or dtypes differ between ranks.
@@ -81,6 +86,12 @@ def broadcast_object(
 ) -> Any:
     """Return ``root_rank``'s object: None, numbers, texts, lists, tuples, sets, dicts, tensors, arrays. No pickle.
 
+    Args:
+        obj: on ``root_rank``, the object to send; ignored on other ranks.
+        root_rank: global rank of the source.
+        name: matches the ranks' calls; None: by the order of calls without a name.
+        process_set: ranks that take part; default: all ranks.
+
     Raises:
         ValueError: an object of another type, by name.
         HorovodInternalError: ranks' calls differ.
@@ -91,6 +102,16 @@ def broadcast_object(
 
 @mpi_ops.translated
 def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
-    """Return the objects of all ranks, in rank order. Types and exceptions as ``broadcast_object``."""
+    """Return the objects of all ranks, in rank order.
+
+    Args:
+        obj: this rank's object, of a type that ``broadcast_object`` takes.
+        name: matches the ranks' calls; None: by the order of calls without a name.
+        process_set: ranks that take part; default: all ranks.
+
+    Raises:
+        ValueError: an object of another type, by name.
+        HorovodInternalError: ranks' calls differ.
+    """
     mpi_ops.check_initialized()
     return collectives.allgather_object(obj, name, process_set=process_set)

@@ -402,7 +402,23 @@ def allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Tensor:
-    """Return the reduction over the ranks; differentiable. Ranks' calls are matched by ``name``."""
+    """Return the reduction of the ranks' tensors: postscale_factor · op(prescale_factor · tensor); differentiable.
+
+    Args:
+        tensor: of equal shape and dtype on all ranks.
+        average: deprecated: True for ``op=Average``, False for ``op=Sum``; excludes ``op``.
+        name: matches the ranks' calls; None: by the order of calls without a name.
+        compression: compression of the tensors that are sent, such as ``Compression.fp16``; default: none.
+        op: ``Average`` (default), ``Sum``, ``Min``, ``Max``, ``Product`` or ``Adasum``; the gradient exists for the
+            first two.
+        prescale_factor: factor on the tensors before the reduction.
+        postscale_factor: factor on the result after it.
+        process_set: ranks that take part; default: all ranks.
+
+    Raises:
+        ValueError: ``init`` was not called, or an argument is wrong.
+        HorovodInternalError: ranks' calls differ, or a rank is lost.
+    """
     check_initialized()
     operation = _operation(op, average)
     compressed, ctx = compression.compress(tensor)
@@ -422,7 +438,25 @@ def allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Start an all-reduce; return its handle."""
+    """Start an all-reduce; return its handle.
+
+    ``synchronize`` raises HorovodInternalError where ranks' calls differ or a rank is lost.
+
+    Args:
+        tensor: of equal shape and dtype on all ranks.
+        average: deprecated: True for ``op=Average``, False for ``op=Sum``; excludes ``op``.
+        name: matches the ranks' calls; None: by the order of calls without a name.
+        op: ``Average`` (default), ``Sum``, ``Min``, ``Max``, ``Product`` or ``Adasum``.
+        prescale_factor: factor on the tensors before the reduction.
+        postscale_factor: factor on the result after it.
+        process_set: ranks that take part; default: all ranks.
+
+    Returns:
+        Handle for ``poll`` and ``synchronize``, which returns the reduction.
+
+    Raises:
+        ValueError: ``init`` was not called, or an argument is wrong.
+    """
     check_initialized()
     given = _reduced(prescale_factor, postscale_factor, process_set)
     return _handle(collectives.allreduce_async(tensor, _operation(op, average), _named("allreduce", name), **given))
@@ -438,7 +472,21 @@ def allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Tensor:
-    """All-reduce ``tensor`` in place and return it."""
+    """All-reduce ``tensor`` in place and return it.
+
+    Args:
+        tensor: of equal shape and dtype on all ranks. Overwritten.
+        average: deprecated: True for ``op=Average``, False for ``op=Sum``; excludes ``op``.
+        name: matches the ranks' calls; None: by the order of calls without a name.
+        op: ``Average`` (default), ``Sum``, ``Min``, ``Max``, ``Product`` or ``Adasum``.
+        prescale_factor: factor on the tensors before the reduction.
+        postscale_factor: factor on the result after it.
+        process_set: ranks that take part; default: all ranks.
+
+    Raises:
+        ValueError: ``init`` was not called, or an argument is wrong.
+        HorovodInternalError: ranks' calls differ, or a rank is lost.
+    """
     handle = allreduce_async_(tensor, average, name, op, prescale_factor, postscale_factor, process_set)
     result: Tensor = synchronize(handle)
     return result
@@ -454,7 +502,25 @@ def allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Start an all-reduce in place; return its handle."""
+    """Start an all-reduce in place; return its handle.
+
+    ``synchronize`` raises HorovodInternalError where ranks' calls differ or a rank is lost.
+
+    Args:
+        tensor: of equal shape and dtype on all ranks. Overwritten, and not to be used before ``synchronize``.
+        average: deprecated: True for ``op=Average``, False for ``op=Sum``; excludes ``op``.
+        name: matches the ranks' calls; None: by the order of calls without a name.
+        op: ``Average`` (default), ``Sum``, ``Min``, ``Max``, ``Product`` or ``Adasum``.
+        prescale_factor: factor on the tensors before the reduction.
+        postscale_factor: factor on the result after it.
+        process_set: ranks that take part; default: all ranks.
+
+    Returns:
+        Handle for ``poll`` and ``synchronize``, which returns ``tensor``.
+
+    Raises:
+        ValueError: ``init`` was not called, or an argument is wrong.
+    """
     check_initialized()
     given = _reduced(prescale_factor, postscale_factor, process_set)
     operation = _operation(op, average)
@@ -472,7 +538,23 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[Tensor]:
-    """Return the reductions of several tensors; differentiable."""
+    """Return the reductions of several tensors, made as one call; differentiable.
+
+    Args:
+        tensors: the same number on all ranks, each of equal shape and dtype on all ranks.
+        average: deprecated: True for ``op=Average``, False for ``op=Sum``; excludes ``op``.
+        name: matches the ranks' calls; None: by the order of calls without a name.
+        compression: compression of the tensors that are sent, such as ``Compression.fp16``; default: none.
+        op: ``Average`` (default), ``Sum``, ``Min``, ``Max``, ``Product`` or ``Adasum``; the gradient exists for the
+            first two.
+        prescale_factor: factor on the tensors before the reduction.
+        postscale_factor: factor on the result after it.
+        process_set: ranks that take part; default: all ranks.
+
+    Raises:
+        ValueError: ``init`` was not called, or an argument is wrong.
+        HorovodInternalError: ranks' calls differ, or a rank is lost.
+    """
     check_initialized()
     operation = _operation(op, average)
     compressed = [compression.compress(tensor) for tensor in tensors]
@@ -491,7 +573,25 @@ def grouped_allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Start an all-reduce of several tensors; return its handle."""
+    """Start an all-reduce of several tensors as one call; return its handle.
+
+    ``synchronize`` raises HorovodInternalError where ranks' calls differ or a rank is lost.
+
+    Args:
+        tensors: the same number on all ranks, each of equal shape and dtype on all ranks.
+        average: deprecated: True for ``op=Average``, False for ``op=Sum``; excludes ``op``.
+        name: matches the ranks' calls; None: by the order of calls without a name.
+        op: ``Average`` (default), ``Sum``, ``Min``, ``Max``, ``Product`` or ``Adasum``.
+        prescale_factor: factor on the tensors before the reduction.
+        postscale_factor: factor on the result after it.
+        process_set: ranks that take part; default: all ranks.
+
+    Returns:
+        Handle for ``poll`` and ``synchronize``, which returns the list of reductions.
+
+    Raises:
+        ValueError: ``init`` was not called, or an argument is wrong.
+    """
     check_initialized()
     given = _reduced(prescale_factor, postscale_factor, process_set)
     operation = _operation(op, average)
@@ -508,7 +608,21 @@ def grouped_allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[Tensor]:
-    """All-reduce several tensors in place and return them."""
+    """All-reduce several tensors in place, by one call, and return them.
+
+    Args:
+        tensors: the same number on all ranks, each of equal shape and dtype on all ranks. Overwritten.
+        average: deprecated: True for ``op=Average``, False for ``op=Sum``; excludes ``op``.
+        name: matches the ranks' calls; None: by the order of calls without a name.
+        op: ``Average`` (default), ``Sum``, ``Min``, ``Max``, ``Product`` or ``Adasum``.
+        prescale_factor: factor on the tensors before the reduction.
+        postscale_factor: factor on the result after it.
+        process_set: ranks that take part; default: all ranks.
+
+    Raises:
+        ValueError: ``init`` was not called, or an argument is wrong.
+        HorovodInternalError: ranks' calls differ, or a rank is lost.
+    """
     handle = grouped_allreduce_async_(tensors, average, name, op, prescale_factor, postscale_factor, process_set)
     result: list[Tensor] = synchronize(handle)
     return result
@@ -524,7 +638,26 @@ def grouped_allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Start an all-reduce of several tensors in place; return its handle."""
+    """Start an all-reduce of several tensors in place, as one call; return its handle.
+
+    ``synchronize`` raises HorovodInternalError where ranks' calls differ or a rank is lost.
+
+    Args:
+        tensors: the same number on all ranks, each of equal shape and dtype on all ranks. Overwritten, and not to be
+            used before ``synchronize``.
+        average: deprecated: True for ``op=Average``, False for ``op=Sum``; excludes ``op``.
+        name: matches the ranks' calls; None: by the order of calls without a name.
+        op: ``Average`` (default), ``Sum``, ``Min``, ``Max``, ``Product`` or ``Adasum``.
+        prescale_factor: factor on the tensors before the reduction.
+        postscale_factor: factor on the result after it.
+        process_set: ranks that take part; default: all ranks.
+
+    Returns:
+        Handle for ``poll`` and ``synchronize``, which returns ``tensors``.
+
+    Raises:
+        ValueError: ``init`` was not called, or an argument is wrong.
+    """
     check_initialized()
     given = _reduced(prescale_factor, postscale_factor, process_set)
     operation = _operation(op, average)
@@ -537,7 +670,22 @@ def grouped_allreduce_async_(
 def sparse_allreduce_async(
     tensor: Tensor, name: str | None = None, op: Any = None, process_set: ProcessSet = global_process_set
 ) -> Callable[[], Tensor]:
-    """Start an all-reduce of a sparse tensor; call the result to wait for it."""
+    """Start an all-reduce of a sparse tensor; call the result to wait for it.
+
+    Args:
+        tensor: sparse COO tensor, of equal shape and dtype on all ranks.
+        name: matches the ranks' calls; None: by the order of calls without a name.
+        op: ``Average`` (default) or ``Sum``.
+        process_set: ranks that take part; default: all ranks.
+
+    Returns:
+        A function that blocks until the reduction is complete and returns it, sparse and coalesced; ``synchronize``
+        takes it, too.
+
+    Raises:
+        ValueError: ``init`` was not called, or an argument is wrong.
+        HorovodInternalError: ranks' calls differ, or a rank is lost.
+    """
     check_initialized()
     wait = collectives.sparse_allreduce_async(
         tensor, _operation(op, None), _named("allreduce", name), process_set=process_set
@@ -550,14 +698,41 @@ def sparse_allreduce_async(
 
 @translated
 def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> Tensor:
-    """Concatenate the ranks' tensors along the first dimension, which may differ; differentiable."""
+    """Concatenate the ranks' tensors along the first dimension, which may differ between ranks; differentiable.
+
+    Args:
+        tensor: (rows, …); trailing dimensions and dtype are equal on all ranks. A scalar counts as one row.
+        name: matches the ranks' calls; None: by the order of calls without a name.
+        process_set: ranks that take part; default: all ranks.
+
+    Returns:
+        (sum of the ranks' rows, …), in rank order.
+
+    Raises:
+        ValueError: ``init`` was not called, or an argument is wrong.
+        HorovodInternalError: ranks' calls differ, or a rank is lost.
+    """
     check_initialized()
     return collectives.allgather(tensor, _named("allgather", name), process_set=process_set)
 
 
 @translated
 def allgather_async(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> int:
-    """Start an all-gather; return its handle."""
+    """Start an all-gather; return its handle.
+
+    ``synchronize`` raises HorovodInternalError where ranks' calls differ or a rank is lost.
+
+    Args:
+        tensor: (rows, …); trailing dimensions and dtype are equal on all ranks. A scalar counts as one row.
+        name: matches the ranks' calls; None: by the order of calls without a name.
+        process_set: ranks that take part; default: all ranks.
+
+    Returns:
+        Handle for ``poll`` and ``synchronize``, which returns the concatenation, as ``allgather``.
+
+    Raises:
+        ValueError: ``init`` was not called, or an argument is wrong.
+    """
     check_initialized()
     return _handle(collectives.allgather_async(tensor, _named("allgather", name), process_set=process_set))
 
@@ -566,7 +741,17 @@ def allgather_async(tensor: Tensor, name: str | None = None, process_set: Proces
 def grouped_allgather(
     tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Tensor]:
-    """All-gather several tensors; differentiable."""
+    """Concatenate the ranks' tensors along the first dimension, several tensors by one call; differentiable.
+
+    Args:
+        tensors: each (rows, …); trailing dimensions and dtype are equal on all ranks. A scalar counts as one row.
+        name: matches the ranks' calls; None: by the order of calls without a name.
+        process_set: ranks that take part; default: all ranks.
+
+    Raises:
+        ValueError: ``init`` was not called, or an argument is wrong.
+        HorovodInternalError: ranks' calls differ, or a rank is lost.
+    """
     check_initialized()
     return collectives.grouped_allgather(tensors, _named("allgather", name), process_set=process_set)
 
@@ -575,7 +760,21 @@ def grouped_allgather(
 def grouped_allgather_async(
     tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """Start an all-gather of several tensors; return its handle."""
+    """Start an all-gather of several tensors as one call; return its handle.
+
+    ``synchronize`` raises HorovodInternalError where ranks' calls differ or a rank is lost.
+
+    Args:
+        tensors: each (rows, …); trailing dimensions and dtype are equal on all ranks. A scalar counts as one row.
+        name: matches the ranks' calls; None: by the order of calls without a name.
+        process_set: ranks that take part; default: all ranks.
+
+    Returns:
+        Handle for ``poll`` and ``synchronize``, which returns the list of concatenations.
+
+    Raises:
+        ValueError: ``init`` was not called, or an argument is wrong.
+    """
     check_initialized()
     return _handle(collectives.grouped_allgather_async(tensors, _named("allgather", name), process_set=process_set))
 
@@ -584,7 +783,18 @@ def grouped_allgather_async(
 def broadcast(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Tensor:
-    """Return the tensor of global rank ``root_rank``; differentiable."""
+    """Return the tensor of global rank ``root_rank``; differentiable.
+
+    Args:
+        tensor: of equal shape and dtype on all ranks; the values of ``root_rank`` count.
+        root_rank: global rank of the source.
+        name: matches the ranks' calls; None: by the order of calls without a name.
+        process_set: ranks that take part; default: all ranks.
+
+    Raises:
+        ValueError: ``init`` was not called, or an argument is wrong.
+        HorovodInternalError: ranks' calls differ, or a rank is lost.
+    """
     check_initialized()
     return collectives.broadcast(tensor, root_rank, _named("broadcast", name), process_set=process_set)
 
@@ -593,7 +803,22 @@ def broadcast(
 def broadcast_async(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """Start a broadcast; return its handle."""
+    """Start a broadcast; return its handle.
+
+    ``synchronize`` raises HorovodInternalError where ranks' calls differ or a rank is lost.
+
+    Args:
+        tensor: of equal shape and dtype on all ranks; the values of ``root_rank`` count.
+        root_rank: global rank of the source.
+        name: matches the ranks' calls; None: by the order of calls without a name.
+        process_set: ranks that take part; default: all ranks.
+
+    Returns:
+        Handle for ``poll`` and ``synchronize``, which returns a new tensor with the values of ``root_rank``.
+
+    Raises:
+        ValueError: ``init`` was not called, or an argument is wrong.
+    """
     check_initialized()
     return _handle(collectives.broadcast_async(tensor, root_rank, _named("broadcast", name), process_set=process_set))
 
@@ -602,7 +827,18 @@ def broadcast_async(
 def broadcast_(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Tensor:
-    """Broadcast in place and return the tensor."""
+    """Broadcast ``tensor`` in place from global rank ``root_rank`` and return it.
+
+    Args:
+        tensor: of equal shape and dtype on all ranks; the values of ``root_rank`` count.
+        root_rank: global rank of the source.
+        name: matches the ranks' calls; None: by the order of calls without a name.
+        process_set: ranks that take part; default: all ranks.
+
+    Raises:
+        ValueError: ``init`` was not called, or an argument is wrong.
+        HorovodInternalError: ranks' calls differ, or a rank is lost.
+    """
     result: Tensor = synchronize(broadcast_async_(tensor, root_rank, name, process_set))
     return result
 
@@ -611,14 +847,44 @@ def broadcast_(
 def broadcast_async_(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """Start a broadcast in place; return its handle."""
+    """Start a broadcast in place; return its handle.
+
+    ``synchronize`` raises HorovodInternalError where ranks' calls differ or a rank is lost.
+
+    Args:
+        tensor: of equal shape and dtype on all ranks; the values of ``root_rank`` count. Not to be used before
+            ``synchronize``.
+        root_rank: global rank of the source.
+        name: matches the ranks' calls; None: by the order of calls without a name.
+        process_set: ranks that take part; default: all ranks.
+
+    Returns:
+        Handle for ``poll`` and ``synchronize``, which returns ``tensor``.
+
+    Raises:
+        ValueError: ``init`` was not called, or an argument is wrong.
+    """
     check_initialized()
     named = _named("broadcast", name)
     return _handle(collectives.broadcast_async(tensor, root_rank, named, process_set=process_set, in_place=True))
 
 
 def start_broadcasts(tensors: Sequence[Tensor], root_rank: int, process_set: ProcessSet = global_process_set) -> int:
-    """Start a broadcast of several tensors in place, as one collective; return its handle."""
+    """Start a broadcast of several tensors in place, as one collective; return its handle.
+
+    ``synchronize`` raises HorovodInternalError where ranks' calls differ or a rank is lost.
+
+    Args:
+        tensors: of one device type, each of equal shape and dtype on all ranks; the values of ``root_rank`` count.
+        root_rank: global rank of the source.
+        process_set: ranks that take part; default: all ranks.
+
+    Returns:
+        Handle for ``poll`` and ``synchronize``, which returns ``tensors``.
+
+    Raises:
+        ValueError: ``init`` was not called, or an argument is wrong.
+    """
     check_initialized()
     return _handle(
         translated(collectives.grouped_broadcast_async)(tensors, root_rank, process_set=process_set, in_place=True)
@@ -632,7 +898,21 @@ def alltoall(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Send ``splits[r]`` rows to rank r; return received rows and, with ``splits``, their numbers; differentiable."""
+    """Send ``splits[r]`` rows to rank r, in order, and return the received rows; differentiable.
+
+    Args:
+        tensor: (rows, …); trailing dimensions and dtype are equal on all ranks.
+        splits: int32, rows for each rank, rank 0 first; None: equal parts.
+        name: matches the ranks' calls; None: by the order of calls without a name.
+        process_set: ranks that take part; default: all ranks.
+
+    Returns:
+        The received rows, rank 0's first; with ``splits`` a pair of them and the number of rows from each rank, int32.
+
+    Raises:
+        ValueError: ``init`` was not called, or an argument is wrong.
+        HorovodInternalError: ranks' calls differ, or a rank is lost.
+    """
     check_initialized()
     result = collectives.alltoall(tensor, splits, _named("alltoall", name), process_set=process_set)
     return result[0] if splits is None else result
@@ -645,7 +925,22 @@ def alltoall_async(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Start an all-to-all; return its handle."""
+    """Start an all-to-all; return its handle.
+
+    ``synchronize`` raises HorovodInternalError where ranks' calls differ or a rank is lost.
+
+    Args:
+        tensor: (rows, …); trailing dimensions and dtype are equal on all ranks.
+        splits: int32, rows for each rank, rank 0 first; None: equal parts.
+        name: matches the ranks' calls; None: by the order of calls without a name.
+        process_set: ranks that take part; default: all ranks.
+
+    Returns:
+        Handle for ``poll`` and ``synchronize``, which returns the result of ``alltoall``.
+
+    Raises:
+        ValueError: ``init`` was not called, or an argument is wrong.
+    """
     check_initialized()
     handle = collectives.alltoall_async(tensor, splits, _named("alltoall", name), process_set=process_set)
     if splits is None:
@@ -670,7 +965,24 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Tensor:
-    """Reduce over the ranks and return this rank's part of the first dimension; differentiable."""
+    """Reduce over the ranks and return this rank's part of the first dimension; differentiable.
+
+    Args:
+        tensor: (rows, …), of equal shape and dtype on all ranks.
+        name: matches the ranks' calls; None: by the order of calls without a name.
+        compression: compression of the tensors that are sent, such as ``Compression.fp16``; default: none.
+        op: ``Average`` (default) or ``Sum``.
+        process_set: ranks that take part; default: all ranks.
+        prescale_factor: factor on the tensors before the reduction.
+        postscale_factor: factor on the result after it.
+
+    Returns:
+        (rows of this rank, …); earlier ranks have one row more if the number of ranks does not divide the rows.
+
+    Raises:
+        ValueError: ``init`` was not called, or an argument is wrong.
+        HorovodInternalError: ``op`` is another operation, ranks' calls differ, or a rank is lost.
+    """
     check_initialized()
     compressed, ctx = compression.compress(tensor)
     given = _reduced(prescale_factor, postscale_factor, process_set)
@@ -688,7 +1000,25 @@ def reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> int:
-    """Start a reduce-scatter; return its handle."""
+    """Start a reduce-scatter; return its handle.
+
+    ``synchronize`` raises HorovodInternalError where ranks' calls differ or a rank is lost.
+
+    Args:
+        tensor: (rows, …), of equal shape and dtype on all ranks.
+        name: matches the ranks' calls; None: by the order of calls without a name.
+        op: ``Average`` (default) or ``Sum``.
+        process_set: ranks that take part; default: all ranks.
+        prescale_factor: factor on the tensors before the reduction.
+        postscale_factor: factor on the result after it.
+
+    Returns:
+        Handle for ``poll`` and ``synchronize``, which returns the result of ``reducescatter``.
+
+    Raises:
+        ValueError: ``init`` was not called, or an argument is wrong.
+        HorovodInternalError: ``op`` is another operation.
+    """
     check_initialized()
     given = _reduced(prescale_factor, postscale_factor, process_set)
     return _handle(collectives.reducescatter_async(tensor, _scatters(op), _named("reducescatter", name), **given))
@@ -704,7 +1034,21 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[Tensor]:
-    """Reduce and scatter several tensors; differentiable."""
+    """Reduce several tensors over the ranks by one call and return this rank's part of each; differentiable.
+
+    Args:
+        tensors: each (rows, …), of equal shape and dtype on all ranks.
+        name: matches the ranks' calls; None: by the order of calls without a name.
+        compression: compression of the tensors that are sent, such as ``Compression.fp16``; default: none.
+        op: ``Average`` (default) or ``Sum``.
+        process_set: ranks that take part; default: all ranks.
+        prescale_factor: factor on the tensors before the reduction.
+        postscale_factor: factor on the result after it.
+
+    Raises:
+        ValueError: ``init`` was not called, or an argument is wrong.
+        HorovodInternalError: ``op`` is another operation, ranks' calls differ, or a rank is lost.
+    """
     check_initialized()
     compressed = [compression.compress(tensor) for tensor in tensors]
     given = _reduced(prescale_factor, postscale_factor, process_set)
@@ -722,7 +1066,25 @@ def grouped_reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> int:
-    """Start a reduce-scatter of several tensors; return its handle."""
+    """Start a reduce-scatter of several tensors as one call; return its handle.
+
+    ``synchronize`` raises HorovodInternalError where ranks' calls differ or a rank is lost.
+
+    Args:
+        tensors: each (rows, …), of equal shape and dtype on all ranks.
+        name: matches the ranks' calls; None: by the order of calls without a name.
+        op: ``Average`` (default) or ``Sum``.
+        process_set: ranks that take part; default: all ranks.
+        prescale_factor: factor on the tensors before the reduction.
+        postscale_factor: factor on the result after it.
+
+    Returns:
+        Handle for ``poll`` and ``synchronize``, which returns the list of this rank's parts.
+
+    Raises:
+        ValueError: ``init`` was not called, or an argument is wrong.
+        HorovodInternalError: ``op`` is another operation.
+    """
     check_initialized()
     given = _reduced(prescale_factor, postscale_factor, process_set)
     return _handle(

@@ -27,7 +27,14 @@ class Timeline:
         self._file.write(json.dumps({"name": "process_name", "ph": "M", "pid": 0, "args": epoch}))
 
     def record(self, name: str, activity: str, began: float, ended: float) -> None:
-        """Add an activity of the collective ``name``, between two times of ``time.perf_counter``."""
+        """Add an activity of a collective to the trace; does nothing after ``close``.
+
+        Args:
+            name: name of the collective; each has a lane of its own.
+            activity: name of the activity, such as ``ALLREDUCE`` or ``NEGOTIATE_ALLREDUCE``.
+            began: start, in seconds of ``time.perf_counter``.
+            ended: end, in the same clock.
+        """
         with self._lock:
             if self._file.closed:
                 return

@@ -119,7 +119,11 @@ class SamplerStateHandler(StateHandler):
         sampler.load_state_dict({"epoch": epoch, "processed_indices": done.tolist()})
 
     def skip_sync(self) -> None:
-        """Do as ``sync``: each rank knows its own samples only."""
+        """Merge the ranks' records of finished samples and divide the rest anew, after a reset that only removed hosts.
+
+        Calls ``sync``, which other handlers leave out then, because each rank knows its own samples only. Collective
+        over all ranks.
+        """
         self.sync()
 
 
