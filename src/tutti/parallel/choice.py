@@ -38,10 +38,14 @@ class Choice:
     exchange: StrategyOptions
 
     def shape(self, devices: int) -> dict[str, int]:
-        """Return the extent of each device mesh axis, from the options stages, tensor, shards and replicas.
+        """Return the extent of each device mesh axis: ``replica``, ``shard``, ``stage`` and ``tensor``.
 
-        The first option other than replicas that is None takes all devices that the other axes leave. Replicas take
-        what remains.
+        Their product is ``devices``. The options replicas, shards, stages and tensor fix extents; an axis other than
+        ``replica`` without an option of the strategy has extent 1. The first of shards, stages and tensor that is None
+        takes all devices that the fixed extents leave; ``replica`` takes the factor that then remains.
+
+        Args:
+            devices: number of devices of the run.
 
         Raises:
             UsageError: the number of devices does not fit.

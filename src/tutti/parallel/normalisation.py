@@ -57,7 +57,15 @@ def own_mean(gradients: Sequence[Tensor], part: LossSums, loss_scale: float) -> 
 
 
 def own_sum(gradients: Sequence[Tensor], part: LossSums, loss_scale: float) -> None:
-    """Scale a worker's own gradient in place to the sum over its loss's count. Arguments as for ``own_mean``."""
+    """Scale a worker's own gradient in place from the mean that backward computed to the gradient of the loss sum.
+
+    The sum over all workers, divided by the global count, is then the mean over the global batch.
+
+    Args:
+        gradients: the worker's gradients.
+        part: the worker's loss sums.
+        loss_scale: divisor for the loss scale that the gradients contain.
+    """
     size = float(part.sums[1]) or 1.0 if part.whole else part.samples
     scale_all(gradients, size / loss_scale)
 

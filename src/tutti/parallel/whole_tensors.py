@@ -160,11 +160,19 @@ class WholeTensorsOf:
         return next((gathers for member, gathers in self._found if member is optimizer), None)
 
     def slices(self, parameter: Tensor) -> bool:
-        """As ``WholeTensors.slices``, for any of the optimizers."""
+        """Return whether a tensor is gathered for the step of any of the optimizers.
+
+        Its optimizer state is then on its owner only; for one optimizer see ``WholeTensors.slices``.
+        """
         return any(gathers.slices(parameter) for _, gathers in self._found)
 
     def tensors(self, optimizer: Optimizer, named: Sequence[tuple[str, nn.Parameter]]) -> dict[str, Tensor]:
-        """As ``WholeTensors.tensors``, for all of the optimizers."""
+        """Return all optimizers' state of the tensors in ``named`` that this rank owns, as ``{parameter}/{key}``.
+
+        Args:
+            optimizer: unused: each optimizer's state is read from itself, by ``WholeTensors.tensors``.
+            named: parameters by name; tensors of other owners are left out.
+        """
         return {
             name: tensor for member, gathers in self._found for name, tensor in gathers.tensors(member, named).items()
         }
@@ -176,7 +184,14 @@ class WholeTensorsOf:
         saved: SavedState,
         specs: Mapping[str, ShardSpec],
     ) -> None:
-        """As ``WholeTensors.load``, for all of the optimizers."""
+        """Load the state of the tensors that this rank owns into each of the optimizers.
+
+        Args:
+            optimizer: unused: each optimizer loads its own state, by ``WholeTensors.load``.
+            named: parameters by name; tensors of other owners are ignored.
+            saved: the checkpoint.
+            specs: global shape and tied names of each parameter, by name.
+        """
         for member, gathers in self._found:
             gathers.load(member, named, saved, specs)
 

@@ -67,7 +67,23 @@ class CentralStorageSync(AllReduceSync):
         self._received: dict[nn.Parameter, Tensor] | None = None
 
     def attach(self, replica: ReplicaRunner, make_optimizer: OptimizerFactory) -> GradientReadyHook:
-        """As ``AllReduceSync.attach``. Raises UsageError where the ranks cannot share memory."""
+        """Move all parameters into shared memory, and build the optimizer of this rank's own tensors. Collective.
+
+        The parameters start with data rank 0's values. Every tensor has one owner, evenly by size. On accelerators each
+        rank computes with a copy on its device.
+
+        Args:
+            replica: the replica on this rank.
+            make_optimizer: called with the named parameters that this rank owns, which are in host memory meanwhile.
+
+        Returns:
+            This object, which is its own gradient-ready hook.
+
+        Raises:
+            UsageError: the ranks cannot share memory; the optimizer needs tensors of several owners together, or on
+                accelerators a closure.
+            MismatchError: ranks hold different models.
+        """
 
         def make(named: Named) -> Optimizer | None:
             with self._updating():
@@ -78,10 +94,13 @@ class CentralStorageSync(AllReduceSync):
         return grad_hook
 
     def reduce_gradients(self, step_context: StepContext) -> StepStats:
-        """As ``AllReduceSync.reduce_gradients``.
+        """Sum the ranks' gradients and loss sums, and divide the gradients by the global count. Collective.
+
+        Each rank receives the sums of the tensors that it owns; in a custom training loop, and where workers are summed
+        in order, of all tensors. For the step's statistics see ``AllReduceSync.reduce_gradients``.
 
         Raises:
-            UsageError: the script has written parameters since the last update.
+            UsageError: the script has written parameters since the last update, on several ranks.
         """
         if self._host is None or not isinstance(self._reducer, SharedReducer):
             stats = super().reduce_gradients(step_context)
@@ -192,7 +211,11 @@ class CentralStorageSync(AllReduceSync):
         }
 
     def replicated(self) -> Mapping[str, Tensor] | None:
-        """As ``AllReduceSync.replicated``. Raises UsageError where the script has written parameters."""
+        """Return all parameters, and the buffers that are equal on all ranks; see ``AllReduceSync.replicated``.
+
+        Raises:
+            UsageError: the script has written parameters since the last update, on several ranks.
+        """
         if self._run_context.comms.replica.size > 1:
             self._guard.check(self._guarded, "after the last step")
         return super().replicated()
@@ -329,7 +352,11 @@ class CentralAverage(ParameterAverage):
         )
 
     def within(self, merged: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """As ``ParameterAverage.within``. Collective: a barrier, after which the averages of all ranks are written."""
+        """Return ``merged`` with the average in place of its trained parameters; buffers stay. Collective: a barrier.
+
+        After the barrier every rank has written the averages of the parameters that it owns, and this rank reads all of
+        them from shared memory. Without shared memory: ``ParameterAverage.within``.
+        """
         self._segment.barrier("the average of the weights")
         device = self._run_context.comms.world.device
         return {**merged, **{name: value.to(device) for name, value in self._whole.items()}}

@@ -30,7 +30,18 @@ class _Term(NamedTuple):
 
 
 def annotate_mean(loss: Tensor, count: Tensor, targets: int) -> Tensor:
-    """Note on a loss that autograd cannot recognise that it is a mean over ``count`` of ``targets`` targets."""
+    """Record on a loss that it is the mean over ``count``, so that ``loss_count`` finds the divisor.
+
+    For a cross-entropy that is computed in parts, whose autograd graph has no node of PyTorch's own cross-entropy.
+
+    Args:
+        loss: () the mean.
+        count: () the divisor: number of targets without ignored ones, or the sum of their class weights.
+        targets: number of all targets, with ignored ones.
+
+    Returns:
+        ``loss``; nothing is recorded where it needs no gradient.
+    """
     if loss.grad_fn is not None:
         # The stubs of PyTorch call this property a method.
         cast(dict[str, Any], loss.grad_fn.metadata)[_MEAN_OF] = count.detach(), targets

@@ -169,7 +169,11 @@ class OverlappedReducer:
         self._under_way.append(start(bucket.flat if wire is None else wire, text))
 
     def collect(self, step_context: StepContext, worker: int, loss_sums: Tensor | None) -> None:
-        """Do nothing: autograd accumulates the gradients of a rank's workers in ``.grad``."""
+        """Do nothing: autograd accumulates the gradients of a rank's workers in ``.grad``.
+
+        Args:
+            step_context, worker, loss_sums: unused; see ``Reducer.collect``.
+        """
 
     def finish(self, step_context: StepContext, loss_sums: Tensor | None) -> ReducedSums:
         """Start the remaining all-reduces, wait for all of them, and return the reduced sums. Collective."""
@@ -263,7 +267,14 @@ class TreeReducer:
         """Do nothing: ``collect`` takes the gradients."""
 
     def collect(self, step_context: StepContext, worker: int, loss_sums: Tensor | None) -> None:
-        """Pack the worker's gradients and loss sums, add them to the summation tree, and clear ``.grad``."""
+        """Pack the worker's gradients and loss sums, add them to the summation tree, and clear ``.grad``.
+
+        Args:
+            step_context: the step under way.
+            worker: number of the worker; workers come in increasing order.
+            loss_sums: the worker's loss sums; None if it had no samples on this rank. Nothing is then added where an
+                earlier rank has the worker's first micro-batches.
+        """
         if loss_sums is None and not self._begins:
             # The worker's other micro-batches are on the ranks before this one, and nothing is added to their sum.
             return

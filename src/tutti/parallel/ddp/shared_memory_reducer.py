@@ -104,7 +104,11 @@ class SharedReducer:
                 self._packed[index] = self._pack(self._buckets[index])
 
     def collect(self, step_context: StepContext, worker: int, loss_sums: Tensor | None) -> None:
-        """Do nothing: autograd accumulates the gradients of a rank's workers in ``.grad``."""
+        """Do nothing: autograd accumulates the gradients of a rank's workers in ``.grad``.
+
+        Args:
+            step_context, worker, loss_sums: unused; see ``Reducer.collect``.
+        """
 
     def finish(self, step_context: StepContext, loss_sums: Tensor | None) -> ReducedSums:
         """Sum the ranks' gradients in shared memory and return the reduced sums. Collective: barriers."""

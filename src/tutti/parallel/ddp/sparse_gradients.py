@@ -73,7 +73,15 @@ class SparseReducer:
         self._reducer.gradient_ready(parameter)
 
     def collect(self, step_context: StepContext, worker: int, loss_sums: Tensor | None) -> None:
-        """Make the worker's sparse gradients dense and collect them."""
+        """Make the worker's sparse gradients dense, and let the reducer of dense gradients collect them.
+
+        Where that reducer has gradient-ready hooks, ``gradient_ready`` and ``finish`` make gradients dense instead.
+
+        Args:
+            step_context: the step under way.
+            worker: number of the worker; workers come in increasing order.
+            loss_sums: the worker's loss sums; None if it had no samples.
+        """
         if not self._reducer.listens:
             self._make_all_dense()
         self._reducer.collect(step_context, worker, loss_sums)

@@ -229,7 +229,13 @@ class FullySharded:
                 value.register_hook(lambda _: self.apply_clearing(pairs))
 
     def apply_clearing(self, pairs: Pairs | None = None) -> None:
-        """As the protocol, and remove the placeholders; ``pairs``: of these parameters only."""
+        """Clear the sharded gradients that the script has cleared on unsharded parameters, and remove the placeholders.
+
+        A gradient set to None becomes None, one zeroed in place becomes zeros; see ``CustomLoopSync.apply_clearing``.
+
+        Args:
+            pairs: rows and DTensor of the parameters concerned; None for all parameters of the engine.
+        """
         for each, gathered in (self._pairs if pairs is None else pairs) if self._standing else ():
             unsharded = self._standing.pop(each.name, None)
             if unsharded is not None:

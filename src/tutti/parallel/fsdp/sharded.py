@@ -442,7 +442,14 @@ class ShardedSync:
             engine.apply_edits()
 
     def on_zero_grad(self, optimizer: Optimizer, set_to_none: bool) -> None:
-        """As the protocol: the ``.grad`` of the model's parameters whose rows belong to ``optimizer``."""
+        """Clear the ``.grad`` of the model's parameters whose rows belong to ``optimizer``.
+
+        Called after ``optimizer.zero_grad()``, which has cleared the gradients of the rows.
+
+        Args:
+            optimizer: the script's, whose parameters are the rows.
+            set_to_none: set gradients to None, else to zeros in place.
+        """
         own = {p for group in optimizer.param_groups for p in group["params"]}
         for engine in self._engines:
             engine.on_zero_grad(own, set_to_none)
@@ -484,7 +491,16 @@ class ShardedSync:
             group["params"] = [own.get(p, p) for p in group["params"]]
 
     def reattach(self, names: Sequence[str], late: bool = False) -> None:
-        """As the protocol; parameters that FSDP2 has not sharded are cut into rows. Collective."""
+        """Train these parameters from now on; cut parameters that FSDP2 has not sharded into rows. Collective.
+
+        Args:
+            names: parameters whose ``requires_grad`` the script has set to True since the last look.
+            late: whether a forward of this step has used the uncut parameters; they are then cut after its backward.
+
+        Raises:
+            UsageError: the optimizer needs whole tensors.
+            MismatchError: ranks have thawed different parameters.
+        """
         if self._whole is not None:
             refuse_growth(self._optimizer, names[0])
         agree_on_state(self._run_context.comms.replica, self._replica.parts)

@@ -121,10 +121,16 @@ class ShardingEngine(Protocol):
         """Follow from now on what a script does to gradients between a forward and its backward."""
 
     def apply_clearing(self) -> None:
-        """As ``CustomLoopSync.apply_clearing``."""
+        """Clear gradients of trained rows that the script has cleared on unsharded parameters (FSDP2, after a forward).
+
+        One engine's part of ``CustomLoopSync.apply_clearing``.
+        """
 
     def show_gradients(self) -> None:
-        """As ``CustomLoopSync.show_gradients``."""
+        """Set a placeholder as the ``.grad`` of unsharded parameters, which records what the script clears (FSDP2).
+
+        ``apply_clearing`` reads it. One engine's part of ``CustomLoopSync.show_gradients``.
+        """
 
     def on_zero_grad(self, members: Collection[nn.Parameter], set_to_none: bool) -> None:
         """Clear what the script sees of the gradients of these rows, after ``zero_grad`` of their optimizer."""

@@ -41,21 +41,45 @@ class DiLoCoSync(LocalSGDSync):
         self._options = config
 
     def attach(self, replica: ReplicaRunner, make_optimizer: OptimizerFactory) -> GradientReadyHook:
-        """Attach as local SGD does, and start the outer optimizer at the initial weights. Collective."""
+        """Make parameters and an inner optimizer for each worker here, and outer parameters at the initial weights.
+
+        Collective: compares the model over the ranks, and broadcasts data rank 0's. The outer optimizer is the function
+        ``outer_step`` with the options of ``diloco``; its momentum starts at zero.
+
+        Args:
+            replica: the replica on this rank.
+            make_optimizer: makes the inner optimizer of one worker, which is the run's optimizer; called once for each
+                worker of this rank.
+
+        Returns:
+            This object as the gradient-ready hook; it does nothing, because gradients stay with the worker.
+
+        Raises:
+            MismatchError: ranks hold different models.
+            UsageError: a step of the inner optimizer draws from PyTorch's global random generator.
+        """
         grad_hook = super().attach(replica, make_optimizer)
         self._outer = [p.data.clone() for _, p in self._trained]
         self._velocities = [torch.zeros_like(outer) for outer in self._outer]
         return grad_hook
 
     def optimizer_step(self, stats: StepStats, step_context: StepContext) -> UpdateResult:
-        """As ``LocalSGDSync.optimizer_step``; the last synchronous step also sets the outer parameters."""
+        """Report the workers' inner updates, or make the update of a synchronous step.
+
+        The last synchronous step also sets the outer parameters to the updated parameters; outer updates are made in
+        ``reduce_gradients``. Collective where a gradient was non-finite: see ``LocalSGDSync.optimizer_step``.
+        """
         updated = super().optimizer_step(stats, step_context)
         if step_context.global_step + 1 == self._post:
             foreach_copy_(self._outer, next(iter(self._copies.values())))
         return updated
 
     def reattach(self, names: Sequence[str], late: bool = False) -> None:
-        """As ``LocalSGDSync.reattach``; new outer parameters start at their current values with zero momentum."""
+        """Give each worker, and the outer optimizer, a copy of the parameters that the script has thawed. Collective.
+
+        Their outer parameters start at the current values with zero momentum; the outer state of all other parameters
+        stays. For the workers' copies see ``LocalSGDSync.reattach``.
+        """
         known = {
             name: pair
             for (name, _), pair in zip(self._trained, zip(self._outer, self._velocities, strict=True), strict=True)
@@ -65,14 +89,25 @@ class DiLoCoSync(LocalSGDSync):
         self._outer, self._velocities = [outer for outer, _ in pairs], [velocity for _, velocity in pairs]
 
     def replicated(self) -> Mapping[str, Tensor] | None:
-        """As ``LocalSGDSync.replicated``, and the outer optimizer's parameters and momentum."""
+        """Return outer parameters, their momentum, frozen parameters, and trained ones while all workers' are equal.
+
+        Outer tensors have the names ``outer/parameter/NAME`` and ``outer/momentum/NAME``, all others their names in the
+        model; see ``LocalSGDSync.replicated``.
+
+        Raises:
+            UsageError: the script has written parameters, and this rank has several workers.
+        """
         names = [name for name, _ in self._trained]
         outer = {_PARAMETER + name: t for name, t in zip(names, self._outer, strict=True)}
         outer |= {_MOMENTUM + name: t for name, t in zip(names, self._velocities, strict=True)}
         return {**(super().replicated() or {}), **outer}
 
     def state(self) -> dict[str, dict[str, Tensor]]:
-        """As ``LocalSGDSync.state``, with the outer optimizer's parameters and momentum in the group ``workers``."""
+        """Return this rank's part of a checkpoint, with its share of the outer parameters and their momentum.
+
+        Collective. Outer tensors are in the group ``workers`` as ``outer/parameter/NAME`` and ``outer/momentum/NAME``.
+        For all other tensors see ``LocalSGDSync.state``.
+        """
         state, comm = super().state(), self._run_context.comms.replica
         names = [name for name, _ in self._trained]
         outer = {_PARAMETER + name: t for name, t in zip(names, self._outer, strict=True)}
@@ -80,7 +115,11 @@ class DiLoCoSync(LocalSGDSync):
         return {**state, "workers": {**state["workers"], **mine_of(outer, comm.rank, comm.size)}}
 
     def load(self, saved: SavedState) -> None:
-        """As ``LocalSGDSync.load``; without saved outer state it starts from the merged model with zero momentum."""
+        """Restore the workers, and the outer parameters with their momentum, from a checkpoint.
+
+        Without saved outer state these start at the checkpoint's merged model with zero momentum. For the workers see
+        ``LocalSGDSync.load``.
+        """
         super().load(saved)
         names = saved.names("workers")
         for (name, _), outer, velocity in zip(self._trained, self._outer, self._velocities, strict=True):

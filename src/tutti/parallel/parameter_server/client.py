@@ -194,7 +194,22 @@ class Client:
                     raise self._silent(text, seconds)
 
     def ask(self, kind: int, worker: int, clock: int, text: str, ranks: tuple[int, ...], **more: object) -> list[Reply]:
-        """Send a request and wait for the replies; arguments as of ``send`` and ``wait``."""
+        """Send a request to the servers and wait for their replies.
+
+        Args:
+            kind: PUSH, READ, … of ``server_wire``.
+            worker: logical worker concerned.
+            clock: steps that the worker has taken.
+            text: names the call in error messages.
+            ranks: global ranks on whose requests the replies depend, this rank among them.
+            more: further arguments of ``send``, by name.
+
+        Returns:
+            The replies in the servers' order.
+
+        Raises:
+            PeerError, MismatchError, AuthenticationError: as ``wait``.
+        """
         self.send(kind, worker, clock, **more)  # type: ignore[arg-type]
         return self.wait(text, ranks)
 

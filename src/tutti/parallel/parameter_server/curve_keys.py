@@ -70,7 +70,13 @@ def lock(socket: zmq.Socket[bytes], keys: Keys) -> None:
 
 
 def unlock(socket: zmq.Socket[bytes], keys: Keys, server: bytes) -> None:
-    """Make ``socket`` a CURVE client with these ``keys``, which connects only to the server of this public key."""
+    """Make ``socket`` a CURVE client, which connects only to the server with a given public key.
+
+    Args:
+        socket: a socket that is not connected yet.
+        keys: the client's own key pair.
+        server: the server's public key in Z85, 40 characters.
+    """
     socket.curve_serverkey = server
     socket.curve_publickey = keys.public
     socket.curve_secretkey = keys.secret

@@ -17,7 +17,16 @@ def sizes(parameters: Sequence[nn.Parameter]) -> list[Size]:
 
 
 def over(plan: ServerPlan, parameters: Sequence[nn.Parameter], memory: Tensor) -> list[Tensor]:
-    """Return a view of ``memory`` (plan.size,) uint8 for each parameter, in its dtype, shape and memory format."""
+    """Return a view of ``memory`` for each parameter, in its dtype, shape and memory format.
+
+    Args:
+        plan: places of the parameters in the memory.
+        parameters: the parameters in the order of ``plan.sizes``; their values are not read.
+        memory: (plan.size,) uint8.
+
+    Returns:
+        A view for each parameter, in the order of ``parameters``.
+    """
     views: list[Tensor] = [memory] * len(parameters)
     for section in plan.sections:
         for index, offset in zip(section.order, section.offsets, strict=True):

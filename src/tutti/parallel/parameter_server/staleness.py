@@ -65,9 +65,14 @@ class StalenessTracker:
         self.stop_at: int | None = None
 
     def hear(self, worker: int, clock: int, seen: int = 0) -> None:
-        """Record a request of a worker at ``clock`` whose parameters have ``seen`` updates.
+        """Record the clock and the time of a worker's request, and after a restore of the server the updates seen.
 
-        The first request sets the clocks of all workers.
+        The first request of all sets the clocks of all workers.
+
+        Args:
+            worker: number of the logical worker.
+            clock: steps that the worker has pushed.
+            seen: version of the worker's parameters: the number of updates that they contain.
         """
         if all(known is None for known in self._clocks):
             self._clocks = [clock] * len(self._clocks)

@@ -80,7 +80,15 @@ class ServerReducer:
         """Do nothing."""
 
     def collect(self, step_context: StepContext, worker: int, loss_sums: Tensor | None) -> None:
-        """Push the worker's gradients to the servers where workers are summed in order."""
+        """Push the worker's gradients to the servers where workers are summed in order; otherwise do nothing.
+
+        ``finish`` then pushes the sum of the rank's workers, which autograd accumulates in ``.grad``.
+
+        Args:
+            step_context: the step under way.
+            worker: number of the worker.
+            loss_sums: the worker's loss sums; None if it had no samples.
+        """
         if self._by_worker:
             self._push(step_context, worker, loss_sums)
 
@@ -230,9 +238,15 @@ class SynchronousServerSync(RemoteGradients, AllReduceSync):
         return self._leaves == self._run_context.workers
 
     def reduce_gradients(self, step_context: StepContext) -> StepStats:
-        """Complete the step's sums as ``AllReduceSync.reduce_gradients``.
+        """Wait for the servers' sums of gradients and loss sums, and return the step's statistics.
 
-        Raises UsageError where the script has written parameters since the last update.
+        The gradients stay on the servers, which divide them by the global count; for the statistics see
+        ``AllReduceSync.reduce_gradients``. The servers answer once they have all pushes, with backup workers all but
+        the latest ones.
+
+        Raises:
+            UsageError: the script has written parameters since the last update.
+            MismatchError: ranks are in different steps.
         """
         self._guard.check(self._trained, f"step {step_context.global_step + 1}")
         return super().reduce_gradients(step_context)
@@ -252,7 +266,10 @@ class SynchronousServerSync(RemoteGradients, AllReduceSync):
         return super().merged()
 
     def replicated(self) -> Mapping[str, Tensor] | None:
-        """As ``AllReduceSync``; None with backup workers, where ranks whose pushes came late have older parameters."""
+        """Return all parameters, and the buffers that are equal on all ranks; None with backup workers.
+
+        With backup workers, ranks whose pushes came late have older parameters. See ``AllReduceSync.replicated``.
+        """
         return None if self._servers.backup else super().replicated()
 
     def state(self) -> dict[str, Mapping[str, Tensor | TensorSlice]]:

@@ -99,9 +99,15 @@ def one_forward_one_backward(ranks: int, micro_batches: int) -> Order:
 
 
 def interleaved(ranks: int, micro_batches: int, chunks: int) -> Order:
-    """1F1B over v virtual stages a rank, which divides the bubble by v (Narayanan et al. 2021, arXiv 2104.04473, §2.2).
+    """Return 1F1B over v virtual stages a rank, which divides the bubble by v.
 
-    Micro-batches go through a rank's stages in groups of p = ``ranks``, some of them larger where p does not divide m.
+    Micro-batches go through a rank's stages in groups of p, some of them larger where p does not divide m.
+    Source: Narayanan et al. 2021, arXiv 2104.04473, §2.2.
+
+    Args:
+        ranks: pipeline ranks, p.
+        micro_batches: number of micro-batches, m.
+        chunks: virtual stages a rank, v.
     """
     number = max(1, micro_batches // ranks)
     groups = [even_share(micro_batches, number, i) for i in range(number)]
@@ -159,7 +165,15 @@ def make_order(name: str, ranks: int, micro_batches: int, chunks: int = 1) -> Or
 
 @lru_cache(maxsize=64)
 def forwards(ranks: int, micro_batches: int, chunks: int = 1) -> Order:
-    """Return the forwards without backwards, for evaluation; cached. Arguments as of ``make_order``."""
+    """Return the forwards without backwards, for evaluation; cached.
+
+    A rank runs one micro-batch on all of its virtual stages before the next micro-batch.
+
+    Args:
+        ranks: pipeline ranks, p.
+        micro_batches: number of micro-batches, m.
+        chunks: virtual stages a rank, v.
+    """
     rows = [
         tuple(Action("F", c * ranks + r, i) for i in range(micro_batches) for c in range(chunks)) for r in range(ranks)
     ]
@@ -208,9 +222,15 @@ def bubble(rows: Sequence[Sequence[Span]]) -> float:
 
 
 def bubble_fraction(name: str, ranks: int, micro_batches: int, chunks: int = 1) -> float:
-    """Return the bubble fraction of a schedule if a backward takes twice a forward and all stages take the same.
+    """Return the idle fraction of all ranks' time, if a backward takes twice a forward and all stages take the same.
 
-    Arguments as of ``make_order``.
+    Messages take no time. The input and the weight backward of ``zero_bubble`` take as long as a forward each.
+
+    Args:
+        name: a key of ``SCHEDULES``.
+        ranks: pipeline ranks, p.
+        micro_batches: number of micro-batches, m.
+        chunks: virtual stages a rank, v; only ``interleaved`` takes more than one.
 
     >>> [round(bubble_fraction(name, 4, 8), 6) for name in ("1f1b", "zero_bubble", "one_by_one")]
     [0.272727, 0.111111, 0.75]

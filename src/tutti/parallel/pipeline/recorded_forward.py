@@ -163,7 +163,13 @@ class ForwardRecord:
     def stage(
         self, nodes: Sequence[fx.Node], incoming: Sequence[fx.Node], outgoing: Sequence[fx.Node]
     ) -> RecordedStage:
-        """Return the stage that computes ``nodes``; the last one has no ``outgoing``."""
+        """Build the virtual stage that runs the block calls of consecutive nodes.
+
+        Args:
+            nodes: consecutive nodes of ``graph()``.
+            incoming: nodes before them whose values the stage receives.
+            outgoing: nodes whose values the stage sends; empty for the last stage, which returns the model's output.
+        """
         calls = [node.meta["call"] for node in nodes if "call" in node.meta]
         first, behind = (calls[0], calls[-1] + 1) if calls else (len(self.calls), len(self.calls))
         received, sent = ([node.meta["output"] for node in side] for side in (incoming, outgoing))

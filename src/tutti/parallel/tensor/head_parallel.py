@@ -61,7 +61,24 @@ class HeadParallelAttention(TensorParallelLayer, nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Compute as the plain module. Masks apply as they are given, so that ``is_causal`` is no more than a hint."""
+        """Compute the attention of ``nn.MultiheadAttention.forward``, with the same arguments and results. Collective.
+
+        N samples, L queries, S keys, E features; without N for a single sample.
+
+        Args:
+            query: (L, N, E), or (N, L, E) with ``batch_first``.
+            key, value: (S, N, features), or (N, S, features) with ``batch_first``.
+            key_padding_mask: (N, S) True for keys to ignore, or floats that are added to the scores; None for none.
+            need_weights: whether to return the attention weights.
+            attn_mask: (L, S), or (N · heads, L, S) with the heads of all ranks: True where attention is not allowed, or
+                floats that are added to the scores; None for none.
+            average_attn_weights: return the mean of the weights over the heads, else the weights of each head.
+            is_causal: ignored: the masks apply as they are given.
+
+        Returns:
+            The outputs in the shape of ``query``, and the weights (N, L, S) or (N, heads, L, S); None without
+            ``need_weights``.
+        """
         name, ranks, heads, _ = self.tutti_slice
         batched, inputs = query.dim() == 3, (query, key, value)
         whole = {id(x): copied(x, self.tutti_slice) for x in inputs}

@@ -95,9 +95,15 @@ def _check(target: Tensor, ignored: Tensor, classes: int) -> None:
 
 
 def plain_loss(target: Any, weight: Tensor | None, label_smoothing: float, deprecated: bool) -> bool:
-    """Return whether ``cross_entropy`` here supports the arguments.
+    """Return whether ``cross_entropy`` of this module supports the arguments.
 
     It takes class indices, no deprecated options, and not both class weights and label smoothing.
+
+    Args:
+        target: class indices, or class probabilities, which are not supported.
+        weight: (classes,) class weights; None for none.
+        label_smoothing: 0 for none.
+        deprecated: whether ``size_average`` or ``reduce`` is given.
     """
     numbers = isinstance(target, Tensor) and not target.is_floating_point()
     return numbers and not deprecated and not (weight is not None and label_smoothing)

@@ -59,7 +59,16 @@ class TensorRunner(WholeRunner):
         module.register_forward_hook(self._end_forward, always_call=True)
 
     def run(self, micro_batches: Sequence[MicroBatch], loss: LossFn, grad_hook: GradientReadyHook | None) -> LossSums:
-        """Run as a whole model, with outputs left split for the loss function."""
+        """Run one worker's micro-batches in order, with outputs left split for the loss function.
+
+        Args:
+            micro_batches: of one worker.
+            loss: the loss function.
+            grad_hook: gradient-ready hook; None for forward alone.
+
+        Returns:
+            The loss sums over the micro-batches, on every rank of the replica.
+        """
         if self._outputs is None:
             return super().run(micro_batches, loss, grad_hook)
         with self._outputs.kept():

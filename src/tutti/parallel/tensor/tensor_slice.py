@@ -25,16 +25,44 @@ class SliceRanks(Protocol):
         """All-reduce; backward passes the gradient on."""
 
     def gather(self, part: Tensor, dim: int, length: int, name: str) -> Tensor:
-        """All-gather the slices of ``length`` along ``dim``; backward takes this rank's slice."""
+        """All-gather the ranks' slices along ``dim``, in rank order; backward takes this rank's slice.
+
+        Args:
+            part: this rank's slice.
+            dim: the split dimension.
+            length: size of the whole tensor along ``dim``.
+            name: of the layer, for error messages.
+        """
 
     def take(self, whole: Tensor, dim: int, length: int, name: str) -> Tensor:
-        """Return this rank's slice along ``dim`` of a tensor that is the same on all ranks; backward all-gathers."""
+        """Return this rank's slice along ``dim`` of a tensor that is the same on all ranks; backward all-gathers.
+
+        Args:
+            whole: the whole tensor.
+            dim: the dimension to split.
+            length: size of ``whole`` along ``dim``.
+            name: of the layer, for error messages.
+        """
 
     def scatter(self, part: Tensor, dim: int, length: int, name: str) -> Tensor:
-        """Reduce-scatter along ``dim``; backward all-gathers."""
+        """Reduce-scatter: return this rank's slice along ``dim`` of the sum over the ranks; backward all-gathers.
+
+        Args:
+            part: this rank's summand, whole along ``dim``.
+            dim: the dimension to split.
+            length: size of ``part`` along ``dim``.
+            name: of the layer, for error messages.
+        """
 
     def widen(self, part: Tensor, dim: int, length: int, name: str) -> Tensor:
-        """All-gather along ``dim`` for uses that differ from rank to rank; backward reduce-scatters."""
+        """All-gather the ranks' slices along ``dim`` for uses that differ from rank to rank; backward reduce-scatters.
+
+        Args:
+            part: this rank's slice.
+            dim: the split dimension.
+            length: size of the whole tensor along ``dim``.
+            name: of the layer, for error messages.
+        """
 
     def copies(self, tensors: Sequence[Tensor], name: str) -> Sequence[Tensor]:
         """Return ``tensors``; backward all-reduces their gradients, all in one message."""

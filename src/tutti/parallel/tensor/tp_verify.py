@@ -49,7 +49,13 @@ class TensorCut(NamedTuple):
     blocks: int = 1
 
     def take(self, tensor: Tensor, rank: int, ranks: int) -> Tensor:
-        """Return a rank's slice of a whole tensor; not a copy unless there are several blocks."""
+        """Return a rank's slice of a whole tensor: a view, or a copy where there are several blocks.
+
+        Args:
+            tensor: the whole tensor.
+            rank: the rank.
+            ranks: number of ranks.
+        """
         mine = even_share(self.units, ranks, rank)
         step = tensor.shape[self.dim] // self.blocks
         each = step // self.units
@@ -57,7 +63,13 @@ class TensorCut(NamedTuple):
         return parts[0] if self.blocks == 1 else torch.cat(parts, self.dim)
 
     def offset(self, tensor: Tensor, rank: int, ranks: int) -> tuple[int, ...]:
-        """Return the offset of a rank's slice within the first block."""
+        """Return the offset of a rank's slice within the first block, one number a dimension.
+
+        Args:
+            tensor: the whole tensor.
+            rank: the rank.
+            ranks: number of ranks.
+        """
         each = tensor.shape[self.dim] // self.blocks // self.units
         begin = each * even_share(self.units, ranks, rank).start
         return tuple(begin if dim == self.dim else 0 for dim in range(tensor.dim()))
