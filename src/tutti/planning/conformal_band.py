@@ -109,10 +109,16 @@ def collect_scores(checked: Iterable[CheckedPrediction]) -> dict[str, dict[str, 
 
 
 def band_factor(residuals: Residuals, cell: str, set_name: str) -> float | None:
-    """Return q of a cell without the named set, or None where too little was checked.
+    """Return q of a cell's bands exp(±q·width) around predictions; None where too little was checked.
 
-    That is a cell of fewer than 30 series, or one with fewer than 9 series or 2 sets beside the named one. Sets weigh
-    as the square root of their series, so that one large set does not speak for all.
+    q is the 90 % quantile, corrected for few series, of the scores in the cell of all sets but one. Sets weigh
+    as the square root of their series, so that one large set does not speak for all. Too little is a cell of fewer than
+    30 series, or one with fewer than 9 series or 2 sets beside the named set.
+
+    Args:
+        residuals: scores by cell, then by set.
+        cell: basis and distance class of the prediction.
+        set_name: the set that is predicted, whose scores are left out; empty for a prediction of no set.
     """
     others = {name: scores for name, scores in residuals.get(cell, {}).items() if name != set_name}
     count = sum(scores.series for scores in others.values())

@@ -309,9 +309,15 @@ def last_gain(best: Sequence[DevicePlan], place: int) -> float | None:
 
 
 def within_limits(plan: DevicePlan, deadline: float | None, budget: float | None) -> bool:
-    """Return whether the slow end of the plan's band, or its point figure, meets a deadline (s) and a budget.
+    """Return whether a plan meets a deadline and a budget at the slow end of its band, or without a band at its figure.
 
-    Raises UsageError for a budget without a price.
+    Args:
+        plan: the plan.
+        deadline: seconds of training; None for none.
+        budget: in the currency of the price; None for none.
+
+    Raises:
+        UsageError: a budget without a price.
     """
     if deadline is not None and plan.slow_end() > deadline:
         return False

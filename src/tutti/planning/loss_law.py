@@ -100,7 +100,12 @@ def loss_band(fitted: FittedLoss, spread: float, parameters: Array, data: Array)
 
 
 def loss_spread(law: LossLaw, parameters: Array, data: Array, loss: Array) -> float:
-    """Return the robust standard deviation (1.4826 · median) of log errors of the law."""
+    """Return the robust standard deviation, 1.4826 · median of |log(predicted/measured)|, of runs around a law.
+
+    Args:
+        law: the law.
+        parameters, data, loss: (runs,) N, D and loss of each run.
+    """
     return float(1.4826 * np.median(np.abs(np.log(law.loss(parameters, data) / loss))))
 
 

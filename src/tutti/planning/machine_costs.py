@@ -84,7 +84,13 @@ class StepCosts(Protocol):
         """Price an optimizer's step over so many parameters."""
 
     def collective(self, kind: str, ranks: int, size: float) -> Array:
-        """Price a backend's all_reduce, all_gather or reduce_scatter of a whole tensor of ``size`` bytes."""
+        """Price a collective of the backend.
+
+        Args:
+            kind: ``all_reduce``, ``all_gather`` or ``reduce_scatter``.
+            ranks: number of ranks that take part; one alone sends nothing, for 0 s.
+            size: bytes of the whole tensor: the vector to sum, or the gathered result.
+        """
 
     def link(self, ranks: int) -> tuple[LinkCost, LinkCost]:
         """Return the cost of a message over the slowest link among so many ranks, and within a node's memory."""
@@ -187,7 +193,18 @@ class MeasuredCosts:
         return curve_seconds(self.machine.curve(name), parameters) * self._memory * self._draw(name)
 
     def collective(self, kind: str, ranks: int, size: float) -> Array:
-        """Return the seconds of a collective from its measured curve, between nodes by a ring's law, for each draw."""
+        """Return the seconds of a collective, for each draw: measured curves within a node, a ring's law between nodes.
+
+        Where another number of ranks of a node was measured, the curve scales as a ring does, and ``guesses`` says so.
+
+        Args:
+            kind: ``all_reduce``, ``all_gather`` or ``reduce_scatter``.
+            ranks: number of ranks that take part.
+            size: bytes of the whole tensor.
+
+        Raises:
+            UsageError: the machine file has no curve of this collective, or no cost of a message between nodes.
+        """
         if ranks < 2:
             return np.zeros(SAMPLES)
         here = min(ranks, self.network.per_node)
@@ -398,7 +415,13 @@ class PublishedCosts:
         return np.zeros(SAMPLES)
 
     def collective(self, kind: str, ranks: int, size: float) -> Array:
-        """Return the seconds of a ring within and between nodes, for each draw."""
+        """Return the seconds of a collective, for each draw: a ring within a node and one between nodes.
+
+        Args:
+            kind: ``all_reduce``, ``all_gather`` or ``reduce_scatter``.
+            ranks: number of ranks that take part.
+            size: bytes of the whole tensor.
+        """
         if ranks < 2:
             return np.zeros(SAMPLES)
         here, nodes = min(ranks, self.network.per_node), self.network.nodes(ranks)

@@ -262,7 +262,16 @@ def _complete(row: TableRow, needed: Sequence[str], any_of: Sequence[str]) -> bo
 
 
 def recognise_table(name: str, header: Sequence[str], cells: Sequence[Mapping[str, str]]) -> MeasurementTable:
-    """Return a table by its columns; unknown ones say which columns the nearest kind would have needed."""
+    """Recognise the kind of a table by its columns, and keep the rows with all cells that the kind needs.
+
+    Args:
+        name: the file's name, for messages alone.
+        header: names of the columns.
+        cells: the rows, each with the text of its cells by column.
+
+    Returns:
+        The table; without a kind it says which columns or numbers the nearest kind would have needed.
+    """
     roles = {column: column_role(column) for column in header if column_role(column)[0]}
     named = {role for role, _ in roles.values()}
     every = [_derive(read_row(each, roles)) for each in cells]

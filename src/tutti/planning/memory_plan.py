@@ -91,7 +91,17 @@ def model_facts(name: str, config: TrainConfig) -> Facts:
 
 
 def plan_memory(found: Facts, config: TrainConfig) -> Memory:
-    """Return the bytes on the fullest device, with the strategy and number of devices of ``config``."""
+    """Estimate the bytes on the fullest device, with the strategy and number of devices of ``config``.
+
+    Formulas over sizes; nothing is allocated or measured. Stages and tensor ranks count as even parts of the model.
+
+    Args:
+        found: sizes of the model and its task before any split (``model_facts``). Unknown activations count as 0.
+        config: the run.
+
+    Returns:
+        The estimate, by kind.
+    """
     choice, devices = parallel.parse_strategy(config.strategy), int(config.devices)
     split, ranks = _split(choice, devices), choice.data_ranks(devices)
     each = State(*(b / found.parameters for b in (found.whole, found.trained, found.words * found.trained)))

@@ -17,7 +17,14 @@ _GROUPS = 12
 def write_noise_figure(runs: Sequence[NoiseEvidence], found: CriticalBatch, path: Path) -> None:
     """Draw the noise scale over groups of measured steps and, where runs reached a target, the fitted hyperbola.
 
-    Raises UsageError without matplotlib, DiskError.
+    Args:
+        runs: the runs, each a line of its noise scale.
+        found: the critical batch over these runs, with its band.
+        path: the SVG file to write.
+
+    Raises:
+        UsageError: matplotlib is not installed.
+        DiskError: the file cannot be written.
     """
     if importlib.util.find_spec("matplotlib") is None:
         raise UsageError("--svg needs the package matplotlib", remedy=f"run {pip_install('plot')}, or leave it out")

@@ -49,7 +49,16 @@ class PassPrices:
         return self.once((group.name, passed, samples, checkpointing if passed == "backward" else ""), price)
 
     def total(self, passed: Pass, samples: int, checkpointing: str) -> Array:
-        """Return the seconds of a pass of the whole model and its loss; arguments as of ``group``."""
+        """Return the seconds of a pass of the whole model and its loss; backward includes recomputation.
+
+        Args:
+            passed: the pass.
+            samples: of the micro-batch.
+            checkpointing: activation checkpointing.
+
+        Returns:
+            (draws,) seconds.
+        """
 
         def add() -> Array:
             each = (self.group(group, passed, samples, checkpointing) for group in self.workload.groups)

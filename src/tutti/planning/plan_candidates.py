@@ -61,7 +61,10 @@ class PlanCandidates:
 
 
 def is_single_update(strategy: str) -> bool:
-    """Return whether all workers make one update, so that E(B) depends on the batch alone.
+    """Return whether all workers of a strategy together make one update a step, from the sum of their gradients.
+
+    Only then does E(B), the samples to the target at a global batch of B samples, depend on the batch alone and not on
+    the number of workers.
 
     >>> is_single_update("mirrored"), is_single_update("local_sgd:period=4")
     (True, False)

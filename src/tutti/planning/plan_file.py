@@ -54,7 +54,17 @@ def plan_config(plan: DevicePlan, base: TrainConfig, target: TrainingTarget, nea
 
 
 def write_plan(config: TrainConfig, task: str, headline: str, path: Path) -> None:
-    """Write ``plan.toml`` for ``tutti train --config``. Raises DiskError."""
+    """Write ``plan.toml`` for ``tutti train --config``, with the plan's headline as a comment.
+
+    Args:
+        config: options of the planned run.
+        task: name of its task.
+        headline: the plan in one sentence.
+        path: the file to write.
+
+    Raises:
+        DiskError: the file cannot be written.
+    """
     try:
         path.write_text(f"# {headline}\n{config_toml(config, task)}", encoding="utf-8")
     except OSError as error:
@@ -148,9 +158,16 @@ def plan_json(
 
 
 def write_plan_figure(best: Sequence[DevicePlan], title: str, path: Path) -> None:
-    """Draw time to the target and cost over the number of devices; the format is that of the file's name.
+    """Draw time to the target, and cost or device-hours, over the number of devices.
 
-    Raises UsageError without matplotlib or for an unknown format, DiskError.
+    Args:
+        best: the fastest plan for each number of devices, by devices.
+        title: of the figure.
+        path: the file to write, ``.svg`` or ``.png``.
+
+    Raises:
+        UsageError: matplotlib is not installed, or the file's name ends otherwise.
+        DiskError: the file cannot be written.
     """
     if importlib.util.find_spec("matplotlib") is None:
         raise UsageError("--figure needs the package matplotlib", remedy=f"run {pip_install('plot')}, or leave it out")

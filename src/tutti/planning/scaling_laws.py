@@ -228,6 +228,11 @@ ANCHORED_LAW = ScalingLaw(
 def samples_to_target(batch: Array, least: Array | float, critical: Array | float) -> Array:
     """Return the samples to a target at a batch size: E(B) = E_min(1 + B/B_crit).
 
+    Args:
+        batch: B, samples in a global batch.
+        least: E_min, samples to the target at the smallest batches.
+        critical: B_crit, samples: the batch at which the data to the target are twice E_min.
+
     Source: McCandlish, Kaplan, Amodei 2018, arXiv 1812.06162, eq. 2.12, where S = E/B.
 
     >>> samples_to_target(np.array([16.0, 64.0, 256.0]), 64000, 64)

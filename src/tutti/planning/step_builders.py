@@ -321,7 +321,14 @@ def stage_passes(prices: PassPrices, facts: StageFacts, passed: Pass, samples: i
 
 
 def crossing_bytes(prices: PassPrices, facts: StageFacts, cut: int, samples: int) -> float:
-    """Return the bytes that a micro-batch sends over a cut between two virtual stages, in each direction."""
+    """Return the bytes that a micro-batch sends over a cut between two virtual stages, in each direction.
+
+    Args:
+        prices: of the workload's passes; only the sizes of outputs are read.
+        facts: of the stages.
+        cut: index of the cut, which is between the virtual stages ``cut`` and ``cut + 1``.
+        samples: of the micro-batch.
+    """
     sizes = {group.name: group.output_bytes for group in prices.workload.groups}
     return sum(sizes[name].at(samples) for name in facts.crossing[cut])
 

@@ -334,7 +334,13 @@ def note_partition(choice: Any, costs: StepCosts) -> None:
 
 
 def prediction_json(found: Sequence[StepPrediction], costs: StepCosts, task_name: str) -> dict[str, Any]:
-    """Return predictions and what they rest on as a JSON value."""
+    """Return predictions, and the basis of their prices, as a JSON object.
+
+    Args:
+        found: the predictions, one for each number of devices.
+        costs: prices of the machine, with their basis and guesses.
+        task_name: name of the task.
+    """
     units = {"seconds": "s", "memory": "byte", "bytes": "byte"}
     steps = [asdict(each) for each in found]
     return {

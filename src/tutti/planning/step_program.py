@@ -104,7 +104,14 @@ class StepProgram:
         return len(self.actions) - 1
 
     def count_between_stages(self, source: int, to: int, messages: int, size: int) -> None:
-        """Count messages of ``size`` bytes together from one device of a pipeline to another."""
+        """Add messages to the traffic from one device of a pipeline to another; nothing is timed.
+
+        Args:
+            source: pipeline rank of the sender.
+            to: pipeline rank of the receiver.
+            messages: number of messages.
+            size: bytes of all these messages together.
+        """
         before = self.between_stages.get((source, to), LinkTraffic(0, 0))
         self.between_stages[source, to] = LinkTraffic(before.messages + messages, before.bytes + size)
 

@@ -25,7 +25,14 @@ _SHADES = {
 def write_sweep_figure(found: Sequence[StepPrediction], title: str, path: Path) -> None:
     """Draw two panels: samples a second with the linear reference, and shares of the devices' time.
 
-    Raises UsageError without matplotlib, DiskError.
+    Args:
+        found: the predictions, by number of devices.
+        title: of the figure.
+        path: the SVG file to write.
+
+    Raises:
+        UsageError: matplotlib is not installed.
+        DiskError: the file cannot be written.
     """
     if importlib.util.find_spec("matplotlib") is None:
         raise UsageError("--svg needs the package matplotlib", remedy=f"run {pip_install('plot')}, or leave it out")

@@ -83,7 +83,13 @@ class ReportContent:
 def compose_report(
     runs: Sequence[RunRecord], plan: ReportSection | None = None, landscape: ReportSection | None = None
 ) -> ReportContent:
-    """Compose the report of one or several runs, with the sections of a plan and of landscapes, if any."""
+    """Compose the report of one or several runs; sections without data are left out.
+
+    Args:
+        runs: the runs, at least one.
+        plan: section of a plan; None: the report names it as missing.
+        landscape: section of loss landscapes; None: the report names it as missing.
+    """
     composer = _Composer(runs)
     made = [
         composer.troubles(),
