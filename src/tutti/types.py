@@ -314,8 +314,8 @@ class RunContext:
         gradient_variance: whether to measure each worker's gradient before the sum: ``StepStats.gradient_variance``.
         draws: whether the model may draw random numbers in training.
         in_step: whether every rank makes as many steps as the run has.
-        trial: ``trial(model, most=None)`` calls the loss function on a model with the data set's first micro-batch, or
-            with at most ``most`` samples of it; None without a loss function or for a stream.
+        trial: ``trial(model, most=None)`` calls the loss function on a model with the first micro-batch of the data,
+            or with at most ``most`` samples of it; None without a loss function.
         rows: whether the ``GradientSync`` shards parameters (FSDP2); it then moves them to the device itself.
     """
 
@@ -489,7 +489,10 @@ class Average(Protocol):
         """Return ``merged`` with the average in place of its trained parameters; buffers stay."""
 
     def state(self) -> Mapping[str, Mapping[str, Tensor | TensorSlice]]:
-        """Return this rank's tensors of the average for a checkpoint, by group, as ``GradientSync.state``."""
+        """Return this rank's tensors of the average for a checkpoint, by group; all ranks' together are the full state.
+
+        The counterpart of ``GradientSync.state``.
+        """
 
     def load(self, saved: SavedState, updates: int) -> None:
         """Restore the average of ``updates`` updates from ``saved``, or start at its weights if it has no average."""

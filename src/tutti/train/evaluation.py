@@ -60,7 +60,25 @@ class Evaluation:
 def evaluate_samples(
     run: Run, source: Any, batch: int, loss: LossFn | None, averaged: bool, collate: Collate | None = None
 ) -> Evaluation:
-    """See ``Run.evaluate``; ``loss`` None stands for the run's loss function. Collective."""
+    """Evaluate the workers' merged model on held-out samples, each counted once. Collective.
+
+    Every rank evaluates its part of the samples; where a rank is killed meanwhile, the ranks alive evaluate again.
+    For the user's call see ``Run.evaluate``.
+
+    Args:
+        run: the run.
+        source: held-out samples or a stream of them, the same on every rank; or a ``DataLoader``, whose batches are
+            then evaluated.
+        batch: largest number of samples in one forward, where ``source`` is no ``DataLoader``.
+        loss: the loss function; None: the run's.
+        averaged: whether to evaluate the average of the weights.
+        collate: makes a batch of a list of samples; None: as PyTorch's ``DataLoader``.
+
+    Raises:
+        UsageError: no loss function; one that updates metric objects, with sharded weights; or ``averaged`` without an
+            average.
+        MismatchError: ranks make different calls, have taken different numbers of steps, or read different streams.
+    """
     chosen = loss or run.loss_fn
     if chosen is None:
         raise UsageError("run.evaluate needs a loss function", remedy="give one here or to tutti.prepare")

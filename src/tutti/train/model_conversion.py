@@ -28,7 +28,22 @@ _CAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 def convert_model(
     model: nn.Module, batch_norm: BatchNormConfig, run_context: RunContext, precision: str | None, channels_last: bool
 ) -> tuple[nn.Module, torch.dtype]:
-    """Convert the model's batch norm, dtype and memory layout; return it, and the dtype for floating-point inputs."""
+    """Convert the model's batch norm, dtype and memory layout. Collective for ``sync`` batch norm.
+
+    Args:
+        model: the script's model; parameters and buffers are converted in place.
+        batch_norm: options of batch norm.
+        run_context: of the run.
+        precision: ``fp64``, or ``fp32``, ``bf16`` and ``fp16`` for float32 parameters, as the 16-bit precisions cast in
+            the loss function (``cast_loss``); None leaves the dtype.
+        channels_last: convert 4-d tensors to the channels-last memory format.
+
+    Returns:
+        The model, and the dtype for floating-point inputs: that of its first floating-point parameter.
+
+    Raises:
+        UsageError: the precision is unknown, or ``fp8``, which tutti does not have.
+    """
     if run_context.rows and run_context.comms.world.device.type == "cpu" and _is_large(model):
         free_at_once()
     with as_built(model):
@@ -72,7 +87,13 @@ def _precise(model: nn.Module, precision: str | None, channels_last: bool) -> to
 
 
 def cast_loss(loss_fn: LossFn | None, device: str, precision: str | None) -> LossFn | None:
-    """Return the loss function under autocast to the precision's 16-bit dtype; as it is for other precisions."""
+    """Return the loss function under autocast to the precision's 16-bit dtype.
+
+    Args:
+        loss_fn: the loss function; None for none.
+        device: type of the device, such as ``cpu`` or ``cuda``.
+        precision: ``bf16`` or ``fp16``; for any other precision, and None, ``loss_fn`` is returned as it is.
+    """
     dtype = _CAST.get(precision or "")
     if loss_fn is None or dtype is None:
         return loss_fn
@@ -87,7 +108,17 @@ def cast_loss(loss_fn: LossFn | None, device: str, precision: str | None) -> Los
 def make_loss_scale(
     given: LossScaleConfig | str | None, precision: str | None, loss_fn: LossFn | None
 ) -> LossScale | None:
-    """Return the run's loss scale, None for none. Raises UsageError if it or the precision has no effect."""
+    """Return the run's loss scale; None for none.
+
+    Args:
+        given: options of the loss scale, or their text; None: dynamic for ``fp16``, none for other precisions.
+        precision: ``precision`` of the run; None where the script's own autocast decides.
+        loss_fn: the loss function; None for none.
+
+    Raises:
+        UsageError: the precision casts in a loss function and there is none; or the text is invalid, or given with a
+            precision other than ``fp16``.
+    """
     if loss_fn is None and precision in _CAST:
         raise UsageError(
             f"precision={precision} casts inside loss_fn, and there is none",

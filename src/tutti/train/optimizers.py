@@ -51,7 +51,10 @@ def factory(
 
 
 def imported_optimizer(optimizer: OptimizerChoice, model: nn.Module, rule: NoRule, batch_size: int) -> list[Optimizer]:
-    """Return the optimizer of another package that ``optimizer`` names, made as a script would make it; else nothing.
+    """Construct the optimizer of another package that ``optimizer`` names, over the model's trainable parameters.
+
+    Its arguments are one group of parameters, the learning rate that ``rule`` gives for ``batch_size``, and the other
+    options of ``optimizer``.
 
     Args:
         optimizer: options of an optimizer.
@@ -59,8 +62,11 @@ def imported_optimizer(optimizer: OptimizerChoice, model: nn.Module, rule: NoRul
         rule: rule for the learning rate at ``batch_size``.
         batch_size: samples of the global batch.
 
+    Returns:
+        A list of the one optimizer; an empty list for a built-in optimizer, which ``factory`` makes.
+
     Raises:
-        UsageError: the class cannot be imported, is no optimizer, or refuses its arguments.
+        UsageError: the class cannot be imported, is no optimizer, or refuses its arguments; the rule does not fit it.
     """
     config = optimizer.options
     if not isinstance(config, ImportedOptimizerConfig):

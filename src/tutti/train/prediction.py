@@ -22,7 +22,29 @@ if TYPE_CHECKING:
 def predict_samples(
     run: Run, source: Any, function: Callable[[Any, Any], Any], batch: int, averaged: bool, collate: Collate | None
 ) -> Any:
-    """See ``Run.predict``. Collective: an all-gather of each tensor."""
+    """Compute a function of the workers' merged model and held-out samples, and gather the results on every rank.
+
+    Collective: every rank computes its part of the samples; an all-gather of each tensor. For the user's call see
+    ``Run.predict``.
+
+    Args:
+        run: the run.
+        source: the samples or a stream, the same on every rank; or a ``DataLoader``, whose batches are then taken.
+        function: ``function(model, batch)`` returns a tensor, or tuples, lists and dicts of them, with a row for each
+            sample.
+        batch: largest number of samples in one forward, where ``source`` is no ``DataLoader``.
+        averaged: whether to use the average of the weights.
+        collate: makes a batch of a list of samples; None: as PyTorch's ``DataLoader``.
+
+    Returns:
+        The results for all samples in their order, on the CPU, in the structure that ``function`` returns.
+
+    Raises:
+        UsageError: the model is split into stages or tensor slices, ``averaged`` without an average, or a result has
+            other rows than samples.
+        DataError: results of two batches have different shapes.
+        MismatchError: ranks make different calls, or have taken different numbers of steps.
+    """
     grid = run.context.grid
     if grid.stage > 1 or grid.tensor > 1:
         raise UsageError(

@@ -39,6 +39,16 @@ def run_rank(task: str, config: TrainConfig, directory: Path | None) -> int:
 
 
 def run_launched_rank(task: str, config: TrainConfig, directory: Path) -> None:
-    """Call ``run_rank`` in a process of ``launch``, which reads a non-zero exit code from SystemExit."""
+    """Train on this rank, in a process of ``launch``, which takes the exit code from SystemExit.
+
+    Args:
+        task: name of a built-in task, or ``file.py:function``.
+        config: the resolved configuration.
+        directory: the run directory.
+
+    Raises:
+        SystemExit: ``run_rank`` returned a non-zero exit code.
+        TuttiError: an expected failure, as ``run_rank``.
+    """
     if code := run_rank(task, config, directory):
         raise SystemExit(code)

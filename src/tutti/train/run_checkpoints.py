@@ -160,7 +160,13 @@ class Checkpoints(CheckpointManager):
 
 
 def differs(saved: Mapping[str, Any], current: Mapping[str, Any], name: str) -> bool:
-    """Return whether both have the fact ``name`` and its values differ."""
+    """Return whether a checkpoint and a run both have a fact, with different values.
+
+    Args:
+        saved: facts of the checkpoint.
+        current: facts of the run.
+        name: of the fact.
+    """
     return name in current and name in saved and saved[name] != current[name]
 
 

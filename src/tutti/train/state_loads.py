@@ -166,7 +166,14 @@ class GivenState:
         return tuple(self.get(group, name).shape)
 
     def part(self, group: str, name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
-        """Return the region of ``shape`` at ``offset`` of one given tensor."""
+        """Return the region of ``shape`` at ``offset`` of one given tensor.
+
+        Args:
+            group: ``model`` or ``optim``.
+            name: of the tensor.
+            offset: first index of the region in the full tensor, one number a dimension.
+            shape: of the region.
+        """
         region = tuple(slice(begin, begin + length) for begin, length in zip(offset, shape, strict=True))
         return self.get(group, name)[region]
 

@@ -34,7 +34,16 @@ def choose_sampling(dataset: Any, o: RunOptions) -> Sampling:
 
 
 def wrap_training_data(sampling: Sampling, choice: Choice, o: RunOptions) -> Source | Stream:
-    """Wrap the data set as a ``Source`` or ``Stream``. Raises UsageError if an option excludes it."""
+    """Wrap the data set as a ``Source`` or ``Stream``, and check the options against it.
+
+    Args:
+        sampling: the data set with its global batches.
+        choice: the run's strategy.
+        o: the run's options.
+
+    Raises:
+        UsageError: the data set cannot be combined with an option.
+    """
     data = adapt_training(sampling.dataset, sampling.collate, sampling.drop_last, sampling.processes)
     identical, reproducible = o.identical_batches, o.reproducible
     if sampling.processes < 0:
@@ -109,7 +118,19 @@ def first_micro_batch_trial(
     seed: int,
     data_rank: int,
 ) -> Callable[..., Any] | None:
-    """Return ``RunContext.trial``: a call of the loss function on the data's first micro-batch, or None."""
+    """Return ``RunContext.trial``: a call of the loss function on the first micro-batch of the data.
+
+    Args:
+        data: the training data; a stream's samples are read again in its first epoch.
+        contract: division of the global batch into micro-batches.
+        place: moves a batch to the device.
+        loss: the loss function; None for none.
+        seed: of the run, for the order of a stream.
+        data_rank: of this rank, for a stream that shards itself.
+
+    Returns:
+        ``trial(model, most=None)``, which returns the loss of at most ``most`` samples; None without a loss function.
+    """
     if loss is None:
         return None
     if isinstance(data, Stream):

@@ -132,7 +132,13 @@ def bench_jitter(world: World, found: Findings) -> None:
 
 
 def bench_start(world: World, begin: float, found: Findings) -> None:
-    """Record the seconds from the launcher's call to the meeting of all ranks."""
+    """Record the seconds from the launcher's call to the meeting of all ranks.
+
+    Args:
+        world: all ranks, which have met.
+        begin: ``time.monotonic`` when the launcher was called.
+        found: receives the figure ``start/RANKS``.
+    """
     found.add(f"start/{world.identity.size}", "s", [time.monotonic() - begin])
 
 

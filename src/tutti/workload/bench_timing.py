@@ -30,14 +30,26 @@ class Findings:
     curves: dict[str, Curve] = field(default_factory=dict)
 
     def add(self, name: str, unit: str, values: Sequence[float]) -> None:
-        """Add a figure: the median of measured values."""
+        """Add a figure: the median of measured values, with their interquartile range.
+
+        Args:
+            name: of the figure, such as ``disk/read``.
+            unit: of the values, such as ``s``, ``byte/s`` or ``ratio``.
+            values: at least one.
+        """
         figure = self.figures[name] = Figure(
             statistics.median(values), unit, len(values), quartile_range(values) if len(values) > 1 else None
         )
         self._say(f"{name}: {figure.value:.4g} {unit} (n = {figure.n})")
 
     def draw(self, name: str, unit: str, points: Sequence[CurvePoint]) -> None:
-        """Add a curve: the line through measured points."""
+        """Add a curve of seconds over size: the measured points, and the line through them.
+
+        Args:
+            name: of the curve, such as ``device/copy``.
+            unit: of sizes, such as ``byte`` or ``FLOP``.
+            points: median seconds by size.
+        """
         curve = self.curves[name] = fit_line(unit, points)
         self._say(f"{name}: {curve.rate:.4g} {unit}/s, {curve.fixed * 1e6:.3g} µs a call")
 
