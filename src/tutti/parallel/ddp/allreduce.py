@@ -114,7 +114,20 @@ class AllReduceSync:
         self.gradient_at: GradientPlace = "slices" if run_context.grid.tensor > 1 else "rank"
 
     def attach(self, replica: ReplicaRunner, make_optimizer: OptimizerFactory) -> GradientReadyHook:
-        """Verify and broadcast the model, plan the buckets and build the optimizer. Collective."""
+        """Verify and broadcast the model, plan the gradient buckets and build the optimizer.
+
+        Collective over data ranks.
+
+        Args:
+            replica: this rank's part of the model; its parameters and buffers are overwritten by those of data rank 0.
+            make_optimizer: builds the optimizer over this rank's named parameters.
+
+        Returns:
+            This object, which is also the gradient-ready hook to run the replica with.
+
+        Raises:
+            MismatchError: the ranks hold different models.
+        """
         named = parameters(replica.parts)
         self._unite(replica, named)
         self._replica, self._parameters = replica, [p for _, p in named if p.requires_grad]
@@ -134,7 +147,12 @@ class AllReduceSync:
     def prepare_for_backward(self, part: LossSums | None) -> None:
         """Let the reducer send gradients during this backward if it is the rank's last one in the step.
 
-        ``part``: loss sums of the current logical worker, None where this rank does not know them yet.
+        Called before the backward of a logical worker's last micro-batch. Earlier backwards only accumulate in
+        ``.grad``.
+
+        Args:
+            part: loss sums of the current logical worker; None where this rank does not know them yet, as on all
+                pipeline stages but the last.
         """
         if self._worker == self._last:
             self._buffers.pass_on()
@@ -142,17 +160,37 @@ class AllReduceSync:
             self._reducer.prepare_for_backward(self._step_context, None if together is None else together.sums)
 
     def begin_worker(self, worker: int, step_context: StepContext) -> None:
-        """Load the worker's batch-norm statistics; parameters are the same for all workers."""
+        """Put a logical worker's buffers (batch-norm statistics) into the model; all workers have the same parameters.
+
+        Args:
+            worker: number of the worker, one of ``RunContext.mine``.
+            step_context: the step under way.
+        """
         self._step_context, self._worker = step_context, worker
         self._buffers.enter(worker, step_context.global_step)
 
     def end_worker(self, worker: int, part: LossSums | None) -> None:
-        """Add the worker's loss sums, and its gradients to the summation tree where workers are summed in order."""
+        """Add the worker's loss sums, and its gradients to the summation tree where workers are summed in order.
+
+        Args:
+            worker: number of the logical worker that has run its last micro-batch.
+            part: its loss sums; None if it had no samples on this rank.
+        """
         self._counting.add(part)
         self._reducer.collect(self._step_context, worker, None if part is None else part.sums)
 
     def reduce_gradients(self, step_context: StepContext) -> StepStats:
-        """Complete the all-reduce of gradients and loss sums, and divide gradients by the global count. Collective."""
+        """Complete the all-reduce of gradients and loss sums, and divide gradients by the global count. Collective.
+
+        Blocks until all data ranks have sent. Afterwards every ``.grad`` is the gradient of the mean loss over the
+        global batch, without loss scale and not yet clipped.
+
+        Returns:
+            Loss, metrics and gradient norm of the step, equal on all ranks.
+
+        Raises:
+            MismatchError: ranks are in different steps or hold different parameters.
+        """
         self._buffers.finish()
         sums = self._reducer.finish(step_context, self._counting.take())
         whole = mean_factor(divisor_of_backward(step_context), sums.samples)
@@ -167,7 +205,18 @@ class AllReduceSync:
         return self._counting.stats(sums, norm, finite, stop, spread)
 
     def optimizer_step(self, stats: StepStats, step_context: StepContext) -> UpdateResult:
-        """Clip the gradients and step the optimizers; skip the update where a gradient is not finite."""
+        """Clip the gradients and step the optimizers; skip the update where a gradient is not finite.
+
+        Collective where an optimizer gathers whole tensors, and for a skipped update, which all-gathers the names of
+        its non-finite parameters.
+
+        Args:
+            stats: result of ``reduce_gradients`` in this step.
+            step_context: the step under way, with the learning-rate factor.
+
+        Returns:
+            One update or a skipped one, with names of parameters whose gradient is not finite.
+        """
         if stats.finite:
             factor, norm = clipped(stats.grad_norm, self._run_context.clip)
             if factor != 1.0:
@@ -185,15 +234,28 @@ class AllReduceSync:
             parameter.grad = None
 
     def merged(self) -> dict[str, Tensor]:
-        """Return the parameters, which all ranks hold, and buffers merged over workers. Collective."""
+        """Return all parameters and buffers on this rank by name, with buffers merged over logical workers. Collective.
+
+        Parameters are views of the model's own tensors and need no communication; ``WorkerBuffers.merged`` says how
+        buffers are merged.
+        """
         return {**{name: p.data for name, p in self._named}, **self._buffers.merged()}
 
     def replicated(self) -> Mapping[str, Tensor] | None:
-        """Return all parameters, and the buffers that are equal on all ranks."""
+        """Return the tensors of which all data ranks hold equal copies, by name.
+
+        These are all parameters, and the buffers if the run has a single logical worker.
+        """
         return {**{name: p.data for name, p in self._named}, **self._buffers.replicated()}
 
     def state(self) -> dict[str, Mapping[str, Tensor | TensorSlice]]:
-        """Return this rank's share of model and optimizer, and its workers' buffers. Collective."""
+        """Return the tensors that this rank writes into a checkpoint. Collective.
+
+        Returns:
+            ``model`` (parameters and merged buffers by name) and ``optim`` (optimizer state as ``{parameter}/{key}``),
+            each shared out over the data ranks so that one rank writes a tensor; ``workers`` (``{worker}/{buffer}`` of
+            this rank's logical workers).
+        """
         comm = self._run_context.comms.replica
         return {
             "model": written(self.merged(), self._replica, comm),
@@ -214,7 +276,10 @@ class AllReduceSync:
                 whole.load(self._optimizer, self._named, saved, specs)
 
     def own_gradients(self) -> OwnGradients:
-        """Return the gradients that this rank has accumulated before the all-reduce."""
+        """Return the gradients that this rank has accumulated before the all-reduce, for the gradient noise scale.
+
+        Parameters that another rank of the replica counts (weights tied over stages) are left out.
+        """
         return OwnGradients(self._counted(), optimizers=self.optimizers)
 
     def _counted(self) -> list[nn.Parameter]:
@@ -223,7 +288,13 @@ class AllReduceSync:
         return [p for name, p in self._named if p.requires_grad and name not in lent]
 
     def facts(self) -> dict[str, object]:
-        """Return messages and bytes of each link between data ranks so far, where a schedule is run. Collective."""
+        """Return this strategy's entries of ``summary.json``: messages and bytes of each link so far. Collective.
+
+        Returns:
+            ``algorithm``, the name of the all-reduce schedule, and ``links``, a list of dicts with the data ranks
+            ``from`` and ``to`` and their counts; an empty dict where the all-reduce is the backend's and no schedule of
+            sends.
+        """
         if self._scheduled is None:
             return {}
         traffic = self._run_context.comms.replica.traffic()
@@ -234,28 +305,37 @@ class AllReduceSync:
 
     @property
     def by_worker(self) -> bool:
-        """Whether gradients are summed worker by worker: in reproducible mode, and where their variance is measured."""
+        """Whether gradients are summed logical worker by worker.
+
+        This is so in reproducible mode, and where the variance of the workers' gradients is measured.
+        """
         return self._run_context.reproducible or self._run_context.gradient_variance
 
     def begin_custom_loop(self) -> None:
         """Do nothing: each rank already has the complete gradient of the tensors that it holds."""
 
     def named_trained(self) -> Sequence[tuple[str, nn.Parameter]]:
-        """Return the trained parameters by name."""
+        """Return (name, parameter) pairs of the parameters trainable at the last ``attach`` or ``reattach``."""
         trained = set(self._parameters)
         return [(name, p) for name, p in self._named if p in trained]
 
     def script_parameters(self) -> Sequence[nn.Parameter]:
-        """Return the trained parameters; the script and the optimizer have the same objects."""
+        """Return the trained parameters; the user's script and the optimizer have the same objects."""
         return self._parameters
 
     def script_parameters_of(self, optimizer: Optimizer) -> list[nn.Parameter]:
-        """Return the trained parameters in the optimizer's groups."""
+        """Return the trained parameters that are in the parameter groups of ``optimizer``, in the model's order."""
         own = {p for group in optimizer.param_groups for p in group["params"]}
         return [p for p in self._parameters if p in own]
 
     def pop_gradients(self) -> dict[nn.Parameter, Tensor]:
-        """Clone and remove the gradients that the script has not cleared."""
+        """Take the reduced gradients that the script has not cleared out of ``.grad``, which is None afterwards.
+
+        A custom training loop accumulates over several reductions in this way: ``add_gradients`` adds them again.
+
+        Returns:
+            Clones of the gradients by parameter; none for a ``.grad`` of None.
+        """
         # Clones, because ``.grad`` may be a view of a bucket that the next reduction overwrites.
         self._reveal()
         held = {p: p.grad.clone() for p in self._parameters if p.grad is not None}
@@ -263,7 +343,13 @@ class AllReduceSync:
         return held
 
     def add_gradients(self, held: Mapping[nn.Parameter, Tensor]) -> None:
-        """Add ``held`` to the gradients just reduced."""
+        """Add gradients of earlier reductions to those just reduced, and conceal gradients of tensor slices.
+
+        The script cannot read a concealed gradient, which differs between tensor ranks.
+
+        Args:
+            held: result of ``pop_gradients``, by parameter; it may be empty.
+        """
         self.accumulated = bool(held)
         for parameter, before in held.items():
             parameter.grad = before if parameter.grad is None else parameter.grad.add_(before)
@@ -288,31 +374,45 @@ class AllReduceSync:
         self._aside = {}
 
     def trained_tensors(self) -> list[Tensor]:
-        """Return the trained parameters' tensors."""
+        """Return the trained parameters' data, without autograd; these are the model's tensors and no copies."""
         return [p.data for p in self._parameters]
 
     def pop_reached(self) -> list[bool]:
-        """Return no flags: backward itself reduces no gradients here."""
+        """Return an empty list: only FSDP2's backward reduces gradients itself. See ``CustomLoopSync.pop_reached``."""
         return []
 
     def mark_reached(self, used: Sequence[bool]) -> None:
-        """Do nothing: a parameter counts as used where its ``.grad`` is not None."""
+        """Ignore ``used``: a parameter counts as reached by backward where its ``.grad`` is not None."""
 
     def apply_clearing(self) -> None:
-        """Do nothing: the script's ``.grad`` are those of the update."""
+        """Do nothing: the script clears the gradients of the update themselves.
+
+        See ``CustomLoopSync.apply_clearing``.
+        """
 
     def show_gradients(self) -> None:
-        """Do nothing: as ``apply_clearing``."""
+        """Do nothing: the script sees the gradients of the update themselves. See ``CustomLoopSync.show_gradients``."""
 
     def apply_edits(self) -> None:
-        """Restore concealed gradients of slices for the update; all other ``.grad`` are as the script left them."""
+        """Restore concealed gradients of tensor slices before the update, unless the script has cleared them.
+
+        All other ``.grad`` stay as the script left them.
+        """
         self._reveal()
 
     def on_zero_grad(self, optimizer: Optimizer, set_to_none: bool) -> None:
-        """Do nothing: the script's optimizer and the model share their ``.grad``."""
+        """Do nothing: ``optimizer.zero_grad()`` has already cleared the ``.grad`` that model and script share."""
 
     def norm_of(self, members: Sequence[nn.Parameter], step_context: StepContext) -> float:
-        """Return the norm of these parameters' gradients; collective over the stages and tensor ranks of a replica."""
+        """Return the L2 norm of the reduced gradients of ``members``, for a script that clips them.
+
+        Collective over the pipeline stages and tensor ranks of a replica, each of which adds its own tensors.
+
+        Args:
+            members: some of ``script_parameters``; a parameter that another rank of the replica counts adds nothing
+                here.
+            step_context: unused.
+        """
         own = set(members)
         counted = [p for name, p in self._named if p in own and name not in self._replica.not_owned]
         square = sum(squares_of([p.grad for p in counted if p.grad is not None]))
@@ -321,7 +421,14 @@ class AllReduceSync:
 
     @contextmanager
     def stepping(self, index: int | None, members: Sequence[nn.Parameter]) -> Iterator[None]:
-        """Within the block ``optimizer_step`` steps the optimizer at ``index`` alone."""
+        """Return a context in which ``optimizer_step`` steps one of several optimizers alone.
+
+        On exit gradients of tensor slices are concealed from the script again.
+
+        Args:
+            index: index of the optimizer among those of the script; None for all of them.
+            members: its parameters, which are the gradients to clip; ignored where ``index`` is None.
+        """
         with acting(self._optimizer, index):
             self._acting_on = None if index is None else members
             try:
@@ -331,7 +438,11 @@ class AllReduceSync:
                 self._conceal()
 
     def steps_whole(self, optimizer: Optimizer) -> bool:
-        """Return whether ``optimizer`` is the one that updates full parameters on this rank."""
+        """Return whether ``optimizer`` is stepped by this strategy on full parameters with full gradients on this rank.
+
+        False for tensor slices, for optimizers for which whole tensors are gathered, and for any optimizer that this
+        strategy does not step.
+        """
         return (
             self._whole is None
             and self.gradient_at == "rank"
@@ -339,7 +450,9 @@ class AllReduceSync:
         )
 
     def adopt(self, optimizer: Optimizer) -> None:
-        """Build this rank's optimizer if it had no parameter to train before; an existing one follows the script's.
+        """Train parameters that the script has added to ``optimizer``, on a rank that had no parameter to train before.
+
+        Builds this rank's optimizer there; does nothing where the rank has an optimizer. See ``GradientSync.adopt``.
 
         Raises:
             UsageError: one of several optimizers is missing on this rank.
@@ -355,7 +468,16 @@ class AllReduceSync:
             )
 
     def reattach(self, names: Sequence[str], late: bool = False) -> None:
-        """Plan the buckets again with the parameters that the script has thawed. Collective."""
+        """Plan the buckets again with parameters that the script has thawed (by ``requires_grad``). Collective.
+
+        Args:
+            names: names of these parameters; at least one.
+            late: unused; see ``GradientSync.reattach``.
+
+        Raises:
+            UsageError: the optimizer works on whole tensors that are gathered, and cannot take more parameters.
+            MismatchError: ranks have thawed different parameters.
+        """
         if self._whole is not None:
             refuse_growth(self._optimizer, names[0])
         agree_on_state(self._run_context.comms.replica, self._replica.parts)
@@ -496,9 +618,13 @@ def _sum(row: Sequence[float]) -> float:
 
 
 def culprits(comm: Communicator, named: Named) -> tuple[str, ...]:
-    """Return the names of parameters with a non-finite gradient on any rank of ``comm``, at most three a rank.
+    """Return the names of parameters with a NaN or infinity in ``.grad`` on any rank of ``comm``, at most three a rank.
 
     Collective: an all-gather of the names.
+
+    Args:
+        comm: the ranks to search.
+        named: (name, parameter) of this rank's parameters.
     """
     found = nonfinite_names((name, p.grad) for name, p in named)
     gathered = comm.all_gather_strings("\n".join(found[:3]), "names of gradients that are not finite")

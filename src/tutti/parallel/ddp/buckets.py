@@ -102,7 +102,11 @@ class Bucket:
         self.use(torch.zeros(elements + tail, dtype=dtype, device=device) if flat is None else flat)
 
     def use(self, flat: Tensor) -> None:
-        """Make all views point into ``flat`` (elements + tail,)."""
+        """Make ``flat`` the memory of the bucket: all views of gradients and tail point into it. Nothing is copied.
+
+        Args:
+            flat: (elements + tail,), of the bucket's dtype.
+        """
         self.flat = flat
         self.gradients, self.tail = flat.split([self._elements, self._tail])
         self._views = []
@@ -117,9 +121,13 @@ class Bucket:
             )
 
     def pack(self) -> list[bool]:
-        """Copy every ``.grad`` into the vector, zeros for None. Return for each parameter whether it had a gradient.
+        """Copy the parameters' ``.grad`` into the flat vector, zeros where ``.grad`` is None.
 
-        Raises UsageError for a sparse gradient.
+        Returns:
+            For each parameter of the bucket whether it had a gradient.
+
+        Raises:
+            UsageError: a gradient is sparse.
         """
         used = [p.grad is not None for p in self.parameters]
         gradients = [p.grad for p in self.parameters if p.grad is not None]
@@ -136,7 +144,12 @@ class Bucket:
         return used
 
     def expose(self, used: Sequence[bool]) -> None:
-        """Set every ``.grad`` to its view, or to None where ``used`` is false, as on one device."""
+        """Set every ``.grad`` to its view of the flat vector, which holds the summed gradients.
+
+        Args:
+            used: for each parameter of the bucket whether any rank had a gradient; where it is false, ``.grad`` becomes
+                None, as on one device.
+        """
         for view, parameter, flag in zip(self._views, self.parameters, used, strict=True):
             parameter.grad = view if flag else None
 
@@ -160,12 +173,12 @@ class Tail:
         self._key = layout_key
 
     def fill(self, tail: Tensor, step_context: StepContext, loss_sums: Tensor | None, used: Sequence[bool]) -> None:
-        """Write one rank's or logical worker's contribution.
+        """Write the numbers that one rank or logical worker adds to the sum.
 
         Args:
             tail: (size,), written in place.
             step_context: the step under way.
-            loss_sums: ``LossSums.sums``; None for no samples.
+            loss_sums: ``LossSums.sums``: loss, count and sums of metrics; None for no samples.
             used: for each parameter whether it had a gradient.
         """
         # During backward: a copy that waits for the device would hold back its next kernels.
@@ -184,7 +197,7 @@ class Tail:
             flags.copy_(numbers_for(tail.device, used, tail.dtype), non_blocking=True)
 
     def read(self, tail: Sequence[float]) -> ReducedSums:
-        """Return the sums in a reduced tail."""
+        """Parse a reduced tail, ``size`` numbers on the host, into loss sums, stop flag and gradient flags."""
         return read_sums(tail[DIGESTS:])
 
     def same(self, tail: Sequence[float], step_context: StepContext, contributions: int) -> bool:
@@ -199,11 +212,11 @@ class Tail:
 
 
 def largest_vector(parameters: Sequence[tuple[str, nn.Parameter]], bucket_bytes: int) -> int:
-    """Return an upper bound of the bytes of a bucket with its tail.
+    """Return an upper bound of the bytes of one bucket's flat vector, for any partition into buckets.
 
     Args:
         parameters: named parameters; those with ``requires_grad`` are in buckets.
-        bucket_bytes: as ``largest`` of ``plan_buckets``.
+        bucket_bytes: largest bytes of a bucket; a larger parameter has a bucket to itself.
     """
     sizes = [p.nbytes for _, p in parameters if p.requires_grad]
     fullest = min(sum(sizes), max(bucket_bytes, FIRST_BYTES, *sizes)) if sizes else 0
@@ -211,16 +224,24 @@ def largest_vector(parameters: Sequence[tuple[str, nn.Parameter]], bucket_bytes:
 
 
 def digests(step_context: StepContext, key: int = 0) -> list[int]:
-    """Return the digests of a step: a of step and call, b of layout ``key`` and batch size, as [a, a², b, b²]."""
+    """Return small integers from which a sum over ranks shows whether all ranks are in the same step; see ``Tail``.
+
+    Args:
+        step_context: the step; its number, call and batch size are hashed.
+        key: hash of the parameters' layout, from ``layout_key``.
+
+    Returns:
+        [a, a², b, b²] with a and b below 251: a of step and call, b of ``key`` and batch size.
+    """
     a, b = (step_context.global_step + 83 * step_context.call) % 251, mix(key, step_context.samples) % 251
     return [a, a * a, b, b * b]
 
 
 def digests_agree(sums: Sequence[float], expected: Sequence[int], contributions: int) -> bool:
-    """Return whether summed digests are those of equal contributions.
+    """Return whether all ranks that were summed had this rank's ``digests``, up to rounding of 1e-6.
 
     Args:
-        sums: summed ``digests``, perhaps with other numbers behind them.
+        sums: sum of the ranks' ``digests``; numbers behind the first four are ignored.
         expected: this rank's own ``digests``.
         contributions: number of summed digests.
     """
@@ -246,6 +267,10 @@ def _check_dense(gradients: Sequence[Tensor]) -> None:
 
 
 def read_sums(numbers: Sequence[float]) -> ReducedSums:
-    """Parse ``[loss, samples, *metrics, stop, *flags]``."""
+    """Parse the reduced numbers ``[loss, samples, *metrics, stop, *flags]``.
+
+    There are ``METRICS`` metrics and one gradient flag a parameter. A flag above zero counts as true, since flags are
+    summed over ranks.
+    """
     loss, samples, *metrics = numbers[: _TOTALS - 1]
     return ReducedSums(loss, samples, metrics, numbers[_TOTALS - 1] > 0, [flag > 0 for flag in numbers[_TOTALS:]])

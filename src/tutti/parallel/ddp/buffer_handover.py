@@ -53,7 +53,14 @@ class BufferHandover:
         run_context.comms.p2p_channels({_KIND: 1}, "replica", "shard")
 
     def begin(self, step: int) -> None:
-        """Receive the predecessor's buffers before this rank's first forward of ``step``; later calls do nothing."""
+        """Receive the buffers of the previous rank of the worker, before this rank's first forward of ``step``.
+
+        Blocks until that rank has sent them in ``pass_on``; the worker's first rank, and later calls in the same step,
+        receive nothing. A step that is still open is finished first, which is collective.
+
+        Raises:
+            UsageError: the script has changed a buffer between the steps.
+        """
         if step == self._step or not self._all:
             return
         self.close()
@@ -67,7 +74,14 @@ class BufferHandover:
         self._marks = _look(self._slots)
 
     def pass_on(self) -> None:
-        """Send the buffers to the next rank of the worker, after this rank's last forward of the step."""
+        """Start to send the buffers to the next rank of the worker, after this rank's last forward of the step.
+
+        Does not wait for the receiver; later calls in the same step do nothing.
+
+        Raises:
+            UsageError: a forward has changed a buffer where ranks cannot compute one after the other, or for the first
+                time after the first step.
+        """
         if self._passed:
             return
         self._passed = True
@@ -83,9 +97,10 @@ class BufferHandover:
         self._marks = _look(self._all)
 
     def finish(self) -> None:
-        """Give all ranks of the worker the same buffers, before the update.
+        """Give all ranks of the worker the same buffers, before the update, and wait for the sends of ``pass_on``.
 
-        Collective where a forward changes buffers: all-gathers over the data ranks.
+        Collective over all data ranks: all-gathers where a forward changes buffers or updates batch-norm statistics; in
+        the first step also one of a flag that says whether forwards change buffers.
 
         Raises:
             UsageError: a buffer has changed where the other ranks could not take part.
@@ -110,7 +125,7 @@ class BufferHandover:
         self._marks = _look(self._all)
 
     def close(self) -> None:
-        """Finish a step that had no backward. Collective, as ``finish``."""
+        """Finish a step that has begun and had no backward; do nothing after ``finish``. Collective like ``finish``."""
         if self._open:
             self.finish()
 

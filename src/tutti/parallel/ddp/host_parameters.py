@@ -28,11 +28,11 @@ class HostParameters:
         self.fetch()
 
     def fetch(self) -> None:
-        """Copy the host's values of all parameters to the device."""
+        """Copy the values of all parameters from host memory to the device."""
         foreach_copy_(list(self._here.values()), list(self._homes.values()))
 
     def send(self, parameters: Collection[nn.Parameter]) -> None:
-        """Copy the device's values of ``parameters`` to the host."""
+        """Copy the values of ``parameters``, some of those given to the constructor, from the device to host memory."""
         for parameter in parameters:
             self._homes[parameter].copy_(self._here[parameter])
 
@@ -40,7 +40,9 @@ class HostParameters:
     def on_host(
         self, parameters: Collection[nn.Parameter], gradients: Mapping[nn.Parameter, Tensor] | None = None
     ) -> Iterator[None]:
-        """Return a context in which ``parameters`` are the host's tensors; afterwards the device's, as before.
+        """Return a context in which ``parameters`` have data and ``.grad`` in host memory, for an optimizer step there.
+
+        On exit data and ``.grad`` are the device's tensors of before: updated values reach the device by ``fetch``.
 
         Args:
             parameters: some of the parameters.
@@ -61,12 +63,13 @@ class HostParameters:
 
     @contextmanager
     def receiving(self) -> Iterator[dict[nn.Parameter, Tensor]]:
-        """Return a context in which a reducer reads the device's ``.grad`` and sets the host's.
+        """Return a context for a reducer that sums gradients in host memory: it sets ``.grad`` to tensors on the host.
 
-        Afterwards no parameter has a ``.grad``.
+        Within it each parameter's data is the host's tensor; its ``.grad`` is still on the device until the reducer
+        sets it. Afterwards data is on the device and no parameter has a ``.grad``.
 
         Yields:
-            A dictionary that holds the gradients on the host, by parameter, after the context.
+            A dictionary, empty within the context, that afterwards holds the gradients on the host by parameter.
         """
         received: dict[nn.Parameter, Tensor] = {}
         for parameter, home in self._homes.items():
@@ -100,7 +103,11 @@ class OffloadedUpdate:
 
     @contextmanager
     def on_host(self, parameters: Collection[nn.Parameter]) -> Iterator[None]:
-        """Return a context in which ``parameters`` and their ``.grad`` are in host memory; afterwards as before."""
+        """Return a context in which ``parameters`` and their ``.grad`` are in host memory, for an optimizer step there.
+
+        On exit the updated values are copied back to the device, and ``.grad`` is the device's tensor of before.
+        Parameters that are on the host anyway stay as they are. Entry blocks until the copies to the host are complete.
+        """
         here = {p: (p.data, p.grad) for p in parameters if is_accelerator(p.device)}
         there = {p: self._copy(p, value, gradient) for p, (value, gradient) in here.items()}
         synchronize(self._device)

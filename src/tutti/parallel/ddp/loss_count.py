@@ -30,7 +30,7 @@ class _Term(NamedTuple):
 
 
 def annotate_mean(loss: Tensor, count: Tensor, targets: int) -> Tensor:
-    """Record on a loss that it is the mean over ``count``, so that ``loss_count`` finds the divisor.
+    """Record on a loss that it is the mean over ``count`` targets, so that ``loss_count`` finds the divisor.
 
     For a cross-entropy that is computed in parts, whose autograd graph has no node of PyTorch's own cross-entropy.
 
@@ -40,7 +40,7 @@ def annotate_mean(loss: Tensor, count: Tensor, targets: int) -> Tensor:
         targets: number of all targets, with ignored ones.
 
     Returns:
-        ``loss``; nothing is recorded where it needs no gradient.
+        ``loss`` itself; nothing is recorded where it needs no gradient.
     """
     if loss.grad_fn is not None:
         # The stubs of PyTorch call this property a method.

@@ -31,8 +31,8 @@ def read_loss(outcome: Any, micro_batch: MicroBatch) -> tuple[Tensor, Tensor, Lo
 
     Returns:
         objective () or (samples,); start gradient of the same shape, scaled so that the gradients of all micro-batches
-        add up to the mean; ``LossSums`` with ``sums`` (2 + metrics,) in float32, or float64 where the loss is. Start
-        gradient and loss sums of a dummy micro-batch are zero.
+        add up to the mean; ``LossSums`` with ``sums`` (2 + metrics,): loss, count and sums of metrics, in float32, or
+        float64 where the loss is. Start gradient and loss sums of a dummy micro-batch (one of no samples) are zero.
 
     Raises:
         UsageError: the loss function returned something else, or no loss a sample where the micro-batch has noise.
@@ -80,7 +80,7 @@ def _mean_over(objective: Tensor, count: Tensor, micro_batch: MicroBatch) -> tup
 
 
 def check_trains(objective: Tensor) -> None:
-    """Raise UsageError where the objective requires no gradient."""
+    """Raise UsageError where ``objective``, the tensor to call ``backward`` on, requires no gradient."""
     if not objective.requires_grad:
         raise UsageError(
             "the loss does not depend on any trained parameter",

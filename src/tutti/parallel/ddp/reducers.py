@@ -29,13 +29,22 @@ class Reducer(Protocol):
 
     @property
     def listens(self) -> bool:
-        """Whether the reducer needs ``gradient_ready`` as an autograd hook on every parameter."""
+        """Whether ``gradient_ready`` must be registered as a post-accumulate-grad hook on every trained parameter."""
 
     def prepare_for_backward(self, step_context: StepContext, loss_sums: Tensor | None) -> None:
-        """Announce this rank's last backward of the step; ``loss_sums``: its loss sums, None if not known yet."""
+        """Announce this rank's last backward of the step, whose gradients are final and may be sent.
+
+        Args:
+            step_context: the step under way.
+            loss_sums: this rank's loss sums in the step; None if they are not known yet, as before the last stage of a
+                pipeline.
+        """
 
     def gradient_ready(self, parameter: Tensor) -> None:
-        """Note that a parameter's gradient is complete; called by autograd."""
+        """Note that ``parameter.grad`` is complete; autograd calls it in every backward.
+
+        Only the calls in the backward that ``prepare_for_backward`` has announced count.
+        """
 
     def collect(self, step_context: StepContext, worker: int, loss_sums: Tensor | None) -> None:
         """Take a logical worker's gradients after its last backward.
@@ -47,24 +56,37 @@ class Reducer(Protocol):
         """
 
     def finish(self, step_context: StepContext, loss_sums: Tensor | None) -> ReducedSums:
-        """Complete the sums; ``loss_sums``: this rank's loss sums over its workers. Collective.
+        """Complete the sums over all ranks and set every ``.grad`` to its sum.
+
+        Collective, and blocks until all ranks call it.
+
+        Args:
+            step_context: the step under way.
+            loss_sums: this rank's loss sums over its logical workers; None if it had no samples.
+
+        Returns:
+            The loss sums and flags of the global batch.
 
         Raises:
             MismatchError: ranks are in different steps or hold different parameters.
         """
 
     def squares(self) -> list[float]:
-        """Return sums of squares of the summed gradients, as a list of fixed length; borrowed parameters count 0."""
+        """Return sums of squares of the summed gradients, which add up to their squared L2 norm.
+
+        The list has the same length in every step. Parameters that another rank of the replica counts in the norm add
+        0.
+        """
 
     def scale(self, factor: float) -> None:
-        """Multiply all summed gradients in place."""
+        """Multiply all summed gradients by ``factor``, in place."""
 
 
 class StartedSum(Protocol):
     """A started all-reduce."""
 
     def wait(self) -> None:
-        """Block until the sum is complete."""
+        """Block until the all-reduce is complete and its vector holds the sum."""
 
 
 StartAllReduce = Callable[[Tensor, str], StartedSum]
@@ -117,7 +139,7 @@ class OverlappedReducer:
 
     @property
     def listens(self) -> bool:
-        """Whether gradient-ready hooks are needed: on several ranks."""
+        """Whether gradient-ready hooks are needed: True with several data ranks, as one rank sends nothing."""
         return self._comm.size > 1
 
     def _lay_out(self, trainable: Named, wire: str, bucket_bytes: int) -> None:
@@ -137,13 +159,22 @@ class OverlappedReducer:
             self._wires.append(None)
 
     def prepare_for_backward(self, step_context: StepContext, loss_sums: Tensor | None) -> None:
-        """Count, from here on, the gradients that each bucket still misses."""
+        """Arm ``gradient_ready``: from here on each complete bucket is sent. Called before this rank's last backward.
+
+        Args:
+            step_context: the step under way.
+            loss_sums: this rank's loss sums, sent with the last bucket; None holds that bucket back until ``finish``.
+        """
         self._armed = self._comm.size > 1
         self._missing = list(self._sizes)
         self._loss_sums, self._step_context = loss_sums, step_context
 
     def gradient_ready(self, parameter: Tensor) -> None:
-        """Start the all-reduce of each bucket whose gradients are complete, in the buckets' order."""
+        """Start the all-reduce of each bucket whose gradients are all complete, in the order of the buckets.
+
+        Does not block. A bucket waits for the buckets before it, so that every rank starts them in the same order.
+        Before ``prepare_for_backward`` nothing happens.
+        """
         if not self._armed:
             return
         missing = self._missing
@@ -213,7 +244,10 @@ class OverlappedReducer:
         return [p.grad for p in self._order if p.grad is not None and p not in self._lent]
 
     def squares(self) -> list[float]:
-        """Return the squared norm of the reduced gradients, computed early where an accelerator had time for it."""
+        """Return one number, the squared L2 norm of the reduced gradients on this rank, without borrowed parameters.
+
+        Where possible ``finish`` has computed it, to save a synchronisation of host and accelerator.
+        """
         counted, early = self._counted(), self._early
         self._early = None
         if early is not None and len(early[0]) == len(counted) and all(map(operator.is_, early[0], counted)):
@@ -261,10 +295,10 @@ class TreeReducer:
         self._begins = run_context.begins_worker
 
     def prepare_for_backward(self, step_context: StepContext, loss_sums: Tensor | None) -> None:
-        """Do nothing: ``collect`` takes the gradients."""
+        """Do nothing: gradients are sent after the backward, by ``collect`` and ``finish``."""
 
     def gradient_ready(self, parameter: Tensor) -> None:
-        """Do nothing: ``collect`` takes the gradients."""
+        """Do nothing: ``collect`` takes the gradients of a logical worker after its last backward."""
 
     def collect(self, step_context: StepContext, worker: int, loss_sums: Tensor | None) -> None:
         """Pack the worker's gradients and loss sums, add them to the summation tree, and clear ``.grad``.
@@ -292,7 +326,18 @@ class TreeReducer:
                 parameter.grad = None
 
     def finish(self, step_context: StepContext, loss_sums: Tensor | None) -> ReducedSums:
-        """Complete the summation tree over ranks and return the reduced sums. Collective."""
+        """Complete the summation tree over the data ranks and set every ``.grad`` to its sum. Collective.
+
+        Args:
+            step_context: the step under way, compared over all logical workers.
+            loss_sums: unused; ``collect`` has added them.
+
+        Returns:
+            The loss sums and flags of the global batch.
+
+        Raises:
+            MismatchError: workers were in different steps or ranks hold different parameters.
+        """
         for bucket, total in zip(self._buckets, self._sums, strict=True):
             bucket.use(total.total())
         tail = self._buckets[-1].tail.tolist()
@@ -303,7 +348,10 @@ class TreeReducer:
         return sums
 
     def squares(self) -> list[float]:
-        """Return one sum a parameter in the model's order, so that their sum does not depend on the stage partition."""
+        """Return the sum of squares of each parameter's ``.grad``, in the model's order, 0 for borrowed parameters.
+
+        Added up with exact rounding, they give the same norm for any partition of the model into stages.
+        """
         return squares_by(self._order, self._lent)
 
     def scale(self, factor: float) -> None:
@@ -312,7 +360,13 @@ class TreeReducer:
 
 
 def expose(buckets: Sequence[Bucket], used: Sequence[bool]) -> None:
-    """Set every parameter's ``.grad`` to its view of the bucket, None where ``used`` (in bucket order) is false."""
+    """Set every parameter's ``.grad`` to its view of its bucket's flat vector.
+
+    Args:
+        buckets: buckets that hold the summed gradients.
+        used: for each parameter, bucket by bucket, whether any rank had a gradient; ``.grad`` is None where it is
+            false.
+    """
     start = 0
     for bucket in buckets:
         bucket.expose(used[start : start + len(bucket.parameters)])
@@ -320,12 +374,25 @@ def expose(buckets: Sequence[Bucket], used: Sequence[bool]) -> None:
 
 
 def squares_of(tensors: Sequence[Tensor]) -> list[float]:
-    """Return the sum of squares of each tensor, computed in float32 or wider, with one host sync for all of them."""
+    """Return the sum of squares of each tensor's elements, computed in float32 or wider, with one host sync for all.
+
+    Sparse tensors are coalesced first.
+    """
     return _squares(tensors).tolist() if tensors else []
 
 
 def read_with_squares(numbers: Tensor, tensors: Sequence[Tensor]) -> tuple[list[float], list[float]]:
-    """Return the values of ``numbers`` (n,), and ``squares_of(tensors)``, with one host sync where all are together."""
+    """Copy ``numbers`` to the host together with the sums of squares of ``tensors``.
+
+    One host sync where all are on one device, else two or more.
+
+    Args:
+        numbers: (n,).
+        tensors: as of ``squares_of``.
+
+    Returns:
+        The n numbers, and the sum of squares of each tensor.
+    """
     if not tensors or any(t.device != numbers.device for t in tensors):
         return list(numbers.tolist()), squares_of(tensors)
     both = torch.cat([numbers.double(), _squares(tensors)]).tolist()
@@ -340,7 +407,12 @@ def _squares(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def squares_by(parameters: Sequence[nn.Parameter], without: Collection[nn.Parameter] = ()) -> list[float]:
-    """Return the sum of squares of each parameter's gradient, 0 for no gradient and for parameters in ``without``."""
+    """Return the sum of squares of each parameter's ``.grad``, in the order of ``parameters``.
+
+    Args:
+        parameters: the parameters; one without a gradient counts 0.
+        without: parameters that count 0 in any case.
+    """
     gradients = [None if p in without else p.grad for p in parameters]
     found = iter(squares_of([g for g in gradients if g is not None]))
     return [0.0 if g is None else next(found) for g in gradients]
@@ -362,13 +434,21 @@ def own_part(squares: Sequence[float], step_context: StepContext, loss_sums: Ten
 
 
 def scale_all(tensors: Sequence[Tensor], factor: float) -> None:
-    """Multiply all tensors in place."""
+    """Multiply all tensors by ``factor``, in place; an empty sequence is allowed."""
     if tensors:
         foreach_mul_(list(tensors), factor)
 
 
 def refuse_mismatch(comm: Communicator, step_context: StepContext) -> None:
-    """Raise MismatchError for ranks in different steps, naming both sides, before any update. Collective."""
+    """Raise MismatchError after a wrong digest, naming the steps or batch sizes that differ between ranks.
+
+    Never returns. Collective: an all-gather over ``comm``. Called before any update, on every rank, since all have read
+    the same sums.
+
+    Args:
+        comm: the ranks whose gradients were summed.
+        step_context: the step under way on this rank.
+    """
     lines = [f"step {step_context.global_step + 1}", f"a global batch of {step_context.samples} samples"]
     comm.agree(lines, "the step under way", "run the same number of steps with the same batches on every rank")
     raise MismatchError(
@@ -380,10 +460,19 @@ def refuse_mismatch(comm: Communicator, step_context: StepContext) -> None:
 
 
 def layout_key(trainable: Named) -> int:
-    """Return a hash of all names, shapes and dtypes, in order."""
+    """Return a hash of the names, shapes and dtypes of the given (name, parameter) pairs, in order.
+
+    Ranks compare it before an update to find models that differ.
+    """
     return layout_key_of([(name, p.shape, p.dtype) for name, p in trainable])
 
 
 def layout_key_of(tensors: Sequence[tuple[str, Sequence[int], torch.dtype]]) -> int:
-    """Return ``layout_key`` of (name, shape, dtype) triples, for tensors that are sharded."""
+    """Return the hash that ``layout_key`` has of parameters with these names, global shapes and dtypes.
+
+    For parameters of which a rank holds a shard, whose own shapes differ between ranks.
+
+    Args:
+        tensors: (name, shape, dtype) of each parameter, in order.
+    """
     return mix(len(tensors), *(name_key(f"{name}{list(shape)}{dtype}") for name, shape, dtype in tensors))

@@ -88,9 +88,15 @@ class ReplicaPart:
             apply_ac_and_compile(part, self.draws, run_context)
 
     def enter(self, micro_batch: MicroBatch, before: Mapping[str, int] | None = None) -> None:
-        """Enter a micro-batch's RNG stream; a dummy micro-batch computes with copies of the buffers until ``forget``.
+        """Seed the random draws of one micro-batch before its forward.
 
-        ``before``: number of earlier calls of each module in this micro-batch, by other parts.
+        For a dummy micro-batch (of no samples, which a rank computes because the forward is collective), the model has
+        copies of its buffers until ``forget``.
+
+        Args:
+            micro_batch: the micro-batch; its key determines the RNG streams.
+            before: number of earlier calls of each module, by its name, in this micro-batch on other pipeline stages;
+                None for none.
         """
         self.draws.enter(micro_batch.key, before)
         if self.peers is not None:
@@ -120,11 +126,15 @@ class ReplicaPart:
         ]
 
     def replaced(self, by: Mapping[nn.Parameter, nn.Parameter]) -> None:
-        """Do nothing: this class keeps no references to parameters."""
+        """Do nothing: parameters are looked up in the modules each time. See ``ReplicaRunner.replaced``."""
 
     @contextmanager
     def evaluating(self, values: Mapping[str, Tensor]) -> Iterator[None]:
-        """Return a context in which the modules hold ``values`` and are in eval mode without autograd."""
+        """Return a context in which the modules hold other values and are in eval mode without autograd.
+
+        Args:
+            values: tensors to put in place of parameters and buffers, by name; all other tensors stay.
+        """
         with torch.no_grad(), training_mode(self.parts, training=False), self.swap_values(values):
             yield
 

@@ -90,13 +90,20 @@ class SharedReducer:
         self._square = 0.0
 
     def prepare_for_backward(self, step_context: StepContext, loss_sums: Tensor | None) -> None:
-        """Count, from here on, the gradients that each bucket still misses."""
+        """Arm ``gradient_ready`` for the backward that follows, this rank's last one in the step.
+
+        Args:
+            step_context, loss_sums: unused; see ``Reducer.prepare_for_backward``.
+        """
         self._armed = True
         self._missing = list(self._sizes)
         self._packed = [None] * len(self._buckets)
 
     def gradient_ready(self, parameter: Tensor) -> None:
-        """Pack a bucket as soon as all its gradients are complete, while they are still in the CPU cache."""
+        """Copy a bucket's gradients to shared memory once they are all complete, while they are still in the CPU cache.
+
+        Does not wait for other ranks. Before ``prepare_for_backward`` nothing happens.
+        """
         if self._armed:
             index = self._of[parameter]  # type: ignore[index]
             self._missing[index] -= 1
@@ -111,7 +118,20 @@ class SharedReducer:
         """
 
     def finish(self, step_context: StepContext, loss_sums: Tensor | None) -> ReducedSums:
-        """Sum the ranks' gradients in shared memory and return the reduced sums. Collective: barriers."""
+        """Sum the ranks' gradients in shared memory and set every ``.grad`` to its sum. Collective: two barriers.
+
+        With owners a rank receives the gradients of its own parameters only; ``.grad`` of the others is None.
+
+        Args:
+            step_context: the step under way.
+            loss_sums: this rank's loss sums over its logical workers; None if it had no samples.
+
+        Returns:
+            The loss sums and flags of the global batch.
+
+        Raises:
+            MismatchError: ranks are in different steps or hold different parameters.
+        """
         packed = self._packed if self._armed else [None] * len(self._buckets)
         self._armed = False
         used: list[bool] = []
@@ -169,7 +189,10 @@ class SharedReducer:
         self._mine[_SQUARE] = square
 
     def squares(self) -> list[float]:
-        """Return the squared norm of the reduced gradients, which the summation has computed."""
+        """Return one number, the squared L2 norm of the reduced gradients of all ranks, without borrowed parameters.
+
+        ``finish`` has computed it along with the sums.
+        """
         return [self._square]
 
     def scale(self, factor: float) -> None:

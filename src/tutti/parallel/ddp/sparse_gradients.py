@@ -57,16 +57,23 @@ class SparseReducer:
 
     @property
     def listens(self) -> bool:
-        """Whether the reducer of dense gradients needs gradient-ready hooks."""
+        """Whether gradient-ready hooks are needed: as the wrapped reducer says."""
         return self._reducer.listens
 
     def prepare_for_backward(self, step_context: StepContext, loss_sums: Tensor | None) -> None:
-        """Make sparse gradients dense from here on, as backward completes them."""
+        """Convert sparse gradients to dense from here on, as the backward that follows completes them.
+
+        Args:
+            step_context, loss_sums: passed on to the wrapped reducer; see ``Reducer.prepare_for_backward``.
+        """
         self._armed = True
         self._reducer.prepare_for_backward(step_context, loss_sums)
 
     def gradient_ready(self, parameter: Tensor) -> None:
-        """Make a sparse gradient dense before the reducer of dense gradients takes it."""
+        """Convert ``parameter.grad`` from sparse to dense, then report it to the wrapped reducer.
+
+        Called by autograd.
+        """
         # Before this rank's last backward gradients stay sparse: autograd accumulates them by concatenating their rows.
         if self._armed and parameter in self._parameters:
             self._make_dense(parameter)
@@ -87,7 +94,17 @@ class SparseReducer:
         self._reducer.collect(step_context, worker, loss_sums)
 
     def finish(self, step_context: StepContext, loss_sums: Tensor | None) -> ReducedSums:
-        """Reduce dense gradients and the table of touched rows, and make sparse gradients of them. Collective."""
+        """Reduce the gradients with the wrapped reducer, and make the sums of sparse gradients sparse again.
+
+        Collective. A sum has the union of the rows that any rank's sparse gradient names; an additional all-reduce
+        finds it. Where any rank's gradient was dense, the sum stays dense.
+
+        Args:
+            step_context, loss_sums: see ``Reducer.finish``.
+
+        Returns:
+            The loss sums and flags of the global batch.
+        """
         self._armed = False
         self._make_all_dense()
         sums = self._reducer.finish(step_context, loss_sums)
@@ -106,7 +123,7 @@ class SparseReducer:
         return sums
 
     def squares(self) -> list[float]:
-        """Return the squared norm of the reduced gradients."""
+        """Return sums of squares of the reduced gradients, as the wrapped reducer computes them from the dense sums."""
         return self._reducer.squares()
 
     def scale(self, factor: float) -> None:

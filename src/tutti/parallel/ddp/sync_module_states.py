@@ -22,7 +22,10 @@ def agree_on_state(comm: Communicator, parts: Sequence[nn.Module]) -> None:
 
 
 def broadcast_state(comm: Communicator, parts: Sequence[nn.Module]) -> None:
-    """Broadcast parameters and buffers from the first rank. Collective; see ``broadcast_tensors``."""
+    """Broadcast all parameters and buffers of the modules from the first rank of ``comm``, in place. Collective.
+
+    All ranks must hold the same names, shapes and dtypes; ``agree_on_state`` checks it.
+    """
     broadcast_tensors(
         comm, [p.data for _, p in parameters(parts)] + [slot.get() for slot in buffers(parts)], "initial state"
     )

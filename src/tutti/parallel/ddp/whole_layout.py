@@ -21,7 +21,13 @@ class WholeLayout:
         self._run_context = run_context
 
     def build(self, plain: nn.Module) -> WholeRunner:
-        """Move the model to this rank's device. Raises UsageError where activation checkpointing matches no module."""
+        """Move the whole model to this rank's device and return its runner. Not collective.
+
+        Activation checkpointing and ``torch.compile`` are applied in place.
+
+        Raises:
+            UsageError: activation checkpointing matches no module.
+        """
         ac_policy.check_units(plain, self._run_context.activation_checkpointing)
         return WholeRunner(plain, self._run_context)
 
@@ -57,7 +63,7 @@ class WholeRunner(ReplicaPart):
         return total
 
     def begin(self, micro_batch: MicroBatch) -> None:
-        """Enter a micro-batch's RNG stream, before its forward. A custom training loop runs that forward itself."""
+        """Seed the random draws of a micro-batch, before its forward, which a custom training loop runs itself."""
         self.enter(micro_batch)
 
     def backward(

@@ -44,10 +44,13 @@ class WorkerBuffers:
             self._handover = BufferHandover(self._slots, run_context, in_turn)
 
     def enter(self, worker: int, step: int = 0) -> None:
-        """Put ``worker``'s buffers into the model; where ranks share a worker, those after the ranks before this one.
+        """Put the buffers of a logical worker into the model, in place of those of the worker before it.
+
+        Where several ranks share a worker, the call blocks until the rank before this one has sent the buffers that its
+        forwards have left.
 
         Args:
-            worker: the worker.
+            worker: number of the worker, one of this rank's.
             step: the global step.
         """
         if self._handover is not None:
@@ -59,7 +62,10 @@ class WorkerBuffers:
             self._inside = worker
 
     def pass_on(self) -> None:
-        """Give the buffers to the next rank that shares the worker, after this rank's last forward of a step."""
+        """Send the buffers to the next rank that shares the worker, after this rank's last forward of a step.
+
+        Does not block, and does nothing where ranks share no worker.
+        """
         if self._handover is not None:
             self._handover.pass_on()
 
@@ -74,9 +80,9 @@ class WorkerBuffers:
             self._handover.close()
 
     def state(self) -> dict[str, Tensor]:
-        """Return ``{worker}/{buffer}`` of this rank's workers, of a shared worker on its first rank alone.
+        """Return the buffers of this rank's logical workers as ``{worker}/{buffer}``, for a checkpoint.
 
-        Empty for a run of one worker.
+        The first rank alone returns those of a worker that several ranks share. Empty for a run of one worker.
         """
         if self._run_context.workers == 1 or not self._slots or not self._run_context.begins_worker:
             return {}
@@ -87,7 +93,11 @@ class WorkerBuffers:
         return {worker + name: t for worker, name, t in rows if name not in self._borrowed}
 
     def load(self, saved: SavedState) -> None:
-        """Load each worker's buffers from a checkpoint of as many workers, else the merged model's buffers."""
+        """Load each worker's own buffers from a checkpoint of as many workers, else the merged model's buffers for all.
+
+        Reads ``{worker}/{buffer}`` of the checkpoint's group ``workers`` or ``{buffer}`` of its group ``model``. Not
+        collective.
+        """
         self._take_out()
         if self._handover is not None:
             self._handover.forget()

@@ -25,11 +25,22 @@ class WriteGuard:
         self._norms: list[float] | None = None
 
     def note(self, named: Sequence[tuple[str, nn.Parameter]]) -> None:
-        """Record the norms of the parameters after the strategy's own writes."""
+        """Record the norms of the parameters, after the strategy itself has written them.
+
+        Args:
+            named: (name, parameter) pairs; ``check`` takes the same parameters in the same order.
+        """
         self._norms = _norms([p.data for _, p in named])
 
     def check(self, named: Sequence[tuple[str, nn.Parameter]], where: str) -> None:
-        """Raise UsageError with ``where``, naming the first parameter that has been written since ``note``."""
+        """Raise UsageError if the script has written a parameter since ``note``: if its norm differs.
+
+        The error names the first such parameter. Before the first ``note`` nothing is checked.
+
+        Args:
+            named: (name, parameter) pairs, as of ``note``.
+            where: place in the run for the error message, such as the step.
+        """
         if self._norms is None:
             return
         for (name, _), before, now in zip(named, self._norms, _norms([p.data for _, p in named]), strict=True):

@@ -17,14 +17,15 @@ _HOLDERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
 def wrapped_modules(model: nn.Module, choice: Sequence[str] = ("auto",)) -> list[nn.Module]:
-    """Return the modules below ``model`` to wrap, inner ones first; the root wraps all remaining parameters.
+    """Return the modules below ``model`` that ``fully_shard`` wraps, inner ones before the modules around them.
 
-    ``auto``: blocks, which are children of one class in a ``ModuleList`` or ``Sequential``; without blocks, large
-    modules. Modules that share parameters with the rest of the model are left out, because tied parameters must stay
-    gathered while either user computes.
+    The root, which is not in the list, wraps all remaining parameters. Modules that share parameters with the rest of
+    the model are left out, because tied parameters must stay gathered while either user computes.
 
     Args:
-        choice: ``("auto",)``, or names and classes of modules.
+        model: the model, not yet sharded.
+        choice: names of modules or of their classes; ``("auto",)`` for the children of one class in a ``ModuleList`` or
+            ``Sequential``, or, without such, modules of many parameters.
 
     Raises:
         UsageError: ``choice`` has a name that is not in the model, or a container that is never called.

@@ -128,11 +128,18 @@ class FullySharded:
 
     @property
     def trained(self) -> Sequence[ShardedParameter]:
-        """Rows of the parameters that are or were trainable."""
+        """Rows of the parameters that are trainable, or were at the start or after ``train``."""
         return [each for each, _ in self._training]
 
     def train(self, names: Collection[str]) -> None:
-        """Train further parameters, and unshard modules whose dtypes FSDP2 must read again. Collective."""
+        """Also train the parameters of these names from now on. Collective where a wrapped module must be unsharded.
+
+        FSDP2 reads the dtypes of trainable parameters when it unshards, so in custom loops wrapped modules are
+        unsharded once.
+
+        Args:
+            names: parameters that the script has thawed; names of other engines and of trained parameters are ignored.
+        """
         known = {each.name for each in self.trained}
         self._training += [(each, g) for each, g in self._pairs if each.name in names and each.name not in known]
         # FSDP2 reads the dtypes of a wrapped module's trainable parameters at its first forward and when it unshards.
@@ -143,7 +150,10 @@ class FullySharded:
                 unit.reshard()
 
     def unify_flags(self) -> None:
-        """Copy ``requires_grad``, where the script has changed it on one of a parameter's objects, to all of them."""
+        """Copy a ``requires_grad`` that the script has changed to all objects that stand for the parameter.
+
+        A parameter has two: the optimizer's plain rows, and FSDP2's DTensor, which the model has.
+        """
         for name, twins in self._twins.items():
             before = self._flags[name]
             if any(p.requires_grad != before for p in twins):
@@ -152,20 +162,27 @@ class FullySharded:
                     parameter.requires_grad_(not before)
 
     def owners(self) -> dict[nn.Parameter, nn.Parameter]:
-        """Map each parameter object of the script's model, twins of tied weights included, to the rows' parameter."""
+        """Map each parameter object that the script may have to the rows that the optimizer updates.
+
+        Keys are the rows themselves, FSDP2's DTensors, and further objects of tied weights.
+        """
         return {twin: each.parameter for each in self.rows for twin in self._twins[each.name]}
 
     def used(self) -> list[bool]:
-        """Return and reset which trained parameters backward has reached on this rank."""
+        """Return, and reset, for each parameter of ``trained`` whether backward has reached it on this rank."""
         used, self._used = self._used, set()
         return [each.name in used for each in self.trained]
 
     def script_parameters(self) -> Sequence[nn.Parameter]:
-        """Return FSDP2's sharded parameters (DTensors), which the script's model has."""
+        """Return FSDP2's sharded parameters (DTensors), which the script's model has, in the order of ``trained``."""
         return [gathered for _, gathered in self._training]
 
     def pop_gradients(self) -> dict[nn.Parameter, Tensor]:
-        """Remove the rows' gradients that the script has not cleared, and return clones."""
+        """Take the gradients that the script has not cleared out of rows and DTensors; ``.grad`` is None afterwards.
+
+        Returns:
+            Clones of this rank's rows of the gradients, by the rows' parameter.
+        """
         held = {}
         self._take_cleared()
         for each, gathered in self._training:
@@ -175,7 +192,14 @@ class FullySharded:
         return held
 
     def add_gradients(self, held: Mapping[nn.Parameter, Tensor]) -> None:
-        """Add ``held`` to the rows' gradients; the model's ``.grad`` are DTensors over them that a script may edit."""
+        """Add gradients of earlier reductions to those of this rank's rows, and show the sums to the script.
+
+        The model's ``.grad`` are DTensors, which the script may read and edit. The ``.grad`` of the optimizer's rows
+        refuses to be read, since its norm would cover this rank's rows only.
+
+        Args:
+            held: result of ``pop_gradients``, by the rows' parameter; it may be empty.
+        """
         for each, gathered in self._training:
             before = held.get(each.parameter)
             if before is None:
@@ -196,11 +220,15 @@ class FullySharded:
                 self._concealed.add(each.parameter)
 
     def pop_reached(self) -> list[bool]:
-        """Return and reset which trained parameters backward has reached on this rank."""
+        """Return, and reset, for each parameter of ``trained`` whether backward has reached it on this rank."""
         return self.used()
 
     def mark_reached(self, used: Sequence[bool]) -> None:
-        """Mark these trained parameters as reached."""
+        """Count parameters as reached by backward in the coming reduction.
+
+        Args:
+            used: for each parameter of ``trained`` whether it was reached, as from ``pop_reached``.
+        """
         self._used |= {each.name for each, flag in zip(self.trained, used, strict=True) if flag}
 
     def begin_custom_loop(self) -> None:
@@ -244,7 +272,11 @@ class FullySharded:
                 unsharded.grad = None
 
     def show_gradients(self) -> None:
-        """Put a concealed gradient on each unsharded parameter, so that the script can clear it."""
+        """Put a placeholder into the ``.grad`` of each unsharded parameter whose rows have a gradient.
+
+        The script can clear it, which ``apply_clearing`` notices, but not read it. Does nothing before
+        ``begin_custom_loop``.
+        """
         for each, gathered in self._training if self._slots else ():
             if gathered.grad is not None and each.name not in self._standing:
                 module, key = self._slots[each.name]
@@ -254,13 +286,21 @@ class FullySharded:
                     self._standing[each.name] = unsharded
 
     def on_zero_grad(self, members: Collection[nn.Parameter], set_to_none: bool) -> None:
-        """Clear the gradients of these rows and of the DTensors that stand for them."""
+        """Clear the gradients of these rows and of the model's DTensors and unsharded parameters of the same names.
+
+        Args:
+            members: rows of an optimizer; other parameters are ignored.
+            set_to_none: set gradients to None, else to zeros in place.
+        """
         for each, gathered in self._pairs:
             if each.parameter in members:
                 self._clear(each, gathered, set_to_none)
 
     def apply_edits(self) -> None:
-        """Set the rows' gradients to those of the DTensors that the script has edited."""
+        """Set the ``.grad`` of the optimizer's rows to this rank's part of the model's DTensor gradients.
+
+        Called before the update, which so uses gradients as the script has edited or cleared them.
+        """
         self._take_cleared()
         for each, gathered in self._training:
             own = gathered.grad
@@ -274,19 +314,30 @@ class FullySharded:
         self._concealed.clear()
 
     def reduce_scatter_gradients(self, step: int) -> None:
-        """Take the gradients that FSDP2's backward has reduce-scattered. Not collective."""
+        """Set the ``.grad`` of the rows to the gradients that FSDP2's backward has reduce-scattered. Not collective.
+
+        Args:
+            step: unused; see ``ShardingEngine.reduce_scatter_gradients``.
+        """
         self._beginning.over, self._meter.on = True, False
         for each, gathered in self._pairs:
             gradient = gathered.grad
             each.parameter.grad = None if gradient is None else _local(gradient)
 
     def gradient_meter(self) -> Callable[[], float]:
-        """Return a function that returns and resets the sum of squares of the gradients before FSDP2 reduces them."""
+        """Measure this rank's gradients before FSDP2 reduces them in backward, from now on.
+
+        Returns:
+            A function that returns and resets the sum of their squares since its last call.
+        """
         self._meter.take()
         return self._meter.take
 
     def all_gather_parameters(self) -> None:
-        """Reshard the FSDP-wrapped modules; FSDP2 gathers the new values in the next forward."""
+        """Reshard the wrapped modules, so that FSDP2 all-gathers the rows' new values in the next forward.
+
+        Not collective.
+        """
         for unit in self._units:
             unit.reshard()
 
@@ -297,7 +348,11 @@ class FullySharded:
 
     @contextmanager
     def holding(self, values: Mapping[str, Tensor]) -> Iterator[None]:
-        """Return a context in which the model holds ``values``; values of sharded parameters are this rank's rows."""
+        """Return a context in which the model holds other values; afterwards it holds its own again.
+
+        Args:
+            values: tensors by name of parameter or buffer; for a sharded parameter this rank's rows.
+        """
         kept = []
         others = dict(values)
         for each in self.rows:

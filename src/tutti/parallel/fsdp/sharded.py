@@ -94,7 +94,20 @@ class ShardedSync:
         self._uncut: list[tuple[str, nn.Parameter]] = []
 
     def attach(self, replica: ReplicaRunner, make_optimizer: OptimizerFactory) -> GradientReadyHook:
-        """Verify and broadcast the model, shard its parameters and build the optimizer over the rows. Collective."""
+        """Verify and broadcast the model, shard its parameters and build the optimizer over this rank's rows.
+
+        Collective over the data ranks. FSDP2 or ZeRO stage 1 shards along the first dimension.
+
+        Args:
+            replica: this rank's part of the model; its values become those of data rank 0.
+            make_optimizer: builds the optimizer over named parameters, here the rows.
+
+        Returns:
+            This object, which is also the gradient-ready hook to run the replica with.
+
+        Raises:
+            MismatchError: the ranks hold different models.
+        """
         comm = self._run_context.comms.replica
         comm.share_memory()
         self._shards.share_memory(like=comm)
@@ -236,22 +249,48 @@ class ShardedSync:
         return [engine, ZeroSharding(rest, replica.parts, replica.specs, self._shards)] if rest else [engine]
 
     def prepare_for_backward(self, part: LossSums | None) -> None:
-        """Pass a shared worker's buffers on. FSDP2 has hooks of its own, and stage 1 sends in ``reduce_gradients``."""
+        """Send the buffers of a logical worker that several ranks share to the next of these ranks. Does not block.
+
+        Gradients need no preparation: FSDP2 has hooks of its own, and stage 1 sends in ``reduce_gradients``.
+
+        Args:
+            part: unused; see ``GradientReadyHook.prepare_for_backward``.
+        """
         self._buffers.pass_on()
 
     def gradient_ready(self, parameter: Tensor) -> None:
-        """Do nothing, as ``prepare_for_backward``."""
+        """Do nothing: FSDP2's own hooks or ``reduce_gradients`` reduce the gradient. See ``GradientReadyHook``."""
 
     def begin_worker(self, worker: int, step_context: StepContext) -> None:
-        """Load the worker's batch-norm statistics."""
+        """Put a logical worker's buffers (batch-norm statistics) into the model; all workers have the same parameters.
+
+        Args:
+            worker: number of the worker, one of ``RunContext.mine``.
+            step_context: the step under way.
+        """
         self._buffers.enter(worker, step_context.global_step)
 
     def end_worker(self, worker: int, part: LossSums | None) -> None:
-        """Add the worker's loss sums."""
+        """Add a logical worker's loss sums to those of the step; its gradients have been accumulated by backward.
+
+        Args:
+            worker: unused.
+            part: loss sums of the worker; None if it had no samples on this rank.
+        """
         self._counting.add(part)
 
     def reduce_gradients(self, step_context: StepContext) -> StepStats:
-        """Reduce-scatter gradients, sum them over copies, and divide them by the global count. Collective."""
+        """Reduce-scatter gradients over the shards, sum them over copies (HSDP), and divide by the global count.
+
+        Collective. Afterwards the ``.grad`` of this rank's rows is the gradient of the mean loss over the global batch,
+        not yet clipped; it is None for a parameter that no rank's backward has reached.
+
+        Returns:
+            Loss, metrics and norm of the complete gradient, equal on all ranks.
+
+        Raises:
+            MismatchError: ranks are in different steps.
+        """
         if self._uncut:
             new, self._uncut = self._uncut, []
             self._cut(new)
@@ -277,7 +316,14 @@ class ShardedSync:
         return self._counting.stats(sums, norm, self._finite(norm), stop)
 
     def optimizer_step(self, stats: StepStats, step_context: StepContext) -> UpdateResult:
-        """Clip and step on this rank's rows, then all-gather parameters. Collective."""
+        """Clip gradients and step the optimizers on this rank's rows, then all-gather the parameters. Collective.
+
+        The update is skipped where a gradient is not finite. FSDP2 all-gathers in the next forward instead.
+
+        Args:
+            stats: result of ``reduce_gradients`` in this step.
+            step_context: the step under way, with the learning-rate factor.
+        """
         nonfinite: tuple[str, ...] = ()
         if stats.finite:
             factor, norm = clipped(stats.grad_norm, self._run_context.clip)
@@ -294,23 +340,34 @@ class ShardedSync:
         return UpdateResult(int(stats.finite), skipped=not stats.finite, nonfinite=nonfinite)
 
     def clear(self) -> None:
-        """Set all gradients to None."""
+        """Set the ``.grad`` of all rows and of the model's parameters to None."""
         for engine in self._engines:
             engine.clear()
 
     def merged(self) -> dict[str, Tensor]:
-        """Return parameters as this rank holds them (rows of those in ``ReplicaRunner.sharded``) and merged buffers."""
+        """Return parameters as this rank holds them, and buffers merged over logical workers, by name. Collective.
+
+        Parameters in ``ReplicaRunner.sharded`` (FSDP2) are this rank's rows as plain tensors; all others are full.
+        """
         named = {name: p.data for name, p in parameters(self._replica.parts)}
         return {**named, **self._replica.sharded, **self._buffers.merged()}
 
     def replicated(self) -> Mapping[str, Tensor] | None:
-        """Return unsharded parameters, and rows of those in ``ReplicaRunner.sharded``, equal on all copies (HSDP)."""
+        """Return the tensors of which all ranks with the same shard hold equal copies (HSDP), by name.
+
+        These are unsharded parameters, this rank's rows of those in ``ReplicaRunner.sharded``, and buffers in a run of
+        one logical worker.
+        """
         named = {name: p.data for name, p in parameters(self._replica.parts)}
         return {**named, **self._replica.sharded, **self._buffers.replicated()}
 
     def state(self) -> Mapping[str, Mapping[str, Tensor | TensorSlice]]:
-        """Return this rank's rows of parameters and optimizer state, and its share of the tensors that stay whole.
-        Collective.
+        """Return the tensors that this rank writes into a checkpoint. Collective.
+
+        Returns:
+            ``model`` (this rank's rows as ``TensorSlice`` by name, and its share of the tensors that are not sharded),
+            ``optim`` (state of the same rows as ``{parameter}/{key}``), and ``workers`` (``{worker}/{buffer}`` of its
+            logical workers). Ranks that hold the same rows share out the names, so that each row is written once.
         """
         comm, copies = self._run_context.comms.replica, self._copies
         buffers = self._buffers.merged()
@@ -324,7 +381,11 @@ class ShardedSync:
         return {"model": model, "optim": self._optimizer_state(mine), "workers": self._buffers.state()}
 
     def load(self, saved: SavedState) -> None:
-        """Restore this rank's rows, and the optimizer state of its rows, frozen ones included. Collective."""
+        """Restore this rank's rows of parameters and optimizer state, buffers and full parameters from a checkpoint.
+
+        Collective: full parameters are all-gathered from the rows. The state of frozen rows is restored too, because
+        the script may thaw them.
+        """
         for rows in self._rows:
             rows.parameter.data.copy_(rows.read(saved, "model", rows.known(saved.names("model"))))
         for name, parameter in self._fixed.items():
@@ -366,7 +427,10 @@ class ShardedSync:
 
     @property
     def gradient_at(self) -> GradientPlace:
-        """Where complete gradients are: ``rank`` only with one shard and without tensor parallelism."""
+        """Where complete gradients are, a ``GradientPlace``.
+
+        ``slices`` with tensor parallelism, ``rank`` with a single shard, else ``rows`` (stage 1) or ``shards`` (FSDP2).
+        """
         if self._run_context.grid.tensor > 1:
             return "slices"
         if self._shards.size == 1:
@@ -374,16 +438,19 @@ class ShardedSync:
         return "rows" if self._config.stage == 1 else "shards"
 
     def begin_custom_loop(self) -> None:
-        """Follow what the script clears between a forward and its backward; gradients stay in rows."""
+        """Follow from now on what the script clears between a forward and its backward; gradients stay sharded.
+
+        See ``CustomLoopSync.begin_custom_loop``.
+        """
         for engine in self._engines:
             engine.begin_custom_loop()
 
     def named_trained(self) -> Sequence[tuple[str, nn.Parameter]]:
-        """Return the trained parameters by name, as the script's model has them."""
+        """Return (name, parameter) pairs of the trained parameters, with the objects that the script's model has."""
         return [*((rows.name, seen) for rows, seen in self._pairs()), *self._uncut]
 
     def script_parameters(self) -> Sequence[nn.Parameter]:
-        """Return the trained parameters of the script's model."""
+        """Return the trained parameters of the script's model: DTensors with FSDP2, full parameters with stage 1."""
         return [
             *(seen for engine in self._engines for seen in engine.script_parameters()),
             *(p for _, p in self._uncut),
@@ -395,31 +462,46 @@ class ShardedSync:
         return list(zip(self._trained, seen, strict=True))
 
     def script_parameters_of(self, optimizer: Optimizer) -> list[nn.Parameter]:
-        """Return the script's parameters whose rows are in the optimizer's groups."""
+        """Return the trained parameters of the script's model whose rows are in the groups of ``optimizer``."""
         own = {p for group in optimizer.param_groups for p in group["params"]}
         uncut = [p for _, p in self._uncut if p in own]
         return [*(seen for rows, seen in self._pairs() if rows.parameter in own or seen in own), *uncut]
 
     def trained_tensors(self) -> list[Tensor]:
-        """Return this rank's rows of the trained parameters."""
+        """Return this rank's rows of the trained parameters, as data without autograd; no copies."""
         return [*(rows.parameter.data for rows in self._trained), *(p.data for _, p in self._uncut)]
 
     def pop_gradients(self) -> dict[nn.Parameter, Tensor]:
-        """Remove and return the rows' gradients that the script has not cleared."""
+        """Take the gradients that the script has not cleared out of the rows, whose ``.grad`` is None afterwards.
+
+        Returns:
+            Clones of this rank's rows of the gradients, by the rows' parameter, which the optimizer has.
+        """
         return {p: gradient for engine in self._engines for p, gradient in engine.pop_gradients().items()}
 
     def add_gradients(self, held: Mapping[nn.Parameter, Tensor]) -> None:
-        """Add ``held`` to the rows' gradients just reduced."""
+        """Add gradients of earlier reductions to the rows' gradients just reduced; show or conceal the sums.
+
+        Args:
+            held: result of ``pop_gradients``, by the rows' parameter; it may be empty.
+        """
         self.accumulated = bool(held)
         for engine in self._engines:
             engine.add_gradients(held)
 
     def pop_reached(self) -> list[bool]:
-        """Return and reset which trained parameters backward has reached on this rank."""
+        """Return, and reset, for each trained parameter whether an FSDP2 backward has reached it on this rank.
+
+        False for parameters of stage 1, whose ``.grad`` tells. See ``CustomLoopSync.pop_reached``.
+        """
         return [flag for engine in self._engines for flag in engine.pop_reached()]
 
     def mark_reached(self, used: Sequence[bool]) -> None:
-        """Mark these trained parameters as reached."""
+        """Count parameters as reached by backward in the coming reduction.
+
+        Args:
+            used: for each trained parameter whether it was reached, as from ``pop_reached``.
+        """
         rest = list(used)
         for engine in self._engines:
             count = len(engine.script_parameters())
@@ -427,17 +509,23 @@ class ShardedSync:
             rest = rest[count:]
 
     def apply_clearing(self) -> None:
-        """Clear the gradients that the script has cleared on unsharded parameters."""
+        """Clear sharded gradients that the script has cleared on unsharded parameters, after a forward.
+
+        With FSDP2 only; see ``CustomLoopSync.apply_clearing``.
+        """
         for engine in self._engines:
             engine.apply_clearing()
 
     def show_gradients(self) -> None:
-        """Show concealed gradients on unsharded parameters."""
+        """Put placeholders, which record what the script clears, into the ``.grad`` of unsharded parameters.
+
+        With FSDP2 only. ``apply_clearing`` evaluates the placeholders; reading one raises.
+        """
         for engine in self._engines:
             engine.show_gradients()
 
     def apply_edits(self) -> None:
-        """Set the rows' gradients to those that the script sees."""
+        """Set the rows' gradients, which the update uses, to the ``.grad`` that the script has left on the model."""
         for engine in self._engines:
             engine.apply_edits()
 
@@ -455,7 +543,14 @@ class ShardedSync:
             engine.on_zero_grad(own, set_to_none)
 
     def norm_of(self, members: Sequence[nn.Parameter], step_context: StepContext) -> float:
-        """Return the norm of these parameters' gradients over all shards. Collective: an all-reduce."""
+        """Return the L2 norm of the complete gradients of ``members``, for a script that clips them.
+
+        Collective: an all-reduce over the shards, and one over the stages and tensor ranks of a replica.
+
+        Args:
+            members: some of ``script_parameters``.
+            step_context: the step under way.
+        """
         own = set(members)
         pairs = self._pairs()
         lent = self._replica.not_owned
@@ -470,7 +565,12 @@ class ShardedSync:
 
     @contextmanager
     def stepping(self, index: int | None, members: Sequence[nn.Parameter]) -> Iterator[None]:
-        """Within the block ``optimizer_step`` steps the optimizer at ``index`` alone."""
+        """Return a context in which ``optimizer_step`` steps one of several optimizers alone.
+
+        Args:
+            index: index of the optimizer among those of the script; None for all of them.
+            members: its parameters, whose gradients are clipped; ignored where ``index`` is None.
+        """
         with acting(self._optimizer, index):
             self._acting_on = None if index is None else members
             try:
@@ -485,7 +585,7 @@ class ShardedSync:
         return self._shards.size == 1 and any(optimizer is own for own in members_of(self._optimizer))
 
     def adopt(self, optimizer: Optimizer) -> None:
-        """Replace parameters of the model that the script has added to the optimizer by this rank's rows."""
+        """Replace model parameters that the script has added to ``optimizer`` by this rank's rows, in its groups."""
         own = {shown: rows for engine in self._engines for shown, rows in engine.owners().items()}
         for group in optimizer.param_groups:
             group["params"] = [own.get(p, p) for p in group["params"]]

@@ -43,9 +43,13 @@ class ShardedParameter:
     leads: bool = True
 
     def piece(self, tensor: Tensor) -> Tensor | TensorSlice | None:
-        """Return ``tensor``, of the rows' shape, as a ``TensorSlice``; the tensor itself for a 0-d parameter.
+        """Return a tensor of these rows, such as optimizer state, with its place in the full tensor, for a checkpoint.
 
-        None where this rank has no rows.
+        Args:
+            tensor: of the shape of ``parameter``.
+
+        Returns:
+            The ``TensorSlice``; the tensor itself, 0-d, for a 0-d parameter; None where this rank has no rows.
         """
         if not tensor.numel():
             return None
@@ -54,12 +58,14 @@ class ShardedParameter:
         return TensorSlice(tensor, self.spec.shape, self.spec.offset, self.spec.blocks, self.spec.rows)
 
     def read(self, saved: SavedState, group: str, name: str) -> Tensor:
-        """Read these rows of a saved tensor of the parameter's global shape.
+        """Read this rank's rows of a tensor in a checkpoint, on the CPU; empty where the rank has no rows.
+
+        Not collective.
 
         Args:
             saved: the checkpoint.
-            group: group of tensors in the checkpoint.
-            name: of the tensor.
+            group: group of tensors in the checkpoint, ``model``, ``ema`` or ``optim``.
+            name: name of the tensor in the group, which has the parameter's global shape.
         """
         if not self.parameter.numel():
             return self.parameter.detach().cpu().clone()
@@ -69,7 +75,10 @@ class ShardedParameter:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def known(self, names: Collection[str]) -> str:
-        """Return the first of the parameter's own and tied names that is in ``names``; its own name if none is."""
+        """Return the name under which ``names``, such as those in a checkpoint, hold this parameter.
+
+        The first of its own and its tied names that is in ``names``; its own name if none is.
+        """
         return next((name for name in (self.name, *self.spec.tied) if name in names), self.name)
 
 
@@ -91,16 +100,20 @@ class ShardingEngine(Protocol):
         """Map each parameter object of the script's model to the rows' parameter, which an optimizer has."""
 
     def used(self) -> list[bool]:
-        """Return for each trained parameter whether it had a gradient on this rank in this step."""
+        """Return for each parameter of ``trained`` whether it had a gradient on this rank in this step."""
 
     def reduce_scatter_gradients(self, step: int) -> None:
-        """Set the gradient of all trained rows, summed over the ranks that share a copy. Collective."""
+        """Set the ``.grad`` of all trained rows to the sum over the ranks that share one copy of the model. Collective.
+
+        Args:
+            step: number of the step from 1, for error messages.
+        """
 
     def all_gather_parameters(self) -> None:
         """Make the next forward use the rows' current values. Collective."""
 
     def clear(self) -> None:
-        """Set all gradients to None."""
+        """Set the ``.grad`` of rows and of the model's parameters to None."""
 
     def script_parameters(self) -> Sequence[nn.Parameter]:
         """Return the trained parameters of the script's model, in the order of ``trained``."""
@@ -109,13 +122,23 @@ class ShardingEngine(Protocol):
         """Remove and return gradients of trained rows that the script has not cleared, by the rows' parameter."""
 
     def add_gradients(self, held: Mapping[nn.Parameter, Tensor]) -> None:
-        """Add ``held`` to the rows' gradients, and show them to the script or conceal them."""
+        """Add gradients of earlier reductions to the rows' gradients, and show the sums to the script or conceal them.
+
+        A concealed gradient raises where the script reads it.
+
+        Args:
+            held: result of ``pop_gradients``, by the rows' parameter.
+        """
 
     def pop_reached(self) -> list[bool]:
         """Return, and reset, which trained parameters a backward has reached, where the engine reduces by itself."""
 
     def mark_reached(self, used: Sequence[bool]) -> None:
-        """Mark these trained parameters as reached by a backward."""
+        """Count parameters as reached by a backward in the coming reduction.
+
+        Args:
+            used: for each parameter of ``trained`` whether it was reached.
+        """
 
     def begin_custom_loop(self) -> None:
         """Follow from now on what a script does to gradients between a forward and its backward."""
@@ -133,7 +156,12 @@ class ShardingEngine(Protocol):
         """
 
     def on_zero_grad(self, members: Collection[nn.Parameter], set_to_none: bool) -> None:
-        """Clear what the script sees of the gradients of these rows, after ``zero_grad`` of their optimizer."""
+        """Clear the gradients that the script sees of these rows, after ``zero_grad`` of their optimizer.
+
+        Args:
+            members: parameters of the optimizer; those that are no rows of this engine are ignored.
+            set_to_none: set gradients to None, else to zeros in place.
+        """
 
     def apply_edits(self) -> None:
         """Set the rows' gradients to the ``.grad`` that the script has left on the model's parameters."""
@@ -147,7 +175,14 @@ class ShardingEngine(Protocol):
 
 
 def along_rows(rows: Sequence[ShardedParameter], comm: Communicator) -> list[GatheredTensor]:
-    """Return the tensors to gather for parameters of which each rank of ``comm`` holds a block of rows."""
+    """Describe parameters sharded by rows as tensors to gather: for each its full shape and each rank's region.
+
+    For optimizers that need whole tensors; nothing is gathered here.
+
+    Args:
+        rows: this rank's rows of each parameter.
+        comm: the ranks that each hold a contiguous block of rows (of the first dimension).
+    """
     found = []
     for sharded in rows:
         shape = sharded.local
@@ -165,13 +200,13 @@ def along_rows(rows: Sequence[ShardedParameter], comm: Communicator) -> list[Gat
 def local_rows(
     name: str, parameter: nn.Parameter, spec: ShardSpec, local: Sequence[int], comm: Communicator
 ) -> ShardedParameter:
-    """Describe this rank's block of rows of a tensor; no memory is cut.
+    """Describe this rank's block of rows of a tensor, for optimizer and checkpoint; no memory is allocated or copied.
 
     Args:
-        name: of the parameter in the plain model.
-        parameter: the rows.
+        name: name of the parameter in the plain model.
+        parameter: the rows, already cut.
         spec: global shape and offset of the tensor that the rows are cut from.
-        local: shape of that tensor.
+        local: shape of that tensor, which is a tensor slice under tensor parallelism.
         comm: the ranks that share its rows.
     """
     leads = not any(spec.offset)
@@ -210,13 +245,16 @@ class ZeroSharding:
 
     @property
     def replaced(self) -> dict[nn.Parameter, nn.Parameter]:
-        """Map the model's former parameters, which are the rows now, to its new ones."""
+        """Map the model's former parameters, which are the optimizer's rows now, to the full parameters in their place.
+
+        Empty with one rank, whose rows are the full parameters.
+        """
         pairs = zip(self.rows, self._whole, strict=True)
         return {rows.parameter: whole for rows, whole in pairs if rows.parameter is not whole}
 
     @property
     def trained(self) -> Sequence[ShardedParameter]:
-        """This rank's rows of all parameters."""
+        """This rank's rows of all parameters of the engine."""
         return self.rows
 
     def train(self, names: Collection[str]) -> None:
@@ -227,11 +265,17 @@ class ZeroSharding:
         return {whole: rows.parameter for whole, rows in zip(self._whole, self.rows, strict=True)}
 
     def used(self) -> list[bool]:
-        """Return for each parameter whether it has a gradient."""
+        """Return for each parameter of ``trained`` whether its full ``.grad`` is not None on this rank."""
         return [whole.grad is not None for whole in self._whole]
 
     def reduce_scatter_gradients(self, step: int) -> None:
-        """Reduce-scatter the gradients bucket by bucket. Collective."""
+        """Reduce-scatter the full gradients bucket by bucket into the ``.grad`` of this rank's rows. Collective.
+
+        A missing gradient counts as zeros. Full parameters have no ``.grad`` afterwards. One rank does nothing.
+
+        Args:
+            step: number of the step from 1, for error messages.
+        """
         if self._comm.size == 1:
             return
         for number, members in enumerate(self._buckets):
@@ -273,11 +317,15 @@ class ZeroSharding:
             whole.grad = rows.parameter.grad = None
 
     def script_parameters(self) -> Sequence[nn.Parameter]:
-        """Return the full parameters of the model."""
+        """Return the full parameters, which the script's model has, in the order of ``trained``."""
         return self._whole
 
     def pop_gradients(self) -> dict[nn.Parameter, Tensor]:
-        """Remove the rows' gradients that the script has not cleared, and return clones."""
+        """Take the gradients that the script has not cleared out of the rows; ``.grad`` is None afterwards.
+
+        Returns:
+            Clones of this rank's rows of the gradients, by the rows' parameter.
+        """
         held = {}
         self._reveal()
         for whole, rows in zip(self._whole, self.rows, strict=True):
@@ -289,7 +337,13 @@ class ZeroSharding:
         return held
 
     def add_gradients(self, held: Mapping[nn.Parameter, Tensor]) -> None:
-        """Add ``held`` to the rows' gradients, and conceal gradients of which a rank has rows alone."""
+        """Add gradients of earlier reductions to the rows' gradients, and conceal the sums with several ranks.
+
+        The script cannot read a concealed gradient, of which a rank has its rows only.
+
+        Args:
+            held: result of ``pop_gradients``, by the rows' parameter.
+        """
         for rows in self.rows:
             parameter, before = rows.parameter, held.get(rows.parameter)
             if before is not None:
@@ -308,23 +362,31 @@ class ZeroSharding:
         self._aside = {}
 
     def pop_reached(self) -> list[bool]:
-        """Return no use: backward itself reduces no gradients in stage 1."""
+        """Return False for each parameter: backward itself reduces no gradients in stage 1."""
         return [False] * len(self._whole)
 
     def mark_reached(self, used: Sequence[bool]) -> None:
-        """Do nothing: a parameter counts as used where its ``.grad`` is not None."""
+        """Ignore ``used``: a parameter counts as reached by backward where its ``.grad`` is not None."""
 
     def begin_custom_loop(self) -> None:
-        """Do nothing: the model has one object for a parameter at any time."""
+        """Do nothing: the model has the same full parameter objects during and outside a forward."""
 
     def apply_clearing(self) -> None:
-        """Do nothing: as ``begin_custom_loop``."""
+        """Do nothing: the script clears the ``.grad`` of full parameters itself.
+
+        See ``ShardingEngine.apply_clearing``.
+        """
 
     def show_gradients(self) -> None:
-        """Do nothing: as ``begin_custom_loop``."""
+        """Do nothing: no placeholders are needed, as in ``apply_clearing``. See ``ShardingEngine.show_gradients``."""
 
     def on_zero_grad(self, members: Collection[nn.Parameter], set_to_none: bool) -> None:
-        """Clear the gradients of full parameters and rows."""
+        """Clear the gradients of an optimizer's rows and of the full parameters that they belong to.
+
+        Args:
+            members: parameters of the optimizer; those that are no rows of this engine are ignored.
+            set_to_none: set gradients to None, else to zeros in place.
+        """
         for whole, rows in zip(self._whole, self.rows, strict=True):
             if rows.parameter in members and rows.parameter is not whole:
                 clear_gradient(whole, set_to_none)
@@ -334,7 +396,10 @@ class ZeroSharding:
         """Return None: backward leaves this rank's gradient in ``.grad``."""
 
     def apply_edits(self) -> None:
-        """Drop the gradients of rows that the script has cleared on the full parameters."""
+        """Clear the gradients of rows whose full parameter's ``.grad`` the script has cleared, before the update.
+
+        A ``.grad`` of None clears to None, one of zeros to zeros; the script can make no other edits.
+        """
         self._reveal()
         for whole, rows in zip(self._whole, self.rows, strict=True):
             gradient = rows.parameter.grad
@@ -402,7 +467,14 @@ class RowGatherer:
         self._comm, self._of = comm, {each.parameter: each for each in rows}
 
     def gather(self, parameter: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return each tensor whole, from this rank's rows. Collective: one all-gather for each tensor."""
+        """Return the full tensors of which ``tensors`` are this rank's rows.
+
+        Collective: one all-gather for each tensor.
+
+        Args:
+            parameter: the rows of the parameter, whose full shape the results have.
+            tensors: this rank's rows of a value, a gradient or a state of that parameter.
+        """
         shape = self._of[parameter].local  # type: ignore[index]
         most, here = len(block(shape[0], self._comm.size, 0)), self._comm.rank
         found = []
@@ -415,7 +487,12 @@ class RowGatherer:
         return found
 
     def mine(self, parameter: Tensor, whole: Tensor) -> Tensor:
-        """Return this rank's rows of a whole tensor; not collective."""
+        """Return this rank's rows of a full tensor, as a view. Not collective.
+
+        Args:
+            parameter: unused; see ``FullTensorGatherer.mine``.
+            whole: the full tensor.
+        """
         place = block(len(whole), self._comm.size, self._comm.rank)
         return whole[place.start : place.stop]
 
