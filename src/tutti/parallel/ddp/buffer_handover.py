@@ -130,7 +130,7 @@ class BufferHandover:
             self.finish()
 
     def forget(self) -> None:
-        """Accept the present values of the buffers, such as those of a checkpoint."""
+        """Accept the buffers' present values, such as those of a loaded checkpoint, as unchanged by the script."""
         self._marks = None
 
     @property

@@ -579,7 +579,7 @@ class ShardedSync:
                 self._acting_on = None
 
     def steps_whole(self, optimizer: Optimizer) -> bool:
-        """Return whether ``optimizer`` updates full parameters: on one shard rank, without offload."""
+        """Return whether this strategy steps ``optimizer`` on full parameters: with one shard and without offload."""
         if self._config.offload:
             return False
         return self._shards.size == 1 and any(optimizer is own for own in members_of(self._optimizer))

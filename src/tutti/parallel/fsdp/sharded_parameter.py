@@ -97,7 +97,7 @@ class ShardingEngine(Protocol):
         """Also train these parameters from now on; names of other engines are ignored. Collective."""
 
     def owners(self) -> dict[nn.Parameter, nn.Parameter]:
-        """Map each parameter object of the script's model to the rows' parameter, which an optimizer has."""
+        """Map each parameter object of the script's model to this rank's rows of it, which the optimizer updates."""
 
     def used(self) -> list[bool]:
         """Return for each parameter of ``trained`` whether it had a gradient on this rank in this step."""
@@ -119,7 +119,11 @@ class ShardingEngine(Protocol):
         """Return the trained parameters of the script's model, in the order of ``trained``."""
 
     def pop_gradients(self) -> dict[nn.Parameter, Tensor]:
-        """Remove and return gradients of trained rows that the script has not cleared, by the rows' parameter."""
+        """Take the gradients that the script has not cleared out of the trained rows; ``.grad`` is None afterwards.
+
+        Returns:
+            Clones of this rank's rows of the gradients, by the rows' parameter.
+        """
 
     def add_gradients(self, held: Mapping[nn.Parameter, Tensor]) -> None:
         """Add gradients of earlier reductions to the rows' gradients, and show the sums to the script or conceal them.
@@ -131,7 +135,10 @@ class ShardingEngine(Protocol):
         """
 
     def pop_reached(self) -> list[bool]:
-        """Return, and reset, which trained parameters a backward has reached, where the engine reduces by itself."""
+        """Return, and reset, for each parameter of ``trained`` whether a gradient-reducing backward has reached it.
+
+        All False where backward itself reduces no gradients (stage 1).
+        """
 
     def mark_reached(self, used: Sequence[bool]) -> None:
         """Count parameters as reached by a backward in the coming reduction.
@@ -393,12 +400,13 @@ class ZeroSharding:
                 clear_gradient(rows.parameter, set_to_none)
 
     def gradient_meter(self) -> None:
-        """Return None: backward leaves this rank's gradient in ``.grad``."""
+        """Return None: backward leaves this rank's gradients in the ``.grad`` of the full parameters."""
 
     def apply_edits(self) -> None:
         """Clear the gradients of rows whose full parameter's ``.grad`` the script has cleared, before the update.
 
-        A ``.grad`` of None clears to None, one of zeros to zeros; the script can make no other edits.
+        To None or to zeros, as the script did; it can make no other edits. One rank's rows are the full parameters, and
+        nothing is to do.
         """
         self._reveal()
         for whole, rows in zip(self._whole, self.rows, strict=True):

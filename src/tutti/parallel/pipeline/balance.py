@@ -9,12 +9,17 @@ from itertools import accumulate
 def balance(
     weights: Sequence[float], parts: int, may: Callable[[int, int, int], bool] = lambda part, start, end: True
 ) -> list[int]:
-    """Return bounds of contiguous, non-empty parts with the smallest maximal sum; of equal ones the evenest.
+    """Partition weighted items into contiguous, non-empty parts such that the largest sum of weights is smallest.
+
+    Of partitions with an equal largest sum the most even one is taken.
 
     Args:
-        weights: of the items, in order.
+        weights: weights of the items, in order.
         parts: number of parts.
         may: ``may(part, start, end)``: whether part number ``part`` may hold items ``start`` to ``end``, exclusive.
+
+    Returns:
+        (parts + 1,) bounds: part i holds the items from bound i to bound i + 1, exclusive.
 
     Raises:
         ValueError: no bounds are allowed.

@@ -131,12 +131,16 @@ def _draws_within(function: Any) -> bool:
 
 
 def trace(model: nn.Module, opened: Collection[str]) -> fx.Graph:
-    """Trace ``model`` into a graph of module calls, and into the modules named in ``opened``.
+    """Trace the forward of ``model`` with ``torch.fx`` into a graph of module calls.
+
+    Args:
+        model: the whole model; its RNG state and attributes stay as they were.
+        opened: names of modules that are traced into; every other module below the model is one node.
 
     Raises:
         UntraceableError: ``torch.fx`` cannot trace the forward.
-        UsageError: the model has hooks; its forward takes ``*args``, draws
-            random numbers outside of its modules, or does something else in training than in evaluation.
+        UsageError: the model has hooks; its forward takes ``*args``, draws random numbers outside of its modules, or
+            does something else in training than in evaluation.
     """
     name = type(model).__name__
     remedy = (
@@ -164,9 +168,11 @@ def trace(model: nn.Module, opened: Collection[str]) -> fx.Graph:
 
 
 def openable(module: nn.Module) -> bool:
-    """Return whether a module can be traced into: a sequence, or a forward that draws by PyTorch's modules only.
+    """Return whether a module may be traced into, so that the model can be cut between its submodules.
 
-    Not without submodules, nor with hooks, nor where training and evaluation compute different things.
+    True for a sequence of modules, and for a module whose own forward ``torch.fx`` can trace and which draws random
+    numbers in PyTorch's modules only. False without submodules, with hooks, and where training and evaluation compute
+    different things.
     """
     if next(module.children(), None) is None or has_hooks(module):
         return False
@@ -184,7 +190,10 @@ def openable(module: nn.Module) -> bool:
 
 
 def draws_by_functions(module: nn.Module) -> bool:
-    """Return whether a submodule may draw random numbers outside of PyTorch's modules; True where tracing fails."""
+    """Return whether a module or submodule may draw random numbers in its own forward, as ``functional.dropout`` does.
+
+    PyTorch's own layers do not count. True where ``torch.fx`` cannot trace a forward.
+    """
     return any(_may_draw(inner) for inner in module.modules() if not (_is_layer(inner) or is_sequence(inner)))
 
 

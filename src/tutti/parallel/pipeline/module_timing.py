@@ -19,15 +19,19 @@ _RUNS = 3
 
 
 def module_seconds(plain: nn.Module, trial: Callable[[Any], Any] | None, world: Communicator) -> dict[str, float]:
-    """Return the seconds of each module's forward by name, the least of three runs; empty where it cannot be measured.
+    """Measure the seconds of each module's forward on rank 0, and broadcast them. Collective.
 
-    Rank 0 measures on a real micro-batch and broadcasts the seconds. The model and the RNG streams stay as they were.
-    Backward takes about twice as long, everywhere.
+    Rank 0 runs the forward three times on a real micro-batch; all other ranks wait for it. The model and the RNG
+    streams stay as they were. Backward takes about twice as long, everywhere.
 
     Args:
         plain: the whole model.
         trial: calls the loss function on a model with a micro-batch; None where no micro-batch is at hand.
-        world: all ranks. Collective: two broadcasts.
+        world: all ranks.
+
+    Returns:
+        The least seconds of the three runs by the module's name, submodules included; empty where the forward cannot be
+        measured, as without ``trial`` or where the model does not fit into memory.
     """
     found: dict[str, float] = {}
     if world.rank == 0 and trial is not None and peers_of(plain) is None:

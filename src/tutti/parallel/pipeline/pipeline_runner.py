@@ -49,18 +49,26 @@ class PipelineLayout:
         self._config, self._run_context = config, run_context
 
     def build(self, plain: nn.Module) -> PipelineRunner:
-        """Cut ``plain`` into stages and keep this rank's. Collective. Raises as ``cut_stages``."""
+        """Cut ``plain`` into stages, and return the runner of this rank's stages. Collective.
+
+        Args:
+            plain: the whole model, equal on all ranks.
+
+        Raises:
+            MismatchError: the ranks have built different models.
+            UsageError: the model cannot be cut into stages; see ``cut_stages``.
+        """
         return self.replica(plain, *self.cut_stages(plain))
 
     def replica(
         self, plain: nn.Module, virtual_stages: Sequence[VirtualStage], holding: StageOwnership | None
     ) -> PipelineRunner:
-        """Build the runner of this rank's virtual stages. Collective.
+        """Build the runner of this rank's virtual stages, on its device. Collective.
 
         Args:
             plain: the whole model.
-            virtual_stages: this rank's virtual stages.
-            holding: ownership of tensors over ranks, from ``virtual_stages`` as well; None where the model is not cut.
+            virtual_stages: this rank's virtual stages, from ``cut_stages``.
+            holding: ownership of tensors over ranks, from ``cut_stages`` as well; None where the model is not cut.
         """
         return PipelineRunner(self._config, self._run_context, plain, virtual_stages, holding)
 
@@ -214,7 +222,11 @@ class PipelineRunner(ReplicaPart):
         self._learns = [any(trained[:stage]) for stage in range(len(trained) + 1)] if trained else self._learns
 
     def connect(self, grad_hook: GradientReadyHook) -> None:
-        """Report each parameter's gradient to ``grad_hook`` once, in the last backward that adds to it."""
+        """Report each parameter's gradient to ``grad_hook`` once, in the last backward of a step that adds to it.
+
+        Replaces the hook of an earlier call. Gradients of parameters that several stages share are reported after their
+        sum over the stages.
+        """
         for handle in self._connected:
             handle.remove()
         trained = [p for _, p in parameters(self.parts) if p.requires_grad and p not in self._shared.parameters]
@@ -222,7 +234,11 @@ class PipelineRunner(ReplicaPart):
         self._grad_hook = grad_hook
 
     def replaced(self, by: Mapping[nn.Parameter, nn.Parameter]) -> None:
-        """Use the parameter objects that are values of ``by`` in place of its keys."""
+        """Take note that the stages now compute with other parameter objects. See ``ReplicaRunner.replaced``.
+
+        Args:
+            by: the new parameter by the former one; parameters that are no keys stay.
+        """
         self._shared.replace(by)
         for each in self.split_backwards:
             each.replace(by)
@@ -406,7 +422,10 @@ class PipelineRunner(ReplicaPart):
             self._messages.send_gradients(own, flight.entered, (stage, *flight.key))
 
     def compute(self, flight: MicroBatchState, stage: int, given: Mapping[str, Any]) -> Any:
-        """Run one virtual stage's forward; the relay calls it.
+        """Run one virtual stage's forward of a micro-batch: receive activations, compute, start to send the results.
+
+        Called by the stand-in for the model that the loss function receives. Blocks until the previous stage's
+        activations have arrived.
 
         Args:
             flight: state of the micro-batch.
@@ -417,7 +436,8 @@ class PipelineRunner(ReplicaPart):
             The model's output, on the last stage.
 
         Raises:
-            StageReached: on every other stage, after the sends of its activations have started.
+            StageReached: on every other stage, after the sends of its activations have started; it ends the loss
+                function.
         """
         virtual_stage = self._virtual_stages[stage // self._ranks]
         if stage > 0:
@@ -448,7 +468,12 @@ class PipelineRunner(ReplicaPart):
                 tensor.requires_grad_().register_hook(partial(flight.gradients.__setitem__, number))
 
     def whole(self, args: Any, kwargs: Any) -> Any:
-        """Run the forward of a model that is not cut."""
+        """Run the forward of a model that is not cut, with the arguments of the model's call.
+
+        Args:
+            args: positional arguments.
+            kwargs: keyword arguments.
+        """
         return self._virtual_stages[0].module(*args, **kwargs)
 
     def _finish_shared(self, count: int, turn: _Turn) -> None:

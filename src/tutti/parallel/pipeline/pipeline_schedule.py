@@ -52,11 +52,13 @@ class Order:
 
     @property
     def stages(self) -> int:
-        """Number of virtual stages, S."""
+        """Number of virtual stages of the whole model, S = ranks · v."""
         return len(self.ranks) * self.chunks
 
     def needs(self, action: Action) -> list[Action]:
-        """Return the actions that must end before this one begins.
+        """Return the actions that must end before this one begins, whose results it takes.
+
+        The order of actions on one rank is not among them; see ``ranks`` for it.
 
         >>> gpipe(2, 1).needs(Action("B", 0, 0))
         [Action(kind='F', stage=0, micro=0), Action(kind='B', stage=1, micro=0)]
@@ -71,7 +73,12 @@ class Order:
 
 
 def one_by_one(ranks: int, micro_batches: int) -> Order:
-    """One micro-batch at a time: ranks work in turn."""
+    """Return the schedule that finishes one micro-batch before the next one begins, so that ranks work in turn.
+
+    Args:
+        ranks: pipeline ranks, p, each with one stage.
+        micro_batches: number of micro-batches, m.
+    """
     return Order(
         tuple(tuple(Action(k, r, i) for i in range(micro_batches) for k in ("F", "B")) for r in range(ranks)),
         1,
@@ -80,7 +87,14 @@ def one_by_one(ranks: int, micro_batches: int) -> Order:
 
 
 def gpipe(ranks: int, micro_batches: int) -> Order:
-    """All forwards, then all backwards (Huang et al. 2018, arXiv 1811.06965). Holds m micro-batches at once."""
+    """Return GPipe's schedule: on each rank all forwards, then all backwards (Huang et al. 2018, arXiv 1811.06965).
+
+    Each rank holds the activations of all m micro-batches at once.
+
+    Args:
+        ranks: pipeline ranks, p, each with one stage.
+        micro_batches: number of micro-batches, m.
+    """
     return Order(
         tuple(tuple(Action(k, r, i) for k in ("F", "B") for i in range(micro_batches)) for r in range(ranks)),
         1,
@@ -89,7 +103,15 @@ def gpipe(ranks: int, micro_batches: int) -> Order:
 
 
 def one_forward_one_backward(ranks: int, micro_batches: int) -> Order:
-    """1F1B (Narayanan et al. 2019 and 2021, arXiv 1806.03377, 2104.04473): stage i holds at most p-i micro-batches."""
+    """Return the 1F1B schedule: after a warm-up of forwards each rank alternates a forward and a backward.
+
+    Rank i of p holds the activations of at most p-i micro-batches. Source: Narayanan et al. 2019 and 2021, arXiv
+    1806.03377, 2104.04473.
+
+    Args:
+        ranks: pipeline ranks, p, each with one stage.
+        micro_batches: number of micro-batches, m.
+    """
     rows = []
     for rank in range(ranks):
         forwards = [Action("F", rank, i) for i in range(micro_batches)]
@@ -120,7 +142,15 @@ def interleaved(ranks: int, micro_batches: int, chunks: int) -> Order:
 
 
 def zero_bubble(ranks: int, micro_batches: int) -> Order:
-    """ZB-H1 (Qi et al. 2023, arXiv 2401.10241): 1F1B whose weight backwards are delayed to fill the bubble."""
+    """Return ZB-H1: 1F1B with backwards in two halves, of which the weight backwards are delayed to fill the bubble.
+
+    The input backward (I) is on the critical path, the weight backward (W) is not. Source: Qi et al. 2023, arXiv
+    2401.10241.
+
+    Args:
+        ranks: pipeline ranks, p, each with one stage.
+        micro_batches: number of micro-batches, m.
+    """
     rows = []
     for rank, row in enumerate(one_forward_one_backward(ranks, micro_batches).ranks):
         actions: list[Action] = []
@@ -165,7 +195,7 @@ def make_order(name: str, ranks: int, micro_batches: int, chunks: int = 1) -> Or
 
 @lru_cache(maxsize=64)
 def forwards(ranks: int, micro_batches: int, chunks: int = 1) -> Order:
-    """Return the forwards without backwards, for evaluation; cached.
+    """Return a schedule of forwards without backwards, for evaluation; cached.
 
     A rank runs one micro-batch on all of its virtual stages before the next micro-batch.
 
@@ -181,12 +211,15 @@ def forwards(ranks: int, micro_batches: int, chunks: int = 1) -> Order:
 
 
 def timeline(order: Order, cost: Callable[[Action], float], transfer: float = 0.0) -> list[list[Span]]:
-    """Return start and end of each rank's actions, in order, if each action begins as early as it can.
+    """Simulate a schedule: return start and end of each rank's actions if each begins as early as it can.
 
     Args:
         order: the schedule.
-        cost: duration of an action.
-        transfer: duration of a message to another rank.
+        cost: duration of an action, in any unit of time.
+        transfer: duration of a message to another rank, in the same unit.
+
+    Returns:
+        For each rank its actions in order; the first action begins at 0.
 
     Raises:
         ValueError: deadlock: ranks wait for each other.
@@ -215,7 +248,11 @@ def timeline(order: Order, cost: Callable[[Action], float], transfer: float = 0.
 
 
 def bubble(rows: Sequence[Sequence[Span]]) -> float:
-    """Return the idle fraction of all ranks' time, up to the end of the last action."""
+    """Return the idle fraction, 0 to 1, of all ranks' time from 0 to the end of the last action.
+
+    Args:
+        rows: each rank's actions with start and end, from ``timeline``.
+    """
     end = max(span.end for row in rows for span in row)
     busy = sum(span.end - span.start for row in rows for span in row)
     return 1 - busy / (end * len(rows))
@@ -241,7 +278,12 @@ def bubble_fraction(name: str, ranks: int, micro_batches: int, chunks: int = 1) 
 
 
 def peak_activations(actions: Sequence[Action], size: Callable[[int], float] = lambda stage: 1) -> float:
-    """Return the peak of one rank's activations; ``size``: activations that a micro-batch leaves on a virtual stage.
+    """Return the most activations that one rank holds at a time: from a forward to its backward or weight backward.
+
+    Args:
+        actions: the rank's actions in order, a row of ``Order.ranks``.
+        size: activations that a micro-batch leaves on a virtual stage of this index, in any unit; default: 1, which
+            counts micro-batches.
 
     >>> [peak_activations(row) for row in one_forward_one_backward(4, 8).ranks]
     [4, 3, 2, 1]
@@ -255,7 +297,13 @@ def peak_activations(actions: Sequence[Action], size: Callable[[int], float] = l
 
 
 def picture(order: Order, cost: Callable[[Action], int]) -> str:
-    """Return a timeline as text, one row a rank: ``F3`` is micro-batch 3's forward; letters name virtual stages.
+    """Draw the timeline of a schedule as text, one row a rank and one column a unit of time.
+
+    ``F3`` is micro-batch 3's forward, dots are idle time; with several virtual stages a rank, letters name the stages.
+
+    Args:
+        order: the schedule.
+        cost: duration of an action, a whole number of units.
 
     >>> print(picture(gpipe(2, 2), lambda action: 1))
     rank 0  F0 F1 .. .. B0 B1

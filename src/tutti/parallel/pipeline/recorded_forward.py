@@ -140,7 +140,11 @@ class ForwardRecord:
         return recording
 
     def graph(self) -> fx.Graph:
-        """Return the calls as a graph of the blocks, each a call of a module with the tensors that it reads."""
+        """Return the recorded forward as an ``fx.Graph`` with a ``call_module`` node for each call of a block.
+
+        A block is a module below the opened ones. The node's arguments are the outputs of earlier blocks that the call
+        reads. The graph serves to choose cuts; stages run the model's own code.
+        """
         graph = fx.Graph()
         inputs = graph.placeholder(_INPUTS)
         values: dict[BlockOutput, fx.Node] = {}
@@ -198,7 +202,14 @@ class RecordedStage(nn.Module):
         return at
 
     def hold(self, names: Iterable[str], plain: nn.Module) -> None:
-        """Hold more parameters and buffers of the whole model, by their names, which no block of this stage has."""
+        """Register further parameters and buffers of the whole model on this stage, under their names there.
+
+        For tensors that belong to no block of this stage, so that its ``state_dict`` has them.
+
+        Args:
+            names: names of the tensors in the whole model.
+            plain: the whole model; the tensors are shared with it, not copied.
+        """
         for name in sorted(names):
             path, _, key = name.rpartition(".")
             tensor = getattr(plain.get_submodule(path), key)
@@ -209,11 +220,11 @@ class RecordedStage(nn.Module):
                 self._container(path).register_buffer(key, tensor, persistent=persistent)
 
     def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *values: Tensor) -> Any:
-        """Run the model's forward up to this stage's last block.
+        """Run the model's own forward up to this stage's last block, with received values in place of earlier blocks.
 
         Args:
-            args: of the model's call.
-            kwargs: of the model's call.
+            args: positional arguments of the model's call.
+            kwargs: keyword arguments of the model's call.
             values: the activations that this stage has received, in the order of ``received``.
 
         Returns:

@@ -51,30 +51,43 @@ class SplitBackward:
         self.look()
 
     def look(self) -> None:
-        """Look up again which parameters are trained."""
+        """Update the list of trained parameters from ``requires_grad``, which the script may have changed.
+
+        After a change the next backward again finds the parameters that need a whole backward.
+        """
         trained = [p for p in self._all if p.requires_grad]
         if len(trained) != len(self._trained) or any(a is not b for a, b in zip(trained, self._trained, strict=True)):
             self._trained, self._late = trained, None
 
     def replace(self, by: Mapping[nn.Parameter, nn.Parameter]) -> None:
-        """Use the parameter objects that are values of ``by`` in place of its keys."""
+        """Take note that the stage now computes with other parameter objects.
+
+        Args:
+            by: the new parameter by the former one; parameters that are no keys stay.
+        """
         self._all = [by.get(p, p) for p in self._all]
         self._trained = [by.get(p, p) for p in self._trained]
 
     def record(self) -> list[LayerOutput]:
-        """Start a list of the outputs of called layers, which both halves of this forward's backward need."""
+        """Start to record the outputs of layers with trained weights, before the forward of one micro-batch.
+
+        Returns:
+            The list that the forward fills until ``stop``; ``inputs`` and ``weights`` take it.
+        """
         self._calls = []
         return self._calls
 
     def stop(self) -> None:
-        """Stop recording."""
+        """End the recording of layer outputs that ``record`` began, after the forward."""
         self._calls = None
 
     def inputs(self, roots: BackwardRoots, entered: Sequence[Tensor], calls: list[LayerOutput]) -> tuple[Any, ...]:
-        """Run the input backward.
+        """Run the input backward: compute gradients of the stage's inputs and layer outputs, none of the weights.
+
+        The graph is kept for ``weights``; no ``.grad`` is written.
 
         Args:
-            roots: where backward starts.
+            roots: the tensors where backward starts, with their gradients.
             entered: the stage's inputs.
             calls: outputs of layers, from ``record``.
 
@@ -87,15 +100,15 @@ class SplitBackward:
     def weights(
         self, roots: BackwardRoots, calls: Sequence[LayerOutput], gradients: Sequence[Tensor | None]
     ) -> list[nn.Parameter]:
-        """Run the weight backward: add to ``.grad`` of the stage's parameters.
+        """Run the weight backward: add the gradients of the stage's trained parameters to their ``.grad``.
 
         Args:
-            roots: where backward starts.
+            roots: the tensors where backward starts, with their gradients.
             calls: outputs of layers, from ``record``.
-            gradients: of ``calls``, from ``inputs``.
+            gradients: gradients of ``calls``, the second part of the result of ``inputs``.
 
         Returns:
-            The parameters that have received a gradient.
+            The parameters that have received a gradient, in the stage's order.
         """
         found: dict[nn.Parameter, Tensor] = {}
         for (layer, edge), gradient in reversed(list(zip(calls, gradients, strict=True))):

@@ -28,7 +28,7 @@ class Counter(Protocol):
 
     @property
     def now(self) -> int:
-        """Return the bytes in use now."""
+        """Bytes of live tensors at this moment."""
 
 
 @dataclass(frozen=True)
@@ -90,23 +90,26 @@ class StagePlan:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The modules before which the model is cut."""
+        """The modules before which the model is cut, one less than stages; empty text for a cut before no module."""
         return tuple(self.blocks[bound].name for bound in self.bounds[1:-1])
 
     @property
     def shares(self) -> list[float]:
-        """Each stage's share of the total weight."""
+        """Each virtual stage's fraction of the total weight (time or parameters); the fractions add up to 1."""
         sums = [sum(block.weight for block in self.blocks[a:b]) for a, b in pairwise(self.bounds)]
         return [part / (sum(sums) or 1) for part in sums]
 
     def held(self, config: Any, ranks: int, micro_batches: int, factor: float = 1.0) -> list[StageMemory]:
-        """Return the memory of each rank.
+        """Predict the bytes that each pipeline rank holds, from the measured blocks and the schedule.
 
         Args:
-            config: options of the layout.
+            config: options of the layout, a ``PipelineConfig`` or ``LayersConfig`` with ``schedule`` and ``chunks``.
             ranks: pipeline ranks.
             micro_batches: number of micro-batches that go through the schedule.
-            factor: samples of such a micro-batch, relative to the observed one.
+            factor: samples of such a micro-batch, relative to the observed one; activations and messages grow with it.
+
+        Returns:
+            One ``StageMemory`` a rank, over all of its virtual stages.
         """
         order = make_order(config.schedule, ranks, micro_batches, config.chunks)
         stages = list(pairwise(self.bounds))
@@ -123,14 +126,15 @@ class StagePlan:
         factor: float,
         fits: Callable[[StageMemory], float],
     ) -> StagePlan | None:
-        """Return the plan with the most even partition whose stages all fit; None where none does.
+        """Return this plan with the most even stages of which each fits into a device's memory; None where none do.
 
         Args:
-            config: options of the layout.
+            config: options of the layout, a ``PipelineConfig`` or ``LayersConfig`` with ``schedule`` and ``chunks``.
             ranks: pipeline ranks.
             micro_batches: number of micro-batches that go through the schedule.
             factor: samples of such a micro-batch, relative to the observed one.
-            fits: share of a device's memory that a stage takes. With v virtual stages a rank each may take 1/v.
+            fits: fraction of a device's memory that a stage takes, 1 for all of it. With v virtual stages a rank each
+                may take 1/v.
         """
         order, stages = make_order(config.schedule, ranks, micro_batches, config.chunks), ranks * config.chunks
         if len(self.blocks) < stages:
@@ -164,16 +168,16 @@ class StagePlan:
 def find_measured_partition(
     config: LayersConfig | PipelineConfig, plain: nn.Module, ranks: int, seconds: Mapping[str, float]
 ) -> stage_partition.StagePartition:
-    """Return the partition that a run would choose if its modules took ``seconds``.
+    """Partition the model as a run of this layout would if its modules took the given seconds.
 
     Args:
-        config: options of the layout.
+        config: options of the layout, with the number of virtual stages a rank and any cuts by name.
         plain: the whole model.
         ranks: pipeline ranks.
-        seconds: of the forward of each module, by name.
+        seconds: seconds of each module's forward, by name; unused where the options name the cuts.
 
     Raises:
-        UsageError: as ``find_stage_partition``.
+        UsageError: the model cannot be cut into that many stages; see ``find_stage_partition``.
     """
     timed = seconds if config.schedule != "one_by_one" and not config.begins else {}
     return stage_partition.find_stage_partition(
@@ -189,15 +193,20 @@ def observe_blocks(
     counter: Counter,
     samples: int,
 ) -> StagePlan:
-    """Run one forward and backward, and measure the bytes that each block leaves.
+    """Run one forward and backward, and measure the bytes that each block of the model leaves. On one device.
+
+    A block is a run of consecutive calls in the model's graph before which it may be cut.
 
     Args:
         plain: the whole model.
-        found: its partition.
+        found: its partition, whose graph and cuts are used.
         took: seconds of the forward of each module, by name; empty where unknown.
         run: calls the loss function on the model that it receives, and runs backward.
         counter: counts the bytes meanwhile.
         samples: number of samples in the micro-batch that ``run`` uses.
+
+    Returns:
+        The measured blocks, and the bounds of the partition's stages among them.
     """
     nodes = body(found.graph)
     starts = _starts(nodes, found.bounds, plain)

@@ -61,12 +61,15 @@ class StageMessages:
         self._ahead: dict[str, deque[_Coming]] = {kind: deque() for kind in KINDS}
 
     def send(self, kind: str, values: Sequence[Any], key: tuple[Any, ...]) -> list[MessageForm]:
-        """Start to send to the neighbour.
+        """Start to send values to the next stage (activations) or the previous one (gradients). Does not block.
+
+        The first call with a ``kind`` and ``key`` also sends the values' forms, their shapes and dtypes. The peer calls
+        ``receive`` with the same ``kind`` and ``key``, in the same order.
 
         Args:
             kind: a key of ``KINDS``.
             values: tensors, and values that JSON can hold.
-            key: batches of an equal key have values of equal forms.
+            key: identifies batches whose values have equal forms, such as the stage and the batch's shapes.
 
         Returns:
             The forms of ``values``.
@@ -125,9 +128,17 @@ class StageMessages:
         self.send("gradients", rows, key)
 
     def receive(self, kind: str, key: tuple[Any, ...]) -> tuple[list[Any], list[MessageForm]]:
-        """Return the neighbour's next values of a kind, and their forms.
+        """Wait for the neighbour's next values of a kind, and return them with their forms.
 
-        Tensors keep the sender's memory format: kernels round differently in another.
+        Takes values whose receives ``expect`` has started, if there are any. Tensors keep the sender's memory format,
+        because kernels round differently in another.
+
+        Args:
+            kind: a key of ``KINDS``: ``activations`` come from the previous stage, ``gradients`` from the next.
+            key: the key with which the neighbour sends them.
+
+        Returns:
+            The values in the sender's order, and a ``MessageForm`` for each.
         """
         if not self._ahead[kind]:
             if (kind, *key) not in self._forms:
@@ -139,9 +150,16 @@ class StageMessages:
         return coming.values, self._forms[kind, *key]
 
     def expect(self, kind: str, key: tuple[Any, ...]) -> bool:
-        """Start the receives of a later ``receive``; return False where the forms are not known yet.
+        """Start to receive the values of a later ``receive`` of the same kind and key, without waiting for them.
 
         After False, no later receive of the kind may start before that ``receive``.
+
+        Args:
+            kind: a key of ``KINDS``.
+            key: the key with which the neighbour sends the values.
+
+        Returns:
+            False, with nothing started, where the forms of the values are not known before the first ``receive``.
         """
         if (kind, *key) not in self._forms:
             return False
@@ -160,7 +178,7 @@ class StageMessages:
         self._ahead[kind].append(_Coming(values, pending))
 
     def finish(self) -> None:
-        """Wait until every message has been sent.
+        """Wait until every message of this rank has been sent, at the end of a step.
 
         Raises:
             UsageError: no micro-batch's loss depended on a value that it depended on in earlier steps.
@@ -225,7 +243,10 @@ def _refuse(value: Any) -> Any:
 
 
 def shapes(batch: Any) -> list[torch.Size]:
-    """Return the shapes of all tensors of a batch."""
+    """Return the shapes of all tensors of a batch, in order: a tensor, or nested dicts, tuples and lists of tensors.
+
+    Values of other types are left out.
+    """
     if isinstance(batch, Tensor):
         return [batch.shape]
     values = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, tuple | list) else ()

@@ -41,12 +41,15 @@ class StageOwnership:
 def stages_here(
     plain: nn.Module, found: stage_partition.StagePartition, run_context: RunContext
 ) -> tuple[list[VirtualStage], StageOwnership]:
-    """Return this rank's virtual stages, in order, and the ownership of the model's tensors.
+    """Cut the model into virtual stages; return this rank's, and which ranks hold which tensors. Not collective.
 
     Args:
         plain: the whole model.
-        found: its partition.
-        run_context: mesh of the run.
+        found: its partition into stages.
+        run_context: mesh of the run; rank r of p on the stage axis has the stages r, r + p, r + 2p …
+
+    Returns:
+        This rank's virtual stages in the model's order, and the ownership of all of the model's tensors.
     """
     ranks, here = run_context.grid.stage, run_context.grid.at("stage")
     held = found.held(plain)
@@ -96,9 +99,18 @@ def _all_named(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
 def groups_of(
     holding: StageOwnership, run_context: RunContext
 ) -> list[tuple[Communicator | None, Sequence[nn.Parameter]]]:
-    """Return the shared parameters of this rank, with a communicator over the ranks that hold them (None for one rank).
+    """Return the parameters of this rank that several virtual stages use, such as tied weights.
 
-    Collective: creates the subgroups, and broadcasts each parameter from the first rank that holds it.
+    Collective over the stage axis: creates the subgroups, and broadcasts each parameter from the first rank that holds
+    it.
+
+    Args:
+        holding: ownership of the model's tensors, from ``stages_here``.
+        run_context: mesh and communicators of the run.
+
+    Returns:
+        Pairs of a communicator over the ranks that hold the parameters, None where this rank alone does, and the
+        parameters.
     """
     groups: list[tuple[Communicator | None, Sequence[nn.Parameter]]] = []
     here = run_context.grid.at("stage")

@@ -59,9 +59,13 @@ class StagePartition:
         return {str(node.target) for node in self.graph.nodes if node.op == "placeholder"}
 
     def held(self, plain: nn.Module) -> list[dict[str, nn.Parameter]]:
-        """Return the parameters that each stage uses, by their first name in the model, in its order.
+        """Return for each virtual stage the parameters that it uses, by their first name in ``plain``.
 
-        The first stage also holds parameters that no stage uses: the model's state has them.
+        A tied parameter appears in every stage that uses it. The first stage also holds parameters that no stage uses,
+        because the model's state has them.
+
+        Args:
+            plain: the whole model that was partitioned.
         """
         first = {id(p): name for name, p in parameters([plain])}
         rows, each = [], [tensors_of(nodes, plain) for nodes in self.stages]
@@ -86,15 +90,16 @@ def find_stage_partition(
     A module is traced into only where a name in ``begins`` is inside of it, or stages would otherwise be too uneven.
 
     Args:
-        plain: the whole model.
+        plain: the whole model; it stays as it was.
         stages: number of virtual stages.
         begins: names of the modules before which the model is cut; empty to cut evenly.
-        seconds: of the forward of each module, by name, to make stages even in; where unknown, by parameters.
+        seconds: of the forward of each module, by name, to make stages even in; None or empty for stages that are even
+            in the number of parameters.
         closed: names of modules that are never traced into.
         trial: calls the loss function on a model with a micro-batch, to record a forward that ``torch.fx`` cannot
             follow; None where no micro-batch is at hand.
         written: names of attributes that the forward writes.
-        members: names of the modules of each stage, all that have parameters; empty to leave them open.
+        members: for each stage the names of all its modules that have parameters; empty to leave them open.
 
     Raises:
         UsageError: the model cannot be cut, or not into that many stages, or not so that each stage has its

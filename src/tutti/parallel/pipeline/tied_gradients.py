@@ -30,12 +30,16 @@ class SharedGradients:
         self._parts: dict[nn.Parameter, dict[int, Tensor]] = {}
 
     def look(self) -> None:
-        """Look up again which of the parameters are trained."""
+        """Update the list of trained parameters from ``requires_grad``, which the script may have changed."""
         self._groups = [(comm, p) for comm, p in self._all if p.requires_grad]
         self.parameters = {p for _, p in self._groups}
 
     def replace(self, by: Mapping[nn.Parameter, nn.Parameter]) -> None:
-        """Use the parameter objects that are values of ``by`` in place of its keys."""
+        """Take note that the stages now compute with other parameter objects.
+
+        Args:
+            by: the new parameter by the former one; parameters that are no keys stay.
+        """
         self._all = [(comm, by.get(p, p)) for comm, p in self._all]
         self.look()
 
@@ -47,7 +51,12 @@ class SharedGradients:
             p.grad = None
 
     def take(self, micro: int) -> None:
-        """Take the gradients out of ``.grad`` after a stage's backward of one micro-batch."""
+        """Move the shared parameters' gradients out of ``.grad``, after a stage's backward of one micro-batch.
+
+        Args:
+            micro: index of the micro-batch in the worker; with ``exact`` its gradients are kept apart from other
+                micro-batches'.
+        """
         for p, parts in self._parts.items():
             if p.grad is not None:
                 key = micro if self._exact else 0
@@ -55,9 +64,12 @@ class SharedGradients:
                 p.grad = None
 
     def finish(self, micro_batches: int) -> None:
-        """Sum over stages, and add the result to the gradients of earlier workers.
+        """Sum the worker's gradients over stages, and set ``.grad`` to their sum with the gradients of earlier workers.
 
         Collective: one all-reduce or, for more than two ranks, all-gather a parameter over the ranks that hold it.
+
+        Args:
+            micro_batches: number of the worker's micro-batches, equal on all ranks.
         """
         for comm, p in self._groups:
             rows = range(micro_batches if self._exact else 1)

@@ -39,18 +39,31 @@ class VirtualStage:
 
 
 def body(graph: fx.Graph) -> list[fx.Node]:
-    """Return the nodes that compute on one stage only, in order: not inputs, nor values that every stage recomputes."""
+    """Return the nodes of a graph that a single stage computes, in order; cuts lie between them.
+
+    Inputs, attributes, the output, and cheap values that every stage recomputes from the inputs are left out.
+    """
     local = _local(graph)
     return [n for n in graph.nodes if n.op not in ("placeholder", "get_attr", "output") and n not in local]
 
 
 def modules_of(nodes: Iterable[fx.Node], plain: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return the modules that nodes call, with their names, in order."""
+    """Return (name, module) of the modules that ``call_module`` nodes among ``nodes`` call, in order of the calls.
+
+    Args:
+        nodes: nodes of the model's graph.
+        plain: the whole model.
+    """
     return [(str(n.target), plain.get_submodule(str(n.target))) for n in nodes if n.op == "call_module"]
 
 
 def read_directly(nodes: Iterable[fx.Node], plain: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters and buffers that nodes read outside of any module's forward, by name."""
+    """Return the parameters and buffers that nodes take as arguments, by name: read outside of any module's forward.
+
+    Args:
+        nodes: nodes of the model's graph.
+        plain: the whole model.
+    """
     names = {str(n.target) for node in nodes for n in node.all_input_nodes if n.op == "get_attr"}
     found = {}
     for name in sorted(names):
@@ -62,7 +75,12 @@ def read_directly(nodes: Iterable[fx.Node], plain: nn.Module) -> dict[str, Tenso
 
 
 def tensors_of(nodes: Iterable[fx.Node], plain: nn.Module) -> set[int]:
-    """Return the ids of the parameters and buffers that nodes use."""
+    """Return the ``id`` of each parameter and buffer that nodes use, in the modules that they call or as arguments.
+
+    Args:
+        nodes: nodes of the model's graph.
+        plain: the whole model.
+    """
     nodes = list(nodes)
     called = [module for _, module in modules_of(nodes, plain)]
     return {id(t) for module in called for t in (*module.parameters(), *module.buffers())} | {
@@ -77,14 +95,15 @@ def cut_into_stages(
     also: Sequence[Collection[str]],
     record: ForwardRecord | None = None,
 ) -> list[VirtualStage]:
-    """Build the virtual stages of a model.
+    """Build all virtual stages of a model, which share their modules and parameters with it. Not collective.
 
     Args:
         plain: the whole model.
         graph: its trace, or the graph of ``record``.
-        bounds: (stages + 1,) indices into ``body(graph)``.
+        bounds: (stages + 1,) indices into ``body(graph)``; stage i computes the nodes from bound i to bound i + 1.
         also: for each stage, names of parameters and buffers that it holds though it calls no module with them.
-        record: of the forward, where every stage runs the model's own code.
+        record: record of the forward, for stages that run the model's own code; None for stages that run parts of
+            ``graph``.
     """
     nodes = body(graph)
     last = last_uses(graph)
@@ -107,7 +126,12 @@ def cut_into_stages(
 
 
 def last_uses(graph: fx.Graph) -> dict[fx.Node, int]:
-    """Return the index in ``body(graph)`` of the last use of each node's value; the length for the model's output."""
+    """Return for each node of the graph where its value is last used, to know which values cross a cut.
+
+    Returns:
+        By node, the index in ``body(graph)`` of its last user; the length of the body for the model's output, -1 for a
+        value without users.
+    """
     nodes = body(graph)
     place = {node: i for i, node in enumerate(nodes)}
     [output] = [n for n in graph.nodes if n.op == "output"]
@@ -217,7 +241,12 @@ def _tidy(module: nn.Module, plain: nn.Module) -> None:
 
 
 def crossing_values(outputs: Any, stage: VirtualStage) -> list[Any]:
-    """Return the outputs of a stage as a list."""
+    """Return the result of a stage's module as a list of values to send, also where it is a single value and no tuple.
+
+    Args:
+        outputs: result of ``stage.module``.
+        stage: the stage, not the last one.
+    """
     return [outputs] if stage.alone else list(outputs)
 
 

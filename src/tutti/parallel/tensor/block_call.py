@@ -39,11 +39,20 @@ class BlockArguments:
 
     @property
     def form(self) -> str:
-        """Form of the call, see ``form_of``."""
+        """Text for the kinds of the call's arguments, to compare calls by; see ``form_of``."""
         return form_of(self.args, self.kwargs, self.learned)
 
     def main_input(self, features: Collection[int]) -> int:
-        """Return the index of the first leaf that is a floating tensor with one of these numbers of features."""
+        """Return the index of the block's main input among the leaves of ``(args, kwargs)``.
+
+        It is the first floating tensor of at least two dimensions whose last one is in ``features``.
+
+        Args:
+            features: allowed numbers of features, such as the input widths of the block's linear layers.
+
+        Raises:
+            StopIteration: no argument is such a tensor.
+        """
         leaves = tree_leaves((self.args, self.kwargs))
         return next(
             i
@@ -52,7 +61,16 @@ class BlockArguments:
         )
 
     def arguments(self, index: int, x: Tensor) -> tuple[Any, Any, list[Tensor]]:
-        """Return arguments in double precision with ``x`` as leaf ``index``, and the other tensors with a gradient."""
+        """Return arguments for a trial of the block in double precision, with another main input.
+
+        Args:
+            index: index of the main input among the leaves of ``(args, kwargs)``.
+            x: the tensor to put there.
+
+        Returns:
+            ``args``, ``kwargs``, and the other tensors in them that require a gradient; all tensors but ``x`` are
+            copies.
+        """
         leaves, spec = tree_flatten((self.args, self.kwargs))
         made: list[Any] = []
         learned = []
@@ -69,7 +87,15 @@ class BlockArguments:
         return args, kwargs, learned
 
     def variants(self, block: nn.Module, index: int) -> Iterator[BlockArguments]:
-        """Yield calls with other masks: none, one of booleans, and one that is added; for batch, queries and keys."""
+        """Yield the same call with other attention masks: none, a boolean causal mask, and an additive causal mask.
+
+        Masks are (batch, 1, queries, keys). Arguments whose name contains "mask" are replaced; yields nothing if there
+        are none or if the main input is not of three dimensions.
+
+        Args:
+            block: the block that is called, for the names of its arguments.
+            index: index of the main input among the leaves of ``(args, kwargs)``.
+        """
         names = list(inspect.signature(block.forward).parameters)
         given = {**dict(zip(names, self.args, strict=False)), **self.kwargs}
         masks = [name for name, value in given.items() if "mask" in name and isinstance(value, Tensor | None)]
@@ -90,10 +116,13 @@ class BlockArguments:
 
 
 def form_of(args: Any, kwargs: Any, learned: Collection[bool] | None = None) -> str:
-    """Return the form of a call: kinds and dimensions of its tensors, and its other arguments.
+    """Return a text that is equal for calls alike: kinds and dimensions of tensors, and types of other arguments.
+
+    A tensor is ``float``, ``int`` or ``bool`` and its number of dimensions; ``h`` marks a tensor with a head dimension
+    and ``*`` a tensor with a gradient. Booleans, strings and None appear with their values.
 
     Args:
-        args, kwargs: of the call.
+        args, kwargs: arguments of the call.
         learned: whether each leaf has a gradient; default: as the leaves say.
     """
     leaves, spec = tree_flatten((args, kwargs))
@@ -117,13 +146,17 @@ def _kind(leaf: Any) -> str:
 def record_calls(
     plain: nn.Module, names: Collection[str], trial: Callable[..., Any] | None, device: torch.device
 ) -> dict[str, BlockArguments]:
-    """Return the first call of each block in a trial of the loss function on two samples.
+    """Record the arguments of the first call of each block, by running the loss function on two samples.
 
     Args:
-        plain: the whole model.
-        names: of blocks.
+        plain: the whole model; it stays as it was.
+        names: names of the blocks to record.
         trial: calls the loss function on a model with a micro-batch; None where no micro-batch is at hand.
-        device: of the trial.
+        device: device of the trial.
+
+    Returns:
+        The calls by the block's name, with tensors copied to the CPU; blocks that are not called, or whose arguments
+        cannot be copied, are left out, and all are without ``trial``.
     """
     learned: dict[str, list[bool]] = {}
     found: dict[str, BlockArguments] = {}

@@ -22,7 +22,7 @@ class TransposedLinear(nn.Module):
     bias: Tensor | None
 
     def forward(self, input: Tensor) -> Tensor:
-        """(…, inputs) → (…, outputs)."""
+        """Compute input · W + bias with W (inputs, outputs): (…, inputs) → (…, outputs)."""
         return functional.linear(input, self.weight.t(), self.bias)
 
 
@@ -34,7 +34,11 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def is_transposed(module: nn.Module) -> bool:
-    """Return whether a module computes x · W + b with its own W (inputs, outputs) and b, proved on random numbers."""
+    """Return whether a module computes x · W + b with its own W (inputs, outputs) and b, as GPT-2's ``Conv1D``.
+
+    A module with such tensors, neither submodules nor buffers, and a class from outside of PyTorch is tried on random
+    numbers.
+    """
     if isinstance(module, TransposedLinear):
         return True
     parameters = module_parameters(module)
@@ -61,12 +65,20 @@ def is_transposed(module: nn.Module) -> bool:
 
 
 def output_dim(linear: nn.Module) -> int:
-    """Return the dimension of the outputs in the weight of a layer that ``is_linear``."""
+    """Return which dimension of a linear layer's weight counts outputs: 0 for ``nn.Linear``, 1 for transposed layers.
+
+    Args:
+        linear: a layer for which ``is_linear`` is true.
+    """
     return 0 if isinstance(linear, nn.Linear) else 1
 
 
 def matrix(linear: nn.Module) -> Tensor:
-    """Return the weight of a layer that ``is_linear`` as (outputs, inputs)."""
+    """Return the weight of a linear layer of either orientation as (outputs, inputs), a view.
+
+    Args:
+        linear: a layer for which ``is_linear`` is true.
+    """
     weight = module_parameters(linear)["weight"]
     if weight is None:
         raise ValueError("a linear layer has a weight")

@@ -61,18 +61,34 @@ class LocalShapeMode(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def cut(self, have: int, sizes: list[int]) -> int:
-        """Return the index of the size to cut in a view of ``have`` numbers.
+        """Return the index in ``sizes`` of the size to reduce, so that a view fits this rank's slice.
 
-        Raises UsageError for a view that is not in the plan.
+        The plan gives it for each view that does not fit, in the order of the calls.
+
+        Args:
+            have: number of elements of the tensor on this rank.
+            sizes: sizes of the view, written for the whole tensor.
+
+        Raises:
+            UsageError: the view is not in the plan.
         """
         if self.viewed >= len(self.sizes) or not self.sizes[self.viewed] < len(sizes):
             self._refuse(f"a view of {have} numbers as {sizes}")
         return self.sizes[self.viewed]
 
     def dim(self, tensor: Tensor) -> int:
-        """Return the split dimension of an input of dropout or attention, counted from the last; 0 for none.
+        """Return the dimension along which ranks split the input of this call of dropout or attention.
 
-        Raises UsageError for a call that is not in the plan.
+        The plan gives it for each call, in their order.
+
+        Args:
+            tensor: the input; unused here, for subclasses.
+
+        Returns:
+            The dimension, counted from the last (-1); 0 where the input is not split.
+
+        Raises:
+            UsageError: the call is not in the plan.
         """
         if self.drawn >= len(self.draws):
             self._refuse("another call of dropout")
@@ -152,7 +168,14 @@ class HeadParallelBlock(TensorParallelLayer):
     tutti_forms: frozenset[str]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the plain block's forward in ``LocalShapeMode``. Raises UsageError for a call of an unproved form."""
+        """Run the plain block's own forward on this rank's heads, with its view sizes and dropout fitted to them.
+
+        Takes and returns what the plain block does.
+
+        Raises:
+            UsageError: the arguments are of other kinds than in the calls for which the split was verified, or the code
+                takes another branch.
+        """
         if self.tutti_forms and (form := form_of(args, kwargs)) not in self.tutti_forms:
             raise UsageError(
                 f"the layer is called with other arguments ({form}) than when its plan was made",
@@ -165,12 +188,12 @@ class HeadParallelBlock(TensorParallelLayer):
 
 
 def run_within(module: nn.Module, width: int, sizes: Sequence[int], draws: Sequence[int], forms: Sequence[str]) -> None:
-    """Set how the forward of a ``HeadParallelBlock`` runs.
+    """Set how the forward of a ``HeadParallelBlock`` fits view sizes and dropout to this rank's slice.
 
     Args:
         module: the block.
         width, sizes, draws: see ``LocalShapeMode``.
-        forms: of calls that were proved right; none for a block of one argument.
+        forms: texts of ``form_of`` for the calls for which the split was verified; none for a block of one argument.
     """
     module.tutti_local = (width, sizes, draws)  # type: ignore[assignment]
     # What was proved with gradients holds without them.

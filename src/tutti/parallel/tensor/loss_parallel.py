@@ -33,12 +33,15 @@ def cross_entropy(
     Collective: an all-gather of two numbers a target (three with label smoothing); backward sends nothing.
 
     Args:
-        part: scores of this rank's classes.
-        dim: dimension of the classes.
+        part: scores (logits) of this rank's classes.
+        dim: dimension of the classes, not negative.
         slice_: this rank's classes.
-        target: class indices, the shape of ``part`` without ``dim``.
+        target: class indices, the shape of ``part`` without ``dim``, the same on every rank.
         weight: (classes,) of all classes; None for equal ones.
         ignore_index, reduction, label_smoothing: as in PyTorch.
+
+    Returns:
+        The loss of all classes, the same on every rank.
 
     Raises:
         IndexError: a target is not a class index, on a CPU; on an accelerator a device-side assertion fails.
@@ -69,7 +72,7 @@ def cross_entropy(
 
 
 def best_class(part: Tensor, dim: int, slice_: LayerSlice) -> tuple[Tensor, Tensor]:
-    """Return the largest score and its class, the first of equal ones; ``dim`` stays, with length 1.
+    """Return each position's largest score and its class, over the classes of all ranks: argmax of split scores.
 
     Collective: one all-gather.
 
@@ -77,6 +80,9 @@ def best_class(part: Tensor, dim: int, slice_: LayerSlice) -> tuple[Tensor, Tens
         part: scores of this rank's classes.
         dim: dimension of the classes.
         slice_: this rank's classes.
+
+    Returns:
+        Scores and class indices, the same on every rank; ``dim`` stays, with length 1. Of equal scores the first class.
     """
     at = part.argmax(dim, keepdim=True)
     message = torch.stack([part.gather(dim, at).double(), (at + slice_.mine.start).double()])
@@ -95,7 +101,7 @@ def _check(target: Tensor, ignored: Tensor, classes: int) -> None:
 
 
 def plain_loss(target: Any, weight: Tensor | None, label_smoothing: float, deprecated: bool) -> bool:
-    """Return whether ``cross_entropy`` of this module supports the arguments.
+    """Return whether this module's ``cross_entropy`` supports the arguments of a call of PyTorch's.
 
     It takes class indices, no deprecated options, and not both class weights and label smoothing.
 

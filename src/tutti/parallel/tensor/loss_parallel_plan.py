@@ -30,13 +30,16 @@ _SAMPLES = 2
 def add_loss_parallel(
     plain: nn.Module, plan: Sequence[PlanEntry], trial: Callable[..., Any] | None, device: torch.device
 ) -> list[PlanEntry]:
-    """Return the plan with the role ``scores`` for gathered linear layers whose outputs only a loss reads.
+    """Return the TP plan with last linear layers marked whose scores can stay split by classes up to the loss.
+
+    These get the role ``scores`` in place of ``gathered``. A trial of the loss function on two samples finds them: only
+    cross-entropy may read their outputs.
 
     Args:
-        plain: the whole model.
-        plan: of the model, without that role.
+        plain: the whole model; it stays as it was.
+        plan: the plan of the model, without that role.
         trial: calls the loss function on a model with a micro-batch; None where no micro-batch is at hand.
-        device: of the trial.
+        device: device of the trial.
     """
     names = [e.name for e in plan if e.role == "gathered" and is_linear(plain.get_submodule(e.name))]
     found = _lasting(plain, names, trial, device) if names and trial is not None else ()
@@ -44,7 +47,7 @@ def add_loss_parallel(
 
 
 def hooked(plain: nn.Module) -> bool:
-    """Return whether a module has a hook on its gradients, which would receive a slice."""
+    """Return whether the model or a submodule has a backward hook, which would receive the gradient of a slice."""
     return any(map(has_backward_hook, plain.modules()))
 
 
@@ -108,7 +111,7 @@ class Outputs:
 
     @contextmanager
     def kept(self) -> Any:
-        """Within the block, leave outputs split."""
+        """Return a context in which the module's outputs stay split, for a loss function that takes ``SplitTensor``."""
         self._keep = True
         try:
             yield

@@ -56,7 +56,10 @@ class SplitReads:
 
     @contextmanager
     def script_code(self) -> Iterator[None]:
-        """Refuse wrong reads in the code within; also in a custom loop's body, between two calls of a generator.
+        """Return a context around the script's code in which reads of split parameters that would be wrong raise.
+
+        Within a context that is already open it does nothing. It may stay open over the body of a custom training loop,
+        between two calls of a generator.
 
         Raises:
             UsageError: the script computes something from a split parameter that needs the whole parameter.
@@ -166,12 +169,14 @@ class _ForwardReads(TorchFunctionMode):
 
 
 def read_elsewhere(plain: nn.Module, trial: Callable[..., Any] | None, device: torch.device) -> list[str]:
-    """Return the names of modules whose parameters another module's forward reads, and which must stay whole.
+    """Return the names of modules whose parameters another module's forward reads, and which therefore stay whole.
+
+    Found by running the loss function on two samples; empty without ``trial``, and with ``SyncBatchNorm``.
 
     Args:
-        plain: the whole model.
+        plain: the whole model; it stays as it was.
         trial: calls the loss function on a model with a micro-batch; None where no micro-batch is at hand.
-        device: of the trial.
+        device: device of the trial.
     """
     if trial is None or peers_of(plain) is not None:
         return []

@@ -38,12 +38,12 @@ class SplitTensor(Tensor):
 
     @classmethod
     def of(cls, part: Tensor, cut: int, slice_: LayerSlice) -> SplitTensor:
-        """Wrap a local tensor.
+        """Wrap this rank's slice as a tensor that behaves as the whole tensor. No copy, not collective.
 
         Args:
             part: this rank's slice.
             cut: the split dimension; may count from the end.
-            slice_: the layer that made it.
+            slice_: slice of the layer that made ``part``; its ``length`` is the size of the whole along ``cut``.
         """
         new = part.as_subclass(cls)
         new.part, new.cut, new.slice_, new._known = part, cut % part.dim(), slice_, None
@@ -88,9 +88,13 @@ def _holds(value: Any) -> bool:
 
 
 def copied(value: Tensor, slice_: LayerSlice) -> Tensor:
-    """Return a layer's whole input, whose gradient is summed over the ranks, as each rank uses it for its own slice.
+    """Return the whole input of a layer of which each rank uses its own slice; backward sums its gradient over ranks.
 
-    Collective: an all-reduce in backward; for a split tensor an all-gather, and a reduce-scatter in backward.
+    Collective: an all-reduce in backward; for a ``SplitTensor`` an all-gather, and a reduce-scatter in backward.
+
+    Args:
+        value: the input, whole on every rank or a ``SplitTensor``.
+        slice_: this rank's slice of the layer.
     """
     if not isinstance(value, SplitTensor):
         return slice_.ranks.copy(value, slice_.name)

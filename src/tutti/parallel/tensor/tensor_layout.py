@@ -26,7 +26,17 @@ class TensorLayout:
         self._config, self._run_context = config, run_context
 
     def build(self, plain: nn.Module) -> WholeRunner:
-        """Slice the layers of the TP plan in place; see ``TensorParallelizer``. Collective."""
+        """Slice the layers of the TP plan in place, and return the runner of the model with this rank's slices.
+
+        Collective. The values of slices and whole tensors become those of the first tensor rank. One rank leaves the
+        model as it is.
+
+        Args:
+            plain: the whole model, equal on all ranks.
+
+        Raises:
+            UsageError: activation checkpointing matches no module, or the model cannot be split as the options ask.
+        """
         ac_policy.check_units(plain, self._run_context.activation_checkpointing)
         division = TensorParallelizer(plain, self._run_context, self._config)
         division.apply()

@@ -19,10 +19,20 @@ class SliceRanks(Protocol):
     size: int
 
     def copy(self, whole: Tensor, name: str) -> Tensor:
-        """Return ``whole``; backward all-reduces its gradient."""
+        """Return ``whole``, of which each rank uses its own slice; backward all-reduces its gradient.
+
+        Args:
+            whole: a tensor that is the same on all ranks.
+            name: name of the layer, for error messages.
+        """
 
     def reduce(self, part: Tensor, name: str) -> Tensor:
-        """All-reduce; backward passes the gradient on."""
+        """All-reduce: return the sum of the ranks' tensors; backward passes the gradient on unchanged.
+
+        Args:
+            part: this rank's summand.
+            name: name of the layer, for error messages.
+        """
 
     def gather(self, part: Tensor, dim: int, length: int, name: str) -> Tensor:
         """All-gather the ranks' slices along ``dim``, in rank order; backward takes this rank's slice.
@@ -68,7 +78,12 @@ class SliceRanks(Protocol):
         """Return ``tensors``; backward all-reduces their gradients, all in one message."""
 
     def join(self, tensor: Tensor, name: str) -> Tensor:
-        """All-gather tensors of one shape along a new first dimension; backward takes this rank's."""
+        """All-gather tensors of one shape: return (ranks, *shape) in rank order; backward takes this rank's gradient.
+
+        Args:
+            tensor: this rank's tensor, of the same shape on all ranks.
+            name: name of the layer, for error messages.
+        """
 
 
 class LayerSlice(NamedTuple):
@@ -88,7 +103,7 @@ class LayerSlice(NamedTuple):
 
     @property
     def mine(self) -> range:
-        """This rank's indices out of ``length``."""
+        """This rank's contiguous range of indices out of ``length``, an even share."""
         return even_share(self.length, self.ranks.size, self.ranks.rank)
 
 

@@ -93,7 +93,11 @@ class TensorParallelizer:
         self.closed = frozenset(entry.name for entry in self.plan if entry.role == "within")
 
     def check(self, read: Collection[str]) -> None:
-        """Raise UsageError where a parameter in ``read`` would be split: a forward reads it outside of its layer."""
+        """Raise UsageError if a parameter that a forward reads outside of its layer would be split.
+
+        Args:
+            read: names of the parameters that are read outside of their layers.
+        """
         split = {f"{entry.name}.{key}": entry.name for entry in self.plan for key in entry.cuts}
         for name in sorted(split.keys() & set(read)):
             raise UsageError(
@@ -122,11 +126,18 @@ class TensorParallelizer:
             self._become(layer, entry, ranks)
 
     def split_parameters(self) -> dict[str, nn.Parameter]:
-        """Return the parameters of which this rank has a slice, by name."""
+        """Return the parameters of which this rank has a slice, by name; empty before ``apply`` and with one rank."""
         return {name: p for name, p in parameters([self._plain]) if name in self._specs}
 
     def mark(self, replica: ReplicaPart) -> None:
-        """Set a replica's shard specs, and its names of tensors that the first tensor rank accounts for."""
+        """Tell a replica which of its tensors are slices: set its ``specs``, ``not_owned``, ``summary`` and contexts.
+
+        Tensors that are whole on every rank belong to the first tensor rank, which counts them in norms and saves them.
+        With one rank nothing is done.
+
+        Args:
+            replica: replica whose modules ``apply`` has converted; changed in place.
+        """
         if self._comm.size == 1:
             return
         here = {name: spec for name, spec in self._specs.items() if name in replica.specs}

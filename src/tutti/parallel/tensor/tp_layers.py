@@ -32,7 +32,7 @@ class ColumnParallelLinear(TensorParallelLayer):
     """A linear layer split by outputs: whole inputs → this rank's outputs. Collective: an all-reduce in backward."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """(…, inputs) → (…, outputs here)."""
+        """Compute this rank's outputs from whole inputs: (…, inputs) → (…, outputs here). All-reduce in backward."""
         result: Tensor = super().forward(copied(input, self.tutti_slice))
         return result
 
@@ -47,7 +47,10 @@ class RowParallelLinear(TensorParallelLayer):
     bias: Tensor | None
 
     def forward(self, input: Tensor) -> Tensor:
-        """(…, inputs here) → (…, outputs)."""
+        """Compute whole outputs from this rank's inputs: (…, inputs here) → (…, outputs). Collective: an all-reduce.
+
+        With sequence parallelism a reduce-scatter, and the result is a ``SplitTensor`` along the positions.
+        """
         part = functional.linear(input, matrix(self))
         whole = summed(part, self.tutti_slice)
         return whole if self.bias is None else whole + self.bias.to(whole.dtype)
@@ -57,7 +60,10 @@ class GatheredOutput(TensorParallelLayer):
     """A linear or convolution layer split by outputs: whole inputs → whole outputs, by an all-gather."""
 
     def forward(self, input: Tensor, *rest: Any, **options: Any) -> Tensor:
-        """Compute as the plain layer."""
+        """Compute whole outputs as the plain layer, with its arguments.
+
+        Collective: an all-gather of the ranks' outputs.
+        """
         name, ranks, length, _ = self.tutti_slice
         part = super().forward(copied(input, self.tutti_slice), *rest, **options)
         dim = -1 - len(self.kernel_size) if isinstance(self, ConvBase) else -1
@@ -68,7 +74,10 @@ class LossParallelLinear(TensorParallelLayer):
     """The last linear layer, split by outputs that stay split: whole inputs → scores of this rank's classes."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """(…, inputs) → (…, classes), a ``SplitTensor``."""
+        """Compute this rank's scores: (…, inputs) → (…, classes), a ``SplitTensor`` along classes.
+
+        All-reduce in backward.
+        """
         return SplitTensor.of(super().forward(copied(input, self.tutti_slice)), -1, self.tutti_slice)
 
 
@@ -79,7 +88,10 @@ class VocabParallelEmbedding(TensorParallelLayer):
     padding_idx: int | None
 
     def forward(self, input: Tensor) -> Tensor:
-        """Compute as the plain layer."""
+        """Look up whole embeddings: indices (…) → (…, features). Collective: an all-reduce.
+
+        With sequence parallelism a reduce-scatter, and the result is a ``SplitTensor`` along the positions.
+        """
         mine, padding = self.tutti_slice.mine, self.padding_idx
         elsewhere = (input < mine.start) | (input >= mine.stop)
         rows = (input - mine.start).masked_fill(elsewhere, 0)
@@ -94,7 +106,10 @@ class ParallelDropout(TensorParallelLayer):
     p: float
 
     def forward(self, input: Tensor) -> Tensor:
-        """(…, features here) → the same."""
+        """Apply dropout to this rank's features: (…, features here) → the same shape. Not collective.
+
+        The ranks draw with equal RNG states for all features, so that masks are those of one device.
+        """
         if not self.training or self.p == 0.0:
             return functional.dropout(input, self.p, False)
         return dropped(input, self.p, input.dim() - 1, self.tutti_slice)
@@ -104,12 +119,14 @@ _BY_OUTPUTS = (ColumnParallelLinear, GatheredOutput, LossParallelLinear)
 
 
 def divide(module: nn.Module, kind: type[TensorParallelLayer], slice_: LayerSlice) -> None:
-    """Convert ``module`` into a layer of ``kind`` in place; the caller slices its parameters.
+    """Convert a plain layer into a tensor-parallel layer of ``kind``, in place, by a subclass of its own class.
+
+    The caller slices its parameters.
 
     Args:
         module: a plain layer.
-        kind: class that its new class inherits from, before its own.
-        slice_: this rank's slice of it.
+        kind: tensor-parallel class that its new class inherits from, before its own.
+        slice_: this rank's slice of the layer.
     """
     plain = type(module)
     body = {"__module__": plain.__module__, "_whole": plain}

@@ -56,12 +56,12 @@ class PlanEntry:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> PlanEntry:
-        """Build an entry from another rank's ``as_json``."""
+        """Build an entry from the dictionary that another rank's ``as_json`` returned."""
         cuts = {name: TensorCut(*cut) for name, cut in value["cuts"].items()}
         return cls(value["name"], value["role"], value["units"], cuts, tuple(value["local"]))
 
     def as_json(self) -> dict[str, Any]:
-        """Return the entry in types of JSON, for a broadcast."""
+        """Return the entry's fields as a dictionary that JSON can hold, to broadcast the plan to other ranks."""
         return asdict(self) | {"cuts": {name: list(cut) for name, cut in self.cuts.items()}}
 
 
@@ -108,7 +108,11 @@ class PlanFinder:
             self._left |= {name for name, module in everywhere if splittable(module) and not self._may(name, *SPLIT)}
 
     def find(self) -> list[PlanEntry]:
-        """Return the plan, in the model's order; modules without an entry stay whole."""
+        """Derive the TP plan: which layers of the model are split, and how. Not collective; runs trials of blocks.
+
+        Returns:
+            Entries in the model's order, on whole layers and pairs of them; modules without an entry stay whole.
+        """
         for name, module in reversed(list(self._model.named_modules())):
             if isinstance(module, nn.MultiheadAttention):
                 self._attention(name, module)
@@ -279,13 +283,20 @@ class PlanFinder:
 
 
 def splittable(module: nn.Module) -> bool:
-    """Return whether a module is of a kind whose parameters can be split."""
+    """Return whether a module is of a kind whose parameters can be split.
+
+    These are ``nn.MultiheadAttention``, linear layers of either orientation, convolutions and embeddings.
+    """
     attention = isinstance(module, nn.MultiheadAttention)
     return attention or is_linear(module) or is_convolution(module) or is_embedding(module)
 
 
 def blocks_with_arguments(model: nn.Module) -> list[str]:
-    """Return the names of blocks that take several arguments, as attention does, and hold a few linear layers."""
+    """Return the names of blocks whose forward takes several arguments, as attention with a mask does.
+
+    These are modules of the user's own code that hold a few linear layers; a real call must be recorded to try a split
+    of them.
+    """
     linears = [name for name, module in model.named_modules() if is_linear(module)]
     found = []
     for name, module in model.named_modules():
@@ -311,14 +322,20 @@ def _within(name: str, patterns: Collection[str]) -> bool:
 
 
 def is_convolution(module: nn.Module) -> bool:
-    """Return whether a module is a convolution of PyTorch's that can be split by output channels."""
+    """Return whether a module is one of PyTorch's convolutions that can be split by output channels: of one group.
+
+    False for subclasses, and where a hook or a parametrization computes the parameters.
+    """
     if not isinstance(module, ConvBase) or type(module).__module__ != "torch.nn.modules.conv":
         return False
     return _plain(module) and module.groups == 1
 
 
 def is_embedding(module: nn.Module) -> bool:
-    """Return whether a module is an embedding that can be split by rows."""
+    """Return whether a module is an ``nn.Embedding`` that can be split by rows of its table.
+
+    False with ``max_norm``, ``sparse`` or ``scale_grad_by_freq``, and where a parametrization computes the weight.
+    """
     if type(module) is not nn.Embedding or not _plain(module):
         return False
     return module.max_norm is None and not module.sparse and not module.scale_grad_by_freq
@@ -331,7 +348,15 @@ def _plain(module: nn.Module) -> bool:
 
 
 def summary(model: nn.Module, plan: Sequence[PlanEntry]) -> dict[str, list[str]]:
-    """Return the names of modules with parameters of their own, by role; ``whole`` for modules outside of the plan."""
+    """Return the names of the model's modules by their role in the TP plan, for the run's header.
+
+    Args:
+        model: the plain model.
+        plan: its plan.
+
+    Returns:
+        By role, the names of modules with parameters of their own; under ``whole`` the modules outside of the plan.
+    """
     roles = {entry.name: entry.role for entry in plan}
     found: dict[str, list[str]] = {}
     for name, role in _rows(model, roles):

@@ -66,9 +66,13 @@ def roles_asked(model: nn.Module, styles: Mapping[str, str]) -> dict[str, str]:
 
 
 def check_asked(plan: Sequence[PlanEntry], asked: Mapping[str, str]) -> None:
-    """Raise UsageError where ``plan`` does not give a module the role that a plan by hand asks for.
+    """Raise UsageError if a TP plan does not give a module the role that the user's plan by hand asks for.
 
-    Logits that are never gathered (``scores``) are those of a layer whose output is gathered elsewhere.
+    The role ``scores`` (logits that are never gathered) counts as ``gathered``.
+
+    Args:
+        plan: the derived plan.
+        asked: asked roles by the module's name, from ``roles_asked``.
     """
     roles = {entry.name: "gathered" if entry.role == "scores" else entry.role for entry in plan}
     styles = {role: style for style, role in TP_STYLES.items()}

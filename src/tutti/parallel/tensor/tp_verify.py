@@ -102,13 +102,18 @@ class BlockSplit:
 def find_block_split(
     block: nn.Module, ranks: int, linears: Collection[str] | None = None, call: BlockArguments | None = None
 ) -> BlockSplit | None:
-    """Return how ``block`` may be split over ranks; None where no split gives the same result.
+    """Find a column- and row-parallel split of a block's linear layers, by computing with random numbers in float64.
+
+    Forward and gradients of the split must equal those of the whole block.
 
     Args:
         block: any module; it is not changed.
         ranks: number of tensor ranks.
         linears: names of the linear layers in it that may be split; default: all. Every other module stays whole.
         call: arguments for a block that takes several; default: one input.
+
+    Returns:
+        The split; None where no split gives the same result.
     """
     chosen = {name for name, m in block.named_modules() if (is_linear(m) if linears is None else name in linears)}
     if not 2 <= len(chosen) <= MOST_LINEAR or (call is None and not takes_one(block)):

@@ -15,9 +15,14 @@ from tutti.torch_compat import tree_flatten, tree_unflatten
 
 @contextmanager
 def seen_as_shares(module: nn.Module) -> Iterator[None]:
-    """Unwrap the ``SplitTensor`` inputs of the forward pre-hooks that the block registers with ``prepend=True``.
+    """Make forward pre-hooks that the code within registers see this rank's slices in place of ``SplitTensor`` inputs.
 
-    For hooks that pass their inputs through autograd functions, which see a tensor's memory and not its class.
+    For FSDP2's hooks, registered with ``prepend=True``: they pass their inputs through autograd functions, which see a
+    tensor's memory and not its class. After the hooks the inputs are wrapped again. The two hooks that do this stay on
+    the module after the context.
+
+    Args:
+        module: module on which the hooks are registered.
     """
     places: list[tuple[int, int, LayerSlice]] = []
 
