@@ -419,12 +419,16 @@ def squares_by(parameters: Sequence[nn.Parameter], without: Collection[nn.Parame
 
 
 def own_part(squares: Sequence[float], step_context: StepContext, loss_sums: Tensor | None) -> Tensor:
-    """Return one logical worker's addend of ``ReducedSums.own``, shape (parameters + 1,), float64.
+    """Return one logical worker's addend of ``ReducedSums.own``, which measures the variance of workers' gradients.
 
     Args:
         squares: sums of squares of the worker's gradients, by parameter.
         step_context: the step under way, with the loss scale.
         loss_sums: the worker's loss sums, None if it had no samples.
+
+    Returns:
+        (parameters + 1,) float64: each sum of squares divided by the worker's count, without loss scale, and 1; zeros
+        for a worker without samples.
     """
     count = 0.0 if loss_sums is None else float(loss_sums[1])
     if not count > 0:

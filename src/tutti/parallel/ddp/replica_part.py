@@ -108,7 +108,11 @@ class ReplicaPart:
                 slot.put(tensor.clone())
 
     def forget(self) -> None:
-        """Undo a dummy micro-batch: restore all buffers except those of ``SyncBatchNorm``, and clear gradients."""
+        """Undo a dummy micro-batch (of no samples) after its backward: restore the buffers and set gradients to None.
+
+        Buffers of ``SyncBatchNorm`` keep their values, which are the same on all ranks. With FSDP2 gradients stay: a
+        dummy micro-batch adds zero to them.
+        """
         for slot, tensor in self._kept:
             slot.put(tensor)
         # With FSDP2 ``.grad`` also holds the gradients of other micro-batches, and a dummy micro-batch adds zero.
@@ -117,7 +121,10 @@ class ReplicaPart:
                 parameter.grad = None
 
     def connect(self, grad_hook: GradientReadyHook) -> None:
-        """Register ``grad_hook`` as the gradient-ready hook of all trainable parameters, in place of an earlier one."""
+        """Register ``grad_hook.gradient_ready`` as the post-accumulate-grad hook of all trainable parameters.
+
+        Replaces the hook of an earlier call.
+        """
         for handle in self._connected:
             handle.remove()
         trained = [parameter for _, parameter in parameters(self.parts) if parameter.requires_grad]

@@ -217,7 +217,8 @@ def attach_shared(
             sets their ``.grad``.
 
     Returns:
-        None also for one rank, for accelerators without ``of_devices``, and without trainable parameters.
+        The reducer. None on every rank if ranks are on several hosts or the memory is too small, for one rank, for
+        accelerators without ``of_devices``, and without trainable parameters.
     """
     comm = run_context.comms.replica
     trainable = [(name, p) for name, p in parameters if p.requires_grad]

@@ -127,7 +127,7 @@ class SparseReducer:
         return self._reducer.squares()
 
     def scale(self, factor: float) -> None:
-        """Multiply the dense sums and the values of the sparse ``.grad`` in place."""
+        """Multiply the summed gradients, dense and sparse, by ``factor`` in place."""
         sparse = {p: p.grad for p in self._summed if p.grad is not None}
         for parameter in sparse:
             parameter.grad = self._summed[parameter]
@@ -168,7 +168,7 @@ class SparseReducer:
 
 
 def with_sparse_gradients(reducer: Reducer, parts: Sequence[nn.Module], comm: Communicator) -> Reducer:
-    """Wrap a reducer in ``SparseReducer`` where the modules have sparse gradients; else return it unchanged.
+    """Wrap a reducer for modules with sparse gradients (``nn.Embedding(sparse=True)``); else return it unchanged.
 
     Args:
         reducer: sums dense gradients.

@@ -70,12 +70,18 @@ class WorkerBuffers:
             self._handover.pass_on()
 
     def finish(self) -> None:
-        """Give all ranks that share a worker its buffers, before the update. Collective where forwards change them."""
+        """Give all ranks that share a logical worker its buffers, before the update; do nothing where ranks share none.
+
+        Collective over the data ranks where forwards change buffers.
+        """
         if self._handover is not None:
             self._handover.finish()
 
     def close(self) -> None:
-        """Finish a step without a backward where ranks share a worker. Collective where forwards change buffers."""
+        """Finish a step without a backward, as ``finish`` does a step with one; do nothing after ``finish``.
+
+        Collective over the data ranks where forwards change buffers.
+        """
         if self._handover is not None:
             self._handover.close()
 
@@ -119,9 +125,10 @@ class WorkerBuffers:
         return {slot.name: slot.get() for slot in self._slots} if self._run_context.workers == 1 else {}
 
     def of_all(self) -> dict[str, Tensor]:
-        """Return ``{worker}/{buffer}`` of all N workers; workers of lost ranks have the merged model's buffers.
+        """Return the buffers of all N logical workers as ``{worker}/{buffer}``, on every rank; empty for N = 1.
 
-        Collective: as ``merged``.
+        Workers of ranks that were lost have the merged model's buffers. Collective: one all-gather of all workers'
+        buffers for each dtype.
         """
         if self._run_context.workers == 1 or not self._slots:
             return {}

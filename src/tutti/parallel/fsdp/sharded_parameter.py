@@ -94,7 +94,11 @@ class ShardingEngine(Protocol):
         """Rows of parameters that are or were trainable; a script may freeze and unfreeze them."""
 
     def train(self, names: Collection[str]) -> None:
-        """Also train these parameters from now on; names of other engines are ignored. Collective."""
+        """Also train the parameters of these names from now on, which the script has thawed. Collective.
+
+        Args:
+            names: names in the plain model; those that this engine does not shard are ignored.
+        """
 
     def owners(self) -> dict[nn.Parameter, nn.Parameter]:
         """Map each parameter object of the script's model to this rank's rows of it, which the optimizer updates."""
@@ -174,10 +178,12 @@ class ShardingEngine(Protocol):
         """Set the rows' gradients to the ``.grad`` that the script has left on the model's parameters."""
 
     def gradient_meter(self) -> Callable[[], float] | None:
-        """Return a function that returns and resets the sum of squares of this rank's gradients that backward reduced.
+        """Return a function that measures this rank's gradients before backward itself reduces them (FSDP2).
 
-        None where backward leaves this rank's gradient in the ``.grad`` of ``script_parameters``. Gradients count from
-        the first call of ``gradient_meter`` on.
+        It returns and resets the sum of their squares, which counts from the first call of ``gradient_meter`` on.
+
+        Returns:
+            The function; None where backward leaves this rank's gradient in the ``.grad`` of ``script_parameters``.
         """
 
 
@@ -508,12 +514,15 @@ class RowGatherer:
 def optimizer_pieces(
     optimizer: Optimizer, rows: Iterable[ShardedParameter], scalars: bool
 ) -> dict[str, Tensor | TensorSlice]:
-    """Return the optimizer's state of these rows as ``{parameter}/{key}``, for a checkpoint.
+    """Return the optimizer's state of these rows as ``{parameter}/{key}``, for a checkpoint. Not collective.
 
     Args:
-        optimizer: the optimizer.
+        optimizer: the optimizer over the rows.
         rows: the rows that this rank writes.
         scalars: whether this rank also writes 0-d state, such as step counters, which all ranks hold alike.
+
+    Returns:
+        ``TensorSlice`` of each state tensor with its place in the full tensor; 0-d tensors as they are.
     """
     found: dict[str, Tensor | TensorSlice] = {}
     for each in rows:
@@ -530,10 +539,12 @@ def optimizer_pieces(
 def load_optimizer_rows(optimizer: Optimizer, rows: Iterable[ShardedParameter], saved: SavedState) -> None:
     """Load the optimizer's state of these rows from a checkpoint; parameters without saved state start afresh.
 
+    Reads only this rank's rows, of a checkpoint of any number of ranks. Not collective.
+
     Args:
-        optimizer: the optimizer.
+        optimizer: the optimizer over the rows; its ``state`` is written.
         rows: the rows on this rank.
-        saved: the checkpoint.
+        saved: the checkpoint, whose group ``optim`` has entries ``{parameter}/{key}``.
     """
     keys: dict[str, list[str]] = {}
     for entry in saved.names("optim"):

@@ -49,13 +49,16 @@ class StagePartition:
 
     @property
     def stages(self) -> list[list[fx.Node]]:
-        """The nodes of each stage."""
+        """The graph nodes that each virtual stage computes, in order.
+
+        Without inputs, and without values that all stages recompute.
+        """
         nodes = body(self.graph)
         return [nodes[low:high] for low, high in pairwise(self.bounds)]
 
     @property
     def arguments(self) -> set[str]:
-        """Names of the arguments that are inputs of the graph; all remaining ones keep their defaults."""
+        """Names of the arguments of the model's forward that the graph reads; all others keep their defaults."""
         return {str(node.target) for node in self.graph.nodes if node.op == "placeholder"}
 
     def held(self, plain: nn.Module) -> list[dict[str, nn.Parameter]]:

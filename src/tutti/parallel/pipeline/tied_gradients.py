@@ -44,7 +44,7 @@ class SharedGradients:
         self.look()
 
     def begin(self) -> None:
-        """Begin a worker: set the gradients of earlier workers aside."""
+        """Begin a logical worker: set the gradients of earlier workers aside and clear ``.grad``."""
         self._before = {p: p.grad for p in self.parameters}
         self._parts = {p: {} for p in self.parameters}
         for p in self.parameters:

@@ -23,17 +23,21 @@ def attend(
     slice_: LayerSlice,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute attention of this rank's heads; dropout is drawn for all heads, as on one device.
+    """Compute scaled dot-product attention of this rank's heads; dropout is drawn for all heads, as on one device.
+
+    Not collective.
 
     Args:
         query, key, value: (samples, heads here, positions, features).
-        mask: added to the scores or, if boolean, True where attention is allowed; None for none.
-        dropout: probability for the attention weights.
+        mask: broadcast to (samples, heads here, queries, keys): added to the scores or, if boolean, True where
+            attention is allowed; None for none.
+        dropout: probability of zero for the attention weights.
         slice_: this rank's heads.
-        scale: of the scores; default 1/√features.
+        scale: factor on the scores; default 1/√features.
 
     Returns:
-        Values (samples, heads here, positions, features), and the attention weights after dropout.
+        Values (samples, heads here, positions, features), and the attention weights (samples, heads here, queries,
+        keys) after dropout.
     """
     factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     scores = (query * math.sqrt(factor)) @ (key.transpose(-2, -1) * math.sqrt(factor))

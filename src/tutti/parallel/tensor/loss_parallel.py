@@ -34,14 +34,14 @@ def cross_entropy(
 
     Args:
         part: scores (logits) of this rank's classes.
-        dim: dimension of the classes, not negative.
+        dim: dimension of the classes.
         slice_: this rank's classes.
         target: class indices, the shape of ``part`` without ``dim``, the same on every rank.
         weight: (classes,) of all classes; None for equal ones.
         ignore_index, reduction, label_smoothing: as in PyTorch.
 
     Returns:
-        The loss of all classes, the same on every rank.
+        The loss over all classes, the same on every rank; of the shape of ``target`` for ``reduction="none"``, else ().
 
     Raises:
         IndexError: a target is not a class index, on a CPU; on an accelerator a device-side assertion fails.

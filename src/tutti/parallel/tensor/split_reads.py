@@ -77,7 +77,10 @@ class SplitReads:
 
     @contextmanager
     def model_code(self) -> Iterator[None]:
-        """Allow every read in the code within: the model's forward, a backward, an optimizer's update."""
+        """Return a context within ``script_code`` that allows every read.
+
+        For code that handles slices correctly: the model's forward, a backward, an optimizer's update.
+        """
         self._paused += 1
         self._pop()
         try:

@@ -103,14 +103,17 @@ def copied(value: Tensor, slice_: LayerSlice) -> Tensor:
 
 
 def summed(part: Tensor, slice_: LayerSlice, dim: int = -2) -> Tensor:
-    """Return the sum of all ranks' tensors: whole on every rank, or split along ``dim`` with sequence parallelism.
+    """Sum a layer's partial results over the ranks: whole on every rank, or split with sequence parallelism.
 
-    Collective: an all-reduce, or a reduce-scatter where the result is split.
+    Collective: an all-reduce; a reduce-scatter where the result is split.
 
     Args:
         part: this rank's summand.
-        slice_: of the layer.
+        slice_: this rank's slice of the layer; its ``sequence`` asks for a split result.
         dim: dimension of the positions, split if it has at least two for each rank.
+
+    Returns:
+        The sum, or a ``SplitTensor`` of it along ``dim``.
     """
     dim %= max(part.dim(), 1)
     # A slice of length one does not show its memory format, and so not the order in which dropout draws.

@@ -75,7 +75,14 @@ class SliceRanks(Protocol):
         """
 
     def copies(self, tensors: Sequence[Tensor], name: str) -> Sequence[Tensor]:
-        """Return ``tensors``; backward all-reduces their gradients, all in one message."""
+        """Return ``tensors``, of which each rank uses its own slice; backward all-reduces their gradients.
+
+        One message for all of them.
+
+        Args:
+            tensors: tensors that are the same on all ranks.
+            name: name of the layer, for error messages.
+        """
 
     def join(self, tensor: Tensor, name: str) -> Tensor:
         """All-gather tensors of one shape: return (ranks, *shape) in rank order; backward takes this rank's gradient.
@@ -110,11 +117,13 @@ class LayerSlice(NamedTuple):
 def dropped(part: Tensor, p: float, dim: int, slice_: LayerSlice) -> Tensor:
     """Apply dropout to this rank's slice along ``dim``, with the draws that one device makes for the whole tensor.
 
+    Not collective: each rank draws for the whole tensor, from equal RNG states.
+
     Args:
         part: the slice.
         p: probability of zero.
         dim: the split dimension.
-        slice_: whose ``length`` may count groups along ``dim``, such as heads.
+        slice_: this rank's slice; its ``length`` may count groups along ``dim``, such as heads.
     """
     here = len(slice_.mine)
     if p == 0.0:

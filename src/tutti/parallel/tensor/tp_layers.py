@@ -49,7 +49,7 @@ class RowParallelLinear(TensorParallelLayer):
     def forward(self, input: Tensor) -> Tensor:
         """Compute whole outputs from this rank's inputs: (…, inputs here) → (…, outputs). Collective: an all-reduce.
 
-        With sequence parallelism a reduce-scatter, and the result is a ``SplitTensor`` along the positions.
+        With sequence parallelism a reduce-scatter, and a ``SplitTensor`` along positions; see ``summed``.
         """
         part = functional.linear(input, matrix(self))
         whole = summed(part, self.tutti_slice)
@@ -90,7 +90,7 @@ class VocabParallelEmbedding(TensorParallelLayer):
     def forward(self, input: Tensor) -> Tensor:
         """Look up whole embeddings: indices (…) → (…, features). Collective: an all-reduce.
 
-        With sequence parallelism a reduce-scatter, and the result is a ``SplitTensor`` along the positions.
+        With sequence parallelism a reduce-scatter, and a ``SplitTensor`` along positions; see ``summed``.
         """
         mine, padding = self.tutti_slice.mine, self.padding_idx
         elsewhere = (input < mine.start) | (input >= mine.stop)

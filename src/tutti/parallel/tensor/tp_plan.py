@@ -108,10 +108,12 @@ class PlanFinder:
             self._left |= {name for name, module in everywhere if splittable(module) and not self._may(name, *SPLIT)}
 
     def find(self) -> list[PlanEntry]:
-        """Derive the TP plan: which layers of the model are split, and how. Not collective; runs trials of blocks.
+        """Derive the TP plan: which layers of the model are split, and how.
+
+        Not collective; tries blocks on random numbers.
 
         Returns:
-            Entries in the model's order, on whole layers and pairs of them; modules without an entry stay whole.
+            Entries in the model's order; modules without an entry stay whole on every rank.
         """
         for name, module in reversed(list(self._model.named_modules())):
             if isinstance(module, nn.MultiheadAttention):

@@ -63,12 +63,15 @@ class TensorCut(NamedTuple):
         return parts[0] if self.blocks == 1 else torch.cat(parts, self.dim)
 
     def offset(self, tensor: Tensor, rank: int, ranks: int) -> tuple[int, ...]:
-        """Return the offset of a rank's slice within the first block, one number a dimension.
+        """Return the offset of a rank's slice in the whole tensor; with several blocks, in the first of them.
 
         Args:
             tensor: the whole tensor.
             rank: the rank.
             ranks: number of ranks.
+
+        Returns:
+            One number a dimension, 0 for all but the split one.
         """
         each = tensor.shape[self.dim] // self.blocks // self.units
         begin = each * even_share(self.units, ranks, rank).start
@@ -144,7 +147,10 @@ def _examine(block: nn.Module, linears: Collection[str], ranks: int, call: Block
 
 
 def takes_one(block: nn.Module) -> bool:
-    """Return whether the forward takes one input only, and no mask that a later call may give."""
+    """Return whether a module's forward has exactly one argument, a positional input.
+
+    A block with further arguments, such as a mask, may compute something else in a later call.
+    """
     names = list(inspect.signature(block.forward).parameters.values())
     return len(names) == 1 and names[0].kind in (names[0].POSITIONAL_ONLY, names[0].POSITIONAL_OR_KEYWORD)
 
