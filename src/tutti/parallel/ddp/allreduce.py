@@ -228,7 +228,7 @@ class AllReduceSync:
         return UpdateResult(int(stats.finite), skipped=not stats.finite, nonfinite=nonfinite)
 
     def clear(self) -> None:
-        """Set all gradients to None."""
+        """Set the ``.grad`` of all trained parameters to None, after an update."""
         self._aside = {}
         for parameter in self._parameters:
             parameter.grad = None
@@ -264,7 +264,14 @@ class AllReduceSync:
         }
 
     def load(self, saved: SavedState) -> None:
-        """Restore parameters, buffers and optimizer state from ``saved`` on every rank."""
+        """Restore parameters, buffers and optimizer state from a checkpoint, on every rank alike.
+
+        A rank with tensor slices or pipeline stages reads its own part. Parameters without optimizer state in the
+        checkpoint start afresh.
+
+        Args:
+            saved: the checkpoint, with the groups that ``state`` returns.
+        """
         for name, parameter in self._named:
             parameter.data.copy_(read_local(saved, "model", name, self._replica, parameter.shape))
         self._buffers.load(saved)

@@ -201,12 +201,12 @@ class Tail:
         return read_sums(tail[DIGESTS:])
 
     def same(self, tail: Sequence[float], step_context: StepContext, contributions: int) -> bool:
-        """Return whether all contributions came from the same step and layout.
+        """Return whether all summed tails came from the same step and the same layout of parameters.
 
         Args:
-            tail: reduced tail.
+            tail: the reduced tail, ``size`` numbers on the host.
             step_context: the step under way on this rank.
-            contributions: number of summed tails.
+            contributions: number of summed tails, one a rank or logical worker.
         """
         return digests_agree(tail, digests(step_context, self._key), contributions)
 

@@ -49,14 +49,16 @@ def annotate_mean(loss: Tensor, count: Tensor, targets: int) -> Tensor:
 
 
 def loss_count(objective: Tensor, micro_batch: MicroBatch) -> Tensor | None:
-    """Return () the number of targets, or the sum of their weights, that a scalar loss is the mean over.
+    """Return the number of targets, or the sum of their class weights, by which a scalar loss has been divided.
+
+    It is found in the loss's autograd graph, so that ignored targets do not count.
 
     Args:
-        objective: the loss of the micro-batch.
+        objective: () the loss of the micro-batch.
         micro_batch: of at least one sample.
 
     Returns:
-        The divisor of the only cross-entropy in the loss; None for any other loss, which is a mean over samples.
+        () The divisor of the only cross-entropy in the loss; None for any other loss, which is a mean over samples.
 
     Raises:
         UsageError: the micro-batch is a part of the batch, and the loss adds other terms to a mean over some of its

@@ -47,7 +47,9 @@ class Reducer(Protocol):
         """
 
     def collect(self, step_context: StepContext, worker: int, loss_sums: Tensor | None) -> None:
-        """Take a logical worker's gradients after its last backward.
+        """Take a logical worker's gradients from ``.grad`` after its last backward, to sum worker by worker.
+
+        Reducers that sum rank by rank leave them in ``.grad``, where autograd accumulates the rank's workers.
 
         Args:
             step_context: the step under way.
@@ -207,7 +209,18 @@ class OverlappedReducer:
         """
 
     def finish(self, step_context: StepContext, loss_sums: Tensor | None) -> ReducedSums:
-        """Start the remaining all-reduces, wait for all of them, and return the reduced sums. Collective."""
+        """Start the remaining all-reduces, wait for all of them, and set every ``.grad`` to its sum. Collective.
+
+        Args:
+            step_context: the step under way.
+            loss_sums: this rank's loss sums over its logical workers; None if it had no samples.
+
+        Returns:
+            The loss sums and flags of the global batch.
+
+        Raises:
+            MismatchError: ranks are in different steps or hold different parameters.
+        """
         self._armed, self._early = False, None
         if self._comm.size == 1:
             totals = [0.0, 0.0] if loss_sums is None else self._read(loss_sums, step_context)
@@ -244,9 +257,10 @@ class OverlappedReducer:
         return [p.grad for p in self._order if p.grad is not None and p not in self._lent]
 
     def squares(self) -> list[float]:
-        """Return one number, the squared L2 norm of the reduced gradients on this rank, without borrowed parameters.
+        """Return one number, the squared L2 norm of the reduced gradients on this rank.
 
-        Where possible ``finish`` has computed it, to save a synchronisation of host and accelerator.
+        Parameters that another rank of the replica counts are left out. Where possible ``finish`` has computed the
+        number, to save a synchronisation of host and accelerator.
         """
         counted, early = self._counted(), self._early
         self._early = None
@@ -255,7 +269,7 @@ class OverlappedReducer:
         return [sum(squares_of(counted))]
 
     def scale(self, factor: float) -> None:
-        """Multiply all gradients by ``factor``."""
+        """Multiply the ``.grad`` of all trained parameters by ``factor``, in place."""
         self._early = None
         scale_all([p.grad for p in self._order if p.grad is not None], factor)
 
@@ -348,14 +362,15 @@ class TreeReducer:
         return sums
 
     def squares(self) -> list[float]:
-        """Return the sum of squares of each parameter's ``.grad``, in the model's order, 0 for borrowed parameters.
+        """Return the sum of squares of each parameter's ``.grad``, in the model's order.
 
-        Added up with exact rounding, they give the same norm for any partition of the model into stages.
+        It is 0 for parameters that another rank of the replica counts. Added up with exact rounding, the numbers give
+        the same norm for any partition of the model into stages.
         """
         return squares_by(self._order, self._lent)
 
     def scale(self, factor: float) -> None:
-        """Multiply the summed gradients by ``factor``."""
+        """Multiply the summed gradients of all parameters by ``factor``, in place."""
         scale_all([bucket.gradients for bucket in self._buckets], factor)
 
 

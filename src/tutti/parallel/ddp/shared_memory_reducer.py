@@ -189,14 +189,15 @@ class SharedReducer:
         self._mine[_SQUARE] = square
 
     def squares(self) -> list[float]:
-        """Return one number, the squared L2 norm of the reduced gradients of all ranks, without borrowed parameters.
+        """Return one number, the squared L2 norm of the reduced gradients over all ranks' parts of the sum.
 
-        ``finish`` has computed it along with the sums.
+        Parameters that another rank of the replica counts are left out. ``finish`` has computed the number along with
+        the sums.
         """
         return [self._square]
 
     def scale(self, factor: float) -> None:
-        """Multiply the summed gradients by ``factor``."""
+        """Multiply the summed gradients that this rank receives by ``factor``, in place."""
         self._square *= factor**2
         scale_all([bucket.gradients for bucket, _ in self._summed], factor)
 

@@ -12,9 +12,14 @@ from tutti.nn.swap import buffers, describe_tensors, parameters
 
 
 def agree_on_state(comm: Communicator, parts: Sequence[nn.Module]) -> None:
-    """Compare names, shapes, dtypes, order and trainability of parameters and buffers over the ranks.
+    """Compare names, shapes, dtypes, order and trainability of parameters and buffers over the ranks. Collective.
 
-    Collective. Raises MismatchError on every rank, with the first entry that differs.
+    Args:
+        comm: the ranks to compare.
+        parts: this rank's modules.
+
+    Raises:
+        MismatchError: on every rank, with the first entry that differs.
     """
     comm.agree(
         describe_tensors(parts), "the model", "build the same model, in the same order and precision, on every rank"

@@ -40,13 +40,18 @@ class WholeRunner(ReplicaPart):
     def run(self, micro_batches: Sequence[MicroBatch], loss: LossFn, grad_hook: GradientReadyHook | None) -> LossSums:
         """Run forward and, with a gradient-ready hook, backward of one logical worker's micro-batches.
 
+        Gradients are accumulated in ``.grad``.
+
         Args:
-            micro_batches: at least one.
-            loss: ``loss_fn(model, batch)``.
-            grad_hook: gradient-ready hook; None for a forward only.
+            micro_batches: the worker's, in order; at least one.
+            loss: the user's loss function ``loss_fn(model, batch)``; ``read_loss`` says what it may return.
+            grad_hook: gradient-ready hook, told before the last backward; None for forwards only.
 
         Returns:
-            The worker's loss sums.
+            The worker's loss sums over its micro-batches.
+
+        Raises:
+            UsageError: the loss has an unknown form or requires no gradient.
         """
         model, total = self.parts[0], None
         for micro_batch in micro_batches:

@@ -121,7 +121,10 @@ class WorkerBuffers:
             self._own[self._inside] = [slot.get() for slot in self._slots]
 
     def replicated(self) -> dict[str, Tensor]:
-        """Return the buffers that are equal on all data ranks: the model's for a run of one worker, else none."""
+        """Return the buffers that are equal on all data ranks, by name.
+
+        These are the model's own in a run of one logical worker, else none.
+        """
         return {slot.name: slot.get() for slot in self._slots} if self._run_context.workers == 1 else {}
 
     def of_all(self) -> dict[str, Tensor]:

@@ -132,10 +132,10 @@ class FullySharded:
         return [each for each, _ in self._training]
 
     def train(self, names: Collection[str]) -> None:
-        """Also train the parameters of these names from now on. Collective where a wrapped module must be unsharded.
+        """Also train the parameters of these names from now on. Collective.
 
-        FSDP2 reads the dtypes of trainable parameters when it unshards, so in custom loops wrapped modules are
-        unsharded once.
+        FSDP2 reads the dtypes of trainable parameters when it unshards, so after the first forward every wrapped module
+        is all-gathered once.
 
         Args:
             names: parameters that the script has thawed; names of other engines and of trained parameters are ignored.
@@ -152,7 +152,8 @@ class FullySharded:
     def unify_flags(self) -> None:
         """Copy a ``requires_grad`` that the script has changed to all objects that stand for the parameter.
 
-        A parameter has two: the optimizer's plain rows, and FSDP2's DTensor, which the model has.
+        These are the optimizer's plain rows, FSDP2's DTensor, which the model has, and after the first forward the
+        unsharded parameter, which the model has between a forward and its backward.
         """
         for name, twins in self._twins.items():
             before = self._flags[name]
@@ -164,7 +165,7 @@ class FullySharded:
     def owners(self) -> dict[nn.Parameter, nn.Parameter]:
         """Map each parameter object that the script may have to the rows that the optimizer updates.
 
-        Keys are the rows themselves, FSDP2's DTensors, and further objects of tied weights.
+        Keys are the rows themselves, FSDP2's DTensors, and after the first forward the unsharded parameters.
         """
         return {twin: each.parameter for each in self.rows for twin in self._twins[each.name]}
 

@@ -404,7 +404,11 @@ class ShardedSync:
                     whole.load(self._optimizer, named, saved, specs)
 
     def own_gradients(self) -> OwnGradients:
-        """Return this rank's gradients before the reduce-scatter, or meters of them where FSDP2 reduces in backward."""
+        """Return this rank's gradients before the reduce-scatter, for the gradient noise scale.
+
+        Where FSDP2 reduces them within backward, a function that returns and resets their sum of squares takes their
+        place. Optimizers are left out, since their state lies in rows.
+        """
         lent = self._replica.not_owned
         counted: list[nn.Parameter] = []
         meters = []
@@ -591,11 +595,14 @@ class ShardedSync:
             group["params"] = [own.get(p, p) for p in group["params"]]
 
     def reattach(self, names: Sequence[str], late: bool = False) -> None:
-        """Train these parameters from now on; cut parameters that FSDP2 has not sharded into rows. Collective.
+        """Train further parameters from now on; shard those among them that were frozen when the model was sharded.
+
+        Collective.
 
         Args:
-            names: parameters whose ``requires_grad`` the script has set to True since the last look.
-            late: whether a forward of this step has used the uncut parameters; they are then cut after its backward.
+            names: parameters whose ``requires_grad`` the script has set to True since the last call.
+            late: whether a forward of this step has used the unsharded parameters; they are then sharded after its
+                backward.
 
         Raises:
             UsageError: the optimizer needs whole tensors.

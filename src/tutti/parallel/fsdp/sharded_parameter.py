@@ -87,11 +87,11 @@ class ShardingEngine(Protocol):
 
     @property
     def rows(self) -> Sequence[ShardedParameter]:
-        """This rank's rows of all parameters of the engine."""
+        """This rank's rows of all parameters that the engine shards, frozen ones included."""
 
     @property
     def trained(self) -> Sequence[ShardedParameter]:
-        """Rows of parameters that are or were trainable; a script may freeze and unfreeze them."""
+        """This rank's rows of the parameters that are or were trainable; a script may freeze and unfreeze them."""
 
     def train(self, names: Collection[str]) -> None:
         """Also train the parameters of these names from now on, which the script has thawed. Collective.
@@ -114,13 +114,19 @@ class ShardingEngine(Protocol):
         """
 
     def all_gather_parameters(self) -> None:
-        """Make the next forward use the rows' current values. Collective."""
+        """Make the next forward use the rows' updated values. Called on all ranks.
+
+        By an all-gather now (stage 1) or in that forward (FSDP2).
+        """
 
     def clear(self) -> None:
         """Set the ``.grad`` of rows and of the model's parameters to None."""
 
     def script_parameters(self) -> Sequence[nn.Parameter]:
-        """Return the trained parameters of the script's model, in the order of ``trained``."""
+        """Return the trained parameters as the script's model has them, in the order of ``trained``.
+
+        Full parameters in stage 1, DTensors with FSDP2.
+        """
 
     def pop_gradients(self) -> dict[nn.Parameter, Tensor]:
         """Take the gradients that the script has not cleared out of the trained rows; ``.grad`` is None afterwards.
@@ -152,7 +158,10 @@ class ShardingEngine(Protocol):
         """
 
     def begin_custom_loop(self) -> None:
-        """Follow from now on what a script does to gradients between a forward and its backward."""
+        """Prepare for a custom training loop: notice from now on what a script does to ``.grad`` before backward.
+
+        For FSDP2, where the model has other parameter objects between a forward and its backward.
+        """
 
     def apply_clearing(self) -> None:
         """Clear gradients of trained rows that the script has cleared on unsharded parameters (FSDP2, after a forward).
@@ -175,7 +184,7 @@ class ShardingEngine(Protocol):
         """
 
     def apply_edits(self) -> None:
-        """Set the rows' gradients to the ``.grad`` that the script has left on the model's parameters."""
+        """Set the rows' gradients, which the update uses, to the ``.grad`` that the script has left on the model."""
 
     def gradient_meter(self) -> Callable[[], float] | None:
         """Return a function that measures this rank's gradients before backward itself reduces them (FSDP2).
@@ -271,10 +280,10 @@ class ZeroSharding:
         return self.rows
 
     def train(self, names: Collection[str]) -> None:
-        """Do nothing: all parameters here are trained already."""
+        """Do nothing: stage 1 shards trained parameters only. See ``ShardingEngine.train``."""
 
     def owners(self) -> dict[nn.Parameter, nn.Parameter]:
-        """Map each full parameter of the model to this rank's rows of it."""
+        """Map each full parameter of the script's model to this rank's rows of it, which the optimizer updates."""
         return {whole: rows.parameter for whole, rows in zip(self._whole, self.rows, strict=True)}
 
     def used(self) -> list[bool]:

@@ -75,7 +75,9 @@ class PipelineLayout:
     def cut_stages(
         self, plain: nn.Module, closed: Collection[str] = ()
     ) -> tuple[Sequence[VirtualStage], StageOwnership | None]:
-        """Cut the model into stages. Collective.
+        """Cut the model into virtual stages, v on each pipeline rank, and assign them to ranks. Collective.
+
+        The number of stages, v and any named cuts are those of the layout's options.
 
         Args:
             plain: the whole model.
@@ -222,7 +224,7 @@ class PipelineRunner(ReplicaPart):
         self._learns = [any(trained[:stage]) for stage in range(len(trained) + 1)] if trained else self._learns
 
     def connect(self, grad_hook: GradientReadyHook) -> None:
-        """Report each parameter's gradient to ``grad_hook`` once, in the last backward of a step that adds to it.
+        """Report each parameter's gradient to ``grad_hook`` once a ``run``, in the backward of the last micro-batch.
 
         Replaces the hook of an earlier call. Gradients of parameters that several stages share are reported after their
         sum over the stages.

@@ -182,7 +182,7 @@ SCHEDULES: Mapping[str, Callable[[int, int, int], Order]] = {
 
 @lru_cache(maxsize=64)
 def make_order(name: str, ranks: int, micro_batches: int, chunks: int = 1) -> Order:
-    """Return the schedule ``name``, cached.
+    """Return the pipeline schedule of a name: each rank's order of forwards and backwards. Cached.
 
     Args:
         name: a key of ``SCHEDULES``.
@@ -259,9 +259,10 @@ def bubble(rows: Sequence[Sequence[Span]]) -> float:
 
 
 def bubble_fraction(name: str, ranks: int, micro_batches: int, chunks: int = 1) -> float:
-    """Return the idle fraction of all ranks' time, if a backward takes twice a forward and all stages take the same.
+    """Return the idle fraction of all ranks' time in a schedule, under simple assumptions on costs.
 
-    Messages take no time. The input and the weight backward of ``zero_bubble`` take as long as a forward each.
+    A backward takes twice a forward, all stages take the same, and messages take no time. The input and the weight
+    backward of ``zero_bubble`` take as long as a forward each.
 
     Args:
         name: a key of ``SCHEDULES``.

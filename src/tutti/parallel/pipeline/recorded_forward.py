@@ -167,7 +167,7 @@ class ForwardRecord:
     def stage(
         self, nodes: Sequence[fx.Node], incoming: Sequence[fx.Node], outgoing: Sequence[fx.Node]
     ) -> RecordedStage:
-        """Build the virtual stage that runs the block calls of consecutive nodes.
+        """Build the virtual stage that runs the block calls of consecutive graph nodes, by the model's own forward.
 
         Args:
             nodes: consecutive nodes of ``graph()``.

@@ -90,7 +90,7 @@ class StagePlan:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The modules before which the model is cut, one less than stages; empty text for a cut before no module."""
+        """The modules before which the model is cut, one less than stages; "" for a cut before a call of no module."""
         return tuple(self.blocks[bound].name for bound in self.bounds[1:-1])
 
     @property

@@ -94,7 +94,7 @@ class StageMessages:
     def send_gradients(
         self, gradients: Sequence[Tensor | None], values: Sequence[Tensor], key: tuple[Any, ...]
     ) -> None:
-        """Start to send the gradients of ``values``.
+        """Start to send the gradients of received activations to the previous stage. Does not block.
 
         Where the loss depended on a value in the first batch of this key, a gradient of None is sent as zeros, which is
         the same in a sum.
@@ -102,7 +102,7 @@ class StageMessages:
         Args:
             gradients: one for each value; None where the loss does not depend on it.
             values: the activations that this stage has received.
-            key: as for ``send``; its first entry is the stage.
+            key: identifies batches whose values have equal forms, as for ``send``; its first entry is the stage.
 
         Raises:
             UsageError: a value has a gradient, but had none in the first batch of this key.

@@ -101,8 +101,7 @@ def groups_of(
 ) -> list[tuple[Communicator | None, Sequence[nn.Parameter]]]:
     """Return the parameters of this rank that several virtual stages use, such as tied weights.
 
-    Collective over the stage axis: creates the subgroups, and broadcasts each parameter from the first rank that holds
-    it.
+    Collective over all ranks: creates the subgroups, and broadcasts each parameter from the first rank that holds it.
 
     Args:
         holding: ownership of the model's tensors, from ``stages_here``.

@@ -283,13 +283,13 @@ def _find(
 
 
 def weight(node: fx.Node, plain: nn.Module, seconds: Mapping[str, float] | None = None) -> float:
-    """Return a node's weight in the balance of stages: the measured seconds of its module, or its parameters.
+    """Return a graph node's weight in the balance of stages: its module's measured seconds or number of parameters.
 
     Args:
         node: a node of the model's graph.
         plain: the whole model.
-        seconds: of the forward of each module, by name; a node that it does not name weighs 0. None or empty: the
-            weight is the number of the node's parameters.
+        seconds: seconds of each module's forward, by name; a node that it does not name weighs 0. None or empty: the
+            weight is the number of elements of the node's parameters.
     """
     if seconds:
         return seconds.get(str(node.target), 0.0)

@@ -251,7 +251,12 @@ def crossing_values(outputs: Any, stage: VirtualStage) -> list[Any]:
 
 
 def check_buffers(stages: Sequence[Sequence[fx.Node]], plain: nn.Module) -> None:
-    """Raise UsageError where several stages would each have a copy of a buffer, or of a tensor that forward writes."""
+    """Raise UsageError if several stages would each have a copy of a buffer, or of a tensor that the forward writes.
+
+    Args:
+        stages: the graph nodes of each stage.
+        plain: the whole model.
+    """
     where: dict[nn.Module, int] = {}
     for stage, nodes in enumerate(stages):
         for name, module in modules_of(nodes, plain):

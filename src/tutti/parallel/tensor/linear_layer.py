@@ -27,7 +27,10 @@ class TransposedLinear(nn.Module):
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Return whether a module is a linear layer of either orientation, whose weight no parametrization computes."""
+    """Return whether a module is a linear layer, ``nn.Linear`` or one with a transposed weight, that can be split.
+
+    False for subclasses of ``nn.Linear``, and where a parametrization computes the weight.
+    """
     if type(module) is nn.Linear:
         return module_parameters(module).keys() == {"weight", "bias"}
     return is_transposed(module)

@@ -64,7 +64,7 @@ class SplitTensor(Tensor):
 
 
 def whole(value: Any) -> Any:
-    """Return ``value`` with whole tensors in place of split ones, also inside tuples, lists and mappings.
+    """Return ``value`` with each ``SplitTensor`` gathered, also inside tuples, lists and mappings; else unchanged.
 
     Collective: an all-gather for each split tensor that was not gathered before.
     """

@@ -69,11 +69,14 @@ class TensorRunner(WholeRunner):
         module.register_forward_hook(self._end_forward, always_call=True)
 
     def run(self, micro_batches: Sequence[MicroBatch], loss: LossFn, grad_hook: GradientReadyHook | None) -> LossSums:
-        """Run one worker's micro-batches in order, with outputs left split for the loss function.
+        """Run one logical worker's micro-batches in order: forward and, with a gradient-ready hook, backward.
+
+        The loss function receives the model's output as a ``SplitTensor`` where the TP plan leaves it split. Collective
+        over the tensor ranks, all of which run the same micro-batches.
 
         Args:
-            micro_batches: of one worker.
-            loss: the loss function.
+            micro_batches: the worker's, in order; at least one.
+            loss: the user's loss function.
             grad_hook: gradient-ready hook; None for forward alone.
 
         Returns:

@@ -106,10 +106,10 @@ class TensorParallelizer:
             )
 
     def apply(self) -> None:
-        """Slice the model's parameters and convert its layers, in place.
+        """Slice the model's parameters as the plan says and convert its layers to tensor-parallel ones, in place.
 
         Parameters stay the same objects, which an optimizer may hold. Collective: a broadcast of the first tensor
-        rank's parameters and buffers.
+        rank's parameters and buffers. With one rank nothing is done.
         """
         if self._comm.size == 1:
             return

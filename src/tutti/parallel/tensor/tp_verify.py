@@ -49,7 +49,7 @@ class TensorCut(NamedTuple):
     blocks: int = 1
 
     def take(self, tensor: Tensor, rank: int, ranks: int) -> Tensor:
-        """Return a rank's slice of a whole tensor: a view, or a copy where there are several blocks.
+        """Cut a rank's slice out of a whole tensor: a view, or a copy where there are several blocks. Not collective.
 
         Args:
             tensor: the whole tensor.
