@@ -148,15 +148,18 @@ def record_calls(
 ) -> dict[str, BlockArguments]:
     """Record the arguments of the first call of each block, by running the loss function on two samples.
 
+    A block is a module of several layers, such as attention, that may be split as one.
+
     Args:
         plain: the whole model; it stays as it was.
         names: names of the blocks to record.
-        trial: calls the loss function on a model with a micro-batch; None where no micro-batch is at hand.
+        trial: ``trial(model, most)`` calls the loss function on a model with at most ``most`` samples of the data; None
+            where no data is at hand.
         device: device of the trial.
 
     Returns:
-        The calls by the block's name, with tensors copied to the CPU; blocks that are not called, or whose arguments
-        cannot be copied, are left out, and all are without ``trial``.
+        The calls by the block's name, with tensors copied to the CPU. Blocks that are not called, or whose arguments
+        cannot be copied, are left out; without ``trial`` all are.
     """
     learned: dict[str, list[bool]] = {}
     found: dict[str, BlockArguments] = {}

@@ -192,7 +192,9 @@ def run_within(module: nn.Module, width: int, sizes: Sequence[int], draws: Seque
 
     Args:
         module: the block.
-        width, sizes, draws: see ``LocalShapeMode``.
+        width: features of all heads together.
+        sizes: for each view that does not fit a slice, the index of the size to reduce.
+        draws: for each call of dropout or attention the split dimension, counted from the last; 0 where none is.
         forms: texts of ``form_of`` for the calls for which the split was verified; none for a block of one argument.
     """
     module.tutti_local = (width, sizes, draws)  # type: ignore[assignment]

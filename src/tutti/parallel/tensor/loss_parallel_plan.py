@@ -38,7 +38,8 @@ def add_loss_parallel(
     Args:
         plain: the whole model; it stays as it was.
         plan: the plan of the model, without that role.
-        trial: calls the loss function on a model with a micro-batch; None where no micro-batch is at hand.
+        trial: ``trial(model, most)`` calls the loss function on a model with at most ``most`` samples of the data; None
+            where no data is at hand, and the plan is returned as it is.
         device: device of the trial.
     """
     names = [e.name for e in plan if e.role == "gathered" and is_linear(plain.get_submodule(e.name))]

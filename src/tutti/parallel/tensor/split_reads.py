@@ -178,7 +178,8 @@ def read_elsewhere(plain: nn.Module, trial: Callable[..., Any] | None, device: t
 
     Args:
         plain: the whole model; it stays as it was.
-        trial: calls the loss function on a model with a micro-batch; None where no micro-batch is at hand.
+        trial: ``trial(model, most)`` calls the loss function on a model with at most ``most`` samples of the data; None
+            where no data is at hand.
         device: device of the trial.
     """
     if trial is None or peers_of(plain) is not None:

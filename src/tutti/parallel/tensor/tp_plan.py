@@ -296,8 +296,8 @@ def splittable(module: nn.Module) -> bool:
 def blocks_with_arguments(model: nn.Module) -> list[str]:
     """Return the names of blocks whose forward takes several arguments, as attention with a mask does.
 
-    These are modules of the user's own code that hold a few linear layers; a real call must be recorded to try a split
-    of them.
+    A block here is a module of the user's own class that holds a few linear layers. To try a split of it,
+    ``record_calls`` must record a real call first.
     """
     linears = [name for name, module in model.named_modules() if is_linear(module)]
     found = []

@@ -107,7 +107,8 @@ def find_block_split(
 ) -> BlockSplit | None:
     """Find a column- and row-parallel split of a block's linear layers, by computing with random numbers in float64.
 
-    Forward and gradients of the split must equal those of the whole block.
+    A block is a module of two to ``MOST_LINEAR`` linear layers, such as attention. Its outputs and gradients with the
+    split must equal those of the whole block.
 
     Args:
         block: any module; it is not changed.
