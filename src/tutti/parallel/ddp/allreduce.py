@@ -266,8 +266,8 @@ class AllReduceSync:
     def load(self, saved: SavedState) -> None:
         """Restore parameters, buffers and optimizer state from a checkpoint, on every rank alike.
 
-        A rank with tensor slices or pipeline stages reads its own part. Parameters without optimizer state in the
-        checkpoint start afresh.
+        A rank with tensor slices or pipeline stages reads its own part. A parameter without optimizer state in the
+        checkpoint keeps the state that it has.
 
         Args:
             saved: the checkpoint, with the groups that ``state`` returns.

@@ -546,7 +546,7 @@ def optimizer_pieces(
 
 
 def load_optimizer_rows(optimizer: Optimizer, rows: Iterable[ShardedParameter], saved: SavedState) -> None:
-    """Load the optimizer's state of these rows from a checkpoint; parameters without saved state start afresh.
+    """Load the optimizer's state of these rows from a checkpoint; rows without saved state keep the state they have.
 
     Reads only this rank's rows, of a checkpoint of any number of ranks. Not collective.
 
