@@ -67,7 +67,10 @@ class Choice:
         return {**shape, "replica": devices // math.prod(n for axis, n in shape.items() if axis != "replica")}
 
     def data_ranks(self, devices: int) -> int:
-        """Return the number of ranks that see different samples."""
+        """Return the number of ranks among which a global batch is divided: mesh extents ``replica`` × ``shard``.
+
+        The ranks along ``stage`` and ``tensor`` work on the same samples.
+        """
         shape = self.shape(devices)
         return shape["replica"] * shape["shard"]
 
@@ -92,23 +95,38 @@ class Choice:
         return f"take a multiple of {fixed} devices, or {option}={_divisor(devices, fixed)}"
 
     def parts(self, devices: int) -> bool:
-        """Return whether each device keeps only a part of the model."""
+        """Return whether each device keeps only a part of the parameters (stages, tensor slices or shards).
+
+        Args:
+            devices: number of devices of the run.
+        """
         shape = self.shape(devices)
         return shape["stage"] * shape["tensor"] > 1 or self.exchange.shards_parameters(shape)
 
     def counted(self, steps: Callable[[Duration], int]) -> Choice:
-        """Return this choice with all durations among its options converted to steps."""
+        """Return a copy of this choice in which options that are durations (``3ep``, ``20000sa``) are numbers of steps.
+
+        Args:
+            steps: converts a duration to a number of steps of the run.
+        """
         return dataclasses.replace(self, exchange=self.exchange.resolve_durations(steps))
 
     def make(self, run_context: RunContext) -> tuple[ModelLayout, GradientSync]:
-        """Build the model layout and the gradient synchronisation."""
+        """Construct the model layout and the gradient synchronisation of this strategy. Not collective.
+
+        Their modules are imported here. The layout's ``build`` and the synchronisation's ``attach``
+        then take the model.
+        """
         layout = _load(self.row.layout)(self.layout, run_context)
         return layout, _load(self.row.exchange)(self.exchange, run_context)
 
 
 @lru_cache(maxsize=256)
 def parse_strategy(text: str) -> Choice:
-    """Parse ``name:key=value,…``, cached. Raises UsageError, naming the nearest name or key.
+    """Parse the text of ``--strategy``: ``NAME`` or ``NAME:KEY=VALUE,KEY=VALUE``; the result is cached.
+
+    Raises:
+        UsageError: an unknown name, key or value; the message proposes the nearest known one.
 
     >>> parse_strategy("fsdp:stage=2").name
     'sharded'
@@ -162,16 +180,20 @@ class KeepsAverage(Protocol):
     """A gradient synchronisation with its own implementation of the average of the weights."""
 
     def average(self, averaging: Averaging) -> Average:
-        """Return an average that starts from the current weights. Collective."""
+        """Create an average of the weights that starts from their current values. Collective.
+
+        Args:
+            averaging: decay and warm-up.
+        """
 
 
 def average(replica: ReplicaRunner, exchange: GradientSync, run_context: RunContext) -> Average | None:
-    """Return the average of the weights that the run context asks for, None for none. Collective.
+    """Create the average (EMA) of the weights that the run asks for; None where it asks for none. Collective.
 
     Args:
         replica: the replica, after ``exchange.attach``.
         exchange: the gradient synchronisation, which may have its own implementation (``KeepsAverage``).
-        run_context: of the run.
+        run_context: of the run; ``averaging`` in it has the decay, or is None.
     """
     if run_context.averaging is None:
         return None

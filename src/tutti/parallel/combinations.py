@@ -93,7 +93,10 @@ def _check_shared_workers(choice: Choice, workers: int, devices: int, adaptive: 
 
 
 def check_custom_loop(choice: Choice) -> None:
-    """Raise UsageError where a strategy does not support custom training loops."""
+    """Raise UsageError if the strategy does not support a training loop of the script's own (``run.backward``).
+
+    The message names strategies that do.
+    """
     if not choice.row.custom_loop:
         able = ", ".join(name for name, other in TABLE.items() if other.custom_loop)
         raise UsageError(

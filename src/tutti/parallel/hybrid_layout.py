@@ -21,10 +21,16 @@ class HybridLayout:
         self._config, self._run_context = config, run_context
 
     def build(self, plain: nn.Module) -> PipelineRunner | WholeRunner:
-        """Build this stage's layers with this tensor rank's slices.
+        """Build this rank's part of the replica: the layers of its pipeline stage, split over the tensor ranks.
+
+        Args:
+            plain: the whole model, the same on every rank; its modules may be changed in place.
+
+        Returns:
+            A runner of the stage's micro-batches; with one stage the runner of tensor parallelism alone.
 
         Raises:
-            UsageError: as ``PipelineLayout`` and ``TensorParallelizer``.
+            UsageError: the model cannot be cut into stages or split by the plan for tensor parallelism.
         """
         run_context, config = self._run_context, self._config
         if run_context.grid.stage == 1:

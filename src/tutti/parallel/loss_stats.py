@@ -20,41 +20,63 @@ class LossCounter:
         self._names: tuple[str, ...] = ()
 
     def add(self, part: LossSums | None) -> None:
-        """Add a worker's loss sums; None: it had no samples. Raises UsageError as ``note``."""
+        """Add a worker's loss sums to those of this step.
+
+        Args:
+            part: None if the worker had no samples; nothing is added then.
+
+        Raises:
+            UsageError: the loss function reports more than ``METRICS`` metrics.
+        """
         if part is not None:
             self.note(part)
             self._totals = self.together(part)
 
     def note(self, part: LossSums) -> None:
-        """Keep the metrics' names. Raises UsageError for more than ``METRICS`` metrics."""
+        """Record the metrics' names of ``part`` for ``means``; its sums are not added.
+
+        Raises:
+            UsageError: the loss function reports more than ``METRICS`` metrics, for which the messages have no room.
+        """
         if len(part.names) > METRICS:
             raise UsageError(f"the loss function reports {len(part.names)} metrics", remedy=f"at most {METRICS}")
         self._names = part.names
 
     def together(self, part: LossSums | None) -> LossSums | None:
-        """Return the loss sums so far plus ``part``, without adding it; None where ``part`` is None."""
+        """Return the step's loss sums so far plus ``part``, without adding it to them; None where ``part`` is None."""
         return part if self._totals is None or part is None else self._totals + part
 
     def take(self) -> Tensor | None:
-        """Return ``LossSums.sums`` of all workers, None where no worker had samples, and reset for the next step."""
+        """Return the total of this step, and reset it for the next one.
+
+        Returns:
+            Float tensor ``[loss_sum, count, *metric_sums]``; None where no worker had samples.
+        """
         totals, self._totals = self._totals, None
         return None if totals is None else totals.sums
 
     def means(self, metrics: Sequence[float], count: float) -> dict[str, float]:
-        """Return the mean of each metric by name, from its sum over ``count``."""
+        """Return the mean of each metric, by its name from the loss function.
+
+        Args:
+            metrics: sums in the order of the names; further entries are ignored.
+            count: what the sums are over (samples, tokens).
+        """
         return {name: value / count for name, value in zip(self._names, metrics, strict=False)}
 
     def stats(
         self, sums: ReducedSums, norm: float, finite: bool, stop: bool, spread: GradientVariance | None = None
     ) -> StepStats:
-        """Return the step statistics from sums over all ranks.
+        """Build the statistics of a step from sums over all ranks: means of loss and metrics over the global count.
+
+        Without any count the loss is NaN.
 
         Args:
             sums: loss sums over all ranks.
             norm: of the whole gradient, before clipping.
             finite: whether the whole gradient is finite.
             stop: whether any rank asks to stop.
-            spread: sizes of the workers' own gradients; None where they are not measured.
+            spread: mean square of the workers' own gradients; None where it is not measured.
         """
         count = sums.samples or math.nan
         return StepStats(sums.loss / count, sums.samples, self.means(sums.metrics, count), norm, finite, stop, spread)

@@ -19,19 +19,20 @@ from tutti.types import LossSums, StepContext
 
 
 def divisor_of_backward(step_context: StepContext) -> float:
-    """Return the samples by which backward has divided; 0 where one micro-batch is the whole batch.
+    """Return the number by which backward has divided each sample's loss: the samples of the global batch.
 
-    Such a backward starts at 1 / count of the loss, the final scale.
+    0 stands for no division by samples: where one micro-batch is the whole batch, its backward has divided by the
+    loss's own count (samples, tokens) already, and the gradient needs no further factor.
     """
     return 0.0 if step_context.whole else float(step_context.samples)
 
 
 def mean_factor(divisor: float, counted: float) -> float:
-    """Return the factor that turns a summed gradient into the mean over what the loss counts.
+    """Return the factor that turns a gradient summed over the batch into the mean over what the loss counts.
 
     Args:
-        divisor: of backward, see ``divisor_of_backward``.
-        counted: sum of the loss's counts over the global batch.
+        divisor: samples by which backward has divided; 0 if it has divided by the count (``divisor_of_backward``).
+        counted: sum of the loss's counts (samples, tokens) over the global batch.
 
     >>> mean_factor(8, 32), mean_factor(0, 32), mean_factor(8, 0)
     (0.25, 1.0, 1.0)
@@ -73,6 +74,10 @@ def own_sum(gradients: Sequence[Tensor], part: LossSums, loss_scale: float) -> N
 def clipped(norm: float, largest: float | None) -> tuple[float, float]:
     """Return the factor that clips a gradient as ``torch.nn.utils.clip_grad_norm_`` does, and the norm afterwards.
 
+    Args:
+        norm: of the gradient.
+        largest: norm above which it is clipped; None for no clipping.
+
     >>> clipped(0.5, 1.0), clipped(2.0, None)
     ((1.0, 0.5), (1.0, 2.0))
     """
@@ -88,5 +93,5 @@ def is_finite(gradient: Tensor | None) -> bool:
 
 
 def nonfinite_names(named: Iterable[tuple[str, Tensor | None]]) -> list[str]:
-    """Return the names of the gradients that are not finite."""
+    """Return the names of the gradients with a NaN or an infinity, in the order given; None counts as finite."""
     return [name for name, gradient in named if not is_finite(gradient)]

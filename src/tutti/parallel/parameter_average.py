@@ -48,13 +48,15 @@ class ParameterAverage:
         self.updates = 0
 
     def adopt(self, names: Collection[str]) -> None:
-        """Average thawed parameters from now on: the average of a constant is its value.
+        """Include parameters that the script has thawed (``requires_grad_(True)``), starting from their current values.
+
+        Since a frozen parameter is constant, its average so far is its value.
 
         Args:
-            names: of parameters that a script has thawed.
+            names: names in the model; parameters averaged already are left out.
 
         Raises:
-            UsageError: this rank has no slice of one yet, because its forward was computed with the full tensor.
+            UsageError: this rank has no shard of one yet, because its forward was computed with the full tensor.
         """
         new = {n: p for n, p in parameters(self._replica.parts) if n in names and n not in self._names}
         for name, parameter in new.items():
@@ -72,18 +74,29 @@ class ParameterAverage:
             self._values.append(_wide(self._parameters[-1].data).clone())
 
     def update(self) -> None:
-        """Add the current parameters to the average, once after each update."""
+        """Move the average towards the current parameters: average ← d · average + (1 - d) · parameter.
+
+        Call it once after each update of the parameters. Not collective.
+        """
         if self._values:
             share = self._averaging.share(self.updates)
             foreach_lerp_(self._values, [_wide(p.data) for p in self._parameters], share)
         self.updates += 1
 
     def within(self, merged: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the merged model with the average in place of its trained parameters, and its own buffers."""
+        """Return ``merged`` with the averages in place of its trained parameters; buffers and frozen parameters stay.
+
+        Args:
+            merged: this rank's parameters and buffers by name (``GradientSync.merged``).
+        """
         return {**merged, **dict(zip(self._names, self._values, strict=True))}
 
     def state(self) -> dict[str, dict[str, Tensor | TensorSlice]]:
-        """Return this rank's part of the average for a checkpoint, group ``ema``; see ``GradientSync.state``."""
+        """Return this rank's part of the average for a checkpoint: ``{"ema": {parameter: tensor}}``. Not collective.
+
+        Of a tensor with several equal copies one rank has it; a slice of a sharded one comes with its place in the
+        whole. See ``Average.state``.
+        """
         named = dict(zip(self._names, self._values, strict=True))
         found: dict[str, Tensor | TensorSlice] = {}
         if self._rows:
@@ -97,7 +110,12 @@ class ParameterAverage:
         return {"ema": {**written(named, self._replica, self._run_context.comms.replica), **found}}
 
     def load(self, saved: SavedState, updates: int) -> None:
-        """Load the average and set its number of updates; without a saved average start from the saved weights."""
+        """Restore the average from a checkpoint. Not collective.
+
+        Args:
+            saved: the checkpoint; a parameter missing from its group ``ema`` starts at its weights in ``model``.
+            updates: number of updates averaged so far, which the warm-up of the decay depends on.
+        """
         names = saved.names("ema")
         for name, value in zip(self._names, self._values, strict=True):
             known = any(n in names for n in (name, *self._replica.specs[name].tied))
@@ -107,7 +125,7 @@ class ParameterAverage:
 
 
 def wide_type(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of the average of parameters of this dtype."""
+    """Return the dtype in which parameters of a dtype are averaged: float32 for float16 and bfloat16, else the same."""
     return torch.float32 if dtype in _NARROW else dtype
 
 

@@ -47,7 +47,12 @@ class SliceRegions(NamedTuple):
 
     @classmethod
     def of(cls, spec: ShardSpec, local: Sequence[int]) -> SliceRegions | None:
-        """Return the regions of the slice of shape ``local`` that ``spec`` describes; None for a whole tensor."""
+        """Return where this rank's slice lies in the global tensor; None where the rank holds all of it.
+
+        Args:
+            spec: global shape, and the slice's offset in it.
+            local: shape of the slice.
+        """
         if tuple(local) == spec.shape:
             return None
         boxes = [zip(offset, shape, strict=True) for offset, shape in spec.regions(local)]
@@ -101,7 +106,18 @@ class SplitMatrixGatherer:
         self._split, self._comm, self._slices = split, comm, slices
 
     def gather(self, parameter: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return whole tensors. Collective: one all-reduce of tensors that are zero except for this rank's slice."""
+        """Assemble whole tensors from the slices of all tensor ranks.
+
+        Collective: one all-reduce of tensors that are zero except for this rank's slice; none where the parameter is
+        not split.
+
+        Args:
+            parameter: the parameter that all ``tensors`` are of.
+            tensors: this rank's slices, such as gradient and momentum, each in the parameter's local shape.
+
+        Returns:
+            The whole tensors, in the order of ``tensors``, on every rank.
+        """
         if self._slices is not None:
             tensors = self._slices.gather(parameter, tensors)
         split = self._split.get(parameter)
@@ -115,7 +131,12 @@ class SplitMatrixGatherer:
         return list(whole.unbind())
 
     def mine(self, parameter: Tensor, whole: Tensor) -> Tensor:
-        """Return this rank's slice of a whole tensor; not collective."""
+        """Cut this rank's slice out of a whole tensor. Not collective.
+
+        Args:
+            parameter: the parameter that the tensor is of.
+            whole: in the parameter's global shape.
+        """
         split = self._split.get(parameter)
         if split is not None:
             whole = torch.cat([whole[region] for region in split.regions])

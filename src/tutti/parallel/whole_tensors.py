@@ -66,18 +66,25 @@ class WholeTensors:
             optimizer.state.pop(parameter, None)
 
     def whole(self, parameter: Tensor) -> bool:
-        """Return whether the tensor is gathered and this rank owns it, with its whole optimizer state."""
+        """Return whether this rank is the owner that steps this tensor as a whole and keeps its optimizer state.
+
+        False for tensors of other owners, and for tensors that are not gathered.
+        """
         return parameter in self._owned
 
     def slices(self, parameter: Tensor) -> bool:
-        """Return whether a tensor is gathered for its step; its optimizer state is then on its owner only."""
+        """Return whether an owner rank gathers this tensor for its step; only the owner has its optimizer state."""
         return parameter in self._gathered
 
     @torch.no_grad()
     def step(self, optimizer: Optimizer) -> None:
-        """Run ``optimizer.step()`` on this rank's own gathered tensors and on all tensors that are not gathered.
+        """Run ``optimizer.step()`` on whole tensors: those that this rank owns, and those that are not gathered.
 
-        Collective: two all-to-alls for each axis and dtype.
+        The slices of parameter and gradient go to the owner, and slices of the result come back; afterwards ``.data``
+        and ``.grad`` are this rank's slices again. Collective: two all-to-alls for each axis and dtype.
+
+        Args:
+            optimizer: over this rank's slices of the parameters.
         """
         memory: dict[Tensor, Tensor] = {p: p.data for p in self._gathered}
         values = dict(memory)
@@ -113,7 +120,11 @@ class WholeTensors:
                 slice_.copy_(values[tensor])
 
     def tensors(self, optimizer: Optimizer, named: Sequence[tuple[str, nn.Parameter]]) -> dict[str, Tensor]:
-        """Return the optimizer state of the tensors in ``named`` that this rank owns, as ``{parameter}/{key}``."""
+        """Return optimizer state for a checkpoint: of the parameters in ``named`` that this rank owns. Not collective.
+
+        Returns:
+            Tensors in the shape of the whole parameter, by ``{parameter}/{key}``.
+        """
         return optimizer_tensors(optimizer, [(name, p) for name, p in named if p in self._owned])
 
     def load(
@@ -123,12 +134,12 @@ class WholeTensors:
         saved: SavedState,
         specs: Mapping[str, ShardSpec],
     ) -> None:
-        """Load the optimizer state of the tensors that this rank owns.
+        """Load the optimizer state of the tensors that this rank owns from a checkpoint. Not collective.
 
         Args:
             optimizer: the optimizer.
             named: its parameters by name; tensors of other owners are ignored.
-            saved: the checkpoint.
+            saved: the checkpoint, whose group ``optim`` is read.
             specs: global shape and tied names of each parameter, by name.
         """
         mine = [(name, p) for name, p in named if p in self._owned]
@@ -156,7 +167,7 @@ class WholeTensorsOf:
         self._found = found
 
     def of(self, optimizer: Optimizer) -> WholeTensors | None:
-        """Return the gatherer of one optimizer; None where it needs no whole tensors."""
+        """Return the gatherer that steps ``optimizer``; None where it can step on slices itself."""
         return next((gathers for member, gathers in self._found if member is optimizer), None)
 
     def slices(self, parameter: Tensor) -> bool:
@@ -212,7 +223,15 @@ def gatherers_of_optimizers(
 
 
 def refuse_growth(optimizer: Optimizer | None, name: str) -> NoReturn:
-    """Raise UsageError where a script unfreezes parameter ``name`` under an optimizer that needs whole tensors."""
+    """Refuse to train a parameter that was frozen at the start, under an optimizer that needs whole tensors.
+
+    Args:
+        optimizer: the optimizer, named in the error.
+        name: the parameter whose ``requires_grad`` the script has set to True.
+
+    Raises:
+        UsageError: always; which rank keeps the state of each tensor was decided at the start.
+    """
     raise UsageError(
         f"the script trains {name} from here on, which was frozen in tutti.prepare",
         why=f"{_named(optimizer)} needs whole tensors, and which rank keeps the state of each was decided then",
@@ -310,12 +329,13 @@ class _Axis:
 def along_slices(
     here: Sequence[tuple[nn.Parameter, tuple[int, ...], SliceRegions | None]], comm: Communicator, every: bool
 ) -> list[GatheredTensor]:
-    """Return the tensors to gather for parameters that are split over the ranks of ``comm``.
+    """List the tensors that owners must gather, of parameters that are split over the ranks of ``comm``.
 
-    Collective: a broadcast of the regions from each rank.
+    Collective: a broadcast of the slices' positions from each rank.
 
     Args:
-        here: each parameter, the shape of this rank's slice, and its regions; None for a whole tensor.
+        here: for each parameter, the parameter, the shape of this rank's slice, and the slice's regions in the global
+            tensor; None for the regions of a tensor that this rank holds whole.
         comm: the ranks, with the same parameters in the same order.
         every: whether to include tensors that all ranks hold whole, because one rank steps all tensors together.
     """
@@ -345,13 +365,16 @@ def along_slices(
 def axis(
     comm: Communicator, parts: Sequence[GatheredTensor], together: bool, sizes: Sequence[int] | None = None
 ) -> _Axis:
-    """Assign owners to tensors that are gathered along one axis.
+    """Assign an owner rank to each tensor that is gathered along one mesh axis. Not collective.
 
     Args:
         comm: the ranks of the axis.
-        parts: the tensors.
+        parts: the tensors, the same on all ranks.
         together: whether rank 0 owns all tensors, for updates that depend on several tensors together.
         sizes: elements of each tensor, to balance the owners' load; default: elements gathered along this axis.
+
+    Returns:
+        The tensors with their owners, for the argument ``axes`` of ``WholeTensors``.
     """
     chosen = [math.prod(part.shape) for part in parts] if sizes is None else sizes
     return _Axis(comm, parts, [0] * len(parts) if together else owners(chosen, comm.size))
@@ -364,14 +387,19 @@ def trained_by(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> list
 
 
 def agreed_mixing(optimizer: Optimizer | None, run_context: RunContext, elsewhere: bool = False) -> Mixing:
-    """Return the mixing (see ``Mixing``) of the optimizers of all ranks, for each field the worst of any rank.
+    """Try on all ranks what an update of the optimizer depends on besides the element itself, and combine the results.
 
-    Collective: an all-gather. A single rank returns the defaults without a trial.
+    An optimizer may mix rows, columns or pieces of a tensor, or several tensors, and then cannot step on slices; a
+    trial step finds out. A property holds only if it holds on all ranks. Collective: an all-gather. A single rank
+    returns the result for an element-wise optimizer without a trial.
 
     Args:
         optimizer: of this rank; None without parameters here.
         run_context: of the run.
         elsewhere: whether other processes make the updates, so that a single rank needs the trial too.
+
+    Returns:
+        The combined ``Mixing``, equal on all ranks but for the text ``untried``.
 
     Raises:
         UsageError: on all ranks, where a step draws from PyTorch's global random generator.
@@ -394,12 +422,12 @@ def agreed_mixing(optimizer: Optimizer | None, run_context: RunContext, elsewher
 
 
 def refuse_parts(optimizer: Optimizer | None, mixing: Mixing, parts: int, what: str) -> None:
-    """Raise UsageError where an update depends on several tensors together and these are on different stages or ranks.
+    """Raise UsageError where an update depends on several tensors together and no rank has all of them.
 
     Args:
         optimizer: of this rank.
-        mixing: equal on all ranks (``agreed_mixing``).
-        parts: number of stages or ranks that share out the tensors.
+        mixing: result of the optimizer's trial, equal on all ranks (``agreed_mixing``).
+        parts: number of stages or ranks among which the tensors are divided; 1 is never refused.
         what: their name in the error, such as "stages of the model".
     """
     if parts > 1 and not mixing.tensors:
@@ -411,7 +439,12 @@ def refuse_parts(optimizer: Optimizer | None, mixing: Mixing, parts: int, what: 
 
 
 def refuse_closure(optimizer: Optimizer | None, mixing: Mixing) -> None:
-    """Raise UsageError for an optimizer whose step needs a closure, which cannot run on gathered tensors."""
+    """Raise UsageError for an optimizer whose step needs a closure, which cannot run on gathered tensors.
+
+    Args:
+        optimizer: named in the error.
+        mixing: result of the optimizer's trial, equal on all ranks (``agreed_mixing``).
+    """
     if mixing.closure:
         raise UsageError(
             f"{_named(optimizer)} needs whole tensors and a closure",

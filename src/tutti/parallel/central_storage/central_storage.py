@@ -131,7 +131,11 @@ class CentralStorageSync(AllReduceSync):
         return None
 
     def optimizer_step(self, stats: StepStats, step_context: StepContext) -> UpdateResult:
-        """Update the parameters that this rank owns, then wait at a barrier for the updates of all ranks."""
+        """Clip the gradients and step the optimizer on the parameters that this rank owns. Collective: a barrier.
+
+        After the barrier all ranks see the updates of all owners; on accelerators the parameters are then copied back
+        to the device. Where the gradient is not finite, no rank updates. See ``GradientSync.optimizer_step``.
+        """
         updated = super().optimizer_step(stats, step_context)
         if self._host is None:
             self._guard.note(self._guarded)
@@ -161,7 +165,7 @@ class CentralStorageSync(AllReduceSync):
         return self._owned if self._host is None else self._named
 
     def clear(self) -> None:
-        """Set gradients to None and forget those that the owner has received."""
+        """Set ``.grad`` of all parameters to None and drop the summed gradients held in host memory. Not collective."""
         super().clear()
         self._received = None
 
@@ -173,7 +177,11 @@ class CentralStorageSync(AllReduceSync):
             super()._scale(factor)
 
     def adopt(self, optimizer: Optimizer) -> None:
-        """Do nothing on one rank. Raises UsageError on several, whose optimizers hold the owned parameters only."""
+        """Accept parameters that the script has added to ``optimizer``: on a single rank nothing has to be done.
+
+        Raises:
+            UsageError: there are several ranks, whose optimizers hold only the parameters that each of them owns.
+        """
         if self._run_context.comms.replica.size > 1:
             raise UsageError(
                 "the script has added parameters to the optimizer",
@@ -182,12 +190,19 @@ class CentralStorageSync(AllReduceSync):
             )
 
     def own_gradients(self) -> OwnGradients:
-        """Return this rank's gradients before the reduction; optimizer state only on a single rank."""
+        """Return this rank's gradients before they are summed over the ranks, for the gradient noise scale.
+
+        The optimizer is included on a single CPU rank only: elsewhere a rank has the state of a part of the parameters,
+        or has it in host memory.
+        """
         alone = self._host is None and self._run_context.comms.replica.size == 1
         return OwnGradients(self._counted(), optimizers=self.optimizers if alone else ())
 
     def begin_custom_loop(self) -> None:
-        """Switch to a reducer that gives every rank all gradients, and not only those that it owns. Collective."""
+        """Give every rank the complete gradients in ``.grad`` from now on, and not only those of its own parameters.
+
+        Called before the first step of a script's own training loop. Collective: builds another reducer.
+        """
         if not self._custom:
             self._custom = True
             self._reducer = self._new_reducer()
@@ -196,11 +211,18 @@ class CentralStorageSync(AllReduceSync):
                 self._replica.connect(self)
 
     def steps_whole(self, optimizer: Optimizer) -> bool:
-        """Return True on a single rank without a host copy: elsewhere ranks update parts of the parameters."""
+        """Return whether ``optimizer.step()`` on this rank updates all of its parameters: only on a single CPU rank.
+
+        With several ranks each updates the parameters that it owns; on accelerators the update is made in host memory.
+        """
         return self._host is None and self._run_context.comms.replica.size == 1 and super().steps_whole(optimizer)
 
     def state(self) -> dict[str, Mapping[str, Tensor | TensorSlice]]:
-        """Return the parameters and optimizer state that this rank owns, and its share of the buffers. Collective."""
+        """Return this rank's part of a checkpoint by group: ``model``, ``optim`` and ``workers``. Collective.
+
+        ``model`` has the parameters that this rank owns and a part of the merged buffers, ``optim`` the optimizer state
+        of the owned parameters as ``{parameter}/{key}``, and ``workers`` the buffers of this rank's logical workers.
+        """
         comm = self._run_context.comms.replica
         with self._updating():
             own = {name: p.data for name, p in self._owned}
@@ -221,7 +243,10 @@ class CentralStorageSync(AllReduceSync):
         return super().replicated()
 
     def load(self, saved: SavedState) -> None:
-        """Restore the shared parameters and the optimizer from ``saved``, each on its owner. Collective: a barrier."""
+        """Restore parameters, optimizer state and buffers from a checkpoint. Collective: a barrier after the writes.
+
+        Each rank reads and writes the parameters that it owns; after the barrier all ranks see all of them.
+        """
         with self._updating():
             for name, parameter in self._owned:
                 parameter.data.copy_(read_local(saved, "model", name, self._replica, parameter.shape))
@@ -234,7 +259,14 @@ class CentralStorageSync(AllReduceSync):
         self._fetch()
 
     def average(self, averaging: Averaging) -> ParameterAverage:
-        """Return an average of the weights with one copy in shared memory. Collective."""
+        """Create the average (EMA) of the trained parameters in shared memory, once for all ranks. Collective.
+
+        Args:
+            averaging: decay and warm-up.
+
+        Raises:
+            UsageError: on all ranks, where they cannot share so much more memory.
+        """
         trained = [(name, p) for name, p in self._named if p.requires_grad]
         segment, places = self._memory([(p, wide_type(p.dtype)) for _, p in trained])
         values = {name: place for (name, _), place in zip(trained, places, strict=True)}
@@ -343,7 +375,11 @@ class CentralAverage(ParameterAverage):
         self._parameters = [homes.get(name, p) for name, p in zip(self._names, self._parameters, strict=True)]
 
     def adopt(self, names: Collection[str]) -> None:
-        """Raise UsageError: the shared memory of the average has no room for further parameters."""
+        """Refuse to average parameters that the script has thawed (``requires_grad_(True)``) after the start.
+
+        Raises:
+            UsageError: always; the shared memory of the average has no room for further parameters.
+        """
         raise UsageError(
             f"{next(iter(names))} is thawed after tutti.prepare, which cannot be combined with ema= under"
             f" central_storage",
@@ -352,17 +388,17 @@ class CentralAverage(ParameterAverage):
         )
 
     def within(self, merged: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return ``merged`` with the average in place of its trained parameters; buffers stay. Collective: a barrier.
+        """Return ``merged`` with the averages in place of all trained parameters; buffers stay. Collective: a barrier.
 
         After the barrier every rank has written the averages of the parameters that it owns, and this rank reads all of
-        them from shared memory. Without shared memory: ``ParameterAverage.within``.
+        them from shared memory, copied to its device. See ``Average.within``.
         """
         self._segment.barrier("the average of the weights")
         device = self._run_context.comms.world.device
         return {**merged, **{name: value.to(device) for name, value in self._whole.items()}}
 
     def state(self) -> dict[str, dict[str, Tensor | TensorSlice]]:
-        """Return the averages of the parameters that this rank owns, as the group ``ema``."""
+        """Return the averages of the parameters that this rank owns, for a checkpoint: ``{"ema": {name: tensor}}``."""
         return {"ema": dict(zip(self._names, self._values, strict=True))}
 
 

@@ -115,10 +115,10 @@ class DiLoCoSync(LocalSGDSync):
         return {**state, "workers": {**state["workers"], **mine_of(outer, comm.rank, comm.size)}}
 
     def load(self, saved: SavedState) -> None:
-        """Restore the workers, and the outer parameters with their momentum, from a checkpoint.
+        """Restore the workers, and the outer parameters with their momentum, from a checkpoint. Not collective.
 
-        Without saved outer state these start at the checkpoint's merged model with zero momentum. For the workers see
-        ``LocalSGDSync.load``.
+        Of a checkpoint without outer state (another strategy's), the outer parameters take the values of ``model`` with
+        zero momentum. For the workers see ``LocalSGDSync.load``.
         """
         super().load(saved)
         names = saved.names("workers")

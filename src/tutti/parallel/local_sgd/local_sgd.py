@@ -66,7 +66,21 @@ class LocalSGDSync:
         self._equal = True
 
     def attach(self, replica: ReplicaRunner, make_optimizer: OptimizerFactory) -> GradientReadyHook:
-        """Verify and broadcast the model, and make parameters and an optimizer for each worker here. Collective."""
+        """Make a copy of the trained parameters and an optimizer for each logical worker of this rank. Collective.
+
+        Before that, all ranks compare the model's names, shapes and dtypes, and take data rank 0's values.
+
+        Args:
+            replica: the replica on this rank.
+            make_optimizer: makes one worker's optimizer; called once for each worker of this rank.
+
+        Returns:
+            This object as the gradient-ready hook; it does nothing, because gradients stay with the worker.
+
+        Raises:
+            MismatchError: ranks hold different models.
+            UsageError: a step of the optimizer draws from PyTorch's global random generator.
+        """
         comm, mine = self._run_context.comms.replica, self._run_context.mine
         agree_on_state(comm, replica.parts)
         broadcast_state(comm, replica.parts)
@@ -94,10 +108,14 @@ class LocalSGDSync:
         """Do nothing: gradients stay with the worker."""
 
     def gradient_ready(self, parameter: Tensor) -> None:
-        """Do nothing, as ``prepare_for_backward``."""
+        """Do nothing: ``end_worker`` reads ``.grad`` once the worker's backward is complete."""
 
     def begin_worker(self, worker: int, step_context: StepContext) -> None:
-        """Put the worker's parameters and buffers into the model.
+        """Make the model compute with the logical worker's own parameters and buffers. Not collective.
+
+        Args:
+            worker: index of the logical worker, one of this rank's.
+            step_context: the step under way.
 
         Raises:
             UsageError: the script has written parameters, and this rank has several workers.
@@ -109,9 +127,14 @@ class LocalSGDSync:
         self._put(worker)
 
     def end_worker(self, worker: int, part: LossSums | None) -> None:
-        """Make the worker's inner update unless its gradient is non-finite, and add its loss sums to the tree.
+        """Step the worker's own optimizer with its gradient, clipped; skip the step where the gradient is not finite.
 
-        A synchronous step adds its gradient to the sum over all workers instead.
+        In a synchronous step (the first ones of post-local SGD) no optimizer steps here: the gradient is added to the
+        sum over all workers. Loss sums are added up for ``reduce_gradients`` in both cases.
+
+        Args:
+            worker: index of the logical worker.
+            part: its loss sums; None if it had no samples.
         """
         if (reducer := self._jointly(self._step_context)) is not None:
             self._contribute(reducer, worker, part)
@@ -140,9 +163,13 @@ class LocalSGDSync:
         self._totals.add(worker, message)
 
     def reduce_gradients(self, step_context: StepContext) -> StepStats:
-        """Sum the loss sums of all workers, and every H steps average their parameters. Collective.
+        """Sum the loss sums of all workers and, in every H-th step, average the workers' parameters. Collective.
 
-        A synchronous step completes the sum of gradients instead.
+        In a synchronous step (the first ones of post-local SGD) the gradients are summed instead, and divided by the
+        global count. The norm in the statistics of a local step is the mean of the workers' norms.
+
+        Raises:
+            MismatchError: ranks are in different steps.
         """
         if (reducer := self._jointly(step_context)) is not None:
             return self._together(reducer, step_context)
@@ -155,9 +182,16 @@ class LocalSGDSync:
         return StepStats(loss / count, count, named, norm / max(active - bad, 1), finite=bad == 0, stop=stop > 0)
 
     def optimizer_step(self, stats: StepStats, step_context: StepContext) -> UpdateResult:
-        """Report the inner updates that ``end_worker`` made; a synchronous step makes its update here.
+        """Report the updates that ``end_worker`` has made already; in a synchronous step, update every worker's copy.
 
-        Collective where a gradient was non-finite: an all-gather of the parameters' names.
+        Collective only where a gradient was non-finite: an all-gather of the parameters' names.
+
+        Args:
+            stats: from ``reduce_gradients``.
+            step_context: the step under way.
+
+        Returns:
+            ``together`` in it is true in steps that end with an average of the copies.
         """
         if (reducer := self._jointly(step_context)) is not None:
             return self._update_all(reducer, stats, step_context)
@@ -177,13 +211,18 @@ class LocalSGDSync:
             parameter.grad = None
 
     def merged(self) -> dict[str, Tensor]:
-        """Return the mean of the workers' parameters, and buffers merged over workers. Collective."""
+        """Return one model: the mean of all workers' parameters, frozen parameters, and buffers merged over workers.
+
+        Collective: a summation tree over the ranks, and an all-gather of the buffers. Keys are the names in the model.
+        """
         averages = dict(zip((name for name, _ in self._trained), self._average(), strict=True))
         fixed = {name: p.data for name, p in self._named if not p.requires_grad}
         return {**fixed, **averages, **self._buffers.merged()}
 
     def replicated(self) -> Mapping[str, Tensor] | None:
-        """Return the frozen parameters, and also the trained ones where all workers' copies are equal.
+        """Return the tensors of which all ranks hold equal copies, by name: frozen parameters, after an average all.
+
+        The trained parameters are left out between two averages, when each worker has its own. Not collective.
 
         Raises:
             UsageError: the script has written parameters, and this rank has several workers.
@@ -195,10 +234,11 @@ class LocalSGDSync:
         return {**{name: p.data for name, p in self._named if not p.requires_grad}, **trained}
 
     def state(self) -> dict[str, dict[str, Tensor]]:
-        """Return this rank's part of a checkpoint. Collective.
+        """Return this rank's part of a checkpoint by group: ``model``, ``optim`` and ``workers``. Collective.
 
-        ``model`` has the average of the workers, ``optim`` worker 0's optimizer state, and ``workers`` the parameters,
-        optimizer state and buffers of each worker of this rank.
+        ``model`` has a part of the workers' mean (``merged``), ``optim`` worker 0's optimizer state on its rank, and
+        ``workers`` for each worker of this rank ``{worker}/parameter/{name}``, ``{worker}/optimizer/{name}/{key}`` and
+        its buffers.
         """
         comm = self._run_context.comms.replica
         own: dict[str, Tensor] = dict(self._buffers.state())
@@ -211,7 +251,11 @@ class LocalSGDSync:
         return {"model": mine_of(self.merged(), comm.rank, comm.size), "optim": first, "workers": own}
 
     def load(self, saved: SavedState) -> None:
-        """Load each worker's own state from a checkpoint of as many workers; else all start from the average."""
+        """Restore every worker's parameters, optimizer state and buffers from a checkpoint. Not collective.
+
+        Where the checkpoint was saved with another number of workers, or by another strategy, all workers start from
+        its merged model and the state in ``optim``.
+        """
         names, workers = saved.names("workers"), self._run_context.workers
         first = self._trained[0][0] if self._trained else ""
         same = f"{workers - 1}/parameter/{first}" in names and f"{workers}/parameter/{first}" not in names
@@ -229,22 +273,41 @@ class LocalSGDSync:
         self._note()
 
     def own_gradients(self) -> NoReturn:
-        """Raise UsageError: the noise scale belongs to gradients at the same parameters."""
+        """Refuse to return gradients for the gradient noise scale: the workers' are at different parameters.
+
+        Raises:
+            UsageError: always.
+        """
         raise UsageError(
             "the gradient noise scale cannot be measured where workers make updates of their own",
             remedy="take --strategy mirrored, or leave out --noise-every",
         )
 
     def facts(self) -> dict[str, object]:
-        """Return the collectives of the gradient path on this rank so far: calls and bytes, by kind."""
+        """Return this rank's collective calls so far for ``summary.json``. Not collective.
+
+        Returns:
+            ``{"collectives": {KIND: {"calls": N, "bytes": N}}}``, with kinds such as ``all_reduce``.
+        """
         counted = self._run_context.comms.replica.collective_traffic()
         return {"collectives": {kind: {"calls": calls, "bytes": size} for kind, (calls, size) in counted.items()}}
 
     def adopt(self, optimizer: Optimizer) -> None:
-        """Do nothing: the other workers' optimizers follow the script's."""
+        """Accept parameters that the script has added to ``optimizer``; nothing has to be done.
+
+        The optimizers of the other workers follow the groups of the script's.
+        """
 
     def reattach(self, names: Sequence[str], late: bool = False) -> None:
-        """Give each worker a copy of the parameters that the script has thawed. Collective."""
+        """Train parameters that the script has thawed: give each worker its own copy of them. Collective.
+
+        Args:
+            names: parameters whose ``requires_grad`` the script has set to True since the last look.
+            late: unused; see ``GradientSync.reattach``.
+
+        Raises:
+            MismatchError: ranks have thawed different parameters.
+        """
         agree_on_state(self._run_context.comms.replica, self._replica.parts)
         before = {name: place for place, (name, _) in enumerate(self._trained)}
         self._trained = [(name, p) for name, p in self._named if p.requires_grad or name in before]

@@ -66,7 +66,23 @@ class AsynchronousServerSync(RemoteGradients):
         self._updates = self._version = self._clock = 0
 
     def attach(self, replica: ReplicaRunner, make_optimizer: OptimizerFactory) -> GradientReadyHook:
-        """Verify and broadcast the model, and start or join the servers, which build the optimizer. Collective."""
+        """Compare the model over the ranks, take data rank 0's values, and start or join the servers. Collective.
+
+        Each server process builds an optimizer over its part of the parameters; ``make_optimizer`` is also called here
+        for an optimizer that holds the hyperparameters and is never stepped.
+
+        Args:
+            replica: the replica on this rank.
+            make_optimizer: builds the run's optimizer over named parameters.
+
+        Returns:
+            This object as the gradient-ready hook; it does nothing, because ``end_worker`` pushes the gradients.
+
+        Raises:
+            MismatchError: ranks hold different models.
+            UsageError: the optimizer cannot step on servers, or the transport asked for is not available.
+            ValueError: no parameter is trained.
+        """
         run_context = self._run_context
         agree_on_state(run_context.comms.replica, replica.parts)
         broadcast_state(run_context.comms.replica, replica.parts)
@@ -124,10 +140,22 @@ class AsynchronousServerSync(RemoteGradients):
         """Do nothing: ``end_worker`` pushes the gradients."""
 
     def gradient_ready(self, parameter: Tensor) -> None:
-        """Do nothing."""
+        """Do nothing: ``end_worker`` reads ``.grad`` once the worker's backward is complete."""
 
     def begin_worker(self, worker: int, step_context: StepContext) -> None:
-        """Load ``worker``'s buffers and parameters into the model; with ``bounded``, wait for the slowest worker."""
+        """Make the model compute with the parameters that ``worker`` read last, and with its buffers.
+
+        With ``bounded``, blocks while the worker is more than the bound ahead of the slowest one; servers stop counting
+        a worker from which they have not heard for a lease. Not collective.
+
+        Args:
+            worker: index of the logical worker, one of this rank's.
+            step_context: the step under way.
+
+        Raises:
+            UsageError: the script has written parameters since the worker's last step.
+            PeerError: a server does not reply in time, or has ended.
+        """
         self._step_context = step_context
         self._buffers.enter(worker)
         for (_, parameter), copy in zip(self._trained, self._copies[worker], strict=True):
@@ -140,9 +168,15 @@ class AsynchronousServerSync(RemoteGradients):
             self._take(worker, self._link.client.wait(text, (self._link.comm.global_rank,), patient=True))
 
     def end_worker(self, worker: int, part: LossSums | None) -> None:
-        """Push ``worker``'s gradient every ``push`` steps and read the parameters every ``fetch`` steps.
+        """Push ``worker``'s gradient to the servers every ``push`` steps, and read parameters every ``fetch`` steps.
 
-        A non-finite gradient makes no update, and is left out of the sum of a push period.
+        ``push`` and ``fetch`` are options of the strategy. The gradient is the mean over the worker's own samples,
+        clipped. A non-finite one makes no update, and is left out of the sum of a push period. Waits for the servers'
+        replies, not for other ranks.
+
+        Args:
+            worker: index of the logical worker.
+            part: its loss sums; None if it had no samples.
         """
         gradients: list[Tensor | None] = [p.grad for _, p in self._trained]
         if part is None or not self._prepare(part, gradients):
@@ -212,7 +246,11 @@ class AsynchronousServerSync(RemoteGradients):
                 foreach_copy_(self._copies[worker], self._link.values)
 
     def reduce_gradients(self, step_context: StepContext) -> StepStats:
-        """Return the statistics of this rank's own workers. No message: the servers have decided when all stop."""
+        """Return the statistics of this rank's own workers; nothing is reduced or sent. Not collective.
+
+        Loss and norm are means over these workers. ``stop`` is true from the step on which the first server has chosen
+        as the last one for all workers.
+        """
         loss_sums = self._counting.take()
         loss, count, *metrics = [self._loss, 0.0] if loss_sums is None else loss_sums.tolist()
         self._loss = loss / count if count else self._loss
@@ -226,7 +264,10 @@ class AsynchronousServerSync(RemoteGradients):
         return StepStats(self._loss, count, named, norm, finite=not self._culprits, stop=stop)
 
     def optimizer_step(self, stats: StepStats, step_context: StepContext) -> UpdateResult:
-        """Report the updates that the servers have made for all workers since the last step; writes nothing."""
+        """Report the updates that the servers have made for all workers since this rank's last step. Not collective.
+
+        Nothing is written here: ``end_worker`` has fetched the parameters already.
+        """
         made, self._updates = self._version - self._updates, self._version
         culprits, self._culprits = tuple(dict.fromkeys(self._culprits)), []
         clock = self._clock if self._config.steps == "all" else None
@@ -236,7 +277,13 @@ class AsynchronousServerSync(RemoteGradients):
         """Do nothing: the push has cleared the gradients."""
 
     def merged(self) -> dict[str, Tensor]:
-        """Read the servers' parameters once all ranks are here. Collective."""
+        """Return one model by name: the servers' current parameters, frozen parameters, and buffers merged over workers.
+
+        Collective: barriers before and after the read, so that all ranks return the same model.
+
+        Raises:
+            UsageError: the script has written parameters since the last step.
+        """
         self._read()
         self._link.barrier("the parameters are read")
         return self._whole()
@@ -267,9 +314,11 @@ class AsynchronousServerSync(RemoteGradients):
         return None
 
     def state(self) -> dict[str, Mapping[str, Tensor | TensorSlice]]:
-        """Return the servers' parameters and optimizer state and every worker's buffers on rank 0, nothing elsewhere.
+        """Return a checkpoint by group on rank 0, and an empty dict on all other ranks. Collective.
 
-        Rank 0 writes everything, because another rank could be lost before it has written its part. Collective.
+        ``model`` has the servers' parameters, ``optim`` their optimizer state as ``{parameter}/{key}``, ``workers`` the
+        buffers of every worker. Rank 0 writes everything, because another rank could be lost before it has written its
+        part.
         """
         self._read()
         optim = self._link.optimizer_state()
@@ -278,7 +327,10 @@ class AsynchronousServerSync(RemoteGradients):
         return {"model": model, "optim": optim, "workers": workers} if self._link.comm.rank == 0 else {}
 
     def load(self, saved: SavedState) -> None:
-        """Restore all workers to the saved model; gradients not pushed before the save are not in a checkpoint."""
+        """Load a checkpoint into the servers, and start all workers from its parameters. Collective.
+
+        Gradients that had not been pushed when it was saved are not in it.
+        """
         for name, parameter in self._named:
             parameter.data.copy_(read_local(saved, "model", name, self._replica, parameter.shape))
         self._buffers.load(saved)
@@ -292,12 +344,16 @@ class AsynchronousServerSync(RemoteGradients):
         self._stop_at, self._clock = None, 0
 
     def own_gradients(self) -> NoReturn:
-        """Raise UsageError: the noise scale belongs to gradients at the same parameters."""
+        """Refuse to return gradients for the gradient noise scale: the workers' are at different parameters.
+
+        Raises:
+            UsageError: always.
+        """
         raise UsageError(
             "the gradient noise scale cannot be measured where workers make updates of their own",
             remedy="take --strategy mirrored, or leave out --noise-every",
         )
 
     def facts(self) -> dict[str, object]:
-        """Return the servers' statistics for ``summary.json``, on rank 0."""
+        """Return the servers' statistics for ``summary.json``, on rank 0 alone; see ``ServerSession.facts``."""
         return self._link.facts()

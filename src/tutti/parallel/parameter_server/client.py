@@ -123,15 +123,17 @@ class Client:
         blobs: Sequence[bytes] | None = None,
         servers: Sequence[int] | None = None,
     ) -> None:
-        """Send a request to the servers; the request before must have been answered.
+        """Send a request to the servers and return at once; ``wait`` returns the replies.
+
+        A server's reply to the request before must have been taken. A PUSH carries the gradients in the send buffer.
 
         Args:
             kind: PUSH, READ, … of ``server_wire``.
             worker: logical worker concerned.
             clock: steps that the worker has taken.
             flags: SKIP, BACK, WAIT of ``server_wire``.
-            extras: floats of the request.
-            seen: for each server, the version of the parameters that the worker has.
+            extras: floats of the request, whose meaning and number depend on ``kind``.
+            seen: for each server, the version of the parameters that the worker has; None: 0.
             blobs: for each server, the state to load.
             servers: numbers of the servers; None for all.
         """

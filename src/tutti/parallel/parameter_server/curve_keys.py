@@ -29,7 +29,7 @@ class Keys:
 
 
 def make_keys() -> Keys:
-    """Return a new key pair."""
+    """Generate a new random CURVE key pair, which identifies one rank or one server for this run."""
     return Keys(*zmq.curve_keypair())
 
 
@@ -53,7 +53,10 @@ class ZapAuthenticator:
         self.refused = 0
 
     def answer(self) -> None:
-        """Answer one pending authentication request."""
+        """Answer one authentication request that is waiting on ``socket``: accept a listed key, refuse any other.
+
+        Blocks where no request is waiting, so poll ``socket`` first.
+        """
         version, request, _domain, _address, _identity, mechanism, *credentials = self.socket.recv_multipart()
         known = mechanism == b"CURVE" and len(credentials) == 1 and version == _VERSION
         user = self._known.get(credentials[0]) if known else None
@@ -63,7 +66,12 @@ class ZapAuthenticator:
 
 
 def lock(socket: zmq.Socket[bytes], keys: Keys) -> None:
-    """Make ``socket`` a CURVE server that accepts the keys known to the ``ZapAuthenticator`` of its context."""
+    """Make ``socket`` encrypt and authenticate as a CURVE server; call it before ``bind``.
+
+    Args:
+        socket: accepts only connections whose key the ``ZapAuthenticator`` of its context lists.
+        keys: the server's own key pair.
+    """
     socket.curve_server = True
     socket.curve_secretkey = keys.secret
     socket.zap_domain = DOMAIN

@@ -12,17 +12,17 @@ from tutti.torch_compat import foreach_copy_
 
 
 def sizes(parameters: Sequence[nn.Parameter]) -> list[Size]:
-    """Return the size of each parameter, for ``plan_servers``."""
+    """Return element count, element size and dtype of each parameter, the argument of ``plan_servers``."""
     return [Size(p.numel(), p.element_size(), str(p.dtype)) for p in parameters]
 
 
 def over(plan: ServerPlan, parameters: Sequence[nn.Parameter], memory: Tensor) -> list[Tensor]:
-    """Return a view of ``memory`` for each parameter, in its dtype, shape and memory format.
+    """Return a view of one flat buffer for each parameter, in the parameter's dtype, shape and memory format.
 
     Args:
-        plan: places of the parameters in the memory.
+        plan: position of each parameter in the buffer.
         parameters: the parameters in the order of ``plan.sizes``; their values are not read.
-        memory: (plan.size,) uint8.
+        memory: the buffer, (plan.size,) uint8.
 
     Returns:
         A view for each parameter, in the order of ``parameters``.
@@ -36,7 +36,12 @@ def over(plan: ServerPlan, parameters: Sequence[nn.Parameter], memory: Tensor) -
 
 
 def shaped(vector: Tensor, parameter: Tensor) -> Tensor:
-    """Return a view of ``vector`` (n,) in the shape of ``parameter``, with the strides of ``strides``."""
+    """Return a view of a flat tensor in a parameter's shape, and in its memory order where that is dense.
+
+    Args:
+        vector: (n,), one element for each element of the parameter.
+        parameter: gives shape and strides.
+    """
     return vector.as_strided(parameter.shape, strides(parameter))
 
 
@@ -48,14 +53,27 @@ def strides(parameter: Tensor) -> tuple[int, ...]:
 
 
 def in_order(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """Return the elements of ``tensor``, of the parameter's shape, as a flat copy (n,) in the order of ``shaped``."""
+    """Flatten a tensor into a copy (n,) whose elements are in the parameter's memory order (the inverse of ``shaped``).
+
+    Args:
+        tensor: of the parameter's shape.
+        parameter: gives the order.
+    """
     flat = torch.empty(parameter.numel(), dtype=tensor.dtype)
     shaped(flat, parameter).copy_(tensor)
     return flat
 
 
 def write_gradients(views: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> list[bool]:
-    """Copy gradients into their views, zeros for None; return for each whether there was a gradient."""
+    """Copy gradients into views of the send buffer, zeros where a gradient is None.
+
+    Args:
+        views: for each parameter a view in its shape.
+        gradients: for each parameter its gradient or None.
+
+    Returns:
+        For each parameter whether it had a gradient.
+    """
     used = [gradient is not None for gradient in gradients]
     there = [gradient for gradient in gradients if gradient is not None]
     if len(there) == len(used):

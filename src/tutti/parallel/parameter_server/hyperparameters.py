@@ -13,9 +13,10 @@ Key = tuple[int, str, int | None]
 
 
 def keys(optimizer: Optimizer) -> list[Key]:
-    """Return the keys of all hyperparameters that are floats, tensors or tuples of floats, and of the learning rates.
+    """Return keys of the hyperparameters that ranks send to the servers: all floats, tensors, float tuples and ``lr``.
 
-    The order is equal on every rank.
+    Returns:
+        (parameter group index, name, index in a tuple or None) for each, in an order that is equal on every rank.
     """
     found: list[Key] = []
     for number, group in enumerate(optimizer.param_groups):
@@ -28,17 +29,22 @@ def keys(optimizer: Optimizer) -> list[Key]:
 
 
 def values(optimizer: Optimizer, chosen: Sequence[Key]) -> list[float]:
-    """Return the current values of the ``chosen`` hyperparameters."""
+    """Return the current values of the ``chosen`` hyperparameters as floats, in their order.
+
+    Args:
+        optimizer: read from its ``param_groups``.
+        chosen: from ``keys``.
+    """
     groups = optimizer.param_groups
     return [float(groups[n][name] if i is None else groups[n][name][i]) for n, name, i in chosen]
 
 
 def put(groups: Sequence[dict[str, Any]], chosen: Sequence[Key], numbers: Sequence[float]) -> None:
-    """Write hyperparameters into parameter groups.
+    """Write hyperparameters into an optimizer's parameter groups, in place.
 
     Args:
-        groups: ``groups[n]`` takes the values of group n.
-        chosen: keys.
+        groups: the optimizer's ``param_groups``; a key's first entry is an index in it.
+        chosen: keys from ``keys``.
         numbers: a value for each key.
     """
     for (n, name, i), number in zip(chosen, numbers, strict=True):

@@ -69,13 +69,20 @@ class ParameterShard:
         self._groups = _pairs(handle, self.optimizer)
 
     def views(self, vectors: Vectors) -> list[Tensor]:
-        """Return a view of each slice in ``vectors``, laid out as ``values``: flat, but a whole tensor in its shape."""
+        """Return a view for each parameter slice of this server into flat buffers that are laid out as ``values``.
+
+        Args:
+            vectors: one flat tensor for each dtype.
+
+        Returns:
+            In the order of ``pieces``: flat (n,) for a slice of a parameter, in the parameter's shape for a whole one.
+        """
         return [vectors[section][part].as_strided(shape, steps) for section, part, shape, steps in self._places]
 
     def update(
         self, gradients: Sequence[Tensor | None], settings: Sequence[float], grad_norm: float, rate: float = 1.0
     ) -> None:
-        """Step the optimizer.
+        """Step this server's optimizer with the given gradients; parameters change in place.
 
         Args:
             gradients: of each slice, as from ``views``; None for a parameter without a gradient.
@@ -100,14 +107,21 @@ class ParameterShard:
                 own[key] = theirs[key]
 
     def save(self) -> bytes:
-        """Return values and optimizer state as the bytes of a safetensors file."""
+        """Return parameters and optimizer state of this server as the bytes of a safetensors file.
+
+        Its tensors are named ``value/{parameter}`` and ``optim/{parameter}/{key}``.
+        """
         tensors = {f"value/{name}": view for (name, _), view in zip(self.here, self.views(self.values), strict=True)}
         if self.optimizer is not None:
             tensors |= {f"optim/{key}": value for key, value in optimizer_tensors(self.optimizer, self.here).items()}
         return to_bytes({name: tensor.detach().contiguous() for name, tensor in tensors.items()})
 
     def load(self, raw: bytes) -> None:
-        """Restore from the bytes of ``save`` or ``cut_for_server``; safetensors, so that loading runs no code."""
+        """Restore parameters and optimizer state, replacing all state of the optimizer.
+
+        Args:
+            raw: bytes from ``save`` or ``cut_for_server``; a safetensors file, so that loading runs no code.
+        """
         tensors = from_bytes(raw)
         for (name, parameter), view in zip(self.here, self.views(self.values), strict=True):
             view.copy_(tensors[f"value/{name}"].view(view.shape))
@@ -140,14 +154,14 @@ class _Named:
 def cut_for_server(
     plan: ServerPlan, server: int, named: Named, values: dict[str, Tensor], states: dict[str, Tensor]
 ) -> bytes:
-    """Return the bytes that ``server`` is to load: its slices of parameters and optimizer state.
+    """Cut the part of one server out of a checkpoint's whole tensors, as the bytes that ``ParameterShard.load`` takes.
 
     Args:
         plan: partition of the parameters over the servers.
         server: number of the server.
-        named: trained parameters of the model.
+        named: trained parameters of the model, in the order of ``plan.sizes``.
         values: whole parameters by name.
-        states: whole optimizer state, ``{parameter}/{key}``.
+        states: whole optimizer state by ``{parameter}/{key}``.
     """
     tensors = {}
     for piece in plan.pieces(server):
@@ -163,12 +177,12 @@ def cut_for_server(
 
 
 def join_server_state(plan: ServerPlan, named: Named, parts: Sequence[bytes]) -> dict[str, Tensor]:
-    """Join the optimizer state of all servers.
+    """Assemble the whole optimizer state from the parts that all servers have saved; the parameters are left out.
 
     Args:
         plan: partition of the parameters over the servers.
-        named: trained parameters of the model.
-        parts: bytes of each server's ``save``, in the servers' order.
+        named: trained parameters of the model, in the order of ``plan.sizes``.
+        parts: bytes of each server's ``ParameterShard.save``, in the servers' order.
 
     Returns:
         Whole tensors by ``{parameter}/{key}``.

@@ -23,51 +23,68 @@ class RemoteGradients:
     _pushed = False
 
     def begin_custom_loop(self) -> None:
-        """Do nothing: the complete gradient is on the servers alone."""
+        """Do nothing: complete gradients cannot be shown in ``.grad``, because only the servers have them."""
 
     def named_trained(self) -> Sequence[tuple[str, nn.Parameter]]:
-        """Return the trained parameters by name."""
+        """Return (name, parameter) of all trained parameters, in the model's order."""
         return self._trained
 
     def script_parameters(self) -> Sequence[nn.Parameter]:
-        """Return the parameters of ``named_trained``."""
+        """Return all trained parameters, in the model's order."""
         return [parameter for _, parameter in self._trained]
 
     def script_parameters_of(self, optimizer: Optimizer) -> list[nn.Parameter]:
-        """Return the parameters of ``script_parameters`` that ``optimizer`` updates."""
+        """Return the trained parameters that are in the groups of ``optimizer``, in the model's order."""
         own = {p for group in optimizer.param_groups for p in group["params"]}
         return [p for p in self.script_parameters() if p in own]
 
     def trained_tensors(self) -> list[Tensor]:
-        """Return this rank's values of the trained parameters."""
+        """Return the ``.data`` of all trained parameters on this rank, in the model's order."""
         return [p.data for p in self.script_parameters()]
 
     def pop_gradients(self) -> dict[nn.Parameter, Tensor]:
-        """Set ``.grad`` to None and return nothing: pushed gradients cannot be taken back."""
+        """Set ``.grad`` of all trained parameters to None, and return an empty dict.
+
+        Gradients of earlier steps are on the servers and cannot be taken back. See ``CustomLoopSync.pop_gradients``.
+        """
         for parameter in self.script_parameters():
             parameter.grad = None
         return {}
 
     def add_gradients(self, held: Mapping[nn.Parameter, Tensor]) -> None:
-        """Make ``.grad`` refuse to be read: the gradients have been pushed."""
+        """Replace every ``.grad`` by an object that raises when it is read, because the servers have the gradients now.
+
+        Args:
+            held: always empty here; see ``pop_gradients``.
+        """
         conceal(self.script_parameters(), "on the parameter servers, which add it up and apply it")
         self._pushed = True
 
     def pop_reached(self) -> list[bool]:
-        """Return an empty list: a parameter was used if it has a gradient."""
+        """Return an empty list: whether backward has reached a parameter shows in its ``.grad``.
+
+        See ``CustomLoopSync.pop_reached``.
+        """
         return []
 
     def mark_reached(self, used: Sequence[bool]) -> None:
-        """Do nothing."""
+        """Do nothing: the push itself says which parameters have a gradient. See ``CustomLoopSync.mark_reached``."""
 
     def apply_clearing(self) -> None:
-        """Do nothing: the script sees the ``.grad`` that are pushed."""
+        """Do nothing: the gradients that a script clears before the push are the ``.grad`` that are pushed.
+
+        See ``CustomLoopSync.apply_clearing``.
+        """
 
     def show_gradients(self) -> None:
-        """Do nothing: as ``apply_clearing``."""
+        """Do nothing: before the push, the ``.grad`` that the script sees are the accumulated gradients themselves."""
 
     def apply_edits(self) -> None:
-        """Raise UsageError if the script has cleared a gradient after its push."""
+        """Check that the script has not cleared gradients between the push and ``optimizer.step()``.
+
+        Raises:
+            UsageError: it has; the servers have added them up already.
+        """
         cleared = [name for name, p in self._trained if is_cleared(p.grad)] if self._pushed else []
         self._pushed = False
         if cleared:
@@ -78,27 +95,43 @@ class RemoteGradients:
             )
 
     def on_zero_grad(self, optimizer: Optimizer, set_to_none: bool) -> None:
-        """Do nothing: ``optimizer.zero_grad()`` clears the same ``.grad`` that the script sees."""
+        """Do nothing: ``optimizer.zero_grad()`` has cleared the same ``.grad`` that the script sees."""
 
     def norm_of(self, members: Sequence[nn.Parameter], step_context: StepContext) -> NoReturn:
-        """Raise ValueError: the norm is known on the servers alone."""
+        """Refuse to compute the norm of some parameters' gradients, which only the servers have.
+
+        Raises:
+            ValueError: always.
+        """
         raise ValueError("gradients on parameter servers have no norm here")
 
     @contextmanager
     def stepping(self, index: int | None, members: Sequence[nn.Parameter]) -> Iterator[None]:
-        """Do nothing: the servers have one optimizer."""
+        """Do nothing around the step of one of several optimizers: the servers have a single optimizer."""
         yield
 
     def steps_whole(self, optimizer: Optimizer) -> bool:
-        """Return False: the servers step the optimizer."""
+        """Return False: the script's optimizer updates no parameters on this rank, because the servers do."""
         return False
 
     def adopt(self, optimizer: Optimizer) -> None:
-        """Raise UsageError: the servers do not have the parameters that the script has added."""
+        """Refuse parameters that the script has added to ``optimizer``: the servers do not have them.
+
+        Raises:
+            UsageError: always.
+        """
         _refuse("the script has added parameters to the optimizer")
 
     def reattach(self, names: Sequence[str], late: bool = False) -> None:
-        """Raise UsageError: the servers do not have parameters that were frozen in ``tutti.prepare``."""
+        """Refuse to train parameters that were frozen at the start: the servers do not have them.
+
+        Args:
+            names: parameters whose ``requires_grad`` the script has set to True.
+            late: unused.
+
+        Raises:
+            UsageError: always.
+        """
         _refuse(f"the script trains {names[0]} from here on, which was frozen in tutti.prepare")
 
 

@@ -72,22 +72,26 @@ class RequestHandler(Protocol):
 
     @property
     def version(self) -> int:
-        """Number of updates made."""
+        """Number of updates made to the server's parameters so far."""
 
     def handle(self, request: Request) -> Answer | None:
-        """Return the reply; None if the request must wait, and be handled again later."""
+        """Carry out a request and return the reply.
+
+        Returns:
+            None if the request has to wait for other workers; the server then calls again with the same request.
+        """
 
     def forget(self) -> None:
-        """Reset the workers' clocks after a checkpoint was loaded."""
+        """Reset steps and pushes under way of all workers, after a checkpoint was loaded into the parameters."""
 
     def state(self) -> dict[str, Any]:
-        """Return the handler's state for a snapshot, as a JSON value."""
+        """Return clocks and counts, which a restarted server needs, for a snapshot, as a JSON value."""
 
     def load(self, state: dict[str, Any]) -> None:
-        """Restore the handler's state from a snapshot."""
+        """Restore what ``state`` returned, in a restarted server process."""
 
     def facts(self) -> dict[str, Any]:
-        """Return statistics for ``summary.json``, as a JSON value."""
+        """Return counts of updates and dropped pushes for ``summary.json``, as a JSON value."""
 
 
 class SyncHandler:
@@ -112,7 +116,12 @@ class SyncHandler:
         self.version = 0
 
     def handle(self, request: Request) -> Answer | None:
-        """Answer a push, a sum or an apply request; None while the answer must wait for other workers."""
+        """Carry out PUSH (add a gradient), SUM (return the statistics of the sum) or APPLY (step the optimizer).
+
+        Returns:
+            None for a SUM while pushes of other workers are missing; the server calls again. A push gets the status
+            LATE where its step has been summed without it.
+        """
         kinds = {PUSH: self._push, SUM: self._sum, APPLY: self._apply}
         return kinds[request.header.kind](request)
 
@@ -186,19 +195,23 @@ class SyncHandler:
         return Answer(values=not header.flags & SKIP, seen=self.version)
 
     def forget(self) -> None:
-        """Forget the round under way."""
+        """Drop the gradients of the step under way, after a checkpoint was loaded; the next push sets the step."""
         self._rounds.clock, self._at = None, {}
 
     def state(self) -> dict[str, Any]:
-        """Return no state: a synchronous server cannot be restored."""
+        """Return an empty dict: a synchronous server makes no snapshots, because it cannot be restored."""
         return {}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Raise NotImplementedError: gradients that other ranks have already added are lost with the process."""
+        """Refuse to restore a synchronous server: gradients that other ranks have pushed are lost with the process.
+
+        Raises:
+            NotImplementedError: always.
+        """
         raise NotImplementedError("what other ranks have already added is lost with the process")
 
     def facts(self) -> dict[str, Any]:
-        """Return the numbers of updates and of late pushes."""
+        """Return ``updates``, the number of updates, and ``late``, the pushes that came after the sum of their step."""
         return {"updates": self.version, "late": self._rounds.late}
 
 
@@ -219,11 +232,16 @@ class AsyncHandler:
 
     @property
     def version(self) -> int:
-        """Number of updates so far."""
+        """Number of updates made to the server's parameters so far."""
         return self._core.version
 
     def handle(self, request: Request) -> Answer | None:
-        """Answer a pull or a push; None while the staleness bound makes the worker wait."""
+        """Carry out PULL (return parameters) or PUSH (update with a worker's gradient).
+
+        Returns:
+            None for a PULL with the flag WAIT while the worker is further ahead of the slowest than the staleness bound
+            allows; the server calls again. The status is REFUSED for a non-finite gradient and for other requests.
+        """
         header = request.header
         if header.kind == PULL:
             self._core.hear(header.worker, header.clock, header.seen)
@@ -268,19 +286,25 @@ class AsyncHandler:
         return Answer(extras=[float(number) for number in extras], values=True, seen=self.version)
 
     def forget(self) -> None:
-        """Forget all workers, such as before a resumed run."""
+        """Reset the clocks of all workers, after a checkpoint was loaded; the first request sets them anew."""
         self._core.forget_workers()
 
     def state(self) -> dict[str, Any]:
-        """Return clocks, versions and counts for a snapshot of the server."""
+        """Return updates made, the workers' clocks, lost updates and the step to stop after, as a JSON value."""
         return self._core.state()
 
     def load(self, state: dict[str, Any]) -> None:
-        """Restore clocks, versions and counts from a snapshot."""
+        """Restore what ``state`` returned, in a server process that was started again after a crash."""
         self._core.load(state)
 
     def facts(self) -> dict[str, Any]:
-        """Return numbers of updates, steps, and lost, stale and refused pushes, and the histogram of staleness."""
+        """Return statistics for ``summary.json``.
+
+        Returns:
+            ``updates``: their number. ``steps``: pushes of each worker. ``staleness``: number of updates by staleness,
+            with text keys. ``lost``: updates lost in restores. ``stale`` and ``refused``: pushes dropped because they
+            were too stale, or not finite.
+        """
         core = self._core
         histogram = {str(tau): count for tau, count in sorted(core.staleness.items())}
         return {

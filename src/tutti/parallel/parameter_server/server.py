@@ -105,7 +105,10 @@ class Server:
         self._socket.bind(job.endpoint)
 
     def run(self) -> None:
-        """Answer requests for ever; a request that must wait is tried again after every message, or after 100 ms."""
+        """Receive and answer requests in an endless loop; the process ends by a signal or with its parent.
+
+        A request that must wait for other workers is tried again after every message, and every 100 ms.
+        """
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._door.socket, zmq.POLLIN)
@@ -242,5 +245,5 @@ class Server:
 
 
 def serve(job: ServerJob) -> None:
-    """Run a server; never returns."""
+    """Build a server from ``job`` and answer requests for ever: the body of a server process, which never returns."""
     Server(job).run()

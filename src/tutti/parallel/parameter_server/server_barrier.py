@@ -54,13 +54,13 @@ class ServerBarrier:
         self.late = 0
 
     def push(self, leaf: int, clock: int, vectors: Vectors, totals: Tensor) -> bool:
-        """Add a contribution, copying the vectors if they are to be kept.
+        """Add one contribution (a worker's or a rank's gradients) to the sum of its step.
 
         Args:
-            leaf: index of the contribution.
+            leaf: index of the contribution, below ``leaves``.
             clock: its step.
-            vectors: gradients, in the caller's memory.
-            totals: loss sums and digests.
+            vectors: gradients, one flat tensor for each dtype, in the caller's memory; copied if they are to be kept.
+            totals: loss sums and digests, (k,) float64.
 
         Returns:
             False if the contribution is dropped: its sum has been made, or it has been pushed before.
@@ -84,9 +84,13 @@ class ServerBarrier:
         return True
 
     def total(self, counted: Collection[int] | None = None) -> Leaf | None:
-        """Return the sum of the step under way; None while contributions are missing.
+        """Return the sum of all contributions to the step under way; None while too many of them are missing.
 
-        ``counted``: the contributions that the first server has chosen; None to take all that have arrived.
+        With backup workers, the sum is made as soon as all but ``backup`` contributions have arrived. Further calls
+        return the same sum until ``finish``.
+
+        Args:
+            counted: indices of the contributions that the first server has chosen; None to take all that have arrived.
         """
         if self._sum is None:
             chosen = self._came if counted is None else set(counted)
@@ -98,7 +102,14 @@ class ServerBarrier:
         return self._sum
 
     def finish(self, result: list[float]) -> None:
-        """Finish the step under way and keep its ``result`` for 256 steps. Raises ValueError without a sum."""
+        """End the step under way, so that the next one can begin, and keep ``result`` for 256 steps.
+
+        Args:
+            result: statistics of the step, for ranks that ask later (``ServerBarrier.result``).
+
+        Raises:
+            ValueError: the step has no sum yet.
+        """
         if self.clock is None or self._sum is None:
             raise ValueError("no step is under way")
         self._results[self.clock] = result
@@ -108,7 +119,7 @@ class ServerBarrier:
         self.clock += 1
 
     def result(self, clock: int) -> list[float] | None:
-        """Return the result of a finished step; None where it is not kept."""
+        """Return the statistics given to ``finish`` for step ``clock``; None for a step not finished, or no longer kept."""
         return self._results.get(clock)
 
     def _fold(self, node: Node) -> Leaf | None:

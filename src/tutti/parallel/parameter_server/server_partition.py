@@ -70,14 +70,14 @@ class ServerPlan:
     size: int
 
     def regions(self, server: int) -> list[range]:
-        """Return the byte range of ``server`` in each section."""
+        """Return the part of the whole buffer that a server has: for each dtype section a range of bytes."""
         return [
             range(s.start + s.cuts[server] * s.itemsize, s.start + s.cuts[server + 1] * s.itemsize)
             for s in self.sections
         ]
 
     def frames(self, server: int) -> list[range]:
-        """Return ``regions`` cut into message frames of up to 1 MiB.
+        """Return the byte ranges of a server's part, cut into message frames of up to 1 MiB.
 
         Several frames overlap sending one with encrypting the next and decrypting the last.
         """
@@ -88,7 +88,7 @@ class ServerPlan:
         ]
 
     def pieces(self, server: int) -> Iterator[ServerPiece]:
-        """Yield the tensor slices of ``server``."""
+        """Yield the slices of parameters that a server has, in the order of its memory; several servers may share a tensor."""
         for number, section in enumerate(self.sections):
             low, high = section.cuts[server], section.cuts[server + 1]
             for index, at in zip(section.order, section.offsets, strict=True):
@@ -98,13 +98,13 @@ class ServerPlan:
 
 
 def plan_servers(sizes: Sequence[Size], servers: int, whole: bool) -> ServerPlan:
-    """Partition tensors over the servers.
+    """Partition tensors over the servers: positions in one buffer, and each server's part of it.
 
     Args:
         sizes: of the tensors.
         servers: number of servers.
         whole: keep each tensor whole, assigning the largest first to the server with the fewest bytes; otherwise cut
-            each section evenly, across tensors.
+            each section (all tensors of a dtype) into equal parts, across tensors.
 
     >>> sizes = [Size(100, 4, "f"), Size(28, 4, "f"), Size(64, 4, "f")]
     >>> plan_servers(sizes, 2, whole=False).sections[0].cuts, plan_servers(sizes, 2, whole=True).sections[0].order

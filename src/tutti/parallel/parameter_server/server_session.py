@@ -250,19 +250,26 @@ class ServerSession:
 
     @property
     def home(self) -> bool:
-        """Whether the model's parameters can be views of the receive buffer: shared memory and a CPU device."""
+        """Whether the model's parameters can be views of the receive buffer: shared memory and a CPU device.
+
+        Parameters then need not be copied after a read.
+        """
         return self._segment is not None and self.comm.device.type == "cpu"
 
     def settings(self, lr_factor: float | None) -> list[float]:
-        """Return the hyperparameters as floats, after setting learning rates to ``lr_factor`` × their initial values.
+        """Set the learning rates of the local optimizer, and return its hyperparameters for a request to the servers.
 
-        None leaves the learning rates as they are.
+        Args:
+            lr_factor: factor on each group's initial learning rate; None leaves the rates as they are.
+
+        Returns:
+            A float for each of ``keys``.
         """
         set_learning_rates(self._handle.param_groups, lr_factor)
         return hyperparameters.values(self._handle, self.keys)
 
     def ask(self, kind: int, text: str, clock: int = 0, **more: object) -> list[Reply]:
-        """Send a request to all servers in the name of this rank's first worker, and wait for the replies.
+        """Send a request to all servers for this rank's first worker, and wait for the replies. Not collective.
 
         Args:
             kind: one of ``server_wire``'s requests.
@@ -270,17 +277,28 @@ class ServerSession:
             clock: steps that the worker has taken.
             more: further arguments of ``Client.send``.
 
+        Returns:
+            The replies in the servers' order; parameters in them are in the receive buffer (``values``).
+
         Raises:
-            PeerError, AuthenticationError: as ``Client.wait``.
+            PeerError: no reply came in time, or a server has ended for good.
+            AuthenticationError: a server does not accept this rank's key.
         """
         return self.client.ask(kind, self._run_context.mine[0], clock, text, (self.comm.global_rank,), **more)
 
     def barrier(self, text: str) -> None:
-        """Barrier over the data ranks, which must all be at ``text``. Raises MismatchError where they are not."""
+        """Wait until all data ranks have called this with the same ``text``. Collective.
+
+        Args:
+            text: names the place in the program, and is compared.
+
+        Raises:
+            MismatchError: ranks are at different places.
+        """
         self.comm.agree([text], text, "make all ranks save, load and evaluate after the same steps")
 
     def restore(self, saved: SavedState, values: Mapping[str, Tensor], specs: Mapping[str, ShardSpec]) -> list[int]:
-        """Load parameters and the saved optimizer state into the servers. Collective.
+        """Load parameters and the saved optimizer state into the servers. Collective: rank 0 sends, then a barrier.
 
         Args:
             saved: the checkpoint, for its group ``optim``.
@@ -288,7 +306,7 @@ class ServerSession:
             specs: by parameter name, for the other names of tied parameters.
 
         Returns:
-            Updates that each server counts.
+            Number of updates that each server counts.
 
         Raises:
             UsageError: the saved optimizer state is larger than a server accepts.
@@ -308,14 +326,21 @@ class ServerSession:
         return [reply.header.seen for reply in self.ask(server_wire.HELLO, "meeting the parameter servers")]
 
     def optimizer_state(self) -> dict[str, Tensor]:
-        """Return the whole optimizer state as ``{parameter}/{key}`` on rank 0, nothing elsewhere."""
+        """Read the optimizer state of all servers: whole tensors by ``{parameter}/{key}`` on rank 0, empty elsewhere.
+
+        Not collective: rank 0 alone waits for the servers.
+        """
         if self.comm.rank:
             return {}
         replies = self.ask(server_wire.SAVE, "reading the servers' state")
         return join_server_state(self.plan, self._trained, [reply.frames[0] for reply in replies])
 
     def facts(self) -> dict[str, Any]:
-        """Return the statistics and endpoint of each server on rank 0, nothing elsewhere."""
+        """Ask the servers for their statistics: ``{"servers": [{"at": endpoint, …}]}`` on rank 0, empty elsewhere.
+
+        The further entries are those of ``RequestHandler.facts``, and counts of bytes and refused messages. Not
+        collective.
+        """
         if self.comm.rank:
             return {}
         replies = self.ask(server_wire.FACTS, "asking the servers")
@@ -323,7 +348,7 @@ class ServerSession:
         return {"servers": [{"at": address.endpoint, **json.loads(reply.frames[0])} for address, reply in told]}
 
     def pids(self) -> dict[int, int]:
-        """Return the process ids of the servers that this rank started, by server, as last reported."""
+        """Return the process ids of the servers that this rank started, by server number, as last reported."""
         if self._host is None:
             return {}
         self._host.look()
@@ -351,9 +376,9 @@ class ServerSession:
 
 
 def workers_by_rank(run_context: RunContext) -> tuple[range, ...]:
-    """Return the logical workers of each data rank; of workers that compute as one, the first.
+    """Return for each data rank its range of logical workers. Collective: an all-gather over the data ranks.
 
-    Collective: an all-gather over the data ranks.
+    Where a rank computes several workers as one, the range is the first of them alone.
     """
     mine = torch.tensor([run_context.mine.start, run_context.mine.stop])
     ends = run_context.comms.replica.all_gather(mine, "workers of the ranks")

@@ -23,18 +23,23 @@ class Snapshots:
 
     @property
     def descriptors(self) -> list[int]:
-        """File descriptors of the two files."""
+        """File descriptors of the two files, which must stay open in the process that starts the server."""
         return self._files
 
     def close(self) -> None:
-        """Close the files in this process, which only passes them on."""
+        """Close the files in this process, once the server's process has inherited them."""
         for file in self._files:
             os.close(file)
 
     def write(self, number: int, content: bytes) -> None:
-        """Write snapshot ``number``, which counts up from 1, over the older of the two.
+        """Write a snapshot over the older of the two files; the newer one stays intact.
 
-        Raises OSError if writing fails; the newer snapshot stays intact.
+        Args:
+            number: of the snapshot, counting up from 1.
+            content: its bytes.
+
+        Raises:
+            OSError: writing fails.
         """
         file = self._files[number % 2]
         head = _HEAD.pack(number, len(content), hashlib.blake2b(content, digest_size=32).digest())
@@ -46,7 +51,10 @@ class Snapshots:
         os.pwrite(file, head, 0)
 
     def newest(self) -> tuple[int, bytes] | None:
-        """Return number and content of the newest complete snapshot (by its digest); None without one."""
+        """Return number and content of the newest snapshot that was written completely; None without one.
+
+        Completeness shows in a digest over the content.
+        """
         found = []
         for file in self._files:
             head = os.pread(file, _HEAD.size, 0)

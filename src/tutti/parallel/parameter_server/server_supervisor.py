@@ -58,7 +58,7 @@ class ServerSupervisor:
         self.close = weakref.finalize(self, _end, parent, pid, self._say, self._told)
 
     def look(self) -> None:
-        """Update ``pids`` and ``failed`` from the guard's messages, without waiting."""
+        """Read the guard process's messages, and update ``pids`` and ``failed`` from them. Does not block."""
         with contextlib.suppress(BlockingIOError):
             while part := os.read(self._told, 1 << 16):
                 self._rest += part

@@ -65,7 +65,7 @@ class MessageHeader(NamedTuple):
     size: int = 0
 
     def pack(self) -> bytes:
-        """Return the header as bytes, after magic and version."""
+        """Return the header as the first frame of a message, of ``HEADER_BYTES`` bytes; magic and version come first."""
         return _HEADER.pack(MAGIC, VERSION, *self)
 
 
@@ -94,8 +94,8 @@ def read_header(frames: Sequence[memoryview], terms: Terms, client: int) -> Mess
     """Return the header of a request, after checking identifiers and every length against ``terms``.
 
     Args:
-        frames: the message without its address.
-        terms: the agreed terms.
+        frames: the message without its address: header, floats, tensors or blob.
+        terms: what ranks and server have agreed on at the start.
         client: rank whose key the connection was made with.
 
     Raises:
@@ -122,7 +122,11 @@ def read_header(frames: Sequence[memoryview], terms: Terms, client: int) -> Mess
 
 
 def unpack(raw: memoryview | bytes) -> MessageHeader | None:
-    """Return the header in ``raw``; None if length, magic, version or kind are wrong."""
+    """Parse the first frame of a message as ``MessageHeader.pack`` writes it.
+
+    Returns:
+        None if length, magic, version or kind are wrong; further fields are not checked.
+    """
     if len(raw) != HEADER_BYTES:
         return None
     magic, version, kind, *rest = _HEADER.unpack(raw)

@@ -39,14 +39,17 @@ def simulate(
     read: Callable[[int, int], None] = lambda worker, clock: None,
     update: Callable[[int, int, int], None] = lambda worker, clock, staleness: None,
 ) -> list[Event]:
-    """Simulate ``steps`` steps of each worker; of workers ready at the same time, the lowest number goes first.
+    """Simulate asynchronous workers of different speed: when each reads parameters and pushes its gradient.
+
+    Of workers ready at the same time, the lowest number goes first.
 
     Args:
         seconds: step time of each worker.
         steps: steps of each worker.
         bound: steps that a worker may be ahead of the slowest; None for no bound.
-        read: called as ``read(worker, clock)`` when the worker reads the parameters.
-        update: called as ``update(worker, clock, staleness)`` to apply the gradient at the parameters last read.
+        read: called as ``read(worker, clock)`` when the worker reads the parameters for its step ``clock``, from 0.
+        update: called as ``update(worker, clock, staleness)`` to apply the gradient at the parameters last read;
+            ``staleness`` is the number of updates made since that read.
 
     Returns:
         All reads and pushes, in order of time.

@@ -90,6 +90,9 @@ class StalenessTracker:
             clock: steps that the worker had pushed before.
             seen: version of the parameters that the gradient was computed with.
             update: called as ``update(staleness)``; None for a step without an update.
+
+        Returns:
+            Whether an update was made, and its staleness: the updates since the worker's read.
         """
         # Computed before ``hear``, so that a worker whose lease had run out does not count in it.
         done, slowest = self._clocks[worker], self.slowest()
@@ -108,7 +111,10 @@ class StalenessTracker:
         return Pushed(update is not None, staleness)
 
     def slowest(self) -> int:
-        """Return the smallest clock of the workers that are not gone."""
+        """Return the smallest clock (number of steps pushed) of the workers that are not gone; 0 where all are gone.
+
+        A worker is gone if it has sent no request for a lease, or its rank is known to be lost.
+        """
         now, workers = self._now(), enumerate(zip(self._clocks, self._heard, strict=True))
         alive = [clock or 0 for w, (clock, heard) in workers if now - heard <= self._lease and w not in self._gone]
         return min(alive, default=0)
@@ -131,10 +137,10 @@ class StalenessTracker:
         return (self._clocks[worker] or 0) - self.slowest()
 
     def ask_to_stop(self) -> None:
-        """Record a worker's request to stop: all stop after the step that follows the furthest clock.
+        """Record a worker's request to stop the run: ``stop_at`` becomes the step after the furthest worker's.
 
-        No worker can complete that step without a reply that says so. With ``together`` the joint clock takes the place
-        of the furthest one.
+        No worker can complete that step without a reply that says so. With ``together``, the joint clock takes the
+        place of the furthest worker's. Later requests change nothing.
         """
         if self.stop_at is None:
             self.stop_at = (self.clock if self._together else max(self.steps)) + 1
@@ -161,11 +167,14 @@ class StalenessTracker:
         return [clock or 0 for clock in self._clocks]
 
     def state(self) -> dict[str, Any]:
-        """Return version, clocks, lost updates and stop step for a snapshot, as a JSON value."""
+        """Return ``version``, ``clocks``, ``lost`` and ``stop_at`` for a snapshot of the server, as a JSON value."""
         return {"version": self.version, "clocks": self._clocks, "lost": self.lost, "stop_at": self.stop_at}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Restore from ``state()``."""
+        """Restore what ``state`` returned, in a restarted server.
+
+        From then on the versions that workers have seen show how many acknowledged updates were lost (``lost``).
+        """
         self.version, self.lost, self.stop_at = state["version"], state["lost"], state["stop_at"]
         self._clocks = list(state["clocks"])
         self._heard = [self._now()] * len(self._clocks)

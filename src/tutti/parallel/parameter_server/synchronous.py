@@ -77,7 +77,7 @@ class ServerReducer:
         """Do nothing: ``collect`` or ``finish`` pushes the gradients."""
 
     def gradient_ready(self, parameter: Tensor) -> None:
-        """Do nothing."""
+        """Do nothing: ``collect`` or ``finish`` reads ``.grad`` once backward is complete."""
 
     def collect(self, step_context: StepContext, worker: int, loss_sums: Tensor | None) -> None:
         """Push the worker's gradients to the servers where workers are summed in order; otherwise do nothing.
@@ -113,7 +113,21 @@ class ServerReducer:
             )
 
     def finish(self, step_context: StepContext, loss_sums: Tensor | None) -> ReducedSums:
-        """Push what is left and wait for the servers' sums. Raises MismatchError where ranks are in different steps."""
+        """Push gradients that are left, and wait until the servers have summed those of all ranks. Collective.
+
+        With backup workers the servers do not wait for the latest pushes. The summed gradients stay on the servers.
+
+        Args:
+            step_context: the step under way.
+            loss_sums: loss sums of this rank's workers; None if they had no samples.
+
+        Returns:
+            Loss sums and flags over all ranks.
+
+        Raises:
+            MismatchError: ranks are in different steps.
+            PeerError: a server does not reply in time, or has ended.
+        """
         if not self._by_worker:
             self._push(step_context, self._run_context.mine[0], loss_sums)
         self._settle(step_context)
@@ -152,7 +166,7 @@ class ServerReducer:
         return self._tail.read(tail)._replace(own=own)
 
     def squares(self) -> list[float]:
-        """Return the sum of squares of each parameter's gradient, in the model's order."""
+        """Return Σ g² of each parameter's summed gradient, in the model's order, from the servers' last replies."""
         return self._squares
 
     def scale(self, factor: float) -> None:
@@ -170,7 +184,24 @@ class SynchronousServerSync(RemoteGradients, AllReduceSync):
         self._leaves = run_context.workers if by_worker else run_context.comms.replica.size
 
     def attach(self, replica: ReplicaRunner, make_optimizer: OptimizerFactory) -> GradientReadyHook:
-        """Verify and broadcast the model, and start or join the servers, which build the optimizer. Collective."""
+        """Compare the model over the ranks, take data rank 0's values, and start or join the servers. Collective.
+
+        Each server process builds an optimizer over its part of the parameters; ``make_optimizer`` is also called here
+        for an optimizer that holds the hyperparameters and is never stepped.
+
+        Args:
+            replica: the replica on this rank.
+            make_optimizer: builds the run's optimizer over named parameters.
+
+        Returns:
+            This object as the gradient-ready hook.
+
+        Raises:
+            MismatchError: ranks hold different models.
+            UsageError: the optimizer cannot step on servers, or has stepped on servers of another run; the transport
+                asked for is not available.
+            ValueError: no parameter is trained.
+        """
         comm = self._run_context.comms.replica
         self._named = parameters(replica.parts)
         agree_on_state(comm, replica.parts)
@@ -214,7 +245,10 @@ class SynchronousServerSync(RemoteGradients, AllReduceSync):
         return self
 
     def optimizer_step(self, stats: StepStats, step_context: StepContext) -> UpdateResult:
-        """Have the servers clip the gradient and step, and take the new parameters; skip a non-finite gradient."""
+        """Have the servers clip the summed gradient and step their optimizers, and take over the new parameters.
+
+        A non-finite gradient makes no update. Blocks until all servers have replied; no barrier over the ranks.
+        """
         factor, norm = clipped(stats.grad_norm, self._run_context.clip)
         settings = self._link.settings(step_context.lr_factor)
         numbers = [factor, norm, *settings] if stats.finite else [0.0] * (2 + len(settings))
@@ -234,7 +268,7 @@ class SynchronousServerSync(RemoteGradients, AllReduceSync):
 
     @property
     def by_worker(self) -> bool:
-        """Whether each worker pushes its own gradients."""
+        """Whether each logical worker pushes its own gradients; otherwise each rank pushes one sum over its workers."""
         return self._leaves == self._run_context.workers
 
     def reduce_gradients(self, step_context: StepContext) -> StepStats:
@@ -252,11 +286,17 @@ class SynchronousServerSync(RemoteGradients, AllReduceSync):
         return super().reduce_gradients(step_context)
 
     def own_gradients(self) -> OwnGradients:
-        """Return this rank's gradients before they are pushed; the servers hold the optimizer."""
+        """Return this rank's gradients before they are pushed, for the gradient noise scale; without an optimizer.
+
+        The optimizer's state is on the servers.
+        """
         return OwnGradients(self._counted())
 
     def merged(self) -> dict[str, Tensor]:
-        """Return the parameters, read from the servers where backup workers may have older ones. Collective."""
+        """Return one model by name: the parameters, and the buffers merged over workers. Collective.
+
+        With backup workers a rank may have missed the latest update, and reads the parameters from the servers first.
+        """
         if self._servers.backup:
             # Ranks whose pushes came late have older parameters.
             self._link.barrier("reading the parameters")
@@ -273,7 +313,11 @@ class SynchronousServerSync(RemoteGradients, AllReduceSync):
         return None if self._servers.backup else super().replicated()
 
     def state(self) -> dict[str, Mapping[str, Tensor | TensorSlice]]:
-        """Return this rank's share of the model, and the servers' optimizer state. Collective."""
+        """Return this rank's part of a checkpoint by group: ``model``, ``optim`` and ``workers``. Collective.
+
+        ``model`` has a part of the merged model, ``optim`` on rank 0 the servers' optimizer state as
+        ``{parameter}/{key}``, and ``workers`` the buffers of this rank's logical workers.
+        """
         comm, model = self._run_context.comms.replica, self.merged()
         optim = self._link.optimizer_state()
         if self._servers.backup:
@@ -281,7 +325,7 @@ class SynchronousServerSync(RemoteGradients, AllReduceSync):
         return {"model": written(model, self._replica, comm), "optim": optim, "workers": self._buffers.state()}
 
     def load(self, saved: SavedState) -> None:
-        """Restore the parameters here and on the servers, and the servers' optimizer state."""
+        """Load parameters and buffers on this rank, and parameters and optimizer state on the servers. Collective."""
         for name, parameter in self._named:
             parameter.data.copy_(read_local(saved, "model", name, self._replica, parameter.shape))
         self._buffers.load(saved)
@@ -289,7 +333,7 @@ class SynchronousServerSync(RemoteGradients, AllReduceSync):
         self._guard.note(self._trained)
 
     def facts(self) -> dict[str, object]:
-        """Return the servers' statistics for ``summary.json``, on rank 0."""
+        """Return the servers' statistics for ``summary.json``, on rank 0 alone; see ``ServerSession.facts``."""
         return self._link.facts()
 
     def _all_finite(self) -> bool:
