@@ -63,19 +63,24 @@ class BacktestResult:
     checked: list[tuple[Asked, CheckedPrediction]] = field(default_factory=list)
 
     def scores(self) -> dict[str, dict[str, CellScores]]:
-        """Return the scores by cell and set, as they ship with the package."""
+        """Return the errors of all predictions in units of their spread, by cell and then by set of measurements.
+
+        A cell names what predictions rest on and how far they extrapolate, such as ``one measured row, at most 2 ×``.
+        The package ships such scores (``conformal_band.write_residuals``).
+        """
         return collect_scores(one for _, one in self.checked)
 
 
 def run_backtest(folder: Path, shipped: Residuals | None = None) -> BacktestResult:
-    """Back-test every table of a folder.
+    """Predict parts of published tables of measurements from their other parts, and score the predictions.
 
     Args:
-        folder: CSV files; a table is known by its columns.
+        folder: CSV and TSV files, also in subfolders; the kind of a table is recognised by its columns.
         shipped: scores of other sets that bands may rest on; by default those of the package.
 
     Returns:
-        The result. A table that cannot be used is in `refused` with the reason; nothing is raised for one.
+        Predictions, their errors, and the coverage of their bands. A table that cannot be used is in `refused` with the
+        reason; nothing is raised for one.
     """
     result = BacktestResult()
     tables = read_tables(folder)

@@ -28,6 +28,12 @@ def data_to_target(rows: Sequence[TableRow]) -> Iterator[Asked]:
     Rounds of a benchmark change its target and its unit, so each is a series. Within one, values more than 20 times
     from the median are in another unit (epochs, samples) and are left out by count. *Anchored* sees the smallest batch
     of a round, *extrapolated* all batches of at most half the predicted one.
+
+    Args:
+        rows: of tables of the kind ``data to target``.
+
+    Yields:
+        Predictions beside their measurements, by group and protocol; without any, the reason.
     """
     for group, same in grouped(rows, lambda row: row.label("bench", "seq") or NOT_STATED.format("benchmark")).items():
         anchored, half, eighth = Asked(group, ANCHORED), Asked(group, EXTRAPOLATED), Asked(group, _FAR)
@@ -120,9 +126,14 @@ def metric_by_epoch(rows: Sequence[TableRow]) -> Iterator[Asked]:
     """Predict the samples to levels of a metric at larger batches from the noise at the smallest one, by workload.
 
     A step at batch B makes the progress of (φ + B_0)/(φ + B) of its samples, φ being the noise scale then
-    (McCandlish et al.
-    2018, arXiv 1812.06162; Qiao et al., OSDI 2021, arXiv 2008.12260, eq. 7). `grad_var` is the variance of the gradient
-    of the smallest batch, so φ = B_0 · grad_var / grad_sqr.
+    (McCandlish et al. 2018, arXiv 1812.06162; Qiao et al., OSDI 2021, arXiv 2008.12260, eq. 7). `grad_var` is the
+    variance of the gradient of the smallest batch B_0, so φ = B_0 · grad_var / grad_sqr.
+
+    Args:
+        rows: of tables of the kind ``metric by epoch``.
+
+    Yields:
+        Predictions beside their measurements, by group and protocol; without any, the reason.
     """
     for group, same in grouped(rows, lambda row: row.label("workload") or NOT_STATED.format("workload")).items():
         yield Asked(group, ZERO_SHOT, reason=_OTHER_TARGET)

@@ -112,7 +112,17 @@ def _fit_and_ask(
 
 
 def all_reduce(rows: Sequence[TableRow]) -> Iterator[Asked]:
-    """Predict all-reduces over more ranks from those over fewer, by hardware."""
+    """Predict the seconds of all-reduces over more ranks from those over fewer, by hardware.
+
+    The law of a ring all-reduce is fitted to the measurements of the fewest ranks (*anchored*), and to those of up to N
+    ranks for the ones of 2 N and more (*extrapolated*).
+
+    Args:
+        rows: of tables of the kind ``all-reduce``.
+
+    Yields:
+        Predictions beside their measurements, by group and protocol; without any, the reason.
+    """
     for group, same in grouped(rows, lambda row: row.label("hardware") or "hardware not stated").items():
         seconds = np.array([row.number("out_of_place", row.number("in_place")) for row in same])
         inputs = _inputs(same, {"ranks": "ranks", "bytes": "size"})
@@ -136,10 +146,16 @@ def all_reduce(rows: Sequence[TableRow]) -> Iterator[Asked]:
 
 
 def small_cluster(rows: Sequence[TableRow]) -> Iterator[Asked]:
-    """Predict steps on more replicas from those on fewer, by workload and GPU.
+    """Predict the seconds of data-parallel steps on more replicas from those on fewer, by workload and GPU.
 
     *Anchored, other workloads' network* sees other workloads of the table on all replicas, and of the one that is asked
     for its smallest rows: what these say once the cluster's network is known.
+
+    Args:
+        rows: of tables of the kind ``small cluster``.
+
+    Yields:
+        Predictions beside their measurements, by group and protocol; without any, the reason.
     """
     groups = grouped(rows, lambda row: row.label("workload", "hardware") or NOT_STATED.format("workload"))
     steps = {group: _steps(same) for group, same in groups.items()}
@@ -199,7 +215,16 @@ def _with_network(others: Sequence[Array]) -> ScalingLaw:
 
 
 def iteration_by_grid(rows: Sequence[TableRow]) -> Iterator[Asked]:
-    """Predict iterations of GPTs on more devices of a host from those on fewer."""
+    """Predict the seconds of iterations of GPTs on more devices of a host from those on fewer.
+
+    The layouts are grids of data, tensor and pipeline parallelism.
+
+    Args:
+        rows: of tables of the kind ``iteration by grid``.
+
+    Yields:
+        Predictions beside their measurements, by group and protocol; without any, the reason.
+    """
     roles = {"tensor": "tp", "data": "dp", "pipeline": "pp", "micro_batch": "micro_batch", "hidden": "hidden"}
     roles |= {"layers": "layers", "seq_len": "seq_len", "global_batch": "global_batch"}
     for group, same in grouped(rows, lambda row: row.label("hardware") or "hardware not stated").items():
@@ -350,7 +375,14 @@ def _middle(same: Sequence[_Job]) -> _Job:
 
 
 def published_jobs(rows: Sequence[TableRow]) -> Iterator[Asked]:
-    """Predict throughput of published training jobs, in device-seconds a sample, by set and hardware."""
+    """Predict throughput of published training jobs, in device-seconds a sample, by set and hardware.
+
+    Args:
+        rows: of tables of the kind ``published jobs``.
+
+    Yields:
+        Predictions beside their measurements, by group and protocol; without any, the reason.
+    """
     every = list(map(_Job, rows))
     jobs = [job for job in every if math.isfinite(job.seconds)]
     for group in dict.fromkeys(job.group for job in every):
@@ -436,7 +468,14 @@ def _zero_shot(group: str, members: Sequence[_Job], fitted: FittedLaw, anchors: 
 
 
 def utilisation_anchors(rows: Sequence[TableRow]) -> list[HardwareAnchor]:
-    """Return one anchor a chip, memory, precision and set of published jobs whose shape is known."""
+    """Return the utilisation (hardware FLOP/s over peak) that published jobs reached, from jobs whose model is known.
+
+    Args:
+        rows: of tables of the kind ``published jobs``.
+
+    Returns:
+        One anchor for each chip, memory, precision and published set.
+    """
     jobs = [job for job in map(_Job, rows) if math.isfinite(job.utilisation())]
     found = []
 
@@ -458,7 +497,14 @@ def utilisation_anchors(rows: Sequence[TableRow]) -> list[HardwareAnchor]:
 
 
 def scaling_law(rows: Sequence[TableRow]) -> Iterator[Asked]:
-    """Predict the loss of the tenth of the runs with most FLOP from the others."""
+    """Predict the final loss of the tenth of the training runs with most FLOP from the other runs.
+
+    Args:
+        rows: of tables of the kind ``scaling law``: model size, training FLOP and loss of a run.
+
+    Yields:
+        Predictions beside their measurements, by group and protocol; without any, the reason.
+    """
     flop = np.array([row.number("training_flop") for row in rows])
     inputs = {"parameters": np.array([row.number("model_size") for row in rows]), "flop": flop}
     loss = np.array([row.number("loss") for row in rows])

@@ -53,23 +53,29 @@ class CheckedPrediction:
 
     @property
     def cell(self) -> str:
-        """The cell: basis and distance class."""
+        """Name of the cell in which the prediction is scored: its basis and distance class, with a comma between.
+
+        Predictions of one cell are alike enough that the errors of some tell how far others may be off.
+        """
         near = self.basis in FEW_POINTS and self.distance < 4
         return f"{self.basis}, {distance_class(4.0 if near else self.distance)}"
 
     @property
     def width(self) -> float:
-        """The spread that a score is measured in."""
+        """Spread in units of which the error is scored: hypot(σ, 0.03), of the logarithm."""
         return float(np.hypot(self.sigma, _FLOOR))
 
     @property
     def score(self) -> float:
-        """The error of the logarithm in units of the width."""
+        """Error |log(measured / predicted)| in units of ``width``."""
         return float(abs(np.log(self.measured / self.predicted)) / self.width)
 
 
 def distance_class(distance: float) -> str:
-    """Return the class of an extrapolation distance.
+    """Return the class of an extrapolation distance, one of three texts.
+
+    Args:
+        distance: size that is predicted (devices, samples of a batch) over the largest measured one.
 
     >>> [distance_class(times) for times in (1, 2, 4, 8)]
     ['at most 2 ×', 'at most 2 ×', 'at most 4 ×', 'more than 4 ×']
@@ -91,7 +97,10 @@ Residuals = Mapping[str, Mapping[str, CellScores]]
 
 
 def collect_scores(checked: Iterable[CheckedPrediction]) -> dict[str, dict[str, CellScores]]:
-    """Return the scores of predictions by cell and set; each series of a set has the same weight."""
+    """Return the scores of predictions, by cell and then by set of measurements.
+
+    Each series (measurements that are not independent) of a set has the same weight in the set's quantiles.
+    """
     by: dict[tuple[str, str], dict[str, list[float]]] = {}
     for one in checked:
         by.setdefault((one.cell, one.set_name), {}).setdefault(one.series, []).append(one.score)
@@ -109,7 +118,7 @@ def collect_scores(checked: Iterable[CheckedPrediction]) -> dict[str, dict[str, 
 
 
 def band_factor(residuals: Residuals, cell: str, set_name: str) -> float | None:
-    """Return q of a cell's bands exp(±q·width) around predictions; None where too little was checked.
+    """Return q of the bands exp(±q·width) around a cell's predictions; None where too little was checked.
 
     q is the 90 % quantile, corrected for few series, of the scores in the cell of all sets but one. Sets weigh
     as the square root of their series, so that one large set does not speak for all. Too little is a cell of fewer than
@@ -117,7 +126,7 @@ def band_factor(residuals: Residuals, cell: str, set_name: str) -> float | None:
 
     Args:
         residuals: scores by cell, then by set.
-        cell: basis and distance class of the prediction.
+        cell: basis and distance class of the prediction (``CheckedPrediction.cell``).
         set_name: the set that is predicted, whose scores are left out; empty for a prediction of no set.
     """
     others = {name: scores for name, scores in residuals.get(cell, {}).items() if name != set_name}
@@ -136,7 +145,11 @@ def band_factor(residuals: Residuals, cell: str, set_name: str) -> float | None:
 
 
 def binomial_interval(count: int, share: float = LEVEL) -> tuple[float, float]:
-    """Return the central 95 % interval of the share of hits among count independent trials.
+    """Return the central 95 % interval of the fraction of hits among independent trials.
+
+    Args:
+        count: number of trials.
+        share: probability of a hit; default: the 0.9 of the bands.
 
     >>> binomial_interval(50)
     (0.82, 0.98)
@@ -149,7 +162,7 @@ def binomial_interval(count: int, share: float = LEVEL) -> tuple[float, float]:
 
 
 def read_residuals(text: str) -> dict[str, dict[str, CellScores]]:
-    """Return the scores that `write_residuals` wrote."""
+    """Parse scores from the JSON text that `write_residuals` returns; by cell, then by set."""
     stored = json.loads(text)["cells"]
     return {
         cell: {name: CellScores(tuple(each["scores"]), int(each["series"])) for name, each in sets.items()}
@@ -158,7 +171,7 @@ def read_residuals(text: str) -> dict[str, dict[str, CellScores]]:
 
 
 def write_residuals(residuals: Residuals) -> str:
-    """Return scores as JSON text."""
+    """Return scores by cell and set as JSON text, in the form of the package's ``residuals.json``."""
     cells = {
         cell: {name: {"series": each.series, "scores": list(each.scores)} for name, each in sorted(sets.items())}
         for cell, sets in sorted(residuals.items())
@@ -167,6 +180,9 @@ def write_residuals(residuals: Residuals) -> str:
 
 
 def shipped_residuals() -> dict[str, dict[str, CellScores]]:
-    """Return the scores that ship with the package, made by `make backtest` on published measurements."""
+    """Return the scores that ship with the package, by cell and then by set of measurements.
+
+    `make backtest` has made them from published measurements. Empty if the file is missing.
+    """
     path = resources.files("tutti.planning") / "residuals.json"
     return read_residuals(path.read_text(encoding="utf-8")) if path.is_file() else {}

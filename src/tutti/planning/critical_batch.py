@@ -66,11 +66,11 @@ class CriticalBatch:
 
 
 def noise_evidence(path: Path, last: float = 0.5) -> NoiseEvidence:
-    """Read a run directory.
+    """Read gradient noise, batch and samples to the target from a run directory of ``tutti train``.
 
     Args:
-        path: the run directory.
-        last: share of the measured steps, counted from the end, whose noise counts.
+        path: the run directory, with ``summary.json`` and ``metrics.jsonl``.
+        last: fraction of the measured steps, counted from the end, whose noise counts.
 
     Raises:
         UsageError: it is no finished run directory, or the run diverged.
@@ -95,7 +95,7 @@ def noise_evidence(path: Path, last: float = 0.5) -> NoiseEvidence:
 
 
 def critical_batch(runs: Sequence[NoiseEvidence], optimizer_noise: bool = False) -> CriticalBatch:
-    """Return the critical batch from runs of one task.
+    """Estimate the critical batch, at which the data to a target are twice the least, from runs of one task.
 
     Without a run that reached a target it is the noise scale with its band. With runs that did, it is the posterior of
     E(B) = E_min(1 + B/B_crit) with the noise scale as prior (``law_fit.fit_target``).

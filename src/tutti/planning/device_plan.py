@@ -106,7 +106,12 @@ class TargetData:
         return float(middle), float(low), float(high)
 
     def at(self, batch: int) -> DataDemand:
-        """Return the data to the target at a batch size.
+        """Return the samples that training to the target needs at a global batch size, with draws and a band.
+
+        Measured where runs have reached the target at this batch; otherwise from the recipe or the fitted E(B).
+
+        Args:
+            batch: samples in a global batch.
 
         Raises:
             UsageError: no run has reached the target at this batch, and one measured batch says nothing of others.
@@ -188,7 +193,7 @@ class PlannedStep:
 
     @property
     def label(self) -> str:
-        """Strategy with its further options.
+        """Text of the strategy followed by further options as ``name=value``, for tables.
 
         >>> PlannedStep(2, 64, "mirrored", 0.1, np.ones(1), {}, "", options=(("micro_batch", 8),)).label
         'mirrored micro_batch=8'
@@ -225,7 +230,7 @@ class DevicePlan:
 
     @property
     def band_text(self) -> str:
-        """Where the band of the time comes from, or why there is none."""
+        """Words on where the band of the time comes from, or on why there is none."""
         if self.band is not None:
             return "90 % band of the data to the target; the step was measured"
         if self.data.band is not None:
@@ -233,21 +238,27 @@ class DevicePlan:
         return "no band: times to a target like this were not checked"
 
     def slow_end(self) -> float:
-        """Return the seconds that a limit must allow: the high end of the band, or the point figure without one."""
+        """Return the seconds of training to compare with a deadline: the high end of the band, if there is one.
+
+        Without a band, ``seconds``.
+        """
         return self.seconds if self.band is None else self.band[1]
 
     def high_cost(self) -> float | None:
-        """Return the cost at ``slow_end``; None without a price."""
+        """Return the cost of training for ``slow_end`` seconds, in the currency of the price; None without a price."""
         return None if self.cost is None else self.cost * self.slow_end() / self.seconds
 
 
 def device_plans(steps: Sequence[PlannedStep], data: TargetData, price: float | None) -> list[DevicePlan]:
-    """Return a plan for every step, sorted by devices and time.
+    """Combine steps with the data to the target into plans: steps, seconds and cost of the training.
 
     Args:
         steps: measured or predicted steps.
-        data: to the target.
+        data: samples to the target at any batch.
         price: of one device for an hour; None for no costs.
+
+    Returns:
+        A plan for every step, sorted by devices and then by time.
 
     Raises:
         UsageError: the data to the target at a step's batch are unknown.
@@ -281,11 +292,11 @@ def best_by_devices(plans: Sequence[DevicePlan]) -> list[DevicePlan]:
 
 
 def find_knee(best: Sequence[DevicePlan]) -> DevicePlan | None:
-    """Return the plan of the largest number of devices whose last doubling still bought a factor of ``WORTH``.
+    """Return the plan of the largest number of devices whose last doubling still bought a factor of ``WORTH`` in time.
 
     The time of N devices is that of the fastest plan of at most N, so that devices after a bad number do not count as
-    a gain over it. From one row to the next, log₂(N/N′) doublings must buy ``WORTH`` each. The first row is the knee
-    if no doubling bought so much.
+    a gain over it. From one entry to the next, log₂(N/N′) doublings must buy ``WORTH`` each. The first entry is the
+    knee if no doubling bought so much.
 
     Args:
         best: one plan for each number of devices, by devices.
@@ -304,12 +315,19 @@ def find_knee(best: Sequence[DevicePlan]) -> DevicePlan | None:
 
 
 def last_gain(best: Sequence[DevicePlan], place: int) -> float | None:
-    """Return the factor in time that a row bought over the fastest with fewer devices; None for the first row."""
+    """Return by which factor a plan trains faster than the fastest plan on fewer devices; None for the first plan.
+
+    Args:
+        best: one plan for each number of devices, by devices.
+        place: index of the plan in ``best``.
+    """
     return None if place == 0 else min(plan.seconds for plan in best[:place]) / best[place].seconds
 
 
 def within_limits(plan: DevicePlan, deadline: float | None, budget: float | None) -> bool:
-    """Return whether a plan meets a deadline and a budget at the slow end of its band, or without a band at its figure.
+    """Return whether a plan meets a deadline and a budget even at the slow end of its band.
+
+    A plan without a band is judged by its predicted time.
 
     Args:
         plan: the plan.
@@ -330,7 +348,7 @@ def within_limits(plan: DevicePlan, deadline: float | None, budget: float | None
 
 
 def cheapest_plan(plans: Sequence[DevicePlan]) -> DevicePlan:
-    """Return the plan with the fewest device-seconds, and the faster of two equal ones."""
+    """Return the plan with the fewest device-seconds (devices · time), and the faster of two equal ones."""
     return min(plans, key=lambda plan: (plan.devices * plan.seconds, plan.seconds))
 
 
@@ -352,12 +370,15 @@ class LostReason:
 
     @property
     def tie(self) -> bool:
-        """Whether the two count as equal."""
+        """Whether the difference of the two plans is within the uncertainty, so that no reason is named."""
         return not self.term
 
 
 def may_tie(loser: DevicePlan, winner: DevicePlan) -> bool:
-    """Return whether two plans are the same within 1 %, or within the 5 % quantile of their paired draws' ratio."""
+    """Return whether the times of two plans are too close to tell them apart.
+
+    That is a difference of at most 1 %, or a loser that is as fast as the winner in 5 % of their paired random draws.
+    """
     if loser.seconds - winner.seconds <= _EVEN * winner.seconds:
         return True
     return bool(np.mean(loser.draws <= winner.draws) >= 0.05)

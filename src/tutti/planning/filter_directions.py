@@ -41,6 +41,10 @@ def filter_direction(parameters: Mapping[str, Tensor], seed: int) -> Tensor:
 def scale_filters(direction: Tensor, weight: Tensor) -> Tensor:
     """Return ``direction`` with each filter d scaled to d · ‖θ‖ / (‖d‖ + 1e-10), for the filters θ of ``weight``.
 
+    Args:
+        direction: of the weight's shape; its filters are the slices along the first dimension.
+        weight: the weight.
+
     >>> scale_filters(torch.tensor([[1.0, 0.0], [2.0, 0.0]]), torch.tensor([[3.0, 4.0], [0.0, 1.0]])).tolist()
     [[5.0, 0.0], [1.0, 0.0]]
     """

@@ -54,7 +54,11 @@ class HardwareAnchor:
 
 
 def chip_of(hardware: str) -> tuple[str, int]:
-    """Return the chip and its memory in GB of a name as people write it; the chip is empty where nobody knows it.
+    """Parse a hardware name as people write it into chip and memory.
+
+    Returns:
+        The chip, such as ``A100``, empty where it is not in the table of peaks; and its memory in GB, 0 where not
+        stated.
 
     >>> chip_of("NVIDIA A100-SXM4-80GB (400W)"), chip_of("8x Tesla V100 32 GB"), chip_of("TPU")
     (('A100', 80), ('V100', 32), ('', 0))
@@ -66,7 +70,9 @@ def chip_of(hardware: str) -> tuple[str, int]:
 
 
 def precision_class(precision: str) -> str:
-    """Return the class of a precision's name: mixed and half precision are 16; an empty one counts as 32 bits.
+    """Return the class of a precision's name: ``8``, ``16`` (mixed and half precision), ``tf32`` or ``32`` bits.
+
+    An empty name counts as 32 bits.
 
     >>> [precision_class(name) for name in ("amp_bf16", "amp_fp8 FP8", "tf32", "fp16", "", "float32")]
     ['16', '8', 'tf32', '16', '32', '32']
@@ -80,34 +86,43 @@ def precision_class(precision: str) -> str:
 
 
 def peak_flops(hardware: str, precision: str) -> float:
-    """Return the dense peak in FLOP/s, NaN where the chip or its precision is not known."""
+    """Return the data sheet's dense peak of a chip in FLOP/s; NaN where the chip or its precision is not known.
+
+    Args:
+        hardware: name of the hardware as people write it (``chip_of``).
+        precision: name of the precision (``precision_class``).
+    """
     return _PEAKS.get(chip_of(hardware)[0], {}).get(precision_class(precision), math.nan) * 1e12
 
 
 @cache
 def shipped_anchors() -> tuple[HardwareAnchor, ...]:
-    """Return the anchors that ship with the package."""
+    """Return the table of utilisations that published jobs reached, as it ships with the package; cached."""
     text = (resources.files("tutti.planning") / "published_hardware.json").read_text(encoding="utf-8")
     return tuple(HardwareAnchor(**row) for row in json.loads(text)["anchors"])
 
 
 def write_anchors(anchors: Sequence[HardwareAnchor]) -> str:
-    """Return anchors as the JSON text of the shipped table."""
+    """Return utilisations of published jobs as JSON text, in the form of the package's ``published_hardware.json``."""
     return json.dumps({"version": 1, "anchors": [asdict(each) for each in anchors]}, indent=1) + "\n"
 
 
 def anchored_rate(
     hardware: str, precision: str, anchors: Sequence[HardwareAnchor], without: str
 ) -> tuple[float, float, str]:
-    """Return the FLOP/s that published jobs reach on a chip, the spread of its logarithm, and why there is none.
+    """Return the hardware FLOP/s that published jobs reach on a chip.
 
-    Rows with the same memory are preferred; rows of the same class of precision are required.
+    It is the peak times the median utilisation of the rows of ``anchors`` with this chip and class of precision;
+    rows with the same memory are preferred.
 
     Args:
         hardware: the name as it is written.
         precision: the precision as it is written.
         anchors: rows to rest on.
-        without: the set whose own rows must not be used; empty to use all.
+        without: the published set whose own rows must not be used; empty to use all.
+
+    Returns:
+        The rate, the standard deviation of its logarithm, and an empty text; without a row NaN, NaN and the reason.
     """
     chip, memory = chip_of(hardware)
     kind = precision_class(precision)

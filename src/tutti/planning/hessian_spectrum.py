@@ -142,9 +142,14 @@ def spectral_density(product: Product, size: int, probes: int, steps: int, seed:
 
 
 def smooth_density(density: SpectralDensity, points: int = 300) -> tuple[Vector, Vector]:
-    """Return eigenvalues (points,) and the density there, each node widened to a Gaussian.
+    """Return the density as a curve: (points,) eigenvalues, evenly spaced, and the density at each.
 
-    Its standard deviation is a hundredth of the spectrum's width (a choice for the eye).
+    Each node is widened to a Gaussian, whose standard deviation is a hundredth of the spectrum's width (a choice for
+    the eye).
+
+    Args:
+        density: nodes and weights from ``spectral_density``.
+        points: number of points of the curve.
     """
     width = max((density.highest - density.lowest) / 100, 1e-12)
     grid = np.linspace(density.lowest - 4 * width, density.highest + 4 * width, points)

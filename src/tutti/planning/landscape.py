@@ -209,7 +209,15 @@ def _along(
 
 
 def contour_levels(loss: NDArray[np.float64], count: int = 10) -> NDArray[np.float64]:
-    """Return rising levels of the loss, evenly spaced in the logarithm of its rise above the lowest finite value."""
+    """Choose the losses at which a contour plot has lines, evenly spaced in the logarithm of the rise above the lowest.
+
+    Args:
+        loss: losses of any shape; values that are not finite are ignored.
+        count: number of levels.
+
+    Returns:
+        (count,) losses in rising order; the last one is the largest finite loss.
+    """
     known = loss[np.isfinite(loss)]
     rise = max(float(known.max() - known.min()), 1e-12)
     return np.asarray(known.min() + np.geomspace(rise / 50, rise, count))

@@ -18,11 +18,15 @@ _SMALLEST = 1e-6
 
 
 def write_landscape_figure(found: Mapping[str, Any], path: Path) -> None:
-    """Draw a panel for each part of a landscape. Needs matplotlib. Raises DiskError.
+    """Draw an SVG with a panel for each part of a loss landscape: lines, planes, spectrum.
 
     Args:
         found: the content of ``landscape.json``.
         path: the SVG to write.
+
+    Raises:
+        UsageError: matplotlib is not installed.
+        DiskError: the file cannot be written.
     """
     from matplotlib.figure import Figure as Canvas
 

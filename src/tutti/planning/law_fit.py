@@ -38,7 +38,14 @@ class FittedLaw:
     rows: int
 
     def predict(self, inputs: Inputs) -> tuple[Array, Array]:
-        """Return the predictions in seconds, and the standard deviation of their logarithms over 64 draws."""
+        """Predict the seconds of measurements from their inputs.
+
+        Args:
+            inputs: an array for each input of the law, by name; all (n,).
+
+        Returns:
+            Predicted seconds (n,), and the standard deviation of their logarithms (n,) over 64 draws of the constants.
+        """
         centre = np.maximum(self.law.seconds(np.exp(self.log_constants), inputs), 1e-300)
         generator = np.random.default_rng(0)
         draws = generator.multivariate_normal(self.log_constants, self.covariance, size=64, method="eigh")
@@ -46,7 +53,7 @@ class FittedLaw:
         return centre, np.log(np.maximum(drawn, 1e-300) / centre).std(axis=0)
 
     def constants(self) -> dict[str, float]:
-        """Return the constants by name."""
+        """Return the fitted constants by their names in the law."""
         return dict(zip(self.law.constants, np.exp(self.log_constants).tolist(), strict=True))
 
 
@@ -99,7 +106,11 @@ class TargetPosterior:
     seed: float
 
     def predict(self, batch: float) -> tuple[float, float]:
-        """Return the median of the data to target at a batch size, and the standard deviation of its logarithm."""
+        """Predict the data to the target at a batch size.
+
+        Returns:
+            The median, in the unit of the fitted data (samples or epochs), and the standard deviation of its logarithm.
+        """
         logs = np.log(samples_to_target(np.array(batch), np.exp(self.log_least), np.exp(self.log_critical)))
         order = np.argsort(logs)
         middle = float(np.interp(0.5, np.cumsum(self.weights[order]), logs[order]))

@@ -29,7 +29,15 @@ class LossEvidence:
 
 
 def loss_evidence(paths: Sequence[Path]) -> list[LossEvidence]:
-    """Read the results of finished runs of one task.
+    """Read model size, samples and final loss from the directories of finished runs of one task.
+
+    The loss is the held-out one if the runs have evaluated, else the training loss.
+
+    Args:
+        paths: run directories of ``tutti train``.
+
+    Returns:
+        An entry for each path, in their order.
 
     Raises:
         UsageError: a run has not finished or records no loss, runs are of several tasks, or only some were evaluated.

@@ -41,7 +41,12 @@ class LossLaw:
     data_exponent: float
 
     def loss(self, parameters: Array, data: Array) -> Array:
-        """Return the loss at N ``parameters`` and D ``data``, element by element."""
+        """Return the predicted loss of training runs, element by element.
+
+        Args:
+            parameters: N, number of parameters of each run.
+            data: D, samples or tokens of each run.
+        """
         size = self.size_factor * parameters**-self.size_exponent if self.size_factor else 0.0
         return np.asarray(self.irreducible + size + self.data_factor * data**-self.data_exponent)
 
@@ -54,13 +59,19 @@ class FittedLoss:
     draws: tuple[LossLaw, ...]
 
     def interval(self, name: str) -> tuple[float, float]:
-        """Return the quantiles 0.05 and 0.95 of a constant over the draws."""
+        """Return the 5 % and 95 % quantile of a constant over the bootstrap draws.
+
+        Args:
+            name: attribute of ``LossLaw``, such as ``irreducible``.
+        """
         low, high = np.quantile([getattr(draw, name) for draw in self.draws], [0.05, 0.95])
         return float(low), float(high)
 
 
 def fit_loss(parameters: Array, data: Array, loss: Array, draws: int = _DRAWS, seed: int = 0) -> FittedLoss:
-    """Fit the law to runs.
+    """Fit the law of the loss L = E + A/N^α + B/D^β to training runs, with a bootstrap over the runs.
+
+    Where all runs have one model size N, the term A/N^α is left out.
 
     Args:
         parameters: N of each run.
@@ -86,7 +97,9 @@ def fit_loss(parameters: Array, data: Array, loss: Array, draws: int = _DRAWS, s
 
 
 def loss_band(fitted: FittedLoss, spread: float, parameters: Array, data: Array) -> tuple[Array, Array]:
-    """Return the 90 % band of the loss of further runs: the draws' laws, each with the spread of a run.
+    """Return low and high (runs,) of the 90 % band of the loss of further runs.
+
+    It covers the laws of the bootstrap draws, each with the spread of a run around its law.
 
     Args:
         fitted: the fit.
@@ -110,7 +123,14 @@ def loss_spread(law: LossLaw, parameters: Array, data: Array, loss: Array) -> fl
 
 
 def largest_tenth(parameters: Array, data: Array) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the rows of all other runs and of the largest tenth (at least one) by N · D, each in rising order."""
+    """Split runs into the largest tenth (at least one) by N · D, and all others.
+
+    Args:
+        parameters, data: (runs,) N and D of each run.
+
+    Returns:
+        Indices of the other runs, and indices of the largest ones, each in rising order.
+    """
     order = np.argsort(parameters * data, kind="stable")
     count = max(1, len(order) // 10)
     return order[:-count], order[-count:]

@@ -60,9 +60,12 @@ def sample_blocks(
 ) -> SampleBlocks:
     """Draw samples without replacement, cut them into blocks and fetch this rank's blocks without augmentation.
 
+    A block is a batch that is computed at once; blocks are divided evenly over the ranks. Not collective: the draw is
+    the same on all ranks.
+
     Args:
         source: the samples.
-        samples: number of samples to draw; all where the source has fewer.
+        samples: number of samples to draw; all where the source has fewer, or None.
         block: samples in a block.
         comm: the data ranks.
         place: moves a batch to the device.
@@ -127,20 +130,30 @@ class LossSurface:
 
     @property
     def sets(self) -> tuple[str, ...]:
-        """Names of the sets of samples."""
+        """Names of the sets of samples, in the order given; derivatives are those of the first."""
         return tuple(self._sets)
 
     @property
     def samples(self) -> dict[str, int]:
-        """Number of samples by set."""
+        """Number of samples of each set by its name, over all ranks."""
         return {name: data.samples for name, data in self._sets.items()}
 
     def point(self) -> Tensor:
-        """Return the current point (length,)."""
+        """Return the model's current values as a vector (length,): trained parameters, then other floating tensors.
+
+        Not collective.
+        """
         return torch.cat([t.detach().reshape(-1).to(self.dtype) for t in self._tensors])
 
     def value(self, point: Tensor, of: str | None = None) -> SurfaceValue:
-        """Return mean loss and metrics at a point (length,) on a set; default: the first. Collective."""
+        """Return mean loss and metrics of a set of samples at a point, and leave the model there. Collective.
+
+        Call it on rank 0; the other ranks are in ``serve``.
+
+        Args:
+            point: (length,), as from ``point()``.
+            of: name of the set; None for the first.
+        """
         number = self.sets.index(of or self.sets[0])
         self._ask(_VALUE, number, point)
         self._move(point)
@@ -148,7 +161,10 @@ class LossSurface:
         return self._value(number)
 
     def gradient(self, point: Tensor) -> tuple[SurfaceValue, Tensor]:
-        """Return the value at a point (length,), and the gradient of the mean loss (size,). Collective."""
+        """Return loss and metrics at a point (length,), and the gradient of the mean loss (size,), of the first set.
+
+        The model is left at the point. Collective: called on rank 0, while the other ranks are in ``serve``.
+        """
         self._ask(_GRADIENT, 0, point)
         self._move(point)
         self._counted("gradient")
@@ -157,7 +173,11 @@ class LossSurface:
     def hessian_product(self, vector: Tensor) -> Tensor:
         """Return H·v (size,) for the Hessian H of the mean loss at the point of the last call. Collective.
 
-        Reverse mode twice (Pearlmutter 1994): the gradient of g·v, where g is the gradient.
+        Reverse mode twice (Pearlmutter 1994): the gradient of g·v, where g is the gradient. Called on rank 0, while the
+        other ranks are in ``serve``.
+
+        Args:
+            vector: v (size,), over the trained parameters.
 
         Raises:
             UsageError: an operator of the model or the loss has no second derivative.
@@ -167,7 +187,10 @@ class LossSurface:
         return self._product(vector)
 
     def serve(self) -> None:
-        """Take part in the calls of rank 0 until it calls ``close``."""
+        """Compute this rank's part of every call that rank 0 makes; for all ranks but rank 0.
+
+        Blocks until rank 0 calls ``close``. Collective.
+        """
         while True:
             asked = torch.zeros(2, dtype=torch.int64)
             self._comm.broadcast(asked, 0, "the next pass of the landscape")
@@ -183,7 +206,7 @@ class LossSurface:
             self._value(number) if what == _VALUE else self._gradient()
 
     def close(self) -> None:
-        """End ``serve`` on the other ranks."""
+        """Make ``serve`` return on all other ranks; for rank 0, after its last call. Collective: a broadcast."""
         self._ask(_END, 0, None)
 
     def _ask(self, what: int, number: int, vector: Tensor | None) -> None:

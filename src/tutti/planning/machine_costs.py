@@ -48,7 +48,7 @@ class Network:
     between: LinkCost | None = None
 
     def nodes(self, ranks: int) -> int:
-        """Return the number of nodes that hold these ranks."""
+        """Return the smallest number of nodes on which ``ranks`` devices have room."""
         return math.ceil(ranks / self.per_node)
 
 
@@ -72,19 +72,35 @@ class StepCosts(Protocol):
     overlaps: bool
 
     def note(self, text: str) -> None:
-        """Name a guess; a repetition is left out."""
+        """Append ``text``, which names a guessed number, to ``guesses``, unless it is there already."""
 
     def share_node(self, devices: int) -> None:
-        """Price a device of a run with so many from now on: on CPUs those of a node share its threads."""
+        """Set the number of devices of the run, which the prices that follow depend on.
+
+        On CPUs the devices of a node share its threads, so that each computes slower.
+
+        Args:
+            devices: of the run, on all nodes.
+        """
 
     def compute(self, works: Sequence[PassWork], samples: float) -> Array:
-        """Price passes over a micro-batch of so many samples."""
+        """Return the seconds of forward or backward work on one device, one element for each random draw: (SAMPLES,).
+
+        Args:
+            works: work of one or more passes, for example a backward and its recomputation.
+            samples: of the micro-batch.
+        """
 
     def update(self, optimizer: str, parameters: float) -> Array:
-        """Price an optimizer's step over so many parameters."""
+        """Return the seconds of an optimizer step on one device, one element for each random draw: (SAMPLES,).
+
+        Args:
+            optimizer: text of ``--optimizer``, such as ``adam:lr=0.001``.
+            parameters: number of parameters that the step updates.
+        """
 
     def collective(self, kind: str, ranks: int, size: float) -> Array:
-        """Price a collective of the backend.
+        """Return the seconds of a collective of the backend, one element for each random draw: (SAMPLES,).
 
         Args:
             kind: ``all_reduce``, ``all_gather`` or ``reduce_scatter``.
@@ -93,13 +109,23 @@ class StepCosts(Protocol):
         """
 
     def link(self, ranks: int) -> tuple[LinkCost, LinkCost]:
-        """Return the cost of a message over the slowest link among so many ranks, and within a node's memory."""
+        """Return latency and bandwidth (α, β) of the slowest link among ``ranks`` ranks, and of one within a node."""
 
     def message(self, size: float, ranks: int) -> Array:
-        """Price one message between neighbours among so many ranks."""
+        """Return the seconds of one point-to-point message between neighbours, for each draw: (SAMPLES,).
+
+        Args:
+            size: bytes.
+            ranks: ranks of the run; with more than a node has, the message goes between nodes.
+        """
 
     def slowest(self, ranks: int, seconds: float) -> Array:
-        """Return the factor by which the slowest of so many ranks computes longer than the typical one."""
+        """Return the factor by which the slowest of ``ranks`` ranks computes longer than the typical one: (SAMPLES,).
+
+        Args:
+            ranks: number of ranks that wait for each other.
+            seconds: of computing in a step.
+        """
 
 
 def schedule_seconds(
@@ -227,7 +253,7 @@ class MeasuredCosts:
         return found
 
     def link(self, ranks: int) -> tuple[LinkCost, LinkCost]:
-        """Return α and β of the slowest link among ``ranks``, and of a copy within memory."""
+        """Return latency and bandwidth (α, β) of the slowest link among ``ranks`` ranks, and of a copy in memory."""
         copy = self.machine.curve("device/copy")
         within = LinkCost(copy.fixed, copy.rate)
         if self.network.nodes(ranks) > 1:
@@ -243,7 +269,12 @@ class MeasuredCosts:
         return curve_seconds(self.machine.curve(name), size) * self._draw(name)
 
     def slowest(self, ranks: int, seconds: float) -> Array:
-        """Return the factor on computing of the slowest of ``ranks``, from the measured jitter, for each draw."""
+        """Return the factor on computing of the slowest of ``ranks`` ranks, from the measured jitter, for each draw.
+
+        Args:
+            ranks: number of ranks that wait for each other.
+            seconds: of computing in a step.
+        """
         if ranks < 2:
             return np.ones(SAMPLES)
         known = sorted(int(name.rpartition("/")[2]) for name in self.machine.figures if name.startswith("jitter/time/"))
@@ -298,7 +329,13 @@ class MeasuredCosts:
         return precision if f"device/matmul/{precision}" in self.machine.curves else self.precision
 
     def share_node(self, devices: int) -> None:
-        """Set by how much the devices of one node slow each other's computing down."""
+        """Set by how much the devices of one node slow each other's computing down.
+
+        It is taken from the measurement of ranks that compute at once, otherwise from the division of CPU threads.
+
+        Args:
+            devices: of the run, on all nodes.
+        """
         local = min(devices, self.network.per_node)
         self._threads, self._memory = 1.0, 1.0
         names = [f"shared/{kind}/{local}" for kind in ("matmul", "elementwise")]
@@ -349,7 +386,7 @@ class MeasuredCosts:
         return self._drawn[name]
 
     def note(self, text: str) -> None:
-        """Add a guess to the list that is printed, once."""
+        """Append ``text``, which names a guessed number, to ``guesses``, unless it is there already."""
         if text not in self.guesses:
             self.guesses.append(text)
 
@@ -431,7 +468,7 @@ class PublishedCosts:
         return np.full(SAMPLES, found)
 
     def link(self, ranks: int) -> tuple[LinkCost, LinkCost]:
-        """Return α and β of the slowest link among ``ranks``, and of the link within a node."""
+        """Return latency and bandwidth (α, β) of the slowest link among ``ranks`` ranks, and of one within a node."""
         within = self._within()
         return (self._between() if self.network.nodes(ranks) > 1 else within), within
 
@@ -461,7 +498,7 @@ class PublishedCosts:
         return _NODE_LINK
 
     def note(self, text: str) -> None:
-        """Add a guess to the list that is printed, once."""
+        """Append ``text``, which names a guessed number, to ``guesses``, unless it is there already."""
         if text not in self.guesses:
             self.guesses.append(text)
 
@@ -497,14 +534,19 @@ def open_machine(text: str, precision: str, per_node: int | None, between: LinkC
 
 
 def published_chips() -> list[str]:
-    """Return the chips with published rows."""
+    """Return the names of the chips that ``open_machine`` can price from published jobs, sorted."""
     return sorted({anchor.chip for anchor in shipped_anchors()})
 
 
 def curve_seconds(curve: Curve, size: float) -> float:
-    """Return the seconds of a call: between measured points by logarithms, beyond them at the end points' rates.
+    """Return the seconds of a call of a given size from a measured curve.
 
-    A curve without points is its line.
+    Between points the logarithms are interpolated; a smaller size takes the seconds of the first point, a larger one
+    the rate of the last. A curve without points is its line.
+
+    Args:
+        curve: of a machine file.
+        size: work or bytes of one call, in the curve's unit.
     """
     if not curve.points:
         return curve.seconds(size)
@@ -518,7 +560,13 @@ def curve_seconds(curve: Curve, size: float) -> float:
 
 
 def slowest_factor(ranks: int, sigma: float) -> Array:
-    """Return samples of 1 + σ · (largest of N standard normal draws), by the distribution Φ(z)^N; at least 1.
+    """Return random draws of the factor by which the slowest of N ranks is slower than the typical one: (SAMPLES,).
+
+    The factor is 1 + σ · (largest of N standard normal draws), by the distribution Φ(z)^N; at least 1.
+
+    Args:
+        ranks: N.
+        sigma: σ, relative standard deviation of one rank's seconds.
 
     >>> bool(slowest_factor(2, 0.1).mean() < slowest_factor(1024, 0.1).mean() < 1.4)
     True
@@ -554,5 +602,5 @@ def _ring_seconds(kind: str, ranks: int, size: float, cost: LinkCost) -> float:
 
 
 def costs_json(costs: StepCosts) -> dict[str, Any]:
-    """Return what prices rest on as a JSON value."""
+    """Return name, basis, sources and guesses of a machine's prices as a JSON object, for reports."""
     return {"machine": costs.name, "basis": costs.basis, "rests_on": costs.rests, "guesses": costs.guesses}

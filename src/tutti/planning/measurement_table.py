@@ -121,11 +121,16 @@ class TableRow:
     numbers: Mapping[str, float]
 
     def number(self, role: str, default: float = math.nan) -> float:
-        """Return a number, or the default where it is missing."""
+        """Return the number in the column with this role (such as ``step_time``), in SI units.
+
+        Args:
+            role: of the column, see ``column_role``.
+            default: returned where the cell is missing or no number.
+        """
         return self.numbers.get(role, default)
 
     def label(self, *roles: str) -> str:
-        """Return the texts of roles, joined; a missing one is left out."""
+        """Return the texts in the columns with these roles, joined by `` / ``; a missing one is left out."""
         return " / ".join(self.text[role] for role in roles if self.text.get(role))
 
 
@@ -147,7 +152,9 @@ class MeasurementTable:
 
 
 def column_role(name: str) -> tuple[str, float]:
-    """Return a column's role and the factor to SI of its unit; the role is empty where nobody knows the name.
+    """Return the meaning of a column by its name: its role, and the factor that converts its unit to SI.
+
+    The role is a key such as ``step_time`` for all names in use; empty for a name that is not known.
 
     >>> column_role("iteration time (ms)"), column_role("# GPUs"), column_role("Bytes"), column_role("colour")
     (('step_time', 0.001), ('devices', 1.0), ('size', 1.0), ('', 1.0))
@@ -186,7 +193,14 @@ def _plausible(role: str, value: float) -> bool:
 
 
 def read_row(cells: Mapping[str, str], roles: Mapping[str, tuple[str, float]]) -> TableRow:
-    """Return a row by role. A number is kept where it is positive, a metric with any sign."""
+    """Convert the cells of a row to texts and numbers by role.
+
+    A number is kept where it is positive and plausible, a metric with any sign; a missing cell is left out.
+
+    Args:
+        cells: text of each cell by column.
+        roles: role and unit factor of each known column (``column_role``).
+    """
     text: dict[str, str] = {}
     numbers: dict[str, float] = {}
     for column, (role, factor) in roles.items():
@@ -201,12 +215,15 @@ def read_row(cells: Mapping[str, str], roles: Mapping[str, tuple[str, float]]) -
 
 
 def replicas_by_node(placement: str, replicas: float = math.nan, nodes: float = math.nan) -> list[int]:
-    """Return the replicas of each node, from one digit a node, separated numbers, or one number for all nodes.
+    """Parse a placement of replicas on nodes: one digit a node, separated numbers, or one number for all nodes.
 
     Args:
         placement: the text.
         replicas: of all nodes, NaN if unknown.
         nodes: their number, NaN if unknown.
+
+    Returns:
+        Number of replicas of each node, in the first reading that agrees with both totals; empty if none does.
 
     >>> replicas_by_node("224"), replicas_by_node("4,4,16"), replicas_by_node("4", replicas=8)
     ([2, 2, 4], [4, 4, 16], [4, 4])
@@ -306,7 +323,10 @@ def _samples_seen(row: TableRow) -> TableRow:
 
 
 def read_tables(folder: Path) -> list[MeasurementTable]:
-    """Return every CSV or TSV file of a folder, recognised or with the reason why not. No file makes this fail."""
+    """Read every CSV or TSV file below a folder as a table of measurements, and recognise its kind.
+
+    No file makes this fail: one that cannot be read or recognised is returned without rows and with the reason.
+    """
     found = []
     for path in sorted(each for each in folder.rglob("*") if each.suffix.lower() in (".csv", ".tsv")):
         name = str(path.relative_to(folder))

@@ -67,6 +67,10 @@ def model_facts(name: str, config: TrainConfig) -> Facts:
     """Compute a model's sizes from shapes alone, on fake tensors, without allocation or computation.
 
     Only activations are computed with few real samples if the model or its loss reads values.
+
+    Args:
+        name: name of the task.
+        config: the run, with a number of devices.
     """
     task = task_registry.load_task(name, data=config.data, model=config.model, augment=config.augment)
     choice = parallel.parse_strategy(config.strategy)
@@ -129,7 +133,7 @@ def _largest(config: TrainConfig, choice: Choice, devices: int) -> int:
 
 
 def model_of(task: Task, config: TrainConfig) -> nn.Module:
-    """The task's model in the precision of the configuration."""
+    """Build the task's model, in float64 for the precision fp64, and else as the task builds it."""
     model = task.model()
     return model.double() if config.precision == "fp64" else model
 
@@ -151,7 +155,7 @@ def _messages(found: Facts, split: DeviceSplit, ranks: int) -> float:
 
 
 def summing(trained: float, shards: int, ranks: int) -> float:
-    """Return the bytes of the messages that reduce whole gradients, besides the gradients of backward.
+    """Return the bytes of communication buffers that reduce whole gradients, besides the gradients of backward.
 
     Args:
         trained: bytes of trainable parameters.
@@ -198,7 +202,10 @@ def _peak(model: nn.Module, task: Task, config: TrainConfig, sample: Any, sample
 
 
 def first_sample(task: Task) -> Any:
-    """Return a batch of the task's first sample; None for a stream, which must not be read."""
+    """Return a batch that holds the first sample of the task's training data.
+
+    None for a stream, which must not be read before the run.
+    """
     data = adapt_training(task.train)
     return None if isinstance(data, Stream) else data.fetch(np.arange(1), None)
 
@@ -275,20 +282,21 @@ def measure(name: str, config: TrainConfig, directory: Path) -> None:
 
 
 def memory_rows(memory: Memory) -> Mapping[str, float]:
-    """Return the non-zero kinds of bytes by name, and their total."""
+    """Return the non-zero kinds of bytes by name (parameters, gradients, …), with their sum as ``total``."""
     named = {field.name: float(getattr(memory, field.name)) for field in fields(memory)}
     return {**{name: value for name, value in named.items() if value}, "total": memory.total}
 
 
 def nearest_plan(found: Facts, config: TrainConfig, room: float) -> TrainConfig | None:
-    """Return the plan nearest to ``config`` that fits: smaller micro-batches, or sharding over more devices.
-
-    None if no plan with up to 1,024 devices fits.
+    """Search the plan nearest to ``config`` that fits: smaller micro-batches, or sharding over more devices.
 
     Args:
         found: sizes of the model.
         config: the run.
         room: bytes of a device.
+
+    Returns:
+        The changed configuration; None if no plan with up to 1,024 devices fits.
     """
     own = plan_memory(found, config)
     each = own.activations / _largest(config, parallel.parse_strategy(config.strategy), int(config.devices))

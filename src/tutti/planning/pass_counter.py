@@ -25,14 +25,23 @@ class PassCounter:
 
     @contextmanager
     def part(self, name: str, total: int = 0) -> Iterator[None]:
-        """Report passes within the block under ``name``; ``total``: how many there will be, 0 if unknown."""
+        """Report progress under a name while the block of this context manager runs.
+
+        Args:
+            name: shown before the count.
+            total: number of passes that the block will make; 0 if unknown.
+        """
         self._name, self._total, self._before = name, total, self.passes.total()
         self._begin = self._said = time.monotonic()
         yield
         self._say("\n")
 
     def count(self, kind: str) -> None:
-        """Count one pass of this kind."""
+        """Count one pass over the samples, and rewrite the progress line if it is due.
+
+        Args:
+            kind: key in ``passes``, such as ``gradient``.
+        """
         self.passes[kind] += 1
         if time.monotonic() - self._said >= (_REFRESH if self._live else _QUIET):
             self._say("" if self._live else "\n")

@@ -33,13 +33,13 @@ class PassPrices:
     _known: dict[tuple[object, ...], Array] = field(default_factory=dict)
 
     def group(self, group: GroupWork, passed: Pass, samples: int, checkpointing: str) -> Array:
-        """Return the seconds of a group's pass over a micro-batch; backward includes recomputation.
+        """Return the seconds of one module group's forward or backward over a micro-batch: (draws,).
 
         Args:
-            group: of the workload.
-            passed: the pass.
+            group: module group of the workload.
+            passed: ``forward`` or ``backward``; backward includes recomputation.
             samples: of the micro-batch.
-            checkpointing: activation checkpointing.
+            checkpointing: choice of activation checkpointing, such as ``none``.
         """
 
         def price() -> Array:
@@ -49,12 +49,12 @@ class PassPrices:
         return self.once((group.name, passed, samples, checkpointing if passed == "backward" else ""), price)
 
     def total(self, passed: Pass, samples: int, checkpointing: str) -> Array:
-        """Return the seconds of a pass of the whole model and its loss; backward includes recomputation.
+        """Return the seconds of a forward or backward of the whole model and its loss over a micro-batch.
 
         Args:
-            passed: the pass.
+            passed: ``forward`` or ``backward``; backward includes recomputation.
             samples: of the micro-batch.
-            checkpointing: activation checkpointing.
+            checkpointing: choice of activation checkpointing, such as ``none``.
 
         Returns:
             (draws,) seconds.
@@ -67,16 +67,26 @@ class PassPrices:
         return self.once(("total", passed, samples, checkpointing), add)
 
     def once(self, key: tuple[object, ...], price: Callable[[], Array]) -> Array:
-        """Return the price under a key, from ``price`` the first time."""
+        """Return the price cached under a key; the first time compute it.
+
+        Args:
+            key: whatever the price depends on, besides workload and costs.
+            price: computes it, (draws,) seconds.
+        """
         if key not in self._known:
             self._known[key] = price()
         return self._known[key]
 
 
 def backward_work(group: GroupWork, checkpointing: str) -> list[PassWork]:
-    """Return the work of a group's backward, with what activation checkpointing computes again.
+    """Return the work of a module group's backward: the pass itself, and what activation checkpointing computes again.
 
-    Raises UsageError for a choice that recomputes nothing in this model.
+    Args:
+        group: module group of the workload.
+        checkpointing: choice of activation checkpointing, such as ``none``.
+
+    Raises:
+        UsageError: the choice recomputes nothing in this model.
     """
     if checkpointing not in group.recompute:
         raise UsageError(

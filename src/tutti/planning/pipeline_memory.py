@@ -43,7 +43,7 @@ class MicroBatchSizes:
 
     @classmethod
     def of(cls, config: TrainConfig) -> MicroBatchSizes:
-        """Return the sizes that ``config`` leads to."""
+        """Compute number and size of a logical worker's micro-batches from strategy, batch and ``--micro-batch``."""
         choice = parallel.parse_strategy(config.strategy)
         ranks = choice.data_ranks(int(config.devices))
         workers = config.workers or ranks
@@ -56,13 +56,19 @@ class MicroBatchSizes:
 
 
 def timed(config: TrainConfig) -> bool:
-    """Whether a run would partition the model by measured times of its modules."""
+    """Return whether a run would balance its pipeline stages by measured times of modules, not by parameters.
+
+    Args:
+        config: the run; its strategy is a pipeline.
+    """
     layout = parallel.parse_strategy(config.strategy).layout
     return layout.schedule != "one_by_one" and not config.reproducible and not layout.begins
 
 
 def time_modules(name: str, config: TrainConfig, directory: Path) -> None:
-    """Measure the seconds of each module as a run does, and write them into ``directory``. Needs its own process.
+    """Measure the seconds of each module as a pipeline run does, and write them into ``directory`` as JSON.
+
+    It initialises and ends tutti on one device, so call it in a process of its own.
 
     Args:
         name: name of the task.
@@ -80,19 +86,24 @@ def time_modules(name: str, config: TrainConfig, directory: Path) -> None:
 
 
 def alone(config: TrainConfig) -> TrainConfig:
-    """Return the configuration for ``time_modules``: one device, with micro-batches of the same size."""
+    """Return ``config`` for one device, with micro-batches of the same size, as ``time_modules`` needs it."""
     workers = config.workers or parallel.parse_strategy(config.strategy).data_ranks(int(config.devices))
     micro = MicroBatchSizes.of(config).samples
     return replace(config, strategy="single", devices="1", workers=workers, micro_batch=micro)
 
 
 def observe_stages(name: str, config: TrainConfig, seconds: Mapping[str, float]) -> StagePlan:
-    """Return the model's blocks and the partition of a run, as ``parallel.pipeline.stage_memory.StagePlan``.
+    """Partition the model into pipeline stages as a run would, and observe the memory of its blocks.
+
+    The model is built and run on fake tensors, or with few real samples if it reads values.
 
     Args:
         name: name of the task.
         config: the run.
         seconds: measured time of each module; empty to partition by parameters.
+
+    Returns:
+        Blocks and partition, as ``parallel.pipeline.stage_memory.StagePlan``.
 
     Raises:
         UsageError: the model cannot be partitioned.
@@ -135,11 +146,11 @@ def _look(
 
 
 def plan_stage_memory(found: Facts, ahead: StagePlan, config: TrainConfig) -> list[Memory]:
-    """Return the bytes on each device of a replica, by stage rank.
+    """Estimate the bytes on each device of a pipeline, by kind; one entry for each stage rank.
 
     Args:
         found: sizes of the model.
-        ahead: the ``StagePlan`` of a run.
+        ahead: blocks and partition of the run, from ``observe_stages``.
         config: the run.
     """
     choice, micro_batches = parallel.parse_strategy(config.strategy), MicroBatchSizes.of(config)
@@ -149,11 +160,11 @@ def plan_stage_memory(found: Facts, ahead: StagePlan, config: TrainConfig) -> li
 
 
 def fitting(found: Facts, ahead: StagePlan, config: TrainConfig, room: float) -> StagePlan | None:
-    """Return the most even partition whose stages all fit into ``room`` bytes; None if there is none.
+    """Return the most even partition of a pipeline whose stages all fit into a device; None if there is none.
 
     Args:
         found: sizes of the model.
-        ahead: the ``StagePlan`` of a run.
+        ahead: blocks and partition of the run, from ``observe_stages``.
         config: the run.
         room: bytes of a device.
     """
@@ -167,7 +178,14 @@ def fitting(found: Facts, ahead: StagePlan, config: TrainConfig, room: float) ->
 
 
 def pinned(config: TrainConfig, ahead: StagePlan) -> TrainConfig:
-    """Return ``config`` with the partition of ``ahead`` as explicit cuts; unchanged if a cut has no name."""
+    """Return ``config`` with the partition of ``ahead`` written as the option ``cuts`` of its strategy.
+
+    Unchanged if a cut has no name, because it is not at the border of a module.
+
+    Args:
+        config: the run.
+        ahead: blocks and partition, from ``observe_stages``.
+    """
     if not all(ahead.names):
         return config
     if parallel.parse_strategy(config.strategy).layout.modules:

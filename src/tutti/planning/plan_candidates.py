@@ -43,19 +43,29 @@ class PlanCandidates:
     evaluated: int = 0
 
     def lack(self, strategy: str, lacking: float) -> None:
-        """Count a plan of which a device lacks so many bytes."""
+        """Count a plan that does not fit into the memory of a device.
+
+        Args:
+            strategy: name of its strategy, under which it is counted.
+            lacking: bytes that the fullest device lacks.
+        """
         least, number = self.lacking.get(strategy, (lacking, 0))
         self.lacking[strategy] = min(least, lacking), number + 1
 
     def refusals(self) -> dict[str, int]:
-        """Return the reasons of refused plans, with their numbers."""
+        """Return the number of plans that were left out, by reason in words; also those that do not fit into memory."""
         short = {
             f"{name}: {least / (1 << 30):.2g} GiB short at the least": n for name, (least, n) in self.lacking.items()
         }
         return {**self.refused, **short}
 
     def refuse(self, strategy: str, why: str) -> None:
-        """Count a choice that cannot be planned."""
+        """Count a plan that cannot be made.
+
+        Args:
+            strategy: name of its strategy.
+            why: the reason; equal reasons are counted together.
+        """
         text = f"{strategy}: {why}"
         self.refused[text] = self.refused.get(text, 0) + 1
 
@@ -73,7 +83,11 @@ def is_single_update(strategy: str) -> bool:
 
 
 def measured_steps(runs: Sequence[RunEvidence]) -> list[PlannedStep]:
-    """Return the measured step of each plan: the median of its runs."""
+    """Return the measured step time of each plan that runs have made: the median over its runs, with random draws.
+
+    Runs with fewer than ten recorded steps are left out, and so are strategies without one update a step whose runs
+    have not reached the target.
+    """
     grouped: dict[tuple[int, int, str, tuple[tuple[str, object], ...]], list[RunEvidence]] = {}
     for run in runs:
         if run.step_seconds is not None:
@@ -101,12 +115,17 @@ def measured_steps(runs: Sequence[RunEvidence]) -> list[PlannedStep]:
 
 
 def check_measured_algorithms(strategies: Sequence[str], measured: Sequence[PlannedStep], command: str) -> None:
-    """Raise UsageError for a strategy without one update a step that no run has trained to the target.
+    """Refuse strategies for which the samples to the target cannot be known without a run of their own.
+
+    These are strategies whose workers make updates alone, such as ``local_sgd``.
 
     Args:
-        strategies: asked for.
-        measured: steps of runs.
+        strategies: asked for, as texts of ``--strategy``.
+        measured: steps of runs that have reached the target.
         command: ``tutti train`` with task and target, for the remedy.
+
+    Raises:
+        UsageError: there is no such run of one of them.
     """
     for strategy in strategies:
         if not is_single_update(strategy) and not any(step.strategy == strategy for step in measured):
@@ -120,7 +139,12 @@ def check_measured_algorithms(strategies: Sequence[str], measured: Sequence[Plan
 
 
 def plan_config_of(step: PlannedStep, base: TrainConfig) -> TrainConfig:
-    """Return the run of a planned step; ``base`` has all options besides those of a plan."""
+    """Return the configuration of a run that makes a planned step.
+
+    Args:
+        step: gives devices, batch, strategy and their further options.
+        base: all other options.
+    """
     chosen: dict[str, Any] = {"micro_batch": None, "activation_checkpointing": "none", **dict(step.options)}
     return replace(
         base, strategy=step.strategy, devices=str(step.devices), batch_size=step.batch, workers=None, **chosen
@@ -128,7 +152,7 @@ def plan_config_of(step: PlannedStep, base: TrainConfig) -> TrainConfig:
 
 
 def step_key(step: PlannedStep) -> tuple[object, ...]:
-    """Return equal values for steps of one plan, however its options are written.
+    """Return a hashable key that is equal for steps of the same plan, however their options are written.
 
     >>> def made(text, **options):
     ...     return PlannedStep(4, 64, text, 1.0, np.ones(1), {}, "", options=tuple(options.items()))

@@ -84,12 +84,12 @@ def plan_seconds(seconds: float) -> str:
 
 
 def headline(best: Sequence[DevicePlan], target: TrainingTarget, chosen: DevicePlan | None = None) -> str:
-    """Return the answer in one sentence.
+    """Return the answer of ``tutti plan`` in one sentence: devices, time to the target, band, batch and strategy.
 
     Args:
-        best: a plan for each number of devices.
-        target: what they train to.
-        chosen: the plan within limits; None for the knee.
+        best: the fastest plan for each number of devices, by devices.
+        target: metric and value to which they train.
+        chosen: the plan within deadline and budget; None for the knee, the last doubling of devices that is worth it.
     """
     knee = find_knee(best)
     answer = chosen or knee or best[0]
@@ -114,12 +114,12 @@ def headline(best: Sequence[DevicePlan], target: TrainingTarget, chosen: DeviceP
 def plan_json(
     plans: Sequence[DevicePlan], reasons: Mapping[int, LostReason], marks: Mapping[int, Sequence[str]]
 ) -> list[dict[str, Any]]:
-    """Return plans as JSON values.
+    """Return plans as JSON objects, in their order.
 
     Args:
         plans: all plans.
-        reasons: of the losers, by place in ``plans``.
-        marks: knee, cheapest …, by place.
+        reasons: why plans take longer than the fastest, by index in ``plans``.
+        marks: words such as ``knee`` and ``cheapest``, by index in ``plans``.
     """
     found = []
     for place, plan in enumerate(plans):

@@ -39,7 +39,7 @@ _MOST_EVALUATED = 48
 def plan_choices(
     counts: Sequence[int], batches: Sequence[int], strategies: Sequence[str], checkpointing: Sequence[str]
 ) -> Iterator[PlannedStep]:
-    """Yield every plan as a step without seconds.
+    """Yield every combination of devices, batch, strategy, micro-batch and checkpointing, as steps without seconds.
 
     Args:
         counts: numbers of devices.
@@ -66,7 +66,13 @@ def plan_choices(
 
 
 def open_options(text: str, devices: int) -> list[str]:
-    """Return the strategies that fill in the options which ``text`` leaves open, for this number of devices.
+    """Return texts of ``--strategy`` with every combination of the options to search that ``text`` leaves open.
+
+    Searched are the ZeRO stage of ``sharded``, and number of stages and schedule of ``pipeline``.
+
+    Args:
+        text: as given to ``--strategy``; options in it are kept.
+        devices: number of devices, which the stages must divide.
 
     >>> open_options("sharded", 4), open_options("pipeline:schedule=gpipe", 4), open_options("mirrored", 4)
     (['sharded:stage=1', 'sharded:stage=2', 'sharded:stage=3'], ['pipeline:schedule=gpipe,stages=2', \
@@ -119,7 +125,13 @@ class StepPricer:
     _checked: dict[tuple[str, int], str] = field(default_factory=dict)
 
     def floor(self, step: PlannedStep) -> PlannedStep:
-        """Return a step whose seconds are a lower bound, or its evaluated step where its strategy has no bound."""
+        """Return the step with a lower bound of its seconds, which is much cheaper to compute than ``evaluate``.
+
+        A strategy without such a bound gets its evaluated seconds.
+
+        Raises:
+            UsageError: the step cannot be built.
+        """
         config, facts, prices = self._open(step)
         bound = step_floor(facts, config, self.costs, prices)
         if bound is None:
@@ -127,7 +139,13 @@ class StepPricer:
         return self._made(step, bound.seconds, self._terms(bound.terms, config, prices), least=True)
 
     def evaluate(self, step: PlannedStep) -> PlannedStep:
-        """Return a step with the seconds of its program. Raises UsageError where it cannot be built."""
+        """Return the step with its predicted seconds, from simulating all computation and messages of its devices.
+
+        Measured steps scale the prediction (``calibrate``).
+
+        Raises:
+            UsageError: the step cannot be built.
+        """
         config, facts, prices = self._open(step)
         program, slow = build_step(facts, config, self.costs, prices)
         times = evaluate_program(program, SAMPLES)
@@ -136,11 +154,19 @@ class StepPricer:
         return self._made(step, times.seconds, self._terms(terms, config, prices), least=False)
 
     def short(self, step: PlannedStep, memory: float) -> float:
-        """Return the bytes that the fullest device lacks of ``memory``; at most 0 where the plan fits."""
+        """Return the bytes by which the fullest device exceeds its memory; 0 or negative where the plan fits.
+
+        Args:
+            step: the plan.
+            memory: bytes of a device.
+        """
         return self.sizes.device_bytes(plan_config_of(step, self.base)) - memory
 
     def checkpointing(self) -> tuple[str, ...]:
-        """Return the choices of activation checkpointing that find something to recompute in the model."""
+        """Return the choices of activation checkpointing that find anything to recompute in the model.
+
+        ``none`` is the first.
+        """
         return self.sizes.step(
             replace(self.base, strategy="mirrored", devices="1", workers=None)
         ).workload.checkpointing()
@@ -219,15 +245,17 @@ def search_plans(
     memory: float | None,
     found: PlanCandidates,
 ) -> None:
-    """Find the fastest plan of each number of devices, and append the step of every plan to ``found``.
+    """Find the fastest plan of each number of devices, and put the steps of all plans into ``found``.
+
+    Plans are ordered by a lower bound of their time, and only those that may be the fastest are evaluated.
 
     Args:
-        choices: plans.
+        choices: plans, as from ``plan_choices``.
         measured: steps of runs, which replace predictions of the same plan.
         pricer: prices the others.
-        data: to the target.
+        data: samples to the target by batch.
         memory: bytes of a device; None where it is not to be checked.
-        found: receives steps, evaluated or bounded, and refusals.
+        found: receives steps (evaluated, or with a lower bound), refusals, sources and guesses.
     """
     known = {step_key(step) for step in measured}
     rows: dict[int, list[DevicePlan]] = defaultdict(list)

@@ -44,7 +44,7 @@ class Asked:
 
 
 def grouped(elements: Iterable[_Element], key: Callable[[_Element], _Key]) -> dict[_Key, list[_Element]]:
-    """Return elements by key, in the order of first appearance."""
+    """Group elements by ``key(element)``; keys are in the order of first appearance, and so are elements."""
     found: dict[_Key, list[_Element]] = {}
     for element in elements:
         found.setdefault(key(element), []).append(element)
@@ -52,9 +52,10 @@ def grouped(elements: Iterable[_Element], key: Callable[[_Element], _Key]) -> di
 
 
 def cuts(sizes: Sequence[float]) -> list[float]:
-    """Return the sizes to fit up to: those with a smaller one below and one of at least twice the size above.
+    """Return the sizes at which a back-test divides measurements, into those fitted and those predicted.
 
-    There is one in each doubling: the largest size that is no larger than a power of two.
+    It fits sizes up to a cut, and predicts those of twice the cut and more. There is one cut in each doubling: the
+    largest size that is no larger than a power of two, if there is a smaller size and one of at least twice the cut.
 
     >>> cuts([1, 2, 3, 4, 8, 16])
     [2, 4, 8]

@@ -43,7 +43,7 @@ class TrainingRecipe:
 
 
 def recipe_text(recipe: TrainingRecipe) -> str:
-    """Return a recipe as the text of ``recipe.json``."""
+    """Return the JSON text of ``recipe.json``: target, E_min, critical batch and their draws."""
     value = {
         "format": RECIPE_FORMAT,
         "target": {"metric": recipe.metric, "value": recipe.value},
@@ -56,7 +56,15 @@ def recipe_text(recipe: TrainingRecipe) -> str:
 
 
 def write_recipe(recipe: TrainingRecipe, path: Path) -> None:
-    """Write ``recipe.json``. Raises DiskError."""
+    """Write a posterior of the data to a target as ``recipe.json``, for ``tutti plan --recipe``.
+
+    Args:
+        recipe: what to write.
+        path: the file.
+
+    Raises:
+        DiskError: the file cannot be written.
+    """
     try:
         path.write_text(recipe_text(recipe), encoding="utf-8")
     except OSError as error:
@@ -64,7 +72,7 @@ def write_recipe(recipe: TrainingRecipe, path: Path) -> None:
 
 
 def read_recipe(path: Path) -> TrainingRecipe:
-    """Read ``recipe.json``.
+    """Read the posterior of the data to a target from a ``recipe.json``.
 
     Raises:
         UsageError: the file is missing, of another version, or one of its numbers is missing or not above 0.

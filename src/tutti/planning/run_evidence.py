@@ -57,7 +57,10 @@ class RunEvidence:
 
 
 def find_runs(paths: Sequence[Path]) -> list[Path]:
-    """Return run directories: the given ones, and those directly in given folders that are none themselves.
+    """Find run directories of ``tutti train`` (they hold a ``config.toml``), without repetition.
+
+    Args:
+        paths: each a run directory, or a folder whose direct subfolders are searched for run directories.
 
     Raises:
         UsageError: a path is neither.
@@ -74,7 +77,11 @@ def find_runs(paths: Sequence[Path]) -> list[Path]:
 
 
 def read_evidence(path: Path) -> RunEvidence:
-    """Read one run directory. Raises UsageError for a configuration or records that cannot be read."""
+    """Read configuration, target and step times from one run directory of ``tutti train``.
+
+    Raises:
+        UsageError: configuration or records cannot be read.
+    """
     values = dict(read_file(path / "config.toml"))
     task = str(values.pop("task", ""))
     config = TrainConfig(**values)
@@ -138,10 +145,19 @@ def _host(path: Path) -> str:
 
 
 def usable_runs(found: Sequence[RunEvidence], task: str) -> tuple[list[RunEvidence], list[str]]:
-    """Return the runs of one problem, and lines on what was left out or differs.
+    """Select the runs that say something about training a task, and check that they train the same problem.
+
+    Runs whose batch or learning rate changes by itself are left out.
+
+    Args:
+        found: runs, of which the first kept one sets model and data.
+        task: name of the task.
+
+    Returns:
+        The runs, and lines in words on runs left out and on options in which the kept ones differ.
 
     Raises:
-        UsageError: a run is of another task, model or data than the first.
+        UsageError: a run is of another task, or of another model or data than the first.
     """
     notes: list[str] = []
     kept: list[RunEvidence] = []
@@ -172,13 +188,16 @@ def usable_runs(found: Sequence[RunEvidence], task: str) -> tuple[list[RunEviden
 def measured_targets(
     runs: Sequence[RunEvidence], target: TrainingTarget | None
 ) -> tuple[TrainingTarget, list[MeasuredTarget], list[str]]:
-    """Return the target, the data to it by batch, and lines on what was left out.
+    """Return the samples that runs needed to a target, by batch size.
 
     A run that missed the target counts as infinitely many samples; a batch whose median run missed it is left out.
 
     Args:
         runs: runs of one problem, of synchronous strategies.
         target: None for the one target of the runs.
+
+    Returns:
+        The target; median samples to it and number of runs for each batch; and lines in words on what was left out.
 
     Raises:
         UsageError: no run has a target, they have several, or no run has this one.

@@ -63,16 +63,16 @@ class TensorFacts:
 
     @property
     def elements(self) -> int:
-        """Number of elements."""
+        """Number of elements of the parameter."""
         return int(np.prod(self.shape, dtype=np.int64)) if self.shape else 1
 
     @property
     def bytes(self) -> int:
-        """Bytes."""
+        """Bytes of the parameter."""
         return self.elements * self.dtype.itemsize
 
     def padded(self, ranks: int) -> int:
-        """Return the elements of the rows of all ranks, each padded to the largest share of the first dimension."""
+        """Return the elements on all ranks together if each holds equally many rows (first dimension), with padding."""
         rows = self.shape[0] if self.shape else 1
         return len(even_share(rows, ranks, 0)) * ranks * (self.elements // max(rows, 1))
 
@@ -110,11 +110,13 @@ class StepFacts:
 def gradient_vectors(
     tensors: Sequence[TensorFacts], wire: str = "fp32", bucket_mb: float | None = None
 ) -> list[GradientVector]:
-    """Return the vectors that ``OverlappedReducer`` adds up in a step: its buckets, and the tail behind the last one.
+    """Return the flat vectors that data ranks all-reduce in a step: gradient buckets, a tail of loss sums and flags.
+
+    The tail is part of the last bucket where dtypes allow it, else a vector of its own. As in ``OverlappedReducer``.
 
     Args:
         tensors: trainable parameters, in the model's order.
-        wire: dtype of the messages.
+        wire: dtype of the messages: ``fp32`` (as the gradients), ``bf16`` or ``fp16``.
         bucket_mb: megabytes of a bucket; None: 25.
     """
     tail = Tail(len(tensors), 0).size
@@ -155,13 +157,23 @@ def local_sgd_collectives(
 
 
 def row_bytes(tensors: Sequence[TensorFacts], ranks: int) -> list[int]:
-    """Return the bytes of the buckets of ZeRO stage 1, whose tensors are padded to equal rows of all ranks."""
+    """Return the bytes of each gradient bucket of ZeRO stage 1, in which ranks have equally many rows of every tensor.
+
+    Args:
+        tensors: trainable parameters, in the model's order.
+        ranks: ranks that shard the optimizer state; rows are padded to a multiple of them.
+    """
     buckets = plan_buckets([(t.bytes, str(t.dtype)) for t in tensors], int(_BUCKET_MB * _MEGABYTE))
     return [sum(tensors[i].padded(ranks) * tensors[i].dtype.itemsize for i in group) for group in buckets]
 
 
 def module_bytes(facts: StepFacts, ranks: int) -> dict[str, int]:
-    """Return the bytes of the parameters of each FSDP-wrapped module, padded to equal rows of all ranks."""
+    """Return the bytes of trainable parameters of each module group, as FSDP gathers them: rows padded to all ranks.
+
+    Args:
+        facts: what the model computes and sends.
+        ranks: ranks over which the rows are sharded.
+    """
     sizes = {group.name: 0 for group in facts.workload.groups}
     for tensor in facts.tensors:
         sizes[tensor.group] += tensor.padded(ranks) * tensor.dtype.itemsize
@@ -169,12 +181,15 @@ def module_bytes(facts: StepFacts, ranks: int) -> dict[str, int]:
 
 
 def totals_bytes(tensors: Sequence[TensorFacts]) -> int:
-    """Return the bytes of the all-reduce of loss sums, used flags and the norm of a sharded step."""
+    """Return the bytes of the small all-reduce of a sharded step: loss sums, flags by parameter, and squared norm."""
     return 8 * (Tail(len(tensors), 0).size + 1)
 
 
 def rank_micro_batches(config: TrainConfig) -> list[list[int]]:
-    """Return the samples of each micro-batch of data rank 0, which has most, by logical worker."""
+    """Return the sizes in samples of the micro-batches of data rank 0, one list for each of its logical workers.
+
+    Rank 0 has at least as many samples as any other.
+    """
     choice = parallel.parse_strategy(config.strategy)
     ranks = choice.data_ranks(int(config.devices))
     workers = config.workers or ranks
@@ -187,7 +202,7 @@ def rank_micro_batches(config: TrainConfig) -> list[list[int]]:
 
 
 def check_buildable(config: TrainConfig) -> None:
-    """Raise UsageError for a strategy or an option of it whose step cannot be built."""
+    """Raise UsageError if the step of this strategy, or of one of its options, cannot be simulated."""
     choice = parallel.parse_strategy(config.strategy)
     where = f"--strategy {config.strategy}"
     if choice.name not in BUILT:
@@ -225,7 +240,7 @@ def check_buildable(config: TrainConfig) -> None:
 def build_step(
     facts: StepFacts, config: TrainConfig, costs: StepCosts, prices: PassPrices | None = None
 ) -> tuple[StepProgram, Array]:
-    """Build the program of a step.
+    """List all computations and messages of a training step, with their seconds and what each waits for.
 
     Args:
         facts: what the model computes and sends.
@@ -235,7 +250,7 @@ def build_step(
 
     Returns:
         The program of a device that computes as long as the slowest, or of one pipeline of such devices; and the
-        factor by which the slowest computes longer than the typical one, one element a sample.
+        factor by which the slowest computes longer than the typical one, one element a draw.
 
     Raises:
         UsageError: the strategy, one of its options, or a link cannot be priced.
@@ -262,12 +277,15 @@ def build_step(
 
 
 def typical_computing(config: TrainConfig, parts: Sequence[Sequence[int]], prices: PassPrices) -> Array:
-    """Return the seconds of all passes over the micro-batches of a data rank on a device that has the whole model.
+    """Return the seconds of forward and backward of all micro-batches of a data rank, on one typical device.
 
     Args:
         config: the run.
-        parts: samples of each micro-batch, by logical worker.
+        parts: samples of each micro-batch, by logical worker (``rank_micro_batches``).
         prices: of the passes.
+
+    Returns:
+        (draws,) seconds, as if the device held the whole model.
     """
     total, choice = np.zeros(SAMPLES), config.activation_checkpointing
     for samples, number in Counter(samples for worker in parts for samples in worker).items():
@@ -276,13 +294,13 @@ def typical_computing(config: TrainConfig, parts: Sequence[Sequence[int]], price
 
 
 def all_reduce_seconds(costs: StepCosts, exchange: Any, ranks: int, size: float) -> Array:
-    """Return the seconds of the all-reduce of one vector of ``size`` bytes over the data ranks, for each draw.
+    """Return the seconds of the all-reduce of one vector over the data ranks, one element a draw.
 
     Args:
         costs: prices of the machine.
-        exchange: options of an all-reduce.
+        exchange: options of an all-reduce, such as the algorithm.
         ranks: data ranks.
-        size: bytes.
+        size: bytes of the vector.
     """
     if exchange.schedule is None:
         return costs.collective("all_reduce", ranks, size)
@@ -598,11 +616,11 @@ def _known(*places: int) -> tuple[int, ...]:
 
 
 def crossing_groups(uses: Mapping[str, tuple[int, int]], bounds: Sequence[int]) -> tuple[tuple[str, ...], ...]:
-    """Return the names whose values cross each cut.
+    """Return for each cut between pipeline stages the names of the modules whose output a later stage needs.
 
     Args:
-        uses: place of each name in the model's body, and of the last use of its value.
-        bounds: of the stages.
+        uses: by module name, index of its call in the traced forward, and of the last node that uses its output.
+        bounds: index of the first node of each stage, and at the end the number of nodes.
 
     >>> crossing_groups({"a": (0, 2), "b": (1, 2), "c": (2, 3)}, [0, 1, 2, 3])
     (('a',), ('a', 'b'))

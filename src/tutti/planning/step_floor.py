@@ -51,7 +51,9 @@ class StepFloor:
 
 
 def step_floor(facts: StepFacts, config: TrainConfig, costs: StepCosts, prices: PassPrices) -> StepFloor | None:
-    """Return a lower bound of a step; None for a strategy without one, whose program must be evaluated.
+    """Return a lower bound of a step's seconds in closed form; None for a strategy without one.
+
+    Such a strategy's program must be evaluated (``build_step``).
 
     Args:
         facts: what the model computes and sends.

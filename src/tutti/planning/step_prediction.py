@@ -119,7 +119,7 @@ class TaskSizes:
         self._observed: dict[tuple[Any, ...], StagePlan] = {}
 
     def step(self, config: TrainConfig) -> StepFacts:
-        """Return what the step of a run computes and sends.
+        """Trace what the step of a run computes and sends, or return the trace of an equal earlier run.
 
         Args:
             config: a run; of its devices only the number of pipeline stages matters.
@@ -146,14 +146,22 @@ class TaskSizes:
         return found
 
     def memory(self, config: TrainConfig) -> Facts:
-        """Return the sizes of the model for ``memory_plan``, with a run's activation checkpointing."""
+        """Return the sizes of the model, as ``memory_plan.plan_memory`` takes them.
+
+        Args:
+            config: a run, whose activation checkpointing decides about the activations.
+        """
         choice = config.activation_checkpointing
         if choice not in self._memory:
             self._memory[choice] = model_facts(self._name, config)
         return self._memory[choice]
 
     def device_bytes(self, config: TrainConfig) -> float:
-        """Return the bytes on the fullest device, as `predict_step` predicts them."""
+        """Return the predicted bytes on the device that holds most, by the same formulas as `predict_step`.
+
+        Args:
+            config: the run, with a number of devices.
+        """
         choice, facts = parallel.parse_strategy(config.strategy), self.memory(config)
         if choice.shape(int(config.devices))["stage"] == 1:
             return plan_memory(facts, config).total
@@ -227,7 +235,7 @@ def _stage_facts(partition: StagePartition, model: nn.Module, names: Sequence[st
 
 
 def gather_sizes(task_name: str, config: TrainConfig) -> ModelSizes:
-    """Trace the model and its loss on fake tensors; nothing is computed.
+    """Trace what a training step computes, sends and keeps in memory, on fake tensors; nothing is computed.
 
     Args:
         task_name: name of the task.
@@ -244,14 +252,17 @@ def gather_sizes(task_name: str, config: TrainConfig) -> ModelSizes:
 def predict_step(
     task_name: str, sizes: ModelSizes, config: TrainConfig, costs: StepCosts, residuals: Residuals
 ) -> tuple[StepPrediction, StepTimes]:
-    """Predict the step of a run, and return the evaluated program beside it.
+    """Predict time, memory and messages of a training step by simulating it.
 
     Args:
         task_name: name of the task.
-        sizes: of its model.
+        sizes: of its model, from ``gather_sizes``.
         config: the run, with a number of devices.
         costs: prices of the machine.
-        residuals: scores of earlier predictions, by cell.
+        residuals: scores of earlier predictions, by cell, for the band.
+
+    Returns:
+        The prediction, and start and end of every action of the step.
 
     Raises:
         UsageError: the strategy, its options or a link cannot be predicted.
@@ -293,15 +304,16 @@ def predict_step(
 def step_band(
     seconds: Array, costs: StepCosts, devices: int, residuals: Residuals
 ) -> tuple[tuple[float, float] | None, str]:
-    """Return the 90 % band of a step, and where it comes from; None where too few checked predictions are like it.
+    """Return the 90 % band of a step's seconds, and where it comes from in words.
 
-    A cell is ``simulated step, BASIS machine`` and the distance from the devices of a measured node.
+    The band is None where too few predictions like it were checked: predictions from the same kind of machine
+    (measured or published) to about as many times more devices than a measured node has.
 
     Args:
         seconds: over the draws.
         costs: prices, with their basis.
         devices: of the run.
-        residuals: scores by cell.
+        residuals: scores of checked predictions, by cell.
     """
     measured = costs.network.per_node if costs.basis == "measured" else devices
     cell = f"{SIMULATED}, {costs.basis} machine, {distance_class(devices / measured)}"
@@ -324,7 +336,12 @@ def alone_config(config: TrainConfig) -> TrainConfig:
 
 
 def note_partition(choice: Any, costs: StepCosts) -> None:
-    """Name what a pipeline's stages rest on."""
+    """Add to the guesses of ``costs`` what is assumed about the stages of a pipeline; nothing for other strategies.
+
+    Args:
+        choice: the parsed strategy.
+        costs: prices, whose ``note`` is called.
+    """
     if isinstance(choice.layout, PipelineConfig | LayersConfig):
         costs.note("work outside of the modules between which the pipeline is cut is spread evenly over the stages")
         if not choice.layout.begins:
@@ -354,15 +371,17 @@ def prediction_json(found: Sequence[StepPrediction], costs: StepCosts, task_name
 
 
 def step_shares(times: StepTimes, slow: Array, pipeline: bool) -> dict[str, float]:
-    """Split the step of the slowest device: what the typical device computes less than it, it waits.
+    """Return which fractions of the devices' time go to computing, communication and waiting.
+
+    The program is of a device as slow as the slowest; what a typical device computes less, it waits.
 
     Args:
         times: of the program.
-        slow: factor by which the slowest device computes longer.
+        slow: factor by which the slowest device computes longer, one element a draw.
         pipeline: whether idling of devices is the bubble of a pipeline.
 
     Returns:
-        Fractions of the devices' time: compute, communication, idling, and bubble for a pipeline.
+        ``compute``, ``communication``, ``idling``, and for a pipeline ``bubble``.
     """
     found = times.shares()
     factor = float(np.median(slow))

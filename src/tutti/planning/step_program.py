@@ -97,7 +97,14 @@ class StepProgram:
     between_stages: dict[tuple[int, int], LinkTraffic] = field(default_factory=dict)
 
     def add(self, action: StepAction) -> int:
-        """Append an action; return its place."""
+        """Append an action to the program.
+
+        Returns:
+            Its index, for ``needs`` of later actions.
+
+        Raises:
+            ValueError: the action needs one that has not been added yet.
+        """
         if any(need >= len(self.actions) for need in action.needs):
             raise ValueError(f"action {len(self.actions)} needs a later one: {action.needs}")
         self.actions.append(action)
@@ -116,7 +123,11 @@ class StepProgram:
         self.between_stages[source, to] = LinkTraffic(before.messages + messages, before.bytes + size)
 
     def traffic(self, schedule: Schedule) -> Mapping[tuple[int, int], LinkTraffic]:
-        """Return messages and bytes of each link in one step whose vectors are added up by this schedule."""
+        """Return messages and bytes over each link, as (source rank, destination rank), in one step.
+
+        Args:
+            schedule: of the all-reduce by which the step's vectors are summed; collectives and stages are not included.
+        """
         total: dict[tuple[int, int], LinkTraffic] = {}
         for vector in self.vectors:
             for link, found in schedule.traffic(vector.elements, vector.itemsize).items():
@@ -126,7 +137,11 @@ class StepProgram:
 
 
 def collective_totals(collectives: Sequence[PeriodicCollective], steps: int) -> dict[str, LinkTraffic]:
-    """Return calls and bytes by kind in so many steps from the start of a period.
+    """Return calls and bytes of collectives, by kind, over a number of steps.
+
+    Args:
+        collectives: each with its period.
+        steps: number of steps, counted from the start of a period.
 
     >>> collective_totals([PeriodicCollective("all_gather", 8), PeriodicCollective("all_gather", 100, 4)], 6)
     {'all_gather': LinkTraffic(messages=7, bytes=148)}
@@ -153,11 +168,11 @@ class StepTimes:
 
     @property
     def seconds(self) -> Array:
-        """Seconds of the step, one element a sample."""
+        """Seconds of the step, one element for each random draw of the costs."""
         return np.asarray(self.end.max(axis=0))
 
     def shares(self) -> dict[str, float]:
-        """Return the parts of the devices' time as fractions of the step, in the median sample; they sum to 1.
+        """Return the parts of the devices' time as fractions of the step, in the median draw; they sum to 1.
 
         ``compute`` is forward, backward and update; ``communication`` what no computing of the device covers;
         ``idling`` the rest.
@@ -177,11 +192,14 @@ class StepTimes:
 
     @property
     def median_sample(self) -> int:
-        """The sample whose step is nearest to the median."""
+        """Index of the random draw whose step time is nearest to the median."""
         return int(np.argmin(np.abs(self.seconds - np.median(self.seconds))))
 
     def rows(self) -> list[list[TimelineSegment]]:
-        """Return the timeline of the median sample, a row a device, in which computing hides communication."""
+        """Return the timeline of the median draw: for each device its segments by start time.
+
+        Computing hides communication of the same device: only what it does not cover is a segment.
+        """
         place, found = self.median_sample, []
         for device in range(self.program.devices):
             computing: list[TimelineSegment] = []
@@ -209,7 +227,11 @@ class StepTimes:
 
 
 def evaluate_program(program: StepProgram, samples: int) -> StepTimes:
-    """Evaluate all actions in max-plus.
+    """Compute start and end of every action: each starts when all that it needs have ended and its resource is free.
+
+    Args:
+        program: the actions, in an order in which they can be evaluated.
+        samples: number of random draws; ``seconds`` of every action has as many elements.
 
     >>> program = StepProgram()
     >>> first = program.add(StepAction(0, "backward", np.array([2.0, 3.0])))

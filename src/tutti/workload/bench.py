@@ -27,7 +27,7 @@ _BUSY = 0.3
 
 
 def bench_machine(parts: Sequence[str], ranks: Sequence[int], device: str, folder: Path) -> Machine:
-    """Measure parts of this machine.
+    """Measure parts of this machine, in processes that the launcher starts; blocks until all are measured.
 
     Args:
         parts: some of ``PARTS``.
@@ -86,10 +86,12 @@ class _Failed(TuttiError):
 
 
 def bench_rank(parts: Sequence[str], device: str, begin: float, directory: Path, folder: Path) -> None:
-    """Measure parts on one rank; rank 0 writes the findings. Collective.
+    """Measure parts of the machine on one rank, which the launcher has started. Collective.
+
+    Rank 0 writes figures and curves as JSON into ``directory``.
 
     Args:
-        parts: to measure.
+        parts: to measure, some of ``PARTS``.
         device: auto, cpu or an accelerator.
         begin: ``time.monotonic`` when the launcher was called.
         directory: for the findings.

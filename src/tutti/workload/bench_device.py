@@ -24,7 +24,14 @@ _KEPT = 16
 
 
 def bench_device(device: torch.device, found: Findings) -> None:
-    """Measure matrix products, convolutions by batch, attention, copies and a small operation."""
+    """Measure how long operators take on a device, by size and precision.
+
+    These are matrix products, attention, convolutions, copies, elementwise operators and a minimal operation.
+
+    Args:
+        device: the device.
+        found: receives the curves and figures, whose names begin with ``device/``.
+    """
     accelerator = is_accelerator(device)
     precisions = ("fp32", "bf16", "fp16") if accelerator else ("fp32", "bf16")
     for precision in precisions:
@@ -74,7 +81,12 @@ def _keep_results(call: Callable[[Tensor, Tensor], Tensor], one: Tensor, other: 
 
 
 def bench_optimizer(device: torch.device, found: Findings) -> None:
-    """Measure a step of each optimizer over its number of parameters."""
+    """Measure the seconds of a step of SGD with momentum and of Adam, over the number of parameters.
+
+    Args:
+        device: of the parameters.
+        found: receives a curve for each optimizer.
+    """
     for text in _OPTIMIZERS:
         points = []
         for power in (14, 17, 20, 22):

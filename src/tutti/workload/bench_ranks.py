@@ -23,7 +23,12 @@ _SHARED, _SHARED_ROUNDS = 768, 5
 
 
 def bench_links(world: World, found: Findings) -> None:
-    """Measure messages from each rank to the next: half of a message there and back. Collective."""
+    """Measure messages from each rank to the next: half of a message there and back. Collective.
+
+    Args:
+        world: all ranks.
+        found: receives the curves ``links/I-J`` of seconds over bytes.
+    """
     comms = Communicators(world, Grid(replica=world.identity.size, rank=world.identity.rank))
     line = comms.p2p_channels({"there": 1, "back": -1}, "replica")
     for sender in range(line.size - 1):
@@ -32,7 +37,12 @@ def bench_links(world: World, found: Findings) -> None:
 
 
 def bench_collectives(world: World, found: Findings) -> None:
-    """Measure the collectives of training over all ranks. Bytes are those of the whole tensor. Collective."""
+    """Measure all-reduce, all-gather, reduce-scatter and broadcast over all ranks. Collective.
+
+    Args:
+        world: all ranks.
+        found: receives the curves ``collectives/KIND/RANKS`` of seconds over bytes of the whole tensor.
+    """
     ranks = world.identity.size
     group = Communicators(world, Grid(replica=ranks, rank=world.identity.rank)).world
     makers: dict[str, Callable[[int], Callable[[], object]]] = {
@@ -54,6 +64,10 @@ def bench_shared(world: World, found: Findings) -> None:
 
     Rank 0 computes alone, on a CPU with all of its threads, while the others wait; then all compute, each with the
     threads of a rank. The ratio of both holds the division of threads, and what ranks take from each other.
+
+    Args:
+        world: all ranks, on one node.
+        found: receives the ratios ``shared/matmul/RANKS`` and ``shared/elementwise/RANKS``.
     """
     ranks = world.identity.size
     group = Communicators(world, Grid(replica=ranks, rank=world.identity.rank)).world
@@ -80,7 +94,13 @@ def bench_shared(world: World, found: Findings) -> None:
 
 
 def bench_overlap(world: World, found: Findings) -> None:
-    """Measure by how much an all-reduce and computing beside it slow each other down. Collective."""
+    """Measure by how much an all-reduce and computing beside it slow each other down. Collective.
+
+    Args:
+        world: all ranks.
+        found: receives the ratios ``overlap/compute/RANKS`` (computing, over computing alone) and
+            ``overlap/both/RANKS`` (both, over the longer one alone).
+    """
     ranks = world.identity.size
     group = Communicators(world, Grid(replica=ranks, rank=world.identity.rank)).world
     flat = torch.zeros(_OVERLAPPED // 4, device=world.device)

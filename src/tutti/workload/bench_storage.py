@@ -19,7 +19,11 @@ _BYTES, _ROUNDS = 64 << 20, 3
 
 
 def bench_data(found: Findings) -> None:
-    """Measure the batches of colour images 32×32 that no, one and two loader processes give."""
+    """Measure the samples a second of a data loader in this process, and with one and with two loader processes.
+
+    Args:
+        found: receives the figures ``data/loader/N``, for batches of colour images 32×32 in memory.
+    """
     draws = np.random.default_rng(0)
     images = draws.random((_SAMPLES, 3, 32, 32), dtype=np.float32)
     source = ArraySource(images, np.zeros(_SAMPLES, dtype=np.int64))
@@ -36,11 +40,14 @@ def bench_data(found: Findings) -> None:
 
 
 def bench_disk(folder: Path, found: Findings) -> None:
-    """Measure writing a file until it is on the disk, and reading it from there. Raises DiskError.
+    """Measure writing a file of 64 MiB until it is on the disk, and reading it from there.
 
     Args:
         folder: on the disk to measure.
-        found: gets the figures.
+        found: gets the figures, in bytes a second.
+
+    Raises:
+        DiskError: the file cannot be written.
     """
     data = np.random.default_rng(0).bytes(_BYTES)
     written, read = [], []

@@ -58,7 +58,7 @@ class Findings:
             print(f"  {text}", file=sys.stderr, flush=True)
 
     def content(self) -> dict[str, Any]:
-        """Return figures and curves as a JSON value."""
+        """Return all figures and curves as a JSON object, with the keys ``figures`` and ``curves``."""
         return {
             "figures": {name: asdict(figure) for name, figure in self.figures.items()},
             "curves": {name: asdict(curve) for name, curve in self.curves.items()},
@@ -89,12 +89,17 @@ def time_calls(call: Callable[[], object], device: torch.device, seconds: float 
 
 
 def curve_point(size: float, seconds: Sequence[float]) -> CurvePoint:
-    """Return the point of one size: median and interquartile range."""
+    """Summarise the measurements of one size as a point of a curve: median, interquartile range and number.
+
+    Args:
+        size: work or bytes of one call.
+        seconds: of each measurement.
+    """
     return CurvePoint(size, statistics.median(seconds), quartile_range(seconds), len(seconds))
 
 
 def quartile_range(values: Sequence[float]) -> float:
-    """Return the interquartile range.
+    """Return the interquartile range of measured values.
 
     >>> quartile_range([1, 2, 3, 4, 5])
     2.0
@@ -104,7 +109,11 @@ def quartile_range(values: Sequence[float]) -> float:
 
 
 def fit_line(unit: str, points: Sequence[CurvePoint]) -> Curve:
-    """Return the line seconds = fixed + size / rate with the least squares of relative errors; fixed ≥ 0.
+    """Fit the line seconds = fixed + size / rate to measured points, with least squares of relative errors; fixed ≥ 0.
+
+    Args:
+        unit: of the sizes, such as ``byte`` or ``FLOP``.
+        points: measured seconds by size.
 
     >>> line = fit_line("byte", [CurvePoint(size, 1e-5 + size / 1e9, 0.0, 5) for size in (1e3, 1e5, 1e7)])
     >>> round(line.rate), round(line.fixed * 1e6, 6), round(line.error, 9)

@@ -55,12 +55,15 @@ class OperatorFlop:
 
 
 def count_flop(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> OperatorFlop | None:
-    """Return the floating-point operations of a call; None for an operator without a formula.
+    """Return the floating-point operations of one operator call, by a formula over its shapes.
 
     Args:
         func: the operator, an overload of ``torch.ops``.
         args, kwargs: its arguments.
         result: its result.
+
+    Returns:
+        None for an operator without a formula; see ``class_without_flop`` and ``lacks_formula``.
     """
     name = operator_name(func)
     if _ATTENTION.fullmatch(name):
@@ -80,7 +83,7 @@ def operator_name(func: Any) -> str:
 
 
 def class_without_flop(func: Any) -> OperatorClass:
-    """Return the class of an operator whose seconds depend on its bytes.
+    """Return the class of an operator whose seconds depend on the bytes that it reads and writes, not on FLOP.
 
     >>> import torch
     >>> aten = torch.ops.aten

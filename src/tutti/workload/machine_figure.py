@@ -15,7 +15,16 @@ if TYPE_CHECKING:
 
 
 def write_machine_figure(machine: Machine, path: Path) -> None:
-    """Draw one panel a group of curves. Raises UsageError without matplotlib, DiskError."""
+    """Draw the measured curves of a machine as an SVG, seconds over size, one panel for each group of curves.
+
+    Args:
+        machine: a measured machine.
+        path: the SVG to write.
+
+    Raises:
+        UsageError: matplotlib is not installed.
+        DiskError: the file cannot be written.
+    """
     if importlib.util.find_spec("matplotlib") is None:
         raise UsageError("--svg needs the package matplotlib", remedy=f"run {pip_install('plot')}, or leave it out")
     from matplotlib.figure import Figure as Canvas

@@ -77,7 +77,11 @@ class Curve:
     error: float
 
     def seconds(self, size: float) -> float:
-        """Return the seconds of a call of this size, by the line."""
+        """Return the seconds of a call by the fitted line, fixed + size / rate.
+
+        Args:
+            size: in the curve's unit.
+        """
         return self.fixed + size / self.rate
 
 
@@ -104,13 +108,21 @@ class Machine:
     seconds: float = 0.0
 
     def figure(self, name: str) -> Figure:
-        """Return a number. Raises UsageError if it was not measured."""
+        """Return a measured number by its name, such as ``device/operation/seconds``.
+
+        Raises:
+            UsageError: it was not measured; the message names the command that does.
+        """
         if name not in self.figures:
             raise self._missing(name)
         return self.figures[name]
 
     def curve(self, name: str) -> Curve:
-        """Return a curve. Raises UsageError if it was not measured."""
+        """Return a measured curve of seconds over size by its name, such as ``device/copy``.
+
+        Raises:
+            UsageError: it was not measured; the message names the command that does.
+        """
         if name not in self.curves:
             raise self._missing(name)
         return self.curves[name]
@@ -125,17 +137,30 @@ class Machine:
 
 
 def peak_name(precision: str, threads: int | None) -> str:
-    """Return the name of the figure of a device's best matrix product, by CPU threads; None for an accelerator."""
+    """Return the name under which ``Machine.figures`` has the rate of a device's best matrix product.
+
+    Args:
+        precision: such as ``fp32``.
+        threads: CPU threads of the device; None for an accelerator.
+    """
     return f"device/peak/{precision}" + ("" if threads is None else f"/threads={threads}")
 
 
 def machine_json(machine: Machine) -> dict[str, Any]:
-    """Return the content of ``machine.json``."""
+    """Return a measured machine as the JSON object that ``machine.json`` holds."""
     return {"format": FORMAT, "version": VERSION, **asdict(machine)}
 
 
 def write_machine(machine: Machine, path: Path) -> None:
-    """Write ``machine.json``. Raises DiskError."""
+    """Write a measured machine as ``machine.json``.
+
+    Args:
+        machine: what to write.
+        path: the file.
+
+    Raises:
+        DiskError: the file cannot be written.
+    """
     try:
         path.write_text(json.dumps(machine_json(machine), indent=1, allow_nan=False) + "\n", encoding="utf-8")
     except OSError as error:
@@ -143,7 +168,11 @@ def write_machine(machine: Machine, path: Path) -> None:
 
 
 def read_machine(path: Path) -> Machine:
-    """Read ``machine.json``. Raises UsageError for a missing or damaged file, another format or another version."""
+    """Read a measured machine from the ``machine.json`` that ``tutti bench -o FILE`` writes.
+
+    Raises:
+        UsageError: the file is missing or damaged, of another format or of another version.
+    """
     content = versioned_json(path, FORMAT, VERSION, "tutti bench -o FILE")
     try:
         values = {name: content[name] for name in Machine.__dataclass_fields__}

@@ -56,7 +56,7 @@ class Memory:
 
     @property
     def total(self) -> float:
-        """Total bytes."""
+        """Bytes of all kinds together."""
         return self.state + self.messages + self.average + self.activations + self.buffers
 
     @property

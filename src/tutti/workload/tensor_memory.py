@@ -25,7 +25,7 @@ class Tracker(TorchDispatchMode):
 
     @property
     def now(self) -> int:
-        """Bytes alive now."""
+        """Bytes of the storages that were made within the block and are still alive."""
         storages = [made() for made in list(self._made.values())]
         return sum(storage.nbytes() for storage in storages if storage is not None)
 
@@ -51,5 +51,5 @@ def _is_plain(leaf: Any) -> bool:
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes of the tensors' storages, each storage once."""
+    """Return the bytes of the storages behind some tensors; a storage that several tensors share counts once."""
     return sum({storage_key(t): t.untyped_storage().nbytes() for t in tensors}.values())

@@ -31,7 +31,7 @@ class Affine:
     per_sample: float = 0.0
 
     def at(self, samples: float) -> float:
-        """Return the quantity at ``samples`` samples."""
+        """Return the quantity for a micro-batch of ``samples`` samples: ``fixed`` + ``per_sample`` · samples."""
         return self.fixed + self.per_sample * samples
 
     def __add__(self, other: Affine) -> Affine:
@@ -120,7 +120,7 @@ class Workload:
 
     @property
     def parameters(self) -> int:
-        """Number of parameters."""
+        """Number of parameters of the model, trained or not."""
         return sum(group.parameters for group in self.groups)
 
     def checkpointing(self) -> tuple[str, ...]:
@@ -132,7 +132,8 @@ class Workload:
 
         Args:
             samples: samples of the micro-batch.
-            masked: part of the FLOP that causal masking saves to count: 1 for the convention of PaLM.
+            masked: fraction, 0 to 1, of the FLOP saved by causal masking that is counted anyway: 1 for the convention
+                of PaLM.
         """
         return sum(
             work.flop.at(samples) + masked * work.masked_flop.at(samples)
@@ -141,11 +142,14 @@ class Workload:
         )
 
     def hardware_flop(self, samples: float, choice: str = "none") -> float:
-        """Return the FLOP of a micro-batch with recomputation. Raises UsageError for a choice that was not traced.
+        """Return the FLOP of forward and backward of a micro-batch, with recomputation.
 
         Args:
             samples: samples of the micro-batch.
-            choice: activation checkpointing.
+            choice: activation checkpointing, one of ``checkpointing()``.
+
+        Raises:
+            UsageError: the choice was not traced.
         """
         if choice not in self.checkpointing():
             raise UsageError(
@@ -157,7 +161,15 @@ class Workload:
 
 
 def write_workload(workload: Workload, path: Path) -> None:
-    """Write ``workload.json``. Raises DiskError."""
+    """Write the workload of a model as ``workload.json``.
+
+    Args:
+        workload: what to write.
+        path: the file.
+
+    Raises:
+        DiskError: the file cannot be written.
+    """
     try:
         path.write_text(json.dumps(workload_json(workload), indent=1, allow_nan=False) + "\n", encoding="utf-8")
     except OSError as error:
@@ -165,13 +177,17 @@ def write_workload(workload: Workload, path: Path) -> None:
 
 
 def workload_json(workload: Workload) -> dict[str, Any]:
-    """Return the content of ``workload.json``."""
+    """Return the workload of a model as the JSON object that ``workload.json`` holds."""
     units = {"flop": "FLOP", "bytes": "byte", "calls": "operator calls", "fixed": "", "per_sample": "1/sample"}
     return {"format": FORMAT, "version": VERSION, "units": units, **asdict(workload)}
 
 
 def read_workload(path: Path) -> Workload:
-    """Read ``workload.json``. Raises UsageError for a missing file, another format or another version."""
+    """Read the workload of a model from the ``workload.json`` that ``tutti workload TASK -o FILE`` writes.
+
+    Raises:
+        UsageError: the file is missing or damaged, of another format or of another version.
+    """
     content = versioned_json(path, FORMAT, VERSION, "tutti workload TASK -o FILE")
     try:
         names = set(Workload.__dataclass_fields__)
@@ -185,13 +201,13 @@ def read_workload(path: Path) -> Workload:
 
 
 def versioned_json(path: Path, form: str, version: int, made_by: str) -> dict[str, Any]:
-    """Return a JSON object of this format and version.
+    """Read a JSON object from a file, and check its format and version.
 
     Args:
         path: the file.
         form: value of its entry ``format``.
         version: value of its entry ``version``.
-        made_by: the command that writes such a file.
+        made_by: the command that writes such a file, for the error.
 
     Raises:
         UsageError: the file is missing, no JSON object, of another format or of another version.

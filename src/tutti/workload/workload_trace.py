@@ -110,7 +110,7 @@ class _Counts:
 
 
 def trace_workload(subject: TracedModel, *, real: bool = False, choices: Sequence[str] = CHOICES) -> Workload:
-    """Return the workload of a model and its loss, from traces of a few samples.
+    """Count the operators, FLOP and bytes of a model and its loss, by tracing a few samples.
 
     Args:
         subject: the model and its loss.
@@ -155,7 +155,12 @@ def trace_workload(subject: TracedModel, *, real: bool = False, choices: Sequenc
 def one_sample(training: Any) -> Batch:
     """Return a batch of the first sample of a task's training data; of a stream, its first item.
 
-    Raises UsageError or DataError if the data cannot be read, or are empty.
+    Args:
+        training: the training data, as a task returns them.
+
+    Raises:
+        UsageError: the data cannot be read.
+        DataError: the data cannot be read, or are empty.
     """
     data = adapt_training(training)
     if not isinstance(data, Stream):
@@ -167,7 +172,7 @@ def one_sample(training: Any) -> Batch:
 
 
 def tokens_of(sample: Batch) -> int | None:
-    """Return the positions of a sample whose first tensor is a sequence of int32 or int64; None for other samples.
+    """Return the tokens of one sample, the length of its first tensor; None if that is no sequence of int32 or int64.
 
     >>> tokens_of((torch.zeros(1, 128, dtype=torch.int64), torch.zeros(1))), tokens_of(torch.zeros(1, 3, 32, 32))
     (128, None)

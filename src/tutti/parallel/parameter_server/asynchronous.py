@@ -277,7 +277,7 @@ class AsynchronousServerSync(RemoteGradients):
         """Do nothing: the push has cleared the gradients."""
 
     def merged(self) -> dict[str, Tensor]:
-        """Return one model by name: the servers' current parameters, frozen parameters, and buffers merged over workers.
+        """Return one model by name: the servers' current parameters, frozen parameters, and merged buffers.
 
         Collective: barriers before and after the read, so that all ranks return the same model.
 

@@ -119,7 +119,7 @@ class ServerBarrier:
         self.clock += 1
 
     def result(self, clock: int) -> list[float] | None:
-        """Return the statistics given to ``finish`` for step ``clock``; None for a step not finished, or no longer kept."""
+        """Return the statistics given to ``finish`` for step ``clock``; None for a step not finished, or not kept."""
         return self._results.get(clock)
 
     def _fold(self, node: Node) -> Leaf | None:

@@ -88,7 +88,10 @@ class ServerPlan:
         ]
 
     def pieces(self, server: int) -> Iterator[ServerPiece]:
-        """Yield the slices of parameters that a server has, in the order of its memory; several servers may share a tensor."""
+        """Yield the slices of parameters that a server has, in the order of its memory.
+
+        Without ``whole`` in ``plan_servers``, a parameter can be divided among several servers.
+        """
         for number, section in enumerate(self.sections):
             low, high = section.cuts[server], section.cuts[server + 1]
             for index, at in zip(section.order, section.offsets, strict=True):

@@ -65,7 +65,7 @@ class MessageHeader(NamedTuple):
     size: int = 0
 
     def pack(self) -> bytes:
-        """Return the header as the first frame of a message, of ``HEADER_BYTES`` bytes; magic and version come first."""
+        """Return the header as the first frame of a message: ``HEADER_BYTES`` bytes, magic and version first."""
         return _HEADER.pack(MAGIC, VERSION, *self)
 
 
