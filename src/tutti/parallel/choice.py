@@ -153,13 +153,13 @@ def parse_strategy(text: str) -> Choice:
 
 
 def micro_batch(choice: Choice, given: int | None, batch: int, workers: int) -> int | None:
-    """Return the largest micro-batch in samples, None for no limit.
+    """Return the size limit of a micro-batch in samples that strategy and ``--micro-batch`` lead to; None for no limit.
 
     Args:
-        choice: the strategy, which may have the option ``micro_batches`` (a pipeline).
+        choice: the strategy, which may have the option ``micro_batches`` (a pipeline), a number of micro-batches.
         given: ``--micro-batch`` in samples, used where the strategy has no ``micro_batches``.
         batch: samples of a global batch.
-        workers: number of logical workers.
+        workers: number of logical workers, among which the batch is divided.
 
     Raises:
         UsageError: both ``--micro-batch`` and ``micro_batches`` are given.

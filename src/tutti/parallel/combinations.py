@@ -178,7 +178,9 @@ def _check_tree(choice: Choice, option: str) -> None:
 def check_noise_scale(
     choice: Choice, devices: int, contract: BatchContract, noisy: bool, accelerated: bool, sparse: bool = False
 ) -> None:
-    """Raise UsageError where the gradient noise scale cannot be measured.
+    """Raise UsageError where ``--noise-every`` cannot measure the gradient noise scale.
+
+    It compares gradients of parts of a batch with their sum, so both must exist at the same parameters.
 
     Args:
         choice: the strategy.

@@ -11,15 +11,19 @@ from tutti.types import StepContext
 
 
 def norm_across_model(comm: Communicator, square: float, stop: bool, step_context: StepContext) -> tuple[float, bool]:
-    """Return the squared norm of the whole gradient, and whether any rank of the replica asks to stop.
+    """Sum the squared gradient norms of all parts of a model, and tell whether any rank asks to stop.
 
-    Collective: one all-reduce over the replica's ranks.
+    Collective: one all-reduce over the ranks of one replica.
 
     Args:
         comm: the ranks of one replica.
-        square: sum of squares of the gradients that this rank counts.
+        square: sum of squares of the gradients that this rank counts; a tensor with copies on several ranks counts
+            once.
         stop: whether this rank asks to stop.
         step_context: the step under way.
+
+    Returns:
+        The squared norm of the whole gradient, and whether to stop; equal on all these ranks.
 
     Raises:
         MismatchError: the ranks are in different steps.

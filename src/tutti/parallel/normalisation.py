@@ -41,12 +41,12 @@ def mean_factor(divisor: float, counted: float) -> float:
 
 
 def own_mean(gradients: Sequence[Tensor], part: LossSums, loss_scale: float) -> float:
-    """Scale a worker's own gradient in place to the mean over its loss's count (samples, tokens).
+    """Scale one worker's gradient in place to the mean over what its loss counts (samples, tokens), without loss scale.
 
     Args:
         gradients: the worker's gradients.
-        part: the worker's loss sums.
-        loss_scale: divisor for the loss scale that the gradients contain.
+        part: the worker's loss sums, with its count.
+        loss_scale: factor that the gradients contain, and by which they are divided.
 
     Returns:
         The norm of the scaled gradient.
@@ -58,14 +58,14 @@ def own_mean(gradients: Sequence[Tensor], part: LossSums, loss_scale: float) -> 
 
 
 def own_sum(gradients: Sequence[Tensor], part: LossSums, loss_scale: float) -> None:
-    """Scale a worker's own gradient in place from the mean that backward computed to the gradient of the loss sum.
+    """Scale one worker's gradient in place from the mean that backward computed to the gradient of the loss sum.
 
     The sum over all workers, divided by the global count, is then the mean over the global batch.
 
     Args:
         gradients: the worker's gradients.
-        part: the worker's loss sums.
-        loss_scale: divisor for the loss scale that the gradients contain.
+        part: the worker's loss sums, with its count.
+        loss_scale: factor that the gradients contain, and by which they are divided.
     """
     size = float(part.sums[1]) or 1.0 if part.whole else part.samples
     scale_all(gradients, size / loss_scale)

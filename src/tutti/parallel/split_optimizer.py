@@ -20,9 +20,9 @@ def support_split_tensors(
     norms: NormReducer | None = None,
     wholes: FullTensorGatherer | None = None,
 ) -> None:
-    """Install helpers for split tensors on an optimizer that has an attribute ``norms`` or ``wholes``.
+    """Install helpers on an optimizer that needs norms of whole tensors, or whole matrices, of tensor-parallel slices.
 
-    Collective over ``comm``.
+    Such an optimizer has an attribute ``norms`` or ``wholes``, which is set. Collective over ``comm``.
 
     Args:
         optimizer: the optimizer; without these attributes it is left as it is.

@@ -171,9 +171,9 @@ class WholeTensorsOf:
         return next((gathers for member, gathers in self._found if member is optimizer), None)
 
     def slices(self, parameter: Tensor) -> bool:
-        """Return whether a tensor is gathered for the step of any of the optimizers.
+        """Return whether an owner rank gathers this tensor for the step of any of the optimizers.
 
-        Its optimizer state is then on its owner only; for one optimizer see ``WholeTensors.slices``.
+        Only the owner then has its optimizer state.
         """
         return any(gathers.slices(parameter) for _, gathers in self._found)
 
@@ -195,7 +195,7 @@ class WholeTensorsOf:
         saved: SavedState,
         specs: Mapping[str, ShardSpec],
     ) -> None:
-        """Load the state of the tensors that this rank owns into each of the optimizers.
+        """Load the state of the tensors that this rank owns into each of the optimizers. Not collective.
 
         Args:
             optimizer: unused: each optimizer loads its own state, by ``WholeTensors.load``.
@@ -213,9 +213,9 @@ def gatherers_of_optimizers(
     """Build the gatherers of all optimizers that need whole tensors; None where no optimizer does. Collective.
 
     Args:
-        optimizer: the run's optimizer, or several as one.
-        complete: prepares one optimizer and returns its gatherer; called with None for an optimizer without
-            parameters on this rank.
+        optimizer: the run's optimizer, which may combine several; None without parameters on this rank.
+        complete: prepares one optimizer and returns its gatherer, None if it needs none; called with None for an
+            optimizer without parameters on this rank.
     """
     made = [(member, complete(member)) for member in slots(optimizer)]
     found = [(member, gathers) for member, gathers in made if member is not None and gathers is not None]

@@ -99,7 +99,10 @@ class TargetData:
 
     @property
     def critical_batch(self) -> tuple[float, float, float] | None:
-        """Median, 5 % and 95 % quantile of B_crit in samples; None where one batch alone was measured."""
+        """Median, 5 % and 95 % quantile of the critical batch B_crit in samples, at which the data are twice the least.
+
+        None where one batch alone was measured.
+        """
         if not len(self._critical):
             return None
         low, middle, high = np.quantile(self._critical, [0.05, 0.5, 0.95])
@@ -283,7 +286,7 @@ def device_plans(steps: Sequence[PlannedStep], data: TargetData, price: float | 
 
 
 def best_by_devices(plans: Sequence[DevicePlan]) -> list[DevicePlan]:
-    """Return the fastest plan of each number of devices, by devices."""
+    """Return the fastest plan for each number of devices, sorted by devices."""
     best: dict[int, DevicePlan] = {}
     for plan in plans:
         if plan.devices not in best or plan.seconds < best[plan.devices].seconds:
@@ -385,10 +388,11 @@ def may_tie(loser: DevicePlan, winner: DevicePlan) -> bool:
 
 
 def lost_reason(loser: DevicePlan, winner: DevicePlan) -> LostReason:
-    """Return why ``loser`` takes longer than ``winner``: by the one term that closes most of the gap.
+    """Explain why ``loser`` takes longer than ``winner``: name the one cause that explains most of the gap.
 
-    The loser's terms (data, and the causes of a step's time for each sample) are replaced by the winner's, one at a
-    time. Two plans are a tie if they differ by less than 1 %, or if the loser is as fast in 5 % of the paired draws.
+    The loser's terms (samples to the target; compute, communication and so on for each sample) are replaced by the
+    winner's, one at a time; the cause is the term that closes most of the gap. Two plans are a tie if they differ by
+    less than 1 %, or if the loser is as fast in 5 % of the paired random draws.
     """
     gap = loser.seconds - winner.seconds
     if may_tie(loser, winner) and not loser.step.least:

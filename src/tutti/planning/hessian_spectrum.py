@@ -78,15 +78,17 @@ def largest_eigenvalues(product: Product, size: int, count: int, tolerance: floa
 
 
 def lanczos(product: Product, start: Vector, steps: int) -> tuple[Vector, Vector]:
-    """Return diagonal (m,) and off-diagonal (m − 1,) of the tridiagonal matrix after m ≤ ``steps`` Lanczos steps.
+    """Run the Lanczos iteration on a symmetric operator, and return the tridiagonal matrix that it builds.
 
-    Each vector is orthogonalised twice against all before it. m < ``steps`` where the space of the start vector is
-    exhausted.
+    Each vector is orthogonalised twice against all before it.
 
     Args:
         product: multiplies a vector (n,) by the operator.
         start: the start vector (n,); it need not have length 1.
         steps: number of steps.
+
+    Returns:
+        Diagonal (m,) and off-diagonal (m − 1,); m < ``steps`` where the space of the start vector is exhausted.
     """
     basis = [start / np.linalg.norm(start)]
     diagonal, beside = [], []
@@ -107,14 +109,15 @@ def lanczos(product: Product, start: Vector, steps: int) -> tuple[Vector, Vector
 
 
 def spectral_density(product: Product, size: int, probes: int, steps: int, seed: int) -> SpectralDensity:
-    """Estimate density and trace from Lanczos runs that start at random vectors of ±1 (Rademacher).
+    """Estimate spectral density and trace of a symmetric operator by stochastic Lanczos quadrature.
 
-    The first diagonal element of a run is vᵀHv/n, which gives the trace without further products.
+    The runs start at random vectors v of ±1 (Rademacher). The first diagonal element of a run is vᵀHv/n, which gives
+    the trace without further products.
 
     Args:
-        product: multiplies a vector (size,) by the operator.
-        size: dimensions of the operator.
-        probes: random vectors.
+        product: multiplies a vector (size,) by the operator H.
+        size: dimensions n of the operator.
+        probes: number of random vectors.
         steps: Lanczos steps of each.
         seed: of the random vectors.
 

@@ -41,7 +41,9 @@ _BETWEEN = (-0.5, 1.5)
 
 
 def landscape_rank(task: str, config: TrainConfig, options: LandscapeOptions, folder: Path) -> None:
-    """Measure on this rank; rank 0 writes ``landscape.json`` into ``folder``. Collective.
+    """Measure the loss around a checkpoint on this rank: lines, planes, sharpness and Hessian spectrum. Collective.
+
+    Rank 0 writes ``landscape.json`` into ``folder``.
 
     Args:
         task: name of a built-in task, or ``file.py:function``.

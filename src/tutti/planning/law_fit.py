@@ -58,14 +58,16 @@ class FittedLaw:
 
 
 def fit_law(law: ScalingLaw, inputs: Inputs, seconds: Array, independent: float = _INDEPENDENT) -> FittedLaw:
-    """Fit a law by maximum a posteriori: soft-L1 of log errors, normal priors on log constants.
+    """Fit the constants of a law to measured seconds, with a prior on each constant.
+
+    Maximum a posteriori: soft-L1 of log errors, normal priors on log constants.
 
     Args:
         law: the law; its prior comes from `law.centre` and `law.spread`.
         inputs: one array a name, one element a measurement.
         seconds: measured, positive; may be empty, where the prior is the answer.
-        independent: rows that count as independent at most; `OTHER_SETS` where the rows are of other sets than the
-            one that is predicted, which say less about it.
+        independent: largest number of measurements that count as independent; `OTHER_SETS` where they are of other sets
+            than the predicted one, and so say less about it.
 
     Returns:
         The fitted law. Its covariance is (JᵀJ)⁻¹ at the optimum, prior included.

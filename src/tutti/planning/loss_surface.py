@@ -288,7 +288,7 @@ class LossSurface:
 
 
 def for_landscape(model: nn.Module, batch_statistics: bool) -> nn.Module:
-    """Set evaluation mode, in place: dropout is off, and batch norm takes its running statistics.
+    """Set a model to evaluation mode, in place, for ``LossSurface``: no dropout, and batch norm by running statistics.
 
     Args:
         model: the model, which is returned.

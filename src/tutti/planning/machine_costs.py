@@ -131,11 +131,13 @@ class StepCosts(Protocol):
 def schedule_seconds(
     algorithm: Algorithm, ranks: int, size: float, network: LinkCost, node: LinkCost | None = None, per_node: int = 1
 ) -> float:
-    """Price one all-reduce by the closed form of its schedule, equal to ``Schedule.seconds`` for full nodes.
+    """Return the seconds of one all-reduce, by the closed form of its algorithm.
+
+    Equal to ``Schedule.seconds`` for full nodes.
 
     Args:
-        algorithm: of the schedule.
-        ranks: N.
+        algorithm: name of the all-reduce algorithm, such as ``ring`` or ``hierarchical``.
+        ranks: number of ranks N.
         size: bytes of the vector.
         network: cost of a message between nodes.
         node: cost of a transfer within a node, for ``hierarchical``; None: as the network.
@@ -190,7 +192,15 @@ class MeasuredCosts:
         self._drawn: dict[str, Array] = {}
 
     def compute(self, works: Sequence[PassWork], samples: float) -> Array:
-        """Return the seconds of forward or backward work from the machine's measured curves, for each draw."""
+        """Return the seconds of forward or backward work from the machine's measured curves, for each draw.
+
+        Args:
+            works: work of one or more passes, by class of operator.
+            samples: of the micro-batch.
+
+        Raises:
+            UsageError: the machine file has no curve of a class of operators.
+        """
         total = np.zeros(SAMPLES)
         operation = self.machine.figure("device/operation/seconds").value
         for work in works:
@@ -210,7 +220,12 @@ class MeasuredCosts:
         return total
 
     def update(self, optimizer: str, parameters: float) -> Array:
-        """Return the seconds of an optimizer step from its measured curve, for each draw."""
+        """Return the seconds of an optimizer step from its measured curve, for each draw: (SAMPLES,).
+
+        Args:
+            optimizer: text of ``--optimizer``.
+            parameters: number of parameters that the step updates.
+        """
         kind = optimizer.partition(":")[0]
         name = f"optimizer/{kind}"
         if name not in self.machine.curves and kind in ("adamw", "lamb", "lars", "muon", "novograd"):
@@ -261,7 +276,12 @@ class MeasuredCosts:
         return self._neighbour(), within
 
     def message(self, size: float, ranks: int) -> Array:
-        """Return the seconds of a point-to-point message of ``size`` bytes, for each draw."""
+        """Return the seconds of a point-to-point message, for each draw: (SAMPLES,).
+
+        Args:
+            size: bytes.
+            ranks: ranks of the run; with more than a node has, the message goes between nodes.
+        """
         if self.network.nodes(ranks) > 1:
             cost = self._between(ranks)
             return np.full(SAMPLES, cost.alpha + size / cost.beta)
@@ -438,7 +458,12 @@ class PublishedCosts:
         """Do nothing: accelerators share no threads."""
 
     def compute(self, works: Sequence[PassWork], samples: float) -> Array:
-        """Return FLOP ÷ the rate that published jobs reached, at least the launch of each operator, for each draw."""
+        """Return FLOP ÷ the rate that published jobs reached, at least the launch of each operator, for each draw.
+
+        Args:
+            works: work of one or more passes, by class of operator.
+            samples: of the micro-batch.
+        """
         kernels = [each for work in works for each in work.values()]
         flop = sum(max(each.flop.at(samples), 0.0) for each in kernels)
         launching = _LAUNCH * sum(max(each.calls.at(samples), 0.0) for each in kernels)
@@ -446,7 +471,7 @@ class PublishedCosts:
         return np.maximum(flop / self._rate * self._factor, launching)
 
     def update(self, optimizer: str, parameters: float) -> Array:
-        """Return zeros: the published rates include the updates."""
+        """Return zeros for the seconds of an optimizer step: the published rates include the updates."""
         check_optimizer(optimizer)
         self.note("updates are in the published rate, whose jobs made them too: 0 s")
         return np.zeros(SAMPLES)
@@ -473,12 +498,24 @@ class PublishedCosts:
         return (self._between() if self.network.nodes(ranks) > 1 else within), within
 
     def message(self, size: float, ranks: int) -> Array:
-        """Return α + ``size`` ÷ β of the slowest link, for each draw."""
+        """Return the seconds of a message, α + ``size`` ÷ β of the slowest link, for each draw: (SAMPLES,).
+
+        Args:
+            size: bytes.
+            ranks: ranks of the run; with more than a node has, the message goes between nodes.
+        """
         cost = self.link(ranks)[0]
         return np.full(SAMPLES, cost.alpha + size / cost.beta)
 
     def slowest(self, ranks: int, seconds: float) -> Array:
-        """Return the factor on computing of the slowest of ``ranks``, which vary by an assumed 2 %, for each draw."""
+        """Return the factor on computing of the slowest of ``ranks`` ranks, for each draw: (SAMPLES,).
+
+        Ranks are assumed to vary by 2 %.
+
+        Args:
+            ranks: number of ranks that wait for each other.
+            seconds: unused.
+        """
         if ranks < 2:
             return np.ones(SAMPLES)
         self.note("stragglers: computing varies by 2 % between ranks, independently and normally")
@@ -504,11 +541,11 @@ class PublishedCosts:
 
 
 def open_machine(text: str, precision: str, per_node: int | None, between: LinkCost | None) -> StepCosts:
-    """Return the prices of ``machine.json`` or of published hardware such as ``a100x8``.
+    """Return the prices of a measured machine (``machine.json``) or of published hardware such as ``a100x8``.
 
     Args:
-        text: a file, or a chip and the devices of a node.
-        precision: of the run.
+        text: path of a file of ``tutti bench``, or CHIPxN: a chip and the devices of a node.
+        precision: of the run, such as ``bf16``.
         per_node: devices of a node; None: as many as were measured together, or as ``text`` says.
         between: cost of a message between nodes; None: unknown.
 

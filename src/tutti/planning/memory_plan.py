@@ -104,7 +104,7 @@ def plan_memory(found: Facts, config: TrainConfig) -> Memory:
         config: the run.
 
     Returns:
-        The estimate, by kind.
+        The bytes by kind: parameters, gradients, optimizer state, messages, average, activations and buffers.
     """
     choice, devices = parallel.parse_strategy(config.strategy), int(config.devices)
     split, ranks = _split(choice, devices), choice.data_ranks(devices)
@@ -243,16 +243,15 @@ def backward(model: Any, task: Task, config: TrainConfig, batch: Any) -> None:
 
 
 def measure(name: str, config: TrainConfig, directory: Path) -> None:
-    """Run two steps and measure the memory of the second, because optimizers make their state in the first.
+    """Train two steps and measure the memory of the second, because optimizers make their state in the first.
 
-    Rank 0 writes all ranks' figures, in bytes, into ``directory``.
+    Rank 0 writes all ranks' figures, in bytes, as JSON into ``directory``. Collective: the run's own calls, and an
+    all-gather of the figures.
 
     Args:
         name: name of the task.
         config: the run.
         directory: folder for the file ``MEASURED``.
-
-    Collective: the run's own, and an all-gather of the figures.
     """
     world = context.init(config.device, config.timeout)
     prepare_process(config, world)

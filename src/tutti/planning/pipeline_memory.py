@@ -195,13 +195,16 @@ def pinned(config: TrainConfig, ahead: StagePlan) -> TrainConfig:
 
 
 def nearest_stage_plan(found: Facts, ahead: StagePlan, config: TrainConfig, room: float) -> TrainConfig | None:
-    """Return the plan nearest to ``config`` that fits: smaller micro-batches, or more stages; None if there is none.
+    """Search the pipeline plan nearest to ``config`` that fits: smaller micro-batches, or more stages.
 
     Args:
         found: sizes of the model.
-        ahead: the ``StagePlan`` of a run.
+        ahead: blocks and partition of the run, from ``observe_stages``.
         config: the run.
         room: bytes of a device.
+
+    Returns:
+        The changed configuration; None if no plan fits.
     """
     for other in _others(config, len(ahead.blocks)):
         if (cut := fitting(found, ahead, other, room)) is not None:

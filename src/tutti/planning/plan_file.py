@@ -23,7 +23,7 @@ _ROOM = 2.0
 
 
 def plan_config(plan: DevicePlan, base: TrainConfig, target: TrainingTarget, near: RunEvidence | None) -> TrainConfig:
-    """Return the options of the planned run.
+    """Return the configuration of the planned run, which trains until the target is reached.
 
     Args:
         plan: devices, batch and strategy.

@@ -214,12 +214,14 @@ class StepPricer:
 
 
 def calibrate(measured: Sequence[PlannedStep], pricer: StepPricer, found: PlanCandidates) -> None:
-    """Set the pricer's factors to the geometric mean of measured ÷ predicted seconds, by strategy and over all.
+    """Compare measured steps with their predictions, and set the factors that scale all further predictions.
+
+    A factor is the geometric mean of measured ÷ predicted seconds, by strategy and over all.
 
     Args:
         measured: steps of runs.
-        pricer: receives the factors.
-        found: receives a line on them.
+        pricer: predicts them, and receives the factors.
+        found: receives a line in words on the factors.
     """
     logs: dict[str, list[float]] = defaultdict(list)
     pricer.factors = {}

@@ -182,11 +182,19 @@ def transformer_flops_per_token(
 
 
 def scaling_overhead(constants: Array, inputs: Inputs) -> tuple[Array, Array]:
-    """Return a job's straggler factor on computing, and its exposed synchronisation in device-seconds a sample.
+    """Return by how much a training job on many devices is slower than its computing alone.
 
     A collective waits for the slowest of N: 1 + σ√(2 ln N) (Gumbel's extreme of normal draws). Gradients, and weights
     where they are sharded, go round a ring within nodes and one between them, mostly hidden: a fraction is exposed.
     A call of w tokens works at a saturating rate r∞·w/(w + w½).
+
+    Args:
+        constants: σ, bytes a second between and within nodes, exposed fraction, and w½ in tokens (``ANCHORED_LAW``).
+        inputs: arrays (n,) over jobs: ``devices``, ``per_node``, ``split`` (devices of a replica), ``bytes_per_s``
+            (NaN if not stated), ``parameters``, ``sharded``, ``passes``, ``call`` (tokens) and ``global_batch``.
+
+    Returns:
+        The factor on computing, and the exposed synchronisation in device-seconds a sample; both (n,).
     """
     sigma, between, within, exposed, half = constants
     devices, per_node = inputs["devices"], inputs["per_node"]

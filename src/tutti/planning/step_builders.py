@@ -136,7 +136,7 @@ def gradient_vectors(
 def local_sgd_collectives(
     tensors: Sequence[TensorFacts], ranks: int, workers: int, period: int, rank: int = 0
 ) -> list[PeriodicCollective]:
-    """Return the collectives of a rank in local SGD: loss sums in each step, then parameters once in a period.
+    """List the collectives that a rank makes in local SGD: loss sums in each step, parameters once in a period.
 
     Args:
         tensors: trainable parameters.
@@ -312,14 +312,16 @@ def all_reduce_seconds(costs: StepCosts, exchange: Any, ranks: int, size: float)
 
 
 def stage_passes(prices: PassPrices, facts: StageFacts, passed: Pass, samples: int, checkpointing: str) -> Array:
-    """Return the seconds of a pass of each virtual stage; work outside of their modules is spread evenly over them.
+    """Return the seconds of a forward or backward of each virtual stage of a pipeline over a micro-batch.
+
+    Work outside of the modules that the stages consist of is spread evenly over them.
 
     Args:
         prices: of the workload's passes.
         facts: of the stages.
-        passed: the pass.
+        passed: ``forward`` or ``backward``.
         samples: of the micro-batch.
-        checkpointing: activation checkpointing.
+        checkpointing: choice of activation checkpointing, such as ``none``.
 
     Returns:
         (virtual stages, draws).

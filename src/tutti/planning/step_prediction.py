@@ -351,7 +351,7 @@ def note_partition(choice: Any, costs: StepCosts) -> None:
 
 
 def prediction_json(found: Sequence[StepPrediction], costs: StepCosts, task_name: str) -> dict[str, Any]:
-    """Return predictions, and the basis of their prices, as a JSON object.
+    """Return predictions for a number of runs, and the basis of their prices, as one JSON object.
 
     Args:
         found: the predictions, one for each number of devices.

@@ -23,7 +23,7 @@ _SHADES = {
 
 
 def write_sweep_figure(found: Sequence[StepPrediction], title: str, path: Path) -> None:
-    """Draw two panels: samples a second with the linear reference, and shares of the devices' time.
+    """Draw predicted steps over the number of devices: samples a second with the linear reference, and shares of time.
 
     Args:
         found: the predictions, by number of devices.

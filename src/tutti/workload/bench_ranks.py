@@ -132,7 +132,15 @@ def bench_overlap(world: World, found: Findings) -> None:
 
 
 def bench_jitter(world: World, found: Findings) -> None:
-    """Measure how the seconds of equal computing vary over time, and over ranks that compute at once. Collective."""
+    """Measure how the seconds of equal computing vary over time and over ranks. Collective.
+
+    All ranks compute at once, again and again.
+
+    Args:
+        world: all ranks.
+        found: receives the ratios of standard deviation to mean: ``jitter/time/RANKS`` over the repetitions of a rank,
+            ``jitter/ranks/RANKS`` over the ranks' medians.
+    """
     ranks = world.identity.size
     group = Communicators(world, Grid(replica=ranks, rank=world.identity.rank)).world
     left = torch.randn(256, 256, device=world.device)

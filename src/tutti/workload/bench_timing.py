@@ -66,13 +66,16 @@ class Findings:
 
 
 def time_calls(call: Callable[[], object], device: torch.device, seconds: float = 0.15, calls: int = 1) -> list[float]:
-    """Return the seconds of each call, after two calls that do not count.
+    """Measure how long a call takes, repeatedly, after two calls that do not count.
 
     Args:
         call: what is timed.
         device: whose kernels each measurement waits for.
-        seconds: to measure for, within 5 and 100 measurements.
-        calls: calls of one measurement, for calls that are shorter than the clock is fine.
+        seconds: to measure for; at least 5 and at most 100 measurements.
+        calls: calls in one measurement, for a call that is short beside the clock's resolution.
+
+    Returns:
+        Seconds of one call, for each measurement.
     """
     found: list[float] = []
     for _ in range(2):

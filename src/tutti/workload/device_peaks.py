@@ -54,7 +54,11 @@ PEAKS = (
 
 
 def published_peak(device: str, precision: str) -> tuple[float, str] | None:
-    """Return a device's peak FLOP/s in this precision and its source; None where no row has it.
+    """Return a device's peak FLOP/s from its maker's data sheet, and the source; None where it is not in the table.
+
+    Args:
+        device: name of the device, as PyTorch reports it.
+        precision: such as ``bf16``.
 
     >>> published_peak("NVIDIA A100-SXM4-80GB", "bf16")
     (312000000000000.0, 'NVIDIA A100 data sheet, 2021')

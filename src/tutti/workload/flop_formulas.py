@@ -97,7 +97,12 @@ def class_without_flop(func: Any) -> OperatorClass:
 
 
 def lacks_formula(func: Any) -> bool:
-    """Return whether an operator without a formula may do work that counts: a product by its name, or a custom kernel.
+    """Return whether an operator that ``count_flop`` has no formula for may still do FLOP that should be counted.
+
+    That is a product, by its name, or a custom kernel.
+
+    Args:
+        func: the operator, an overload of ``torch.ops``.
 
     >>> import torch
     >>> lacks_formula(torch.ops.aten.linalg_inv_ex.default), lacks_formula(torch.ops.aten.relu.default)

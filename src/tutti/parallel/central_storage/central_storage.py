@@ -97,10 +97,15 @@ class CentralStorageSync(AllReduceSync):
         """Sum the ranks' gradients and loss sums, and divide the gradients by the global count. Collective.
 
         Each rank receives the sums of the tensors that it owns; in a custom training loop, and where workers are summed
-        in order, of all tensors. For the step's statistics see ``AllReduceSync.reduce_gradients``.
+        in order, of all tensors.
+
+        Returns:
+            Mean loss and metrics, norm of the whole gradient before clipping, and whether it is finite; equal on all
+            ranks.
 
         Raises:
             UsageError: the script has written parameters since the last update, on several ranks.
+            MismatchError: ranks are in different steps.
         """
         if self._host is None or not isinstance(self._reducer, SharedReducer):
             stats = super().reduce_gradients(step_context)
@@ -233,7 +238,9 @@ class CentralStorageSync(AllReduceSync):
         }
 
     def replicated(self) -> Mapping[str, Tensor] | None:
-        """Return all parameters, and the buffers that are equal on all ranks; see ``AllReduceSync.replicated``.
+        """Return by name the tensors of which all ranks see the same values: all parameters, and shared buffers.
+
+        Not collective.
 
         Raises:
             UsageError: the script has written parameters since the last update, on several ranks.

@@ -64,10 +64,10 @@ class DiLoCoSync(LocalSGDSync):
         return grad_hook
 
     def optimizer_step(self, stats: StepStats, step_context: StepContext) -> UpdateResult:
-        """Report the workers' inner updates, or make the update of a synchronous step.
+        """Report the workers' inner updates, or make the update of a synchronous step on every worker's copy.
 
         The last synchronous step also sets the outer parameters to the updated parameters; outer updates are made in
-        ``reduce_gradients``. Collective where a gradient was non-finite: see ``LocalSGDSync.optimizer_step``.
+        ``reduce_gradients``. Collective where a gradient was non-finite: an all-gather of the parameters' names.
         """
         updated = super().optimizer_step(stats, step_context)
         if step_context.global_step + 1 == self._post:
@@ -75,10 +75,14 @@ class DiLoCoSync(LocalSGDSync):
         return updated
 
     def reattach(self, names: Sequence[str], late: bool = False) -> None:
-        """Give each worker, and the outer optimizer, a copy of the parameters that the script has thawed. Collective.
+        """Train parameters that the script has thawed: give each worker, and the outer optimizer, a copy. Collective.
 
         Their outer parameters start at the current values with zero momentum; the outer state of all other parameters
-        stays. For the workers' copies see ``LocalSGDSync.reattach``.
+        stays.
+
+        Args:
+            names: parameters whose ``requires_grad`` the script has set to True since the last look.
+            late: unused; see ``GradientSync.reattach``.
         """
         known = {
             name: pair
@@ -89,10 +93,10 @@ class DiLoCoSync(LocalSGDSync):
         self._outer, self._velocities = [outer for outer, _ in pairs], [velocity for _, velocity in pairs]
 
     def replicated(self) -> Mapping[str, Tensor] | None:
-        """Return outer parameters, their momentum, frozen parameters, and trained ones while all workers' are equal.
+        """Return by name the tensors of which all ranks hold equal copies.
 
-        Outer tensors have the names ``outer/parameter/NAME`` and ``outer/momentum/NAME``, all others their names in the
-        model; see ``LocalSGDSync.replicated``.
+        These are the outer parameters as ``outer/parameter/NAME``, their momentum as ``outer/momentum/NAME``, frozen
+        parameters, and trained ones while all workers' are equal. Not collective.
 
         Raises:
             UsageError: the script has written parameters, and this rank has several workers.
@@ -103,10 +107,10 @@ class DiLoCoSync(LocalSGDSync):
         return {**(super().replicated() or {}), **outer}
 
     def state(self) -> dict[str, dict[str, Tensor]]:
-        """Return this rank's part of a checkpoint, with its share of the outer parameters and their momentum.
+        """Return this rank's part of a checkpoint by group, with a part of the outer parameters and their momentum.
 
         Collective. Outer tensors are in the group ``workers`` as ``outer/parameter/NAME`` and ``outer/momentum/NAME``.
-        For all other tensors see ``LocalSGDSync.state``.
+        For the groups ``model`` and ``optim`` and all other tensors see ``LocalSGDSync.state``.
         """
         state, comm = super().state(), self._run_context.comms.replica
         names = [name for name, _ in self._trained]

@@ -105,7 +105,7 @@ class LocalSGDSync:
         return self
 
     def prepare_for_backward(self, part: LossSums | None) -> None:
-        """Do nothing: gradients stay with the worker."""
+        """Do nothing before the last backward of a worker: its gradients are not reduced, but stay with the worker."""
 
     def gradient_ready(self, parameter: Tensor) -> None:
         """Do nothing: ``end_worker`` reads ``.grad`` once the worker's backward is complete."""
@@ -206,7 +206,7 @@ class LocalSGDSync:
         return UpdateResult(1, skipped=not stats.finite, nonfinite=tuple(nonfinite), together=self._due(step_context))
 
     def clear(self) -> None:
-        """Set all gradients to None."""
+        """Set ``.grad`` of all trained parameters to None. Not collective."""
         for _, parameter in self._trained:
             parameter.grad = None
 

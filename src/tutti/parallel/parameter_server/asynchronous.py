@@ -137,7 +137,7 @@ class AsynchronousServerSync(RemoteGradients):
         return {PUSH: settings + len(self._trained) + 2}
 
     def prepare_for_backward(self, part: LossSums | None) -> None:
-        """Do nothing: ``end_worker`` pushes the gradients."""
+        """Do nothing before a worker's last backward: ``end_worker`` pushes the gradients once it is complete."""
 
     def gradient_ready(self, parameter: Tensor) -> None:
         """Do nothing: ``end_worker`` reads ``.grad`` once the worker's backward is complete."""
@@ -274,7 +274,7 @@ class AsynchronousServerSync(RemoteGradients):
         return UpdateResult(max(made, 0), not stats.finite, culprits, together=False, global_step=clock)
 
     def clear(self) -> None:
-        """Do nothing: the push has cleared the gradients."""
+        """Do nothing: ``end_worker`` has set ``.grad`` to None after its push."""
 
     def merged(self) -> dict[str, Tensor]:
         """Return one model by name: the servers' current parameters, frozen parameters, and merged buffers.
@@ -310,7 +310,7 @@ class AsynchronousServerSync(RemoteGradients):
         )
 
     def replicated(self) -> Mapping[str, Tensor] | None:
-        """Return None: ranks hold no copies, since each worker's parameters are those of its last read."""
+        """Return None: no tensors are equal on all ranks, since each worker has the parameters of its own last read."""
         return None
 
     def state(self) -> dict[str, Mapping[str, Tensor | TensorSlice]]:

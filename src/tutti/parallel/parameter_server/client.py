@@ -210,7 +210,9 @@ class Client:
             The replies in the servers' order.
 
         Raises:
-            PeerError, MismatchError, AuthenticationError: as ``wait``.
+            PeerError: no reply came in time, or a server has ended for good.
+            MismatchError: ranks wait in different calls.
+            AuthenticationError: a server does not accept this rank's key.
         """
         self.send(kind, worker, clock, **more)  # type: ignore[arg-type]
         return self.wait(text, ranks)

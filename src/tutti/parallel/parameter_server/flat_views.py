@@ -46,7 +46,10 @@ def shaped(vector: Tensor, parameter: Tensor) -> Tensor:
 
 
 def strides(parameter: Tensor) -> tuple[int, ...]:
-    """Return the parameter's strides if it is dense, such as channels-last; else contiguous strides of its shape."""
+    """Return the strides, in elements, that the parameter has in a flat buffer.
+
+    They are its own where it is dense (contiguous, or channels-last); otherwise the contiguous strides of its shape.
+    """
     own = parameter.stride()
     dense = torch.empty_like(parameter, device="meta").stride() == own
     return own if dense else torch.empty(parameter.shape, device="meta").stride()

@@ -355,7 +355,10 @@ class ServerSession:
         return dict(self._host.pids)
 
     def close(self) -> None:
-        """Close the connections and end the servers that this rank started. No request is possible afterwards."""
+        """Close this rank's connections, and end the server processes that it started; nothing can be sent afterwards.
+
+        Not collective: call it once all ranks have finished with the servers.
+        """
         self.client.close()
         if self._host is not None:
             self._host.close()
@@ -396,7 +399,11 @@ def _plan(servers: int, parameters: Sequence[torch.nn.Parameter], whole: bool) -
 
 
 def listen(address: str) -> tuple[str, socket.socket]:
-    """Listen on a free port of ``address``, never of all interfaces; return the ZeroMQ endpoint and the socket."""
+    """Open a TCP socket that listens on a free port of ``address`` only, for a server process to take over.
+
+    Returns:
+        The ZeroMQ endpoint, ``tcp://HOST:PORT``, and the socket, which child processes inherit.
+    """
     listener = socket.socket()
     listener.bind((address, 0))
     listener.listen(64)

@@ -65,9 +65,10 @@ class StalenessTracker:
         self.stop_at: int | None = None
 
     def hear(self, worker: int, clock: int, seen: int = 0) -> None:
-        """Record the clock and the time of a worker's request, and after a restore of the server the updates seen.
+        """Record that a worker has sent a request: its clock, and the time for its lease.
 
-        The first request of all sets the clocks of all workers.
+        The first request of all sets the clocks of all workers. After a restore of the server, ``seen`` shows how many
+        updates were lost.
 
         Args:
             worker: number of the logical worker.
@@ -146,7 +147,7 @@ class StalenessTracker:
             self.stop_at = (self.clock if self._together else max(self.steps)) + 1
 
     def forget_workers(self) -> None:
-        """Reset the clocks after a checkpoint was loaded; the first request sets them anew."""
+        """Reset clocks and stop step after a checkpoint was loaded; the first request sets all clocks anew."""
         self._clocks, self.stop_at = [None] * len(self._clocks), None
 
     @property
@@ -163,7 +164,7 @@ class StalenessTracker:
 
     @property
     def steps(self) -> list[int]:
-        """Clock of each worker; 0 before the first request."""
+        """Number of steps that each worker has pushed (its clock); 0 before the first request."""
         return [clock or 0 for clock in self._clocks]
 
     def state(self) -> dict[str, Any]:

@@ -74,7 +74,7 @@ class ServerReducer:
         self._under_way = False
 
     def prepare_for_backward(self, step_context: StepContext, loss_sums: Tensor | None) -> None:
-        """Do nothing: ``collect`` or ``finish`` pushes the gradients."""
+        """Do nothing before a worker's last backward: ``collect`` or ``finish`` pushes the gradients after it."""
 
     def gradient_ready(self, parameter: Tensor) -> None:
         """Do nothing: ``collect`` or ``finish`` reads ``.grad`` once backward is complete."""
@@ -82,7 +82,8 @@ class ServerReducer:
     def collect(self, step_context: StepContext, worker: int, loss_sums: Tensor | None) -> None:
         """Push the worker's gradients to the servers where workers are summed in order; otherwise do nothing.
 
-        ``finish`` then pushes the sum of the rank's workers, which autograd accumulates in ``.grad``.
+        If nothing is pushed, autograd accumulates the sum of the rank's workers in ``.grad``, and ``finish`` pushes it.
+        A push returns before the servers have replied.
 
         Args:
             step_context: the step under way.
@@ -272,11 +273,13 @@ class SynchronousServerSync(RemoteGradients, AllReduceSync):
         return self._leaves == self._run_context.workers
 
     def reduce_gradients(self, step_context: StepContext) -> StepStats:
-        """Wait for the servers' sums of gradients and loss sums, and return the step's statistics.
+        """Wait for the servers' sums of gradients and loss sums over all ranks, and return the step's statistics.
 
-        The gradients stay on the servers, which divide them by the global count; for the statistics see
-        ``AllReduceSync.reduce_gradients``. The servers answer once they have all pushes, with backup workers all but
-        the latest ones.
+        The gradients stay on the servers, which divide them by the global count. The servers answer once they have all
+        pushes, with backup workers all but the latest ones.
+
+        Returns:
+            Mean loss and metrics, norm of the whole gradient before clipping, and whether it is finite.
 
         Raises:
             UsageError: the script has written parameters since the last update.
@@ -306,9 +309,9 @@ class SynchronousServerSync(RemoteGradients, AllReduceSync):
         return super().merged()
 
     def replicated(self) -> Mapping[str, Tensor] | None:
-        """Return all parameters, and the buffers that are equal on all ranks; None with backup workers.
+        """Return by name the tensors of which all ranks hold equal copies: all parameters, and shared buffers.
 
-        With backup workers, ranks whose pushes came late have older parameters. See ``AllReduceSync.replicated``.
+        None with backup workers, where ranks whose pushes came late have older parameters. Not collective.
         """
         return None if self._servers.backup else super().replicated()
 
