@@ -20,7 +20,7 @@ class LossCounter:
         self._names: tuple[str, ...] = ()
 
     def add(self, part: LossSums | None) -> None:
-        """Add a worker's loss sums to those of this step.
+        """Add a worker's loss sums to the total of this step.
 
         Args:
             part: None if the worker had no samples; nothing is added then.
@@ -60,7 +60,7 @@ class LossCounter:
 
         Args:
             metrics: sums in the order of the names; further entries are ignored.
-            count: what the sums are over (samples, tokens).
+            count: number of samples or tokens in the sums.
         """
         return {name: value / count for name, value in zip(self._names, metrics, strict=False)}
 

@@ -78,7 +78,7 @@ class WholeTensors:
 
     @torch.no_grad()
     def step(self, optimizer: Optimizer) -> None:
-        """Run ``optimizer.step()`` on whole tensors: those that this rank owns, and those that are not gathered.
+        """Run ``optimizer.step()`` on the whole tensors that this rank owns, and on its tensors that are not gathered.
 
         The slices of parameter and gradient go to the owner, and slices of the result come back; afterwards ``.data``
         and ``.grad`` are this rank's slices again. Collective: two all-to-alls for each axis and dtype.
@@ -387,11 +387,11 @@ def trained_by(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> list
 
 
 def agreed_mixing(optimizer: Optimizer | None, run_context: RunContext, elsewhere: bool = False) -> Mixing:
-    """Try on all ranks what an update of the optimizer depends on besides the element itself, and combine the results.
+    """Find out by a trial step how an update mixes elements of tensors, and combine the results of all ranks.
 
-    An optimizer may mix rows, columns or pieces of a tensor, or several tensors, and then cannot step on slices; a
-    trial step finds out. A property holds only if it holds on all ranks. Collective: an all-gather. A single rank
-    returns the result for an element-wise optimizer without a trial.
+    An optimizer that mixes rows, columns or pieces of a tensor, or several tensors, cannot step on slices. A property
+    holds only if it holds on all ranks. Collective: an all-gather. A single rank returns the result for an
+    element-wise optimizer without a trial.
 
     Args:
         optimizer: of this rank; None without parameters here.

@@ -114,8 +114,8 @@ def _fit_and_ask(
 def all_reduce(rows: Sequence[TableRow]) -> Iterator[Asked]:
     """Predict the seconds of all-reduces over more ranks from those over fewer, by hardware.
 
-    The law of a ring all-reduce is fitted to the measurements of the fewest ranks (*anchored*), and to those of up to N
-    ranks for the ones of 2 N and more (*extrapolated*).
+    The law of a ring all-reduce is fitted to the measurements of the fewest ranks (*anchored*), or of up to N ranks to
+    predict 2 N and more (*extrapolated*).
 
     Args:
         rows: of tables of the kind ``all-reduce``.

@@ -130,7 +130,7 @@ class LossSurface:
 
     @property
     def sets(self) -> tuple[str, ...]:
-        """Names of the sets of samples, in the order given; derivatives are those of the first."""
+        """Names of the sets of samples, in the order given; derivatives are of the loss of the first."""
         return tuple(self._sets)
 
     @property

@@ -325,7 +325,7 @@ def _samples_seen(row: TableRow) -> TableRow:
 def read_tables(folder: Path) -> list[MeasurementTable]:
     """Read every CSV or TSV file below a folder as a table of measurements, and recognise its kind.
 
-    No file makes this fail: one that cannot be read or recognised is returned without rows and with the reason.
+    Nothing is raised: a file that cannot be read or recognised becomes a table without rows, with the reason.
     """
     found = []
     for path in sorted(each for each in folder.rglob("*") if each.suffix.lower() in (".csv", ".tsv")):

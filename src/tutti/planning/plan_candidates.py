@@ -53,7 +53,7 @@ class PlanCandidates:
         self.lacking[strategy] = min(least, lacking), number + 1
 
     def refusals(self) -> dict[str, int]:
-        """Return the number of plans that were left out, by reason in words; also those that do not fit into memory."""
+        """Return the number of plans that were left out, by reason in words; lack of memory is a reason."""
         short = {
             f"{name}: {least / (1 << 30):.2g} GiB short at the least": n for name, (least, n) in self.lacking.items()
         }

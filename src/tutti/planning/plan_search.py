@@ -249,7 +249,7 @@ def search_plans(
 ) -> None:
     """Find the fastest plan of each number of devices, and put the steps of all plans into ``found``.
 
-    Plans are ordered by a lower bound of their time, and only those that may be the fastest are evaluated.
+    Plans are ordered by a lower bound of their time, and only plans that may be the fastest are evaluated.
 
     Args:
         choices: plans, as from ``plan_choices``.

@@ -52,9 +52,9 @@ def grouped(elements: Iterable[_Element], key: Callable[[_Element], _Key]) -> di
 
 
 def cuts(sizes: Sequence[float]) -> list[float]:
-    """Return the sizes at which a back-test divides measurements, into those fitted and those predicted.
+    """Return the sizes at which a back-test divides measurements into a fitted and a predicted part.
 
-    It fits sizes up to a cut, and predicts those of twice the cut and more. There is one cut in each doubling: the
+    It fits sizes up to a cut, and predicts sizes of twice the cut and more. There is one cut in each doubling: the
     largest size that is no larger than a power of two, if there is a smaller size and one of at least twice the cut.
 
     >>> cuts([1, 2, 3, 4, 8, 16])

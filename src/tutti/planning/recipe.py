@@ -59,7 +59,7 @@ def write_recipe(recipe: TrainingRecipe, path: Path) -> None:
     """Write a posterior of the data to a target as ``recipe.json``, for ``tutti plan --recipe``.
 
     Args:
-        recipe: what to write.
+        recipe: the posterior.
         path: the file.
 
     Raises:

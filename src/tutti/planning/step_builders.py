@@ -240,7 +240,7 @@ def check_buildable(config: TrainConfig) -> None:
 def build_step(
     facts: StepFacts, config: TrainConfig, costs: StepCosts, prices: PassPrices | None = None
 ) -> tuple[StepProgram, Array]:
-    """List all computations and messages of a training step, with their seconds and what each waits for.
+    """List all computations and messages of a training step, with their seconds and dependences.
 
     Args:
         facts: what the model computes and sends.

@@ -336,7 +336,7 @@ def alone_config(config: TrainConfig) -> TrainConfig:
 
 
 def note_partition(choice: Any, costs: StepCosts) -> None:
-    """Add to the guesses of ``costs`` what is assumed about the stages of a pipeline; nothing for other strategies.
+    """Add the assumptions about the stages of a pipeline to the guesses of ``costs``; none for other strategies.
 
     Args:
         choice: the parsed strategy.
@@ -373,7 +373,7 @@ def prediction_json(found: Sequence[StepPrediction], costs: StepCosts, task_name
 def step_shares(times: StepTimes, slow: Array, pipeline: bool) -> dict[str, float]:
     """Return which fractions of the devices' time go to computing, communication and waiting.
 
-    The program is of a device as slow as the slowest; what a typical device computes less, it waits.
+    The program is of a device as slow as the slowest; a typical device computes less, and waits for the rest.
 
     Args:
         times: of the program.

@@ -198,7 +198,7 @@ class StepTimes:
     def rows(self) -> list[list[TimelineSegment]]:
         """Return the timeline of the median draw: for each device its segments by start time.
 
-        Computing hides communication of the same device: only what it does not cover is a segment.
+        Communication is a segment only while the same device does not compute.
         """
         place, found = self.median_sample, []
         for device in range(self.program.devices):

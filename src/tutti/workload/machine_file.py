@@ -155,7 +155,7 @@ def write_machine(machine: Machine, path: Path) -> None:
     """Write a measured machine as ``machine.json``.
 
     Args:
-        machine: what to write.
+        machine: figures and curves of the machine.
         path: the file.
 
     Raises:

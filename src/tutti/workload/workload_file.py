@@ -164,7 +164,7 @@ def write_workload(workload: Workload, path: Path) -> None:
     """Write the workload of a model as ``workload.json``.
 
     Args:
-        workload: what to write.
+        workload: the work of the model, by module group.
         path: the file.
 
     Raises:

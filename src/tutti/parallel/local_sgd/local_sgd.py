@@ -220,7 +220,7 @@ class LocalSGDSync:
         return {**fixed, **averages, **self._buffers.merged()}
 
     def replicated(self) -> Mapping[str, Tensor] | None:
-        """Return the tensors of which all ranks hold equal copies, by name: frozen parameters, after an average all.
+        """Return by name the parameters of which all ranks hold equal copies: the frozen ones, after an average all.
 
         The trained parameters are left out between two averages, when each worker has its own. Not collective.
 
@@ -287,7 +287,7 @@ class LocalSGDSync:
         """Return this rank's collective calls so far for ``summary.json``. Not collective.
 
         Returns:
-            ``{"collectives": {KIND: {"calls": N, "bytes": N}}}``, with kinds such as ``all_reduce``.
+            ``{"collectives": {KIND: {"calls": N, "bytes": N}}}``, with the kinds ``all_to_all`` and ``all_gather``.
         """
         counted = self._run_context.comms.replica.collective_traffic()
         return {"collectives": {kind: {"calls": calls, "bytes": size} for kind, (calls, size) in counted.items()}}

@@ -88,7 +88,7 @@ class RequestHandler(Protocol):
         """Return clocks and counts, which a restarted server needs, for a snapshot, as a JSON value."""
 
     def load(self, state: dict[str, Any]) -> None:
-        """Restore what ``state`` returned, in a restarted server process."""
+        """Restore the JSON value that ``state`` returned, in a restarted server process."""
 
     def facts(self) -> dict[str, Any]:
         """Return counts of updates and dropped pushes for ``summary.json``, as a JSON value."""
@@ -119,8 +119,8 @@ class SyncHandler:
         """Carry out PUSH (add a gradient), SUM (return the statistics of the sum) or APPLY (step the optimizer).
 
         Returns:
-            None for a SUM while pushes of other workers are missing; the server calls again. A push gets the status
-            LATE where its step has been summed without it.
+            None for a SUM while pushes of other workers are missing, or while its rank is 256 steps ahead of another;
+            the server calls again. A push gets the status LATE where its step has been summed without it.
         """
         kinds = {PUSH: self._push, SUM: self._sum, APPLY: self._apply}
         return kinds[request.header.kind](request)
@@ -294,7 +294,7 @@ class AsyncHandler:
         return self._core.state()
 
     def load(self, state: dict[str, Any]) -> None:
-        """Restore what ``state`` returned, in a server process that was started again after a crash."""
+        """Restore the JSON value that ``state`` returned, in a server process started again after a crash."""
         self._core.load(state)
 
     def facts(self) -> dict[str, Any]:

@@ -338,7 +338,7 @@ class ServerSession:
     def facts(self) -> dict[str, Any]:
         """Ask the servers for their statistics: ``{"servers": [{"at": endpoint, …}]}`` on rank 0, empty elsewhere.
 
-        The further entries are those of ``RequestHandler.facts``, and counts of bytes and refused messages. Not
+        Further entries come from ``RequestHandler.facts``, beside counts of bytes and refused messages. Not
         collective.
         """
         if self.comm.rank:

@@ -95,7 +95,7 @@ def read_header(frames: Sequence[memoryview], terms: Terms, client: int) -> Mess
 
     Args:
         frames: the message without its address: header, floats, tensors or blob.
-        terms: what ranks and server have agreed on at the start.
+        terms: identifiers and lengths that ranks and server have agreed on at the start.
         client: rank whose key the connection was made with.
 
     Raises:

@@ -138,10 +138,10 @@ class StalenessTracker:
         return (self._clocks[worker] or 0) - self.slowest()
 
     def ask_to_stop(self) -> None:
-        """Record a worker's request to stop the run: ``stop_at`` becomes the step after the furthest worker's.
+        """Record a worker's request to stop the run: all stop after the step that follows the furthest worker's clock.
 
         No worker can complete that step without a reply that says so. With ``together``, the joint clock takes the
-        place of the furthest worker's. Later requests change nothing.
+        place of the furthest worker's. The step is in ``stop_at``; later requests change nothing.
         """
         if self.stop_at is None:
             self.stop_at = (self.clock if self._together else max(self.steps)) + 1
@@ -172,7 +172,7 @@ class StalenessTracker:
         return {"version": self.version, "clocks": self._clocks, "lost": self.lost, "stop_at": self.stop_at}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Restore what ``state`` returned, in a restarted server.
+        """Restore the JSON value that ``state`` returned, in a restarted server.
 
         From then on the versions that workers have seen show how many acknowledged updates were lost (``lost``).
         """

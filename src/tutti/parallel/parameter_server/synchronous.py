@@ -114,7 +114,7 @@ class ServerReducer:
             )
 
     def finish(self, step_context: StepContext, loss_sums: Tensor | None) -> ReducedSums:
-        """Push gradients that are left, and wait until the servers have summed those of all ranks. Collective.
+        """Push gradients that are left, and wait until the servers have summed the pushes of all ranks. Collective.
 
         With backup workers the servers do not wait for the latest pushes. The summed gradients stay on the servers.
 
