@@ -233,7 +233,7 @@ class DevicePlan:
 
     @property
     def band_text(self) -> str:
-        """Words on where the band of the time comes from, or on why there is none."""
+        """Explanation, in words, of the basis of the time's band, or of its absence."""
         if self.band is not None:
             return "90 % band of the data to the target; the step was measured"
         if self.data.band is not None:

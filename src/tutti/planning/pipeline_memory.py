@@ -180,7 +180,7 @@ def fitting(found: Facts, ahead: StagePlan, config: TrainConfig, room: float) ->
 def pinned(config: TrainConfig, ahead: StagePlan) -> TrainConfig:
     """Return ``config`` with the partition of ``ahead`` written as the option ``cuts`` of its strategy.
 
-    Unchanged if a cut has no name, because it is not at the border of a module.
+    Unchanged if a cut has no name and so cannot be written.
 
     Args:
         config: the run.

@@ -44,7 +44,7 @@ class Asked:
 
 
 def grouped(elements: Iterable[_Element], key: Callable[[_Element], _Key]) -> dict[_Key, list[_Element]]:
-    """Group elements by ``key(element)``; keys are in the order of first appearance, and so are elements."""
+    """Group elements by ``key(element)``; keys are in the order of first appearance, elements in theirs."""
     found: dict[_Key, list[_Element]] = {}
     for element in elements:
         found.setdefault(key(element), []).append(element)

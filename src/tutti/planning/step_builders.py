@@ -110,9 +110,10 @@ class StepFacts:
 def gradient_vectors(
     tensors: Sequence[TensorFacts], wire: str = "fp32", bucket_mb: float | None = None
 ) -> list[GradientVector]:
-    """Return the flat vectors that data ranks all-reduce in a step: gradient buckets, a tail of loss sums and flags.
+    """Return the flat vectors that data ranks all-reduce in a step: gradient buckets, then loss sums and flags.
 
-    The tail is part of the last bucket where dtypes allow it, else a vector of its own. As in ``OverlappedReducer``.
+    Loss sums and flags are part of the last bucket where dtypes allow it, else a vector of their own, as in
+    ``OverlappedReducer``.
 
     Args:
         tensors: trainable parameters, in the model's order.
@@ -314,7 +315,7 @@ def all_reduce_seconds(costs: StepCosts, exchange: Any, ranks: int, size: float)
 def stage_passes(prices: PassPrices, facts: StageFacts, passed: Pass, samples: int, checkpointing: str) -> Array:
     """Return the seconds of a forward or backward of each virtual stage of a pipeline over a micro-batch.
 
-    Work outside of the modules that the stages consist of is spread evenly over them.
+    Work outside of the modules of the stages (such as the loss) is spread evenly over the stages.
 
     Args:
         prices: of the workload's passes.
