@@ -315,7 +315,7 @@ def all_reduce_seconds(costs: StepCosts, exchange: Any, ranks: int, size: float)
 def stage_passes(prices: PassPrices, facts: StageFacts, passed: Pass, samples: int, checkpointing: str) -> Array:
     """Return the seconds of a forward or backward of each virtual stage of a pipeline over a micro-batch.
 
-    Work outside of the modules of the stages (such as the loss) is spread evenly over the stages.
+    Work of no stage's modules is spread evenly over the stages; the loss belongs to the last stage.
 
     Args:
         prices: of the workload's passes.
