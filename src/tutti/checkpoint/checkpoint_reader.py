@@ -30,15 +30,26 @@ class CheckpointReader:
         self._manifest, self._reader = manifest, TensorReader(manifest)
 
     def names(self, group: str) -> Collection[str]:
-        """Return the names of the checkpoint's tensors in ``group``; none if the group is missing."""
+        """Return the names of the checkpoint's tensors in ``group``, such as ``model``; none if it is missing."""
         return self._manifest.tensors.get(group, {}).keys()
 
     def get(self, group: str, name: str) -> Tensor:
-        """Read one full tensor from the checkpoint, on the CPU."""
+        """Read one whole tensor from the checkpoint's files, on the CPU and in the saved dtype.
+
+        Args:
+            group: one of ``tutti.checkpoint.manifest.GROUPS``, such as ``model``.
+            name: the tensor's name within the group.
+
+        Raises:
+            CheckpointError: no such tensor, or a file that differs from the manifest.
+        """
         return next(iter(self._reader.read(group, [name])))[1]
 
     def shape(self, group: str, name: str) -> tuple[int, ...]:
-        """Return the global shape of one tensor, from the manifest."""
+        """Return the shape of the whole tensor, from the manifest; no tensor file is read.
+
+        Raises KeyError if the checkpoint has no tensor ``name`` in ``group``.
+        """
         return self._manifest.tensors[group][name].shape
 
     def part(self, group: str, name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
@@ -80,14 +91,19 @@ class WeightsReader:
         return self._weights.records.keys() | self._kept.keys() if group == "model" else ()
 
     def get(self, group: str, name: str) -> Tensor:
-        """Read one full tensor from the weights, on the CPU."""
+        """Return one whole tensor on the CPU: from ``kept`` if it has the name, else read from the weights.
+
+        Args:
+            group: ``model``; not used here, because weights have no other group.
+            name: the tensor's name in the model; the file may have it under a tied name instead.
+        """
         if name in self._kept:
             return self._kept[name]
         found = self._found(name)
         return tensor_from_bytes(self._weights.numbers(found), self._weights.records[found].dtype)
 
     def shape(self, group: str, name: str) -> tuple[int, ...]:
-        """Return the shape of one tensor, from the file's header."""
+        """Return the shape of one whole tensor, from ``kept`` or from the file's header; ``group`` is not used."""
         if name in self._kept:
             return tuple(self._kept[name].shape)
         return tuple(self._weights.records[self._found(name)].shape)
@@ -137,13 +153,13 @@ def check_model(
     where: str,
     remedy: str = "build the model that was saved",
 ) -> None:
-    """Raise CheckpointError, naming the tensors, unless ``saved`` has the names and shapes of the model ``own``.
+    """Raise CheckpointError, naming tensors, unless a checkpoint has the tensor names and shapes of this run's model.
 
     Args:
         own: every tensor of the model, from ``catalogue``.
-        saved: shapes by name.
+        saved: shapes of the checkpoint's tensors, by name.
         where: the checkpoint's path, for the error.
-        remedy: for the error.
+        remedy: advice at the end of the error.
     """
     wrong = [
         text
@@ -179,12 +195,12 @@ def _more(count: int) -> str:
 
 
 def load_checked(manifest: Manifest, load: Callable[[Any], None], saved: Any, name: str) -> None:
-    """Call ``load(saved)``; raise CheckpointError with ``name`` in its text where ``saved`` is malformed.
+    """Restore a saved value by ``load(saved)``, and turn the errors of a malformed value into CheckpointError.
 
     Args:
         manifest: of the checkpoint, for the error.
         load: restores the value; raises KeyError, TypeError or ValueError where it is malformed.
-        saved: the value from the manifest's facts.
+        saved: the value from the manifest's ``facts``, the run's state beside its tensors.
         name: of the value, for the error.
     """
     try:

@@ -44,7 +44,7 @@ def write_new(path: Path, buffers: Iterable[memoryview], progress: Callable[[], 
 
 
 def sync(directory: Path) -> None:
-    """Fsync a directory, so that its entries survive a crash."""
+    """Fsync a directory, so that the files created or renamed in it are still there after a crash of the machine."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

@@ -15,7 +15,12 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def tensor_from_bytes(numbers: NDArray[Any], dtype: str) -> Tensor:
-    """View an array as a tensor that shares its memory; ``dtype`` is a key of ``DTYPES``, as wide as the elements."""
+    """View an array of unsigned integers as a tensor of ``dtype`` that shares its memory.
+
+    Args:
+        numbers: unsigned integers as wide as an element of ``dtype``, in the tensor's shape.
+        dtype: safetensors' name, such as ``BF16``; a key of ``tutti.checkpoint.tensorfile.DTYPES``.
+    """
     # NumPy gives an empty array strides of zero, and torch cannot view such a tensor as another dtype.
     if not numbers.size:
         return torch.empty(numbers.shape, dtype=DTYPES[dtype])

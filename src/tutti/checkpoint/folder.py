@@ -33,9 +33,16 @@ def newest_checkpoint(folder: Path) -> tuple[Manifest | None, list[str]]:
 
 
 def best_checkpoint(folder: Path, score: Score) -> tuple[Manifest | None, list[str]]:
-    """Return the checkpoint with the highest score that verifies, and errors as ``newest_checkpoint``.
+    """Return the checkpoint with the highest score of all that verify, and the error texts of damaged ones.
 
     The newest of equal scores comes first; checkpoints without a score are left out.
+
+    Args:
+        folder: the run's ``checkpoints``.
+        score: maps the facts of a manifest to a score, higher is better; None for a checkpoint without one.
+
+    Returns:
+        The manifest, None where no checkpoint has a score and verifies; and a text for each damaged checkpoint found.
     """
     manifests, broken = _scan(folder)
     return _trusted(ranked(manifests, score), broken)
@@ -47,7 +54,10 @@ def scan(folder: Path) -> list[Manifest]:
 
 
 def ranked(manifests: Iterable[Manifest], score: Score) -> list[Manifest]:
-    """Return the manifests that have a score, highest first; equal scores keep their order."""
+    """Return the manifests that have a score, highest first; equal scores keep their order.
+
+    ``score`` maps a manifest's ``facts`` to a number, or to None for no score.
+    """
     scored = [(worth, manifest) for manifest in manifests if (worth := score(manifest.facts)) is not None]
     return [manifest for _, manifest in sorted(scored, key=lambda pair: -pair[0])]
 

@@ -32,7 +32,10 @@ class GatheredModel(Mapping[str, Tensor], ABC):
         """Return the whole tensor whose first name is ``name``."""
 
     def all(self) -> dict[str, Tensor]:
-        """Return all tensors by name; a tied tensor is gathered once. Collective."""
+        """Gather every tensor of the model and return them by name; a tied tensor is gathered once.
+
+        Collective: every rank calls it. Needs memory for the whole model on each rank.
+        """
         found: dict[str, Tensor] = {}
         for name, others in self._tied.items():
             found |= dict.fromkeys((name, *others), self._whole(name))
@@ -124,14 +127,14 @@ def _put(whole: Tensor | None, part: Tensor, spec: ShardSpec) -> Tensor:
 def gather_rows(
     rows: Mapping[str, Tensor], shapes: Mapping[str, Sequence[int]], comm: Communicator
 ) -> dict[str, Tensor]:
-    """Return whole tensors from each rank's block of rows (``tutti.comm.partition.block``).
+    """Gather tensors that are sharded along their first dimension, and return the whole tensors by name.
 
-    Collective: one all-gather a tensor.
+    Collective: one all-gather a tensor, in the order of ``rows``; all ranks of ``comm`` need the same names.
 
     Args:
-        rows: this rank's rows of each tensor, by name.
-        shapes: of the whole tensors.
-        comm: the ranks that hold the rows.
+        rows: this rank's shard of each tensor, by name: the contiguous rows that ``tutti.comm.partition.block`` gives.
+        shapes: of the whole tensors, by name.
+        comm: the ranks that hold the shards, in the order of the rows.
     """
     whole = {}
     for name, mine in rows.items():
@@ -168,12 +171,15 @@ class GatheredRows(GatheredModel):
 def gathered_model(
     replica: ReplicaRunner, comms: Communicators, merged: Mapping[str, Tensor], at_first_shard: bool
 ) -> GatheredModel:
-    """Return lazy access to the whole tensors of the plain model. Collective, as each access is.
+    """Return a mapping from names to the whole tensors of a model that is sharded over ranks; gathers on access.
+
+    Collective: this call may broadcast names and shapes, and each access gathers one tensor, so that all ranks must
+    access the same names in the same order.
 
     Args:
         replica: this rank's part of the model.
         comms: this rank's communicators.
-        merged: this rank's tensors of the merged model, or of its average.
+        merged: this rank's tensors and slices of the model merged over replicas, or of its average (EMA), by name.
         at_first_shard: whether this rank is the first on the mesh axis of row shards.
     """
     if replica.sharded and comms.model.size == 1:

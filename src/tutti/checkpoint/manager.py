@@ -93,15 +93,17 @@ class CheckpointManager:
             self._opened = True
 
     def begin_save(self, evaluated: Mapping[str, float] | None = None) -> None:
-        """Wait for the save before, and check that the next can begin. Collective as ``open``.
+        """Block until the previous save has finished, and check that the next can begin.
+
+        Collective in the first call, which opens the folder (``open``): a broadcast and an all-gather over all ranks.
 
         Args:
             evaluated: held-out loss and metrics of the step to save; None where it was not evaluated.
 
         Raises:
             UsageError: ``evaluated`` lacks the metric that decides which checkpoint is the best.
-            DiskError, PeerError: as ``wait``.
-            CheckpointError: as ``open``.
+            DiskError, PeerError: the previous save, see ``wait``.
+            CheckpointError: ranks that cannot see rank 0's folder, see ``open``.
         """
         if self.best is not None and evaluated is not None:
             self.best.check(evaluated)
@@ -109,14 +111,15 @@ class CheckpointManager:
         self.wait()
 
     def write(self, step: int, state: State, facts: Mapping[str, Any]) -> None:
-        """Write this rank's state of ``step``, in the background where memory has room for a copy of it.
+        """Copy this rank's state of ``step`` to host memory, and write its files in a background thread.
 
-        Call ``begin_save`` before.
+        Blocks until this rank's files are written where memory has no room for the copy. Every rank calls it, after
+        ``begin_save``; no collective. Call ``wait`` to learn whether the save succeeded.
 
         Args:
-            step: the step.
-            state: this rank's tensors, by group.
-            facts: the manifest's; rank 0's are written.
+            step: optimizer steps taken.
+            state: this rank's tensors and slices by name, by group (``model``, ``optim``, …).
+            facts: the run's further state for the manifest, as JSON values; only rank 0's are written.
         """
         with heartbeat.training.during(Phase.SAVE):
             copied = save_snapshot.has_room(state, self._world.identity.local_size)
@@ -143,7 +146,14 @@ class CheckpointManager:
             self._written.wait()
 
     def wait(self) -> None:
-        """Block until the save under way is finished. Raises DiskError and PeerError as ``save``."""
+        """Block until the save under way is complete on all ranks; return at once if there is none.
+
+        A failed save is a warning until ``most_failures`` in a row have failed.
+
+        Raises:
+            DiskError: ``most_failures`` consecutive saves have failed.
+            PeerError: the save has not finished within three times the job's timeout.
+        """
         if self._thread is None:
             return
         # The saving thread has a heartbeat of its own.
@@ -172,9 +182,12 @@ class CheckpointManager:
             )
 
     def best_kept(self) -> dict[str, Any] | None:
-        """Return step and held-out values of the best checkpoint; None where none was evaluated.
+        """Return step and held-out values of the best checkpoint; None where none was evaluated or no criterion is set.
 
         Reads the folder on this rank, without a collective; take rank 0's answer.
+
+        Returns:
+            ``{"step": N, "loss": …}`` with the held-out loss and each metric by name.
         """
         found = ranked(scan(self.folder), self.best.score) if self.best is not None else []
         return {"step": found[0].step, **found[0].facts["eval"]} if found else None

@@ -62,13 +62,13 @@ class FileRecord:
         return f"rank{self.rank}.safetensors"
 
     def as_json(self) -> dict[str, Any]:
-        """Return the record as JSON for ``from_json``: ranks report it to rank 0 and the manifest stores it."""
+        """Return the record as a JSON object for ``from_json``: ranks report it to rank 0, the manifest stores it."""
         slices = [[s.name, s.dtype, s.shape, s.offset, s.part] for s in self.slices]
         return {"group": self.group, "rank": self.rank, "size": self.size, "sha256": self.sha256, "slices": slices}
 
     @classmethod
     def from_json(cls, value: object) -> FileRecord:
-        """Parse and check one record. Raises ValueError where a member is missing or invalid."""
+        """Parse and check one record of a tensor file. Raises ValueError where a member is missing or invalid."""
         group, rank = _member(value, "group", str), _number(_member(value, "rank", int))
         if group not in GROUPS:
             raise ValueError(f"there is no group {group!r}")
@@ -121,7 +121,10 @@ class Manifest:
         object.__setattr__(self, "tensors", _tensors(self.files))
 
     def encode(self) -> bytes:
-        """Return the document's bytes, hash included. Raises CheckpointError where the facts are no JSON."""
+        """Return the manifest file's bytes: JSON, sealed by a SHA-256.
+
+        Raises CheckpointError if the facts are no JSON.
+        """
         document = {
             "format": _FORMAT,
             "version": _VERSION,
@@ -138,7 +141,11 @@ class Manifest:
 
     @classmethod
     def decode(cls, data: bytes, path: Path) -> Manifest:
-        """Parse and check the document of the checkpoint at ``path``.
+        """Parse and check the content of a manifest file, hash included; tensor files are not read.
+
+        Args:
+            data: the file's bytes.
+            path: the checkpoint's directory, for the manifest's ``path`` and for errors.
 
         Raises:
             CheckpointError: it is damaged, of another version, or contradicts itself.

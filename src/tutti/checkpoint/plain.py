@@ -67,14 +67,20 @@ class PlainFile:
             raise self._broken(f"its header cannot be used: {error}") from error
 
     def numbers(self, name: str) -> NDArray[Any]:
-        """Return a copy of one tensor as unsigned integers of its elements' width."""
+        """Return a copy of one tensor's elements as unsigned integers of the same width, in the tensor's shape.
+
+        Bits are unchanged, so that bfloat16 needs no NumPy dtype; ``records[name].dtype`` has the real dtype.
+        """
         record = self.records[name]
         count = record.nbytes // record.itemsize
         numbers = np.frombuffer(self._bytes, unsigned(record.dtype), count, self._begins[name]) if count else ()
         return np.array(numbers, unsigned(record.dtype)).reshape(record.shape)
 
     def verify(self) -> None:
-        """Compare the weights with their hash, if the file states one. Raises CheckpointError where they differ."""
+        """Hash all weights and compare with the hash in the file's metadata, if there is one.
+
+        Raises CheckpointError where they differ.
+        """
         if HASH in self.metadata and weights_hash(self) != self.metadata[HASH]:
             raise self._broken(f"its weights do not have the {HASH} that it states")
 

@@ -22,7 +22,10 @@ _DCP = ".metadata"
 
 
 def is_plain_folder(path: Path) -> bool:
-    """Return whether a folder has safetensors files, or weights in a format that is refused with the way out."""
+    """Return whether a folder holds safetensors files, their index, or a ``torch.distributed.checkpoint``.
+
+    The last is no format that can be read: ``PlainFolder`` raises an error with the conversion.
+    """
     return any(path.glob("*.safetensors")) or any(path.glob(f"*{INDEX_END}")) or (path / _DCP).exists()
 
 
@@ -51,11 +54,17 @@ class PlainFolder:
         self.records: Mapping[str, SliceRecord] = {name: file.records[name] for name, file in self._of.items()}
 
     def numbers(self, name: str) -> NDArray[Any]:
-        """Return a copy of one tensor as unsigned integers of its elements' width."""
+        """Return a copy of one tensor's elements as unsigned integers of the same width, from the file that holds it.
+
+        Bits are unchanged; ``records[name].dtype`` has the real dtype.
+        """
         return self._of[name].numbers(name)
 
     def verify(self) -> None:
-        """Compare each file with the hash that it states, if any. Raises CheckpointError where they differ."""
+        """Hash the weights of each file and compare with the hash in its metadata, if it has one.
+
+        Raises CheckpointError where they differ.
+        """
         for file in self._files.values():
             file.verify()
 

@@ -111,11 +111,13 @@ class TensorReader:
     def numbers(self, group: str, name: str, offset: Sequence[int], shape: Sequence[int]) -> NDArray[Any]:
         """Return a region of one tensor as unsigned integers of its elements' width; files without it are not opened.
 
+        Bits are unchanged, so that dtypes unknown to NumPy, such as bfloat16, can be read.
+
         Args:
             group: one of ``GROUPS``.
             name: the tensor's name.
             offset: index of the region's first element, one number a dimension.
-            shape: of the region.
+            shape: of the region, one number a dimension.
 
         Raises:
             CheckpointError: no such tensor, a region outside it, or a file that differs from the manifest.
@@ -164,7 +166,7 @@ class TensorReader:
 
 
 def unsigned(dtype: str) -> str:
-    """Return NumPy's name of the unsigned integer that is as wide as an element of ``dtype``."""
+    """Return NumPy's name of the unsigned integer as wide as an element of ``dtype``: ``<u2`` for ``BF16``."""
     return f"<u{DTYPES[dtype][1]}"
 
 

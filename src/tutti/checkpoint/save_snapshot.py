@@ -19,13 +19,23 @@ _SHARE_OF_FREE = 0.5
 
 
 def has_room(state: State, processes: int) -> bool:
-    """Return whether a copy of ``state`` fits into half of the free host memory of each of ``processes`` processes."""
+    """Return whether the host's memory has room for a copy of this rank's ``state``: half of its free share at most.
+
+    Args:
+        state: this rank's tensors and slices, by group and name.
+        processes: ranks on this node, among which its free memory is divided.
+    """
     tensors = [_tensor(value) for named in state.values() for value in named.values()]
     return sum(tensor.nbytes for tensor in tensors) <= _SHARE_OF_FREE * free_memory(processes)
 
 
 def slices(state: State, copy: bool) -> dict[str, list[WritableSlice]]:
-    """Return the slices to write, by group; without ``copy`` they alias ``state``, which must not change meanwhile."""
+    """Return the slices that this rank writes, by group.
+
+    Args:
+        state: this rank's tensors and slices, by group and name.
+        copy: copy them to host memory; otherwise the slices alias ``state``, which must not change before the write.
+    """
     return {
         group: [part for name, value in named.items() for part in _slices(name, value, copy)]
         for group, named in state.items()

@@ -43,7 +43,9 @@ def load_optimizer(
     prefix: str = "",
     specs: Mapping[str, ShardSpec] | None = None,
 ) -> None:
-    """Load the state that ``optimizer_tensors`` returned into the optimizer; a parameter without any keeps its own.
+    """Load saved state, named as by ``optimizer_tensors``, into the optimizer; each rank reads only its slices.
+
+    A parameter without saved state keeps its own. Not collective.
 
     Args:
         optimizer: its ``state`` is set for each parameter that has saved state.
@@ -51,7 +53,7 @@ def load_optimizer(
         saved: the checkpoint.
         group: the checkpoint's group, such as ``optim``.
         prefix: of the tensors' names before ``{parameter}/{key}``.
-        specs: of the parameters, where some are slices or tied.
+        specs: place of each parameter on this rank in the whole one, with its tied names; None if all are whole.
     """
     keys: dict[str, list[str]] = {}
     for entry in saved.names(group):
@@ -82,14 +84,14 @@ def written(
     comm: Communicator,
     shapes: Mapping[str, tuple[int, ...]] | None = None,
 ) -> dict[str, Tensor | TensorSlice]:
-    """Return the tensors that this rank writes, of tensors that all ranks of ``comm`` hold alike.
+    """Choose the tensors that this rank writes, so that tensors replicated over ``comm`` are written once.
 
     Tensors that another rank of this replica owns are left to it. A slice is returned as a ``TensorSlice`` with its
-    global shape and offset.
+    global shape and offset. Not collective.
 
     Args:
         tensors: by parameter or buffer name, or by ``{parameter}/{key}`` for an optimizer's state.
-        replica: the replica whose tensors they are.
+        replica: this rank's part of the model, which holds the tensors.
         comm: the ranks that hold the same tensors and share the writing.
         shapes: local shapes of the parameters, for an optimizer's state; a state of another shape is no slice.
     """
@@ -108,13 +110,13 @@ def written(
 
 
 def read_local(saved: SavedState, group: str, name: str, replica: ReplicaRunner, local: Sequence[int]) -> Tensor:
-    """Read this rank's slice of one of the replica's tensors, on the CPU.
+    """Read this rank's slice of one tensor from the checkpoint, on the CPU; the saved sharding may have been another.
 
     Args:
         saved: the checkpoint.
-        group: the checkpoint's group.
+        group: the checkpoint's group, such as ``model``.
         name: the tensor's name, a key of ``replica.specs``; the checkpoint may have a tied name instead.
-        replica: the replica on this rank.
+        replica: this rank's part of the model.
         local: shape of this rank's slice.
     """
     spec, names = replica.specs[name], saved.names(group)
@@ -130,10 +132,10 @@ def _part(saved: SavedState, group: str, name: str, spec: ShardSpec, local: Sequ
 
 
 def cut_state(optimizer: Optimizer, slices: Mapping[Tensor, ShardSpec]) -> None:
-    """Replace the optimizer's state of whole parameters, such as its constructor made, by slices for this rank.
+    """Cut optimizer state of whole-parameter shape, which a constructor has made (Adagrad), to this rank's slices.
 
     Args:
-        optimizer: its ``state`` is changed.
+        optimizer: its ``state`` is changed in place; state of other shapes, such as step counters, stays.
         slices: place of each parameter's slice in the whole parameter.
     """
     for parameter, spec in slices.items():

@@ -27,7 +27,11 @@ class Weights(Protocol):
         """Location, dtype and shape of each tensor in the file, by name."""
 
     def numbers(self, name: str) -> NDArray[Any]:
-        """Return one tensor as unsigned integers of its elements' width. Raises CheckpointError if it is unreadable."""
+        """Return one whole tensor's elements as unsigned integers of the same width, in the tensor's shape.
+
+        Bits are unchanged, so that bfloat16 needs no NumPy dtype; ``records[name].dtype`` has the real dtype.
+        Raises CheckpointError if the tensor is unreadable.
+        """
 
 
 class SavedWeights:
@@ -64,7 +68,9 @@ class SavedWeights:
         self.records: Mapping[str, SliceRecord] = {name: _record(name, record) for name, record in found.items()}
 
     def numbers(self, name: str) -> NDArray[Any]:
-        """Return one tensor; see ``Weights``."""
+        """Read one whole tensor from the checkpoint, or its EMA, as unsigned integers of its elements' width; see
+        ``Weights.numbers``.
+        """
         shape = self.records[name].shape
         return self._reader.numbers(*self._from[name], (0,) * len(shape), shape)
 
@@ -82,14 +88,14 @@ class SomeWeights:
         self.records: Mapping[str, SliceRecord] = {name: weights.records[name] for name in names}
 
     def numbers(self, name: str) -> NDArray[Any]:
-        """Return one tensor; see ``Weights``."""
+        """Return one of the kept tensors as unsigned integers of its elements' width; see ``Weights.numbers``."""
         return self._weights.numbers(name)
 
 
 def matching_weights(weights: Weights, patterns: str) -> SomeWeights:
-    """Return the tensors whose names match one of several patterns joined by ``+``.
+    """Return the tensors whose names match a shell pattern (``fnmatch``), or one of several joined by ``+``.
 
-    Raises UsageError where a pattern matches no name.
+    Example of ``patterns``: ``head.*+norm.*``. Raises UsageError where a pattern matches no name.
     """
     found: dict[str, None] = {}
     for pattern in patterns.split("+"):
@@ -102,7 +108,7 @@ def matching_weights(weights: Weights, patterns: str) -> SomeWeights:
 
 
 def weights_hash(weights: Weights) -> str:
-    """Return ``weights_sha256`` of all tensors; only one at a time is in memory."""
+    """Return the SHA-256 over all tensors, equal to ``fingerprint.weights_sha256``; one at a time is in memory."""
     digest = WeightsHash()
     for name in sorted(weights.records):
         record = weights.records[name]
@@ -111,7 +117,7 @@ def weights_hash(weights: Weights) -> str:
 
 
 def flat(numbers: NDArray[Any]) -> memoryview:
-    """Return the bytes of a contiguous array."""
+    """Return the bytes of a C-contiguous array as a view, without a copy."""
     return numbers.reshape(-1).view("u1").data
 
 

@@ -14,7 +14,7 @@ class WeightsHash:
         self._digest = hashlib.sha256()
 
     def add(self, name: str, dtype: str, shape: Sequence[int], data: Any) -> None:
-        """Add the next tensor; the caller keeps the sorted order of names.
+        """Hash the next tensor; the caller adds tensors in sorted order of their names.
 
         Args:
             name: in the model's state dict.
@@ -26,5 +26,5 @@ class WeightsHash:
         self._digest.update(data)
 
     def hexdigest(self) -> str:
-        """Return the hash of the tensors added so far."""
+        """Return the SHA-256 of the tensors added so far, in hexadecimal."""
         return self._digest.hexdigest()

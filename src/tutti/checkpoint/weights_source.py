@@ -61,7 +61,10 @@ def verified(path: Path) -> Path:
 
 
 def open_weights(path: Path) -> Weights:
-    """Open the path that ``verified`` returned. Raises CheckpointError where this rank cannot read it."""
+    """Open the checkpoint, safetensors file or folder that ``verified`` has returned, for reading one tensor at a time.
+
+    Raises CheckpointError where this rank cannot read it.
+    """
     if not path.is_dir():
         return PlainFile(path)
     return SavedWeights(load_manifest(path)) if (path / MANIFEST).exists() else PlainFolder(path)

@@ -45,7 +45,7 @@ class WritableSlice:
         return cls(name, tensor, tuple(tensor.shape), (0,) * tensor.dim())
 
     def record(self) -> SliceRecord:
-        """Return the manifest's record of the slice.
+        """Return the slice's name, dtype, shapes and offset, as the manifest stores them.
 
         Raises:
             CheckpointError: the tensor is not dense, its dtype is not in the format, or the slice leaves its tensor.
