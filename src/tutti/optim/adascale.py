@@ -62,7 +62,11 @@ class AdaScale:
                 self._averages.add(*found)
 
     def values(self) -> dict[str, float]:
-        """Return τ, the last gain, and the simple noise scale in samples (McCandlish et al. 2018, arXiv 1812.06162)."""
+        """Return the figures to log: ``tau`` (τ), ``gain`` (r of the last step) and ``noise_scale`` (in samples).
+
+        ``gain`` is missing after a skipped step, ``noise_scale`` before the first estimate. The simple noise scale is
+        defined by McCandlish et al. 2018, arXiv 1812.06162.
+        """
         found = {} if self.gain is None else {"gain": self.gain}
         found["tau"] = self.tau
         if self._averages.weight:
@@ -72,12 +76,12 @@ class AdaScale:
         return found
 
     def state(self) -> dict[str, float]:
-        """Return the state for a checkpoint."""
+        """Return τ, the averages of σ² and μ², and their weight as numbers by name, for a checkpoint."""
         first, second = self._averages.sums
         return {"tau": self.tau, "variance": first, "square": second, "weight": self._averages.weight}
 
     def load(self, saved: Mapping[str, float]) -> None:
-        """Restore ``state``. Raises ValueError, KeyError or TypeError if ``saved`` is not a valid state."""
+        """Restore the result of ``state``. Raises ValueError, KeyError or TypeError if ``saved`` is malformed."""
         tau, first, second, weight = (float(saved[name]) for name in ("tau", "variance", "square", "weight"))
         if not (all(map(math.isfinite, (tau, first, second))) and tau >= 0 and 0 <= weight <= 1):
             raise ValueError(f"τ {tau:g}, σ² {first:g}, μ² {second:g}, weight {weight:g}")

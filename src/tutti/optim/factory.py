@@ -26,9 +26,13 @@ Named = Sequence[tuple[str, nn.Parameter]]
 
 
 def from_config(config: Any, sparse: bool = False) -> OptimizerFactory:
-    """Return a factory of the optimizer that ``config`` describes, over all trainable parameters.
+    """Return a factory that builds the optimizer of ``config`` over the trainable parameters that it is given.
 
-    ``sparse``: some parameters may get sparse gradients, which fused kernels do not take.
+    The factory takes (name, parameter) pairs, and returns None if none of them is trainable.
+
+    Args:
+        config: a dataclass of ``tutti.config.optimizer_config``, such as ``AdamWConfig``.
+        sparse: some parameters may get sparse gradients, which fused kernels do not take.
     """
 
     def make(named: Named) -> Optimizer | None:
@@ -173,14 +177,14 @@ _BOOKKEEPING = OPTIMIZER_ATTRIBUTES | {"grad_norm"}
 
 
 def is_plain(value: object) -> bool:
-    """Whether a value is None, a number, a string, a dtype, or a tuple of them: comparable between optimizers."""
+    """Whether a value is None, a number, a string, a dtype, or a tuple of these: comparable between two optimizers."""
     if isinstance(value, tuple):
         return all(map(is_plain, value))
     return value is None or isinstance(value, bool | int | float | str | torch.dtype)
 
 
 def is_known(kind: type[Optimizer]) -> bool:
-    """Whether the class is PyTorch's or tutti's, with all options in the parameter groups."""
+    """Whether an optimizer's class is PyTorch's or tutti's, whose options are all in its parameter groups."""
     return kind.__module__.startswith(("torch.optim.", "tutti.optim."))
 
 
@@ -232,5 +236,5 @@ def _following(original: Optimizer, built: Optimizer, here: set[int]) -> Optimiz
 
 
 def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a parameter group's settings, without its parameters."""
+    """Return a parameter group's settings, such as ``lr``, without its parameters and their names."""
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}

@@ -41,19 +41,19 @@ class TensorUpdate:
 
     @property
     def adapted(self) -> bool:
-        """Whether the layer's norms scale its step."""
+        """Whether this tensor's step is scaled by its norms, by the group's options ``adapt`` and ``adapt_1d``."""
         group = self.group
         return bool(group["adapt"] and (group["adapt_1d"] or self.param.dim() > 1))
 
     @property
     def decay(self) -> float:
-        """Weight decay λ of this tensor."""
+        """Weight decay λ of this tensor; 0 for tensors of at most one dimension without ``decay_1d``."""
         group = self.group
         return float(group["weight_decay"]) if group["decay_1d"] or self.param.dim() > 1 else 0.0
 
     @property
     def sign(self) -> float:
-        """Factor on the gradient: -1 if the objective is maximized."""
+        """Factor on the gradient: -1 if the group's option ``maximize`` is set, else 1."""
         return -1.0 if self.group["maximize"] else 1.0
 
 
@@ -66,16 +66,19 @@ class RowGroup:
 
     @property
     def params(self) -> list[Tensor]:
-        """The parameters."""
+        """The parameters to update, one for each ``TensorUpdate`` of ``rows``, in their order."""
         return [row.param for row in self.rows]
 
     @property
     def grads(self) -> list[Tensor]:
-        """Their gradients."""
+        """The gradients of ``params``, in the same order."""
         return [row.grad for row in self.rows]
 
     def states(self, name: str) -> list[Tensor]:
-        """Return the state ``name`` of all rows, initially zeros, in the parameters' memory format."""
+        """Return each parameter's optimizer state ``name`` in the order of ``params``; create missing ones as zeros.
+
+        A state has its parameter's shape, dtype, device and strides; a state that was loaded with others is converted.
+        """
         found = []
         for row in self.rows:
             state, param = row.state.get(name), row.param
@@ -143,9 +146,12 @@ class LayerWise(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update the parameters. With ``norms``, all ranks must have gradients of the same tensors.
+        """Update the parameters that have a gradient; return the result of ``closure``, which is called first, or None.
 
-        Collective: the reduction ``norms``, if set.
+        Collective: the reduction ``norms``, if set. Then all ranks must have gradients of the same tensors.
+
+        Raises:
+            UsageError: a gradient is sparse or complex, or a parameter is a ``DTensor`` and ``norms`` is None.
         """
         loss = None
         if closure is not None:
@@ -196,9 +202,13 @@ class LayerWise(Optimizer):
 
 
 def parts_of(rows: Sequence[TensorUpdate], kind: Callable[[TensorUpdate], Any]) -> list[RowGroup]:
-    """Group rows by kind and by passes; the passes depend only on a row's own tensor and group.
+    """Group the tensors of a step so that each group is updated in one call of multi-tensor or compiled loops.
 
     Gradients are converted to the dtype and memory format of their parameters.
+
+    Args:
+        rows: the tensors of the step.
+        kind: maps a tensor to a hashable key; tensors of one group have equal keys and the same loops.
     """
     parts: dict[Any, RowGroup] = {}
     plain = Foreach()
@@ -225,7 +235,9 @@ def _alike(state: Tensor, param: Tensor) -> bool:
 
 
 def passes_for(parameter: Tensor, fused: bool | None) -> Passes | None:
-    """Return the compiled passes for this parameter; None without them, or with ``fused=False``.
+    """Return the compiled loops that can update this parameter; None where there are none, or with ``fused=False``.
+
+    They need a CPU, float32 or float64, dense memory and a C++ compiler.
 
     Raises UsageError with ``fused=True`` if there are none.
     """

@@ -65,7 +65,9 @@ def momentum_correction(new: float, old: float) -> float:
 
 
 def set_learning_rates(groups: Iterable[Group], factor: float | None) -> None:
-    """Set each parameter group's learning rate to ``factor`` × its initial one; None leaves it as it is.
+    """Set each group's learning rate to ``factor`` × its initial one, which the first call keeps as ``initial_lr``.
+
+    A ``factor`` of None changes nothing.
 
     >>> group = {"lr": 0.5}
     >>> for factor in (0.5, 0.2): set_learning_rates([group], factor)
@@ -83,7 +85,7 @@ def multiply_learning_rates(groups: Iterable[Group], factor: float) -> list[tupl
     """Multiply each parameter group's learning rate by ``factor``, a group that occurs twice once.
 
     Returns:
-        The groups with their rates before, for ``restore_learning_rates``; none for a factor of 1.
+        Each changed group with its rate before, for ``restore_learning_rates``; none for a factor of 1.
     """
     if factor == 1:
         return []
@@ -95,6 +97,6 @@ def multiply_learning_rates(groups: Iterable[Group], factor: float) -> list[tupl
 
 
 def restore_learning_rates(before: Iterable[tuple[Group, Any]]) -> None:
-    """Set each parameter group's learning rate to that of ``multiply_learning_rates``."""
+    """Set the learning rates back to those before ``multiply_learning_rates``, whose result is ``before``."""
     for group, rate in before:
         group["lr"] = rate

@@ -36,7 +36,10 @@ class LossScale:
         return self._rule is not None and self.value > self._rule.min
 
     def update(self, finite: bool) -> None:
-        """Update the scale after a step; ``finite``: whether its gradient was finite."""
+        """Lower the scale after an overflow, or raise it after enough steps without one; a constant scale stays.
+
+        ``finite``: whether the step's gradient, reduced over all ranks, was finite.
+        """
         self.used, rule = self.value, self._rule
         if rule is None:
             return
@@ -48,13 +51,13 @@ class LossScale:
             self.value, self.good_steps = min(self.value * rule.growth_factor, rule.max), 0
 
     def state(self) -> dict[str, float]:
-        """Return the state for a checkpoint."""
+        """Return ``value`` and ``good_steps`` by name, for a checkpoint."""
         return {"value": self.value, "good_steps": self.good_steps}
 
     def load(self, saved: Mapping[str, float]) -> None:
-        """Restore ``state``; a constant scale is not changed.
+        """Restore the result of ``state``; a constant scale is not changed.
 
-        Raises ValueError, KeyError or TypeError if ``saved`` is not a valid state.
+        Raises ValueError, KeyError or TypeError if ``saved`` is malformed.
         """
         value, good_steps = float(saved["value"]), int(saved["good_steps"])
         if not (0 < value < math.inf and good_steps >= 0):

@@ -55,7 +55,10 @@ class Mixing:
 
 
 def mixing_of(optimizer: Optimizer) -> Mixing:
-    """Return what ``optimizer`` mixes. Results are cached by class and settings; parameters and RNG state stay.
+    """Find out by trial which slices of tensors ``optimizer`` can step on with the result of a step on whole tensors.
+
+    An update that combines elements, such as Muon's, cannot step on slices. A copy of the optimizer is tried on small
+    tensors; results are cached by class and settings. The optimizer's parameters and the RNG state stay as they are.
 
     An optimizer with an attribute ``norms`` or ``wholes`` (``tutti.types``) supports slices itself and is not tried.
     """
@@ -336,7 +339,7 @@ def _is_number_tensor(value: Any) -> bool:
 
 
 def needs_closure(optimizer: Optimizer) -> bool:
-    """Whether ``step`` has a required argument, which is taken for a closure."""
+    """Whether the optimizer's ``step`` has a required argument, which is taken for a closure, as that of LBFGS."""
     try:
         arguments = list(inspect.signature(type(optimizer).step).parameters.values())[1:]
     except (TypeError, ValueError):

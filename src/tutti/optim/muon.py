@@ -80,7 +80,7 @@ class Muon(Optimizer):
         super().__init__(_divided(params, adam_names), {})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group as ``torch.optim.Optimizer`` does; the group must have a boolean ``adam``.
+        """Add a parameter group as ``torch.optim.Optimizer`` does; its boolean ``adam`` selects AdamW's or Muon's step.
 
         Raises UsageError without ``adam``, or for ``adam=False`` with a tensor of fewer than two dimensions.
         """

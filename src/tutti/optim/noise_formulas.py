@@ -74,7 +74,7 @@ class Averages:
         self.sums, self.weight = (0.0, 0.0), 0.0
 
     def add(self, first: float, second: float) -> None:
-        """Add one estimate of each."""
+        """Add one value of each of the two estimates, and decay the weight of earlier ones by θ."""
         keep, take = self._theta, 1 - self._theta
         self.sums = keep * self.sums[0] + take * first, keep * self.sums[1] + take * second
         self.weight = keep * self.weight + take

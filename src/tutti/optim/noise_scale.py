@@ -156,11 +156,11 @@ class NoiseAverage:
         return NoiseBand(scale, *ratio_band((t, s), covariance, steps - 1))
 
     def state(self) -> dict[str, float | list[float]]:
-        """Return the state for a checkpoint."""
+        """Return ``weight``, ``squares`` and ``sums`` by name, for a checkpoint."""
         return {"weight": self.weight, "squares": self.squares, "sums": list(self.sums)}
 
     def load(self, saved: Mapping[str, float | list[float]]) -> None:
-        """Restore ``state``. Raises ValueError, KeyError or TypeError if ``saved`` is not a valid state."""
+        """Restore the result of ``state``. Raises ValueError, KeyError or TypeError if ``saved`` is malformed."""
         weight, squares, sums = saved["weight"], saved["squares"], saved["sums"]
         if not isinstance(sums, list) or isinstance(weight, list) or isinstance(squares, list) or len(sums) != 5:
             raise ValueError("sums of five products, and two weights, are expected")
@@ -171,7 +171,7 @@ class NoiseAverage:
 
 
 def mean_noise(estimates: Iterable[NoiseEstimate]) -> NoiseAverage:
-    """Return the average of estimates that all weigh alike."""
+    """Return a ``NoiseAverage`` in which all ``estimates`` have equal weight."""
     average = NoiseAverage(1.0)
     for estimate in estimates:
         average.add(estimate)

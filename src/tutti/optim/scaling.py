@@ -14,11 +14,11 @@ C = TypeVar("C", bound=OptimizerConfig)
 
 
 def scaled(optimizer: C, rule: NoRule, batch: int) -> C:
-    """Return an optimizer's options, rescaled by ``rule``.
+    """Return a copy of an optimizer's options, rescaled by ``rule`` to the batch size.
 
     Args:
         optimizer: a dataclass of ``tutti.config.optimizer_config``.
-        rule: the learning-rate rule.
+        rule: the learning-rate rule; ``NoRule`` is the base class of all rules, and by itself changes nothing.
         batch: global batch, in samples.
 
     Raises:

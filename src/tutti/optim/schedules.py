@@ -31,10 +31,11 @@ Schedule = Callable[[int], float]
 def make_schedule(
     config: ConstantSchedule, total: int | None, steps: Callable[[Duration], int], scaled: float = 1.0
 ) -> Schedule:
-    """Return the schedule: the factor for step 0, 1, …, ``total`` - 1.
+    """Return a schedule: a function from the step (0, 1, …, ``total`` - 1) to a factor on the initial learning rate.
 
     Args:
-        config: one of ``tutti.config.optimizer_config.SCHEDULES``.
+        config: the schedule's options; ``ConstantSchedule`` is the base class of all of
+            ``tutti.config.optimizer_config.SCHEDULES``.
         total: steps in the run; None if unknown before the end of a stream.
         steps: converts a duration from the start of the run to steps.
         scaled: factor of the learning-rate rule on the initial rate; if above 1, the warm-up starts at the unscaled

@@ -31,26 +31,26 @@ class SeveralOptimizers(Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The groups of all members; a new list of the members' own dicts."""
+        """The parameter groups of all members: a new list of the members' own dicts, so that edits take effect."""
         return [group for member in self.present for group in member.param_groups]
 
     @property
     def state(self) -> MutableMapping[Tensor, Any]:  # type: ignore[override]
-        """The states of all members, by parameter."""
+        """The optimizer state of each parameter: a live view of the ``state`` of all optimizers in ``present``."""
         return _States(self.present)
 
     @property
     def present(self) -> list[Optimizer]:
-        """The members that have parameters on this rank."""
+        """The optimizers in ``members`` that have parameters on this rank."""
         return [member for member in self.members if member is not None]
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Step the active member, or all members in order; ``closure`` is ignored."""
+        """Step the optimizer of index ``active``, or all in order if it is None; ``closure`` is ignored."""
         for member in stepping(self):
             member.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients of all members."""
+        """Clear the gradients of the parameters of all optimizers, as ``torch.optim.Optimizer.zero_grad`` does."""
         for member in self.present:
             member.zero_grad(set_to_none)
 
@@ -85,7 +85,11 @@ class _States(MutableMapping[Tensor, Any]):
 
 
 def several(makers: Sequence[OptimizerFactory]) -> OptimizerFactory:
-    """Return a factory of ``SeveralOptimizers``, or the only factory if there is one."""
+    """Combine factories into one, which makes a ``SeveralOptimizers``; a single factory is returned as it is.
+
+    The combined factory never returns None: all ranks have the same number of optimizers, each None where it has no
+    parameter on the rank.
+    """
     if len(makers) == 1:
         return makers[0]
 
@@ -97,19 +101,28 @@ def several(makers: Sequence[OptimizerFactory]) -> OptimizerFactory:
 
 
 def members_of(optimizer: Optimizer | None) -> list[Optimizer]:
-    """Return the optimizers with parameters on this rank."""
+    """Return the optimizers that have parameters on this rank: the members of a ``SeveralOptimizers``, or the only one.
+
+    None gives an empty list.
+    """
     if optimizer is None:
         return []
     return optimizer.present if isinstance(optimizer, SeveralOptimizers) else [optimizer]
 
 
 def slots(optimizer: Optimizer | None) -> tuple[Optimizer | None, ...]:
-    """Return every optimizer of the run, in the same order on all ranks; None for one without a parameter here."""
+    """Return every optimizer of the run, in the same order on all ranks; None for one without parameters here.
+
+    The result has one entry for a single optimizer, and one a member for a ``SeveralOptimizers``.
+    """
     return optimizer.members if isinstance(optimizer, SeveralOptimizers) else (optimizer,)
 
 
 def stepping(optimizer: Optimizer) -> list[Optimizer]:
-    """Return the optimizers that the next ``step`` steps: the active one, or all."""
+    """Return the optimizers that the next ``step`` call updates: the active one, or all if none is active.
+
+    Only optimizers with parameters on this rank are returned.
+    """
     if not isinstance(optimizer, SeveralOptimizers):
         return [optimizer]
     pairs = enumerate(optimizer.members)
@@ -118,7 +131,10 @@ def stepping(optimizer: Optimizer) -> list[Optimizer]:
 
 @contextmanager
 def acting(optimizer: Optimizer | None, index: int | None) -> Iterator[None]:
-    """Within the block, ``step`` steps only the member with that index."""
+    """Within the block, let ``step`` update only the optimizer with that index in ``members``; None: all of them.
+
+    Has no effect on an optimizer that is no ``SeveralOptimizers``.
+    """
     if not isinstance(optimizer, SeveralOptimizers):
         yield
         return
