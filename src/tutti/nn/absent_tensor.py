@@ -80,14 +80,15 @@ class AbsentBuffer(_Absent, Tensor):  # type: ignore[misc]
 
 
 def put_away(plain: nn.Module, places: Mapping[str, str], here: Sequence[nn.Module]) -> None:
-    """Free the tensors of ``plain`` that no module of ``here`` holds, and leave placeholders.
+    """Replace the tensors of ``plain`` that this rank does not compute with by placeholders, and free their memory.
 
-    Parameters keep their identity, so that the script's optimizer still holds them.
+    A placeholder has the tensor's shape and dtype; an operation on its values raises UsageError. Parameters keep their
+    identity, so that the script's optimizer still holds them.
 
     Args:
-        plain: the whole model.
-        places: words for the location of each parameter and persistent buffer, by its first name.
-        here: the modules that compute on this rank.
+        plain: the whole model, changed in place.
+        places: words for the location of each parameter and persistent buffer, by its first name, for the error.
+        here: the modules that compute on this rank; their tensors stay.
     """
     own = {id(tensor) for part in here for tensor in (*part.parameters(), *part.buffers())}
     for name, parameter in plain.named_parameters():
@@ -102,12 +103,12 @@ def put_away(plain: nn.Module, places: Mapping[str, str], here: Sequence[nn.Modu
 
 
 def put_attributes_away(plain: nn.Module, written: Mapping[str, str], here: Sequence[nn.Module]) -> None:
-    """Leave placeholders for attributes that a forward writes on modules that compute on other ranks.
+    """Set attributes that a forward writes on modules of other ranks to placeholders, which raise UsageError when read.
 
     Args:
-        plain: the whole model.
-        written: words for the location of each attribute, by its name.
-        here: the modules that compute on this rank.
+        plain: the whole model, changed in place.
+        written: words for the location of each attribute, by its dotted name, for the error.
+        here: the modules that compute on this rank; their attributes stay.
     """
     own = {module for part in here for module in part.modules()}
     for name, place in written.items():
@@ -135,7 +136,7 @@ def _empty(tensor: Tensor) -> Tensor:
 
 
 def is_absent(tensor: Tensor) -> bool:
-    """Whether this tensor is a placeholder."""
+    """Whether this tensor is a placeholder for values on other ranks, which ``put_away`` has set."""
     return isinstance(tensor, _Absent)
 
 

@@ -33,7 +33,9 @@ def restore_forwards(part: nn.Module) -> None:
 
 
 def apply_ac_and_compile(part: nn.Module, draws: RngStreams, run_context: RunContext) -> None:
-    """Apply activation checkpointing and ``torch.compile`` to a part of a model, in place.
+    """Apply activation checkpointing and ``torch.compile`` to the modules on this rank, in place.
+
+    Changes the modules' classes; ``restore_forwards`` undoes it. Without either option it does nothing.
 
     Args:
         part: the modules on this rank.
@@ -55,8 +57,11 @@ def apply_ac_and_compile(part: nn.Module, draws: RngStreams, run_context: RunCon
 
 
 def recompute(part: nn.Module, choice: Checkpointing) -> None:
-    """Apply activation checkpointing to a model as training would, for memory estimates; modules get no RNG stream of
-    their own.
+    """Apply activation checkpointing as training would, in place, for memory estimates on a model that is not trained.
+
+    Args:
+        part: the model, or a part of it.
+        choice: the modules to recompute: by rule, by name or class; None for none.
     """
     if units := find_units(part, choice):
         _Transformation(None, units, RngStreams(part, torch.device("cpu"))).of(part, root=True)

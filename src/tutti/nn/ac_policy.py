@@ -35,7 +35,12 @@ class CheckpointUnits:
 
 
 def check_units(model: nn.Module, choice: Checkpointing) -> None:
-    """Raise UsageError if ``choice`` names a module that the whole model lacks, or selects nothing in it."""
+    """Raise UsageError if ``choice`` names a module that the model lacks, or if nothing would be checkpointed.
+
+    Args:
+        model: the whole model, before it is divided over ranks.
+        choice: option of activation checkpointing: a rule (``Blocks``), or names and classes of modules; None for none.
+    """
     if choice is None:
         return
     if not isinstance(choice, Blocks):
@@ -52,7 +57,12 @@ def check_units(model: nn.Module, choice: Checkpointing) -> None:
 
 
 def find_units(part: nn.Module, choice: Checkpointing) -> CheckpointUnits:
-    """Return the units in a part of a model; names are those of the whole model, absent ones are ignored."""
+    """Return the units of activation checkpointing (modules and runs of layers, each recomputed as a whole) in a model.
+
+    Args:
+        part: the modules on this rank; their names are those of the whole model.
+        choice: a rule (``Blocks``), or names and classes of modules, of which absent ones are ignored; None for none.
+    """
     units = CheckpointUnits()
     if choice is None:
         return units
@@ -70,7 +80,7 @@ def find_units(part: nn.Module, choice: Checkpointing) -> CheckpointUnits:
 
 
 def is_sequence(module: nn.Module) -> bool:
-    """Whether this module calls its children in order and does nothing else."""
+    """Whether this module is an ``nn.Sequential`` with its original forward, which only calls its children in order."""
     return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
 
 

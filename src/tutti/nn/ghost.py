@@ -29,15 +29,18 @@ _POINTER, _SIZE, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 
 
 def ghosts(samples: int, size: int, points: int) -> list[int]:
-    """Return the first sample of each ghost, and the end of the last ghost.
+    """Cut a batch into ghost batches of consecutive samples, each normalised with its own statistics.
 
-    The last ghost holds the remaining samples and is normalised with its own statistics. Only if that were a single
-    number a channel, which has no variance, do its samples join the ghost before.
+    The last ghost batch holds the remaining samples. Only if they were a single number a channel, which has no
+    variance, do they join the ghost batch before.
 
     Args:
         samples: samples in the batch.
-        size: samples in a ghost.
-        points: numbers a channel of one sample.
+        size: samples in a ghost batch.
+        points: numbers a channel of one sample, such as height × width.
+
+    Returns:
+        Index of the first sample of each ghost batch, and ``samples`` at the end.
 
     >>> ghosts(10, 4, 9), ghosts(9, 4, 1), ghosts(3, 4, 1)
     ([0, 4, 8, 10], [0, 4, 9], [0, 3])
@@ -63,7 +66,14 @@ class GhostBatchNorm(TakenOver):
         self.size = size
 
     def normalised(self, input: Tensor) -> Tensor:
-        """Normalise ``input``, (samples, channels, …), and return the same shape."""
+        """Normalise each ghost batch by its own mean and variance, and update the running statistics.
+
+        Args:
+            input: (samples, channels, …).
+
+        Returns:
+            The same shape. In evaluation it is plain batch norm's result, by the running statistics.
+        """
         self._check_input_dim(input)
         points = input[0, 0].numel() if len(input) else 0
         first = ghosts(len(input), self.size, points)
@@ -100,9 +110,17 @@ class GhostBatchNorm(TakenOver):
 
 
 def convert_ghost_batch_norm(model: nn.Module, size: int) -> nn.Module:
-    """Replace every batch norm of ``model`` by a ``GhostBatchNorm`` of ``size`` samples.
+    """Replace every batch norm of ``model`` by a ``GhostBatchNorm``, in place; parameters and names are kept.
 
-    Returns and raises as ``replace_norms``.
+    Args:
+        model: converted in place.
+        size: samples in a ghost batch.
+
+    Returns:
+        ``model``, or its replacement where ``model`` is itself a batch norm.
+
+    Raises:
+        UsageError: the model has no batch norm, or ``size`` is below 1.
     """
     return replace_norms(model, lambda norm: GhostBatchNorm(norm, size))
 
@@ -110,16 +128,16 @@ def convert_ghost_batch_norm(model: nn.Module, size: int) -> nn.Module:
 def normalise(
     input: Tensor, weight: Tensor | None, bias: Tensor | None, first: Sequence[int], eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Normalise each ghost by its own statistics.
+    """Normalise each ghost batch, a run of consecutive samples, by its own mean and variance.
 
     Args:
         input: (samples, channels, …).
         weight, bias: (channels,), or None.
-        first: the first sample of each ghost, and the end of the last.
+        first: index of the first sample of each ghost batch, and the number of samples, as ``ghosts`` returns.
         eps: added to the variance.
 
     Returns:
-        The normalised input, and (ghosts, channels) means and 1/√(variance + eps).
+        The normalised input, and (ghost batches, channels) means and 1/√(variance + eps).
     """
     last = _channels_last(input)
     if last is None or torch.compiler.is_compiling():

@@ -25,13 +25,16 @@ def has_accumulation_hook(parameter: Tensor) -> bool:
 
 
 def share_gradient_hooks(parameter: Tensor, other: Tensor) -> None:
-    """Make ``other`` share the hook table of ``parameter``, so that a handle's ``remove()`` acts on both."""
+    """Let ``other`` run the ``register_hook`` hooks of ``parameter``, if it has any, by sharing their table.
+
+    Hooks that are added to or removed from either later, by a handle's ``remove()``, change for both.
+    """
     if gradient_hooks(parameter):
         set_gradient_hooks(other, gradient_hooks(parameter))
 
 
 def shares_gradient_hooks(parameter: Tensor, other: Tensor) -> bool:
-    """Whether both tensors share one hook table."""
+    """Whether both tensors share one table of ``register_hook`` hooks, set by ``share_gradient_hooks``."""
     return gradient_hooks(parameter) is gradient_hooks(other)
 
 

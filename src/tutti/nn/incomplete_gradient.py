@@ -131,18 +131,23 @@ def _refuse(place: str, name: str) -> NoReturn:
 
 
 def conceal(parameters: Sequence[nn.Parameter], place: str) -> None:
-    """Set every parameter's ``.grad`` to an ``IncompleteGradient``."""
+    """Set every ``.grad`` to a placeholder that refuses reads and edits, because this rank lacks the whole gradient.
+
+    Args:
+        parameters: the script's parameters.
+        place: words for the location of the complete gradient, for the error.
+    """
     for parameter in parameters:
         parameter.grad = IncompleteGradient(parameter, place)
 
 
 def is_cleared(gradient: Tensor | None) -> bool:
-    """Whether a script has cleared the gradient that ``conceal`` set: None, or zeroed in place."""
+    """Whether a script has cleared a ``.grad`` that ``conceal`` had set: it is None, or zeroed in place."""
     return gradient is None or is_zeroed(gradient)
 
 
 def is_zeroed(gradient: Tensor | None) -> bool:
-    """Whether a script has set the gradient that ``conceal`` set to zero in place."""
+    """Whether this ``.grad`` is a placeholder of ``conceal`` that a script has zeroed in place."""
     return isinstance(gradient, IncompleteGradient) and gradient.zeroed
 
 
@@ -157,10 +162,17 @@ def clear_gradient(parameter: nn.Parameter, set_to_none: bool) -> None:
 
 
 def after_clearing(gradient: Tensor, shown: Tensor | None) -> Tensor | None:
-    """Return ``gradient`` as the script left ``shown``, its placeholder in ``.grad``.
+    """Clear the real gradient in the way in which a script has cleared its placeholder in ``.grad``.
 
     None stays None and zeros stay zeros: an optimizer passes over a parameter without gradient, while momentum and
     weight decay move one whose gradient is zero.
+
+    Args:
+        gradient: the real gradient; zeroed in place where the placeholder was.
+        shown: the value that the script left in ``.grad``.
+
+    Returns:
+        None if ``shown`` is None, else ``gradient``.
     """
     if shown is None:
         return None

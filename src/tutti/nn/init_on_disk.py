@@ -46,9 +46,10 @@ def spilling(folder: str | Path | None = None, above: int = 0) -> Iterator[None]
 
 
 def as_built(model: nn.Module) -> AbstractContextManager[None]:
-    """Return ``spilling()`` if a parameter of the model is backed by a file, else a null context.
+    """Return a context that allocates large new tensors as ``model`` was built: in files (``spilling``) or in memory.
 
-    For code that makes new tensors of the model's.
+    For code that makes new tensors of the model's size, such as copies. It is ``spilling()`` if a parameter of the
+    model is backed by a file, else a null context.
     """
     return spilling() if any(map(spilled, model.parameters())) else nullcontext()
 
@@ -59,7 +60,7 @@ def spilled(tensor: Tensor) -> bool:
 
 
 def load_spilled(parts: Sequence[nn.Module], trained: bool = True) -> None:
-    """Copy file-backed buffers of modules, and with ``trained`` their parameters, into this process's memory."""
+    """Copy file-backed buffers of the modules into this process's memory; with ``trained``, their parameters too."""
     for _, parameter in named(parts) if trained else ():
         if spilled(parameter):
             parameter.data = parameter.data.clone()

@@ -54,11 +54,14 @@ class TakenOver(BatchNormBase):
         return result
 
     def normalised(self, input: Tensor) -> Tensor:
-        """Normalise ``input``, (samples, channels, …), and return the same shape. Updates the running statistics."""
+        """Normalise ``input``, (samples, channels, …), and return the same shape; subclasses implement it.
+
+        In training it updates the running statistics.
+        """
         raise NotImplementedError
 
     def given_back(self) -> BatchNormBase:
-        """Return the plain batch norm with the current parameters, buffers and mode."""
+        """Hand parameters, buffers and mode back to the plain batch norm that this one replaced, and return it."""
         _hand_over(self, self._plain[0])
         return self._plain[0]
 
@@ -115,14 +118,20 @@ def _hand_over(source: BatchNormBase, to: BatchNormBase) -> None:
 
 
 def restore_norms(model: nn.Module) -> nn.Module:
-    """Undo ``replace_norms``: put the plain batch norms back, in place. Returns as ``replace_norms``."""
+    """Put the plain batch norms back that ``replace_norms`` has replaced, in place.
+
+    Returns:
+        ``model``, or its plain batch norm where ``model`` is itself a replaced one.
+    """
     if any(isinstance(module, TakenOver) for module in model.modules()):
         return replace_norms(model, lambda norm: norm.given_back() if isinstance(norm, TakenOver) else norm)
     return model
 
 
 def replace_norms(model: nn.Module, other: Callable[[BatchNormBase], nn.Module]) -> nn.Module:
-    """Replace every batch norm of ``model`` by ``other(norm)``, in place and in order; a shared one stays shared.
+    """Replace every batch norm of ``model`` by ``other(norm)``, in place and in order.
+
+    A batch norm that occurs in several places is replaced once, by one module in all of them.
 
     Returns:
         ``model``, or its replacement where ``model`` is itself a batch norm.

@@ -58,9 +58,11 @@ class RngStreams:
             found[name].register_forward_pre_hook(self._hook(name))
 
     def enter(self, key: int, before: Mapping[str, int] | None = None) -> None:
-        """Start the stream of the micro-batch ``key``.
+        """Seed the generator for a micro-batch, and count calls of drawing modules anew.
 
-        ``before``: calls of each keyed module in this micro-batch so far, on other ranks.
+        Args:
+            key: the micro-batch's key, a hash of seed, step, logical worker and micro-batch.
+            before: calls so far in this micro-batch of each module with a stream of its own, by name, on other ranks.
         """
         self._key = key
         if self._keyed:
@@ -71,28 +73,28 @@ class RngStreams:
             self._before = self._generator.get_state()
 
     def check(self) -> None:
-        """Raise UsageError where draws are not allowed and the generator has moved since ``enter``."""
+        """Raise UsageError if the model has drawn random numbers since ``enter`` although ``allowed`` is off."""
         if not self._allowed and not torch.equal(self._generator.get_state(), self._before):
             refuse_draws("a model or a loop that draws random numbers, by a function such as dropout")
 
     @property
     def moment(self) -> RngSnapshot:
-        """A snapshot of the streams; recomputation in backward restores the forward's snapshot."""
+        """Snapshot of the micro-batch's key and of call counts, with which recomputation draws the same numbers."""
         return RngSnapshot(self._key, dict(self._calls), self._replaying)
 
     @moment.setter
     def moment(self, then: RngSnapshot) -> None:
-        """Return to the micro-batch, call counts and replay mode of a snapshot."""
+        """Return to the micro-batch, call counts and replay mode of a snapshot; the generator itself is not set."""
         self._key, self._calls, self._replaying = then.micro_batch, dict(then.calls), then.replaying
 
     @property
     def state(self) -> Tensor:
-        """State of the generator from which functions draw; (bytes,) on the CPU."""
+        """State of the device's default generator, from which functions such as ``F.dropout`` draw; on the CPU."""
         return self._generator.get_state()
 
     @state.setter
     def state(self, then: Tensor) -> None:
-        """Set the generator's state."""
+        """Set the state of the device's default generator."""
         self._generator.set_state(then)
 
     def _hook(self, name: str) -> Any:
@@ -111,7 +113,10 @@ class RngStreams:
 
 
 def keyed_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules of a whole model that get an RNG stream of their own, by name."""
+    """Return the modules of a whole model that get an RNG stream of their own, by name.
+
+    These are PyTorch's layers that draw in training, such as dropout, and a sequence's user-defined blocks.
+    """
     found = {name: module for name, module in model.named_modules() if module_draws(module)}
     if isinstance(model, nn.Sequential):
         # A user's block may draw by functions; keyed by its name, it draws the same numbers on any stage.
@@ -129,7 +134,10 @@ def _blocks(sequence: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def refuse_draws(what: str) -> NoReturn:
-    """Raise UsageError: ``what`` draws, and a device computes all its workers as one batch."""
+    """Raise UsageError: synchronised batch norm with several workers a device excludes random draws.
+
+    ``what`` names the drawing module or function, for the error.
+    """
     raise UsageError(
         f"batch_norm='sync' with several workers a device cannot be combined with {what}",
         why="a device's workers are computed as one batch, so that draws would depend on the number of devices",

@@ -33,7 +33,11 @@ _EXPENSIVE = {getattr(torch.ops.aten, name).default for name in _NAMES if hasatt
 
 
 def selective_checkpoint_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Return a context for a forward and one for its recomputation, which reuses the results saved by the first."""
+    """Return a context for a forward, which saves results of expensive operators, and one for its recomputation.
+
+    The second reuses the saved results in place of computing them again. For ``context_fn`` of
+    ``torch.utils.checkpoint``.
+    """
     kept: list[_Kept] = []
     return _First(kept), _Second(kept)
 
@@ -111,7 +115,7 @@ class _Second(TorchDispatchMode):
 
 
 def function_draws(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether an operator draws random numbers; skipping it would shift every later draw of the RNG stream.
+    """Whether an operator call draws random numbers; skipping it would shift every later draw of the RNG stream.
 
     Args:
         func: the ATen operator.

@@ -27,12 +27,12 @@ class BufferRef:
         return tensor
 
     def put(self, tensor: Tensor) -> None:
-        """Replace the buffer by ``tensor``, without a copy."""
+        """Make ``tensor`` the module's buffer, without a copy."""
         module_buffers(self.owner)[self.key] = tensor
 
 
 def parameters(parts: Sequence[nn.Module]) -> list[tuple[str, nn.Parameter]]:
-    """Return named parameters of all parts, tied ones once, in the model's order."""
+    """Return (name, parameter) of all modules in ``parts``, in the model's order; tied ones once, by the first name."""
     found: dict[int, tuple[str, nn.Parameter]] = {}
     for part in parts:
         for name, parameter in part.named_parameters():
@@ -41,7 +41,10 @@ def parameters(parts: Sequence[nn.Module]) -> list[tuple[str, nn.Parameter]]:
 
 
 def buffers(parts: Sequence[nn.Module], persistent: bool = True) -> list[BufferRef]:
-    """Return references to the persistent buffers, or with ``persistent=False`` to all, in the model's order."""
+    """Return a reference to each buffer of all modules in ``parts``, in the model's order.
+
+    ``persistent``: only buffers in the ``state_dict``; otherwise all.
+    """
     slots = []
     for part in parts:
         for prefix, module in part.named_modules():
@@ -54,7 +57,7 @@ def buffers(parts: Sequence[nn.Module], persistent: bool = True) -> list[BufferR
 def other_names(parts: Sequence[nn.Module]) -> dict[str, tuple[str, ...]]:
     """Return further ``state_dict`` names of tied parameters, and of buffers in modules that occur more than once.
 
-    Keys are the names of ``parameters`` and ``buffers``.
+    Keys are the first names, as ``parameters`` and ``buffers`` return them; tensors with one name are left out.
     """
     names: dict[object, list[str]] = {}
     for part in parts:
@@ -79,7 +82,12 @@ def _line(name: str, tensor: Tensor) -> str:
 
 @contextmanager
 def swapped(parts: Sequence[nn.Module], values: Mapping[str, Tensor]) -> Iterator[None]:
-    """Within the block, parameters and buffers named in ``values`` hold the given tensors; restore them afterwards."""
+    """Within the block, let parameters and buffers hold other tensors; restore the previous ones afterwards.
+
+    Args:
+        parts: the modules.
+        values: tensors by parameter or buffer name, used without a copy; other parameters and buffers stay.
+    """
     own: list[tuple[nn.Parameter, Tensor]] = []
     held: list[tuple[BufferRef, Tensor]] = []
     try:

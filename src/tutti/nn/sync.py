@@ -56,7 +56,10 @@ class SyncBatchNorm(TakenOver):
         self.peers, self.number = peers, number
 
     def normalised(self, input: Tensor) -> Tensor:
-        """Normalise ``input``, (samples, channels, …), and return the same shape.
+        """Normalise ``input``, (samples, channels, …), by statistics over all ranks' samples; return the same shape.
+
+        Collective in training, unless there is one rank: an all-gather in the forward, which blocks until every rank
+        has called it, and an all-reduce in the backward.
 
         Raises:
             ValueError: all ranks together have fewer than two values a channel.
@@ -179,7 +182,7 @@ def _affine(
 
 
 def convert_sync_batch_norm(model: nn.Module, line: Communicator, workers: int, ranks: int) -> nn.Module:
-    """Replace every batch norm of ``model`` by a ``SyncBatchNorm``; parameters and names are kept.
+    """Replace every batch norm of ``model`` by a ``SyncBatchNorm``; parameters and names are kept. Not collective.
 
     Args:
         model: converted in place.
@@ -209,7 +212,10 @@ def convert_sync_batch_norm(model: nn.Module, line: Communicator, workers: int, 
 
 
 def peers_of(part: nn.Module) -> Peers | None:
-    """Return the ``Peers`` of the synchronised batch norms in ``part``; None without any, or with a single rank."""
+    """Return the state that the synchronised batch norms in ``part`` share, their communicator among it.
+
+    None if there are none, or if a single rank computes them.
+    """
     found = (m.peers for m in part.modules() if isinstance(m, SyncBatchNorm))
     peers = next(found, None)
     return None if peers is None or peers.line.size == 1 else peers

@@ -39,7 +39,11 @@ class Untraced:
         self._versions = [(name, b, tensor_version(b), b.clone()) for name, b in model.named_buffers() if not b.is_meta]
 
     def undo(self) -> list[str]:
-        """Restore the state before tracing, and return the names of all attributes and tensors that had changed."""
+        """Restore attributes, parameters and buffers as they were when this object was made.
+
+        Returns:
+            Dotted names of the attributes and tensors that had changed.
+        """
         found = []
         for (path, module), before in zip(self._modules, self._before, strict=True):
             now = vars(module)
@@ -62,9 +66,9 @@ class Untraced:
 
 
 def written_attributes(model: nn.Module, forward: Callable[[], Any]) -> list[str]:
-    """Return the names of the attributes that modules write while ``forward`` runs, and restore them.
+    """Run ``forward`` and return the dotted names of the attributes that modules of ``model`` wrote in it.
 
-    Parameters and buffers are not among them.
+    The attributes, parameters and buffers are restored. Parameters and buffers are not among the names.
     """
     before, tensors = Untraced(model), {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
     try:
@@ -82,7 +86,7 @@ class Constants:
         self._before = [_attributes(module) for _, module in self._modules]
 
     def changed(self) -> list[str]:
-        """Return the names of attributes whose values have changed."""
+        """Return dotted names of attributes whose values differ from those when this object was made."""
         return [
             _joined(path, name)
             for (path, module), before in zip(self._modules, self._before, strict=True)
@@ -97,7 +101,11 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def surroundings() -> tuple[Any, ...]:
-    """Return the modes that change how PyTorch computes within a block, such as ``torch.no_grad()``, with values."""
+    """Return the active modes that change how PyTorch computes, such as ``torch.no_grad()`` and autocast.
+
+    Returns:
+        (name, value) pairs, always of the same names; a compiled or traced graph is valid while all are equal.
+    """
     kinds = autocast_types()
     hooks = saved_tensor_hooks()
     own = "checkpoint" in getattr(hooks[0], "__qualname__", "") if hooks else False
