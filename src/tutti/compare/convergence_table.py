@@ -17,16 +17,16 @@ TO_TARGET = ("to target", "steps to it", "samples to it", "time to it")
 
 
 def headings(ladder: Ladder) -> tuple[str, ...]:
-    """Return the headings of a ladder's table: ``TO_TARGET`` besides if a rung has a target."""
+    """Return a ladder's column headings: ``HEADINGS``, and ``TO_TARGET`` if a run has a target (``--until``)."""
     return HEADINGS + TO_TARGET if any(rung.config.target_text for rung in ladder.rungs) else HEADINGS
 
 
 def cells(ladder: Ladder, rows: Mapping[str, RungResult], metric: Metric = ACCURACY) -> list[tuple[str, ...]]:
-    """Return one tuple of ``headings`` a rung, in the ladder's order.
+    """Return the table's rows in the ladder's order, one for each rung: texts in the columns of ``headings``.
 
     Args:
-        ladder: the ladder.
-        rows: results by rung; a rung without finished runs is shown as dashes.
+        ladder: the ladder, a series of training configurations (rungs).
+        rows: results by rung name; a rung without finished runs is shown as dashes.
         metric: the metric that is compared.
     """
     found = []
@@ -66,7 +66,9 @@ def _to_target(row: RungResult) -> tuple[str, ...]:
 
 
 def plain_table(ladder: Ladder, rows: Mapping[str, RungResult], metric: Metric = ACCURACY) -> str:
-    """Return the table as columns of text; its range is half the distance between the best and the worst seed.
+    """Return the results of a ladder as a text table, a line for each of its configurations (rungs).
+
+    The column ``range`` is half the distance between the best and the worst seed.
 
     Args:
         ladder: the ladder.
@@ -89,12 +91,12 @@ def plain_table(ladder: Ladder, rows: Mapping[str, RungResult], metric: Metric =
 def markdown(
     ladder: Ladder, rows: Mapping[str, RungResult], sentences: list[str], command: str, metric: Metric = ACCURACY
 ) -> str:
-    """Return table, changes of each rung and verdict as Markdown.
+    """Return a ladder's table, the options that each rung changes, and the verdict as a Markdown document.
 
     Args:
-        ladder: the ladder.
-        rows: results by rung.
-        sentences: the verdict.
+        ladder: the ladder, a series of training configurations (rungs).
+        rows: results by rung name; a rung without finished runs is shown as dashes.
+        sentences: the verdict, of ``tutti.compare.verdict.verdict``.
         command: command line that repeats the comparison.
         metric: the metric that is compared.
     """
@@ -110,7 +112,10 @@ def markdown(
 
 
 def as_csv(ladder: Ladder, rows: Mapping[str, RungResult]) -> str:
-    """Return CSV with one line a finished run."""
+    """Return CSV with a heading and one line a finished run: rung, the rung it changes, seed and results.
+
+    ``rows``: results by rung name.
+    """
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     names: tuple[str, ...] = ("seed", "held_out", "training", "updates", "samples", "seconds", "samples_per_second")

@@ -25,11 +25,11 @@ def available() -> bool:
 
 
 def draw_curves(ladder: Ladder, rows: Mapping[str, RungResult], metric: Metric, caption: str, path: Path) -> None:
-    """Write the held-out metric by epoch as SVG; equal data give equal bytes.
+    """Draw each rung's held-out metric by epoch, and write it as SVG; equal data give equal bytes. Needs matplotlib.
 
     Args:
-        ladder: the ladder.
-        rows: results by rung; rungs without finished runs are left out.
+        ladder: the ladder, a series of training configurations (rungs).
+        rows: results by rung name; rungs without finished runs are left out.
         metric: the metric that is drawn.
         caption: text below the figure.
         path: file to write.

@@ -60,7 +60,7 @@ class Ladder:
     rungs: tuple[Rung, ...]
 
     def rung(self, name: str) -> Rung:
-        """Return the rung of this name."""
+        """Return the training configuration (rung) called ``name``, which must exist."""
         return next(rung for rung in self.rungs if rung.name == name)
 
 

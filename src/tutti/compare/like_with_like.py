@@ -24,14 +24,17 @@ _WARMUPS = frozenset({"warmup", "warmup_from"})
 
 
 def recipes(ladder: Ladder) -> tuple[Rung, ...]:
-    """Return the rungs to test against baselines: rungs at another scale than the first, else all but the first."""
+    """Return the rungs whose accuracy is tested against baselines: those at another scale than the first rung.
+
+    Scale is workers and batch size. If all have the first rung's, return all rungs but the first.
+    """
     first = ladder.rungs[0]
     scaled = tuple(rung for rung in ladder.rungs if _scale(rung) != _scale(first))
     return scaled or ladder.rungs[1:]
 
 
 def baselines(ladder: Ladder, rung: Rung) -> tuple[Rung, ...]:
-    """Return the baselines of ``rung``: rungs at the first rung's scale with otherwise equal options.
+    """Return the rungs that a rung may be compared with: at the first rung's workers and batch, other options equal.
 
     The learning rate, its rule and its warm-up may differ, because each scale needs its own. The baseline of a rung at
     the first rung's scale is the first rung, if the two differ in one option.
@@ -44,7 +47,7 @@ def baselines(ladder: Ladder, rung: Rung) -> tuple[Rung, ...]:
 
 
 def other_causes(config: TrainConfig, reference: TrainConfig) -> list[str]:
-    """Return the options by which two runs differ besides scale and learning rate.
+    """Return the names of options in which two runs differ, apart from scale (workers, batch size) and learning rate.
 
     Options that have no effect at the reference's scale do not count: ``regime_batch`` and the base batch of
     ``gradient_noise`` equal to its batch, and, if it has one worker, ``batch_norm=sync`` and ``identical_batches``.

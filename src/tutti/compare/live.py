@@ -48,12 +48,12 @@ class Board:
             self._live.stop()
 
     def show(self, trial: Trial, number: int, rows: Mapping[str, RungResult], metric: Metric | None) -> None:
-        """Show that a run begins.
+        """Show that a run begins: a redrawn table in a terminal, one printed line elsewhere.
 
         Args:
-            trial: the run.
+            trial: the run, one rung (configuration) with one seed.
             number: its number, from 0.
-            rows: results of rungs with finished runs.
+            rows: results by rung name, of rungs with finished runs.
             metric: the metric; None while its direction is unknown.
         """
         self._metric = metric

@@ -48,13 +48,13 @@ class Progress:
 
 
 def trials(ladder: Ladder, task: str, seeds: int, pool: Path) -> list[Trial]:
-    """Return all runs of a ladder, ordered by seed, so that an unfinished ladder has results of every rung.
+    """Return all runs of a ladder, each rung with each seed, ordered by seed; nothing is started.
 
-    A directory is named by the hash of the options that decide the run's result: ladders with an equal rung share its
-    runs.
+    By this order an unfinished ladder has results of every rung. A directory is named by the hash of the options that
+    decide the run's result: ladders with an equal rung share its runs.
 
     Args:
-        ladder: the ladder.
+        ladder: the ladder, a series of training configurations (rungs).
         task: name of the task.
         seeds: number of seeds a rung.
         pool: folder of the run directories.
@@ -74,10 +74,10 @@ def finished(trial: Trial) -> bool:
 
 
 def run_trial(trial: Trial, task: str, watch: Callable[[Progress], None]) -> None:
-    """Train one trial in its own process; resume it from its last checkpoint if it was interrupted.
+    """Train one run in a process of its own, and block until it ends; resume it from its last checkpoint if it has one.
 
     Args:
-        trial: the trial.
+        trial: the run, one rung (configuration) with one seed.
         task: name of a built-in task, or path and function of the user's task.
         watch: called with the progress every ``POLL`` seconds.
 
@@ -148,7 +148,10 @@ def _failed(trial: Trial, code: int, log: Path) -> TuttiError:
 
 
 def trial_progress(trial: Trial) -> Progress:
-    """Return the newest records of a trial, from the last 8 KiB of its ``metrics.jsonl``."""
+    """Return the newest training and evaluation records of a run under way, from the end of its ``metrics.jsonl``.
+
+    Reads the last 8 KiB; a record that is not found there is empty.
+    """
     step: dict[str, Any] = {}
     evaluated: dict[str, Any] = {}
     try:
@@ -203,7 +206,10 @@ def outcome(trial: Trial, metric: str) -> RunOutcome:
 
 
 def directions(all_trials: list[Trial]) -> dict[str, Direction] | None:
-    """Return the task's declared directions of metrics, from a finished run's summary; None if no run has finished."""
+    """Return whether higher or lower is better for each metric, by name, as a finished run of the task states it.
+
+    None if no run has finished.
+    """
     found = next((trial for trial in all_trials if finished(trial)), None)
     return None if found is None else read_summary(found.directory).get("directions", {})
 
@@ -214,11 +220,11 @@ def _number(value: object) -> float:
 
 
 def rows(ladder: Ladder, all_trials: list[Trial], metric: str) -> dict[str, RungResult]:
-    """Return the results of each rung that has finished runs, by name.
+    """Read the finished runs of a ladder, and return the results of each rung that has any, by the rung's name.
 
     Args:
-        ladder: the ladder.
-        all_trials: its trials.
+        ladder: the ladder, a series of training configurations (rungs).
+        all_trials: its runs, of ``trials``.
         metric: name of the held-out metric.
 
     Raises:

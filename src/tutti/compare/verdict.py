@@ -76,7 +76,7 @@ class RungResult:
         return all(outcome.finite for outcome in self.outcomes)
 
     def average(self, name: str) -> float:
-        """Return the mean of a `RunOutcome` field over the seeds."""
+        """Return the mean over the seeds of a ``RunOutcome`` field, such as ``updates`` or ``seconds``."""
         return sum(float(getattr(outcome, name)) for outcome in self.outcomes) / len(self.outcomes)
 
     @property
@@ -118,11 +118,13 @@ class Effect:
 
 
 def effects(ladder: Ladder, rows: Mapping[str, RungResult], metric: Metric = ACCURACY) -> list[Effect]:
-    """Return the effect of every rung over its parent, if both have finished runs.
+    """Return the effect of each rung's change of options: its results compared with those of its parent rung.
+
+    Rungs of which it or its parent has no finished run are left out.
 
     Args:
-        ladder: the ladder.
-        rows: results by rung name.
+        ladder: the ladder, a series of training configurations (rungs).
+        rows: results by rung name, of rungs with finished runs.
         metric: the metric that is compared.
     """
     drop = _drop(ladder, rows, metric)
@@ -203,10 +205,13 @@ def to_target(ladder: Ladder, rows: Mapping[str, RungResult]) -> list[str]:
 
 
 def recipe_holds(ladder: Ladder, rows: Mapping[str, RungResult], metric: Metric = ACCURACY) -> bool:
-    """Return whether some recipe reaches its like-with-like baseline, and the first rung as well.
+    """Return whether some recipe (``like_with_like.recipes``) is as good as its baseline and as the first rung.
+
+    A recipe is a rung at another scale (workers, batch size) than the first; its baseline has otherwise equal options
+    at the first rung's scale.
 
     Args:
-        ladder: the ladder.
+        ladder: the ladder, a series of training configurations (rungs).
         rows: results by rung name, of rungs with finished runs; rungs with a non-finite held-out value are left out.
         metric: the metric that is compared.
     """
@@ -359,7 +364,10 @@ def _plain(outcome: RunOutcome) -> dict[str, Any]:
 
 
 def is_fraction(rows: Mapping[str, RungResult], metric: Metric) -> bool:
-    """Return whether all values are fractions, such as an accuracy, and shown in per cent; a loss never is."""
+    """Return whether a metric is shown in per cent: higher is better, and all its finite values lie between 0 and 1.
+
+    ``rows``: results by rung name.
+    """
     return metric.higher and all(0 <= o.held_out <= 1 for row in rows.values() for o in row.outcomes if o.finite)
 
 

@@ -76,10 +76,10 @@ class Diagnoses:
         self._rank, self._warn = rank, warn
 
     def report(self, name: str, seen: str, step: int | None = None, remedy: str | None = None) -> None:
-        """Report a mistake, unless it has been reported.
+        """Report a classic training mistake on rank 0, with its cause and remedy, the first time that it is found.
 
         Args:
-            name: a key of ``CLASSICS``.
+            name: a key of ``CLASSICS``, such as ``same-data``.
             seen: the observation, for the text.
             step: the step in which it was observed; None to leave it out.
             remedy: replaces the remedy in ``CLASSICS``.

@@ -58,7 +58,7 @@ class Goodput:
         return self.productive / self.elapsed if self.elapsed > 0 else 0.0
 
     def as_json(self) -> dict[str, Any]:
-        """Return the content of ``tutti goodput --json``."""
+        """Return the content of ``tutti goodput --json``: ``goodput``, 0 to 1, and the attributes, seconds named so."""
         return {
             "goodput": self.fraction,
             "elapsed_seconds": self.elapsed,
@@ -136,7 +136,7 @@ class _Account:
 
 
 def measured_goodput(lines: Iterable[Mapping[str, Any]], launched: float, ended: float | None) -> Goodput:
-    """Return where the time of a run went.
+    """Divide the time of a run into productive steps and lost time by cause.
 
     Args:
         lines: the records of ``metrics.jsonl``, in order.
@@ -202,7 +202,10 @@ def _close(account: _Account, elapsed: float, told: bool) -> Goodput:
 
 
 def run_goodput(path: Path) -> Goodput:
-    """Return where the time of the run in directory ``path`` went. Raises UsageError if it is no run with records."""
+    """Read the run directory ``path``, and divide the run's time into productive steps and lost time by cause.
+
+    Raises UsageError if it is no run with records.
+    """
     try:
         environment = json.loads((path / "env.json").read_text(encoding="utf-8"))
         text = (path / "metrics.jsonl").read_text(encoding="utf-8", errors="surrogateescape")

@@ -105,13 +105,13 @@ class Listener(Protocol):
         """Receive the run's header, before its first step."""
 
     def stepped(self, record: StepRecord, pace: Pace) -> None:
-        """Receive the record of one step and the pace of the run."""
+        """Receive the record of one optimizer step (loss, learning rate, …) and the run's speed and remaining time."""
 
     def evaluated(self, record: EvalRecord) -> None:
-        """Receive the record of one evaluation."""
+        """Receive the held-out loss and metrics of one evaluation."""
 
     def warned(self, text: str) -> None:
-        """Receive a warning."""
+        """Receive the text of a warning, at any time between the first and the last event."""
 
     def finished(self, summary: Mapping[str, Any]) -> None:
         """Receive the content of ``summary.json``, after the last step."""
@@ -132,7 +132,7 @@ class EarlyWarnings:
         self._warned(text)
 
     def pass_to(self, warned: Callable[[str], None]) -> None:
-        """Forward all warnings, the kept ones first, to ``warned``."""
+        """Call ``warned`` with the warnings kept so far, in order, and with every later one."""
         self._warned = warned
         for text in self._kept:
             warned(text)

@@ -21,7 +21,7 @@ _ROWS, _NAME_WIDTH = 20, 45
 
 
 def make_profiler(device: torch.device) -> torch.profiler.profile:
-    """Return a profiler of this process and of ``device``."""
+    """Return a ``torch.profiler.profile``, not started, of this process's CPU work and the kernels on ``device``."""
     # Kineto, the profiler's library, prints every start and stop to standard error.
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     return torch.profiler.profile(activities=profiled_activities(device))
@@ -50,12 +50,12 @@ def write_profile(profiler: torch.profiler.profile, comm: Communicator, folder: 
 
 @contextmanager
 def named_as(owner: Any, attribute: str, around: Callable[..., Any]) -> Iterator[None]:
-    """Replace ``owner.attribute(…)`` by ``around(owner.attribute, …)`` within the block.
+    """Within the block, replace a function by a wrapper, which is called with the function and its arguments.
 
     Args:
         owner: a module, class or object; its attribute is restored after the block.
         attribute: name of the function or method.
-        around: called with the original function and the call's arguments.
+        around: called with the original function and the call's arguments; its result is the call's.
     """
     inner: Callable[..., Any] = getattr(owner, attribute)
     own = attribute in vars(owner)

@@ -24,7 +24,7 @@ QUIET_SECONDS = 10.0
 
 
 def terminal_listener(stream: TextIO, config: TrainConfig) -> Listener:
-    """Return a live display if ``stream`` is a capable terminal and ``NO_COLOR`` is unset, else plain lines."""
+    """Return a listener that prints a run: a live display in a terminal, plain lines elsewhere or with ``NO_COLOR``."""
     dumb = os.environ.get("TERM", "") in ("dumb", "unknown", "") or bool(os.environ.get("NO_COLOR"))
     return PlainLines(stream, config.log_every) if dumb or not stream.isatty() else LiveDisplay(stream)
 

@@ -82,7 +82,7 @@ def _never_began(path: Path) -> bool:
 
 
 def find_run(config: TrainConfig, task: str) -> Path:
-    """Return the newest run below ``config.runs`` with the same task and an equal configuration.
+    """Find the run to resume: the newest one below ``config.runs`` with the same task and an equal configuration.
 
     If ``config`` leaves ``workers`` unset, a run that was resumed matches too: its ``config.toml`` states the number of
     workers that it started with. Raises UsageError where no run matches.
@@ -140,7 +140,7 @@ def record_exit(path: Path, code: int, attempts: Sequence[Mapping[str, Any]] = (
     Args:
         path: the run directory.
         code: the exit code.
-        attempts: devices over time on an engine; set too, unless empty.
+        attempts: one object for each start of the run on an engine, with its devices; set too, unless empty.
 
     Raises:
         DiskError: the file cannot be written.
@@ -297,7 +297,10 @@ class RunDirectory:
 
 
 def config_sha256(config: TrainConfig) -> str:
-    """Return the SHA-256 of the options that affect the result, without those in ``BESIDE_THE_RESULT``."""
+    """Return the SHA-256 of the options that affect the result; ``BESIDE_THE_RESULT`` names the options left out.
+
+    Options at their default are left out too, so that a new option does not change the hash of an older configuration.
+    """
     # Options at their default are left out: an option that a later version adds does not change older hashes.
     values = {
         field.name: getattr(config, field.name)
@@ -365,7 +368,11 @@ def _environment_of(path: Path) -> dict[str, Any]:
 
 
 def environment() -> dict[str, Any]:
-    """Return versions, platform, usable CPU cores, torch threads, compiled loops and GPUs of this process."""
+    """Return a JSON object of this process's software and hardware, for ``env.json`` of a run.
+
+    It holds ``versions``, platform and host, usable CPU cores, torch threads, ``kernels`` (whether loops are compiled),
+    toolkit versions and the accelerators' names.
+    """
     import torch
 
     return {

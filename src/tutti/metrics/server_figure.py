@@ -24,7 +24,12 @@ def can_draw() -> bool:
 
 
 def total_staleness(servers: Sequence[Mapping[str, Any]]) -> Counter[int]:
-    """Count updates by staleness, summed over the servers.
+    """Count updates of parameter servers by their staleness, summed over the servers.
+
+    Staleness is the number of updates made between a worker's read of the parameters and its own update.
+
+    Args:
+        servers: the statistics of each server; ``staleness`` maps a staleness to its number of updates.
 
     >>> total_staleness([{"staleness": {"0": 2, "3": 1}}, {"staleness": {"3": 4}}, {}])
     Counter({3: 5, 0: 2})
@@ -36,7 +41,9 @@ def total_staleness(servers: Sequence[Mapping[str, Any]]) -> Counter[int]:
 
 
 def staleness_bars(seen: Mapping[int, int]) -> list[tuple[str, int]]:
-    """Return label and number of updates of each bar: at most 32, the last for the whole tail above the 99 % quantile.
+    """Divide updates into bars of a histogram over staleness: at most 32, the last for the tail above 99 %.
+
+    ``seen`` maps a staleness to its number of updates. Returns the label and the number of updates of each bar.
 
     >>> staleness_bars({0: 600, 1: 400, 2: 3, 700: 1})
     [('0', 600), ('1', 400), ('2+', 4)]

@@ -69,7 +69,9 @@ def too_few_updates(updates: int, dataset: int, batch: int, workers: int) -> boo
 
 
 def equal_pairs(digests: Sequence[int | None]) -> list[tuple[int, int]]:
-    """Return pairs of workers whose data have equal digests; a digest of None is ignored.
+    """Return (first, later) pairs of workers whose data have equal digests; a digest of None is ignored.
+
+    ``digests``: one a worker, in their order. A worker is paired with the first worker of its digest only.
 
     >>> equal_pairs([7, 8, 7, None, None])
     [(0, 2)]
@@ -99,6 +101,10 @@ def tells(samples: Sequence[str], least: int) -> bool:
 
 def is_sum(once: float, twice: float) -> bool:
     """Return whether a loss doubles when its batch is repeated: it is then a sum, where a mean is expected.
+
+    Args:
+        once: loss of a batch.
+        twice: loss of the batch with every sample repeated.
 
     >>> is_sum(3.0, 6.0), is_sum(3.0, 3.0), is_sum(0.0, 0.0)
     (True, False, False)

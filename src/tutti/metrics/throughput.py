@@ -29,7 +29,10 @@ class DeviceThroughput:
     peak: float | None = None
 
     def factors(self) -> dict[str, float]:
-        """Return what a rate in samples a second is multiplied by, by the name of the resulting figure.
+        """Return the constant factors that turn the run's samples a second into figures of one device.
+
+        Keys are the figures' names: ``throughput/device/`` with ``samples_per_sec``, ``tokens_per_sec``, ``mfu`` and
+        ``hfu``; figures that are unknown are left out.
 
         >>> palm = DeviceThroughput(1, 2048, 9.007959552e9 * 2048, 9.007959552e9 * 2048 * 4 / 3, 312e12)
         >>> {name: round(factor * 1e4 / 2048, 4) for name, factor in palm.factors().items()}["throughput/device/mfu"]
@@ -46,7 +49,7 @@ class DeviceThroughput:
 
 
 def device_rates(factors: Mapping[str, float], samples_per_second: float) -> dict[str, float]:
-    """Return the figures of a device at this rate of the whole run.
+    """Return the figures of one device (samples, tokens a second, MFU, HFU) by name, from the rate of the whole run.
 
     Args:
         factors: of ``DeviceThroughput.factors``.

@@ -52,6 +52,9 @@ def resolve_waits(rows: Sequence[Row]) -> list[list[TimelineSegment]]:
     Equal calls are matched in order. If a rank of the call never waits for it (it sends and goes on), its entry is
     unknown, and the whole wait of the other ranks counts as idle.
 
+    Args:
+        rows: the segments of each rank, by rank, on one clock.
+
     >>> a, b = TimelineSegment("waiting", 0, 5, "sum", (0, 1)), TimelineSegment("waiting", 4, 5, "sum", (0, 1))
     >>> [[(s.phase, s.start, s.end) for s in row] for row in resolve_waits([[a], [b]])]
     [[('idle', 0, 4), ('communication', 4, 5)], [('communication', 4, 5)]]
@@ -96,7 +99,10 @@ def _split(row: Row, rank: int, arrivals: Mapping[tuple[str, tuple[int, ...], in
 
 
 def span(rows: Sequence[Row]) -> tuple[float, float]:
-    """Return the start of the first and the end of the last segment. Raises ValueError where there are none."""
+    """Return the start of the first and the end of the last segment, in seconds, over all devices.
+
+    Raises ValueError where there are none.
+    """
     segments = [segment for row in rows for segment in row]
     if not segments:
         raise ValueError("nothing was traced")
@@ -120,7 +126,10 @@ def shares(rows: Sequence[Row]) -> list[dict[str, float]]:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Return a table of percent of time by phase, a line a device; the last line is the mean share outside ``WORK``."""
+    """Return a text table of each phase's per cent of the time, a line a device.
+
+    The last line is the mean share of time outside ``WORK``, the forward and backward phases.
+    """
     begin, end = span(rows)
     parts = shares(rows)
     phases = [phase for phase in COLOURS if any(part.get(phase, 0) > 0 for part in parts)]
@@ -133,7 +142,10 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def chrome(rows: Sequence[Row]) -> dict[str, Any]:
-    """Return the trace for ui.perfetto.dev and chrome://tracing, in microseconds from the first segment."""
+    """Return a trace in Chrome's JSON format, for ui.perfetto.dev and chrome://tracing; times are microseconds.
+
+    ``rows``: the segments of each device; the trace begins at the first segment.
+    """
     begin, _ = span(rows)
     events: list[dict[str, Any]] = [
         {"name": "thread_name", "ph": "M", "pid": 0, "tid": rank, "args": {"name": f"device {rank}"}}

@@ -49,10 +49,10 @@ class TraceRecorder:
 
     @contextmanager
     def during(self, phase: str, call: str = "", ranks: tuple[int, ...] = ()) -> Iterator[None]:
-        """Record ``phase`` within the block, except for nested phases.
+        """Record the time within the block as a segment of ``phase``, except for the time of nested phases.
 
         Args:
-            phase: the phase's name.
+            phase: the phase's name, a key of ``tutti.metrics.timeline.COLOURS``, or ``WAITING``.
             call: the collective that it waits for, if any.
             ranks: the ranks that take part in that collective.
         """
@@ -73,7 +73,7 @@ class TraceRecorder:
         self._since = now
 
     def waits(self) -> AbstractContextManager[None]:
-        """Within the block, record the waiting for each collective."""
+        """Return a block within which each wait for a collective is recorded, as a segment of the phase ``WAITING``."""
 
         def wait(inner: Callable[..., Any], inspector: StallInspector, done: Any, call: Call) -> Any:
             with self.during(WAITING, call.text, call.ranks):
