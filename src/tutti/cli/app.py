@@ -42,7 +42,7 @@ def version() -> str:
 
 
 def build_app() -> App:
-    """Build the application with one entry a command."""
+    """Build the ``cyclopts`` application with all commands of ``tutti``."""
     app = App(
         name="tutti",
         help="One PyTorch model, trained by many devices as if by one.\n\n"
@@ -80,6 +80,8 @@ def main(tokens: Sequence[str] | None = None) -> int:
 
     Only an unexpected exception shows its traceback. On failure a rank of a job of several processes ends its process
     here, because ordinary interpreter exit would wait for peers.
+
+    ``tokens``: the words after ``tutti``; None for those of ``sys.argv``.
     """
     replace_unencodable(sys.stdout, sys.stderr)
     code = _run(tokens)

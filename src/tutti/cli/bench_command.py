@@ -84,7 +84,7 @@ def _ranks(text: str | None) -> list[int]:
 
 
 def show_machine(found: Machine) -> None:
-    """Print the curves and the figures of a machine."""
+    """Print a measured machine's cost curves and figures as two tables."""
     print(f"{found.device['name']} · {found.host['cores']} cores · {found.measured} · {found.seconds:.0f} s\n")
     if found.curves:
         rows = [

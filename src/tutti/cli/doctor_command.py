@@ -51,7 +51,7 @@ def doctor(*, as_json: Annotated[bool, Parameter(name="--json", negative="", sho
 
 
 def run_checks() -> Iterator[Finding]:
-    """Yield the findings of all checks, each check's when it ends."""
+    """Run every check of ``tutti doctor`` in turn, and yield its findings when it ends; takes about ten seconds."""
     allowed = cgroup.read_limits()
     checks: list[tuple[str, Check]] = [
         ("versions", software.software),
@@ -78,7 +78,7 @@ def run_checks() -> Iterator[Finding]:
 
 
 def launcher() -> Iterator[Finding]:
-    """Find the launcher whose variables are in the environment."""
+    """Yield the launcher (torchrun, srun, mpirun, …) that has started this process, by its environment variables."""
     try:
         found = process_context.read_identity(os.environ)
     except UsageError as error:
@@ -93,7 +93,7 @@ def launcher() -> Iterator[Finding]:
 
 
 def variables() -> Iterator[Finding]:
-    """Check the ``TUTTI_*`` variables in the environment."""
+    """Yield whether all ``TUTTI_*`` variables in the environment have known names and valid values."""
     names = sorted(name for name in os.environ if name.startswith(PREFIX))
     try:
         check_variables(os.environ)
@@ -104,7 +104,11 @@ def variables() -> Iterator[Finding]:
 
 
 def report(findings: list[Finding]) -> dict[str, Any]:
-    """Return the report as a JSON object, with one entry a finding."""
+    """Return the JSON object that ``tutti doctor --json`` prints.
+
+    Keys: ``exit_code``, ``problems_count``, and ``checks``, an object with ``mark``, ``text``, ``remedy`` and values of
+    each finding by its name.
+    """
     entries = {
         finding.name: {"mark": finding.mark, "text": finding.text, "remedy": finding.remedy or None, **finding.values}
         for finding in findings
@@ -114,7 +118,7 @@ def report(findings: list[Finding]) -> dict[str, Any]:
 
 
 def lines(finding: Finding, printed: set[str]) -> list[str]:
-    """Format a finding in lines of at most 100 columns.
+    """Format a finding in lines of at most 100 columns: mark, name and text, then its remedy.
 
     Args:
         finding: the finding.
@@ -133,7 +137,10 @@ def lines(finding: Finding, printed: set[str]) -> list[str]:
 
 
 def print_finding(finding: Finding, printed: set[str]) -> None:
-    """Print a finding; in a terminal its mark is coloured."""
+    """Print a finding; in a terminal its mark is coloured.
+
+    ``printed``: remedies printed so far, which are not repeated; the finding's is added.
+    """
     first, *rest = lines(finding, printed)
     if not sys.stdout.isatty():
         print("\n".join([first, *rest]), flush=True)

@@ -22,9 +22,10 @@ SMALL = 2**26
 
 
 def read_command(words: Sequence[str]) -> Command:
-    """Parse the ``tutti train`` command line after ``--``, and make its run directory.
+    """Parse the ``tutti train`` command line after ``--``, check it, and make its run directory.
 
-    Raises the errors of ``tutti train`` for a refused configuration.
+    ``words``: the command, with or without a first word ``tutti``. Raises UsageError if it is no ``train`` command, and
+    the errors of ``tutti train`` for a refused configuration.
     """
     given = list(words[1:] if words[:1] == ("tutti",) else words)
     if given[:1] != ["train"]:
@@ -41,7 +42,11 @@ def read_command(words: Sequence[str]) -> Command:
 
 
 def read_kinds(text: str | None, directory: Path) -> list[str]:
-    """Parse names of kinds of faults; without ``text`` return all kinds possible for a run in ``directory``.
+    """Parse names of kinds of faults, joined by commas; without ``text`` return all kinds possible for a run.
+
+    Args:
+        text: names of ``tutti.chaos.faults.SOAK``, such as ``kill,stop``; None for all.
+        directory: the run directory; ``fill`` needs it on a disk of at most ``SMALL`` bytes.
 
     Raises:
         UsageError: unknown kind, or ``fill`` on a disk that is not small.
@@ -61,21 +66,27 @@ def read_kinds(text: str | None, directory: Path) -> list[str]:
 
 
 def read_step(text: str) -> int | Literal["random"]:
-    """Parse ``--at-step``: a number, ``random``, or 0 for ``saved``. Raises UsageError."""
+    """Parse ``--at-step``: a number of at least 1, ``random``, or ``saved``, which is returned as 0.
+
+    Raises UsageError for any other text.
+    """
     if text in ("random", "saved"):
         return 0 if text == "saved" else "random"
     return _number("--at-step", text, "a whole number of at least 1, random, or saved")
 
 
 def read_rank(text: str) -> int | Literal["random"]:
-    """Parse ``--rank``: a number, ``random``, or ``LAUNCHER``. Raises UsageError."""
+    """Parse ``--rank``: a number, ``random``, or ``launcher``, which is returned as ``LAUNCHER``. Raises UsageError."""
     if text in ("random", "launcher"):
         return LAUNCHER if text == "launcher" else "random"
     return _number("--rank", text, "a rank, random, or launcher", least=0)
 
 
 def read_devices(text: str | None, command: Command) -> list[int]:
-    """Parse the numbers of devices to resume on. Raises UsageError, also for a run without ``--reproducible``."""
+    """Parse numbers of devices to resume on, such as ``2,3,4``, and check that the command can run on each.
+
+    Without ``text`` the list is empty. Raises UsageError, also for a run without ``--reproducible``.
+    """
     found = [_number("--devices", word, "whole numbers, such as 2,3,4") for word in (text or "").split(",") if word]
     if found and not command.config.reproducible:
         why = "the bits of another run depend on the number of devices"
@@ -98,7 +109,7 @@ def read_bytes(text: str) -> int:
 
 
 def above(option: str, value: float | None, least: float = 0) -> float | None:
-    """Return ``value``. Raises UsageError if it is given and not above ``least``."""
+    """Return the value given for ``option``, or None. Raises UsageError if it is not above ``least``."""
     if value is not None and not value > least:
         raise UsageError(f"{option} is {value:g}", remedy=f"give a number above {least:g}")
     return value

@@ -25,11 +25,11 @@ class OneScreen:
             _print(console, _lines(list(group), console.width))
 
     def render_usage(self, console: Console, options: ConsoleOptions, usage: Any) -> None:
-        """Print the usage line."""
+        """Print the usage line of a help page; ``cyclopts`` calls it."""
         _print(console, _text(usage))
 
     def render_description(self, console: Console, options: ConsoleOptions, description: Any) -> None:
-        """Print the description and an empty line."""
+        """Print a command's description and an empty line; ``cyclopts`` calls it."""
         _print(console, f"{_text(description)}\n")
 
 

@@ -259,7 +259,7 @@ def _draw(found: Mapping[str, Any], path: Path) -> str:
 
 
 def show_landscape(found: Mapping[str, Any]) -> None:
-    """Print the figures of a landscape."""
+    """Print the content of ``landscape.json`` as a table: losses, curvature and sharpness with their errors."""
     samples = " and ".join(f"{count:,} {name}" for name, count in found["samples"].items())
     print(f"{found['run']}, step {found['step']}: {found['parameters']:,} parameters, {samples} samples")
     rows = [

@@ -19,8 +19,9 @@ _DEVICES = ("--devices", "-np", "--num-proc")
 
 
 def take_flags(words: list[str], names: tuple[str, ...]) -> tuple[dict[str, str], list[str]]:
-    """Return the values of flags, and the words without them; words behind ``--`` stay.
+    """Take flags and their values out of a command line, and return the values by flag and the words left over.
 
+    ``names``: the flags, such as ``--node-rank``; ``_`` counts as ``-``. Words after ``--`` stay.
     Raises UsageError if a flag has no value.
 
     >>> take_flags(["train", "digits", "--node_rank=1", "--nnodes", "2"], ("--nnodes", "--node-rank"))
@@ -49,9 +50,11 @@ def only_asks(words: list[str]) -> bool:
 
 
 def hosts_as_engine(words: list[str]) -> list[str]:
-    """Turn ``train -H`` and ``--hostfile`` into ``--on ssh:hosts=…``; without ``--devices`` all slots are taken.
+    """Rewrite ``train -H`` or ``--hostfile`` to ``--on ssh:hosts=…``, and ``run --hostfile`` to ``run -H``.
 
-    Raises UsageError as ``parse_hosts``.
+    ``train`` without ``--devices`` takes all slots of the hosts. Other commands are returned unchanged.
+
+    Raises UsageError for malformed hosts, or if ``-H``, ``--hostfile`` and ``--on`` are combined.
 
     >>> hosts_as_engine(["train", "digits", "-H", "a:2,b:2"])
     ['train', 'digits', '--on', 'ssh:hosts=a:2+b:2', '--devices', '4']
@@ -73,7 +76,15 @@ def hosts_as_engine(words: list[str]) -> list[str]:
 
 
 def node_of_job(words: list[str], environ: Mapping[str, str]) -> tuple[NodePart, list[str]] | None:
-    """Return this node's part of a job, and the command of each of its ranks; None if the command names no nodes.
+    """Parse torchrun's flags (``--nnodes``, ``--node-rank``, …), with which each node starts its own part of a job.
+
+    Args:
+        words: the command line without ``tutti``.
+        environ: environment variables; torchrun's ``PET_*`` stand for flags that are not given.
+
+    Returns:
+        This node's part of the job, and the command of each of its ranks; None if the command names no nodes, starts no
+        ranks, or if this process is already a rank.
 
     Raises:
         UsageError: flags are missing, malformed or contradict ``--devices``.
@@ -97,11 +108,14 @@ def node_of_job(words: list[str], environ: Mapping[str, str]) -> tuple[NodePart,
 
 
 def start_node(part: NodePart, words: list[str]) -> int:
-    """Start this node's ranks, each with the command ``tutti words``, and return the exit code of their first failure.
+    """Start this node's ranks, each with the command ``tutti words``, and block until all have ended.
 
     Args:
         part: this node's part of the job.
         words: the command, without the flags of nodes and devices.
+
+    Returns:
+        0, or the exit code of the first rank that failed.
     """
     logs = Path("runs") / "logs" / f"node{part.number}"
     job = EngineJob(["-m", "tutti", *words], [part.processes], logs)

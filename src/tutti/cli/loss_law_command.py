@@ -37,7 +37,13 @@ _CONSTANTS = {
 
 
 def fit_law_of_runs(runs: Sequence[Path], as_json: bool) -> int:
-    """Fit the law to finished runs, hold out the largest tenth of them, and print constants, check and regions.
+    """Fit a scaling law of the loss, L = E + A/N^α + B/D^β, to finished runs, and print its constants and their check.
+
+    The check predicts the largest tenth of the runs from the rest. Returns the exit code.
+
+    Args:
+        runs: run directories, or folders of them.
+        as_json: print JSON in place of tables.
 
     Raises:
         UsageError: no scipy, unusable runs, or fewer runs than the law's constants need.

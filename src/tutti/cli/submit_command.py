@@ -103,7 +103,9 @@ def _start(text: str, wanted: Submission) -> int:
 
 
 def submitted(words: list[str], environ: Mapping[str, str]) -> list[str]:
-    """Turn ``train … --on slurm:…`` into ``submit --start slurm:… -- train …``, unless this is an allocation already.
+    """Rewrite ``train … --on slurm:…`` to ``submit --start slurm:… -- train …``, also for ``run``.
+
+    Within an allocation of Slurm, and for any other command, the words are returned unchanged.
 
     >>> submitted(["train", "digits", "--on", "slurm:nodes=2", "--devices", "4"], {})
     ['submit', '--start', 'slurm:nodes=2', '--', 'train', 'digits', '--devices', '4']
@@ -116,7 +118,10 @@ def submitted(words: list[str], environ: Mapping[str, str]) -> list[str]:
 
 
 def read_submission(command: Sequence[str]) -> Submission:
-    """Check a command as if it were run here, but for the accelerators of this machine. Raises UsageError."""
+    """Parse and check a ``train`` or ``run`` command as if it were run here, except for this machine's accelerators.
+
+    ``command``: its words, without ``tutti``. Raises UsageError.
+    """
     words = bare_options(end_options(list(command)))
     if words[:1] not in (["train"], ["run"]):
         raise UsageError(

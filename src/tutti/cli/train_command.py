@@ -153,7 +153,9 @@ BARE = {"--resume": "auto", "--profile": "10:5", "--trace": "10:3", "--noise-eve
 
 
 def bare_options(words: list[str]) -> list[str]:
-    """Insert the values of options given without one: ``--resume`` becomes ``--resume auto``; see ``BARE``.
+    """Insert the default values of ``train`` options that stand without one: ``--resume`` becomes ``--resume auto``.
+
+    ``BARE`` has the options and their values; other commands are returned unchanged.
 
     >>> bare_options(["train", "digits", "--resume", "--devices", "4", "--profile"])
     ['train', 'digits', '--resume', 'auto', '--devices', '4', '--profile', '10:5']
@@ -366,7 +368,9 @@ def _start(task: str, config: TrainConfig, directory: Path | None, joined: bool)
 
 
 def possible_sizes(task: str, config: TrainConfig) -> list[int]:
-    """Return the numbers of devices that a run on an engine can have, ascending.
+    """Return the numbers of devices on which a run with an engine (``--on``) can start, ascending.
+
+    For ``--devices 2:8`` they are the numbers of the range that the strategy and the batch allow.
 
     Raises UsageError if the strategy can use none of a range.
     """
