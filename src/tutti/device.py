@@ -73,11 +73,11 @@ def is_device_choice(name: str) -> bool:
 
 
 def check_device(choice: str, where: str = "--device") -> None:
-    """Raise UsageError if ``--device`` cannot be ``choice`` on any machine with these packages.
+    """Raise UsageError if ``--device`` cannot be ``choice`` on any machine with these packages; needs no torch.
 
     Args:
-        choice: what the user stated.
-        where: its place, for the message.
+        choice: the device that the user stated.
+        where: the option or key that states it, for the message.
     """
     if is_device_choice(choice):
         return
@@ -126,7 +126,7 @@ def _torch_version() -> str:
 
 
 def accelerator_type() -> str | None:
-    """Return the type of this machine's accelerator, such as ``cuda``; None without a usable one."""
+    """Return the device type of this machine's accelerator, such as ``cuda``; None without a usable one."""
     import torch
 
     found = torch.accelerator.current_accelerator(check_available=True)
@@ -134,7 +134,7 @@ def accelerator_type() -> str | None:
 
 
 def choose(choice: str, local_rank: int, local_size: int, where: str) -> torch.device:
-    """Return this process's device, and make it the current one: the accelerator's of its local rank, or the CPU.
+    """Return this process's device, and make it the current one: an accelerator by local rank, or the CPU.
 
     Args:
         choice: ``auto`` (the accelerator if there is one), ``cpu``, or the accelerator's type.
@@ -244,14 +244,14 @@ def numbers_for(device: torch.device, numbers: Sequence[float], dtype: torch.dty
 
 
 def current_stream(device: torch.device) -> torch.Stream:
-    """Return the stream on which this thread's kernels for ``device`` run."""
+    """Return the stream on which this thread's kernels for ``device`` run; kernels of one stream run in order."""
     import torch
 
     return torch.accelerator.current_stream(device)
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until all kernels of ``device`` have finished; nothing on the CPU."""
+    """Block until all kernels of ``device`` have finished; does nothing on the CPU."""
     import torch
 
     if is_accelerator(device):
@@ -259,7 +259,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Start to count ``peak_memory`` anew."""
+    """Restart the count of ``peak_memory`` from the tensors that ``device`` holds now; does nothing on the CPU."""
     import torch
 
     if is_accelerator(device):
@@ -284,7 +284,7 @@ def default_generator(device: torch.device) -> torch.Generator:
 
 
 def forked_generators(device: torch.device) -> AbstractContextManager[None]:
-    """Return a block after which the default generators of the CPU and of ``device`` are as before."""
+    """Return a block that restores the state of the default generators, of the CPU and of ``device``, at its end."""
     import torch
 
     if not is_accelerator(device):
@@ -327,7 +327,15 @@ def convolves_in_tf32(device: torch.device) -> bool:
 
 
 def describe_products(device: torch.device, precision: str) -> str | None:
-    """Return a line on how products of float32 are rounded; None where there is no choice: CPUs, other precisions."""
+    """Return a line for the run's header on whether float32 products are rounded to TF32.
+
+    Args:
+        device: of the run.
+        precision: of the run, such as ``fp32``.
+
+    Returns:
+        The line; None for devices other than ``cuda`` and for other precisions, which have no choice.
+    """
     if device.type != "cuda" or precision != "fp32":
         return None
     products, convolutions = (
@@ -343,7 +351,7 @@ def autocast_types() -> tuple[str, ...]:
 
 
 def profiled_activities(device: torch.device) -> list[Any]:
-    """Return what torch's profiler records of a run on ``device``: the CPU, and the accelerator's kernels."""
+    """Return the ``ProfilerActivity`` values of a profile of ``device``: the CPU, and the accelerator's kernels."""
     from torch.profiler import ProfilerActivity
 
     if not is_accelerator(device):
@@ -352,7 +360,7 @@ def profiled_activities(device: torch.device) -> list[Any]:
 
 
 def profiled_time(device: torch.device) -> str:
-    """Return the column of the profiler's table to sort by: time on ``device`` in the operator itself."""
+    """Return the profiler's sort key for operators by their own time on ``device``, without operators they call."""
     return f"self_{'device' if is_accelerator(device) else 'cpu'}_time_total"
 
 
@@ -387,7 +395,7 @@ def usable_cores() -> int:
 
 
 def toolkit_versions() -> dict[str, str | None]:
-    """Return the version of the vendor's toolkit that torch is built with, by the name that env.json gives it."""
+    """Return the version of CUDA that torch is built with, as ``{"cuda": version}`` for env.json; None without it."""
     import torch
 
     return {"cuda": torch.version.cuda}
@@ -411,7 +419,13 @@ def collective_library_version() -> int:
 
 
 def accelerator_facts() -> dict[str, Any]:
-    """Return the toolkit, the collectives and the devices that torch sees, for ``tutti doctor``. Loads the driver."""
+    """Return facts on the accelerators that torch sees, for ``tutti doctor``. Loads the driver.
+
+    Returns:
+        ``toolkit`` and ``collectives`` (versions of CUDA and NCCL, or None), ``available``, ``complaint`` (torch's
+        warning, or None), ``gpus`` (``name`` and ``memory_bytes`` of each device) and ``backends`` (whether each is
+        available, by name).
+    """
     import torch
 
     present = torch.distributed.is_available()
@@ -436,7 +450,7 @@ def accelerator_facts() -> dict[str, Any]:
 
 
 def describe_toolkit(facts: Mapping[str, Any], driver: str | None) -> tuple[str, str, dict[str, Any]]:
-    """Return name, text and values of the finding of ``tutti doctor`` about the vendor's toolkit.
+    """Return the finding of ``tutti doctor`` about CUDA, NCCL and the driver: its name, text and values.
 
     Args:
         facts: of ``accelerator_facts``.

@@ -13,7 +13,7 @@ VERSION = "0.1.0.dev0"
 
 
 def pip_install(*extras: str) -> str:
-    """Return the command that installs extras.
+    """Return the ``pip`` command that installs optional dependencies (extras) of this package, for an error's remedy.
 
     >>> pip_install("data", "plot")
     "pip install 'tutti-train[data,plot]'"

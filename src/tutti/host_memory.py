@@ -13,15 +13,19 @@ _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "
 
 
 def memory_share(processes: int) -> int:
-    """Return the bytes for each of ``processes`` processes: an equal share of the node's memory, or of its cgroup's."""
+    """Return each process's equal share of the node's memory, or of its cgroup's limit if that is lower, in bytes.
+
+    ``processes``: processes on this node.
+    """
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return min(total, cgroup.read_limits().memory_bytes or total) // processes
 
 
 def free_memory(processes: int) -> int:
-    """Return the bytes that each of ``processes`` processes can still allocate.
+    """Return the bytes of host memory that each of ``processes`` processes on this node can still allocate.
 
-    The smallest of the node's available memory, the control group's limit and RLIMIT_DATA.
+    The smallest of its share of the available memory, its share of the control group's limit less its own memory,
+    and RLIMIT_DATA less its own memory.
     """
     import psutil  # type: ignore[import-untyped]
 
@@ -36,7 +40,9 @@ def free_memory(processes: int) -> int:
 
 
 def parse_bytes(text: str, option: str) -> int:
-    """Parse ``16GB``, ``512MiB`` or ``1e9`` as bytes. Raises UsageError.
+    """Parse a number of bytes with a decimal or binary unit, such as ``16GB``, ``512MiB`` or ``1e9``.
+
+    Raises UsageError that names ``option`` for any other text.
 
     >>> parse_bytes("16GB", "--memory"), parse_bytes("512 MiB", "--memory")
     (16000000000, 536870912)

@@ -150,9 +150,10 @@ each is looked up. A public replacement would be a tag for expensive operators, 
 
 
 def operator_arguments(operator: Any) -> list[Any]:
-    """Return the arguments of an operator of ``torch.ops``, with ``name`` and ``default_value``.
+    """Return the schema's arguments of an operator of ``torch.ops``; each has ``name`` and ``default_value``.
 
-    A public replacement would be ``inspect.signature`` of an operator.
+    ``operator``: an overload, such as ``torch.ops.aten.add.Tensor``. A public replacement would be
+    ``inspect.signature`` of an operator.
     """
     arguments: list[Any] = operator._schema.arguments
     return arguments
@@ -188,7 +189,10 @@ def storage_key(tensor: Tensor) -> int:
 
 
 def sparse_indices(tensor: Tensor) -> Tensor:
-    """Return the indices of a COO tensor; the public ``indices()`` raises for an uncoalesced tensor."""
+    """Return the indices of a sparse COO tensor, (sparse dimensions, entries), without coalescing it.
+
+    The public ``indices()`` raises for an uncoalesced tensor.
+    """
     return tensor._indices()
 
 
@@ -197,18 +201,24 @@ make_wrapper_subclass: Callable[..., Any] = torch.Tensor._make_wrapper_subclass
 
 
 def gradient_hooks(tensor: Tensor) -> dict[int, Any] | None:
-    """Return the hooks of ``register_hook``, in the order of calls. No public function lists them."""
+    """Return a tensor's hooks of ``register_hook`` by their ids, in the order of calls; None if it never had one.
+
+    The table is the tensor's own, not a copy. No public function lists the hooks.
+    """
     hooks: dict[int, Any] | None = tensor._backward_hooks
     return hooks
 
 
 def set_gradient_hooks(tensor: Tensor, hooks: dict[int, Any] | None) -> None:
-    """Set a tensor's table of hooks, which another tensor may share."""
+    """Replace a tensor's table of ``register_hook`` hooks; two tensors with one table share later changes to it."""
     tensor._backward_hooks = hooks
 
 
 def accumulation_hooks(tensor: Tensor) -> dict[int, Any] | None:
-    """Return the hooks of ``register_post_accumulate_grad_hook``. No public function lists them."""
+    """Return a tensor's hooks of ``register_post_accumulate_grad_hook`` by their ids; None if it never had one.
+
+    No public function lists them.
+    """
     hooks: dict[int, Any] | None = tensor._post_accumulate_grad_hooks
     return hooks
 
@@ -253,7 +263,10 @@ public function returns it."""
 
 
 def node_sequence(node: Any) -> int | None:
-    """Return the number of an autograd node, in the order of the thread's forward; None for ``AccumulateGrad``."""
+    """Return an autograd node's sequence number, which counts the nodes of a thread in the order of its forward.
+
+    None for ``AccumulateGrad``, which has no place in that order.
+    """
     number = int(node._sequence_nr())
     return None if number >= 1 << 63 else number
 
@@ -294,17 +307,20 @@ def cross_entropy_of(node: Any) -> CrossEntropyNode | None:
 
 
 def divisor_of_node(node: Any) -> Tensor | None:
-    """Return the tensor () by which an autograd node has divided; None for other nodes."""
+    """Return the divisor of an autograd node that has divided (``DivBackward0``); None for other nodes."""
     return node._saved_other if node.name() == "DivBackward0" else None
 
 
 def is_scalar_node(node: Any) -> bool:
-    """Return whether all results of an autograd node have one element. Its shapes are private."""
+    """Return whether every tensor that an autograd node's forward has returned has one element. Shapes are private."""
     return all(math.prod(result.shape) == 1 for result in node._input_metadata)
 
 
 def saved_tensor_hooks() -> Any:
-    """Return the innermost pair of ``torch.autograd.graph.saved_tensors_hooks``, or None. No public function does."""
+    """Return the innermost active (pack, unpack) pair of ``torch.autograd.graph.saved_tensors_hooks``, or None.
+
+    No public function does.
+    """
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
@@ -347,7 +363,11 @@ def module_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
 
 
 def module_buffers(module: nn.Module) -> dict[str, Tensor | None]:
-    """Return a module's own table of buffers, for reading or writing; ``named_buffers`` omits names as above."""
+    """Return a module's own table of buffers, for reading or writing.
+
+    The public ``named_buffers(recurse=False)`` omits names whose buffer is None, and all but the first name of a shared
+    buffer.
+    """
     return module._buffers
 
 
@@ -369,7 +389,9 @@ def order_members(module: nn.Module, like: nn.Module) -> None:
 
 
 def replace_call(module: nn.Module, call: Callable[..., Any] | None) -> Callable[..., Any] | None:
-    """Let ``call`` stand for calls of ``module``, hooks included, and return what stood there before.
+    """Let ``module(…)`` call ``call`` in place of the forward and its hooks; None restores the usual call.
+
+    Returns what ``module(…)`` called before: an earlier replacement, or None.
 
     ``nn.Module.compile`` sets the same attribute. The public way would be a forward pre-hook that ends a call with a
     result, which PyTorch does not have.
@@ -380,12 +402,15 @@ def replace_call(module: nn.Module, call: Callable[..., Any] | None) -> Callable
 
 
 def uncompiled_call(module: nn.Module) -> Callable[..., Any]:
-    """Return the call of a module with its hooks, which ``replace_call`` leaves as it is."""
+    """Return the function that runs a module's forward and hooks, even after ``replace_call`` or ``Module.compile``."""
     return module._call_impl
 
 
 def is_fake(value: Any) -> bool:
-    """Return whether a value is a tensor without values. Its class is public in practice, as FakeTensorMode is."""
+    """Return whether a value is a ``FakeTensor``, which has shape, dtype and device but no values.
+
+    The class is public in practice, as ``FakeTensorMode`` is.
+    """
     return isinstance(value, FakeTensor)
 
 
@@ -453,12 +478,15 @@ def is_wrapped_by_scheduler(step: object) -> bool:
 
 
 def mark_wrapped_by_scheduler(step: Any) -> None:
-    """Keep schedulers from wrapping this ``step``; ``mark_stepped`` then does the wrapper's work."""
+    """Mark an optimizer's ``step`` function as wrapped, so that learning-rate schedulers do not wrap it again.
+
+    ``mark_stepped`` then does the wrapper's work.
+    """
     step._wrapped_by_lr_sched = True
 
 
 def mark_stepped(optimizer: Any) -> None:
-    """Mark the optimizer as stepped, so that schedulers do not warn of the wrong order of calls."""
+    """Mark the optimizer as stepped, so that schedulers do not warn that they were stepped before it."""
     optimizer._opt_called = True
 
 
@@ -489,12 +517,12 @@ reduce_scatter_single: Callable[..., Any] = getattr(_distributed, "reduce_scatte
 
 
 def default_store() -> torch.distributed.Store:
-    """Return the store of the default process group, which a script may have made. No public function does."""
+    """Return the key-value store of the default process group, which must exist. No public function does."""
     return torch.distributed.distributed_c10d._get_default_store()
 
 
 def set_group_timeout(group: Any, limit: timedelta) -> None:
-    """Let collectives of a process group take ``limit`` from now on. PyTorch names no public function for it."""
+    """Set the timeout of a process group's later collectives to ``limit``. PyTorch names no public function for it."""
     torch.distributed.distributed_c10d._set_pg_timeout(limit, group)
 
 
@@ -572,7 +600,7 @@ def make_elastic_agent(
     monitor: Callable[[], Any],
     shut_down: Callable[[signal.Signals], None],
 ) -> Any:
-    """Return a ``LocalElasticAgent`` that forks processes, and asks its caller at three places.
+    """Return a ``LocalElasticAgent`` of torchrun that starts, monitors and ends processes by the caller's functions.
 
     Args:
         spec: the ``WorkerSpec``.
@@ -599,9 +627,9 @@ def make_elastic_agent(
 
 
 def set_elastic_restarts(agent: Any, left: int) -> None:
-    """Set the number of restarts that an agent has left, and keep the number that it has used.
+    """Set the number of restarts that an elastic agent has left, and keep the number that it has used.
 
-    The agent numbers attempts, and with them the stores, by that number, which must not repeat.
+    The agent numbers attempts, and with them the stores, by the number used, which must not repeat.
     """
     used = agent._worker_group.spec.max_restarts - agent._remaining_restarts
     agent._remaining_restarts = left
@@ -609,7 +637,7 @@ def set_elastic_restarts(agent: Any, left: int) -> None:
 
 
 def elastic_processes(agent: Any) -> list[Any]:
-    """Return the processes that an agent has started, in the order of ranks; publicly, it has their ids only."""
+    """Return the processes that an elastic agent has started, in the order of ranks; publicly, it has their ids."""
     return list(agent._pcontext._pc.processes)
 
 
@@ -628,9 +656,9 @@ def write_event(writer: Any, summary: Any, step: int) -> None:
 
 
 def enter_loader_process(number: int, processes: int, dataset: Any) -> None:
-    """Set what ``torch.utils.data.get_worker_info()`` returns in this process.
+    """Set the id, number and data set that ``torch.utils.data.get_worker_info()`` returns in this process.
 
-    ``torch.utils.data._utils.worker._worker_info`` is what the public function reads, which has no setter.
+    The public function reads ``torch.utils.data._utils.worker._worker_info``, which has no setter.
 
     Args:
         number: of this loader process, from 0.

@@ -43,9 +43,10 @@ _REPEATS = {_LATENCY_BYTES: 100, _BANDWIDTH_BYTES: 5}
 
 
 def collectives(ranks: int) -> Iterator[Finding]:
-    """Start ``ranks`` ranks with tutti's launcher, and all-reduce over them by Gloo and by shared memory.
+    """Start ``ranks`` processes with tutti's launcher, and check all-reduces over them by Gloo and by shared memory.
 
-    Yields one finding a stage of ``STAGES``; a stage that fails is a problem and ends the checks.
+    Yields one finding a stage of ``STAGES``; a stage that fails is a problem and ends the checks. Blocks until all
+    processes have ended, at most ``TIMEOUT`` seconds.
     """
     with tempfile.TemporaryDirectory(prefix="tutti-doctor-", ignore_cleanup_errors=True) as folder:
         directory = Path(folder)
@@ -98,7 +99,7 @@ def _remedy(complaint: str) -> str:
 
 
 def probe_main(ranks: int, directory: Path) -> int:
-    """Start ``ranks`` local ranks that probe collectives, and return the launcher's exit code.
+    """Start ``ranks`` local processes that time collectives, wait for them, and return the launcher's exit code.
 
     Rank 0 writes the measurements into ``directory``.
     """

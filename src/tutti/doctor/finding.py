@@ -37,7 +37,12 @@ Check = Callable[[], Iterable[Finding]]
 
 
 def checked(name: str, check: Check) -> list[Finding]:
-    """Return the findings of ``check``; if it raises or times out, a problem called ``name``."""
+    """Run a check of ``tutti doctor``, and return its findings; an exception or timeout becomes a problem.
+
+    Args:
+        name: of the problem's finding.
+        check: yields findings.
+    """
     try:
         return list(check())
     except subprocess.TimeoutExpired as error:

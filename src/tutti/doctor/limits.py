@@ -57,7 +57,7 @@ def open_files() -> Iterator[Finding]:
 
 
 def processes(limits: cgroup.CgroupLimits) -> Iterator[Finding]:
-    """Check the limits of processes and threads of the user and of the cgroup."""
+    """Check the limits on the number of processes and threads, of the user (``RLIMIT_NPROC``) and of the cgroup."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     values = {"soft_limit_count": _count(soft), "cgroup_limit_count": limits.processes}
     text = f"{_shown(soft)} a user" + (f", {limits.processes:,} in this cgroup" if limits.processes else "")
@@ -67,7 +67,10 @@ def processes(limits: cgroup.CgroupLimits) -> Iterator[Finding]:
 
 
 def network(environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Check the network interface of Gloo: that of ``GLOO_SOCKET_IFNAME``, else that of the host name's address."""
+    """Check the network interface by which Gloo connects hosts: it must exist and be no loopback.
+
+    It is that of ``GLOO_SOCKET_IFNAME``, else that of the host name's address. ``environ``: environment variables.
+    """
     interfaces = _addresses()
     choices = ", ".join(interfaces) or "none"
     named = environ.get("GLOO_SOCKET_IFNAME")

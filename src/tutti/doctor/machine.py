@@ -90,9 +90,10 @@ def threads(environ: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def bandwidth() -> Iterator[Finding]:
-    """Measure the copy bandwidth of one core in bytes a second, read plus written; best of five, as STREAM does.
+    """Measure the bandwidth of copying memory with one core, in bytes a second, read plus written; best of five copies.
 
-    Source: McCalpin (1995), "Memory Bandwidth and Machine Balance in Current High Performance Computers".
+    The count follows STREAM: McCalpin (1995), "Memory Bandwidth and Machine Balance in Current High Performance
+    Computers".
     """
     import numpy
 

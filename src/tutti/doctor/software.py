@@ -141,7 +141,10 @@ def module() -> Iterator[Finding]:
 
 
 def foreign_distributions(package: Path) -> Iterator[str]:
-    """Yield other installed distributions with files in a folder ``tutti``, and the place of that folder."""
+    """Yield name, version and place, as a text, of each other installed distribution with files in a folder ``tutti``.
+
+    ``package``: the folder of this package.
+    """
     for found in importlib.metadata.distributions():
         # A regular expression, not a parser: the RECORD of torch alone has thousands of lines.
         lines = f"\n{found.read_text('RECORD') or ''}"
@@ -154,7 +157,10 @@ def foreign_distributions(package: Path) -> Iterator[str]:
 
 
 def other_modules(package: Path) -> Iterator[Path]:
-    """Yield files of other modules ``tutti`` on the module search path or in the current directory."""
+    """Yield files that ``import tutti`` could find instead of this package, on the search path or in this directory.
+
+    ``package``: the folder of this package.
+    """
     seen = {package / "__init__.py"}
     for entry in dict.fromkeys([*sys.path, os.getcwd()]):
         found = PathFinder.find_spec("tutti", [entry or os.getcwd()])

@@ -105,7 +105,10 @@ _PASSES = ("squares", "decayed_squares", "momentum", "adam_squares", "adam_step"
 
 
 def passes(parameter: Tensor) -> Native | None:
-    """Return the compiled passes for this parameter, its gradient and its states; None if they do not apply."""
+    """Return the compiled loops for tensors of this parameter's kind; None if there are none.
+
+    They need a CPU, a dtype of the loops (float32, float64), dense memory and a C++ compiler. The first call compiles.
+    """
     plain = type(parameter) in (Tensor, nn.Parameter) and parameter.device.type == "cpu"
     if plain and parameter.dtype in _NAMES and dense_format(parameter) is not None:
         return _all().get(parameter.dtype)
@@ -119,7 +122,7 @@ def _all() -> dict[torch.dtype, Native]:
 
 
 def load_kernels() -> ctypes.CDLL | None:
-    """Return the compiled ``kernels.cpp``; None if it cannot be compiled."""
+    """Compile ``kernels.cpp`` or load it from the cache, and return the library; None if it cannot be compiled."""
     library = compiled(_SOURCE)
     if library is not None:
         library.chunk_size.restype = ctypes.c_int64

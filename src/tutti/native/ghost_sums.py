@@ -22,14 +22,16 @@ def ghost_forward(
     x: Tensor, y: Tensor, weight: Tensor | None, bias: Tensor | None, means: Tensor, scales: Tensor,
     first: Sequence[int], eps: float, last: bool,
 ) -> None:  # fmt: skip
-    """Write the normalised ``x`` into ``y``, and each ghost's statistics into ``means`` and ``scales``.
+    """Normalise each ghost batch (a run of consecutive samples) by its own statistics, with PyTorch's operations.
+
+    Writes into ``y``, ``means`` and ``scales``.
 
     Args:
-        x: input; see the module for shapes.
+        x: (samples, points, channels) if ``last``, else (samples, channels, points).
         y: output, like ``x``.
         weight, bias: (channels,), or None.
         means, scales: (ghosts, channels), written: means and 1/√(variance + eps).
-        first: first sample of each ghost, and end of the last.
+        first: index of each ghost batch's first sample, and the number of samples.
         eps: added to the variance.
         last: whether channels are the last dimension.
     """
@@ -55,18 +57,18 @@ def ghost_backward(
     x: Tensor, dy: Tensor, dx: Tensor, weight: Tensor | None, means: Tensor, scales: Tensor, dweight: Tensor,
     dbias: Tensor, first: Sequence[int], last: bool,
 ) -> None:  # fmt: skip
-    """Backward of ghost batch norm: write that of the input into ``dx``, each ghost's into ``dweight`` and ``dbias``.
+    """Compute the gradients of ghost batch norm's input, weight and bias, with PyTorch's operations.
 
-    A ghost is a part of the batch that is normalised by itself.
+    A ghost is a part of the batch that is normalised by itself. Writes into ``dx``, ``dweight`` and ``dbias``.
 
     Args:
-        x: the forward's input; see the module for shapes.
+        x: the forward's input: (samples, points, channels) if ``last``, else (samples, channels, points).
         dy: gradient of the output, like ``x``.
-        dx: written, like ``x``.
+        dx: gradient of the input, written, like ``x``.
         weight: (channels,), or None.
         means, scales: (ghosts, channels), of the forward.
-        dweight, dbias: (ghosts, channels), written.
-        first: first sample of each ghost, and end of the last.
+        dweight, dbias: (ghosts, channels), written: each ghost's part of the gradients of weight and bias.
+        first: index of each ghost's first sample, and the number of samples.
         last: whether channels are the last dimension.
     """
     for ghost, (low, high) in enumerate(pairwise(first)):

@@ -38,7 +38,7 @@ _failed: dict[str, str] = {}
 
 
 def kernels() -> str:
-    """Describe the kernels of layer-wise optimizers and ghost batch norm on this CPU: compiled, or why PyTorch's."""
+    """Return a text on the loops of layer-wise optimizers and ghost batch norm: compiled, or PyTorch's, and why."""
     if _off():
         return "PyTorch's own operations (TUTTI_KERNELS=off)"
     compiler = find_compiler()
@@ -50,9 +50,10 @@ def kernels() -> str:
 
 
 def library(source: Path) -> ctypes.CDLL | None:
-    """Load the compiled ``source`` from the cache, or build it.
+    """Load the shared library of the C++ file ``source`` from the user's cache, or build it in about a second.
 
-    None if compiled loops are off, there is no compiler, or, with a RuntimeWarning, the build fails.
+    Other processes that need the same file wait for the build. None if compiled loops are off, there is no compiler,
+    or, with a RuntimeWarning, the build fails.
     """
     compiler = find_compiler()
     if compiler is None or _off():

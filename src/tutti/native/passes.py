@@ -222,7 +222,10 @@ class Foreach:
 
 
 def dense_format(tensor: Tensor) -> torch.memory_format | None:
-    """Return the memory format in which the tensor is dense, so that it can be read as one vector; None otherwise."""
+    """Return the memory format in which the tensor's elements fill memory without gaps; None if there is none.
+
+    In that format it can be read as one vector: contiguous, ``channels_last`` or ``channels_last_3d``.
+    """
     if tensor.is_contiguous():
         return torch.contiguous_format
     other = _FORMATS.get(tensor.dim())

@@ -25,11 +25,11 @@ _BEGINNING = "<!doctype html>"
 
 
 def write_report(paths: Sequence[Path], plan: Path | None, out: Path | None) -> Path:
-    """Write the report of run directories and return its path.
+    """Write an HTML report on run directories, one file with everything in it, and return its path.
 
     Args:
         paths: run directories, each once.
-        plan: file of a plan, or None.
+        plan: file of a plan, as TOML or JSON; None for none.
         out: file to write; None for ``report.html`` in the directory of a single run, or here for several.
 
     Raises:

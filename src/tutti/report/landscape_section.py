@@ -14,7 +14,10 @@ _HEADS = ("run", "step", "training loss", "largest eigenvalue", "trace", "ε-sha
 
 
 def landscape_section(runs: Sequence[RunRecord]) -> ReportSection | None:
-    """Return the section of the runs with a ``landscape.json``; None if there is none."""
+    """Return the report's section on loss landscapes: a table and charts of all runs with a ``landscape.json``.
+
+    None if no run has one.
+    """
     known = [(number, run) for number, run in enumerate(runs) if run.landscape]
     if not known:
         return None

@@ -16,7 +16,15 @@ _MOST_ROWS = 200
 
 
 def plan_section(path: Path, runs: Sequence[RunRecord]) -> ReportSection:
-    """Return the section of the plan in ``path``. Raises UsageError if it is no TOML or JSON table, or is empty."""
+    """Return the report's section on a plan: its entries, beside the runs' measured values where these are comparable.
+
+    Args:
+        path: TOML of ``tutti plan --out``, or JSON of a command in a file that ends in ``.json``.
+        runs: the runs of the report.
+
+    Raises:
+        UsageError: the file is missing, no TOML or JSON table, or empty.
+    """
     try:
         text = path.read_text(encoding="utf-8")
         plan = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)

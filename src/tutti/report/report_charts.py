@@ -61,7 +61,9 @@ class ChartSeries:
 
 
 def thinned(points: Sequence[Point], most: int = _MOST_POINTS) -> list[Point]:
-    """Return at most ``most`` points, each the mean of as many neighbours.
+    """Thin a curve for drawing: return at most ``most`` points, each the mean of as many neighbours.
+
+    ``points``: (x, y), in order.
 
     >>> thinned([(0, 1.0), (1, 3.0), (2, 5.0), (3, 7.0)], 2)
     [(0.5, 2.0), (2.5, 6.0)]
@@ -82,12 +84,12 @@ def line_chart(
     reference: tuple[str, float] | None = None,
     scale: str = "linear",
 ) -> ReportChart:
-    """Draw one line a run.
+    """Draw a line chart with one line for each run, thinned to a readable number of points. Needs matplotlib.
 
     Args:
-        series: points of each run.
+        series: number and (x, y) points of each run; the number selects its colour.
         x, y: labels of the axes, with units.
-        caption: what the chart shows.
+        caption: text of the chart.
         reference: label and height of a horizontal line; None for none.
         scale: of the vertical axis, ``linear`` or ``log``; a logarithmic one shows six decades.
     """
@@ -111,13 +113,13 @@ def line_chart(
 def contour_chart(
     offsets: Sequence[float], values: Sequence[Sequence[float]], levels: Sequence[float], caption: str
 ) -> ReportChart:
-    """Draw lines of equal value over a plane, each with its value.
+    """Draw lines of equal loss, or of another value, over a square plane, each labelled with its value.
 
     Args:
-        offsets: of both axes, in rising order.
-        values: a row for each offset of the vertical axis.
+        offsets: coordinates of the grid on both axes, in rising order.
+        values: a row for each offset of the vertical axis, with a value for each offset of the horizontal one.
         levels: values of the lines, in rising order.
-        caption: what the chart shows.
+        caption: text of the chart.
     """
 
     def draw(axes: Axes) -> None:
@@ -130,12 +132,12 @@ def contour_chart(
 
 
 def scaling_chart(points: Sequence[tuple[int, int, float]], unit: str, caption: str) -> ReportChart:
-    """Draw rates over devices, with the line through the run with the fewest devices at its rate a device.
+    """Draw throughput over the number of devices, with a line of perfect scaling from the run with the fewest devices.
 
     Args:
-        points: number of the run, devices, and rate of all devices.
+        points: (number of the run, devices, rate of all devices together) of each run.
         unit: of the rate.
-        caption: what the chart shows.
+        caption: text of the chart.
     """
     counts = sorted({devices for _, devices, _ in points})
     least = min(points, key=lambda point: (point[1], -point[2]))
@@ -156,12 +158,12 @@ def scaling_chart(points: Sequence[tuple[int, int, float]], unit: str, caption: 
 def stack_chart(
     rows: Sequence[tuple[str, Mapping[str, float]]], unit: str, caption: str, *, share: bool = False
 ) -> ReportChart:
-    """Draw a horizontal bar a run, stacked from its parts.
+    """Draw a horizontal bar for each run, stacked from named parts, such as seconds of forward and backward.
 
     Args:
-        rows: label and parts of each bar; parts are of ``PARTS``.
+        rows: label of each bar, and its parts' lengths by name, a member of ``PARTS``.
         unit: of the parts.
-        caption: what the chart shows.
+        caption: text of the chart.
         share: divide each bar by its length.
     """
     parts = [name for name in PARTS if any(row.get(name, 0) > 0 for _, row in rows)]
@@ -187,7 +189,10 @@ def stack_chart(
 
 
 def themed_timeline(svg: str, caption: str) -> ReportChart:
-    """Return a timeline of ``tutti.metrics.timeline`` as a chart: its text and background take the page's colours."""
+    """Turn a timeline's SVG into a chart of the report, whose text and background take the page's colours.
+
+    ``svg``: of ``tutti.metrics.timeline.timeline_svg``.
+    """
     found = svg.replace("<svg ", f'<svg role="img" aria-label="{_attribute(caption)}" class="timeline" ', 1)
     found = found.replace(' xmlns="http://www.w3.org/2000/svg"', "", 1)
     return ReportChart(caption, found, wide=True)
@@ -202,7 +207,7 @@ def _part(name: str) -> str:
 
 
 def page_colours() -> Iterable[tuple[str, str]]:
-    """Yield each colour that a chart is drawn in, with the page's colour that replaces it."""
+    """Yield (colour in a chart's SVG, CSS value that replaces it in the page): charts follow the page's theme."""
     yield _TEXT, "currentColor"
     yield _GRID, "var(--grid)"
     for number in range(SERIES):

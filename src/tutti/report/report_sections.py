@@ -464,7 +464,7 @@ class _Composer:
 
 
 def run_key(number: int) -> str:
-    """Return the letter that stands for a run.
+    """Return the letter that stands for a run in a report; ``number`` counts the runs from 0.
 
     >>> run_key(0), run_key(25), run_key(26)
     ('A', 'Z', 'AA')
@@ -478,7 +478,7 @@ def run_key(number: int) -> str:
 
 
 def run_sentence(run: RunRecord) -> str:
-    """Return the headline of a report on one run: what it reached, how fast, and how it ended."""
+    """Return the headline of a report on one run: task, devices, steps, time and throughput, and how it ended."""
     where = f" on {run.devices} device{'s' * (run.devices > 1)}" if run.devices else ""
     last = run.trained[-1] if run.trained else {}
     steps, samples = (finite(run.summary.get(name, last.get(of))) for name, of in (("steps", "step"), ("samples",) * 2))
@@ -501,7 +501,7 @@ def run_sentence(run: RunRecord) -> str:
 
 
 def number_text(value: float) -> str:
-    """Return a number for reading: whole numbers with separators, others with four digits.
+    """Format a number for reading: whole numbers with thousands separators, others with four digits.
 
     >>> number_text(12345.0), number_text(0.123456), number_text(461.99), number_text(2.0e-7)
     ('12,345', '0.1235', '462', '2e-07')
@@ -512,7 +512,7 @@ def number_text(value: float) -> str:
 
 
 def seconds_text(seconds: float) -> str:
-    """Return a duration with its unit.
+    """Format a duration in ms, s, min or h, by its size.
 
     >>> seconds_text(0.0123), seconds_text(6.23), seconds_text(750), seconds_text(9000)
     ('12.3 ms', '6.23 s', '12.5 min', '2.5 h')

@@ -157,17 +157,17 @@ class RunRecord:
 
     @property
     def held_out(self) -> list[str]:
-        """Names of held-out values, ``loss`` first."""
+        """Names of the values that the run has evaluated on held-out samples, ``loss`` first."""
         known = ("group", "step", "epoch", "samples", "seconds", "time", "weights")
         names = dict.fromkeys(name for line in self.evaluated for name in line if name not in known)
         return sorted(names, key=lambda name: name != "loss")
 
     def curve(self, name: str, axis: str, of: str = "train") -> list[Point]:
-        """Return the points of a value over ``samples``, ``step`` or ``seconds``; missing and non-finite ones left out.
+        """Return the (x, y) points of a recorded value; missing and non-finite ones are left out.
 
         Args:
-            name: of the value.
-            axis: ``samples`` trained, ``step``, or ``seconds`` of training.
+            name: of the value, such as ``loss``.
+            axis: x: ``samples`` trained, ``step``, or ``seconds`` of training.
             of: ``train`` for the value of each step, ``eval`` for that of each evaluation.
         """
         trained_samples = {finite(line.get("step")): line.get("samples") for line in self.trained}
@@ -199,7 +199,9 @@ def finite(value: Any) -> float | None:
 
 
 def printable(text: object) -> str:
-    r"""Return a text that UTF-8 can encode, without control characters.
+    r"""Return a text that is safe to print and to encode as UTF-8; U+FFFD stands for characters not printable.
+
+    Line breaks and tabs stay.
 
     >>> printable("a\x00b"), printable("n\udce4m")
     ('a�b', 'n�m')
@@ -209,7 +211,10 @@ def printable(text: object) -> str:
 
 
 def read_run(path: Path) -> RunRecord:
-    """Read a run directory. Raises UsageError if it is none."""
+    """Read the records of a run directory for the report; missing or damaged files become its ``problems``.
+
+    Raises UsageError if ``path`` is no run directory.
+    """
     if not path.is_dir():
         raise UsageError(
             "there is no run", where=printable(path), why="it is no directory", remedy="give a run directory"
