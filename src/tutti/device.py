@@ -174,14 +174,14 @@ def choose(choice: str, local_rank: int, local_size: int, where: str) -> torch.d
 
 
 def is_accelerator(device: torch.device) -> bool:
-    """Return whether tensors on ``device`` are an accelerator's and not the host's."""
+    """Return whether ``device`` is an accelerator: neither the CPU nor ``meta``."""
     return device.type not in ("cpu", "meta")
 
 
 def is_compiled_in() -> bool:
-    """Return whether torch could use an accelerator, without touching its driver.
+    """Return whether torch is built for an accelerator or has a plugin for one, present or not.
 
-    A process that has used a driver must not fork.
+    Does not touch the driver: a process that has used a driver must not fork.
     """
     import torch
 
@@ -192,14 +192,17 @@ def is_compiled_in() -> bool:
 
 
 def collective_backend(device: torch.device) -> str | None:
-    """Return the backend of collectives on ``device`` by PyTorch's table, such as ``nccl``; None on the CPU."""
+    """Return PyTorch's default ``torch.distributed`` backend for ``device``, such as ``nccl``; None on the CPU."""
     import torch
 
     return torch.distributed.Backend.default_device_backend_map.get(device.type) if is_accelerator(device) else None
 
 
 def set_collective_defaults(device: torch.device, environ: MutableMapping[str, str]) -> list[str]:
-    """Set in ``environ`` the variables of ``COLLECTIVE_DEFAULTS`` that the user has not set; return their names."""
+    """Set the backend's environment variables in ``COLLECTIVE_DEFAULTS`` that the user has not set, in ``environ``.
+
+    Returns the names of the variables set; none on devices whose backend has no defaults.
+    """
     chosen = []
     for names, value in COLLECTIVE_DEFAULTS.get(collective_backend(device) or "", {}).items():
         if not any(name in environ for name in names):
@@ -223,7 +226,7 @@ def collective_options(device: torch.device, timeout: timedelta) -> Any:
 
 
 def pins_memory(device: torch.device) -> bool:
-    """Return whether copies to ``device`` are asynchronous from pinned host memory."""
+    """Return whether ``non_blocking`` copies from the host to ``device`` need pinned memory to be asynchronous."""
     return device.type not in _UNPINNED
 
 
@@ -390,7 +393,7 @@ def cpu_model() -> str:
 
 
 def usable_cores() -> int:
-    """Return the number of cores in this process's CPU affinity."""
+    """Return the number of cores in this process's CPU affinity; all cores where the system has no affinity."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

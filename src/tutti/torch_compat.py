@@ -325,7 +325,10 @@ def saved_tensor_hooks() -> Any:
 
 
 def functorch_level() -> int | None:
-    """Return the nesting level of ``torch.func`` transforms, or None outside of them. No public function does."""
+    """Return the nesting level of active ``torch.func`` transforms (``vmap``, ``grad``); None outside of them.
+
+    No public function does.
+    """
     level: int | None = torch._C._functorch.maybe_current_level()
     return level
 

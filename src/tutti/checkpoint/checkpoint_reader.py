@@ -87,7 +87,7 @@ class WeightsReader:
         self._weights, self._specs, self._kept = weights, specs, kept
 
     def names(self, group: str) -> Collection[str]:
-        """Return the names of the file's tensors for the group ``model``, none for other groups."""
+        """Return all names of the file and of ``kept`` for the group ``model``; none for other groups."""
         return self._weights.records.keys() | self._kept.keys() if group == "model" else ()
 
     def get(self, group: str, name: str) -> Tensor:
@@ -130,13 +130,13 @@ class WeightsReader:
 
 
 def catalogue(replica: ReplicaRunner, comm: Communicator) -> dict[str, ShardSpec]:
-    """Return shape and tied names of every tensor of the whole model, on every rank.
+    """Return shape and tied names of every tensor of the whole model, by name, on every rank.
 
-    Collective: broadcasts from each rank of one replica to the others.
+    Collective: one broadcast from each rank of ``comm``; blocks until all have called it.
 
     Args:
         replica: this rank's part of the model.
-        comm: the ranks of one replica.
+        comm: the ranks of one replica, which together hold one copy of the model.
     """
     specs, borrowed = replica.specs, replica.not_owned
     local = {name: [spec.shape, spec.tied] for name, spec in specs.items() if name not in borrowed}

@@ -58,7 +58,7 @@ class FileRecord:
 
     @property
     def name(self) -> str:
-        """The file's name within its group's directory."""
+        """The file's name, ``rank{N}.safetensors``, within the directory of its group."""
         return f"rank{self.rank}.safetensors"
 
     def as_json(self) -> dict[str, Any]:
@@ -233,7 +233,7 @@ def _tensor(what: str, slices: list[tuple[FileRecord, int]]) -> TensorRecord:
 
 
 def overlapping(slices: Sequence[SliceRecord]) -> bool:
-    """Return whether two slices of one tensor share an element, or one of several slices is empty.
+    """Return whether slices cannot be a partition of one tensor: two share an element, or one of several is empty.
 
     Sweeps along the dimension with the most different offsets, so that n slices along any one dimension cost n.
     """

@@ -171,7 +171,7 @@ def mine_of(tensors: Mapping[str, Tensor], rank: int, ranks: int) -> dict[str, T
 
 
 def number_tensor(value: Any) -> Tensor:
-    """Return a number as a 0-d float64 tensor, a tensor unchanged."""
+    """Return a tensor unchanged, and a number as a 0-d float64 tensor, so that every optimizer state can be saved."""
     return value if isinstance(value, Tensor) else torch.tensor(float(value), dtype=torch.float64)
 
 

@@ -92,17 +92,17 @@ class SliceRecord:
 
     @property
     def itemsize(self) -> int:
-        """Bytes of one element."""
+        """Bytes of one element of the slice's dtype."""
         return DTYPES[self.dtype][1]
 
     @property
     def end(self) -> tuple[int, ...]:
-        """Index after the slice's last element, one number a dimension."""
+        """Index in the whole tensor just after the slice's last element, one number a dimension."""
         return tuple(map(sum, zip(self.offset, self.part, strict=True)))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the slice."""
+        """Bytes of the slice's elements in its file."""
         return math.prod(self.part) * self.itemsize
 
 
@@ -122,7 +122,11 @@ class FileLayout:
 
 
 def file_layout(slices: Sequence[SliceRecord], metadata: Mapping[str, str] | None = None) -> FileLayout:
-    """Return the layout of a file of ``slices`` in this order; ``metadata`` joins the header's ``__metadata__``.
+    """Lay out a safetensors file: return its header's bytes, the offset of each slice, and the file's size.
+
+    Args:
+        slices: the tensor slices, in the order of their bytes.
+        metadata: further entries of the header's ``__metadata__``.
 
     >>> layout = file_layout([SliceRecord("w", "F32", (2, 3), (0, 0), (2, 3))])
     >>> layout.size - layout.begins[0]

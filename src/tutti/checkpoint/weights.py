@@ -24,7 +24,7 @@ class Weights(Protocol):
 
     @property
     def records(self) -> Mapping[str, SliceRecord]:
-        """Location, dtype and shape of each tensor in the file, by name."""
+        """Dtype and shape of each tensor by name; a ``SliceRecord`` that covers the whole tensor."""
 
     def numbers(self, name: str) -> NDArray[Any]:
         """Return one whole tensor's elements as unsigned integers of the same width, in the tensor's shape.
@@ -68,8 +68,9 @@ class SavedWeights:
         self.records: Mapping[str, SliceRecord] = {name: _record(name, record) for name, record in found.items()}
 
     def numbers(self, name: str) -> NDArray[Any]:
-        """Read one whole tensor from the checkpoint, or its EMA, as unsigned integers of its elements' width; see
-        ``Weights.numbers``.
+        """Read one whole tensor, or its EMA, from the checkpoint as unsigned integers of its elements' width.
+
+        See ``Weights.numbers``.
         """
         shape = self.records[name].shape
         return self._reader.numbers(*self._from[name], (0,) * len(shape), shape)

@@ -41,7 +41,7 @@ class WritableSlice:
 
     @classmethod
     def whole(cls, name: str, tensor: Tensor) -> WritableSlice:
-        """Make the slice that covers all of ``tensor``."""
+        """Return the slice that covers all of ``tensor``, for a tensor that is not sharded; ``name`` is its name."""
         return cls(name, tensor, tuple(tensor.shape), (0,) * tensor.dim())
 
     def record(self) -> SliceRecord:

@@ -245,7 +245,7 @@ def soak(
 
 
 def verb() -> App:
-    """Build ``tutti chaos`` with its actions."""
+    """Build the ``cyclopts`` application of ``tutti chaos`` with its actions, such as ``kill`` and ``soak``."""
     app = App(name="chaos", help=SUMMARY, usage=USAGE, help_formatter=OneScreen(), help_format="plaintext")
     actions: tuple[Callable[..., int], ...] = (kill, stop, slow, fill, soak)
     for action in actions:

@@ -45,7 +45,7 @@ def take_flags(words: list[str], names: tuple[str, ...]) -> tuple[dict[str, str]
 
 
 def only_asks(words: list[str]) -> bool:
-    """Return whether a command starts no ranks: for help, the configuration or a dry run."""
+    """Return whether a command line starts no ranks: it has ``--help``, ``--print-config`` or ``--dry-run``."""
     return not {"--help", "-h", "--print-config", "--dry-run"}.isdisjoint(words)
 
 

@@ -171,15 +171,15 @@ def bare_options(words: list[str]) -> list[str]:
 
 
 def resolved(task: str | None, flags: Mapping[str, Any], config: Sequence[Path]) -> tuple[str, TrainConfig]:
-    """Return the task's name and configuration from the arguments of ``train``.
+    """Resolve the arguments of ``train`` to the task's name and the full configuration, also of a run to resume.
 
     Args:
         task: task on the command line; None: from a file, or from the run to resume.
-        flags: fields given by flag or environment.
+        flags: fields of ``TrainConfig`` given by flag or environment, by name.
         config: TOML files; a later one takes precedence.
 
     Raises:
-        UsageError: as ``resolve_config``, or the run to resume does not exist.
+        UsageError: an option is malformed or unknown, or the run to resume does not exist.
     """
     name, found = resolve_config(flags, (*_resumed_config(flags, task), *config), task)
     if found.resume == "auto" and found.workers is None:
@@ -216,7 +216,9 @@ def _resumed_config(flags: Mapping[str, Any], task: str | None) -> tuple[Path, .
 
 
 def run_directory(config: TrainConfig, task: str, restarted: bool = False) -> Path:
-    """Return the run directory: a new one, that of the run to resume, or in a restarted job the previous attempt's.
+    """Return the run directory: a new one, which is made, or that of the run to resume.
+
+    In a job that another launcher has restarted it is the previous attempt's, if ``config.out`` names it.
 
     Args:
         config: the configuration.
@@ -238,7 +240,11 @@ def run_directory(config: TrainConfig, task: str, restarted: bool = False) -> Pa
 
 
 def refuse_config(task: str, config: TrainConfig) -> None:
-    """Check a configuration before a process starts.
+    """Raise an error for a configuration that cannot run, before a process starts; return None for any other.
+
+    Args:
+        task: name of a built-in task, or ``file.py:function`` of the user's.
+        config: the configuration, with a number of devices.
 
     Raises:
         UsageError: options are malformed or do not go together.
@@ -313,7 +319,11 @@ def _check_metrics(reported: Sequence[str], config: TrainConfig) -> None:
 
 
 def count_devices(config: TrainConfig, joined: process_context.Identity | None) -> int:
-    """Return the number of processes of the run. Raises UsageError if it differs from that of a joined job."""
+    """Return the number of processes of the run: ``--devices``, the size of a joined job, or one an accelerator.
+
+    ``joined``: identity of this process in a job of another launcher; None without one. Raises UsageError if
+    ``--devices`` contradicts the job's size.
+    """
     if joined is None:
         if config.devices == "auto":
             return count_accelerators(config.device, os.environ) or 1
@@ -439,7 +449,10 @@ def _saved_step(directory: Path) -> int:
 
 
 def process_exit_code(error: BaseException) -> int:
-    """Return the exit code of a process that ends with this exception."""
+    """Return the exit code of a process that ends with ``error``: a ``TuttiError``'s own, 130 for Ctrl-C, else 1.
+
+    Of a SystemExit it is the code that Python would return.
+    """
     if isinstance(error, TuttiError):
         return int(error.exit_code)
     if isinstance(error, SystemExit):

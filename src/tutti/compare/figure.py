@@ -20,7 +20,7 @@ _WIDTH = 170
 
 
 def available() -> bool:
-    """Return whether matplotlib is installed."""
+    """Return whether matplotlib, which ``draw_curves`` needs, is installed."""
     return importlib.util.find_spec("matplotlib") is not None
 
 

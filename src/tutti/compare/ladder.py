@@ -65,12 +65,12 @@ class Ladder:
 
 
 def shipped() -> list[str]:
-    """Return the names of the ladders that come with tutti."""
+    """Return the names of the ladders that come with tutti, sorted, for ``load_ladder``."""
     return sorted(path.stem for path in _SHIPPED.glob("*.toml"))
 
 
 def load_ladder(text: str, variables: Mapping[str, int | float], options: Mapping[str, Any]) -> Ladder:
-    """Load a shipped ladder by name, or a user's ladder by path.
+    """Load a ladder, a series of training configurations (rungs), by name if it comes with tutti, else by path.
 
     Args:
         text: name of a shipped ladder, or path of a TOML file.

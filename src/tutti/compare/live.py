@@ -65,7 +65,7 @@ class Board:
             self._draw("")
 
     def progress(self, progress: Progress) -> None:
-        """Show the progress of the current run; outside a terminal at most every 30 s."""
+        """Show step, loss and held-out value of the current run; outside a terminal at most every 30 s."""
         text = _words(progress, self._metric)
         if self._live is not None:
             self._draw(text)

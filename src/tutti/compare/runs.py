@@ -69,7 +69,7 @@ def trials(ladder: Ladder, task: str, seeds: int, pool: Path) -> list[Trial]:
 
 
 def finished(trial: Trial) -> bool:
-    """Return whether the trial's run directory holds a finished run."""
+    """Return whether the run directory of a trial (one rung with one seed) holds a finished run, by its exit code."""
     return read_summary(trial.directory).get("exit_code") in FINISHED
 
 
@@ -173,7 +173,10 @@ def trial_progress(trial: Trial) -> Progress:
 
 
 def outcome(trial: Trial, metric: str) -> RunOutcome:
-    """Return the results of a finished trial. Raises UsageError if the task does not report ``metric``."""
+    """Read the results of a finished run from its ``summary.json`` and ``metrics.jsonl``.
+
+    ``metric``: name of the held-out metric to compare. Raises UsageError if the task does not report it.
+    """
     summary = read_summary(trial.directory)
     held_out = summary.get("eval") or {}
     if metric not in held_out:

@@ -46,7 +46,7 @@ class RunOutcome:
 
     @property
     def finite(self) -> bool:
-        """Whether the held-out value is finite."""
+        """Whether the run's held-out value is neither NaN nor infinite; a diverged run's is not."""
         return math.isfinite(self.held_out)
 
 
@@ -61,7 +61,7 @@ class RungResult:
 
     @property
     def mean(self) -> float:
-        """Mean of the held-out metric over the seeds."""
+        """Mean of the rung's held-out metric over its runs, one a seed."""
         return sum(outcome.held_out for outcome in self.outcomes) / len(self.outcomes)
 
     @property
@@ -81,7 +81,7 @@ class RungResult:
 
     @property
     def reached(self) -> int | None:
-        """Number of seeds that have reached their target; None for a rung without a target."""
+        """Number of runs (seeds) that have reached the target of ``--until``; None for a rung without a target."""
         told = [outcome.reached for outcome in self.outcomes if outcome.reached is not None]
         return sum(told) if told else None
 
@@ -113,7 +113,7 @@ class Effect:
 
     @property
     def clear(self) -> bool:
-        """Whether the gain exceeds the noise of seeds."""
+        """Whether the difference from the parent, a gain or a loss, exceeds the noise of seeds."""
         return abs(self.gain) > self.noise
 
 
@@ -141,12 +141,12 @@ def effects(ladder: Ladder, rows: Mapping[str, RungResult], metric: Metric = ACC
 
 
 def verdict(ladder: Ladder, rows: Mapping[str, RungResult], metric: Metric = ACCURACY) -> list[str]:
-    """Return the verdict in sentences: the drop, its causes by share, changes without effect, and the best recipe.
+    """Return the verdict on a ladder in sentences: the drop of accuracy, its causes by share, and the best recipe.
 
-    A rung holds only against a like-with-like baseline (`like_with_like.baselines`), never across two causes.
+    A rung holds only against a like-with-like baseline (``like_with_like.baselines``), never across two causes.
 
     Args:
-        ladder: the ladder.
+        ladder: the ladder, a series of training configurations (rungs).
         rows: results by rung name; rungs with a non-finite held-out value are named and not compared.
         metric: the metric that is compared.
     """
@@ -172,11 +172,13 @@ def verdict(ladder: Ladder, rows: Mapping[str, RungResult], metric: Metric = ACC
 
 
 def to_target(ladder: Ladder, rows: Mapping[str, RungResult]) -> list[str]:
-    """Return one sentence a rung with a target: steps, samples and seconds to it, and their ratio to the first rung's.
+    """Return a sentence for each rung with a target (``--until``): steps, samples and seconds until it was reached.
+
+    Each is compared with the first rung's by their ratio.
 
     Args:
-        ladder: the ladder.
-        rows: results by rung name.
+        ladder: the ladder, a series of training configurations (rungs).
+        rows: results by rung name, of rungs with finished runs.
     """
     sentences = []
     first = rows.get(ladder.rungs[0].name)
@@ -222,11 +224,13 @@ def recipe_holds(ladder: Ladder, rows: Mapping[str, RungResult], metric: Metric 
 def baseline(
     ladder: Ladder, rung: Rung, rows: Mapping[str, RungResult], metric: Metric = ACCURACY
 ) -> RungResult | None:
-    """Return the best finished like-with-like baseline of ``rung``; None if there is none.
+    """Return the results that a rung is compared with: the best finished of its ``like_with_like.baselines``.
+
+    None if no baseline has finished.
 
     Args:
-        ladder: the ladder.
-        rung: the rung to compare with its baselines (`like_with_like.baselines`).
+        ladder: the ladder, a series of training configurations (rungs).
+        rung: the rung to compare.
         rows: results by rung name, of rungs with finished runs.
         metric: the metric by whose mean over the seeds the best is chosen.
     """
@@ -318,7 +322,7 @@ def as_json(ladder: Ladder, rows: Mapping[str, RungResult], metric: Metric) -> d
     """Return the content of ``compare.json``; non-finite values are null.
 
     Args:
-        ladder: the ladder.
+        ladder: the ladder, a series of training configurations (rungs).
         rows: results by rung name, of rungs with finished runs.
         metric: the metric that is compared.
 

@@ -28,7 +28,10 @@ _NAME_SECONDS = 2.0
 
 
 def shared_memory(folder: Path = SHARED_MEMORY) -> Iterator[Finding]:
-    """Check size and free space of the shared memory of a node."""
+    """Check that shared memory (``/dev/shm``) is writable and has room for collectives and data loaders.
+
+    Yields one finding: a problem if it is missing, a note if less than ``LITTLE_SHARED_MEMORY`` is free.
+    """
     remedy = "Mount a larger one: docker run --shm-size=8g, or mount -o remount,size=8g /dev/shm."
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         text = f"{folder} is not there or cannot be written: sums and loaders take slower ways"
@@ -44,7 +47,10 @@ def shared_memory(folder: Path = SHARED_MEMORY) -> Iterator[Finding]:
 
 
 def open_files() -> Iterator[Finding]:
-    """Check the limit of open files and connections of a process."""
+    """Check the limit of open files and connections of a process (``RLIMIT_NOFILE``).
+
+    Yields one finding, a problem below ``FEW_FILES``.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     values = {"soft_limit_count": _count(soft), "hard_limit_count": _count(hard)}
     text = f"{_shown(soft)} a process (may be raised to {_shown(hard)})"
@@ -57,7 +63,10 @@ def open_files() -> Iterator[Finding]:
 
 
 def processes(limits: cgroup.CgroupLimits) -> Iterator[Finding]:
-    """Check the limits on the number of processes and threads, of the user (``RLIMIT_NPROC``) and of the cgroup."""
+    """Check the limits on the number of processes and threads, of the user (``RLIMIT_NPROC``) and of the cgroup.
+
+    Yields one finding, a problem below ``FEW_PROCESSES``.
+    """
     soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     values = {"soft_limit_count": _count(soft), "cgroup_limit_count": limits.processes}
     text = f"{_shown(soft)} a user" + (f", {limits.processes:,} in this cgroup" if limits.processes else "")
@@ -124,7 +133,10 @@ def _own_address() -> str | None:
 
 
 def directory() -> Iterator[Finding]:
-    """Check that the current directory is writable, and its free space."""
+    """Check that the current directory can be written and has free space for a run.
+
+    Yields one finding: a problem if it cannot be written, a note if it is nearly full.
+    """
     remedy = "Change to a directory of your own, or give --runs DIR."
     try:
         folder = Path.cwd()

@@ -24,7 +24,7 @@ _COPY_BYTES, _COPIES = 64 << 20, 5
 
 
 def system() -> Iterator[Finding]:
-    """Report operating system and CPU model."""
+    """Yield one finding with operating system, distribution and architecture; a note on other systems than Linux."""
     name = f"{platform.system()} {platform.release()}"
     with_distribution = hasattr(platform, "freedesktop_os_release") and Path("/etc/os-release").exists()
     distribution = platform.freedesktop_os_release().get("PRETTY_NAME", "") if with_distribution else ""
@@ -35,7 +35,10 @@ def system() -> Iterator[Finding]:
 
 
 def cores(limits: cgroup.CgroupLimits) -> Iterator[Finding]:
-    """Check how many cores this process may use, by affinity and by its cgroup."""
+    """Check how many cores this process may use, by CPU affinity and by its cgroup's limit.
+
+    Yields one finding: a note if the cgroup allows fewer than the affinity, or if only one of several is usable.
+    """
     usable, present = usable_cores(), os.cpu_count() or 1
     values = {"usable_cores": usable, "present_cores": present, "cgroup_limit_cores": limits.cores}
     limit = "no cgroup limit" if limits.cores is None else f"cgroup allows {limits.cores:g}"
@@ -51,7 +54,10 @@ def cores(limits: cgroup.CgroupLimits) -> Iterator[Finding]:
 
 
 def memory(limits: cgroup.CgroupLimits) -> Iterator[Finding]:
-    """Check total and free memory, and the cgroup's limit."""
+    """Check total and free memory of this machine, and the limit of the process's cgroup.
+
+    Yields one finding, a problem if less than ``LITTLE_MEMORY`` is free.
+    """
     import psutil  # type: ignore[import-untyped]
 
     host = psutil.virtual_memory()
@@ -71,7 +77,10 @@ def memory(limits: cgroup.CgroupLimits) -> Iterator[Finding]:
 
 
 def threads(environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Check the variables that set the number of threads of a process and pin them to cores."""
+    """Check the environment variables that set the number of threads of a process and pin them to cores.
+
+    Yields one finding: a note if several processes would pin to the same cores, or have more threads than cores.
+    """
     names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", *PINNING)
     given = {name: environ[name] for name in names if name in environ}
     values = {"variables": given, "usable_cores": usable_cores()}

@@ -46,7 +46,10 @@ _SMI_FIELDS = ("name", "memory.total", "memory.free", "driver_version")
 
 
 def software() -> Iterator[Finding]:
-    """Check versions of tutti, Python, torch, CUDA, NCCL and the driver; GPUs; ``torch.distributed`` backends."""
+    """Yield findings on versions of tutti, Python and torch, on GPUs and their driver, and on collective backends.
+
+    Imports torch in a process of its own; a problem if that fails or if Gloo is missing.
+    """
     versions = {"tutti": VERSION, "python": platform.python_version()}
     ended = isolated.run_module("tutti.launcher.torch_facts", (), TIMEOUT)
     shown = f"tutti {versions['tutti']} · Python {versions['python']}"
@@ -118,7 +121,10 @@ def _listed(gpus: Sequence[dict[str, Any]]) -> str:
 
 
 def module() -> Iterator[Finding]:
-    """Check that no other module ``tutti``, of a distribution or in a file, shadows or overwrites this one."""
+    """Check that no other module ``tutti``, of a distribution or in a file, shadows or overwrites this one.
+
+    Yields one finding: a problem for another project's module, a note for another copy of this package.
+    """
     package = Path(__file__).resolve().parents[1]
     copies, foreign = [], [*foreign_distributions(package)]
     if getattr(importlib.import_module("tutti"), "__version__", None) != VERSION:
@@ -170,7 +176,10 @@ def other_modules(package: Path) -> Iterator[Path]:
 
 
 def compiled_loops() -> Iterator[Finding]:
-    """Check whether layer-wise optimizers and ghost batch norm run as compiled loops on this machine's CPUs."""
+    """Check whether layer-wise optimizers and ghost batch norm run as compiled loops on this machine's CPUs.
+
+    Yields one finding; without a compiler it is a note, because results are the same and only slower.
+    """
     found = kernels()
     compiled = found.startswith("compiled")
     remedy = "" if compiled else "The same bits, several times slower: install g++, or unset TUTTI_KERNELS."
@@ -178,7 +187,7 @@ def compiled_loops() -> Iterator[Finding]:
 
 
 def extras() -> Iterator[Finding]:
-    """Check which optional packages are installed."""
+    """Yield one finding with the installed optional packages of each extra; a note if some are missing."""
     found = {extra: {package: installed(package) for package in packages} for extra, packages in EXTRAS.items()}
     shown = []
     for extra, packages in found.items():
@@ -190,7 +199,7 @@ def extras() -> Iterator[Finding]:
 
 
 def installed(package: str) -> str | None:
-    """Return the version of an installed package; None if it is not installed."""
+    """Return the version of an installed distribution by its name on PyPI; None if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

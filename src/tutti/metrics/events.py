@@ -27,18 +27,18 @@ class TensorBoard:
         self._writer = SummaryWriter(str(folder), purge_step=done + 1)
 
     def started(self, header: RunHeader) -> None:
-        """Write the run's title and derived settings as text."""
+        """Write the run's title and derived settings as a text named ``run``."""
         self._writer.add_text("run", "\n".join([header.title, *(f"- {k}: {v}" for k, v in header.derived.items())]))
 
     def stepped(self, record: StepRecord, pace: Pace) -> None:
-        """Write loss, metrics, gradient norm, learning rate and throughput of one step."""
+        """Write loss, metrics, gradient norm and rate of one step as scalars ``train/NAME``, and throughput."""
         values = {"loss": record.loss, **record.metrics, "grad_norm": record.grad_norm, "lr": record.lr}
         values |= {**record.adascale, **record.noise}
         named = {f"train/{name}": value for name, value in values.items()}
         self._add({**named, "train/samples_per_second": pace.samples_per_second, **pace.device}, record.step)
 
     def evaluated(self, record: EvalRecord) -> None:
-        """Write loss and metrics of one evaluation."""
+        """Write loss and metrics of one evaluation as scalars ``eval/NAME``."""
         self._add({f"eval/{name}": value for name, value in record.values.items()}, record.step)
 
     def warned(self, text: str) -> None:

@@ -93,7 +93,10 @@ class EvalRecord:
 
     @property
     def values(self) -> dict[str, float]:
-        """Loss, metrics and raw values by their names in a checkpoint and in ``metrics.jsonl``."""
+        """Loss, metrics and raw values by name, as in a checkpoint and in ``metrics.jsonl``.
+
+        Raw values, of the weights in training beside their EMA, begin with ``raw_``.
+        """
         raw = {f"raw_{name}": value for name, value in (self.raw or {}).items()}
         return {"loss": self.loss, **self.metrics, **raw}
 
@@ -102,7 +105,7 @@ class Listener(Protocol):
     """Receives a run's events (protocol), on rank 0 only; ``close`` comes last, after errors too."""
 
     def started(self, header: RunHeader) -> None:
-        """Receive the run's header, before its first step."""
+        """Receive title, derived settings and number of steps of the run, before its first step."""
 
     def stepped(self, record: StepRecord, pace: Pace) -> None:
         """Receive the record of one optimizer step (loss, learning rate, …) and the run's speed and remaining time."""

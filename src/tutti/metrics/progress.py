@@ -49,7 +49,7 @@ class PlainLines:
         self._write(header.title, *(f"  {name:<{width}}  {value}" for name, value in header.derived.items()), "")
 
     def stepped(self, record: StepRecord, pace: Pace) -> None:
-        """Print a line for the first, the last and every ``log_every``-th step, and after a long silence."""
+        """Print a line for the first, the last and every ``log_every``-th step, and after 10 s without one."""
         now = time.monotonic()
         due = record.step % self._log_every == 0 or record.step in (1, self._total)
         if not due and now - self._printed < QUIET_SECONDS:
@@ -70,7 +70,7 @@ class PlainLines:
             self._row("raw", record.step, record.epoch, record.raw["loss"], metrics, [])
 
     def warned(self, text: str) -> None:
-        """Print a warning."""
+        """Print a warning on a line that begins with ``warning:``."""
         self._write(f"warning: {text}")
 
     def finished(self, summary: Mapping[str, Any]) -> None:
@@ -148,7 +148,7 @@ class LiveDisplay:
         self._print(f"warning: {text}", "yellow")
 
     def finished(self, summary: Mapping[str, Any]) -> None:
-        """Draw the final state."""
+        """Draw the state after the last step; ``summary`` is not shown."""
         self._draw()
 
     def close(self) -> None:

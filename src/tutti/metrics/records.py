@@ -203,7 +203,7 @@ class RunDirectory:
         """Write nothing: the header's derived numbers follow from ``config.toml``."""
 
     def stepped(self, record: StepRecord, pace: Pace) -> None:
-        """Append the record of one step to ``metrics.jsonl``."""
+        """Append a JSON line of group ``train`` to ``metrics.jsonl``: step, loss, metrics, learning rate, time."""
         line: dict[str, Any] = {
             "group": "train",
             "step": record.step,
@@ -232,7 +232,7 @@ class RunDirectory:
         self._append(line)
 
     def evaluated(self, record: EvalRecord) -> None:
-        """Append the record of one evaluation to ``metrics.jsonl``."""
+        """Append a JSON line of group ``eval`` to ``metrics.jsonl``: step, held-out loss and metrics, time."""
         line: dict[str, Any] = {
             "group": "eval",
             "step": record.step,
@@ -247,11 +247,11 @@ class RunDirectory:
         self._append(line)
 
     def warned(self, text: str) -> None:
-        """Append a warning to ``metrics.jsonl``."""
+        """Append a JSON line of group ``warning`` with the text to ``metrics.jsonl``."""
         self._append({"group": "warning", "text": text, "seconds": round(self._elapsed, 6)})
 
     def finished(self, summary: Mapping[str, Any]) -> None:
-        """Write ``summary.json``, and ``servers.svg`` for parameter servers."""
+        """Write ``summary``, the run's results, to ``summary.json``; of parameter servers also ``servers.svg``."""
         self._flush()
         write_json(self.path / "summary.json", summary)
         if (statistics := summary.get("servers")) and server_figure.can_draw():

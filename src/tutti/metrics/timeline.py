@@ -110,7 +110,9 @@ def span(rows: Sequence[Row]) -> tuple[float, float]:
 
 
 def shares(rows: Sequence[Row]) -> list[dict[str, float]]:
-    """Return each device's time by phase as fractions of the whole span; ``other`` is time outside all segments.
+    """Return each device's time by phase, as fractions of the time from the first to the last segment of all devices.
+
+    ``other`` is time outside all segments. ``rows``: the segments of each device.
 
     >>> shares([[TimelineSegment("forward", 0, 1)], [TimelineSegment("forward", 0, 4)]])
     [{'forward': 0.25, 'other': 0.75}, {'forward': 1.0, 'other': 0.0}]
@@ -163,7 +165,12 @@ _LEFT, _RIGHT, _HEIGHT, _GAP, _WIDTH = 80, 20, 26, 8, 1000
 
 
 def timeline_svg(rows: Sequence[Row], title: str) -> str:
-    """Draw the timeline as SVG: one row a device, time to the right, phases by colour."""
+    """Draw a timeline as an SVG document: one row a device, time to the right, phases by colour.
+
+    Args:
+        rows: the segments of each device, by rank.
+        title: text above the rows.
+    """
     begin, end = span(rows)
     scale = (_WIDTH - _LEFT - _RIGHT) / (end - begin)
     phases = [phase for phase in COLOURS if any(s.phase == phase for row in rows for s in row)]

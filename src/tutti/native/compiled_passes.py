@@ -34,7 +34,7 @@ class Native:
         self._passes = {name: _typed(library, f"{name}_{_NAMES[dtype]}") for name in _PASSES}
 
     def squares(self, grads: Tensors) -> list[float]:
-        """Return ‖g‖² of each tensor, in one compiled loop."""
+        """Return ‖g‖² of each tensor in the order of ``grads``, in one compiled loop over all tensors."""
         return [square for _, square in self._run("squares", (None, grads), ())]
 
     def decayed_squares(self, params: Tensors, grads: Tensors, options: Sequence[Decayed]) -> Squares:

@@ -93,7 +93,10 @@ def _digest(source: Path) -> str:
 
 
 def cache_folder() -> Path | None:
-    """Return tutti's folder in the user's cache, if only the user can write to it; None otherwise."""
+    """Make and return the folder in the user's cache that keeps compiled libraries: ``~/.cache/tutti``.
+
+    None if it cannot be written, or if other users could write to it.
+    """
     folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "tutti"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

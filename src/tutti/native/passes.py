@@ -86,7 +86,7 @@ class Passes(Protocol):
     """
 
     def squares(self, grads: Tensors) -> list[float]:
-        """Return ‖g‖² of each tensor."""
+        """Return the sum of squares, ‖g‖², of each tensor in the order of ``grads``."""
 
     def decayed_squares(self, params: Tensors, grads: Tensors, options: Sequence[Decayed]) -> Squares:
         """Return (‖w‖², ‖d‖²) of each tensor, with d = gradient·g + decay·w.
@@ -143,7 +143,7 @@ class Foreach:
     """
 
     def squares(self, grads: Tensors) -> list[float]:
-        """Return ‖g‖² of each tensor, with foreach operators."""
+        """Return ‖g‖² of each tensor in the order of ``grads``, by PyTorch's multi-tensor (foreach) operators."""
         return _sums(grads, ((rows, pieces) for rows, _, (pieces,) in _batches(grads, grads)))
 
     def decayed_squares(self, params: Tensors, grads: Tensors, options: Sequence[Decayed]) -> Squares:

@@ -152,7 +152,7 @@ def is_zeroed(gradient: Tensor | None) -> bool:
 
 
 def clear_gradient(parameter: nn.Parameter, set_to_none: bool) -> None:
-    """Clear one ``.grad`` as ``zero_grad(set_to_none)`` does."""
+    """Clear one parameter's ``.grad`` as ``zero_grad(set_to_none)`` does: set it to None, or zero it in place."""
     if set_to_none or parameter.grad is None:
         parameter.grad = None
         return

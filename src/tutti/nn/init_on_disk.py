@@ -55,7 +55,7 @@ def as_built(model: nn.Module) -> AbstractContextManager[None]:
 
 
 def spilled(tensor: Tensor) -> bool:
-    """Whether the tensor's storage is backed by a file."""
+    """Whether the tensor's storage is backed by a file, as within ``spilling``; False for a ``DTensor``."""
     return not hasattr(tensor, "to_local") and tensor.untyped_storage().filename is not None
 
 

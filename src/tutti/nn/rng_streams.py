@@ -165,7 +165,7 @@ def _is_known(module: nn.Module) -> bool:
 
 
 def module_draws(module: nn.Module) -> bool:
-    """Whether ``module`` is a PyTorch layer that draws random numbers in training."""
+    """Whether ``module`` is a PyTorch layer that draws random numbers in training, such as dropout with p above 0."""
     if isinstance(module, DropoutBase):
         return module.p > 0
     if isinstance(module, nn.RNNBase | nn.MultiheadAttention):

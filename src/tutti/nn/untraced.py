@@ -86,7 +86,10 @@ class Constants:
         self._before = [_attributes(module) for _, module in self._modules]
 
     def changed(self) -> list[str]:
-        """Return dotted names of attributes whose values differ from those when this object was made."""
+        """Return dotted names of attributes whose values differ from those at the construction of this object.
+
+        A tensor counts as changed if it is another object.
+        """
         return [
             _joined(path, name)
             for (path, module), before in zip(self._modules, self._before, strict=True)
@@ -96,15 +99,15 @@ class Constants:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Return whether a module has hooks before or after its forward or backward."""
+    """Return whether a module has forward or backward hooks, pre-hooks included."""
     return has_forward_hook(module) or has_backward_hook(module)
 
 
 def surroundings() -> tuple[Any, ...]:
-    """Return the active modes that change how PyTorch computes, such as ``torch.no_grad()`` and autocast.
+    """Return the modes that change how PyTorch computes, such as ``torch.no_grad()`` and autocast, with their values.
 
     Returns:
-        (name, value) pairs, always of the same names; a compiled or traced graph is valid while all are equal.
+        (name, value) pairs, in one process always of the same names; a traced graph is valid only while all are equal.
     """
     kinds = autocast_types()
     hooks = saved_tensor_hooks()

@@ -118,7 +118,7 @@ def _bring_state(optimizer: Optimizer) -> None:
 
 
 def check_fresh(optimizer: Optimizer) -> None:
-    """Raise UsageError if the optimizer has stepped, so that a rebuilt one in another process would differ."""
+    """Raise UsageError if the optimizer has stepped: a copy that another process rebuilds would lack its state."""
     groups = [{**settings_of(group), "params": list(group["params"])} for group in optimizer.param_groups]
     if _has_stepped(optimizer, built_alike(optimizer, groups)):
         _refuse_stepped()

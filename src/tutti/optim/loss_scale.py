@@ -32,7 +32,7 @@ class LossScale:
 
     @property
     def can_fall(self) -> bool:
-        """Whether an overflow would lower the scale."""
+        """Whether the next overflow would lower the scale: it is dynamic and above its minimum."""
         return self._rule is not None and self.value > self._rule.min
 
     def update(self, finite: bool) -> None:

@@ -96,7 +96,11 @@ class Muon(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update all parameters that have a gradient. Collective if ``wholes`` is set."""
+        """Update all parameters that have a gradient, by AdamW or by orthogonal steps, as their group's ``adam`` says.
+
+        Returns the result of ``closure``, which is called first, or None. Collective if ``wholes`` is set: it gathers
+        each matrix from the ranks that hold its slices.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():

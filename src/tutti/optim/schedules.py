@@ -82,7 +82,9 @@ def make_schedule(
 
 
 def cosine_decay(progress: float, final: float) -> float:
-    """Return final + (1 - final) · (1 + cos(π · progress)) / 2.
+    """Return the factor of a cosine decay: final + (1 - final) · (1 + cos(π · progress)) / 2.
+
+    ``progress``: fraction of the decay that has passed, 0 to 1. ``final``: factor at its end.
 
     >>> cosine_decay(0.0, 0.0), cosine_decay(1.0, 0.1)
     (1.0, 0.1)
@@ -91,7 +93,9 @@ def cosine_decay(progress: float, final: float) -> float:
 
 
 def linear_decay(progress: float, final: float) -> float:
-    """Return 1 + (final - 1) · progress.
+    """Return the factor of a linear decay: 1 + (final - 1) · progress.
+
+    ``progress``: fraction of the decay that has passed, 0 to 1. ``final``: factor at its end.
 
     >>> linear_decay(0.5, 0.0)
     0.5
@@ -162,7 +166,7 @@ def cosine_between(begin: float, end: float, progress: float) -> float:
 
 
 def stepped(step: int, milestones: tuple[int, ...], gamma: float) -> float:
-    """Return gamma to the power of the number of milestones passed.
+    """Return the factor of a step decay, gamma to the power of the number of milestones reached.
 
     Args:
         step: steps taken.

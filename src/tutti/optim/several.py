@@ -146,7 +146,7 @@ def acting(optimizer: Optimizer | None, index: int | None) -> Iterator[None]:
 
 
 def check_apart(optimizers: Sequence[Optimizer]) -> None:
-    """Raise UsageError if two optimizers share a parameter."""
+    """Raise UsageError if two optimizers have a parameter in common."""
     seen: set[int] = set()
     for optimizer in optimizers:
         own = {id(p) for group in optimizer.param_groups for p in group["params"]}

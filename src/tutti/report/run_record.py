@@ -87,7 +87,7 @@ class RunRecord:
 
     @property
     def task(self) -> str:
-        """Name of the task; ``unknown task`` if no file has it."""
+        """Name of the task that the run trains; ``unknown task`` if no file has it."""
         found = self.summary.get("task", self.config.get("task"))
         return found if isinstance(found, str) and found else "unknown task"
 
@@ -108,7 +108,7 @@ class RunRecord:
 
     @property
     def state(self) -> str:
-        """How the run ended, for a table.
+        """How the run ended, in words: ``finished``, ``no end recorded``, or its exit code and the code's meaning.
 
         >>> RunRecord(Path("r"), "r").state, RunRecord(Path("r"), "r", summary={"exit_code": 5}).state
         ('no end recorded', 'exit code 5: peer')
