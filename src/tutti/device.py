@@ -212,10 +212,10 @@ def set_collective_defaults(device: torch.device, environ: MutableMapping[str, s
 
 
 def collective_options(device: torch.device, timeout: timedelta) -> Any:
-    """Return ``pg_options`` for groups that reduce gradients: a stream of high priority; None for backends without.
+    """Return the ``pg_options`` of ``new_group`` for groups that reduce gradients: a high-priority stream with NCCL.
 
-    Kernels on such a stream start as soon as a multiprocessor is free, so that a reduction overlaps with the backward
-    and does not queue behind its kernels.
+    None for other backends. Kernels on such a stream start as soon as a multiprocessor is free, so that a reduction
+    overlaps with the backward and does not queue behind its kernels. ``timeout``: of the group.
     """
     from tutti.torch_compat import high_priority_options
 
@@ -231,10 +231,10 @@ def pins_memory(device: torch.device) -> bool:
 
 
 def numbers_for(device: torch.device, numbers: Sequence[float], dtype: torch.dtype) -> torch.Tensor:
-    """Return ``numbers`` in host memory from which a ``non_blocking`` copy to ``device`` lets the host go on.
+    """Return a CPU tensor of ``numbers``, pinned where that makes ``non_blocking`` copies to ``device`` asynchronous.
 
     Args:
-        device: destination of the copy; the memory is pinned where its copies are asynchronous from pinned memory.
+        device: destination of the copy.
         numbers: numbers or truth values, (n,).
         dtype: of the tensor.
 

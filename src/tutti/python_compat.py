@@ -46,7 +46,7 @@ def join_threads() -> None:
 
 
 def live_objects(kind: type[_T]) -> list[_T]:
-    """Return the objects of class ``kind`` and its subclasses that are alive in this process and tracked by the GC.
+    """Return all objects of class ``kind`` and its subclasses in this process that the garbage collector tracks.
 
     There are hundreds of thousands of objects beside a loaded PyTorch. Each is asked for its class, and each class once
     for its bases.

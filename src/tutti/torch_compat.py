@@ -272,10 +272,10 @@ def node_sequence(node: Any) -> int | None:
 
 
 def version_counting_view(tensor: Tensor) -> Tensor:
-    """Return a detached view that shares the version counter of ``tensor``; for use within a ``TorchDispatchMode``.
+    """Return a detached view that shares the version counter of ``tensor``, from within a ``TorchDispatchMode``.
 
-    There, ``detach()`` runs below the dispatch key (ADInplaceOrView) that shares counters. ``torch.utils.checkpoint``
-    does the same for selective checkpointing, under a private name.
+    There, plain ``detach()`` runs below the dispatch key (ADInplaceOrView) that shares counters.
+    ``torch.utils.checkpoint`` does the same for selective checkpointing, under a private name.
     """
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
         return tensor.detach()
@@ -296,9 +296,10 @@ class CrossEntropyNode(NamedTuple):
 
 
 def cross_entropy_of(node: Any) -> CrossEntropyNode | None:
-    """Return the cross-entropy that an autograd node computed; None for other nodes, and for one loss a target.
+    """Return reduction and divisor of the cross-entropy that an autograd node computed; None for other nodes.
 
-    The attributes of nodes for saved tensors are private. No public function tells a loss's divisor.
+    Also None for a loss without reduction. The attributes of nodes for saved tensors are private. No public function
+    tells a loss's divisor.
     """
     if node.name() not in ("NllLossBackward0", "NllLoss2DBackward0") or not node._saved_reduction:
         return None
@@ -380,7 +381,7 @@ def non_persistent_buffers(module: nn.Module) -> set[str]:
 
 
 def order_members(module: nn.Module, like: nn.Module) -> None:
-    """Reorder the submodules, parameters and buffers of ``module`` as in ``like``; drop names that ``like`` lacks.
+    """Give ``module`` the order of submodules, parameters and buffers of ``like``; drop names that ``like`` lacks.
 
     A buffer is persistent if it is in ``like``. The public way, to remove and add every member, would call registration
     hooks.
@@ -449,7 +450,7 @@ def is_hook_of_fsdp(hook: Any) -> bool:
 
 
 def inductor_mode_options(mode: str) -> dict[str, Any]:
-    """Return the options that ``torch.compile(mode=…)`` stands for.
+    """Return the options of the inductor backend that ``torch.compile(mode=…)`` stands for, by name.
 
     ``torch._inductor.list_mode_options`` is public but in a private module. ``torch.compile`` takes either a mode or
     options, and tutti adds an option to a mode.
@@ -530,7 +531,7 @@ def set_group_timeout(group: Any, limit: timedelta) -> None:
 
 
 def forget_process_groups() -> None:
-    """Destroy the default process group if there is one, and number groups from 0 again.
+    """Destroy the default process group if there is one, and restart PyTorch's count of process groups at 0.
 
     A group's number is part of its keys in the store. ``destroy_process_group`` sets it back, but not after a group
     that failed to connect, whose ranks would look for the next job's groups under other keys.
@@ -542,10 +543,10 @@ def forget_process_groups() -> None:
 
 
 def high_priority_options(timeout: timedelta) -> Any:
-    """Return options of a process group of NCCL whose stream has high priority; None in a build without NCCL.
+    """Return NCCL's process group options with a high-priority stream; None in a build of torch without NCCL.
 
-    The class exists only in builds with NCCL. ``new_group`` warns unless the options repeat its timeout, whose public
-    name would be ``timeout``.
+    ``timeout``: of the group. The class exists only in builds with NCCL. ``new_group`` warns unless the options repeat
+    its timeout, whose public name would be ``timeout``.
     """
     backend = getattr(_distributed, "ProcessGroupNCCL", None)
     if backend is None:

@@ -54,12 +54,12 @@ def sync(directory: Path) -> None:
 
 @contextmanager
 def on_disk(path: Path, what: str = "the checkpoint", remove: Path | None = None) -> Iterator[None]:
-    """Turn OSErrors of the block into DiskError, and delete ``remove`` after any exception.
+    """Within the block, turn OSErrors into DiskError, and delete a partial file after any exception.
 
     Args:
-        path: written by the block, for the error.
+        path: file or directory that the block writes, for the error.
         what: noun for the error.
-        remove: a partial file to delete; None for none.
+        remove: the partial file to delete; None for none.
     """
     try:
         yield

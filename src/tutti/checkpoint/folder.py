@@ -25,9 +25,12 @@ Score = Callable[[Mapping[str, Any]], float | None]
 
 
 def newest_checkpoint(folder: Path) -> tuple[Manifest | None, list[str]]:
-    """Return the newest checkpoint that verifies, None where there is none, and the error texts of damaged ones.
+    """Return the newest checkpoint in a run's folder that verifies, and the error texts of damaged ones.
 
     Reads every byte of the checkpoint that it returns. Call it on one rank, and ``load_manifest`` on the others.
+
+    Returns:
+        The manifest, None where there is no such checkpoint; and a text for each damaged checkpoint found.
     """
     return _trusted(*_scan(folder))
 

@@ -296,7 +296,11 @@ class CheckpointManager:
 def share_folder(comm: Communicator, folder: Path) -> None:
     """Create ``folder`` on rank 0 and check that every rank sees a file that rank 0 creates there.
 
-    Collective: a broadcast and an all-gather over ``comm``. Raises as ``CheckpointManager.open``.
+    Collective: a broadcast and an all-gather over ``comm``.
+
+    Raises:
+        CheckpointError: some ranks cannot see rank 0's folder; the text names them.
+        DiskError: rank 0 cannot write there.
     """
     mark, failed = folder / f".seen-{secrets.token_hex(8)}", ""
     if comm.rank == 0:

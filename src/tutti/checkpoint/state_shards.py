@@ -159,7 +159,9 @@ def _owner(name: str, replica: ReplicaRunner) -> str:
 
 
 def mine_of(tensors: Mapping[str, Tensor], rank: int, ranks: int) -> dict[str, Tensor]:
-    """Return this rank's part of tensors that all ``ranks`` hold alike: every ``ranks``-th by size, for balance.
+    """Divide tensors that ``ranks`` ranks hold alike, and return the part that this rank should write.
+
+    It is every ``ranks``-th tensor in the order of sizes, so that all write about as many bytes.
 
     Args:
         tensors: all tensors, by name.

@@ -17,7 +17,7 @@ FOLDER = "checkpoints"
 
 
 def check_source(path: Path) -> None:
-    """Check that ``path`` is a run, a checkpoint, or a safetensors file or folder; tensors are not read.
+    """Raise an error unless ``path`` is a run, a checkpoint, or a safetensors file or folder; tensors are not read.
 
     Raises:
         UsageError: ``path`` does not exist, or is a directory of another kind.
@@ -43,7 +43,11 @@ def verified(path: Path) -> Path:
     """Return the checkpoint directory or file that ``path`` stands for, after verifying the hashes of its bytes.
 
     A run directory stands for its newest checkpoint that verifies. Of a file without a stored hash, only the header is
-    checked. Raises as ``check_source``, and CheckpointError for damage.
+    checked.
+
+    Raises:
+        UsageError: ``path`` does not exist, or is a directory of another kind.
+        CheckpointError: the run has no checkpoint, or the bytes are damaged.
     """
     check_source(path)
     if not path.is_dir():

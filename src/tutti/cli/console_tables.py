@@ -7,7 +7,14 @@ from collections.abc import Sequence
 
 
 def print_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table; the first column is left-aligned, all further ones, mostly numbers, are right-aligned."""
+    """Print a table to standard output: with rich in a terminal, as plain columns elsewhere.
+
+    The first column is left-aligned, all further ones, mostly numbers, are right-aligned.
+
+    Args:
+        heads: the headings.
+        rows: the texts of each row, as many as headings.
+    """
     if sys.stdout.isatty():
         from rich.console import Console
         from rich.table import Table
@@ -23,7 +30,11 @@ def print_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 
 def plain_columns(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return the lines of a table in fixed-width columns.
+    """Return a table's lines of text: the first column left-aligned, the rest right-aligned, two spaces between.
+
+    Args:
+        heads: the headings.
+        rows: the texts of each row.
 
     >>> plain_columns(["fault", "lost"], [["kill", "12"], ["stop", "0"]])
     ['fault  lost', 'kill     12', 'stop      0']

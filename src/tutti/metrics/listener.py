@@ -40,7 +40,7 @@ class Clock:
 
     @classmethod
     def saved(cls, facts: Mapping[str, Any]) -> Clock:
-        """Read the clock from a checkpoint's facts; checkpoints of older versions lack it.
+        """Read the clock from a checkpoint's facts, the keys ``started`` and ``seconds``; older versions lack them.
 
         >>> Clock.saved({"started": 1.7e9, "seconds": 60}), Clock.saved({})
         (Clock(started=1700000000.0, spent=60.0), Clock(started=None, spent=0.0))

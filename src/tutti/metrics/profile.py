@@ -28,10 +28,12 @@ def make_profiler(device: torch.device) -> torch.profiler.profile:
 
 
 def write_profile(profiler: torch.profiler.profile, comm: Communicator, folder: Path, steps: int) -> None:
-    """Write ``folder/rank{N}.json``, a trace for ui.perfetto.dev or chrome://tracing, and on rank 0 ``operations.txt``.
+    """Write this rank's profile as ``folder/rank{N}.json``, and on rank 0 a table, ``operations.txt``. Not collective.
+
+    The JSON is a trace for ui.perfetto.dev or chrome://tracing; the table lists operators by their time.
 
     Args:
-        profiler: it has recorded this rank's steps.
+        profiler: it has recorded this rank's steps, and is stopped.
         comm: all ranks.
         folder: is created if it does not exist.
         steps: number of recorded steps.

@@ -59,7 +59,7 @@ def staleness_bars(seen: Mapping[int, int]) -> list[tuple[str, int]]:
 
 
 def update_rates(points: Sequence[tuple[float, float]], most: int = _MOST_POINTS) -> list[tuple[float, float]]:
-    """Return (time in seconds, updates a second): means over at most ``most`` intervals.
+    """Return the rate of updates over time: (time in seconds, updates a second), means over at most ``most`` intervals.
 
     ``points``: (seconds, updates so far), in order.
 

@@ -89,9 +89,9 @@ def equal_pairs(digests: Sequence[int | None]) -> list[tuple[int, int]]:
 
 
 def tells(samples: Sequence[str], least: int) -> bool:
-    """Return whether samples are enough, and different enough, that seeing the same ones again is no accident.
+    """Return whether seeing the same samples again would be no accident: enough of them, and different enough.
 
-    At least ``least`` samples, more than half of them different.
+    Enough are ``least``; more than half of them must differ.
 
     >>> tells("abcdefgh", 8), tells("abcd", 8), tells("abababab", 8)
     (True, False, False)

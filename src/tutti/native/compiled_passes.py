@@ -43,45 +43,49 @@ class Native:
         Args:
             params: parameters (w).
             grads: gradients (g).
-            options: coefficients of each tensor, named as in ``Decayed``.
+            options: the coefficients ``gradient`` and ``decay`` of each tensor.
         """
         return self._run("decayed_squares", (params, grads), options)
 
     def momentum(self, params: Tensors, grads: Tensors, buffers: Tensors | None, options: Sequence[Momentum]) -> None:
-        """Update momentum buffers and parameters by the formula of ``Momentum``, in one compiled loop.
+        """Update momentum buffers and parameters of SGD-like optimizers in place, in one compiled loop.
+
+        d = gradient·g + decay·w; b ← keep·b + take·d; w ← w − (direct·d + buffered·b + shrink·w).
 
         Args:
             params: parameters (w), updated in place.
             grads: gradients (g).
             buffers: momentum buffers (b), updated in place; None: as if ``buffered`` were 0.
-            options: coefficients of each tensor, named as in ``Momentum``.
+            options: coefficients of each tensor, named as in the formula.
         """
         self._run("momentum", (params, grads, buffers), options)
 
     def adam_squares(
         self, params: Tensors, grads: Tensors, firsts: Tensors, seconds: Tensors, options: Sequence[AdamCoefficients]
     ) -> Squares:
-        """Update Adam's moments and return (‖w‖², ‖u‖²) of each tensor, in one compiled loop.
+        """Update Adam's moments in place by a compiled loop and return (‖w‖², ‖u‖²) of each tensor; parameters stay.
 
-        Moments and u by the formulas of ``AdamCoefficients``; the parameters stay.
+        h = gradient·g; m ← keep1·m + take1·h; v ← keep2·v + take2·h²; u = scale1·m / (scale2·√v + eps) + decay·w.
 
         Args:
             params: parameters (w).
             grads: gradients (g).
             firsts: first moments (m), updated in place.
             seconds: second moments (v), updated in place.
-            options: coefficients of each tensor, named as in ``AdamCoefficients``.
+            options: coefficients of each tensor, named as in the formula.
         """
         return self._run("adam_squares", (params, grads, firsts, seconds), options)
 
     def adam_step(self, params: Tensors, firsts: Tensors, seconds: Tensors, options: Sequence[AdamStep]) -> None:
-        """Update parameters by the formula of ``AdamStep``, in one compiled loop.
+        """Update parameters in place by Adam's moments, in one compiled loop.
+
+        u = scale1·m / (scale2·√v + eps) + decay·w; w ← w − (rate·u + shrink·w).
 
         Args:
             params: parameters (w), updated in place.
             firsts: first moments (m).
             seconds: second moments (v).
-            options: coefficients of each tensor, named as in ``AdamStep``.
+            options: coefficients of each tensor, named as in the formula.
         """
         self._run("adam_step", (params, None, firsts, seconds), options)
 

@@ -94,42 +94,46 @@ class Passes(Protocol):
         Args:
             params: parameters (w).
             grads: gradients (g).
-            options: coefficients of each tensor, named as in ``Decayed``.
+            options: the coefficients ``gradient`` and ``decay`` of each tensor.
         """
 
     def momentum(self, params: Tensors, grads: Tensors, buffers: Tensors | None, options: Sequence[Momentum]) -> None:
-        """Update momentum buffers and parameters by the formula of ``Momentum``.
+        """Update momentum buffers and parameters of SGD-like optimizers in place.
+
+        d = gradient·g + decay·w; b ← keep·b + take·d; w ← w − (direct·d + buffered·b + shrink·w).
 
         Args:
             params: parameters (w), updated in place.
             grads: gradients (g).
             buffers: momentum buffers (b), updated in place; None: as if ``buffered`` were 0.
-            options: coefficients of each tensor, named as in ``Momentum``.
+            options: coefficients of each tensor, named as in the formula.
         """
 
     def adam_squares(
         self, params: Tensors, grads: Tensors, firsts: Tensors, seconds: Tensors, options: Sequence[AdamCoefficients]
     ) -> Squares:
-        """Update Adam's moments and return (‖w‖², ‖u‖²) of each tensor.
+        """Update Adam's moments in place and return (‖w‖², ‖u‖²) of each tensor; the parameters stay.
 
-        Moments and u by the formulas of ``AdamCoefficients``; the parameters stay.
+        h = gradient·g; m ← keep1·m + take1·h; v ← keep2·v + take2·h²; u = scale1·m / (scale2·√v + eps) + decay·w.
 
         Args:
             params: parameters (w).
             grads: gradients (g).
             firsts: first moments (m), updated in place.
             seconds: second moments (v), updated in place.
-            options: coefficients of each tensor, named as in ``AdamCoefficients``.
+            options: coefficients of each tensor, named as in the formula.
         """
 
     def adam_step(self, params: Tensors, firsts: Tensors, seconds: Tensors, options: Sequence[AdamStep]) -> None:
-        """Update parameters by the formula of ``AdamStep``.
+        """Update parameters in place by Adam's moments.
+
+        u = scale1·m / (scale2·√v + eps) + decay·w; w ← w − (rate·u + shrink·w).
 
         Args:
             params: parameters (w), updated in place.
             firsts: first moments (m).
             seconds: second moments (v).
-            options: coefficients of each tensor, named as in ``AdamStep``.
+            options: coefficients of each tensor, named as in the formula.
         """
 
 
@@ -152,7 +156,7 @@ class Foreach:
         Args:
             params: parameters (w).
             grads: gradients (g).
-            options: coefficients of each tensor, named as in ``Decayed``.
+            options: the coefficients ``gradient`` and ``decay`` of each tensor.
         """
         decayed = (
             (rows, _added((g, [o.gradient for o in own]), (w, [o.decay for o in own])))
@@ -161,13 +165,15 @@ class Foreach:
         return list(zip(self.squares(params), _sums(params, decayed), strict=True))
 
     def momentum(self, params: Tensors, grads: Tensors, buffers: Tensors | None, options: Sequence[Momentum]) -> None:
-        """Update momentum buffers and parameters by the formula of ``Momentum``, with foreach operators.
+        """Update momentum buffers and parameters of SGD-like optimizers in place, with foreach operators.
+
+        d = gradient·g + decay·w; b ← keep·b + take·d; w ← w − (direct·d + buffered·b + shrink·w).
 
         Args:
             params: parameters (w), updated in place.
             grads: gradients (g).
             buffers: momentum buffers (b), updated in place; None: as if ``buffered`` were 0.
-            options: coefficients of each tensor, named as in ``Momentum``.
+            options: coefficients of each tensor, named as in the formula.
         """
         for _, own, (w, g, *buffer) in _batches(options, params, grads, *(() if buffers is None else (buffers,))):
             decayed = _added((g, [o.gradient for o in own]), (w, [o.decay for o in own]))
@@ -181,16 +187,16 @@ class Foreach:
     def adam_squares(
         self, params: Tensors, grads: Tensors, firsts: Tensors, seconds: Tensors, options: Sequence[AdamCoefficients]
     ) -> Squares:
-        """Update Adam's moments and return (‖w‖², ‖u‖²) of each tensor, with foreach operators.
+        """Update Adam's moments in place by foreach operators and return (‖w‖², ‖u‖²) of each tensor; parameters stay.
 
-        Moments and u by the formulas of ``AdamCoefficients``; the parameters stay.
+        h = gradient·g; m ← keep1·m + take1·h; v ← keep2·v + take2·h²; u = scale1·m / (scale2·√v + eps) + decay·w.
 
         Args:
             params: parameters (w).
             grads: gradients (g).
             firsts: first moments (m), updated in place.
             seconds: second moments (v), updated in place.
-            options: coefficients of each tensor, named as in ``AdamCoefficients``.
+            options: coefficients of each tensor, named as in the formula.
         """
 
         def directions() -> Iterator[tuple[Sequence[int], Tensors]]:
@@ -208,13 +214,15 @@ class Foreach:
         return list(zip(self.squares(params), found, strict=True))
 
     def adam_step(self, params: Tensors, firsts: Tensors, seconds: Tensors, options: Sequence[AdamStep]) -> None:
-        """Update parameters by the formula of ``AdamStep``, with foreach operators.
+        """Update parameters in place by Adam's moments, with foreach operators.
+
+        u = scale1·m / (scale2·√v + eps) + decay·w; w ← w − (rate·u + shrink·w).
 
         Args:
             params: parameters (w), updated in place.
             firsts: first moments (m).
             seconds: second moments (v).
-            options: coefficients of each tensor, named as in ``AdamStep``.
+            options: coefficients of each tensor, named as in the formula.
         """
         for _, own, (w, m, v) in _batches(options, params, firsts, seconds):
             step = (_direction(w, m, v, own), [o.rate for o in own])

@@ -266,8 +266,11 @@ def split_groups(named: Iterable[tuple[str, nn.Parameter]], exclude: Excluded) -
     """Split parameters into two groups for a layer-wise optimizer: adapted and decayed, and excluded from both.
 
     Args:
-        named: such as ``model.named_parameters()``.
-        exclude: patterns of excluded names (``"*.embedding.*"``) or a predicate of name and parameter.
+        named: (name, parameter) pairs, such as ``model.named_parameters()``.
+        exclude: shell patterns of excluded names (``"*.embedding.*"``), or a predicate of name and parameter.
+
+    Returns:
+        Parameter groups for the optimizer's constructor; an empty group is left out.
 
     >>> layers = torch.nn.ModuleDict({"embed": torch.nn.Embedding(3, 2), "out": torch.nn.Linear(2, 3, bias=False)})
     >>> [len(group["params"]) for group in split_groups(layers.named_parameters(), ["embed.*"])]

@@ -85,7 +85,9 @@ def ratio_band(
 
 
 def student_t(freedom: float) -> float:
-    """Return the 95 % quantile of Student's t by its Cornish-Fisher expansion; within 1 % from 3 degrees on.
+    """Return the 95 % quantile of Student's t distribution with ``freedom`` degrees of freedom.
+
+    Computed by its Cornish-Fisher expansion; within 1 % from 3 degrees on.
 
     >>> round(student_t(10), 2), round(student_t(1e9), 3)
     (1.81, 1.645)
@@ -140,7 +142,9 @@ class NoiseAverage:
         return self.weight**2 / self.squares if self.squares else 0.0
 
     def band(self) -> NoiseBand:
-        """Return the noise scale and its band; from fewer than 4 estimates the band is (0, ∞).
+        """Return the averaged noise scale tr Σ / |G|², in samples, and its 90 % interval.
+
+        From fewer than 4 estimates the interval is (0, ∞).
 
         Raises:
             ValueError: there is no estimate.

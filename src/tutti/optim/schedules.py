@@ -104,7 +104,7 @@ def linear_decay(progress: float, final: float) -> float:
 
 
 def polynomial_decay(progress: float, power: float, final: float) -> float:
-    """Return the factor final + (1 - final) · (1 - progress)^power.
+    """Return the factor of a polynomial decay: final + (1 - final) · (1 - progress)^power.
 
     Args:
         progress: fraction of the decay that has passed; above 1 counts as 1.
@@ -155,7 +155,7 @@ def one_cycle(step: int, total: int, rise: float, start: float, final: float) ->
 
 
 def cosine_between(begin: float, end: float, progress: float) -> float:
-    """Return end + (begin - end) · (1 + cos(π · progress)) / 2, half a period of a cosine.
+    """Return the value at ``progress`` of half a period of a cosine: end + (begin - end) · (1 + cos(π · progress)) / 2.
 
     Args:
         begin: value at progress 0.

@@ -83,7 +83,7 @@ class ReportContent:
 def compose_report(
     runs: Sequence[RunRecord], plan: ReportSection | None = None, landscape: ReportSection | None = None
 ) -> ReportContent:
-    """Compose the report of one or several runs; sections without data are left out.
+    """Compose title, headline and sections of a report on one or several runs; sections without data are left out.
 
     Args:
         runs: the runs, at least one.
