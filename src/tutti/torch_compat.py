@@ -641,7 +641,7 @@ def set_elastic_restarts(agent: Any, left: int) -> None:
 
 
 def elastic_processes(agent: Any) -> list[Any]:
-    """Return the processes that an elastic agent has started, in the order of ranks; publicly, it has their ids."""
+    """Return the process objects that an elastic agent has started, in the order of ranks; publicly only ids are."""
     return list(agent._pcontext._pc.processes)
 
 

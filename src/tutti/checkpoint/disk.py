@@ -78,7 +78,10 @@ def on_disk(path: Path, what: str = "the checkpoint", remove: Path | None = None
 
 
 def discard(path: Path) -> None:
-    """Delete a checkpoint's directory; renamed first, so that a crash leaves no partial checkpoint under its name."""
+    """Delete a checkpoint's directory and its files; renames it first.
+
+    By the rename a crash in between leaves no partial checkpoint under the checkpoint's name.
+    """
     doomed = path.with_name(f"{path.name}.tmp-discarded")
     shutil.rmtree(doomed, ignore_errors=True)
     os.replace(path, doomed)

@@ -58,7 +58,11 @@ class Goodput:
         return self.productive / self.elapsed if self.elapsed > 0 else 0.0
 
     def as_json(self) -> dict[str, Any]:
-        """Return the content of ``tutti goodput --json``: ``goodput``, 0 to 1, and the attributes, seconds named so."""
+        """Return the JSON object of ``tutti goodput --json``.
+
+        Keys: ``goodput`` (0 to 1), ``elapsed_seconds``, ``productive_seconds``, ``lost_seconds`` (by cause), ``steps``,
+        ``attempts`` and ``notes``.
+        """
         return {
             "goodput": self.fraction,
             "elapsed_seconds": self.elapsed,

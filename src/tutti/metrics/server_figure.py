@@ -76,10 +76,10 @@ def update_rates(points: Sequence[tuple[float, float]], most: int = _MOST_POINTS
 
 
 def server_figure(servers: Sequence[Mapping[str, Any]], points: Sequence[tuple[float, float]], title: str) -> bytes:
-    """Draw an SVG file with panels for staleness (if measured), updates a second and bytes of each server.
+    """Draw statistics of parameter servers as an SVG file: staleness (if measured), updates a second, and bytes.
 
     Args:
-        servers: the statistics of each server: ``staleness``, ``bytes``, ``updates_per_second``.
+        servers: the statistics of each server: ``staleness`` (updates by staleness), ``bytes``, ``updates_per_second``.
         points: (seconds, updates so far) of the run, in order.
         title: above all panels.
 

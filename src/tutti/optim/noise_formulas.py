@@ -97,9 +97,9 @@ def adascale_gain(variance: float, square: float, workers: float) -> float:
     than one worker's, S < 1, is worth r < 1.
 
     Args:
-        variance: σ².
-        square: μ².
-        workers: S.
+        variance: σ², variance of one logical worker's gradient; negative estimates count as 0.
+        square: μ², squared norm of the true gradient; negative estimates count as 0.
+        workers: S, logical workers in the step.
 
     >>> round(adascale_gain(4 / 3, 11 / 3, 4), 9)
     1.25

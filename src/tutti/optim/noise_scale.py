@@ -63,9 +63,10 @@ def noise_estimate(mean_of_squares: float, square_of_mean: float, parts: int, sa
 def ratio_band(
     means: tuple[float, float], covariance: tuple[float, float, float], freedom: float
 ) -> tuple[float, float]:
-    """Return Fieller's 90 % interval of the ratio of two means, cut at 0; (0, ∞) where the denominator may be 0.
+    """Return Fieller's 90 % confidence interval (low, high) of the ratio of two means, cut at 0.
 
-    Fieller 1954, "Some problems in interval estimation".
+    The upper end is ∞ where the denominator may be 0; then the lower end may be 0. Fieller 1954, "Some problems in
+    interval estimation".
 
     Args:
         means: of numerator and denominator.
@@ -126,7 +127,7 @@ class NoiseAverage:
     sums: tuple[float, ...] = (0.0,) * 5
 
     def add(self, estimate: NoiseEstimate) -> None:
-        """Add the estimates of one step; the average stays as it is if one of them is not finite."""
+        """Add one step's estimates of tr Σ and |G|²; if one of them is not finite, the average stays as it is."""
         trace, square = estimate
         products = (trace, square, trace**2, trace * square, square**2)
         if not all(map(math.isfinite, products)):

@@ -118,13 +118,13 @@ def polynomial_decay(progress: float, power: float, final: float) -> float:
 
 
 def stable_decay(progress: float, decay: float, final: float, root: bool) -> float:
-    """Return 1 until the last ``decay`` of the run, and then a fall to ``final``.
+    """Return the factor of a warmup-stable-decay schedule after its warm-up: 1, and a fall to ``final`` at the end.
 
     Args:
-        progress: fraction of the run.
-        decay: fraction of the run in which the rate falls.
+        progress: fraction of the run, 0 to 1.
+        decay: fraction of the run, at its end, in which the rate falls.
         final: factor at the end.
-        root: fall by the root of the progress, and not in a line.
+        root: fall by the square root of the progress, and not in a line.
 
     >>> stable_decay(0.5, 0.5, 0.0, False), stable_decay(0.75, 0.5, 0.0, False)
     (1.0, 0.5)
@@ -136,7 +136,9 @@ def stable_decay(progress: float, decay: float, final: float, root: bool) -> flo
 
 
 def one_cycle(step: int, total: int, rise: float, start: float, final: float) -> float:
-    """Return the factor of ``OneCycleLR``: a cosine from ``start`` to 1 at rise · total - 1, another to ``final``.
+    """Return the factor of a one-cycle schedule (``OneCycleLR``): a cosine from ``start`` to 1, another to ``final``.
+
+    The factor is 1 at step rise · total - 1.
 
     Args:
         step: steps taken.

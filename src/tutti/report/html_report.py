@@ -65,16 +65,17 @@ def write_report(paths: Sequence[Path], plan: Path | None, out: Path | None) -> 
 
 
 def report_at_the_end(run: Path, seconds: float) -> str | None:
-    """Write a finished run's ``report.html`` into its directory, if the extra is installed; never raise an error.
+    """Write a finished run's ``report.html`` into its directory, if the optional packages are installed.
 
-    Runs of less than a minute write none: loading matplotlib and jinja2 would be a noticeable part of their time.
+    Never raises an error. Runs of less than a minute write none: loading matplotlib and jinja2 would be a noticeable
+    part of their time.
 
     Args:
         run: the run directory.
         seconds: how long the run took.
 
     Returns:
-        Why the report could not be written; None if it was, or was not due.
+        The reason why the report could not be written; None if it was, or was not due.
     """
     if seconds < WORTH_A_REPORT or not all(map(importlib.util.find_spec, PACKAGES)):
         return None
