@@ -114,7 +114,7 @@ class Listener(Protocol):
         """Receive the held-out loss and metrics of one evaluation."""
 
     def warned(self, text: str) -> None:
-        """Receive the text of a warning, at any time between the first and the last event."""
+        """Receive the text of a warning, at any time before ``close``."""
 
     def finished(self, summary: Mapping[str, Any]) -> None:
         """Receive the content of ``summary.json``, after the last step."""
