@@ -55,7 +55,10 @@ class Averaging:
         return cls(decay, bool(colon))
 
     def share(self, updates: int) -> float:
-        """Return 1 - d, the factor of the weights in the next update of the average, after ``updates`` updates.
+        """Return 1 - d, the weight that the present parameters get in the next update of the moving average.
+
+        Args:
+            updates: updates of the average so far; with ``warmup`` the decay d depends on it, else it has no effect.
 
         >>> Averaging(0.75).share(0), Averaging(0.75, warmup=True).share(0), Averaging(0.75, warmup=True).share(26)
         (0.25, 0.9, 0.25)

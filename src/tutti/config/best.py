@@ -41,7 +41,11 @@ class Best:
         return cls(metric.name, metric.higher)
 
     def check(self, values: Mapping[str, float]) -> None:
-        """Raise UsageError unless the evaluation's ``values`` hold the metric."""
+        """Raise UsageError, naming the nearest, unless an evaluation reports the criterion's metric.
+
+        Args:
+            values: the evaluation's loss and metrics by name.
+        """
         if self.metric not in values:
             raise UsageError(
                 f"the evaluation has no '{self.metric}' to keep the best by",
@@ -50,7 +54,14 @@ class Best:
             )
 
     def score(self, facts: Mapping[str, Any]) -> float | None:
-        """Return the score of a checkpoint with these facts, higher is better; None if its step was not evaluated."""
+        """Return the score of a checkpoint by this criterion: the metric, negated where lower is better.
+
+        Args:
+            facts: facts of the checkpoint's manifest; ``facts["eval"]`` has the held-out values of its step by name.
+
+        Returns:
+            The score, higher is better; None if the step was not evaluated, or without this metric as a number.
+        """
         values = facts.get("eval")
         value = values.get(self.metric) if isinstance(values, dict) else None
         if not isinstance(value, int | float):

@@ -95,7 +95,9 @@ class SlurmEngineConfig:
 
     @property
     def limit(self) -> str | None:
-        """``time`` as Slurm writes it. Raises UsageError.
+        """The job's time limit ``time`` as Slurm writes it; None without a limit. Raises UsageError if it is malformed.
+
+        ``90m``, ``4h`` and ``2d`` become hours, minutes and seconds; a time in one of Slurm's own forms stays as it is.
 
         >>> SlurmEngineConfig(time="90m").limit, SlurmEngineConfig(time="2d").limit
         ('01:30:00', '48:00:00')

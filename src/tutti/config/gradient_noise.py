@@ -30,7 +30,13 @@ class Multiplicative:
             raise ValueError("it needs base_batch=N, the global batch whose noise the gradient is to have")
 
     def sigma(self, batch: int) -> float:
-        """Return σ = √(M/M₀ - 1) of the weights zₙ at M = ``batch`` samples; 0 for a batch no larger than the base.
+        """Return the standard deviation of the random weights on samples' losses that add the noise: σ = √(M/M₀ - 1).
+
+        Args:
+            batch: M, samples in the global batch; M₀ is ``base_batch``.
+
+        Returns:
+            σ; 0 for a batch no larger than the base.
 
         >>> round(Multiplicative(base_batch=128).sigma(1024), 9)
         2.645751311
@@ -79,12 +85,15 @@ def check_noise(text: str, batch: int, adaptive: bool) -> Multiplicative | None:
 
 
 def per_worker_option(adaptive: bool, noise: Multiplicative | None, noise_every: int | None) -> str | None:
-    """Return the option, if any, that needs each logical worker by itself.
+    """Return the name of an option in use that needs each logical worker's gradient before the sum; None for none.
+
+    With several such options the first in the order of the arguments is named, for an error message.
 
     Args:
-        adaptive: whether the run uses ``--lr-scale adascale``, which needs its gradient.
-        noise: noise on the gradient, which needs its draws; None for none.
-        noise_every: interval at which the noise scale is measured, which needs its gradient; None for never.
+        adaptive: whether the run uses ``--lr-scale adascale``, which needs each worker's gradient.
+        noise: noise on the gradient, whose random weights are drawn for each worker; None for no noise.
+        noise_every: interval in steps at which the noise scale is measured, which needs each worker's gradient; None
+            for never.
     """
     if adaptive:
         return "--lr-scale adascale"

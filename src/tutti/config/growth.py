@@ -66,7 +66,7 @@ class BatchGrowth:
 
     @cached_property
     def epochs(self) -> tuple[int, ...]:
-        """Milestones as epoch numbers from 0: the first epochs with a new batch or rate. Raises UsageError."""
+        """Milestones as epoch numbers from 0, each the first epoch with a new batch size or rate. Raises UsageError."""
         durations = [Duration.parse(text, "milestones of the batch's growth") for text in self.milestones]
         for duration in durations:
             if duration.unit != "ep" or duration.value != int(duration.value):
@@ -78,11 +78,14 @@ class BatchGrowth:
         return tuple(int(duration.value) for duration in durations)
 
     def most(self, batch: int, dataset: int | None) -> int | None:
-        """Return the largest global batch; None if it depends on a data set of unknown size.
+        """Return the largest global batch that growth may reach: ``largest``, else a tenth of the data set.
 
         Args:
             batch: the first global batch, in samples.
             dataset: samples in an epoch; None if unknown.
+
+        Returns:
+            Samples; None without ``largest`` if ``dataset`` is unknown.
 
         Raises:
             UsageError: ``batch`` is not below the largest batch, or the largest batch exceeds the data set.

@@ -28,11 +28,11 @@ class FittedWeights(NamedTuple):
 
     @property
     def kept(self) -> list[str]:
-        """Tensors of the model that keep their initial values."""
+        """Names of the model's tensors that keep their initial values: those in ``new`` and ``reshaped``."""
         return [*self.new, *self.reshaped]
 
     def text(self) -> str:
-        """Return the differences in words, empty without any.
+        """Return the differences in words, with at most four names of each kind; an empty string without differences.
 
         >>> FittedWeights(new=["head.bias", "head.weight"], unused=["lm_head.weight"]).text()
         '2 new (head.bias, head.weight); 1 unused (lm_head.weight)'
@@ -100,7 +100,13 @@ class InitMap:
         return cls.parse(text, option)
 
     def names(self, saved: Iterable[str]) -> dict[str, str]:
-        """Return the name in the weights of each renamed tensor.
+        """Apply ``rename`` to the names of saved tensors, and return the saved name of each resulting name.
+
+        Args:
+            saved: names of all tensors in the weights.
+
+        Returns:
+            Name after ``rename`` → name in the weights; a tensor that no item of ``rename`` matches maps to itself.
 
         Raises:
             UsageError: a beginning matches no name, or two tensors get the same name.

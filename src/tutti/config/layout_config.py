@@ -55,27 +55,27 @@ class StagesConfig(StrategyOptions):
 
     @property
     def chunks(self) -> int:
-        """Virtual stages a device."""
+        """Number of virtual pipeline stages on each device; 1 but for the interleaved schedule."""
         return 1
 
     @property
     def modules(self) -> StageModules:
-        """The modules of each virtual stage, where ``stages`` names them, else none."""
+        """Module names of each virtual stage, in order, where ``stages`` names them; empty where it is a number."""
         return self.stages if isinstance(self.stages, tuple) else ()
 
     @property
     def begins(self) -> tuple[str, ...]:
-        """The first module of each virtual stage after the first; empty for an even partition."""
+        """Name of the first module of each virtual stage but the first; empty for an even partition."""
         return tuple(names[0] for names in self.modules[1:]) or self.cuts
 
     @property
     def stage_ranks(self) -> int | None:
-        """Devices of a replica as asked for; None for all."""
+        """Number of devices that the stages of one replica take, as the options state it; None for all."""
         return len(self.stages) // self.chunks if isinstance(self.stages, tuple) else self.stages
 
     @property
     def extents(self) -> Mapping[str, int | None]:
-        """Return the number of pipeline stages as asked for; None for all devices."""
+        """``{"stages": number of pipeline stages}`` as the options state it; None stands for all devices."""
         return {"stages": self.stage_ranks}
 
     def check(self, shape: Mapping[str, int], accelerated: bool, compiled: bool) -> None:
@@ -140,7 +140,7 @@ class PipelineConfig(StagesConfig):
 
     @property
     def chunks(self) -> int:
-        """Virtual stages a device."""
+        """Number of virtual pipeline stages on each device: ``virtual`` (default 2) for ``interleaved``, else 1."""
         return (self.virtual or 2) if self.schedule == "interleaved" else 1
 
 
@@ -189,7 +189,10 @@ class TensorConfig(StrategyOptions):
 
     @property
     def styles(self) -> Mapping[str, str]:
-        """The style of ``plan`` by name pattern. Raises ValueError for an unknown style."""
+        """``plan`` as a mapping from module name pattern to style, a key of ``TP_STYLES``; empty without ``plan``.
+
+        Raises ValueError for an item that is not ``pattern:style``, or an unknown style.
+        """
         found = {}
         for item in self.plan:
             pattern, colon, style = item.rpartition(":")
@@ -202,7 +205,7 @@ class TensorConfig(StrategyOptions):
 
     @property
     def extents(self) -> Mapping[str, int | None]:
-        """Return the number of tensor ranks as asked for; None for all devices."""
+        """``{"tensor": number of tensor-parallel ranks}`` as the options state it; None stands for all devices."""
         return {"tensor": self.tensor}
 
     def check(self, shape: Mapping[str, int], accelerated: bool, compiled: bool) -> None:
@@ -243,11 +246,17 @@ class HybridConfig(TensorConfig, PipelineConfig):
 
     @property
     def extents(self) -> Mapping[str, int | None]:
-        """Return the numbers of replicas, pipeline stages and tensor ranks as asked for."""
+        """Numbers of replicas, pipeline stages and tensor-parallel ranks, as the options state them, by option.
+
+        ``replicas`` is None where it follows from the number of devices and the other two.
+        """
         return {"replicas": self.replicas, "stages": self.stage_ranks, "tensor": self.tensor}
 
     def capabilities(self) -> dict[str, Any]:
-        """Allow custom training loops where the model has a single stage."""
+        """Return ``{"custom_loop": …}``: custom training loops are possible only where the model has a single stage.
+
+        See ``StrategyOptions.capabilities``.
+        """
         return {"custom_loop": self.stages == 1}
 
     def check(self, shape: Mapping[str, int], accelerated: bool, compiled: bool) -> None:
@@ -266,7 +275,12 @@ class HybridConfig(TensorConfig, PipelineConfig):
 
 
 def check_cuts(cuts: Sequence[str], stages: int) -> None:
-    """Raise UsageError if ``cuts`` is given and does not make ``stages`` stages."""
+    """Raise UsageError if ``cuts`` is given and does not make ``stages`` stages, that is, has not ``stages - 1`` names.
+
+    Args:
+        cuts: name of the first module of each stage but the first; empty for an even partition, which always passes.
+        stages: number of virtual stages over all devices of a replica.
+    """
     if cuts and len(cuts) != stages - 1:
         named = "+".join(cuts)
         raise UsageError(f"cuts={named} makes {len(cuts) + 1} stages, not {stages}", remedy=f"name {stages - 1}")

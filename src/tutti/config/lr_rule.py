@@ -23,7 +23,10 @@ class NoRule:
     adaptive: ClassVar[bool] = False
 
     def factor(self, batch: int) -> float:
-        """Return the factor on the learning rate at ``batch`` samples a step."""
+        """Return the factor on the learning rate for a global batch of ``batch`` samples: 1.
+
+        ``NoRule`` is also the base class of all rules, which override this method.
+        """
         return 1.0
 
 
@@ -45,7 +48,11 @@ class LinearRule(NoRule):
             raise ValueError("the rule needs base_batch=N, the global batch that the rate was tuned for")
 
     def factor(self, batch: int) -> float:
-        """Return batch ÷ base batch (Goyal et al. 2017, arXiv 1706.02677)."""
+        """Return batch ÷ base batch, the factor on the learning rate (Goyal et al. 2017, arXiv 1706.02677).
+
+        Args:
+            batch: samples in the global batch.
+        """
         return batch / self.base_batch
 
 
@@ -60,7 +67,11 @@ class SqrtRule(LinearRule):
     """
 
     def factor(self, batch: int) -> float:
-        """Return √(batch ÷ base batch) (Krizhevsky 2014, arXiv 1404.5997)."""
+        """Return √(batch ÷ base batch), the factor on the learning rate (Krizhevsky 2014, arXiv 1404.5997).
+
+        Args:
+            batch: samples in the global batch.
+        """
         return math.sqrt(batch / self.base_batch)
 
 
@@ -88,6 +99,9 @@ RULES: Mapping[str, type[NoRule]] = {
 def check_rule(text: str) -> NoRule:
     """Parse ``--lr-scale``: ``name:key=value,…`` with a rule of ``RULES``, such as ``linear:base_batch=256``.
 
+    Returns:
+        The rule; ``NoRule`` is the base class of all rules, and itself the rule ``none``.
+
     Raises:
         UsageError: the text is malformed, a name or key is unknown (naming the nearest), or the rule refuses a value,
             such as a missing base batch.
@@ -100,7 +114,7 @@ def check_growth(rule: NoRule, noise: Multiplicative | None) -> None:
     """Raise UsageError for options that contradict a growing batch: ``--lr-scale adascale`` and ``--gradient-noise``.
 
     Args:
-        rule: rule of ``--lr-scale``.
+        rule: rule of ``--lr-scale``; ``NoRule`` is the base class of all rules.
         noise: options of ``--gradient-noise``; None for no noise.
     """
     if rule.adaptive:

@@ -92,7 +92,12 @@ class Metric:
 
 
 def higher_is_better(name: str, declared: Mapping[str, Direction] | None = None) -> bool | None:
-    """Return whether a higher value of the metric ``name`` is better; None if neither name nor ``declared`` decides.
+    """Return whether a higher value of a metric is better; None if neither its name nor ``declared`` decides.
+
+    Args:
+        name: the metric. A name that ends in a word such as ``loss`` or ``accuracy`` decides by itself, unless it also
+            has a word such as ``neg``; a prefix ``raw_`` has no effect.
+        declared: directions that the task declares, by metric; they take precedence.
 
     >>> [higher_is_better(n) for n in ("val_loss", "top1_accuracy", "neg_mean_squared_error", "distance")]
     [False, True, None, None]

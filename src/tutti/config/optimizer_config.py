@@ -231,7 +231,7 @@ class ConstantSchedule:
 
     @cached_property
     def warmup_length(self) -> Duration:
-        """The length of the warm-up. Raises UsageError."""
+        """The length of the warm-up, parsed from ``warmup``; zero steps without one. Raises UsageError if malformed."""
         return Duration.parse(self.warmup, "warmup")
 
     @property
@@ -269,7 +269,10 @@ class StepSchedule(ConstantSchedule):
 
     @cached_property
     def drops(self) -> tuple[Duration, ...]:
-        """The milestones as durations. Raises UsageError."""
+        """The milestones, at each of which the rate is multiplied by ``gamma``, as durations from the start of the run.
+
+        Raises UsageError if they are malformed.
+        """
         return tuple(Duration.parse(milestone, "milestones") for milestone in self.milestones)
 
 
@@ -300,7 +303,7 @@ class ExponentialSchedule(ConstantSchedule):
 
     @cached_property
     def interval(self) -> Duration:
-        """The duration between two drops. Raises UsageError."""
+        """The duration ``every`` between two drops of the rate by the factor ``gamma``. Raises UsageError."""
         return Duration.parse(self.every, "every")
 
 
@@ -442,6 +445,9 @@ class OptimizerChoice:
 
 def check_schedule(text: str) -> ConstantSchedule:
     """Parse ``--schedule``: ``name:key=value,…`` with a name of ``SCHEDULES``, such as ``cosine:warmup=5ep``.
+
+    Returns:
+        The schedule's options; ``ConstantSchedule`` is the base class of all schedules, and itself ``constant``.
 
     Raises:
         UsageError: the text is malformed, a name or key is unknown (naming the nearest), or a value has the wrong type

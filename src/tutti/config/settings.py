@@ -44,7 +44,7 @@ HEADINGS = {title: Group(title, sort_key=place) for place, title in enumerate(GR
 
 
 def resolve_config(flags: Mapping[str, Any], files: Sequence[Path], task: str | None) -> tuple[str, TrainConfig]:
-    """Return the task's name and its resolved configuration.
+    """Merge flags, environment and TOML files, and return the task's name and its configuration.
 
     Args:
         flags: fields given by flag or environment; they take precedence over files.
@@ -121,7 +121,10 @@ def typed(value: Any, hint: Any, where: str) -> Any:
 
 
 def descriptions() -> dict[str, str]:
-    """Return the description of each field, parsed from TrainConfig's docstring; fields on one line share the text."""
+    """Return the description of each field of TrainConfig by name, for ``--help``, parsed from its docstring.
+
+    Fields that share a line of the docstring share its text.
+    """
     text = inspect.cleandoc(TrainConfig.__doc__ or "").partition("Attributes:\n")[2]
     found = {}
     for names, words in re.findall(r"^ {4}(\w[\w, ]*): (.*(?:\n {8}.*)*)", text, flags=re.MULTILINE):
@@ -160,9 +163,12 @@ def _parameter(field: dataclasses.Field[Any], group: Group, text: str) -> Any:
 
 
 def flag_table(without: Collection[str] = ()) -> Any:
-    """Return a TypedDict type with one optional key a field of TrainConfig, except the fields ``without``.
+    """Make the TypedDict type of the options given: one optional key for each field of TrainConfig.
 
     A key is present only if its flag or ``TUTTI_*`` variable is given.
+
+    Args:
+        without: fields that the type leaves out.
     """
     fields = {field.name: field for field in dataclasses.fields(TrainConfig)}
     texts = descriptions()

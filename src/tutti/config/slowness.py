@@ -69,12 +69,12 @@ class Slowness:
                 )
 
     def seconds(self, rank: int, micro_batch: MicroBatch, needed: float) -> float:
-        """Return the delay of a micro-batch in seconds; 0 if neither its rank nor its worker is delayed.
+        """Return the delay to add to a micro-batch, in seconds; 0 if neither its rank nor its worker is delayed.
 
         Args:
             rank: this rank.
             micro_batch: the micro-batch; ``ms`` is added after a worker's last one only.
-            needed: seconds of CPU time that the micro-batch took.
+            needed: seconds of CPU time that the micro-batch took, from which ``factor`` follows.
         """
         if not (rank in self.rank or micro_batch.worker in self.worker):
             return 0.0

@@ -119,13 +119,25 @@ class Spec:
         return cls(name.strip(), options)
 
     def choose(self, table: Mapping[str, T], option: str) -> T:
-        """Return the table's entry of this name. Raises UsageError with the nearest name."""
+        """Return the entry of ``table`` under this specification's name.
+
+        Args:
+            table: possible names, with their values.
+            option: kind of thing that is named, for the error, such as ``strategy``.
+
+        Raises:
+            UsageError: the table has no such name; the error proposes the nearest.
+        """
         if self.name not in table:
             raise UsageError(f"unknown {option} '{self.name}'", remedy=did_you_mean(self.name, table))
         return table[self.name]
 
     def build(self, config: type[T], option: str) -> T:
-        """Return an instance of the dataclass ``config`` built from the options.
+        """Build an instance of the dataclass ``config`` from the options, converting each text to its field's type.
+
+        Args:
+            config: the dataclass, whose fields are the possible keys.
+            option: the option, which errors name with this specification's name.
 
         Raises:
             UsageError: unknown key (naming the nearest), a value of the wrong type, or a value that the dataclass
@@ -139,16 +151,28 @@ class StrategyOptions:
     """Base class of strategy options. Subclasses override the methods with another result than the default."""
 
     def capabilities(self) -> dict[str, Any]:
-        """Return the fields of the strategy's row in ``parallel/registry.py`` that these options replace."""
+        """Return changes to the strategy's capability fields that follow from these options; empty by default.
+
+        Each strategy has a row of capability fields in ``parallel/registry.py``, such as ``reproducible`` or
+        ``custom_loop``. The keys are names of these fields, and the values take the place of the row's.
+        """
         return {}
 
     def resolve_durations(self, steps: Callable[[Duration], int]) -> Self:
-        """Return the options with every duration converted to steps by ``steps``."""
+        """Return these options with every duration, such as ``2ep``, converted to steps; by default there are none.
+
+        Args:
+            steps: maps a duration to its number of steps in this run.
+        """
         return self
 
     @property
     def extents(self) -> Mapping[str, int | None]:
-        """Extent of each device mesh axis that these options set, by option; None where it is open."""
+        """Sizes of the device mesh's dimensions that these options set, by option; empty by default.
+
+        The keys are ``replicas``, ``shards``, ``stages`` and ``tensor``. None stands for an open size, which follows
+        from the number of devices.
+        """
         return {}
 
     @property
@@ -162,7 +186,11 @@ class StrategyOptions:
         return ("auto",)
 
     def shards_parameters(self, shape: Mapping[str, int]) -> bool:
-        """Return whether the gradient synchronisation shards parameters on a device mesh of this shape."""
+        """Return whether parameters are sharded over data ranks (FSDP2) on a device mesh; False by default.
+
+        Args:
+            shape: size of each dimension of the device mesh, by name: ``replica``, ``shard``, ``stage`` and ``tensor``.
+        """
         return False
 
     def check(self, shape: Mapping[str, int], accelerated: bool, compiled: bool) -> None:
@@ -205,7 +233,7 @@ def _hints(config: type) -> dict[str, Any]:
 
 
 def build_options(config: type[T], options: Mapping[str, Any], where: str) -> T:
-    """Return an instance of dataclass ``config``.
+    """Build an instance of the dataclass ``config`` from options given by name.
 
     Args:
         config: the dataclass.

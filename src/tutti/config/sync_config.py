@@ -39,7 +39,10 @@ class AllReduceConfig(StrategyOptions):
 
     @property
     def schedule(self) -> Literal["ring", "tree", "halving", "hierarchical", "central"] | None:
-        """The algorithm, where it is a schedule of tutti's own, else None."""
+        """``algorithm`` if it is one of ``tutti.comm.collective_schedules``.
+
+        None for ``auto``, ``native`` (the backend's all-reduce) and ``shared_memory``.
+        """
         if self.algorithm == "auto" or self.algorithm == "native" or self.algorithm == "shared_memory":
             return None
         return self.algorithm
@@ -86,7 +89,11 @@ class RowsConfig(StrategyOptions):
         return self.units
 
     def shards_parameters(self, shape: Mapping[str, int]) -> bool:
-        """Return whether parameters are sharded: stages 2 and 3 on several shard ranks."""
+        """Return whether parameters are sharded: stages 2 and 3 on several shard ranks.
+
+        Args:
+            shape: size of each dimension of the device mesh, by name: ``replica``, ``shard``, ``stage`` and ``tensor``.
+        """
         return self.stage > 1 and shape["shard"] > 1
 
     def check(self, shape: Mapping[str, int], accelerated: bool, compiled: bool) -> None:
@@ -137,7 +144,7 @@ class SplitConfig(RowsConfig, AllReduceConfig):
 
     @property
     def extents(self) -> Mapping[str, int | None]:
-        """Return the number of shard ranks as asked for."""
+        """``{"shards": number of replicas that shard one copy of the state}``."""
         return {"shards": self.shards}
 
     def check(self, shape: Mapping[str, int], accelerated: bool, compiled: bool) -> None:
@@ -159,7 +166,11 @@ class SplitConfig(RowsConfig, AllReduceConfig):
             )
 
     def capabilities(self) -> dict[str, Any]:
-        """Use `ShardedSync`, without gradients by worker, where there are several shard ranks."""
+        """Return the capability fields for several shard ranks; empty for one, which keeps the strategy's own.
+
+        With several, gradients are synchronised by ``ShardedSync``, which does not have the gradient of each logical
+        worker by itself. See ``StrategyOptions.capabilities``.
+        """
         return {"exchange": "fsdp.sharded:ShardedSync", "worker_gradients": False} if self.shards > 1 else {}
 
 
@@ -186,12 +197,19 @@ class LocalSGDConfig(StrategyOptions):
         self.together()
 
     def together(self) -> Duration:
-        """Return the length of the initial synchronous phase, from ``post``. Raises UsageError if it is malformed."""
+        """Return the length of the initial phase of synchronous updates, from ``post``; 0 steps without it.
+
+        Raises UsageError if ``post`` is malformed.
+        """
         text = self.post or "0"
         return Duration.parse(text + "st" * text.isdecimal(), "post")
 
     def resolve_durations(self, steps: Callable[[Duration], int]) -> Self:
-        """Return the options with ``post`` converted to steps."""
+        """Return the options with ``post``, the length of the initial synchronous phase, as a number of steps.
+
+        Args:
+            steps: maps a duration to its number of steps in this run.
+        """
         return self if self.post is None else dataclasses.replace(self, post=f"{steps(self.together())}st")
 
 
@@ -279,7 +297,11 @@ class ParameterServerConfig(StrategyOptions):
                 raise ValueError(f"{wrong[0]} does nothing with mode={self.mode}")
 
     def capabilities(self) -> dict[str, Any]:
-        """Return the capabilities of the mode: asynchronous and bounded servers give up reproducibility."""
+        """Return the capability fields that ``mode`` changes: ``async`` and ``bounded`` are not reproducible.
+
+        ``sync`` changes none without ``backup``; with it the run is not reproducible either. See
+        ``StrategyOptions.capabilities``.
+        """
         if self.mode == "sync":
             return dict.fromkeys(("reproducible", "shared_weights", "averages"), False) if self.backup else {}
         return {
@@ -311,5 +333,5 @@ class ShardedConfig(RowsConfig):
 
     @property
     def extents(self) -> Mapping[str, int | None]:
-        """Return the number of shard ranks as asked for; None for all devices."""
+        """``{"shards": number of devices that shard one copy of the state}``; None stands for all devices."""
         return {"shards": self.shards}

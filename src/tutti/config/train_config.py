@@ -217,7 +217,7 @@ class TrainConfig:
 
     @property
     def device_range(self) -> tuple[int, int] | None:
-        """Least and most of ``--devices 2:8``; None for a plain number. Raises UsageError."""
+        """Least and most devices of ``--devices 2:8``; None for a plain number or ``auto``. Raises UsageError."""
         return parse_device_range(self.devices)
 
     def engine(self) -> EngineConfig | None:
@@ -244,7 +244,10 @@ class TrainConfig:
 
     @cached_property
     def lr_rule(self) -> NoRule:
-        """The learning-rate rule of ``--lr-scale``. Raises UsageError."""
+        """The learning-rate rule of ``--lr-scale``. Raises UsageError if the text is malformed.
+
+        ``NoRule`` is the base class of all rules, and itself the rule ``none``.
+        """
         return check_rule(self.lr_scale)
 
     @cached_property
@@ -254,7 +257,10 @@ class TrainConfig:
 
     @cached_property
     def lr_schedule(self) -> ConstantSchedule:
-        """The options of ``--schedule``. Raises UsageError."""
+        """The options of ``--schedule``. Raises UsageError if the text is malformed.
+
+        ``ConstantSchedule`` is the base class of all schedules, and itself ``constant``.
+        """
         return check_schedule(self.schedule)
 
     @cached_property
@@ -310,7 +316,17 @@ class TrainConfig:
         return Duration(self.epochs if self.epochs is not None else 3.0, "ep")
 
     def window(self, name: str) -> tuple[int, int] | None:
-        """Return first step and number of steps to ``profile`` or ``trace``; None if unset. Raises UsageError."""
+        """Parse ``--profile`` or ``--trace``: the window of steps to record.
+
+        Args:
+            name: ``profile`` or ``trace``.
+
+        Returns:
+            The window's first step, from 1, and its number of steps; None if the option is not given.
+
+        Raises:
+            UsageError: the text is malformed.
+        """
         text = getattr(self, name)
         if text is None:
             return None
@@ -391,15 +407,21 @@ class TrainConfig:
     def best(self, declared: Mapping[str, Direction] | None = None) -> Best | None:
         """Return the metric that selects the best checkpoint, and its direction; None without ``--keep-best``.
 
+        Args:
+            declared: directions that the task declares, by metric.
+
         Raises:
-            UsageError: neither the option, ``declared`` (the task's directions) nor the metric's name decides it.
+            UsageError: neither the option, ``declared`` nor the metric's name decides the direction.
         """
         if self.keep_best is None or self.keep_best == "none":
             return None
         return Best.parse(self.keep_best, declared=declared)
 
     def target(self, declared: Mapping[str, Direction] | None = None) -> TrainingTarget | None:
-        """Return the held-out value that ends the run; None without ``--until``.
+        """Return the held-out value of a metric at which training ends, from ``--until``; None without it.
+
+        Args:
+            declared: directions that the task declares, by metric.
 
         Raises:
             UsageError: the option is malformed, or nothing decides the metric's direction.
@@ -408,13 +430,19 @@ class TrainConfig:
 
     @property
     def target_text(self) -> str | None:
-        """The text of ``--until``; None for none."""
+        """The text of ``--until``, such as ``accuracy=0.93``; None without ``--until``."""
         return None if self.until == "none" else self.until
 
     def watched_metric(self, declared: Mapping[str, Direction] | None = None) -> Metric | None:
         """Return the metric that may end the run; None without ``--until`` and ``--patience``.
 
         It is that of ``--until``, else with ``--patience`` that of ``--keep-best``, else the held-out loss.
+
+        Args:
+            declared: directions that the task declares, by metric.
+
+        Raises:
+            UsageError: the option that names the metric is malformed, or nothing decides its direction.
         """
         target, best = self.target(declared), self.best(declared)
         if target is not None:

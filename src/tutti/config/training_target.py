@@ -62,7 +62,7 @@ class TrainingTarget:
         return cls(Metric(name, asked), value)
 
     def reached(self, value: float) -> bool:
-        """Return whether ``value`` is as good as the target; NaN and infinity are not."""
+        """Return whether a held-out ``value`` is as good as the target or better; NaN and infinity are not."""
         return math.isfinite(value) and (value >= self.value if self.metric.higher else value <= self.value)
 
     def __str__(self) -> str:
@@ -70,7 +70,14 @@ class TrainingTarget:
 
 
 def split_target(text: str, option: str = "--until") -> tuple[str, str, float]:
-    """Return name, sign (``=``, ``<=`` or ``>=``) and value of a target. Raises UsageError if the text is malformed.
+    """Split the text of a target into its metric's name, its sign (``=``, ``<=`` or ``>=``) and its value.
+
+    Args:
+        text: ``NAME=VALUE``, ``NAME<=VALUE`` or ``NAME>=VALUE``.
+        option: name of the option, for the error.
+
+    Raises:
+        UsageError: the text is malformed, or the value is no finite number.
 
     >>> split_target("loss<=0.2")
     ('loss', '<=', 0.2)

@@ -43,7 +43,7 @@ def _or_none(values: Values) -> Values:
 
 
 def choice(*names: str) -> Values:
-    """Return the values ``names``."""
+    """Return the description of an environment variable that takes one of the values ``names``."""
     return Values(" or ".join(names), lambda text: text in names)
 
 
@@ -104,7 +104,10 @@ SETTINGS = frozenset(f"{PREFIX}{name.upper()}" for name in OPTIONS)
 
 
 def check_variables(environ: Mapping[str, str]) -> None:
-    """Raise UsageError if a variable is unknown, naming the nearest, or has a value that is not permitted.
+    """Raise UsageError if a ``TUTTI_*`` variable is unknown, naming the nearest, or has a value that is not permitted.
+
+    Args:
+        environ: the environment, such as ``os.environ``; variables without the prefix are not checked.
 
     >>> check_variables({"TUTTI_BATHSIZE": "3"})
     Traceback (most recent call last):
@@ -124,7 +127,11 @@ def check_variables(environ: Mapping[str, str]) -> None:
 
 
 def is_off(name: str, environ: Mapping[str, str]) -> bool:
-    """Return whether the switch ``TUTTI_{name}`` is off; it is on if unset.
+    """Return whether the environment switches off the feature of the variable ``TUTTI_{name}``; it is on if unset.
+
+    Args:
+        name: name of the variable without its prefix.
+        environ: the environment, such as ``os.environ``.
 
     >>> is_off("KERNELS", {"TUTTI_KERNELS": "off"}), is_off("KERNELS", {})
     (True, False)
@@ -133,7 +140,10 @@ def is_off(name: str, environ: Mapping[str, str]) -> bool:
 
 
 def without_settings(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return ``environ`` without option variables, for a run whose configuration is complete in a file."""
+    """Return a copy of ``environ`` without the variables that stand for options of ``tutti train``.
+
+    It is the environment of a run whose configuration is complete in a file.
+    """
     return {name: value for name, value in environ.items() if name not in SETTINGS}
 
 

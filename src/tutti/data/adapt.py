@@ -23,13 +23,14 @@ Collate: TypeAlias = Callable[[list[Any]], Any]
 def adapt_training(
     data: Any, collate: Collate | None = None, drop_last: bool = False, processes: int = 0
 ) -> Source | Stream:
-    """Return ``data`` as a source for training, as ``adapt``, or an iterable as a stream.
+    """Wrap training data as a ``Source`` (map-style, read by index), or an iterable as a ``Stream``.
 
     Args:
-        data: the samples.
+        data: a source, a tensor, several tensors, a ``TensorDataset``, a map-style data set or an iterable, also inside
+            ``Sharded``; or a function without arguments that returns an iterable.
         collate: the script's function from a list of samples to a batch; None for that of PyTorch.
-        drop_last: see ``Stream``, as ``processes``.
-        processes: loader processes of each rank.
+        drop_last: for a stream, whether an epoch ends before a batch that would be smaller than the others.
+        processes: for a stream, loader processes of each rank, over which the data set divides its samples.
 
     Raises:
         UsageError: ``data`` is neither, can be read only once (an iterator), or makes batches itself (a DataLoader).
@@ -65,10 +66,11 @@ def _stream(data: Any, **options: Any) -> Stream:
 
 
 def adapt(data: Any, collate: Collate | None = None) -> Source:
-    """Return ``data`` as a source: from a source, a tensor, several, a ``TensorDataset`` or a map-style data set.
+    """Wrap map-style data as a ``Source``, which fetches batches of samples by their indices.
 
     Args:
-        data: the samples.
+        data: a source, which is returned as it is, a tensor, several tensors, a ``TensorDataset`` or a map-style data
+            set.
         collate: the script's function from a list of samples to a batch; None for that of PyTorch.
 
     Raises:
@@ -126,7 +128,7 @@ class TensorSource:
         return self._length
 
     def fetch(self, indices: NDArray[np.int64], augment: AugmentKey | None) -> Batch:
-        """Return the rows ``indices``. Nothing is random."""
+        """Return the samples ``indices``, in that order; ``augment`` has no effect. See ``Source.fetch``."""
         rows = torch.from_numpy(indices)
         if isinstance(self._tensors, Tensor):
             return self._tensors.index_select(0, rows)

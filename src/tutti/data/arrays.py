@@ -89,9 +89,12 @@ class ArraySource:
         return len(self.inputs)
 
     def fetch(self, indices: NDArray[np.int64], augment: AugmentKey | None) -> tuple[Tensor, Tensor]:
-        """Return inputs and targets of ``indices``, in that order, contiguous on the CPU.
+        """Return inputs and targets of the samples ``indices``, in that order, contiguous on the CPU.
 
-        Augmentation depends on (augment.seed, augment.epoch, index) alone.
+        Args:
+            indices: int64 (samples,), numbers of the samples in the data set.
+            augment: key of the random augmentation, which depends on (augment.seed, augment.epoch, index) alone; None
+                for evaluation, without augmentation.
         """
         picked = self.inputs[indices]
         if augment is not None and self.augment is not None:

@@ -33,7 +33,15 @@ class CollatedBatch:
     sizes: tuple[int, ...] = ()
 
     def part(self, low: int, high: int) -> Batch:
-        """Return the micro-batch of samples ``low`` to ``high``, exclusive. Raises UsageError for other samples."""
+        """Return the micro-batch of samples ``low`` to ``high``, exclusive, as the script's function made it.
+
+        Args:
+            low: first sample, an index in this rank's batch.
+            high: index after the last sample; equal to ``low`` for a batch without samples.
+
+        Raises:
+            UsageError: the samples are not one of the micro-batches in ``parts``.
+        """
         start = 0
         for part, size in zip(self.parts, self.sizes, strict=True):
             if (start, start + size) == (low, high):
@@ -61,7 +69,11 @@ class CollatedBatch:
 
 
 def shown(batch: Batch) -> Batch:
-    """Return the batch that a script gets: the ``collate_fn``'s own, where it has made one for the whole rank."""
+    """Return the batch in the form that the script's code gets.
+
+    A ``CollatedBatch`` of one micro-batch becomes what the script's ``collate_fn`` returned; other batches stay as they
+    are.
+    """
     return batch.parts[0] if isinstance(batch, CollatedBatch) and len(batch.parts) == 1 else batch
 
 
@@ -114,9 +126,9 @@ def map_tensors(
 
     Args:
         batch: a leaf, or tuples, lists and dicts of leaves.
-        function: of a leaf.
-        leaf: the leaves' type.
-        other: of an object that is neither a leaf nor a container; by default it is left as it is.
+        function: maps a leaf to its replacement.
+        leaf: type of the leaves.
+        other: maps an object that is neither a leaf nor a container; by default it is left as it is.
     """
     if isinstance(batch, CollatedBatch):
         return CollatedBatch(tuple(map_tensors(part, function, leaf, other) for part in batch.parts), batch.sizes)

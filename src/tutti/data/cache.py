@@ -23,7 +23,7 @@ _LOCK_SECONDS = 180.0
 
 
 def folder() -> Path:
-    """Return ``$TUTTI_CACHE``, else ``$XDG_CACHE_HOME/tutti``, else ``~/.cache/tutti``."""
+    """Return the cache directory: ``$TUTTI_CACHE``, else ``$XDG_CACHE_HOME/tutti``, else ``~/.cache/tutti``."""
     if own := os.environ.get("TUTTI_CACHE"):
         return Path(own).expanduser()
     base = os.environ.get("XDG_CACHE_HOME")

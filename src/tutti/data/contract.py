@@ -92,15 +92,28 @@ class BatchContract:
         return min(self.batch, self.known - step * self.batch)
 
     def mine(self, rank: int) -> range:
-        """Return the contiguous workers that data rank ``rank`` runs; with R > N one, of which it may run a part."""
+        """Return the logical workers that a data rank runs, as a contiguous range of their numbers.
+
+        With more data ranks than workers (R > N) it is one worker, of whose micro-batches the rank runs a part.
+        """
         return workers_of(self.workers, self.ranks, rank)
 
     def worker(self, samples: int, worker: int) -> range:
-        """Return a worker's share as a range within a global batch of ``samples``."""
+        """Return the samples of a logical worker, as a range of positions within the global batch.
+
+        Args:
+            samples: samples in the global batch, which may be a smaller one at the end of an epoch.
+            worker: number of the worker; with ``identical`` every worker has the samples of worker 0.
+        """
         return even_share(samples, self.workers, 0 if self.identical else worker)
 
     def part(self, samples: int, rank: int) -> range:
-        """Return a data rank's part as a range within a global batch of ``samples``; it may be empty."""
+        """Return the samples that a data rank reads, as a range of positions within the global batch; it may be empty.
+
+        Args:
+            samples: samples in the global batch, which may be a smaller one at the end of an epoch.
+            rank: the data rank.
+        """
         workers = self.mine(rank)
         first, last = self.worker(samples, workers[0]), self.worker(samples, workers[-1])
         if not self.shared:
@@ -111,7 +124,12 @@ class BatchContract:
         return range(first.start + pieces[0].start, first.start + pieces[-1].stop)
 
     def first_micro(self, samples: int, rank: int) -> int:
-        """Return the index, within its worker, of a data rank's first micro-batch in a global batch of ``samples``."""
+        """Return the index, in its worker's share, of a data rank's first micro-batch; 0 unless ranks share workers.
+
+        Args:
+            samples: samples in the global batch.
+            rank: the data rank.
+        """
         if not self.shared:
             return 0
         return self._places(samples, rank).start
@@ -132,24 +150,35 @@ class BatchContract:
         return self.micro_batches(len(self.worker(samples, self.mine(rank)[0])))[places.start : places.stop]
 
     def micro_batches(self, count: int) -> list[range]:
-        """Cut a worker's ``count`` samples into micro-batches: ranges within its share."""
+        """Cut a logical worker's share of ``count`` samples into micro-batches of at most ``micro`` samples.
+
+        Returns:
+            Each micro-batch as a range of positions within the share, in order.
+        """
         return chunks(count, self.micro)
 
     def most_micro_batches(self, samples: int) -> int:
-        """Return the largest number of micro-batches of any data rank in a global batch of ``samples``."""
+        """Return how many micro-batches the busiest data rank runs in one step, over all of its workers.
+
+        Args:
+            samples: samples in the global batch.
+        """
         if not self.shared:
             return sum(len(self.micro_batches(len(self.worker(samples, worker)))) for worker in self.mine(0))
         first_ranks = (even_share(self.ranks, self.workers, worker).start for worker in range(self.workers))
         return max(len(self._places(samples, rank)) for rank in first_ranks)
 
     def spans(self, samples: int, rank: int, have: int) -> list[tuple[int, list[range]]]:
-        """Return the micro-batches of each worker of a data rank, as ranges within the rank's batch.
+        """Return the micro-batches of each worker of a data rank, as ranges of positions within the rank's batch.
 
         Args:
-            samples: in the global batch.
+            samples: samples in the global batch.
             rank: the data rank.
             have: samples in the rank's batch. If these are not as many as ``part`` has, in a batch of the caller's own
                 or of a stream that shards itself, they are divided over the rank's workers.
+
+        Returns:
+            (worker, its micro-batches) for each worker of the rank, in order.
         """
         workers, part = self.mine(rank), self.part(samples, rank)
         if self.shared:
@@ -181,7 +210,7 @@ class BatchContract:
             )
 
     def consumed(self, steps: int) -> int:
-        """Return the number of samples consumed after ``steps`` steps.
+        """Return the number of samples consumed by the first ``steps`` steps of a run, over all epochs and ranks.
 
         Raises UsageError if the length of an epoch is not known.
         """
@@ -189,11 +218,15 @@ class BatchContract:
         return epochs * self.known + min(rest * self.batch, self.known)
 
     def first_micro_batch(self, samples: int) -> range:
-        """Return the first micro-batch of a global batch of ``samples``, as a range; it is never empty."""
+        """Return the first micro-batch of worker 0, as a range of positions within the global batch; it is never empty.
+
+        Args:
+            samples: samples in the global batch.
+        """
         return self.micro_batches(len(self.worker(samples, 0)))[0]
 
     def describe(self) -> Mapping[str, str]:
-        """Return lines for the run's header with all derived numbers."""
+        """Return lines for the run's header, label → text: global batch, workers, micro-batches, data ranks, epoch."""
         big, small = (
             len(even_share(self.batch, self.workers, 0)),
             len(even_share(self.batch, self.workers, self.workers - 1)),

@@ -68,17 +68,20 @@ class Epochs:
         return tuple(found)
 
     def phase(self, epoch: int) -> EpochPhase:
-        """Return the phase of an epoch."""
+        """Return the phase, with its batch size, to which an epoch belongs; ``epoch`` counts from 0."""
         return next(phase for phase in self.phases if epoch < phase.end)
 
     def at(self, epoch: int) -> BatchContract:
-        """Return the batch contract of an epoch."""
+        """Return the batch contract of an epoch, counted from 0: the global batch size and its division."""
         return self.phase(epoch).contract
 
     def steps(self, duration: Duration) -> int:
-        """Return the steps from the start of the run that consume ``duration``.
+        """Return the number of steps from the start of the run that consume ``duration``, with the growth of the batch.
 
         Equals ``Duration.steps`` if the batch does not grow.
+
+        Raises:
+            UsageError: the duration is in epochs, and the length of an epoch is not known.
         """
         dataset = self.first.dataset
         if duration.unit == "st":
@@ -90,7 +93,10 @@ class Epochs:
         return total
 
     def consumed(self, steps: int) -> int:
-        """Return the samples consumed after ``steps`` steps of the run. Raises UsageError for unknown epoch lengths."""
+        """Return the number of samples consumed by the first ``steps`` steps of the run, over all ranks.
+
+        Raises UsageError for unknown epoch lengths.
+        """
         total = 0
         for phase in self.phases:
             here = int(min(steps, (phase.end - phase.start) * phase.contract.steps_per_epoch))
@@ -98,7 +104,7 @@ class Epochs:
         return total
 
     def place(self, steps: int) -> tuple[int, int]:
-        """Return the whole epochs in ``steps`` steps of the run, and the steps after them.
+        """Return the data position after ``steps`` steps of the run: whole epochs, and steps in the next one.
 
         Raises UsageError for unknown epoch lengths.
         """
@@ -110,7 +116,10 @@ class Epochs:
         raise AssertionError("the last phase never ends")
 
     def describe(self) -> Mapping[str, str]:
-        """Return lines for the run's header: the first epoch's contract and each later change; epochs count from 1."""
+        """Return lines for the run's header, label → text: the first batch contract and each later change.
+
+        Epochs in the lines count from 1.
+        """
         return dict(self._lines())
 
     def _lines(self) -> Iterator[tuple[str, str]]:

@@ -62,18 +62,25 @@ class Feed:
 
     @property
     def source(self) -> Any:
-        """The reader's source or stream."""
+        """The training data: the ``Source`` or ``Stream`` that the reader reads."""
         return self.reader.source
 
     def describe(self) -> dict[str, str]:
-        """Return lines for the run's header: the batch contract and the reader's properties."""
+        """Return lines for the run's header, label → text, about batch sizes, order and loader processes."""
         lines = {**self.epochs.describe(), **self.reader.describe()}
         if self.together:
             lines["micro-batch"] = "all samples of a device at once, normalised over the global batch"
         return lines
 
     def read(self, epoch: int, start: int = 0) -> Iterator[RankBatch]:
-        """Yield this rank's part of each global batch of ``epoch`` on the device, in worker order, from ``start``."""
+        """Yield this rank's part of each global batch of an epoch, copied to the device, in worker order.
+
+        Collective for a stream, whose ranks compare samples or counts.
+
+        Args:
+            epoch: from 0.
+            start: first global batch to yield, counted in the epoch from 0.
+        """
         parts = self.reader.read(epoch, start)
         return map(self._placed, parts) if self._transfer is None else self._transfer.parts(parts, self._placed)
 
@@ -128,7 +135,13 @@ class Feed:
         return contract.first_micro(samples if planned else contract.batch, self._rank)
 
     def is_single(self, samples: int) -> bool:
-        """Return whether a global batch of ``samples`` is one micro-batch of one worker; equal on all ranks."""
+        """Return whether the whole global batch is one micro-batch: a single worker that does not accumulate gradients.
+
+        The result is equal on all ranks.
+
+        Args:
+            samples: samples in the global batch.
+        """
         return self.contract.workers == 1 and len(self.contract.micro_batches(samples)) == 1
 
     def dummy_micro_batch(self, batch: Batch, clock: int, worker: int, last: bool = True) -> MicroBatch:
@@ -143,7 +156,11 @@ class Feed:
         return MicroBatch(worker, 0, batch, 0, 0.0, mix(self.seed, clock, worker, 0), last)
 
     def most_micro_batches(self, samples: int) -> int:
-        """Return the largest number of micro-batches of any rank in a global batch of ``samples``."""
+        """Return how many micro-batches the busiest rank runs in one step; 1 with synchronised batch norm.
+
+        Args:
+            samples: samples in the global batch.
+        """
         return 1 if self.together else self.contract.most_micro_batches(samples)
 
     def _plan(self, samples: int, have: int, over: str) -> Plan:
@@ -192,11 +209,11 @@ class HeldOut:
 
     @property
     def rows(self) -> int:
-        """Number of blocks."""
+        """Number of blocks, which is the number of rows of a table with one row for each block."""
         return len(self.blocks)
 
     def shares(self, ranks: int) -> list[list[int]]:
-        """Return the numbers of each rank's blocks."""
+        """Return, for each of ``ranks`` data ranks, the numbers of the blocks that it evaluates."""
         return [list(even_share(len(self.blocks), ranks, rank)) for rank in range(ranks)]
 
 
@@ -233,9 +250,17 @@ def evaluation(
 
 
 def evaluation_blocks(samples: int, largest: int) -> list[range]:
-    """Return held-out samples in blocks of at most ``largest``, small enough to divide over ranks.
+    """Divide held-out samples into blocks, each of which one rank evaluates as one batch.
 
-    The blocks do not depend on the number of ranks.
+    Blocks have at most ``largest`` samples, and less in a small set, so that there are about 32 to divide over ranks,
+    but at least 16 samples. They do not depend on the number of ranks.
+
+    Args:
+        samples: number of held-out samples.
+        largest: largest number of samples in a block.
+
+    Returns:
+        Each block as a range of sample numbers, in order.
 
     >>> len(evaluation_blocks(10_000, 512)), len(evaluation_blocks(20, 512))
     (32, 2)

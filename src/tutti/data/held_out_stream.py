@@ -37,31 +37,32 @@ class HeldOutStream:
 
     @property
     def samples(self) -> int:
-        """Number of samples in all blocks."""
+        """Number of samples in all blocks that have been read so far."""
         return sum(self.sizes.values())
 
     @property
     def rows(self) -> int:
-        """One more than the largest number of a block."""
+        """One more than the largest block number read so far: the rows of a table indexed by block number."""
         return max(self.sizes) + 1
 
     def shares(self, ranks: int) -> list[list[int]]:
-        """Return the numbers of each rank's blocks."""
+        """Return, for each of ``ranks`` data ranks, the numbers of its blocks among those read so far."""
         return [[number for number in self.sizes if number % ranks == rank] for rank in range(ranks)]
 
     def micro_batches(
         self, ranks: int, rank: int, place: Callable[[Batch], Batch], even: bool, world: Communicator
     ) -> Iterator[tuple[int, MicroBatch]]:
-        """Yield this data rank's blocks with their numbers. Collective: digests of samples are compared over ranks.
+        """Yield the blocks that this data rank evaluates, each as (block number, micro-batch on the device).
 
-        Ranks read as many blocks as there are ranks, compare them, and then compute: forwards with collectives meet.
+        Collective: digests of samples are compared over ranks. Ranks read as many blocks as there are ranks, compare
+        them, and then compute, so that collectives in their forwards stay aligned.
 
         Args:
             ranks: number of data ranks.
             rank: this data rank.
             place: moves a batch to the device.
-            even: give every rank equally many blocks, padded with dummy micro-batches.
-            world: compares the samples.
+            even: give every rank equally many blocks, padded with dummy micro-batches (0 samples).
+            world: communicator that compares the samples.
 
         Raises:
             MismatchError: the ranks read different samples.

@@ -39,7 +39,11 @@ class ItemSource:
         return len(self.items)
 
     def fetch(self, indices: NDArray[np.int64], augment: AugmentKey | None) -> Batch:
-        """Return the items ``indices``, collated.
+        """Read the items ``indices`` of the map-style data set, in that order, and collate them into a batch.
+
+        Args:
+            indices: int64 (samples,), indices for the data set's ``__getitem__``.
+            augment: keys the draws that items make with the global random generators; None in evaluation.
 
         Raises:
             DataError: an item cannot be read, or two items cannot be in one batch; the error names them.

@@ -51,7 +51,7 @@ class Fetches(Protocol):
 
     @property
     def fetch(self) -> Callable[..., Any]:
-        """Return what a task asks for; its tensors travel in shared memory."""
+        """The function that makes a batch from a task's arguments; its tensors travel in shared memory."""
 
 
 _AHEAD = 2
@@ -75,7 +75,15 @@ class Prefetch:
     begin: Callable[[int], None] | None = None
 
     def batches(self, source: Fetches, tasks: Iterable[tuple[Any, ...]]) -> Iterator[Any]:
-        """Yield the batches of ``tasks`` in order; loader processes end with the iteration."""
+        """Yield ``source.fetch(*task)`` for each task, in order.
+
+        With ``workers`` loader processes, they are started here, fetch ahead, and are killed when the iteration ends or
+        is left. Blocks until the next batch is there.
+
+        Args:
+            source: makes the batches.
+            tasks: arguments of ``source.fetch``, one tuple a batch.
+        """
         if not self.workers:
             yield from (source.fetch(*task) for task in tasks)
             return
@@ -86,7 +94,7 @@ class Prefetch:
             loader.close()
 
     def loader(self, source: Fetches) -> Loader:
-        """Start loader processes that run until they are closed."""
+        """Start a pool of loader processes for ``source``, which runs until ``Loader.close``."""
         return Loader(source, self.workers, self.rank, self.timeout, self.begin)
 
 
@@ -123,11 +131,16 @@ class Loader:
         self._finish = weakref.finalize(self, _end, self._processes, os.getpid())
 
     def close(self) -> None:
-        """End the loader processes. A second call does nothing."""
+        """Kill the loader processes, and wait for their end. A second call does nothing."""
         self._finish()
 
     def batches(self, tasks: Iterable[tuple[Any, ...]]) -> Iterator[Any]:
-        """Yield the batches of ``tasks`` in order; each process fetches up to two ahead.
+        """Yield ``fetch(*task)`` of the source for each task, in order; each process fetches up to two batches ahead.
+
+        Blocks until the next batch is there.
+
+        Args:
+            tasks: arguments of ``fetch``, one tuple a batch.
 
         Raises:
             LoaderError: a process was killed, ended, or gave no batch within the timeout.

@@ -64,9 +64,15 @@ class MaskSource:
         return len(self._pairs)
 
     def fetch(self, indices: NDArray[np.int64], augment: AugmentKey | None) -> dict[str, Tensor]:
-        """Return ``image``: float32 in [-2, 2], and ``mask``: uint8, 0 or 1; both (samples, 1, height, width).
+        """Return a dict of images and masks of the samples ``indices``, in that order, on the CPU.
 
-        Augmentation depends on nothing but (augment.seed, augment.epoch, index).
+        Args:
+            indices: int64 (samples,), numbers of the samples in the data set.
+            augment: key of the random augmentation, which depends on (augment.seed, augment.epoch, index) alone; None
+                for evaluation, without augmentation.
+
+        Returns:
+            ``image``: float32 in [-2, 2], and ``mask``: uint8, 0 or 1; both (samples, 1, height, width).
         """
         import torch
 
@@ -78,7 +84,13 @@ class MaskSource:
 
 
 def turn(pairs: Pairs, bits: NDArray[np.uint64]) -> None:
-    """Flip and transpose each pair in place, image and mask alike, by three of its 64 random bits."""
+    """Flip and transpose each image and its mask alike, in place, by random bits.
+
+    Args:
+        pairs: images and masks of a batch.
+        bits: uint64 (samples,), 64 random bits a sample, of which the highest three are used; only square images are
+            transposed.
+    """
     square = pairs.shape[2] == pairs.shape[3]
     draws = np.stack([bits >> np.uint64(place) & np.uint64(1) for place in (61, 62, 63)], axis=1).astype(bool)
     for pair, (upside_down, mirrored, transposed) in zip(pairs, draws, strict=True):
@@ -87,14 +99,21 @@ def turn(pairs: Pairs, bits: NDArray[np.uint64]) -> None:
 
 
 def check_masks(data: str) -> None:
-    """Raise DataError unless every image of the folder has a mask; opens no image. See ``find_masks``."""
+    """Raise DataError unless the folder has the layout of ``find_masks`` and every image has a mask; opens no image.
+
+    Args:
+        data: the folder, with ``train/image`` and ``train/label``, and optionally the same in ``test/``.
+    """
     find_masks(data)
 
 
 def find_masks(data: str) -> tuple[tuple[Pair, ...], tuple[Pair, ...]]:
-    """Return the training and the held-out pairs, sorted by name; opens no image.
+    """Return the (image, mask) files of the training set and of the held-out set, sorted by name; opens no image.
 
     Without the folder ``test`` the last five of ``train`` are held out.
+
+    Args:
+        data: the folder, with ``train/image`` and ``train/label``, and optionally the same in ``test/``.
 
     Raises:
         DataError: no such folder, another layout, no images, an image without a mask, a mask without an image, or a

@@ -24,18 +24,34 @@ class SampleOrder(Protocol):
     """The samples of each global batch of an epoch, the same on every rank (protocol)."""
 
     def batches(self, epoch: int, batch: int) -> Sequence[NDArray[np.int64]]:
-        """Return the numbers of the samples of every global batch of ``epoch``.
+        """Return the global batches of an epoch, in order: for each the numbers of its samples in the data set.
+
+        The order is a function of seed and epoch, the same on every rank.
 
         Args:
             epoch: from 0.
-            batch: samples in a global batch.
+            batch: samples in a global batch; the last may have fewer.
+
+        Returns:
+            One int64 array (samples,) for each global batch.
         """
 
     def repeats(self, epoch: int, step: int) -> NDArray[np.int64] | None:
-        """Return how often each sample of a global batch was drawn before in the epoch; None if none is drawn twice."""
+        """Return how often each sample of a global batch was drawn earlier in the epoch (with replacement).
+
+        Args:
+            epoch: from 0; that of the last call of ``batches``.
+            step: number of the global batch in the epoch, from 0.
+
+        Returns:
+            int64 (samples,), in the order of the batch; None if no sample of the epoch is drawn twice.
+        """
 
     def digest(self, epoch: int) -> str:
-        """Return a digest of the epoch's order, which ranks and resumed runs compare; empty if there is no need."""
+        """Return a hexadecimal digest of the epoch's order, for comparison over ranks and with a saved run.
+
+        Empty where the order follows from settings that are compared already. ``epoch`` counts from 0.
+        """
 
 
 @dataclass(frozen=True)
@@ -53,14 +69,20 @@ class ShuffledOrder:
     used: int
 
     def batches(self, epoch: int, batch: int) -> Sequence[NDArray[np.int64]]:
-        """See ``SampleOrder``."""
+        """Return the global batches of an epoch, shuffled by (seed, epoch), as arrays of sample numbers.
+
+        See ``SampleOrder.batches``.
+        """
         return cut(permutation(self.seed, epoch, self.samples)[: self.used], batch)
 
     def repeats(self, epoch: int, step: int) -> None:
-        """See ``SampleOrder``."""
+        """Return None: no sample is drawn twice in an epoch. See ``SampleOrder.repeats``."""
 
     def digest(self, epoch: int) -> str:
-        """See ``SampleOrder``: seed and number of samples are compared as settings of the run."""
+        """Return an empty string: the order follows from seed and number of samples, which are compared anyway.
+
+        See ``SampleOrder.digest``.
+        """
         return ""
 
 
@@ -75,14 +97,17 @@ class SequentialOrder:
     used: int
 
     def batches(self, epoch: int, batch: int) -> Sequence[NDArray[np.int64]]:
-        """See ``SampleOrder``."""
+        """Return the global batches of an epoch in the data set's own order, as arrays of sample numbers.
+
+        See ``SampleOrder.batches``.
+        """
         return cut(np.arange(self.used), batch)
 
     def repeats(self, epoch: int, step: int) -> None:
-        """See ``SampleOrder``."""
+        """Return None: no sample is drawn twice in an epoch. See ``SampleOrder.repeats``."""
 
     def digest(self, epoch: int) -> str:
-        """See ``SampleOrder``."""
+        """Return an empty string: the order is 0, 1, 2, … in every epoch. See ``SampleOrder.digest``."""
         return ""
 
 
@@ -135,7 +160,15 @@ class SampledOrder:
             ) from error
 
     def batches(self, epoch: int, batch: int) -> Sequence[NDArray[np.int64]]:
-        """See ``SampleOrder``. Raises DataError if the sampler yields anything but numbers of samples."""
+        """Draw an epoch from the sampler, and return its global batches as arrays of sample numbers.
+
+        With ``whole`` they are the sampler's own batches, and ``batch`` has no effect. Draws for the same epoch are
+        equal in every call. See ``SampleOrder.batches``.
+
+        Raises:
+            DataError: the sampler yields anything but numbers of samples in the data set, or another number of them
+                than its ``__len__``; or a batch has more than ``largest`` samples.
+        """
         self._draw(epoch)
         if self._whole:
             return np.split(self._drawn, self._bounds[1:-1])
@@ -144,11 +177,17 @@ class SampledOrder:
         return found
 
     def repeats(self, epoch: int, step: int) -> NDArray[np.int64] | None:
-        """See ``SampleOrder``; for the epoch of the last call of ``batches``."""
+        """Return how often each sample of a global batch was drawn earlier in the epoch; None if none is drawn twice.
+
+        It is for the epoch of the last call of ``batches``, whatever ``epoch`` is. See ``SampleOrder.repeats``.
+        """
         return None if self._before is None else self._before[self._bounds[step] : self._bounds[step + 1]]
 
     def digest(self, epoch: int) -> str:
-        """See ``SampleOrder``."""
+        """Draw the epoch from the sampler unless it is the last one drawn, and return a 64-bit digest of its order.
+
+        With ``whole`` the digest includes the sizes of the batches. See ``SampleOrder.digest``.
+        """
         self._draw(epoch)
         state = hashlib.blake2b(self._drawn.tobytes(), digest_size=8)
         state.update(repr(self._bounds if self._whole else ()).encode())
@@ -226,7 +265,7 @@ def _repeats(numbers: NDArray[np.int64]) -> NDArray[np.int64] | None:
 
 
 def cut(numbers: NDArray[np.int64], size: int) -> list[NDArray[np.int64]]:
-    """Cut ``numbers`` into pieces of ``size``; the last may be smaller."""
+    """Cut a 1-d array into consecutive views of ``size`` elements; the last may have fewer."""
     return [numbers[start : start + size] for start in range(0, len(numbers), size)]
 
 

@@ -51,19 +51,37 @@ class BatchReader(Protocol):
     source: Any
 
     def read(self, epoch: int, start: int) -> Iterator[RankBatch]:
-        """Yield this rank's part of each global batch of ``epoch`` from batch ``start`` to the end of the epoch."""
+        """Yield this rank's part of each global batch of an epoch, on the CPU, from batch ``start`` to the end.
+
+        For a stream the iteration is collective: ranks compare samples or counts. Loader processes read ahead.
+
+        Args:
+            epoch: from 0.
+            start: first global batch to yield, counted in the epoch from 0; earlier samples count as consumed.
+        """
 
     def state(self) -> Any:
-        """Return, as a JSON value, the state that a resume needs besides the data position after the last batch."""
+        """Return what a resume needs besides epoch and batch number, as a JSON value; None if these suffice.
+
+        It is the state after the last batch that ``read`` yielded.
+        """
 
     def load(self, at: Position, state: Any) -> None:
-        """Load the value that ``state`` returned at data position ``at``, where the next ``read`` starts."""
+        """Take over the state of a saved run, so that the next ``read`` can continue there.
+
+        Args:
+            at: the data position of the saved run: epoch, and global batches consumed in it.
+            state: the value that ``state`` returned then.
+
+        Raises:
+            CheckpointError: the data are read in another way than in the saved run, so that the order would differ.
+        """
 
     def describe(self) -> Mapping[str, str]:
-        """Return lines for the run's header about order, resuming and loader processes."""
+        """Return lines for the run's header, label → text, about order, resuming and loader processes; may be empty."""
 
     def close(self) -> None:
-        """Release processes and files."""
+        """End loader processes and close files; a second call does nothing."""
 
 
 class MapReader:
@@ -98,7 +116,10 @@ class MapReader:
         self._epoch = -1
 
     def read(self, epoch: int, start: int) -> Iterator[RankBatch]:
-        """See ``BatchReader.read``.
+        """Yield this rank's part of each global batch of an epoch, on the CPU, from batch ``start`` on.
+
+        Collective at the start of the iteration if the order is a sampler's: ranks compare a digest of it. See
+        ``BatchReader.read``.
 
         Raises:
             MismatchError: a sampler has drawn other samples on another rank.
@@ -160,12 +181,21 @@ class MapReader:
         return self._loader.batches(tasks)
 
     def state(self) -> Any:
-        """Return the digest of a sampler's order in the last epoch, to compare; None: position and seed suffice."""
+        """Return the digest of a sampler's order in the last epoch read, for comparison by ``load``.
+
+        Returns:
+            ``{"epoch": …, "order": digest}``; None without a sampler, where position and seed suffice, or before an
+            epoch.
+        """
         digest = self._order.digest(self._epoch) if self._epoch >= 0 else ""
         return {"epoch": self._epoch, "order": digest} if digest else None
 
     def load(self, at: Position, state: Any) -> None:
-        """Raise CheckpointError if the sampler's order is not that of the saved run."""
+        """Check that the sampler draws the same order as in the saved run; ``at`` has no effect here.
+
+        Raises:
+            CheckpointError: the order differs.
+        """
         if isinstance(state, Mapping) and state.get("order") != self._order.digest(int(state.get("epoch", 0))):
             raise CheckpointError(
                 f"the sampler draws another order in epoch {state.get('epoch')} than when the run was saved",
@@ -173,12 +203,12 @@ class MapReader:
             )
 
     def describe(self) -> Mapping[str, str]:
-        """Return a line about the loader processes, if there are any."""
+        """Return a line about the loader processes for the run's header, label → text; empty if there are none."""
         workers = self._prefetch.workers
         return {"data workers": f"{workers} a device, which fetch ahead"} if workers else {}
 
     def close(self) -> None:
-        """End the loader processes."""
+        """End the loader processes, if there are any; a second call does nothing."""
         if self._loader is not None:
             self._loader.close()
             self._loader = None

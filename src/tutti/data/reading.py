@@ -22,14 +22,14 @@ def make_reader(
     prefetch: Prefetch,
     order: SampleOrder | None = None,
 ) -> BatchReader:
-    """Make the reader of one data rank.
+    """Make the reader of this rank's part of every global batch: of a source, of one stream, or of a stream by rank.
 
     Args:
-        data: a source or a stream.
-        epochs: the batch contract of every epoch.
+        data: a source (map-style), or a stream (iterable).
+        epochs: the batch contract of every epoch: sizes of global batches and their division.
         rank: the data rank.
         seed: of all random draws.
-        comms: the communicators that a stream needs.
+        comms: communicators, with which streams and samplers are compared over ranks.
         prefetch: loader processes.
         order: the order of a source's samples; None: all, shuffled.
 

@@ -55,16 +55,27 @@ class Sampling:
     timeout: float | None = None
 
     def sized(self, seed: int) -> Sampling:
-        """Return it with a batch size: that of the longest batch of a batch sampler's first epoch, if none is given."""
+        """Return this sampling with a batch size.
+
+        A batch sampler without one is iterated for epoch 0, and the size of its longest batch is taken; other samplings
+        stay as they are.
+
+        Args:
+            seed: of the run, for the sampler's draws.
+        """
         if not self.whole or self.batch_size is not None:
             return self
         first = SampledOrder(self.sampler, self.generator, self.dataset, seed, whole=True).batches(0, 1)
         return replace(self, batch_size=max(map(len, first)))
 
     def in_an_epoch(self, count: int) -> int | None:
-        """Return the number of samples used in an epoch of a data set of ``count``; None for a batch sampler.
+        """Return the number of samples that an epoch uses; None for a batch sampler, where it is not known before.
 
-        Raises DataError if ``drop_last`` leaves none.
+        Args:
+            count: samples in the data set.
+
+        Raises:
+            DataError: ``drop_last`` leaves none.
         """
         if self.whole:
             return None
@@ -79,7 +90,12 @@ class Sampling:
         return used
 
     def order(self, seed: int, count: int) -> SampleOrder:
-        """Return the order of the samples of a map-style data set of ``count``."""
+        """Make the order in which the samples of a map-style data set are drawn: the sampler's, shuffled or sequential.
+
+        Args:
+            seed: of the run.
+            count: samples in the data set.
+        """
         if self.whole:
             return SampledOrder(self.sampler, self.generator, self.dataset, seed, whole=True, largest=self.batch_size)
         used = self.in_an_epoch(count) or 0
@@ -96,7 +112,7 @@ def given_sampling(
     drop_last: bool,
     data_workers: int | None,
 ) -> Sampling:
-    """Return the sampling of a ``DataLoader``, or of the arguments of ``tutti.prepare`` without one.
+    """Combine a ``DataLoader``, or a data set, with arguments of ``tutti.prepare`` into one description of its batches.
 
     Args:
         dataset: the samples, or a ``DataLoader``.
@@ -138,7 +154,9 @@ def given_sampling(
 
 
 def of_loader(loader: DataLoader[Any]) -> Sampling:
-    """Return the sampling of a ``DataLoader``, whose ``batch_size`` is that of the global batch.
+    """Take over data set, sampler, batch size, ``collate_fn`` and processes of a ``DataLoader``; it is not iterated.
+
+    Its ``batch_size`` becomes that of the global batch.
 
     Raises UsageError if the loader divides its samples over ranks, makes no batches, or has the data set make them.
     """

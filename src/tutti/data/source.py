@@ -34,9 +34,14 @@ class Source(Protocol):
         """Return the number of samples in one epoch."""
 
     def fetch(self, indices: NDArray[np.int64], augment: AugmentKey | None) -> Batch:
-        """Return the samples of ``indices``, in that order, as one collated batch on the CPU.
+        """Return the samples ``indices``, in that order, as one collated batch on the CPU.
 
-        ``augment`` is None in evaluation. Random draws must depend on (augment.seed, augment.epoch, index) alone.
+        Called in loader processes, too, and for the samples of several micro-batches at once.
+
+        Args:
+            indices: int64 (samples,), numbers from 0 to the length of the source, exclusive.
+            augment: key of random augmentation, whose draws must depend on (augment.seed, augment.epoch, index) alone;
+                None in evaluation.
         """
 
 

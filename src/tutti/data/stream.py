@@ -48,16 +48,34 @@ class Stream:
         self._tried: Cursor | None = None
 
     def key(self, seed: int, rank: int) -> int:
-        """Return the key of random draws on data rank ``rank``."""
+        """Return the integer that seeds the random draws of a data rank's stream.
+
+        It is the run's ``seed`` where all ranks read the same stream; where the stream shards itself, each data rank
+        has another key.
+        """
         return int(hash64(seed, rank)) if self.sharded else seed
 
     def cursor(self, epoch: int, key: int) -> Cursor:
-        """Return a cursor before the first sample of ``epoch``: that of ``first_batch`` if it is still unused."""
+        """Return a cursor that reads an epoch of the stream from its first sample on.
+
+        If ``first_batch`` has read samples of this epoch ahead and the cursor is still unused, it is returned, so that
+        no sample is read twice.
+
+        Args:
+            epoch: from 0.
+            key: of the random draws, from ``key``.
+        """
         tried, self._tried = self._tried, None
         return tried if tried is not None and tried.begins(epoch, key) else Cursor(self, epoch, key)
 
     def first_batch(self, count: int, key: int) -> Batch:
-        """Return the first ``count`` samples of epoch 0 as a batch, which ``cursor`` reads again.
+        """Return the first samples of epoch 0 as a batch, before training, without consuming them.
+
+        The next ``cursor`` of that epoch yields them again.
+
+        Args:
+            count: number of samples; fewer in a shorter stream.
+            key: of the random draws, from ``key``.
 
         Raises:
             DataError: the stream is empty, or a sample cannot be read or collated.
@@ -70,7 +88,7 @@ class Stream:
         return self.collated(items, 0, key)
 
     def collated(self, items: list[Any], first: int, key: int) -> Batch:
-        """Return samples as a batch.
+        """Collate samples into one batch, with the script's ``collate`` or that of PyTorch.
 
         Args:
             items: the samples, at least one.
@@ -87,13 +105,16 @@ class Stream:
             return self.collate(items)
 
     def collated_parts(self, items: list[Any], pieces: list[range], first: int, key: int) -> Batch:
-        """Return a rank's samples as a batch; with the script's ``collate`` each of its micro-batches by itself.
+        """Collate a rank's samples into one batch; with the script's ``collate`` each of its micro-batches by itself.
 
         Args:
             items: the rank's samples, at least one.
             pieces: the micro-batches, as ranges of ``items``.
             first: number of the first sample in the epoch.
-            key: see ``collated``.
+            key: of the random draws of the script's ``collate``.
+
+        Returns:
+            A batch of all samples, or a ``CollatedBatch`` of the script's batches.
         """
         if self.collate is None:
             return self.collated(items, first, key)
@@ -101,11 +122,19 @@ class Stream:
         return CollatedBatch(made, tuple(map(len, pieces)))
 
     def without_samples(self, some: list[Any]) -> Batch:
-        """Return a batch without samples, with the structure of ``some`` where PyTorch's collation is used."""
+        """Return a batch of 0 samples, for a rank that has none of a global batch.
+
+        Args:
+            some: at least one sample, whose structure the batch gets; with the script's ``collate`` it is an empty
+                ``CollatedBatch``.
+        """
         return CollatedBatch() if self.collate is not None else slice_batch(self.collated(some[:1], 0, 0), 0, 0)
 
     def open(self, epoch: int) -> Any:
-        """Return the iterable for ``epoch``, after ``set_epoch`` if it has that method."""
+        """Return the iterable for an epoch, after calling its ``set_epoch(epoch)`` if it has that method.
+
+        It is the data set itself, or a new result of the function that the script gave. ``epoch`` counts from 0.
+        """
         ready = hasattr(self.data, "__iter__") and not isinstance(self.data, type)
         items: Any = self.data if ready else self.data()
         if hasattr(items, "set_epoch"):
@@ -143,7 +172,11 @@ class Cursor:
         self.number = 0
 
     def take(self, count: int) -> list[Any]:
-        """Return the next ``count`` samples, fewer at the end. Raises DataError naming a sample that cannot be read."""
+        """Read and return the next ``count`` samples in a list; fewer at the end of the epoch, and none after it.
+
+        Raises:
+            DataError: a sample cannot be read; the error names its number.
+        """
         taken = self._ahead[:count]
         del self._ahead[:count]
         with own_generators():
@@ -162,14 +195,18 @@ class Cursor:
         return self._ahead[:count]
 
     def skip(self, count: int) -> list[Any]:
-        """Read on until ``number`` is ``count``, discarding samples; return the last one in a list."""
+        """Read samples and discard them, until ``count`` samples of the epoch have been taken in all or the epoch ends.
+
+        Returns:
+            The last sample discarded, in a list; empty if none was.
+        """
         last: list[Any] = []
         while self.number < count and (taken := self.take(min(count - self.number, _SKIPPED_TOGETHER))):
             last = taken[-1:]
         return last
 
     def more(self, count: int = 1) -> bool:
-        """Return whether there are ``count`` more samples; reads them ahead."""
+        """Return whether the epoch has at least ``count`` more samples, after reading them ahead for ``take``."""
         with own_generators():
             while len(self._ahead) < count and (item := self._next(self.number + len(self._ahead))):
                 self._ahead += item
@@ -186,7 +223,15 @@ class Cursor:
         return json.dumps(state) if _is_json(state) else None
 
     def restore(self, state: Any, number: int) -> bool:
-        """Load ``state`` into the data set, which then continues at sample ``number``; return False if it cannot."""
+        """Load a data set's own state, with which it continues without reading the consumed samples again.
+
+        Args:
+            state: the data set's ``state_dict()`` of the saved run; None for none.
+            number: samples of the epoch that had been consumed then.
+
+        Returns:
+            Whether the state was loaded; False if there is none, or the data set has no ``load_state_dict``.
+        """
         if state is None or not hasattr(self._items, "load_state_dict"):
             return False
         self._items.load_state_dict(state)

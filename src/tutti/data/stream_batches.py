@@ -65,11 +65,14 @@ class StreamReading:
     keep: Callable[[list[Any], int, int, int], Any]
 
     def here(self, cursor: Cursor, with_state: bool) -> Iterator[StreamBatch]:
-        """Yield the batches from ``start`` on, read in this process.
+        """Read the epoch in this process, and yield its global batches from ``start`` on.
 
         Args:
-            cursor: before the first sample of batch ``start``.
+            cursor: reads the epoch, and stands before the first sample of batch ``start``.
             with_state: whether the data set is asked for its state after each batch.
+
+        Raises:
+            DataError: a sample cannot be read, or ``drop_last`` leaves none.
         """
         number, last = self.start, False
         while not last:
@@ -86,7 +89,12 @@ class StreamReading:
             number += 1
 
     def in_processes(self, prefetch: Prefetch) -> Iterator[StreamBatch]:
-        """Yield the batches from ``start`` on, read in ``prefetch.workers`` loader processes.
+        """Read the epoch in ``prefetch.workers`` loader processes, and yield its global batches from ``start`` on.
+
+        The processes start with the iteration and end with it.
+
+        Args:
+            prefetch: the loader processes, at least one.
 
         Raises:
             DataError: two processes yield the same samples, the epoch ends before ``start``, or ``drop_last`` leaves

@@ -58,7 +58,11 @@ class ReplicatedStream:
         self._loaded: tuple[Position, Any] = (Position(), None)
 
     def read(self, epoch: int, start: int) -> Iterator[RankBatch]:
-        """See ``BatchReader.read``. Collective: digests are compared over all ranks.
+        """Read the whole stream of an epoch, and yield this rank's part of each global batch from batch ``start`` on.
+
+        Collective: digests of samples are compared over all ranks, in batches 0, 1, 2, 4, 8, … of this call, and the
+        number of samples at the end. Earlier batches are skipped by reading, or by the data set's own state. See
+        ``BatchReader.read``.
 
         Raises:
             MismatchError: the ranks read different samples.
@@ -120,16 +124,23 @@ class ReplicatedStream:
         return self.source.collated_parts(own, pieces, first + mine.start, key), None
 
     def state(self) -> Any:
-        """Return the data set's own state, with which a resume need not skip the consumed samples, or None.
+        """Return the data set's own state after the last batch, with which a resume need not read the consumed samples.
 
-        With several loader processes it is their number.
+        None if the data set has no such state, and on ranks other than 0. With several loader processes it is their
+        number, ``{"loader processes": …}``.
         """
         if self._prefetch.workers > 1:
             return {_PROCESSES: self._prefetch.workers}
         return None if self._kept is None else json.loads(self._kept)
 
     def load(self, at: Position, state: Any) -> None:
-        """See ``BatchReader.load``. Raises CheckpointError for another number of loader processes."""
+        """Keep the saved state of the data set for the next ``read``, if that starts at ``at``.
+
+        See ``BatchReader.load``.
+
+        Raises:
+            CheckpointError: the number of loader processes differs from the saved run's.
+        """
         saved = state.get(_PROCESSES, 1) if isinstance(state, Mapping) else 1
         if saved != max(self._prefetch.workers, 1):
             raise CheckpointError(
@@ -140,13 +151,13 @@ class ReplicatedStream:
         self._loaded = at, state
 
     def describe(self) -> Mapping[str, str]:
-        """See ``BatchReader.describe``."""
+        """Return lines for the run's header, label → text, about the order and the loader processes."""
         workers = self._prefetch.workers
         lines = {"order": "that of the stream, which every device reads whole; nothing is shuffled"}
         return lines | ({"data workers": f"{workers} a device, over which the data set divides"} if workers > 1 else {})
 
     def close(self) -> None:
-        """Nothing is open between epochs."""
+        """Do nothing: loader processes and cursors of a stream end with each ``read``."""
 
 
 class ShardedStream:
@@ -168,7 +179,11 @@ class ShardedStream:
         self._replicas, self._stages = comms.replica, comms.model
 
     def read(self, epoch: int, start: int) -> Iterator[RankBatch]:
-        """See ``BatchReader.read``. Collective: an all-gather over the data ranks in every step.
+        """Read this rank's own stream of an epoch, and yield its part of each global batch from batch ``start`` on.
+
+        Collective: an all-gather of sample counts over the data ranks in every step, and a comparison of samples over
+        the ranks of one replica. A rank whose stream has ended yields parts without samples until all have. See
+        ``BatchReader.read``.
 
         Raises:
             MismatchError: the ranks of one replica read different samples.
@@ -211,11 +226,15 @@ class ShardedStream:
         self._stages.agree(lines, "the samples of one replica", "give the stages of one replica the same stream")
 
     def state(self) -> Any:
-        """Return the number of streams, which a resumed run must have too."""
+        """Return the number of data ranks, ``{"streams": …}``: a resumed run must have as many."""
         return {"streams": self._contract.ranks}
 
     def load(self, at: Position, state: Any) -> None:
-        """Raise CheckpointError if the number of data ranks has changed."""
+        """Check that the run has as many data ranks as the saved one; ``at`` has no effect here.
+
+        Raises:
+            CheckpointError: the number of data ranks has changed.
+        """
         saved = state["streams"] if isinstance(state, Mapping) else None
         if saved != self._contract.ranks:
             raise CheckpointError(
@@ -225,14 +244,14 @@ class ShardedStream:
             )
 
     def describe(self) -> Mapping[str, str]:
-        """Describe, for the run's header, how results and resuming depend on the number of devices."""
+        """Return lines for the run's header, label → text: how results and resuming depend on the number of devices."""
         return {
             "order": "each device reads a stream of its own: batches, and with them the result, depend on the devices",
             "resume": f"on {self._contract.ranks} data ranks only",
         }
 
     def close(self) -> None:
-        """Nothing is open between epochs."""
+        """Do nothing: a cursor of a stream ends with each ``read``."""
 
 
 def compare_samples(ranks: Communicator, batches: int, batch: StreamBatch) -> None:

@@ -67,7 +67,12 @@ class WindowSource:
         return len(self._inputs)
 
     def fetch(self, indices: NDArray[np.int64], augment: AugmentKey | None) -> tuple[Tensor, Tensor]:
-        """Return characters and the next character of each, both (samples, block) int64. Nothing is random."""
+        """Return windows of the text as (characters, next character of each), both int64 (samples, block).
+
+        Args:
+            indices: int64 (samples,), numbers of the windows.
+            augment: has no effect, as nothing is random.
+        """
         import torch
 
         picked = (part[indices].astype(np.int64) for part in (self._inputs, self._targets))
@@ -112,9 +117,14 @@ def read_text(data: str | None) -> Text:
 
 
 def encode_characters(text: str, name: str) -> Text:
-    """Encode each character as its index in the sorted vocabulary of ``text``.
+    """Encode each character of a text as its index in the text's sorted vocabulary.
 
-    Raises DataError for more than 65,536 distinct characters.
+    Args:
+        text: the text.
+        name: its name, for messages.
+
+    Raises:
+        DataError: more than 65,536 distinct characters.
 
     >>> encode_characters("banana", "fruit")
     Text(codes=array([1, 0, 2, 0, 2, 0], dtype=uint16), vocabulary='abn', name='fruit')

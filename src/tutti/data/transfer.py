@@ -34,8 +34,10 @@ class Transfer:
         self._stream = torch.Stream(device)
 
     def parts(self, parts: Iterator[RankBatch], placed: Callable[[RankBatch], RankBatch]) -> Iterator[RankBatch]:
-        """Yield ``parts`` on the device, ready for its current stream; each copy starts before its
-        predecessor is yielded.
+        """Copy a rank's batches to the device, each while the step before it computes, and yield them.
+
+        The copy runs on a stream of its own and starts before the preceding batch is yielded; the device's current
+        stream waits for it, not the host.
 
         Args:
             parts: the rank's batches, as they are read.
@@ -62,10 +64,14 @@ class Transfer:
 
 
 def make_transfer(device: torch.device, data: object) -> Transfer | None:
-    """Return the transfer that copies batches of ``data`` ahead, or None to copy each as it is read.
+    """Make the ``Transfer`` that copies batches to the device ahead of their steps, or None to copy each as it is read.
 
     None on the CPU; for streams, as reading ahead would move their data position ahead of the step; and for batches of
     a script's own function, whose objects do not say which stream uses their memory.
+
+    Args:
+        device: the device of this rank.
+        data: the source or stream of the batches.
     """
     return Transfer(device) if pins_memory(device) and not isinstance(data, Stream | CollatedSource) else None
 
