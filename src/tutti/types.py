@@ -61,7 +61,10 @@ class MicroBatch:
 
     @property
     def share(self) -> float:
-        """Factor on this micro-batch's mean loss in backward."""
+        """Factor on this micro-batch's mean loss in backward: its part of the global batch, times the loss scale.
+
+        For a ``whole`` micro-batch it is the loss scale alone.
+        """
         return self.weight if self.whole else self.samples * self.weight
 
 
@@ -106,7 +109,14 @@ class ShardSpec:
     rows: tuple[int, int] | None = None
 
     def regions(self, local: Sequence[int]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-        """Return (offset, shape) in the global tensor of each contiguous block of rows of a tensor of shape ``local``.
+        """Return the position in the global tensor of each contiguous part of this rank's local tensor.
+
+        Args:
+            local: shape of the local tensor that has this spec.
+
+        Returns:
+            (offset, shape) of each part, in the order of the local rows: one for each of ``blocks`` that the rows
+            touch.
 
         >>> ShardSpec((12, 5), (2, 0), blocks=3).regions((6, 5))
         [((2, 0), (2, 5)), ((6, 0), (2, 5)), ((10, 0), (2, 5))]
@@ -126,7 +136,12 @@ class ShardSpec:
         return found
 
     def cut(self, local: Sequence[int], begin: int) -> ShardSpec:
-        """Return the spec of the rows from ``begin`` on of a local tensor of shape ``local`` that has this spec."""
+        """Return the spec of a part of a local tensor along its first dimension, where the tensor has this spec.
+
+        Args:
+            local: shape of the local tensor.
+            begin: first row of the part, an index in the local tensor.
+        """
         if self.blocks > 1:
             return replace(self, rows=(begin, local[0]))
         return replace(self, offset=(self.offset[0] + begin, *self.offset[1:]))
@@ -283,17 +298,29 @@ class FullTensorGatherer(Protocol):
     """
 
     def gather(self, parameter: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return the full tensors of which ``tensors`` are this rank's slices; as given where nothing is split.
+        """Gather full tensors, such as gradients or momenta of a parameter, from the slices that the ranks hold.
 
-        Collective: an all-gather or all-reduce of full tensors.
+        Collective: an all-gather or all-reduce of full tensors; every rank calls it for the same parameters in the same
+        order.
 
         Args:
-            parameter: the parameter as which ``tensors`` are split.
+            parameter: the parameter; ``tensors`` are split over ranks in the same way.
             tensors: this rank's slices, each of the parameter's local shape.
+
+        Returns:
+            One full tensor for each of ``tensors``; where the parameter is not split, ``tensors`` as they are.
         """
 
     def mine(self, parameter: Tensor, whole: Tensor) -> Tensor:
-        """Return this rank's slice of ``whole``, a tensor of the full shape of ``parameter``. Not collective."""
+        """Cut this rank's slice out of a full tensor. Not collective.
+
+        Args:
+            parameter: the parameter as which the tensor is to be split.
+            whole: a tensor of the parameter's full shape.
+
+        Returns:
+            The slice, of the parameter's local shape.
+        """
 
 
 @dataclass(frozen=True)
@@ -337,7 +364,10 @@ class RunContext:
 
     @property
     def begins_worker(self) -> bool:
-        """Whether this rank has the first micro-batches of its workers; False for later ranks of a shared worker."""
+        """Whether this rank runs the first micro-batches of its logical workers.
+
+        False only where several data ranks share a worker (R > N), on all of them but the first.
+        """
         return self.sharers is None or self.sharers.start == self.comms.replica.rank
 
 
@@ -345,16 +375,19 @@ class GradientReadyHook(Protocol):
     """Receives a replica's gradients as backward produces them."""
 
     def prepare_for_backward(self, part: LossSums | None) -> None:
-        """Announce the backward of a worker's last micro-batch; called before it.
+        """Announce the backward of a worker's last micro-batch, so that ``gradient_ready`` can start communication.
+
+        The replica calls it right before that backward.
 
         Args:
             part: the worker's loss sums; None where this rank does not know them.
         """
 
     def gradient_ready(self, parameter: Tensor) -> None:
-        """Take note that ``parameter.grad`` holds the sum over the worker's micro-batches so far.
+        """Take note that autograd has accumulated a gradient into ``parameter.grad``.
 
-        The signature is that of a hook of ``register_post_accumulate_grad_hook``.
+        It is the sum over the worker's micro-batches so far. May start the reduction of a bucket of gradients. The
+        signature is that of a hook of ``register_post_accumulate_grad_hook``.
         """
 
 
@@ -395,16 +428,23 @@ class ReplicaRunner(Protocol):
     split_backwards: Sequence[Any]
 
     def connect(self, grad_hook: GradientReadyHook) -> None:
-        """Call ``grad_hook.gradient_ready`` for every gradient that autograd accumulates from now on."""
+        """Have ``grad_hook.gradient_ready(parameter)`` called whenever autograd accumulates a gradient, from now on."""
 
     def replaced(self, by: Mapping[nn.Parameter, nn.Parameter]) -> None:
-        """Take note that the parts now compute with ``by[parameter]`` in place of ``parameter``."""
+        """Take note that this rank's modules now hold other parameter objects, as after sharding the optimizer state.
+
+        Args:
+            by: for each parameter that was replaced, the new one.
+        """
 
     def run(self, micro_batches: Sequence[MicroBatch], loss: LossFn, grad_hook: GradientReadyHook | None) -> LossSums:
         """Run one worker's micro-batches in order, forward and, with a gradient-ready hook, backward.
 
+        Collective over the ranks of the replica if it spans several (stages, tensor slices) or gathers shards in a
+        forward.
+
         Args:
-            micro_batches: of one worker.
+            micro_batches: this rank's micro-batches of one logical worker.
             loss: the loss function.
             grad_hook: gradient-ready hook; None for forward alone.
 
@@ -413,14 +453,21 @@ class ReplicaRunner(Protocol):
         """
 
     def evaluating(self, values: Mapping[str, Tensor]) -> AbstractContextManager[None]:
-        """Within the block the parts hold ``values``, are in eval mode and autograd is off."""
+        """Within the block the modules hold other values, are in eval mode, and autograd is off.
+
+        Args:
+            values: parameters and buffers by their name in the plain model.
+        """
 
 
 class CustomLoopRunner(ReplicaRunner, Protocol):
     """A replica whose forward a custom training loop may call: it is a single module."""
 
     def begin(self, micro_batch: MicroBatch) -> None:
-        """Enter the RNG streams of a micro-batch."""
+        """Seed the random generators for a micro-batch, before the script's loop body runs on it.
+
+        The seed is ``micro_batch.key``, so that draws such as dropout do not depend on the rank.
+        """
 
     def backward(
         self,
@@ -430,14 +477,14 @@ class CustomLoopRunner(ReplicaRunner, Protocol):
         grad_hook: GradientReadyHook,
         retain_graph: bool = False,
     ) -> LossSums:
-        """Run the backward of one micro-batch.
+        """Run the backward of one micro-batch on the loss that the script computed; ``.grad`` accumulates.
 
         Args:
-            result: the loss function's result.
+            result: the loss, in one of the forms that a loss function may return.
             micro_batch: the micro-batch of the last ``begin``.
             before: the worker's loss sums of its earlier micro-batches; None at its first.
-            grad_hook: gradient-ready hook.
-            retain_graph: as in PyTorch.
+            grad_hook: gradient-ready hook, which is told of each gradient.
+            retain_graph: keep the graph for another backward, as in PyTorch.
 
         Returns:
             The worker's loss sums including this micro-batch; a dummy micro-batch adds zero.
@@ -448,23 +495,41 @@ class ModelLayout(Protocol):
     """Answers *where does one replica live?*"""
 
     def build(self, plain: nn.Module) -> ReplicaRunner:
-        """Return this rank's part of the replica, built from the plain model."""
+        """Split a model over ranks, and return this rank's part of it, which runs forward and backward.
+
+        Args:
+            plain: the script's model, with all parameters; the same on every rank.
+        """
 
 
 class SavedState(Protocol):
     """Read access to the tensors of a checkpoint, for ``GradientSync.load``."""
 
     def names(self, group: str) -> Collection[str]:
-        """Return the tensors' names in a group (``model``, ``ema``, ``optim``, ``workers``); none if it is missing."""
+        """Return the names of the saved tensors of a group; none if the checkpoint does not have it.
+
+        Args:
+            group: ``model``, ``ema`` (average of the weights), ``optim`` or ``workers`` (state of each logical worker).
+        """
 
     def get(self, group: str, name: str) -> Tensor:
-        """Return one full tensor, on the CPU."""
+        """Read one saved tensor in full; it is on the CPU.
+
+        Args:
+            group: ``model``, ``ema``, ``optim`` or ``workers``.
+            name: the tensor's name.
+        """
 
     def shape(self, group: str, name: str) -> tuple[int, ...]:
-        """Return the global shape of one tensor."""
+        """Return the full shape of one saved tensor, without reading the tensor.
+
+        Args:
+            group: ``model``, ``ema``, ``optim`` or ``workers``.
+            name: the tensor's name.
+        """
 
     def part(self, group: str, name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
-        """Return a region of one tensor, on the CPU.
+        """Read a rectangular region of one saved tensor; it is on the CPU.
 
         Args:
             group: group of the tensor: ``model``, ``ema``, ``optim`` or ``workers``.
@@ -480,22 +545,38 @@ class Average(Protocol):
     updates: int
 
     def update(self) -> None:
-        """Add the parameters after an update to the average."""
+        """Update the average with the present parameters; call it after each optimizer update."""
 
     def adopt(self, names: Collection[str]) -> None:
-        """Average the parameters of these names, too, which the script has thawed. Raises UsageError if it cannot."""
+        """Average further parameters from now on, whose ``requires_grad`` the script has set to True.
+
+        Args:
+            names: their names in the plain model.
+
+        Raises:
+            UsageError: the strategy cannot average them.
+        """
 
     def within(self, merged: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return ``merged`` with the average in place of its trained parameters; buffers stay."""
+        """Return the merged model's tensors with the average in place of each trained parameter; buffers stay.
+
+        Args:
+            merged: this rank's parameters and buffers by name, from ``GradientSync.merged``.
+        """
 
     def state(self) -> Mapping[str, Mapping[str, Tensor | TensorSlice]]:
-        """Return this rank's tensors of the average for a checkpoint, by group; all ranks' together are the full state.
+        """Return this rank's tensors of the average for a checkpoint, by group (``ema``) and name.
 
-        The counterpart of ``GradientSync.state``.
+        The tensors of all ranks together are the full state, as of ``GradientSync.state``.
         """
 
     def load(self, saved: SavedState, updates: int) -> None:
-        """Restore the average of ``updates`` updates from ``saved``, or start at its weights if it has no average."""
+        """Restore the average from a checkpoint; if that has none, start it at the checkpoint's weights.
+
+        Args:
+            saved: the checkpoint's tensors.
+            updates: number of updates of the saved average.
+        """
 
 
 class GradientSync(Protocol):
@@ -507,58 +588,106 @@ class GradientSync(Protocol):
     optimizers: Sequence[Optimizer]
 
     def attach(self, replica: ReplicaRunner, make_optimizer: OptimizerFactory) -> GradientReadyHook:
-        """Take over the replica and build the optimizer.
+        """Take over this rank's part of the model, build the optimizer, and make all ranks start from one state.
 
-        Collective: verifies that all ranks hold the same model, and broadcasts data rank 0's state.
+        Collective: verifies that all ranks hold the same model, and broadcasts data rank 0's parameters and buffers.
+
+        Args:
+            replica: this rank's part of the model.
+            make_optimizer: builds the optimizer over named parameters; it may be called several times.
 
         Returns:
             The gradient-ready hook to run the replica with.
         """
 
     def begin_worker(self, worker: int, step_context: StepContext) -> None:
-        """Load the state of ``worker``: its buffers, and its parameters where workers differ."""
+        """Load a logical worker's state into the model before its micro-batches run.
+
+        It is the worker's buffers, such as batch-norm statistics, and its parameters where workers differ (local SGD).
+
+        Args:
+            worker: number of the worker, one of this rank's.
+            step_context: facts of the step.
+        """
 
     def end_worker(self, worker: int, part: LossSums | None) -> None:
-        """Take over the gradients and loss sums of ``worker`` (None: it had no samples), or make its inner update."""
+        """Take over a logical worker's gradients and loss sums after its last micro-batch of the step.
+
+        Where workers train parameters of their own (local SGD), this makes the worker's update instead.
+
+        Args:
+            worker: number of the worker.
+            part: its loss sums in this step; None if it had no samples.
+        """
 
     def reduce_gradients(self, step_context: StepContext) -> StepStats:
-        """Complete the reduction of this step's gradients and loss sums. Collective but with asynchronous servers."""
+        """Complete the reduction of this step's gradients over ranks; return the reduced loss and metrics.
+
+        Call it after the last ``end_worker`` of the step. Collective, except with asynchronous servers.
+        """
 
     def optimizer_step(self, stats: StepStats, step_context: StepContext) -> UpdateResult:
-        """Write the parameters, or skip where the gradient is not finite."""
+        """Make the update of the parameters from the reduced gradients, or skip it where a gradient is not finite.
+
+        Args:
+            stats: the result of ``reduce_gradients``.
+            step_context: facts of the step, such as the factor on the learning rate.
+
+        Returns:
+            The number of updates made, and whether it was skipped.
+        """
 
     def clear(self) -> None:
-        """Forget this step's gradients."""
+        """Clear this step's gradients, so that the next step starts from none."""
 
     def merged(self) -> dict[str, Tensor]:
-        """Return this rank's parameters and buffers as *one* model, merged over workers in worker order. Collective."""
+        """Return this rank's parameters and buffers as *one* model, by name, merged over workers in worker order.
+
+        Collective. Parameters that are split over ranks are this rank's slices.
+        """
 
     def replicated(self) -> Mapping[str, Tensor] | None:
-        """Return the tensors of which every rank with the same slice holds a bit-identical copy; None for no copies.
+        """Return the tensors, by name, that must be bit-identical on several ranks; None where ranks hold no copies.
 
-        Names in ``ReplicaRunner.specs`` are slices according to their spec; tensors of other names are full.
+        Names in ``ReplicaRunner.specs`` are slices according to their spec, equal on every rank with the same slice;
+        tensors of other names are full.
         """
 
     def state(self) -> Mapping[str, Mapping[str, Tensor | TensorSlice]]:
-        """Return this rank's tensors for a checkpoint, by group; all ranks' together are the full state. Collective.
+        """Return this rank's tensors for a checkpoint, by group and name; all ranks' together are the full state.
 
-        Groups ``model`` and ``optim`` do not depend on the strategy; ``workers`` holds each worker's own state.
+        Collective. Groups ``model`` and ``optim`` do not depend on the strategy; ``workers`` holds each worker's own
+        state.
         """
 
     def load(self, saved: SavedState) -> None:
-        """Restore from ``saved``; state missing from the group ``workers`` is taken from the merged model."""
+        """Restore parameters, buffers and optimizer state of this rank from a checkpoint.
+
+        State that is missing from the group ``workers`` is taken from the merged model in ``model``.
+
+        Args:
+            saved: the checkpoint's tensors, of which this rank reads its slices.
+        """
 
     def own_gradients(self) -> OwnGradients:
-        """Return this rank's gradients before the reduction. Raises UsageError where workers make updates alone."""
+        """Return this rank's gradients before their reduction over ranks, to measure the gradient noise scale.
+
+        Raises:
+            UsageError: workers make updates by themselves, so that there is no gradient of one global batch.
+        """
 
     def facts(self) -> Mapping[str, Any]:
-        """Return this strategy's entries of ``summary.json``, on rank 0. Not collective."""
+        """Return this strategy's entries of ``summary.json`` by key, on rank 0; empty without any. Not collective."""
 
     def adopt(self, optimizer: Optimizer) -> None:
-        """Take over parameters that the script has added to ``optimizer``."""
+        """Include the parameters of groups that the script has added to ``optimizer`` since it was given.
+
+        Args:
+            optimizer: one of the script's optimizers.
+        """
 
     def reattach(self, names: Sequence[str], late: bool = False) -> None:
-        """Train these parameters from now on. Collective.
+        """Begin to train parameters that were frozen: reduce their gradients and update them from now on. Collective.
 
         Args:
             names: parameters whose ``requires_grad`` the script has set to True since the last look.
@@ -588,62 +717,105 @@ class CustomLoopSync(GradientSync, Protocol):
     accumulated: bool
 
     def begin_custom_loop(self) -> None:
-        """Make complete gradients visible in ``.grad`` from now on. Collective, before the first step."""
+        """Switch to custom training loops: make complete gradients visible in ``.grad`` from now on.
+
+        Collective; called once, before the first step. Shards of gradients stay with the optimizer's shards.
+        """
 
     def named_trained(self) -> Sequence[tuple[str, nn.Parameter]]:
-        """Return the trainable parameters by name, as the script's model has them."""
+        """Return the trainable parameters with their names, as the script's model has them.
+
+        With shards these are full parameters or DTensors, not the rows that the optimizer updates.
+        """
 
     def script_parameters(self) -> Sequence[nn.Parameter]:
-        """Return the parameters of ``named_trained``."""
+        """Return the trainable parameters as the script's model has them, in the order of ``named_trained``."""
 
     def script_parameters_of(self, optimizer: Optimizer) -> list[nn.Parameter]:
-        """Return the parameters of ``script_parameters`` that ``optimizer``, one of the script's, updates."""
+        """Return the parameters of ``script_parameters`` that one of the script's optimizers updates.
+
+        Args:
+            optimizer: the optimizer, which may hold shards in place of these parameters.
+        """
 
     def pop_gradients(self) -> dict[nn.Parameter, Tensor]:
-        """Remove and return complete gradients that the script has not cleared, by the optimizer's parameters.
+        """Set aside the gradients of earlier reductions that the script has not cleared, before the next backward.
 
-        ``.grad`` is None afterwards.
+        ``.grad`` is None afterwards; ``add_gradients`` adds them back.
+
+        Returns:
+            The complete gradients, by parameter as the optimizer has it.
         """
 
     def add_gradients(self, held: Mapping[nn.Parameter, Tensor]) -> None:
-        """Add ``held`` to the gradients just reduced, and show the sum in ``.grad``, or make reading it raise."""
+        """Add gradients from ``pop_gradients`` to those just reduced, and show the sums in ``.grad``.
 
-    def trained_tensors(self) -> list[Tensor]:
-        """Return this rank's tensors of the trained parameters."""
-
-    def pop_reached(self) -> list[bool]:
-        """Return and reset which parameters backward has reached, where backward itself reduces gradients (FSDP2)."""
-
-    def mark_reached(self, used: Sequence[bool]) -> None:
-        """Mark these parameters as reached in the coming reduction."""
-
-    def apply_clearing(self) -> None:
-        """Clear gradients that the script has cleared on unsharded parameters (FSDP2, after a forward)."""
-
-    def show_gradients(self) -> None:
-        """Set the ``.grad`` of unsharded parameters so that ``apply_clearing`` knows what the script clears (FSDP2)."""
-
-    def apply_edits(self) -> None:
-        """Make the update use the gradients as the script sees them in ``.grad`` now."""
-
-    def on_zero_grad(self, optimizer: Optimizer, set_to_none: bool) -> None:
-        """Clear the gradients that the script sees, after ``optimizer.zero_grad()`` has cleared the optimizer's.
+        Where the script must not read gradients of shards, reading ``.grad`` raises instead.
 
         Args:
-            optimizer: the script's.
-            set_to_none: as ``zero_grad`` takes it: None, else zeros in place.
+            held: gradients of earlier reductions, by parameter as the optimizer has it; may be empty.
+        """
+
+    def trained_tensors(self) -> list[Tensor]:
+        """Return the trained parameters as this rank stores them: full tensors, slices or shards."""
+
+    def pop_reached(self) -> list[bool]:
+        """Return which parameters a backward has reached since the last call, and reset the record.
+
+        For strategies whose backward itself reduces gradients (FSDP2); empty for others.
+
+        Returns:
+            One flag a parameter, in an order that ``mark_reached`` knows.
+        """
+
+    def mark_reached(self, used: Sequence[bool]) -> None:
+        """Treat parameters as reached by backward in the coming reduction, as by earlier micro-batches.
+
+        Args:
+            used: flags from ``pop_reached``.
+        """
+
+    def apply_clearing(self) -> None:
+        """Carry over to the shards that the script has cleared ``.grad`` of full parameters since the last step.
+
+        FSDP2 calls for it after a forward; other strategies do nothing.
+        """
+
+    def show_gradients(self) -> None:
+        """Set ``.grad`` of full parameters, so that ``apply_clearing`` can see whether the script clears it.
+
+        FSDP2 alone needs it; other strategies do nothing.
+        """
+
+    def apply_edits(self) -> None:
+        """Copy edits of ``.grad`` by the script, such as clipping, into the gradients that the update uses."""
+
+    def on_zero_grad(self, optimizer: Optimizer, set_to_none: bool) -> None:
+        """Clear the gradients that the script sees, after ``optimizer.zero_grad()`` has cleared those of the optimizer.
+
+        Args:
+            optimizer: one of the script's optimizers.
+            set_to_none: argument of ``zero_grad``: True sets ``.grad`` to None, False to zeros in place.
         """
 
     def norm_of(self, members: Sequence[nn.Parameter], step_context: StepContext) -> float:
-        """Return the norm of the complete gradients of these parameters. Collective where gradients are split."""
-
-    def stepping(self, index: int | None, members: Sequence[nn.Parameter]) -> AbstractContextManager[None]:
-        """Within the block ``optimizer_step`` steps one of several optimizers alone.
+        """Return the 2-norm of the complete gradients of some parameters. Collective where they are split.
 
         Args:
-            index: its index; None for all optimizers.
-            members: its parameters.
+            members: parameters, as the script's model has them.
+            step_context: facts of the step.
+        """
+
+    def stepping(self, index: int | None, members: Sequence[nn.Parameter]) -> AbstractContextManager[None]:
+        """Within the block ``optimizer_step`` updates the parameters of one of the script's optimizers alone.
+
+        Args:
+            index: the optimizer's index in the order of ``tutti.prepare``; None for all optimizers.
+            members: its parameters, as the script's model has them.
         """
 
     def steps_whole(self, optimizer: Optimizer) -> bool:
-        """Return whether the script's ``optimizer`` itself updates its full parameters on this rank."""
+        """Return whether the script's ``optimizer`` itself updates full parameters on this rank.
+
+        Only then can its ``step`` call a closure (LBFGS); False where shards, servers or another rank make the update.
+        """
