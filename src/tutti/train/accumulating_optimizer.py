@@ -17,10 +17,12 @@ if TYPE_CHECKING:
 
 
 def accumulate_steps(optimizer: Optimizer, run: Run, choice: Choice, index: int = 0) -> None:
-    """Make ``optimizer.step()`` act once a global batch.
+    """Wrap the methods of a script's optimizer, so that ``step`` makes one update for each global batch.
 
-    The script calls its own optimizer, so that its methods are wrapped, as PyTorch's schedulers wrap ``step``.
-    Its class stays.
+    In a custom training loop a rank may run the loop's body for several micro-batches. ``step()`` then does nothing but
+    in the last of them. ``zero_grad`` also clears the gradients that the script sees, and ``state_dict``,
+    ``load_state_dict`` and copies raise UsageError where this rank does not hold all optimizer state. The methods are
+    wrapped on the instance, as PyTorch's schedulers wrap ``step``; its class stays.
 
     Args:
         optimizer: one of the script's optimizers, which gets these methods as attributes.

@@ -31,7 +31,9 @@ def batch_size_schedule(
     lr_rule: NoRule,
     noise: Multiplicative | None,
 ) -> Epochs:
-    """Return the batch contracts of all epochs. Rank 0 warns if the batches that batch norm normalises over grow.
+    """Return the global batch size of every epoch, with its division over workers and ranks (the batch contract).
+
+    Rank 0 warns if the batches that batch norm normalises over grow.
 
     Args:
         contract: contract of the first epoch.
@@ -82,7 +84,7 @@ def model_warnings(epochs: Epochs, model: nn.Module, batch_norm: BatchNormConfig
 
 
 def plan_warnings(epochs: Epochs, config: TrainConfig, total: int | None) -> Iterator[str]:
-    """Yield warnings if the run ends before the batch grows, or its schedule also lowers the learning rate.
+    """Yield texts of warnings if the run ends before the batch grows, or its schedule also lowers the learning rate.
 
     Args:
         epochs: batch contracts of all epochs.

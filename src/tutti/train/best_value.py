@@ -36,5 +36,5 @@ class BestValue:
         return better
 
     def exhausted(self, patience: int) -> bool:
-        """Return whether the last ``patience`` values were not better."""
+        """Return whether none of the last ``patience`` values was better than the best before them."""
         return self.stale >= patience

@@ -49,21 +49,27 @@ class BodyComparison:
         self._hooked = False
 
     def begin_batch(self) -> None:
-        """Begin a global batch."""
+        """Forget the calls of the last global batch, before the loop's body first runs for a new one."""
         self._first = None
 
     def begin_body(self, final: bool) -> None:
-        """Begin a body; ``final``: whether it is this rank's last in the global batch."""
+        """Begin to record the calls of the script's loop body, which runs once for each of this rank's micro-batches.
+
+        Args:
+            final: whether this is the rank's last micro-batch in the global batch.
+        """
         self._final, self._events, self._at_forward, self._hooks_at_forward = final, [], None, None
         if self.several:
             self._written = self._values()
             self._watch_forward()
 
     def end_body(self) -> None:
-        """End a body.
+        """Compare the calls of the loop's body that has just run with those of its first run in this global batch.
+
+        Does nothing where the rank has one micro-batch.
 
         Raises:
-            UsageError: its calls differ from those of the first body, or it has registered a gradient hook too late.
+            UsageError: the calls differ, or the body has registered a gradient hook after its forward.
         """
         if not self.several:
             return
@@ -81,15 +87,19 @@ class BodyComparison:
             self.refuse_different()
 
     def end_batch(self) -> None:
-        """End a global batch."""
+        """Count a global batch after its last body; parameters are compared by value in the first few only."""
         self._batches += 1
 
     def note(self, kind: str, index: int) -> None:
-        """Record a call of the body. Raises UsageError for calls that several micro-batches a rank do not allow.
+        """Record that the loop's body has made a call on gradients or an optimizer.
 
         Args:
             kind: "backward", "gradients" (computed without ``run.backward``) or "step".
             index: the optimizer's index for "step"; -1 for all; else 0.
+
+        Raises:
+            UsageError: the call is undefined with several micro-batches a rank, such as a second update in one body, or
+                differs from that of the first body at this place.
         """
         if self.several:
             if kind == "step" and _is_called_by(torch.amp.GradScaler.step):
@@ -119,7 +129,7 @@ class BodyComparison:
         self._at_forward = None
 
     def refuse_different(self) -> NoReturn:
-        """Raise UsageError: the bodies of this global batch differ."""
+        """Raise UsageError: the loop's body made different calls for the micro-batches of one global batch."""
         raise UsageError(
             "the loop's body did not do the same for each micro-batch of one global batch",
             where=f"step {self._run.clock + 1}",
@@ -149,7 +159,11 @@ class BodyComparison:
         return [len(getattr(p, GRADIENT_HOOK_ATTRIBUTES[0]) or ()) for _, p in parameters(self._run.replica.parts)]
 
     def retrained(self) -> None:
-        """Accept parameters frozen or thawed in this body. Raises UsageError if its forward had begun."""
+        """Accept that the script has changed ``requires_grad`` of parameters in the loop's body that runs now.
+
+        Raises:
+            UsageError: the body's forward had begun before.
+        """
         if self.several and self._at_forward is not None and self._at_forward != self._trained():
             self.refuse_different()
         self._written = self._values()

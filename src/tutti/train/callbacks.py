@@ -53,11 +53,18 @@ class Callbacks:
         self._inside = self._begun = False
 
     def names(self) -> list[str]:
-        """Return the callbacks' names, which must agree over ranks."""
+        """Return each callback's name with the ranks that call it, in order; they must be equal on all ranks."""
         return [f"{_name(each)} on {_ranks(each)}" for each in self.own]
 
     def stop(self, reason: str) -> None:
-        """Ask for the end of training after the event under way. Raises UsageError outside of a callback."""
+        """Ask for the end of training on all ranks once the event under way is over; only a callback may ask.
+
+        Args:
+            reason: text for ``reason``; the first one given counts.
+
+        Raises:
+            UsageError: no callback is being called.
+        """
         if not self._inside:
             raise UsageError("run.stop outside of a callback", remedy="leave the loop with break, on every rank")
         self._asked = self._asked or reason or "no reason given"
@@ -67,19 +74,25 @@ class Callbacks:
         return self.reason is not None
 
     def handles(self, event: str) -> bool:
-        """Return whether a callback has a method of the event."""
+        """Return whether a callback has a method for the event, one of ``EVENTS``."""
         return any(_handler(each, event) is not None for each in self.own)
 
     def begin(self, run: Run) -> None:
-        """Call ``on_train_begin`` before the first epoch. Collective."""
+        """Call ``on_train_begin`` of the callbacks, in the first call of this method only. Collective as ``call``."""
         if not self._begun:
             self._begun = True
             self.call("on_train_begin", run)
 
     def call(self, event: str, run: Run, *arguments: Any) -> None:
-        """Call the callbacks of an event. Collective if there are any: an all-gather of the reasons to stop.
+        """Call the callbacks of an event in their order, on the ranks that they are for.
 
-        An exception of a callback is raised on, with a note that names it.
+        Collective if there are any: an all-gather of the reasons to stop. A callback that returns True or a text stops
+        training. An exception of a callback is raised on, with a note that names it.
+
+        Args:
+            event: name of the method, one of ``EVENTS``.
+            run: the run, the method's first argument.
+            arguments: its other arguments.
         """
         handlers = [(each, handler) for each in self.own if (handler := _handler(each, event)) is not None]
         if not handlers:
@@ -104,7 +117,14 @@ class Callbacks:
         self.reason = self.reason or next(filter(None, reasons), None)
 
     def evaluated(self, run: Run, evaluation: Evaluation) -> None:
-        """Call ``on_evaluation`` with rank 0's values. Collective."""
+        """Call ``on_evaluation`` of the callbacks with the result of an evaluation, the same on every rank.
+
+        Collective if a callback has the method: rank 0's loss and metrics are broadcast first.
+
+        Args:
+            run: the run.
+            evaluation: this rank's result, which may differ from rank 0's in the last bit.
+        """
         if not self.handles("on_evaluation"):
             return
         # Sums in another order may differ in the last bit between ranks of one replica: one rank decides.
@@ -113,26 +133,41 @@ class Callbacks:
         self.call("on_evaluation", run, replace(evaluation, loss=loss, metrics=metrics))
 
     def facts(self) -> list[Any]:
-        """Return the callbacks' states as JSON values for a checkpoint; None for a callback without one."""
+        """Return each callback's ``state_dict()`` as a JSON value for a checkpoint; None for one without it."""
         return [_state(each) for each in self.own]
 
     def saved(self) -> dict[str, Any]:
-        """Return the entries of a checkpoint: states, names, and why a callback has stopped training."""
+        """Return the callbacks' entries of a checkpoint's manifest; empty without callbacks.
+
+        Keys: ``callbacks`` (their states), ``callback_names``, and ``stopped`` (why a callback has stopped training, or
+        None).
+        """
         if not self.own:
             return {}
         return {"callbacks": self.facts(), "callback_names": self.names(), "stopped": self.reason}
 
     def load_run(self, saved: Mapping[str, Any]) -> None:
-        """Load ``saved`` of a checkpoint of ``tutti train``; a run that a callback had stopped remains stopped.
+        """Load the callbacks' states from a checkpoint of ``tutti train``; a stopped run remains stopped.
 
-        Raises CheckpointError as ``load``.
+        Args:
+            saved: the checkpoint's facts, with the keys of ``saved()``.
+
+        Raises:
+            CheckpointError: the checkpoint was saved with other callbacks.
         """
         self.load(saved)
         reason = saved.get("stopped") if self.own else None
         self.reason = None if reason is None else str(reason)
 
     def load(self, saved: Mapping[str, Any]) -> None:
-        """Load the states of a checkpoint's facts. Raises CheckpointError if they are of other callbacks."""
+        """Load the callbacks' states from a checkpoint's facts; nothing if it has none.
+
+        Args:
+            saved: the facts, with the keys ``callbacks`` and ``callback_names``.
+
+        Raises:
+            CheckpointError: the checkpoint was saved with other callbacks.
+        """
         states, names = saved.get("callbacks", []), saved.get("callback_names", [])
         if not states:
             return
@@ -241,7 +276,11 @@ class EarlyStopping(_Follower):
         self.patience = patience
 
     def on_evaluation(self, run: Run, evaluation: Evaluation) -> None:
-        """Count the evaluation, and stop the run when patience is exhausted."""
+        """Compare the evaluation's metric with the best so far, and stop the run when ``patience`` is exhausted.
+
+        Raises:
+            UsageError: the evaluation does not report the metric.
+        """
         self.better(evaluation)
         if self.values.exhausted(self.patience):
             run.stop(f"no better {self.values.metric.name} in {self.values.stale} evaluations")
@@ -265,6 +304,10 @@ class BestModel(_Follower):
         self.path: Path | None = None
 
     def on_evaluation(self, run: Run, evaluation: Evaluation) -> None:
-        """Save the run if the evaluation is the best. Collective."""
+        """Save a checkpoint if the evaluation's metric is the best so far. Collective then, as ``Run.save``.
+
+        Raises:
+            UsageError: the evaluation does not report the metric.
+        """
         if self.better(evaluation):
             self.path = run.save(self.folder, keep=1)

@@ -86,7 +86,15 @@ class CustomLoop:
     # --- the micro-batches -----------------------------------------------------------------------------------------
 
     def microbatches(self, number: int, start: int | None = None) -> Iterator[Batch]:
-        """See ``Run.microbatches``."""
+        """Iterate over the micro-batches of this rank in an epoch; the script's loop body runs on each.
+
+        If this rank has no sample in a global batch, a dummy micro-batch of weight 0 stands in. Collectives run in the
+        last body of each global batch. See ``Run.microbatches``.
+
+        Args:
+            number: the epoch, from 0.
+            start: first global batch; default: 0, or after ``restore`` the batch after the last one consumed.
+        """
         run = self._run
         self._check_beginning()
         for batch in run.epoch(number, start):
@@ -206,7 +214,15 @@ class CustomLoop:
     # --- backward --------------------------------------------------------------------------------------------------
 
     def backward(self, loss: Any, retain_graph: bool = False) -> None:
-        """See ``Run.backward``."""
+        """Compute the gradients of a micro-batch, in place of ``loss.backward()``; reduce them in the last one.
+
+        Collective in the rank's last micro-batch of a global batch. See ``Run.backward``.
+
+        Args:
+            loss: mean over the micro-batch's samples, ``(sum, count)``, or a 1-d tensor of one loss a sample in place
+                of mean or sum.
+            retain_graph: keep the graph for another backward, as in PyTorch.
+        """
         micro_batch = self._micro_batch
         if micro_batch is None or not self._inside:
             raise UsageError(
@@ -390,6 +406,8 @@ class CustomLoop:
     def step(self, index: int | None) -> bool:
         """Carry out ``optimizer.step()``: an update in the rank's last micro-batch of a global batch, else nothing.
 
+        Collective in the update where the strategy updates shards or compares edited gradients over ranks.
+
         Args:
             index: index in ``optimizers``; None for all of them.
 
@@ -428,7 +446,10 @@ class CustomLoop:
         return True
 
     def reduce_gradients(self) -> None:
-        """See ``Run.reduce_gradients``."""
+        """Reduce gradients over ranks that the script assigned to ``.grad`` as means over the micro-batch.
+
+        Collective in the rank's last micro-batch of a global batch. See ``Run.reduce_gradients``.
+        """
         micro_batch = self._micro_batch
         if micro_batch is None or not self._inside:
             raise UsageError(
@@ -554,6 +575,11 @@ class CustomLoop:
         return loss
 
     def cleared(self, index: int, set_to_none: bool) -> None:
-        """Clear the gradients that the script sees, after ``zero_grad`` of the optimizer ``index``."""
+        """Carry a ``zero_grad()`` of the script's optimizer over to the gradients that the script sees in ``.grad``.
+
+        Args:
+            index: index of the optimizer in ``optimizers``.
+            set_to_none: argument of ``zero_grad``: True sets ``.grad`` to None, False to zeros.
+        """
         self._sync.on_zero_grad(self.optimizers[index], set_to_none)
         self._origin.cleared(self._origin.members(index))

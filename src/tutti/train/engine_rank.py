@@ -20,7 +20,10 @@ CONFIGURATION = "engine.toml"
 
 
 def engine_rank(directory: Path) -> int:
-    """Train as the rank that the environment describes and return its exit code; record a failure as ranks do.
+    """Train as one rank of a job that an engine such as Slurm or Ray has started, and return the exit code.
+
+    Rank, world size and address come from environment variables. A failure is recorded in the run directory, as by
+    ranks of ``tutti train`` itself.
 
     Args:
         directory: the run directory, on a disk that all nodes share.
@@ -46,7 +49,10 @@ def engine_rank(directory: Path) -> int:
 
 
 def exit_as_rank() -> None:
-    """Run ``engine_rank`` and end this process at once: an orderly exit may wait for peers that are gone."""
+    """Run ``engine_rank`` and end this process at once with its exit code; it does not return.
+
+    An orderly exit may wait for peers that are gone.
+    """
     code = engine_rank(Path(sys.argv[1]))
     for stream in (sys.stdout, sys.stderr):
         stream.flush()

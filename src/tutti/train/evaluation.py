@@ -149,12 +149,14 @@ def _held_out(data: Any, collate: Collate | None, drop_last: bool = False, proce
 
 
 def described(held_out: Blocks) -> str:
-    """Return the number of held-out samples, for messages."""
+    """Return a text for messages: the number of held-out samples, or the name of their stream."""
     return f"{held_out.samples} samples" if isinstance(held_out, HeldOut) else f"the stream {held_out.stream.name}"
 
 
 def micro_batches(run: Run, held_out: Blocks, ranks: int, rank: int, even: bool) -> Iterator[tuple[int, MicroBatch]]:
-    """Yield a data rank's blocks of held-out samples with their numbers. Collective for a stream.
+    """Yield the blocks of held-out samples that this data rank evaluates, as (block number, micro-batch on the device).
+
+    A block is a list of samples that is evaluated as one batch. Collective for a stream, whose samples are compared.
 
     Args:
         run: the run.

@@ -51,17 +51,25 @@ class GradientOrigin:
         self._in_own_backward = False
 
     def script_parameters(self) -> Sequence[nn.Parameter]:
-        """Return the trained parameters as the script's model has them."""
+        """Return the trained parameters, as the script's model has them."""
         return self._sync.script_parameters()
 
     def members(self, index: int | None) -> list[nn.Parameter]:
-        """Return the ``script_parameters`` of one of the script's optimizers, by its index; None: of all."""
+        """Return the trained parameters that one of the script's optimizers updates, as the script's model has them.
+
+        Args:
+            index: the optimizer's index in the order of ``tutti.prepare``; None for all parameters.
+        """
         if index is None or not self._optimizers:
             return list(self.script_parameters())
         return self._sync.script_parameters_of(self._optimizers[index])
 
     def carried(self) -> list[nn.Parameter]:
-        """Return the parameters of the script's optimizers whose concealed gradient the script has not cleared."""
+        """Return the parameters whose ``.grad`` from an earlier reduction the script cannot read and has not cleared.
+
+        Such a gradient (an ``IncompleteGradient`` stands for it) would be added to the next one. Only parameters of the
+        script's optimizers count.
+        """
         updated = self._optimizers and {p for o in self._optimizers for p in self._sync.script_parameters_of(o)}
         return [
             p
@@ -72,7 +80,11 @@ class GradientOrigin:
     # --- records ---------------------------------------------------------------------------------------------------
 
     def watch(self) -> None:
-        """Register a hook on every parameter that detects a plain ``loss.backward()``."""
+        """Register hooks on the parameters that detect a plain ``loss.backward()``, whose gradients are local.
+
+        Parameters that have a hook already keep it. No hooks where such gradients cannot be told apart (FSDP2), or
+        where they are complete.
+        """
         place = self._sync.gradient_at
         if place == "shards" or (self.alone and place != "slices"):
             return
@@ -83,7 +95,7 @@ class GradientOrigin:
 
     @contextmanager
     def own_backward(self) -> Iterator[None]:
-        """Within the block the hooks ignore gradients: ``run.backward`` accumulates them."""
+        """Within the block the hooks of ``watch`` ignore gradients, because ``run.backward`` accumulates them."""
         self._in_own_backward = True
         try:
             yield
@@ -100,13 +112,17 @@ class GradientOrigin:
             self._mixed[parameter] = script_line()
 
     def remember(self) -> None:
-        """Record every current ``.grad`` as complete and unedited."""
+        """Record every present ``.grad`` as complete (reduced over the global batch) and not yet edited."""
         self._complete = {p: (p.grad, tensor_version(p.grad)) for p in self.script_parameters() if p.grad is not None}
         self._mixed.clear()
         self._made.clear()
 
     def cleared(self, members: Sequence[nn.Parameter]) -> None:
-        """Record that the script has cleared the gradients of ``members``."""
+        """Record that the script has cleared the gradients of these parameters, to None or zeros.
+
+        Args:
+            members: the parameters, as the script's model has them.
+        """
         for parameter in members:
             self._mixed.pop(parameter, None)
             self._made.pop(parameter, None)
@@ -117,7 +133,7 @@ class GradientOrigin:
     # --- local gradients: of one micro-batch alone -----------------------------------------------------------------
 
     def local(self, members: Sequence[nn.Parameter], means: bool = False) -> list[nn.Parameter]:
-        """Return the members whose ``.grad`` is local.
+        """Return the parameters whose ``.grad`` is local: of one micro-batch on this rank, not yet reduced.
 
         Args:
             members: parameters to look at.
@@ -187,7 +203,11 @@ class GradientOrigin:
     # --- gradients of FSDP2 ----------------------------------------------------------------------------------------
 
     def check_shards(self) -> None:
-        """Raise UsageError if a ``.grad`` does not come from ``run.backward``."""
+        """Check, for FSDP2, that every ``.grad`` comes from ``run.backward``; set others that are zero to None.
+
+        Raises:
+            UsageError: a plain ``loss.backward()`` or an assignment has made a gradient.
+        """
         there = [p for p in self.script_parameters() if p.grad is not None]
         if any(self._sync.pop_reached()) and there:
             self._refuse_mixed("the loop's body")
@@ -202,7 +222,11 @@ class GradientOrigin:
     # --- edits of complete gradients -------------------------------------------------------------------------------
 
     def edited(self, members: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-        """Return the members whose complete gradient the script has written or replaced since its reduction."""
+        """Return the parameters whose complete gradient the script has written to or replaced since its reduction.
+
+        Args:
+            members: parameters to look at.
+        """
         found = []
         for parameter in members:
             gradient, complete = parameter.grad, self._complete.get(parameter)
@@ -216,7 +240,7 @@ class GradientOrigin:
         return found
 
     def check_edits(self) -> None:
-        """Refuse edits of gradients that differ between ranks, or act on a tensor slice of the gradient.
+        """Check that the script has edited ``.grad`` alike on every rank, and not on a rank's slice of the gradient.
 
         Collective where every data rank has the complete gradient: an all-gather of each gradient's sum and sum of
         squares.
@@ -263,7 +287,7 @@ def _sums(gradient: Tensor | None) -> Tensor:
 
 
 def script_line() -> str:
-    """Return file and line of the innermost stack frame outside of torch and tutti."""
+    """Return ``FILE:LINE`` of the innermost stack frame outside of torch and tutti, for messages."""
     for frame in reversed(traceback.extract_stack()):
         if "/torch/" not in frame.filename and "/tutti/" not in frame.filename:
             return f"{frame.filename}:{frame.lineno}"

@@ -16,7 +16,7 @@ from tutti.train.run import Run
 
 
 def title(task: str, config: TrainConfig) -> str:
-    """Return task, strategy and optimizer in one line."""
+    """Return the run's title in one line: task, strategy and optimizer."""
     return f"{task} · {config.strategy} · {config.optimizer}"
 
 
@@ -116,7 +116,7 @@ def _rate(config: TrainConfig, workers: int) -> str:
 
 
 def run_identity(task: str, config: TrainConfig, run: Run, world: World, size: int, threads: int) -> dict[str, Any]:
-    """Return the facts that identify the run in its checkpoints and its summary.
+    """Return the facts that identify the run in its checkpoints' manifests and in ``summary.json``, by key.
 
     Args:
         task: name of the task.
@@ -125,6 +125,9 @@ def run_identity(task: str, config: TrainConfig, run: Run, world: World, size: i
         world: ranks and device.
         size: number of parameters.
         threads: CPU threads of each rank.
+
+    Returns:
+        JSON values, such as ``workers``, ``global_batch_size``, ``seed`` and ``optimizer``.
     """
     return {
         "task": task,

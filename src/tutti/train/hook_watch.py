@@ -44,7 +44,11 @@ class HookWatch:
         self._elsewhere = self._hooked if self._stages else None
 
     def watch(self, parts: Sequence[nn.Module]) -> None:
-        """Check these modules from now on: this rank's parts of the model."""
+        """Take the modules whose hooks are checked in each step from now on.
+
+        Args:
+            parts: this rank's parts of the model.
+        """
         self._parameters = parameters(parts)
         self._modules = [(name, module) for part in parts for name, module in part.named_modules()]
 
@@ -124,20 +128,34 @@ class HookWatch:
         self._hooked = f"the hook on the gradients of {name}"
 
     def check_part(self, part: LossSums) -> None:
-        """Raise UsageError if hooks saw gradients scaled by samples, but a worker's loss counts another unit.
+        """Check one worker's loss sums against the hooks on gradients that the script has registered.
 
-        Also for hooks that the script has registered since the step began, as the constructor does. For strategies
-        whose workers make updates of their own.
+        Hooks see gradients that are divided by samples; where the loss counts another unit, such as tokens, they have
+        seen gradients of another scale. For strategies whose workers make updates of their own. Not collective.
+
+        Args:
+            part: the worker's loss sums in this step.
+
+        Raises:
+            UsageError: a hook saw a gradient of another scale, or the strategy cannot call a hook.
         """
         self._look_at_all()
         if self._hooked is not None and not part.whole and float(part.sums[1]) != part.samples:
             self._refuse(float(part.sums[1]), part.samples)
 
     def check_sum(self, stats: StepStats, step_context: StepContext) -> None:
-        """Raise UsageError as ``check_part``, for the complete gradient of the global batch before its update.
+        """Check the step's loss sums against the hooks on gradients that the script has registered, before the update.
 
-        Collective under stages, if the loss counts another unit than samples: an all-gather of the hooks' names, as a
-        stage sees only its own, and all must raise.
+        As ``check_part``, for the complete gradient of the global batch. Collective under pipeline stages, if the loss
+        counts another unit than samples: an all-gather of the hooks' names, as a stage sees only its own, and all must
+        raise.
+
+        Args:
+            stats: the reduced results of the step.
+            step_context: facts of the step.
+
+        Raises:
+            UsageError: a hook saw a gradient of another scale, or the strategy cannot call a hook.
         """
         self._look_at_all()
         if step_context.whole or stats.count == step_context.samples:

@@ -40,11 +40,11 @@ class Means:
     metrics: dict[str, float] = field(default_factory=dict)
 
     def add(self, loss: float, count: float, metrics: Mapping[str, float]) -> None:
-        """Add one step's means over ``count`` samples.
+        """Add the mean loss and metrics of one step to the epoch's means.
 
         Args:
             loss: mean loss of the step.
-            count: weight of the step.
+            count: weight of the step: its samples, or other units that the loss function counts.
             metrics: means by name.
         """
         self.loss += loss * count
@@ -53,13 +53,21 @@ class Means:
             self.metrics[name] = self.metrics.get(name, 0.0) + value * count
 
     def facts(self) -> dict[str, Any]:
-        """Return the sums as a JSON value; non-finite numbers become null."""
+        """Return the weighted sums as a JSON value for a checkpoint; non-finite numbers become null."""
         metrics = {name: _finite(value) for name, value in self.metrics.items()}
         return {"loss": _finite(self.loss), "count": _finite(self.count), "metrics": metrics}
 
     @classmethod
     def saved(cls, facts: Mapping[str, Any]) -> Means:
-        """Return the means of a checkpoint's facts; null becomes NaN. Raises CheckpointError for other values."""
+        """Restore the means of an epoch from a checkpoint.
+
+        Args:
+            facts: the checkpoint's facts; ``facts["means"]`` is the result of ``facts()``, in which null stands for
+                NaN.
+
+        Raises:
+            CheckpointError: the facts have no such entry, or it does not hold numbers.
+        """
         try:
             kept = facts["means"]
             metrics = {str(name): _number(value) for name, value in kept["metrics"].items()}
@@ -68,7 +76,7 @@ class Means:
             raise CheckpointError("the checkpoint's 'means' are not numbers", why=repr(error), remedy=REMEDY) from error
 
     def summary(self) -> dict[str, float]:
-        """Return the means by name: ``{"loss": …, "accuracy": …}``."""
+        """Return the mean loss and metrics of the steps so far, by name: ``{"loss": …, "accuracy": …}``."""
         count = self.count or 1.0
         return {"loss": self.loss / count, **{name: value / count for name, value in self.metrics.items()}}
 
@@ -101,11 +109,23 @@ class Speed:
         self._factors: Mapping[str, float] = {}
 
     def worth(self, throughput: DeviceThroughput) -> None:
-        """Report the figures of a device from now on."""
+        """Report figures of a device, such as FLOP/s and MFU, besides samples per second from now on.
+
+        Args:
+            throughput: what one sample is worth to a device.
+        """
         self._factors = throughput.factors()
 
     def mark(self, samples: int) -> Pace:
-        """Record the end of a step, after which the run has consumed ``samples``; return the pace."""
+        """Record the end of a step, and return the present speed.
+
+        Args:
+            samples: samples that the run has consumed so far.
+
+        Returns:
+            Samples per second over the last 30 steps, seconds of training, expected seconds to the end, figures of a
+            device, and seconds that the step waited for its batch.
+        """
         now = time.perf_counter() - self._paused
         self._marks.append((now, samples))
         (before, then), elapsed = self._marks[0], self._spent + now - self._start
@@ -118,7 +138,7 @@ class Speed:
         return Pace(rate, elapsed, remaining, device_rates(self._factors, rate), self._waited)
 
     def timed(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """Yield batches, and note for the next ``mark`` how long each was waited for."""
+        """Yield the batches unchanged, and measure how long the loop waits for each; the next ``mark`` reports it."""
         while True:
             begin = time.perf_counter()
             try:
@@ -133,7 +153,11 @@ class Speed:
         return self._spent + time.perf_counter() - self._paused - self._start
 
     def pause(self, since: float) -> None:
-        """Exclude the time since ``since`` (seconds of ``time.perf_counter``)."""
+        """Exclude the time from ``since`` until now from the time of training.
+
+        Args:
+            since: a value of ``time.perf_counter()``.
+        """
         self._paused += time.perf_counter() - since
 
     @contextmanager
@@ -146,7 +170,12 @@ class Speed:
             self.pause(begin)
 
     def overall(self) -> dict[str, float]:
-        """Return seconds of training until the last step, seconds of start-up, and samples per second after it."""
+        """Return the speed of the whole run for ``summary.json``, by key.
+
+        Returns:
+            ``samples_per_second`` after start-up, figures of a device, ``seconds`` of training until the last step, and
+            ``startup_seconds``.
+        """
         (now, samples), (begun, done) = self._marks[-1], self._first
         rate = (samples - done) / max(now - begun, 1e-9)
         return {
@@ -177,14 +206,22 @@ class TrainPlan:
 
 
 def passed(length: Length, run: Run) -> int:
-    """Return how many whole times ``run`` has completed ``length``."""
+    """Return how many whole times the run's position contains ``length``, for events at an interval.
+
+    Args:
+        length: an interval in steps, samples or epochs.
+        run: the run, whose position counts from its first start.
+    """
     if isinstance(length, int):
         return run.clock // length
     return int((run.at.epoch if length.unit == "ep" else run.samples) // length.value)
 
 
 def ended(length: Length, run: Run) -> bool:
-    """Return whether ``run`` has completed ``length``, by its schedule's steps where the length is in steps."""
+    """Return whether the run has trained for ``length``.
+
+    A length in steps counts the schedule's steps (``Run.progress``), which differ from steps of the run with AdaScale.
+    """
     return run.progress >= length if isinstance(length, int) else passed(length, run) > 0
 
 

@@ -28,7 +28,7 @@ class LostRanks:
         self.found: list[dict[str, Any]] = []
 
     def look(self) -> None:
-        """Warn of ranks that were lost since the last call. Not collective."""
+        """Look for ranks that were killed since the last call; add each to ``found`` and warn. Not collective."""
         lost = self._run.context.comms.world.lost_ranks()
         if len(lost) == len(self.found):
             return

@@ -328,7 +328,7 @@ def _saver(
 
 
 def built(task: Task, config: TrainConfig, world: World) -> nn.Module:
-    """Return the task's model, with large tensors on disk if the strategy leaves each rank a part of the model.
+    """Build the task's model; its large tensors are on disk if the strategy leaves each rank only a part of the model.
 
     Tensors go to disk beyond a quarter of the free memory (a guess): the rank's part, gradients and optimizer state
     must fit, too.
@@ -353,14 +353,14 @@ def prepared(
     warn: Callable[[str], None] | None = None,
     callbacks: Sequence[Any] = (),
 ) -> Run:
-    """Prepare the run of the task with the options of the configuration. Collective.
+    """Call ``prepare_run`` with the options of the configuration, for the task's data and loss function. Collective.
 
     Args:
         task: the task, for its data and loss function.
         model: the task's model.
         config: the resolved configuration.
         world: all ranks.
-        warn: see ``prepare_run``.
+        warn: receives warnings about the run's mistakes and lost ranks; None for Python's ``warnings`` and stderr.
         callbacks: the task's callbacks; none where a run is prepared only to be measured.
     """
     options = RunOptions(
@@ -393,9 +393,15 @@ def prepared(
 
 
 def prepare_process(config: TrainConfig, world: World) -> int:
-    """Seed PyTorch and set the number of CPU threads, which is returned.
+    """Seed PyTorch with the run's seed, and set this process's number of intra-op CPU threads.
 
-    Threads: ``config.threads``, else one in reproducible mode, else this process's cores / ranks on this node.
+    Args:
+        config: the resolved configuration.
+        world: all ranks.
+
+    Returns:
+        The number of threads: ``config.threads``, else one in reproducible mode, else this process's cores / ranks on
+        this node.
     """
     torch.manual_seed(config.seed)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -34,24 +34,42 @@ class MetricLogger(ABC):
 
     @abstractmethod
     def open(self) -> str | None:
-        """Start to write, and return the name under which a resumed run continues; None for none."""
+        """Start a run of the logger's service or file, or continue the run ``self.identity`` of a checkpoint.
+
+        Called once on rank 0, before the first step.
+
+        Returns:
+            The name under which a resumed run continues, which becomes ``self.identity``; None for none.
+        """
 
     @abstractmethod
     def write(self, values: Mapping[str, float], step: int) -> None:
-        """Write values by name after ``step`` steps."""
+        """Write values of one step or evaluation.
+
+        Args:
+            values: values by name, such as ``train/loss`` or ``eval/accuracy``.
+            step: steps of the run so far.
+        """
 
     @abstractmethod
     def close(self, failed: bool) -> None:
-        """Write what is still in memory and end."""
+        """Write values that are still in memory, and end the logger's run.
+
+        Args:
+            failed: whether training ended without ``on_train_end``, such as by an exception.
+        """
 
     def on_train_begin(self, run: Run) -> None:
-        """Open the logger."""
+        """Open the logger when training begins; if the process exits before its end, it is closed as failed."""
         self.identity = self.open()
         self._open = True
         atexit.register(self._close, True)
 
     def on_step_end(self, run: Run) -> None:
-        """Write loss, metrics, gradient norm and learning rate of the step."""
+        """Write the step's ``train/loss``, ``train/…`` for each metric, ``train/grad_norm`` and ``train/lr``.
+
+        ``train/lr`` is the learning rate of the first parameter group.
+        """
         if run.stats is None:
             return
         groups = [group for optimizer in run.gradient_sync.optimizers for group in optimizer.param_groups]
@@ -60,19 +78,19 @@ class MetricLogger(ABC):
         self.write({f"train/{n}": float(v) for n, v in values.items() if v is not None}, run.clock)
 
     def on_evaluation(self, run: Run, evaluation: Evaluation) -> None:
-        """Write loss and metrics of the evaluation."""
+        """Write the evaluation's ``eval/loss`` and ``eval/…`` for each metric."""
         self.write({f"eval/{name}": value for name, value in evaluation.values.items()}, run.clock)
 
     def on_train_end(self, run: Run) -> None:
-        """Close the logger."""
+        """Close the logger as finished when training ends."""
         self._close(False)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the name under which a resumed run continues."""
+        """Return ``{"identity": …}`` for a checkpoint: the name under which a resumed run of the logger continues."""
         return {"identity": self.identity}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue the run of ``state_dict``."""
+        """Take over the name of the saved logger's run, which ``open`` then continues."""
         self.identity = None if state["identity"] is None else str(state["identity"])
 
     def _close(self, failed: bool) -> None:
@@ -95,7 +113,7 @@ class JsonLinesLogger(MetricLogger):
         self._file: Any = None
 
     def open(self) -> None:
-        """Open the file. Raises DiskError."""
+        """Open the file for appending, and make its folder. Raises DiskError if it cannot be written."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self.path.open("a", encoding="utf-8")
@@ -103,7 +121,7 @@ class JsonLinesLogger(MetricLogger):
             raise DiskError("the log cannot be written", where=str(self.path), why=str(error)) from error
 
     def write(self, values: Mapping[str, float], step: int) -> None:
-        """Append a line."""
+        """Append one line ``{"step": …, name: value, …}`` to the file, and flush it."""
         self._file.write(json.dumps({"step": step, **values}) + "\n")
         self._file.flush()
 
@@ -138,7 +156,7 @@ class WandbLogger(MetricLogger):
         self._run: Any = None
 
     def open(self) -> str:
-        """Start the run, or continue that of the checkpoint."""
+        """Start a run of Weights & Biases, or continue the checkpoint's run; return its id."""
         self._run = importlib.import_module("wandb").init(
             project=self.project,
             name=self.name,
@@ -152,11 +170,11 @@ class WandbLogger(MetricLogger):
         return str(self._run.id)
 
     def write(self, values: Mapping[str, float], step: int) -> None:
-        """Log the values against ``step``."""
+        """Log the values to Weights & Biases, with ``step`` as their horizontal axis."""
         self._run.log({"step": step, **values})
 
     def close(self, failed: bool) -> None:
-        """Finish the run."""
+        """Finish the run of Weights & Biases, with exit code 1 if training failed."""
         self._run.finish(exit_code=int(failed))
 
 
@@ -181,7 +199,7 @@ class MLflowLogger(MetricLogger):
         self._metric: Any = None
 
     def open(self) -> str:
-        """Create the run, or continue that of the checkpoint."""
+        """Create a run of MLflow (and its experiment), or continue the checkpoint's run; return its id."""
         self._client = importlib.import_module("mlflow").MlflowClient(tracking_uri=self.uri)
         self._metric = importlib.import_module("mlflow.entities").Metric
         if self.identity is not None:
@@ -192,13 +210,13 @@ class MLflowLogger(MetricLogger):
         return str(self._client.create_run(number, run_name=self.name).info.run_id)
 
     def write(self, values: Mapping[str, float], step: int) -> None:
-        """Log the values in one request."""
+        """Log the values after ``step`` steps to MLflow, in one request."""
         now = int(time.time() * 1000)
         metrics = [self._metric(name, value, now, step) for name, value in values.items()]
         self._client.log_batch(self.identity, metrics=metrics)
 
     def close(self, failed: bool) -> None:
-        """End the run as finished or failed."""
+        """End the run of MLflow as FINISHED, or as FAILED if training failed."""
         self._client.set_terminated(self.identity, status="FAILED" if failed else "FINISHED")
 
 

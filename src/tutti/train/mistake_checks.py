@@ -92,7 +92,10 @@ class Checks:
     # --- the first steps -------------------------------------------------------------------------------------------
 
     def look(self, batch: Batch, work: Work, loss: LossFn | None, given: bool) -> None:
-        """Check the first steps. Collective with several logical workers.
+        """Check batches, loss function and learning rate of the first steps for classic mistakes.
+
+        Rank 0 reports findings as warnings. Call it before a step while ``looking`` is True. Collective with several
+        logical workers.
 
         Args:
             batch: this rank's batch of the step that begins.
@@ -252,7 +255,11 @@ class Checks:
         return look
 
     def planned(self, steps: int) -> None:
-        """Report a run of ``steps`` steps that has too few updates."""
+        """Report a run whose updates are too few for its data, as with a very large batch. Not collective.
+
+        Args:
+            steps: steps of the whole run.
+        """
         if not self._enabled:
             return
         contract, batch = self._run.feed.contract, self._update_batch()
@@ -290,7 +297,7 @@ class Checks:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Within the block forwards are tutti's own, and are not reported."""
+        """Within the block forwards are tutti's own, not the script's use of one worker's model, and not reported."""
         before, self._aside = self._aside, True
         try:
             yield
@@ -300,7 +307,9 @@ class Checks:
     # --- evaluation ------------------------------------------------------------------------------------------------
 
     def held_out(self, source: Source, loss: LossFn | None) -> None:
-        """Check the first evaluation. Collective in the first call: an all-gather.
+        """Check the samples of the first evaluation for classic mistakes, such as different samples by rank.
+
+        Collective in the first call: an all-gather. Later calls do nothing.
 
         Args:
             source: held-out samples.
@@ -353,7 +362,10 @@ def _nothing(model: nn.Module) -> None:
 
 
 def group_rates(optimizers: Sequence[Optimizer]) -> list[Rate]:
-    """Return the rates of each group of the first optimizer (with local updates, all have the same)."""
+    """Return kind, largest known learning rate and momentum of each parameter group of the first optimizer.
+
+    With local updates there are several optimizers, which have the same rates.
+    """
     return [
         Rate(
             type(optimizer).__name__.lower(),

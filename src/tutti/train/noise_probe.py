@@ -59,7 +59,14 @@ class NoiseProbe:
         self._latest: dict[str, float] = {}
 
     def begin(self, replica: ReplicaRunner, step_context: StepContext) -> Runner:
-        """Return the function that runs a worker's micro-batches in the coming step, with backward."""
+        """Begin a step, and return the function that runs a worker's micro-batches in it, forward and backward.
+
+        In a measured step it also records the squares of the worker's gradients; else it is ``replica.run`` itself.
+
+        Args:
+            replica: this rank's part of the model.
+            step_context: facts of the step, whose number decides whether it is measured.
+        """
         self._latest, self._measured = {}, None
         if step_context.global_step % self._every:
             return replica.run
@@ -68,9 +75,14 @@ class NoiseProbe:
         return self._measured.run
 
     def finish(self, stats: StepStats, step_context: StepContext) -> None:
-        """Add a measured step's estimates to the averages. Collective in measured steps: an all-reduce of five numbers.
+        """Add a measured step's estimates of the gradient noise to the running averages; nothing in other steps.
 
-        Call it between ``GradientSync.reduce_gradients`` and ``optimizer_step``.
+        Collective in measured steps: an all-reduce of five numbers. Call it between ``GradientSync.reduce_gradients``
+        and ``optimizer_step``.
+
+        Args:
+            stats: the step's reduced results.
+            step_context: facts of the step.
         """
         measured, self._measured = self._measured, None
         if measured is None:
@@ -107,19 +119,27 @@ class NoiseProbe:
         }
 
     def values(self) -> Mapping[str, float]:
-        """Return the figures of the last step; none where it was not measured.
+        """Return the gradient noise figures of the last step, by name; empty if the step was not measured.
 
         ``noise/trace`` and ``noise/square`` are the step's own estimates of tr Σ and |G|², ``noise/scale`` the ratio
-        of their averages in samples, ``noise/low`` and ``noise/high`` its 90 % band.
+        of their averages in samples, ``noise/low`` and ``noise/high`` its 90 % band. ``noise/adam/…`` are the same with
+        Adam's preconditioner, where it can be measured.
         """
         return self._latest
 
     def state(self) -> dict[str, Any]:
-        """Return the averages for a checkpoint."""
+        """Return the running averages as a JSON value for a checkpoint."""
         return {"simple": self._simple.state(), "adam": self._scaled.state()}
 
     def load(self, saved: Mapping[str, Any]) -> None:
-        """Restore ``state``. Raises ValueError, KeyError or TypeError if ``saved`` is not a valid state."""
+        """Restore the running averages of a checkpoint.
+
+        Args:
+            saved: the result of ``state``.
+
+        Raises:
+            ValueError, KeyError, TypeError: ``saved`` is not a valid state.
+        """
         self._simple.load(saved["simple"])
         self._scaled.load(saved["adam"])
 

@@ -28,11 +28,11 @@ from tutti.types import OptimizerFactory
 def factory(
     optimizer: Sequence[Optimizer] | OptimizerChoice, rule: NoRule, batch_size: int, sparse: Collection[str] = ()
 ) -> OptimizerFactory:
-    """Return a factory of the optimizer, with the learning rate of ``rule``.
+    """Return the function that builds the run's optimizer over named parameters, with the learning rate of ``rule``.
 
     Args:
         optimizer: options, or the script's optimizers.
-        rule: rule for the learning rate at ``batch_size``.
+        rule: rule for the learning rate at ``batch_size``; ``NoRule`` is the base class of all rules.
         batch_size: samples of the global batch.
         sparse: names of parameters that may have sparse gradients.
 
@@ -144,7 +144,12 @@ def _trials(
 
 
 def describe_optimizers(optimizer: Sequence[Optimizer] | OptimizerChoice, lr_scale: object) -> list[str]:
-    """Return one line for each optimizer's class and one for each group's settings, to compare over ranks."""
+    """Return lines about class and settings of each optimizer, to compare over ranks.
+
+    Args:
+        optimizer: options, or the script's optimizers.
+        lr_scale: the rule for the learning rate, which the line of options names.
+    """
     if isinstance(optimizer, OptimizerChoice):
         return [f"optimizer {optimizer.text}, lr_scale {lr_scale}"]
     return [line for each in optimizer for line in _described(each)]

@@ -34,7 +34,14 @@ class StopReason:
         return int(ExitCode.INTERRUPTED if self.interrupted else ExitCode.PREEMPTED)
 
     def error(self, stop: Preempted) -> Preempted | Interrupted:
-        """Return ``stop`` as it is (exit code 75), or as ``Interrupted`` (130) after Ctrl-C."""
+        """Return the exception that ends a stopped process with the right exit code.
+
+        Args:
+            stop: the exception of a preempted run (exit code 75).
+
+        Returns:
+            ``stop`` itself, or an ``Interrupted`` (130) after Ctrl-C.
+        """
         return Interrupted(stop.what, where=stop.where, remedy=stop.remedy) if self.interrupted else stop
 
 
@@ -42,8 +49,12 @@ class StopReason:
 def stop_on_signals(run: Run) -> Iterator[StopReason]:
     """Within the block SIGTERM, SIGUSR1, SIGUSR2 and the first Ctrl-C ask all ranks to stop; a second ends at once.
 
+    All ranks stop after the next step, which sets ``run.stats.stop``. Outside of the main thread no signal is handled.
     In a job of Slurm a second SIGTERM, SIGUSR1 or SIGUSR2 is ignored: Slurm sends a signal to the ranks and to the
     process that started them, which passes it on, and kills a job that does not end.
+
+    Yields:
+        The ``StopReason``, which knows after the block whether it was Ctrl-C.
     """
     reason = StopReason()
     if threading.current_thread() is not threading.main_thread():

@@ -193,16 +193,17 @@ def prepare_run(
     lr_schedule: Callable[[Epochs], Callable[[int], float]] | None = None,
     warn: Callable[[str], None] | None = None,
 ) -> Run:
-    """``tutti.prepare`` with its options in one object. Collective; raises as ``tutti.prepare``.
+    """Prepare a model for training, as ``tutti.prepare`` does, with all further options in one object.
 
-    The order: checks → device mesh → model surgery (batch norm, dtype) → layout (tensor slices, stages, activation
-    checkpointing, compilation) → gradient synchronisation and optimizer (shards) → data → run.
+    Collective; raises as ``tutti.prepare``. The order: checks → device mesh → model surgery (batch norm, dtype) →
+    layout (tensor slices, stages, activation checkpointing, compilation) → gradient synchronisation and optimizer
+    (shards) → data → run.
 
     Args:
-        model: see ``tutti.prepare``, as for the next three.
+        model: a module, or several in a list or dict.
         optimizer: an optimizer, several, or options.
-        dataset: the training samples.
-        loss_fn: the loss function.
+        dataset: the training samples, as ``tutti.prepare`` takes them.
+        loss_fn: ``loss_fn(model, batch)``; None for custom training loops.
         options: all other arguments of ``tutti.prepare``.
         lr_schedule: makes the schedule of the learning rate, a factor by step, from the run's epochs; None leaves the
             rate to the caller.

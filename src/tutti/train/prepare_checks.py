@@ -83,7 +83,11 @@ class CheckedRun:
     together: bool
 
     def settings(self, o: RunOptions) -> list[str]:
-        """Return the lines that must be equal on all ranks."""
+        """Return lines about the settings that must be equal on all ranks, such as strategy and batch size.
+
+        Args:
+            o: the options of ``tutti.prepare``.
+        """
         contract, sampling = self.epochs.first, self.sampling
         collate = "default" if sampling.collate is None else "own"
         processes = max(sampling.processes, 1) if isinstance(self.data, Stream) else "any"
@@ -116,11 +120,14 @@ def check_run(
     """Check all arguments of ``tutti.prepare`` on this rank, without a message to others but those of ``tutti.init``.
 
     Args:
-        model: see ``tutti.prepare``, as for the next three.
+        model: a module, or several in a list or dict.
         optimizer: an optimizer, several, or options.
-        dataset: the training samples.
-        loss_fn: the loss function.
+        dataset: the training samples, as ``tutti.prepare`` takes them.
+        loss_fn: the loss function; None for custom training loops.
         options: all other arguments of ``tutti.prepare``.
+
+    Returns:
+        The checked arguments in the forms that the next stages of the preparation take.
 
     Raises:
         UsageError, DataError: arguments that do not go together or cannot be trained.
@@ -209,7 +216,14 @@ def _check_callbacks(callbacks: Callbacks, choice: Choice) -> Callbacks:
 
 
 def one_module(model: Models) -> nn.Module:
-    """Return a module as it is, several as children of one module. Raises UsageError for other types."""
+    """Return the model as one module: a module as it is, several as the children of a new module.
+
+    Args:
+        model: a module, or a list or dict of modules.
+
+    Raises:
+        UsageError: another type.
+    """
     if isinstance(model, nn.Module):
         return model
     if isinstance(model, Mapping) and all(isinstance(each, nn.Module) for each in model.values()):
@@ -222,7 +236,10 @@ def one_module(model: Models) -> nn.Module:
 
 
 def given_optimizers(optimizer: Optimizers | OptimizerChoice | str) -> list[Optimizer]:
-    """Return the script's optimizers as a list; empty for options. Raises UsageError for other types."""
+    """Return the script's optimizers as a list; empty if the optimizer is given by options or text.
+
+    Raises UsageError for other types.
+    """
     if isinstance(optimizer, str | OptimizerChoice):
         return []
     several = isinstance(optimizer, Sequence)

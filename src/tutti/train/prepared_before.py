@@ -23,9 +23,16 @@ _wrapped: WeakKeyDictionary[Optimizer, list[str]] = WeakKeyDictionary()
 
 
 def check_earlier(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-    """Raise UsageError, on every rank, if an earlier run has split the model, or the optimizers' state.
+    """Check that no earlier ``tutti.prepare`` has split the model or the optimizers' state over ranks.
 
-    Otherwise removes what the earlier run has put around the optimizers' methods.
+    Removes the methods that the earlier run has put around the optimizers' own. Every rank gives the same answer.
+
+    Args:
+        model: the script's model.
+        optimizers: the script's optimizers.
+
+    Raises:
+        UsageError: the earlier run has split the model, or the state of an optimizer.
     """
     for module in model.modules():
         if module in _models:
@@ -39,7 +46,7 @@ def check_earlier(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
 
 
 def wrap_methods(optimizer: Optimizer, wrappers: Sequence[Callable[..., Any]]) -> None:
-    """Put functions in place of an optimizer's methods of the same names, until ``check_earlier``.
+    """Replace methods of an optimizer instance by functions of the same names, until ``check_earlier`` removes them.
 
     A scheduler's wrapper of ``step`` is replaced; another function that the script has put into the optimizer stays.
 
@@ -56,7 +63,7 @@ def wrap_methods(optimizer: Optimizer, wrappers: Sequence[Callable[..., Any]]) -
 
 
 def note(model: nn.Module, optimizers: Sequence[Optimizer], strategy: str, setting: RunContext) -> None:
-    """Record a run's model if it is split over ranks, and its optimizers if they do not hold all their state.
+    """Record, for ``check_earlier``, whether a run has split its model or its optimizers' state over ranks.
 
     Args:
         model: the script's model.
@@ -72,7 +79,14 @@ def note(model: nn.Module, optimizers: Sequence[Optimizer], strategy: str, setti
 
 
 def keeps_state(strategy: str, setting: RunContext) -> bool:
-    """Return whether the script's optimizer holds all optimizer state of this rank's model."""
+    """Return whether the script's optimizer object holds all optimizer state of this rank's part of the model.
+
+    It does not where the state is sharded, on servers, or that of several logical workers.
+
+    Args:
+        strategy: name of the strategy.
+        setting: context of the run.
+    """
     alone = setting.grid.size == 1 and strategy not in (*_BY_WORKER, "parameter_server")
     one_each = strategy in _BY_WORKER and setting.workers == setting.grid.data_ranks
     return alone or one_each or strategy in _WHOLE

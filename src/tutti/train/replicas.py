@@ -67,9 +67,9 @@ def check_replicas(run: Run, what: str) -> None:
 
 
 def seldom(run: Run) -> bool:
-    """Return whether replicas were last compared over ranks at least ``SELDOM`` steps ago.
+    """Return whether at least ``SELDOM`` steps have passed since replicas were last compared over ranks.
 
-    At the end of an epoch they are compared again only then.
+    The end of an epoch compares them again only then, because the comparison reads every tensor.
     """
     return run.taken - run.compared >= SELDOM
 

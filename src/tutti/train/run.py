@@ -193,17 +193,28 @@ class Run:
         return self.steps_of(0)
 
     def steps_of(self, epoch: int) -> int:
-        """Return the number of global batches in ``epoch``, counted from 0. Raises UsageError for unknown lengths."""
+        """Return the number of global batches, and so of steps, in an epoch.
+
+        Args:
+            epoch: counted from 0; with a growing batch later epochs have fewer.
+
+        Raises:
+            UsageError: the training data are a stream of unknown length.
+        """
         return self.feed.epochs.at(epoch).steps_per_epoch
 
     @property
     def progress(self) -> int:
-        """Steps for the schedule and the run's length: ``clock``, or ⌊τ⌋ of AdaScale."""
+        """Steps by which the learning-rate schedule and the run's length are counted.
+
+        They are ``clock``, the steps taken; with AdaScale ⌊τ⌋, its scale-invariant steps, each worth one step at the
+        base batch.
+        """
         return self.clock if self.adascale is None else int(self.adascale.tau)
 
     @property
     def place(self) -> Position:
-        """Position of the run in the data after ``clock`` steps."""
+        """Position in the data after ``clock`` steps: whole epochs, and global batches of the current epoch."""
         return self.at if self.taken == self.clock else Position(*self.feed.epochs.place(self.clock))
 
     def ask_to_stop(self) -> None:
@@ -211,23 +222,28 @@ class Run:
         self._stop = True
 
     def stop(self, reason: str) -> None:
-        """End training after the callback's event, on every rank; ``reason`` is then in ``stopped``.
+        """End training on every rank after the event that a callback handles; only callbacks may call it.
 
-        Raises UsageError outside of a callback.
+        Args:
+            reason: text that ``stopped`` then returns.
+
+        Raises:
+            UsageError: no callback is being called.
         """
         self.callbacks.stop(reason)
 
     @property
     def stopped(self) -> str | None:
-        """Why a callback has ended training; None if none has."""
+        """The reason for which a callback has ended training; None while none has."""
         return self.callbacks.reason
 
     # --- steps: the same code for every strategy -------------------------------------------------------------------
 
     def epoch(self, number: int, start: int | None = None) -> Iterator[Batch]:
-        """Iterate over this rank's part of every global batch of an epoch, for ``step``.
+        """Iterate over this rank's part of every global batch of an epoch, for ``step``, and call its callbacks.
 
-        Collective for a stream, which ranks read in step.
+        Collective: events of callbacks, comparisons of replicas at the end of some epochs, and for a stream or a
+        sampler comparisons of samples over ranks.
 
         Args:
             number: the epoch, from 0.
@@ -267,7 +283,7 @@ class Run:
             check_replicas(self, f"epoch {number + 2}")
 
     def end_step(self) -> None:
-        """Call ``on_step_end`` for the last step, once. Collective.
+        """Call the callbacks' ``on_step_end`` for the last step, once. Collective if there are callbacks.
 
         ``epoch`` calls it after the body of the caller's loop. ``tutti train`` calls it and ``end_epoch`` within the
         body, because the checkpoint of a step holds the states of callbacks after the step's events.
@@ -277,7 +293,10 @@ class Run:
             self.callbacks.call("on_step_end", self)
 
     def end_epoch(self, number: int) -> None:
-        """Call ``on_epoch_end`` if the last step has consumed the last batch of epoch ``number``. Collective."""
+        """Call the callbacks' ``on_epoch_end`` if the last step has consumed the last batch of epoch ``number``, once.
+
+        Collective if there are callbacks. ``number`` counts from 0.
+        """
         if self.at.epoch > number and not self._epoch_told:
             self._epoch_told = True
             self.callbacks.call("on_epoch_end", self, number)
@@ -395,7 +414,7 @@ class Run:
 
     @property
     def within_batch(self) -> bool:
-        """Whether a global batch has begun and its update has not."""
+        """Whether a custom training loop is within a global batch: its first body has begun, and the update has not."""
         return self.custom.within_batch or self._stepping
 
     @property
@@ -531,13 +550,13 @@ class Run:
         return self.custom.microbatches(number, start)
 
     def cells(self, number: int, start: int | None = None) -> Iterator[Batch]:
-        """``microbatches`` under its former name."""
+        """Iterate over micro-batches: ``microbatches`` under its former name."""
         warnings.warn("run.cells is now run.microbatches", DeprecationWarning, stacklevel=2)
         return self.microbatches(number, start)
 
     @property
     def agreed(self) -> StepStats | None:
-        """``stats`` under its former name."""
+        """Results of the last step, reduced over the global batch: ``stats`` under its former name."""
         warnings.warn("run.agreed is now run.stats", DeprecationWarning, stacklevel=2)
         return self.stats
 
@@ -574,13 +593,19 @@ class Run:
 
     @property
     def stepped(self) -> bool:
-        """Whether the last ``optimizer.step()`` of a custom loop was in a rank's last body and acted."""
+        """Whether the last ``optimizer.step()`` of a custom loop was an update.
+
+        It is one in the loop's body for the rank's last micro-batch of a global batch, and does nothing in earlier
+        bodies.
+        """
         return self.custom.stepped
 
     def gated_step(self) -> bool:
         """Carry out ``optimizer.step()`` in a custom loop whose optimizer ``tutti.prepare`` made from options.
 
-        Returns whether it was an update: in a rank's last micro-batch of a global batch; before that it does nothing.
+        Returns:
+            Whether it was an update: only in the rank's last micro-batch of a global batch; before that it does
+                nothing.
         """
         return self.custom.step(None)
 
@@ -594,9 +619,12 @@ class Run:
         return stop_on_signals(self)
 
     def epochs(self, number: int) -> Iterable[int]:
-        """Return the remaining epochs of 0 … number-1: all, or after ``restore`` from the checkpoint's epoch on.
+        """Return the epochs left of 0 … ``number`` - 1: all, or after ``restore`` from the checkpoint's on.
 
         They end when a callback stops the run; ``on_train_end`` is called after the last, which is collective.
+
+        Args:
+            number: number of epochs of the whole run.
         """
         if self.feed.contract.dataset is not None:
             self.checks.planned(self.feed.epochs.steps(Duration(number, "ep")))
@@ -670,27 +698,41 @@ class Run:
 
     @contextmanager
     def profile(self, folder: str | Path) -> Iterator[None]:
-        """Profile the steps within the block on every rank: ``rank{N}.json`` for ui.perfetto.dev, a table from rank 0.
+        """Profile the steps within the block on every rank with PyTorch's profiler.
 
-        Raises DiskError if ``folder`` cannot be written.
+        Every rank writes ``rank{N}.json`` for ui.perfetto.dev, and rank 0 ``operations.txt``, a table of operators.
+
+        Args:
+            folder: directory for the files, which is made.
+
+        Raises:
+            DiskError: ``folder`` cannot be written.
         """
         with profiled(self, Path(folder)):
             yield
 
     @contextmanager
     def trace(self, folder: str | Path) -> Iterator[None]:
-        """Draw a timeline of all devices in the block: ``timeline.svg``, ``trace.json``, ``shares.txt``. Collective.
+        """Trace the phases of each step within the block on all ranks, and draw them as a timeline. Collective.
 
-        Raises DiskError if rank 0 cannot write ``folder``.
+        Rank 0 writes ``timeline.svg``, ``trace.json`` (for ui.perfetto.dev) and ``shares.txt`` (time in each phase).
+
+        Args:
+            folder: directory for the files, which is made.
+
+        Raises:
+            DiskError: rank 0 cannot write ``folder``.
         """
         with traced(self, Path(folder)):
             yield
 
     def state(self, averaged: bool = False) -> dict[str, Tensor]:
-        """Return all parameters and persistent buffers of the plain model, on every rank. Collective.
+        """Return all parameters and persistent buffers of the plain model, by name, on every rank. Collective.
+
+        Shards and slices are gathered, and workers' models are merged. Tensors may be those of the model itself.
 
         Args:
-            averaged: the average of the weights, with the model's own buffers.
+            averaged: the average of the weights in place of the trained parameters, with the model's own buffers.
 
         Raises:
             UsageError: ``averaged`` without an average.
@@ -700,7 +742,13 @@ class Run:
         return self._gathered(averaged).all()
 
     def weights_sha256(self, averaged: bool = False) -> str:
-        """Return a hash of ``state``; equal hashes mean bit-identical models. Collective. Raises as ``state``."""
+        """Return a SHA-256 hash of the tensors that ``state`` returns, on every rank. Collective.
+
+        Equal hashes mean bit-identical models. Gathers one tensor at a time. Raises as ``state``.
+
+        Args:
+            averaged: hash the average of the weights in place of the trained parameters.
+        """
         self._read_whole(averaged)
         # A sharded model may not fit into one device: gather one tensor at a time.
         return weights_sha256(self._gathered(averaged))
@@ -716,11 +764,16 @@ class Run:
         return gathered_model(self.replica, self.context.comms, self.merged(averaged), at_first_shard)
 
     def merged(self, averaged: bool, as_trained: bool = False) -> dict[str, Tensor]:
-        """Return this rank's tensors of the merged model, or of the average. Collective.
+        """Return this rank's tensors of the model, merged over logical workers, by name. Collective.
+
+        Tensors that are split over ranks stay this rank's slices.
 
         Args:
             averaged: the average of the weights in place of the trained parameters.
             as_trained: cast the average to the dtypes of the weights.
+
+        Raises:
+            UsageError: ``averaged`` without an average.
         """
         merged = self.gradient_sync.merged()
         if not averaged:
@@ -731,11 +784,22 @@ class Run:
         return {name: t.to(merged[name].dtype) for name, t in within.items()} if as_trained else within
 
     def position(self) -> dict[str, Any]:
-        """Return the position in the data as a JSON value for ``seek``."""
+        """Return the run's position in the training data as a JSON value for a checkpoint and ``seek``.
+
+        Keys: ``epoch`` and ``batch`` (global batches consumed in it), ``samples`` (consumed in all), and ``state`` (of
+        the data set's reader, or None).
+        """
         return {**self.place._asdict(), "samples": self.samples, "state": self.feed.reader.state()}
 
     def seek(self, position: Mapping[str, Any]) -> None:
-        """Continue at ``position``: ``epoch(at.epoch)`` starts with the next batch."""
+        """Continue at a saved position in the data, without training: the next ``epoch(number)`` starts there.
+
+        Args:
+            position: the result of ``position``.
+
+        Raises:
+            CheckpointError: the data set cannot continue there, such as a sampler of another order.
+        """
         self.at = self._resumed = Position(position["epoch"], position["batch"])
         self.samples = position["samples"]
         self.feed.reader.load(self.at, position["state"])
@@ -793,9 +857,15 @@ class Run:
         return None if facts is None else run_state.restore_run(self, facts)
 
     def together(self, call: str) -> None:
-        """Compare over all ranks which call they make after which step, before its collectives meet those of a step.
+        """Check that all ranks make the same call after the same step, before the call's collectives could meet others.
 
-        Collective. Raises MismatchError if the calls differ.
+        Collective.
+
+        Args:
+            call: text of the call, compared over ranks and shown in the error.
+
+        Raises:
+            MismatchError: the calls differ.
         """
         self.context.comms.world.agree(
             [f"{call} after step {self.clock}"],

@@ -160,20 +160,25 @@ class Checkpoints(CheckpointManager):
 
 
 def differs(saved: Mapping[str, Any], current: Mapping[str, Any], name: str) -> bool:
-    """Return whether a checkpoint and a run both have a fact, with different values.
+    """Return whether a checkpoint and a run both state a fact, such as the seed, and with different values.
 
     Args:
         saved: facts of the checkpoint.
         current: facts of the run.
-        name: of the fact.
+        name: key of the fact.
     """
     return name in current and name in saved and saved[name] != current[name]
 
 
 def wrong_optimizer(manifest: Manifest, run_facts: Mapping[str, Any]) -> list[str]:
-    """Return a text if the checkpoint has another optimizer's state, else an empty list.
+    """Compare the checkpoint's optimizer with the run's, by name; settings, such as ``lr``, may differ.
 
-    Only the optimizers' names are compared; settings, such as ``lr``, may differ.
+    Args:
+        manifest: the checkpoint's manifest.
+        run_facts: facts of the run.
+
+    Returns:
+        A list of one text that states the difference, for the error; empty if there is none.
     """
     saved, chosen = (str(facts.get("optimizer", "")).partition(":")[0] for facts in (manifest.facts, run_facts))
     if not chosen or saved == chosen:
@@ -195,9 +200,14 @@ def _other_workers(manifest: Manifest, run_facts: Mapping[str, Any]) -> Checkpoi
 
 
 def other_workers(manifest: Manifest, run: Run) -> str:
-    """Return the warning that says which state starts afresh with another number of workers.
+    """Return the text of the warning for a resume with another number of workers: the state that starts afresh.
 
-    Raises CheckpointError with AdaScale, whose step count depends on the number of workers.
+    Args:
+        manifest: the checkpoint's manifest.
+        run: the run that resumes.
+
+    Raises:
+        CheckpointError: with AdaScale, whose step count depends on the number of workers.
     """
     saved, mine = manifest.facts["workers"], run.feed.contract.workers
     if run.adascale is not None:
@@ -220,12 +230,23 @@ def other_workers(manifest: Manifest, run: Run) -> str:
 
 
 def trained_alone(manifest: Manifest) -> bool:
-    """Return whether every worker of the checkpoint has parameters of its own, as in local SGD."""
+    """Return whether each logical worker of the checkpoint has parameters of its own, as in local SGD.
+
+    Args:
+        manifest: the checkpoint's manifest.
+    """
     return any("/parameter/" in name for name in manifest.tensors.get("workers", {}))
 
 
 def saved_progress(manifest: Manifest) -> tuple[int, int, Mapping[str, Any]]:
-    """Return steps, updates and data position of a checkpoint. Raises CheckpointError where one is no valid number."""
+    """Return the progress of the saved run: steps, updates, and the data position as ``Run.position`` returns it.
+
+    Args:
+        manifest: the checkpoint's manifest.
+
+    Raises:
+        CheckpointError: one of them is missing, or no whole number of at least 0.
+    """
     facts, position = manifest.facts, manifest.facts.get("position")
     place = position if isinstance(position, dict) else {}
     numbers = [facts.get("step"), facts.get("updates"), *(place.get(name) for name in ("epoch", "batch", "samples"))]
@@ -236,7 +257,15 @@ def saved_progress(manifest: Manifest) -> tuple[int, int, Mapping[str, Any]]:
 
 
 def load_scale(manifest: Manifest, run: Run) -> None:
-    """Restore the loss scale if the run and the checkpoint have one. Raises CheckpointError where it is invalid."""
+    """Restore the loss scale from the checkpoint; nothing if the run or the checkpoint has none.
+
+    Args:
+        manifest: the checkpoint's manifest.
+        run: the run, whose loss scale is set.
+
+    Raises:
+        CheckpointError: the saved loss scale is invalid.
+    """
     saved = manifest.facts.get("loss_scale")
     if run.loss_scale is None or saved is None:
         return
@@ -244,7 +273,15 @@ def load_scale(manifest: Manifest, run: Run) -> None:
 
 
 def load_adascale(manifest: Manifest, run: Run) -> None:
-    """Restore AdaScale's τ. Raises CheckpointError where only one of run and checkpoint uses AdaScale."""
+    """Restore AdaScale's scale-invariant step count τ and its averages from the checkpoint, if it is used.
+
+    Args:
+        manifest: the checkpoint's manifest.
+        run: the run, whose AdaScale state is set.
+
+    Raises:
+        CheckpointError: only one of run and checkpoint uses AdaScale, or the saved state is invalid.
+    """
     saved = manifest.facts.get("adascale")
     if run.adascale is None and saved is None:
         return

@@ -72,7 +72,7 @@ class RunOptions:
 
     @cached_property
     def lr_rule(self) -> NoRule:
-        """The learning-rate rule of ``lr_scale``. Raises UsageError."""
+        """The learning-rate rule of ``lr_scale``; ``NoRule`` is the base class of all rules. Raises UsageError."""
         return check_rule(self.lr_scale) if isinstance(self.lr_scale, str) else self.lr_scale
 
     @cached_property

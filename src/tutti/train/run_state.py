@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 
 def saver(run: Run, folder: Path, keep: int = 2) -> Checkpoints:
-    """Return the ``Checkpoints`` of ``folder``, created on the first call; a single failed save raises.
+    """Return the object that writes and keeps the checkpoints of ``Run.save`` in ``folder``.
 
-    Collective when it is created.
+    It is created in the first call for this folder and ``keep``, which is collective; a single failed save raises.
 
     Args:
         run: the run to save.
@@ -39,7 +39,11 @@ def saver(run: Run, folder: Path, keep: int = 2) -> Checkpoints:
 
 
 def checkpoint_identity(run: Run) -> dict[str, Any]:
-    """Return the facts that ``restore`` compares with a checkpoint's, such as workers and seed, and their hash."""
+    """Return the facts that ``restore`` compares with a checkpoint's, by key, and a hash of them (``config_sha256``).
+
+    They are number of workers, global batch size, batch growth, number of training samples, seed, and classes of the
+    optimizers.
+    """
     contract = run.feed.contract
     known: dict[str, Any] = {
         "workers": contract.workers,
@@ -54,9 +58,17 @@ def checkpoint_identity(run: Run) -> dict[str, Any]:
 
 
 def run_facts(run: Run, extra: Mapping[str, Any]) -> dict[str, Any]:
-    """Return, as JSON, the epoch whose loop the run is in, the settings of its parameter groups, and ``extra``.
+    """Return the facts of a checkpoint that ``restore_run`` restores, as a JSON value.
 
-    Raises UsageError where ``extra`` holds a value that ``encode_json`` does not support.
+    Keys: ``within`` (the epoch whose loop the run is in, or None), ``settings`` (of the parameter groups),
+    ``schedulers``, ``callbacks``, ``callback_names`` and ``extra``.
+
+    Args:
+        run: the run to save.
+        extra: the script's own values.
+
+    Raises:
+        UsageError: ``extra`` holds a value that ``encode_json`` does not support.
     """
     return {
         "within": run.within,
@@ -69,10 +81,19 @@ def run_facts(run: Run, extra: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def restore_run(run: Run, saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Restore the facts from ``run_facts`` and return ``extra``.
+    """Restore epoch, optimizer settings, schedulers and callbacks from a checkpoint's facts.
 
     A checkpoint of ``tutti train`` has no such facts: the optimizer's settings then stay as they are.
-    Raises CheckpointError where the number of parameter groups differs.
+
+    Args:
+        run: the run to restore, whose tensors are restored elsewhere.
+        saved: the checkpoint's facts, with the keys of ``run_facts``.
+
+    Returns:
+        ``extra`` as ``Run.save`` was given it; empty for a checkpoint without it.
+
+    Raises:
+        CheckpointError: the number of parameter groups or schedulers, or the callbacks, differ.
     """
     run.within = saved.get("within")
     if "settings" in saved:

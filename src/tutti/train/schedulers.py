@@ -76,12 +76,16 @@ class Schedulers:
         scheduler.__class__ = type(kind.__name__, (kind,), {"step": step, "_unreserved": kind})
 
     def after_update(self, optimizer: Optimizer | None) -> None:
-        """Step the schedulers of ``optimizer`` after its update; None: of all optimizers."""
+        """Step the script's schedulers after an update of the optimizer; nothing if they step once an epoch.
+
+        Args:
+            optimizer: the optimizer that made the update, whose schedulers step; None for those of all optimizers.
+        """
         if self._every == "update":
             self._step([s for s in self._own if optimizer is None or s.optimizer is optimizer])
 
     def after_epoch(self) -> None:
-        """Step the schedulers at the end of an epoch."""
+        """Step all schedulers at the end of an epoch; nothing if they step after each update."""
         if self._every == "epoch":
             self._step(self._own)
 
@@ -99,11 +103,18 @@ class Schedulers:
             self._stepping = False
 
     def facts(self) -> list[Any]:
-        """Return the schedulers' states as JSON values for a checkpoint."""
+        """Return each scheduler's ``state_dict()`` as a JSON value, in order, for a checkpoint."""
         return [encode_json(scheduler.state_dict(), "the state of a scheduler") for scheduler in self._own]
 
     def load(self, saved: Mapping[str, Any]) -> None:
-        """Load the states of a checkpoint's facts. Raises CheckpointError for another number of schedulers."""
+        """Load the schedulers' states from a checkpoint.
+
+        Args:
+            saved: the checkpoint's facts; ``saved["schedulers"]`` is the result of ``facts``.
+
+        Raises:
+            CheckpointError: the checkpoint has another number of schedulers.
+        """
         states = saved.get("schedulers", [])
         if len(states) != len(self._own):
             raise CheckpointError(

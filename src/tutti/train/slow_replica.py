@@ -17,13 +17,16 @@ from tutti.types import MicroBatch, ReplicaRunner
 
 
 def slow_down(replica: ReplicaRunner, slow: Sequence[Slowness] | str, world: World, workers: int) -> ReplicaRunner:
-    """Return ``replica``, with delays if ``slow`` names this rank or one of its workers.
+    """Add delays to this rank's computation, to simulate stragglers, if ``slow`` names this rank or one of its workers.
 
     Args:
         replica: this rank's part of the model; its methods are replaced.
-        slow: ranks or logical workers and their delays.
+        slow: ranks or logical workers and their delays, also as text (``rank=1,factor=3``).
         world: all ranks.
         workers: number of logical workers N.
+
+    Returns:
+        ``replica`` itself.
 
     Raises:
         UsageError: a rank or worker that does not exist, or a delay that the device does not allow.

@@ -151,22 +151,32 @@ class GivenState:
         self._tensors, self._specs, self._optim = tensors, specs, optim or {}
 
     def names(self, group: str) -> Collection[str]:
-        """Return the names of the given tensors in ``group``."""
+        """Return the names of the tensors in a group: ``model`` or ``optim``; none for other groups."""
         return {"model": self._tensors, "optim": self._optim}.get(group, {}).keys()
 
     def get(self, group: str, name: str) -> Tensor:
-        """Return one given tensor; a tied weight by any of its names."""
+        """Return one full tensor; a tied weight by any of its names.
+
+        Args:
+            group: ``model`` or ``optim``.
+            name: the tensor's name; ``{parameter}/{key}`` in ``optim``.
+        """
         if group == "optim":
             return self._optim[name]
         tied = self._specs[name].tied if name in self._specs else ()
         return next(self._tensors[n].detach() for n in (name, *tied) if n in self._tensors)
 
     def shape(self, group: str, name: str) -> tuple[int, ...]:
-        """Return the shape of one given tensor."""
+        """Return the shape of one full tensor.
+
+        Args:
+            group: ``model`` or ``optim``.
+            name: the tensor's name; ``{parameter}/{key}`` in ``optim``.
+        """
         return tuple(self.get(group, name).shape)
 
     def part(self, group: str, name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
-        """Return the region of ``shape`` at ``offset`` of one given tensor.
+        """Return a rectangular region of one full tensor, as a view.
 
         Args:
             group: ``model`` or ``optim``.

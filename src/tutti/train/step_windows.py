@@ -27,9 +27,14 @@ Region: TypeAlias = Callable[[str], AbstractContextManager[Any]]
 
 @contextmanager
 def profiled(run: Run, folder: Path) -> Iterator[None]:
-    """Profile this rank's part of ``run`` within the block, and write the files of ``write_profile``.
+    """Run PyTorch's profiler on this rank within the block, and write its trace and a table to ``folder``.
 
-    Raises DiskError where they cannot be written.
+    Args:
+        run: the run, whose steps are divided into named phases.
+        folder: directory for ``rank{N}.json`` and rank 0's ``operations.txt``; it is made.
+
+    Raises:
+        DiskError: the files cannot be written.
     """
     comm, taken = run.context.comms.world, run.taken
     profiler = make_profiler(comm.device)
@@ -40,9 +45,16 @@ def profiled(run: Run, folder: Path) -> Iterator[None]:
 
 @contextmanager
 def traced(run: Run, folder: Path) -> Iterator[None]:
-    """Trace every rank's phases within the block, and write the files of ``TraceRecorder.write`` on rank 0.
+    """Measure every rank's phases within the block; rank 0 writes them as a timeline to ``folder``.
 
-    Collective at its beginning and its end. Raises DiskError where rank 0 cannot write.
+    Collective at its beginning and its end.
+
+    Args:
+        run: the run, whose steps are divided into named phases.
+        folder: directory for ``timeline.svg``, ``trace.json`` and ``shares.txt``.
+
+    Raises:
+        DiskError: rank 0 cannot write.
     """
     recorder = TraceRecorder(run.context.comms.world, run.taken)
     with phases(run, recorder.during), recorder.waits():
@@ -52,7 +64,14 @@ def traced(run: Run, folder: Path) -> Iterator[None]:
 
 @contextmanager
 def phases(run: Run, region: Region = record_function) -> Iterator[None]:
-    """Run every phase of a step within the block in a ``region`` of the phase's name."""
+    """Within the block enter a context manager around each phase of a training step, to name it in a profile.
+
+    The phases are ``data``, ``forward``, ``backward``, ``weight`` (zero bubble), ``exchange`` and ``update``.
+
+    Args:
+        run: the run, whose methods are wrapped within the block.
+        region: makes the context manager from the phase's name.
+    """
     forward = (run, "loss_fn") if run.loss_fn is not None else (run.model, "forward")
     named: list[tuple[Any, str, str]] = [
         (run, "_draw", "data"),
@@ -107,18 +126,24 @@ class Window:
         self._open = ExitStack()
 
     def look(self) -> None:
-        """Open the window before its first step, close it after its last; call before the first step and after each."""
+        """Begin to profile or trace before the window's first step, and end after its last.
+
+        Call it before the first step of the run and after each step. Collective in these two steps for a trace.
+        """
         if self._run.taken == self._begin:
             self._open.enter_context(self._watch(self._run, self._folder))
         elif self._run.taken == self._end:
             self._open.close()
 
     def close(self) -> None:
-        """Close the window if the run ends within it."""
+        """End profiling or tracing if the run ends within the window; nothing otherwise."""
         self._open.close()
 
     def table(self) -> str:
-        """Return the text that rank 0 prints at the end: the table, and the folder of all files."""
+        """Return the text that rank 0 prints at the end of the run: the recorded table, and the folder of all files.
+
+        Says so if the run ended before the window.
+        """
         path = self._folder / self._table
         text = path.read_text(encoding="utf-8") if path.is_file() else "the run ended before the first of its steps\n"
         return f"{text}For ui.perfetto.dev: {self._folder}"

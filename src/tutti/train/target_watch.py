@@ -64,7 +64,7 @@ class TargetWatch:
 
     @property
     def option(self) -> str:
-        """The option that names the metric."""
+        """The option that names the watched metric: ``--until``, else ``--patience``."""
         return "--until" if self.target is not None else "--patience"
 
     def check(self, reported: Sequence[str], averaged: bool) -> None:
@@ -77,7 +77,11 @@ class TargetWatch:
         check_metric(self.metric.name, self.option, reported, averaged)
 
     def evaluated(self, at: EvaluatedAt) -> None:
-        """Count an evaluation: note the best value and the first that reaches the target, and set ``ending``."""
+        """Count an evaluation, and set ``ending`` if it ends the run: the target is reached, or patience is exhausted.
+
+        Args:
+            at: position of the run at the evaluation, and the metric's value.
+        """
         previous, self._last = self._last, at
         self._count += 1
         if self._values.add(at.value):
@@ -107,10 +111,19 @@ class TargetWatch:
         }
 
     def load(self, saved: Mapping[str, Any]) -> bool:
-        """Continue from a checkpoint's state, and return whether it belongs to this metric.
+        """Continue from a checkpoint's state if it is of the same metric.
 
         A target of another value is judged by the evaluations from now on; the best value and the evaluations without
-        a better one are kept. Raises CheckpointError for a state that no run has written.
+        a better one are kept.
+
+        Args:
+            saved: the result of ``state``.
+
+        Returns:
+            Whether the state is of this metric; if not, nothing is loaded.
+
+        Raises:
+            CheckpointError: no run can have written the state.
         """
         try:
             if saved["metric"] != asdict(self.metric):
@@ -127,7 +140,11 @@ class TargetWatch:
         return True
 
     def summary(self) -> dict[str, Any]:
-        """Return the entries ``target`` and ``early_stopping`` of ``summary.json``, where the run has the option."""
+        """Return the entries ``target`` (``--until``) and ``early_stopping`` (``--patience``) of ``summary.json``.
+
+        Each is a dict with the metric, its best value and step, the number of evaluations and what ended the run;
+        ``target`` also says where the target was reached, in steps, samples, epochs and seconds, or None.
+        """
         best, at = self._best, self._reached
         common = {
             "metric": self.metric.name,
@@ -157,7 +174,11 @@ class TargetWatch:
 
 
 def wall_seconds(started: float | None) -> float | None:
-    """Return seconds since the Unix time ``started``; None if it is unknown."""
+    """Return seconds of wall time since a run started.
+
+    Args:
+        started: Unix time in seconds; None if it is unknown, and so is the result.
+    """
     return None if started is None else time.time() - started
 
 

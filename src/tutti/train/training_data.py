@@ -24,7 +24,17 @@ from tutti.types import LossFn
 
 
 def choose_sampling(dataset: Any, o: RunOptions) -> Sampling:
-    """Return the data set with its global batches, from the options or from a ``DataLoader``."""
+    """Combine the data set, or ``DataLoader``, with the options into one description of its global batches.
+
+    The batch size is that of the options, else of the loader, else the default.
+
+    Args:
+        dataset: the samples, or a ``DataLoader``.
+        o: the options of ``tutti.prepare``.
+
+    Raises:
+        UsageError: an option differs from that of the ``DataLoader``, or the loader does what tutti cannot keep.
+    """
     found = given_sampling(dataset, o.batch_size, o.collate, o.shuffle, o.drop_last, o.data_workers)
     return (
         replace(found, batch_size=DEFAULT_BATCH_SIZE)
@@ -102,7 +112,15 @@ def _check_order(sampling: Sampling, data: Source | Stream, choice: Choice, o: R
 
 
 def samples_per_epoch(data: Source | Stream, sampling: Sampling) -> int | None:
-    """Return the number of samples in an epoch; None for a stream of unknown length and a batch sampler."""
+    """Return the number of samples that an epoch uses, less those that ``drop_last`` leaves out.
+
+    Args:
+        data: the training data.
+        sampling: the description of their global batches.
+
+    Returns:
+        Samples; None for a stream of unknown length and a batch sampler.
+    """
     if not isinstance(data, Stream):
         return sampling.in_an_epoch(len(data))
     if data.samples is None or not sampling.drop_last:
@@ -118,7 +136,9 @@ def first_micro_batch_trial(
     seed: int,
     data_rank: int,
 ) -> Callable[..., Any] | None:
-    """Return ``RunContext.trial``: a call of the loss function on the first micro-batch of the data.
+    """Make the function that calls the loss function on the first micro-batch of the data (``RunContext.trial``).
+
+    Strategies use it to find out how a model behaves, before the first step.
 
     Args:
         data: the training data; a stream's samples are read again in its first epoch.

@@ -29,7 +29,9 @@ from tutti.workload.workload_trace import TracedModel, tokens_of, trace_workload
 def measured_throughput(
     task: Task, config: TrainConfig, world: World, run: Run, warn: Callable[[str], None], batch: Batch
 ) -> DeviceThroughput:
-    """Return what a sample is worth to each device of the run. Traces the model if the device's peak is known.
+    """Measure what one sample is worth to a device: its tokens and FLOP, to report tokens/s, FLOP/s and MFU.
+
+    FLOP are counted by tracing the model, which calls the loss function, if the device's peak FLOP/s are known.
 
     Args:
         task: has the model and the loss.
