@@ -114,7 +114,11 @@ def check_compile(text: str, reproducible: bool = False) -> CompileChoice | None
 
 
 def check_compiler(options: Compile) -> None:
-    """Raise UsageError if the inductor backend lacks a C++ compiler or Python's headers."""
+    """Raise UsageError if ``torch.compile`` lacks what its inductor backend needs: a C++ compiler and Python's headers.
+
+    Args:
+        options: mode and options of ``--compile``; other backends than ``inductor`` are not checked.
+    """
     if options.backend != "inductor":
         return
     compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")

@@ -177,12 +177,12 @@ class StrategyOptions:
 
     @property
     def zero_stage(self) -> int:
-        """ZeRO stage of the gradient synchronisation; 0 for one that shards nothing."""
+        """ZeRO stage: 1 shards optimizer state, 2 gradients too, 3 parameters too; 0 shards nothing."""
         return 0
 
     @property
     def wrap_policy(self) -> tuple[str, ...]:
-        """FSDP wrap policy: ``auto``, or names and classes of the modules to wrap."""
+        """FSDP wrap policy: names and classes of modules that gather their parameters together, or ``auto``."""
         return ("auto",)
 
     def shards_parameters(self, shape: Mapping[str, int]) -> bool:

@@ -80,12 +80,12 @@ class RowsConfig(StrategyOptions):
 
     @property
     def zero_stage(self) -> int:
-        """ZeRO stage, 1 to 3."""
+        """ZeRO stage: 1 shards optimizer state, 2 gradients too, 3 parameters too."""
         return self.stage
 
     @property
     def wrap_policy(self) -> tuple[str, ...]:
-        """Names or classes of the modules that FSDP2 wraps."""
+        """Names or classes of the modules that FSDP2 wraps, which gather their parameters together, or ``auto``."""
         return self.units
 
     def shards_parameters(self, shape: Mapping[str, int]) -> bool:

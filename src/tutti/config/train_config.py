@@ -252,7 +252,7 @@ class TrainConfig:
 
     @cached_property
     def optimizer_choice(self) -> OptimizerChoice:
-        """The options of ``--optimizer``, with their text. Raises UsageError."""
+        """The options of ``--optimizer`` (``name:key=value,…``), with their text. Raises UsageError."""
         return OptimizerChoice.parse(self.optimizer)
 
     @cached_property
@@ -265,42 +265,57 @@ class TrainConfig:
 
     @cached_property
     def batch_norm_options(self) -> BatchNormConfig:
-        """The options of ``--batch-norm``. Raises UsageError."""
+        """The options of ``--batch-norm`` (``name:key=value,…``). Raises UsageError if the text is malformed."""
         return check_batch_norm(self.batch_norm)
 
     @cached_property
     def compile_choice(self) -> CompileChoice | None:
-        """Mode and options of ``--compile``; None without it. Raises UsageError."""
+        """Mode and options of ``torch.compile``, from ``--compile``; None without it. Raises UsageError."""
         return check_compile(self.compile, self.reproducible)
 
     @cached_property
     def checkpointing(self) -> Checkpointing:
-        """The options of ``--activation-checkpointing``; None without it. Raises UsageError."""
+        """The options of ``--activation-checkpointing``; None without it.
+
+        Raises UsageError if the text is malformed or conflicts with ``--compile``.
+        """
         return check_checkpointing(self.activation_checkpointing, compiled=self.compile_choice is not None)
 
     @cached_property
     def loss_scale_options(self) -> LossScaleConfig | None:
-        """The options of the loss scale; None for none. Raises UsageError."""
+        """The options of the loss scale: from ``--loss-scale``, else dynamic for fp16, else None.
+
+        Raises UsageError if the text is malformed, or given with a precision other than fp16.
+        """
         return choose_loss_scale(self.loss_scale, self.precision)
 
     @cached_property
     def noise(self) -> Multiplicative | None:
-        """The options of ``--gradient-noise``; None without it. Raises UsageError."""
+        """The options of ``--gradient-noise``; None without it.
+
+        Raises UsageError if the text is malformed, or conflicts with the batch size or ``--lr-scale adascale``.
+        """
         return check_noise(self.gradient_noise, self.batch_size, self.lr_rule.adaptive)
 
     @cached_property
     def limits(self) -> WatchdogLimits:
-        """The watchdog's limits on time without progress. Raises UsageError."""
+        """The watchdog's limits, in seconds, on the time of a start, a step and a save without progress.
+
+        Raises UsageError for a limit that is neither 0 (none) nor at least 1.
+        """
         return WatchdogLimits.make(self.start_timeout, self.step_timeout, self.save_timeout)
 
     @property
     def watched(self) -> bool:
-        """Whether a watchdog limit is set; then even a single process has a watchdog."""
+        """Whether an option sets a limit of the watchdog, which then also watches a run of a single process."""
         return any((self.start_timeout, self.step_timeout, self.save_timeout))
 
     @cached_property
     def length(self) -> Duration:
-        """The length of training. Raises UsageError if more than one of the four options is given."""
+        """The length of training, from ``--duration``, ``--steps``, ``--samples`` or ``--epochs``.
+
+        Default: 3 epochs. Raises UsageError if more than one of them is given, or it is malformed.
+        """
         given = [name for name in ("epochs", "steps", "samples", "duration") if getattr(self, name) is not None]
         if len(given) > 1:
             raise UsageError(f"{' and '.join(map(_flag, given))} exclude each other", remedy="give one of them")
@@ -353,22 +368,31 @@ class TrainConfig:
 
     @cached_property
     def eval_interval(self) -> Duration | None:
-        """The interval between evaluations; None for ``none``. Raises UsageError."""
+        """The interval between evaluations, from ``--eval-every``; None for ``none``. Raises UsageError."""
         return _interval("--eval-every", self.eval_every)
 
     @cached_property
     def checkpoint_interval(self) -> Duration | None:
-        """The interval between checkpoints; None for ``none``. Raises UsageError."""
+        """The interval between checkpoints, from ``--checkpoint-every``; None for ``none``.
+
+        Raises UsageError if it is malformed.
+        """
         return _interval("--checkpoint-every", self.checkpoint_every)
 
     @cached_property
     def averaging(self) -> Averaging | None:
-        """The options of the weights' average; None without ``--ema``. Raises UsageError."""
+        """Decay and warm-up of the weights' moving average, from ``--ema``; None without it.
+
+        Raises UsageError if the text is malformed.
+        """
         return None if self.ema is None or self.ema == "none" else Averaging.parse(self.ema)
 
     @cached_property
     def initial_map(self) -> InitMap | None:
-        """The options of ``--init-map``; None without it. Raises UsageError."""
+        """The options of ``--init-map``, which adapt initial weights of another model; None without it.
+
+        Raises UsageError if they are malformed, or there is no ``--init-from``.
+        """
         return None if self.init_map is None else InitMap.of(self.init_map, self.init_from, "--init-map")
 
     @cached_property
@@ -401,7 +425,7 @@ class TrainConfig:
 
     @cached_property
     def slowness(self) -> tuple[Slowness, ...]:
-        """The delays of ``--slow``; empty without it. Raises UsageError."""
+        """The simulated delays of ranks or workers, from ``--slow``; empty without it. Raises UsageError."""
         return () if self.slow is None or self.slow == "none" else Slowness.parse(self.slow)
 
     def best(self, declared: Mapping[str, Direction] | None = None) -> Best | None:

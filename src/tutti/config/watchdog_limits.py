@@ -64,5 +64,5 @@ class WatchdogLimits:
 
     @property
     def never(self) -> bool:
-        """Whether all limits are off."""
+        """Whether all limits are off, so that no watchdog is needed."""
         return self.start == self.step == self.save == 0

@@ -78,7 +78,13 @@ def shown(batch: Batch) -> Batch:
 
 
 def length(batch: Batch) -> int:
-    """Return the number of samples: the first dimension of the batch's first tensor. Raises DataError without one."""
+    """Return the number of samples in a batch: the first dimension of its first tensor.
+
+    For a ``CollatedBatch`` it is the sum of its parts' sizes.
+
+    Raises:
+        DataError: the batch has no tensor.
+    """
     if isinstance(batch, CollatedBatch):
         return sum(batch.sizes)
     if isinstance(batch, tuple | list) and batch and isinstance(batch[0], Tensor) and batch[0].dim():

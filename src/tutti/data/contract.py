@@ -63,12 +63,12 @@ class BatchContract:
 
     @property
     def shared(self) -> bool:
-        """Whether data ranks share workers: R > N."""
+        """Whether data ranks share the micro-batches of a logical worker, as there are more ranks (R > N)."""
         return self.ranks > self.workers
 
     @property
     def known(self) -> int:
-        """Samples in an epoch. Raises UsageError if the number is unknown."""
+        """Number of samples in an epoch, where it is known. Raises UsageError for a stream of unknown length."""
         if self.dataset is None:
             raise UsageError(
                 "the data set is a stream whose length is not known",
@@ -85,9 +85,12 @@ class BatchContract:
         return math.ceil(self.known / self.batch)
 
     def samples(self, step: int) -> int:
-        """Return the number of samples in global batch ``step``, from 0, of an epoch.
+        """Return the number of samples in one global batch of an epoch; the last batch may have fewer than others.
 
         Raises UsageError if the length of an epoch is not known.
+
+        Args:
+            step: number of the global batch in the epoch, from 0.
         """
         return min(self.batch, self.known - step * self.batch)
 
@@ -195,7 +198,11 @@ class BatchContract:
         ]
 
     def check_whole(self) -> None:
-        """Raise UsageError unless a rank has one micro-batch of different samples, for synchronised batch norm."""
+        """Check, for synchronised batch norm, that a rank's part of a global batch is one micro-batch.
+
+        Raises:
+            UsageError: the micro-batch is smaller than a rank's part, or all workers draw the same samples.
+        """
         if self.identical:
             raise UsageError(
                 "--batch-norm sync cannot be combined with identical batches", remedy="leave out one of the two"

@@ -57,7 +57,7 @@ class Epochs:
 
     @cached_property
     def phases(self) -> tuple[EpochPhase, ...]:
-        """Phases of constant batch size in order, divided by the growth's milestones."""
+        """Spans of consecutive epochs with one batch size and rate factor, in order; a single one without growth."""
         if self.growth is None:
             return (EpochPhase(0, math.inf, self.first, 1.0),)
         largest = self.growth.most(self.first.batch, self.first.known) or 0

@@ -194,7 +194,7 @@ class HeldOut:
 
     @property
     def samples(self) -> int:
-        """Number of samples in all blocks."""
+        """Number of held-out samples, over all blocks."""
         return sum(map(len, self.blocks))
 
     @property
@@ -225,16 +225,17 @@ def evaluation(
     prefetch: Prefetch = IN_PROCESS,
     even: bool = False,
 ) -> Iterator[tuple[int, MicroBatch]]:
-    """Yield this data rank's held-out samples as numbered blocks: every sample once, without padding.
+    """Yield the held-out samples that this data rank evaluates, in numbered blocks: every sample once, without padding.
 
-    The blocks do not depend on the number of ranks, so that their loss sums, added in order, do not either.
+    A block is evaluated as one batch. Blocks do not depend on the number of ranks, so that their loss sums, added in
+    order, do not either. Not collective.
 
     Args:
         held_out: the held-out samples.
         ranks: number of data ranks.
         rank: this data rank.
         place: moves a batch to the device.
-        prefetch: fetches the samples.
+        prefetch: fetches the samples, in this process or in loader processes.
         even: give every rank equally many blocks, padded with dummy micro-batches, for forwards with collectives.
 
     Yields:

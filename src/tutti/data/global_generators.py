@@ -12,7 +12,10 @@ import torch
 
 @contextmanager
 def own_generators() -> Iterator[None]:
-    """Restore the states of Python's, NumPy's and PyTorch's global CPU generators after the block."""
+    """Within the block code may seed and use Python's, NumPy's and PyTorch's global CPU generators.
+
+    Their states are restored afterwards, so that draws outside of it do not change.
+    """
     states = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
     try:
         yield
@@ -23,7 +26,11 @@ def own_generators() -> Iterator[None]:
 
 
 def seed_generators(key: int) -> None:
-    """Seed the three global generators from the 64-bit ``key``; call it inside ``own_generators``."""
+    """Seed the global generators of Python, NumPy and PyTorch (CPU); call it inside ``own_generators``.
+
+    Args:
+        key: 64-bit seed.
+    """
     random.seed(key)
     np.random.seed(key & 0xFFFFFFFF)
     torch.default_generator.manual_seed(key >> 1)

@@ -186,7 +186,12 @@ class Cursor:
         return taken
 
     def begins(self, epoch: int, key: int) -> bool:
-        """Return whether this is a cursor of ``epoch`` with ``key`` from which no sample has been taken."""
+        """Return whether this cursor reads the given epoch, and no sample has been taken from it yet.
+
+        Args:
+            epoch: from 0.
+            key: of the random draws, which must be the cursor's too.
+        """
         return (self._epoch, self._key, self.number) == (epoch, key, 0)
 
     def peek(self, count: int) -> list[Any]:
@@ -213,7 +218,7 @@ class Cursor:
         return len(self._ahead) >= count
 
     def state(self) -> str | None:
-        """Return ``state_dict()`` of the data set as a JSON string.
+        """Return the data set's own ``state_dict()`` after the samples taken so far, as a JSON string.
 
         None if it has no such method, its state is not JSON, or a sample has been read ahead.
         """
@@ -265,14 +270,14 @@ def _is_json(value: Any) -> bool:
 
 
 def refuse_empty(source: Stream, epoch: int, found: int, wanted: int = 0, ranks: str = "") -> NoReturn:
-    """Raise DataError for a stream that is empty, or that ended too early.
+    """Raise DataError for an epoch of a stream that is empty, or ends before the position of a resumed run.
 
     Args:
         source: the stream.
         epoch: from 0.
         found: samples that the epoch has.
         wanted: samples that it had when the run was saved.
-        ranks: the data ranks that have none.
+        ranks: the data ranks that have none, as text; empty where all ranks read one stream.
     """
     if wanted or found:
         raise DataError(

@@ -67,6 +67,8 @@ class StreamReading:
     def here(self, cursor: Cursor, with_state: bool) -> Iterator[StreamBatch]:
         """Read the epoch in this process, and yield its global batches from ``start`` on.
 
+        Each holds the part that this rank keeps. One sample, or with ``drop_last`` a batch, is read ahead.
+
         Args:
             cursor: reads the epoch, and stands before the first sample of batch ``start``.
             with_state: whether the data set is asked for its state after each batch.

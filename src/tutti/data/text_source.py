@@ -81,7 +81,7 @@ class WindowSource:
 
 
 def check_text(data: str) -> None:
-    """Raise DataError unless ``data`` is a file that is not empty."""
+    """Raise DataError unless ``data`` is the path of a file that is not empty; reads nothing."""
     path = Path(data).expanduser()
     try:
         # Reading a named pipe would block.

@@ -18,10 +18,10 @@ MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 
 
 def cifar10_task(config: CourseConfig | Resnet18Config, data: str, augment: bool) -> Task:
-    """Build the task; images are normalised by CIFAR-10's mean and standard deviation.
+    """Build the task of classifying CIFAR-10 images; they are normalised by CIFAR-10's mean and standard deviation.
 
     Args:
-        config: options of the model.
+        config: options of the model, whose class selects it.
         data: a folder in hub layout or of image files, or ``uoft-cs/cifar10``.
         augment: randomly crop (border of 4 pixels) and mirror the training images.
 

@@ -17,7 +17,12 @@ CLASSES = 10
 
 
 def digits_task(config: CnnConfig | MlpConfig) -> Task:
-    """Build the task; every fifth image is held out, and pixels are in [0, 1].
+    """Build the task of classifying scikit-learn's handwritten digits, grey 8×8 images with pixels in [0, 1].
+
+    Every fifth image is held out.
+
+    Args:
+        config: options of the model, whose class selects it.
 
     Raises:
         DataError: scikit-learn is not installed.

@@ -47,7 +47,10 @@ class Embedding(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, characters: Tensor) -> Tensor:
-        """(samples, positions) int64 → (samples, positions, width)."""
+        """Embed characters and their positions: (samples, positions) int64 → (samples, positions, width).
+
+        There are at most ``config.block`` positions.
+        """
         positions = torch.arange(characters.shape[1], device=characters.device)
         out: Tensor = self.dropout(self.character(characters) + self.position(positions))
         return out
@@ -70,7 +73,7 @@ class Block(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """(samples, positions, width) → the same."""
+        """Apply the transformer block: (samples, positions, width) → the same shape."""
         x = x + self.attention(self.norm1(x))
         out: Tensor = x + self.feed_forward(self.norm2(x))
         return out
@@ -87,7 +90,7 @@ class Attention(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(samples, positions, width) → the same."""
+        """Attend from each position to itself and earlier ones: (samples, positions, width) → the same shape."""
         samples, positions, width = x.shape
         split = self.queries_keys_values(x).view(samples, positions, 3, self.heads, width // self.heads)
         queries, keys, values = split.permute(2, 0, 3, 1, 4)

@@ -19,7 +19,13 @@ TRAIN, HELD_OUT = 512, 128
 
 
 def linear_task(config: LineConfig) -> Task:
-    """Build the task: y = 2x - 1 plus noise of standard deviation 0.5, x uniform in [-1, 1); the points are fixed."""
+    """Build the task of fitting a line: y = 2x - 1 plus noise of standard deviation 0.5, x uniform in [-1, 1).
+
+    The points are the same in every run.
+
+    Args:
+        config: options of the model.
+    """
     inputs, targets = points(TRAIN + HELD_OUT)
     return Task(
         name="linear",

@@ -9,7 +9,7 @@ from torch.nn import functional
 
 
 def classification(model: nn.Module, batch: Any) -> tuple[Tensor, int, dict[str, Tensor]]:
-    """Cross-entropy of class scores.
+    """Compute the cross-entropy of class scores and the number of correct predictions.
 
     Args:
         model: maps inputs to logits (samples, classes, …).
@@ -27,7 +27,7 @@ def classification(model: nn.Module, batch: Any) -> tuple[Tensor, int, dict[str,
 
 
 def regression(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
-    """Squared error: (output - target)² summed over each sample (samples,), and the number of targets.
+    """Compute the squared error: (output - target)² summed over each sample (samples,), and the number of targets.
 
     Args:
         model: maps inputs to outputs of the targets' shape.

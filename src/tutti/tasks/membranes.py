@@ -56,7 +56,7 @@ def membranes_task(config: UnetConfig, data: str, augment: bool) -> Task:
 
 
 def mask_pixels(model: nn.Module, batch: Any) -> tuple[Tensor, int, dict[str, Tensor]]:
-    """Binary cross-entropy of the pixels.
+    """Compute the binary cross-entropy of the pixels, their accuracy and the Dice overlap of the masks.
 
     Args:
         model: maps images to logits of the same shape.

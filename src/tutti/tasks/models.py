@@ -19,7 +19,12 @@ def line_model(config: LineConfig) -> nn.Sequential:
 
 
 def cnn(config: CnnConfig, classes: int) -> nn.Sequential:
-    """Build a CNN: grey 8×8 images (samples, 1, 8, 8) → logits (samples, classes)."""
+    """Build a CNN: grey 8×8 images (samples, 1, 8, 8) → logits (samples, classes).
+
+    Args:
+        config: options of the model.
+        classes: number of classes.
+    """
     layers: OrderedDict[str, nn.Module] = OrderedDict()
     for number, (inputs, outputs) in enumerate([(1, 16), (16, 32), (32, 32)], 1):
         layers[f"conv{number}"] = nn.Conv2d(inputs, outputs, 3, padding=1, bias=not config.batch_norm)
@@ -36,7 +41,12 @@ def cnn(config: CnnConfig, classes: int) -> nn.Sequential:
 
 
 def mlp(config: MlpConfig, classes: int) -> nn.Sequential:
-    """Build an MLP: grey 8×8 images (samples, 1, 8, 8) → logits (samples, classes)."""
+    """Build a multi-layer perceptron: grey 8×8 images (samples, 1, 8, 8) → logits (samples, classes).
+
+    Args:
+        config: options of the model.
+        classes: number of classes.
+    """
     layers: OrderedDict[str, nn.Module] = OrderedDict(
         flatten=nn.Flatten(), fc1=nn.Linear(64, config.hidden), relu=nn.ReLU()
     )
@@ -47,10 +57,14 @@ def mlp(config: MlpConfig, classes: int) -> nn.Sequential:
 
 
 def course(config: CourseConfig, classes: int) -> nn.Sequential:
-    """Build the course's residual network: colour images (samples, 3, height, width) → logits (samples, classes).
+    """Build a small residual network with bottleneck blocks: colour images (samples, 3, height, width) → logits.
 
-    Forward and backward take 74 MFLOP for a 32×32 image; Xavier initialisation (Glorot & Bengio
-    2010), biases zero.
+    Logits are (samples, classes). Forward and backward take 74 MFLOP for a 32×32 image; Xavier initialisation (Glorot &
+    Bengio 2010), biases zero.
+
+    Args:
+        config: options of the model.
+        classes: number of classes.
     """
     norm = config.batch_norm
     model = nn.Sequential(
@@ -101,7 +115,10 @@ class Residual(nn.Module):
         self.branch, self.shortcut, self.relu = branch, shortcut, nn.ReLU()
 
     def forward(self, x: Tensor) -> Tensor:
-        """(samples, inputs, height, width) → (samples, outputs, height / stride, width / stride)."""
+        """Add the input, or its projection, to the block's convolutions.
+
+        (samples, inputs, height, width) → (samples, outputs, height / stride, width / stride).
+        """
         out: Tensor = self.relu(self.branch(x) + self.shortcut(x))
         return out
 

@@ -171,12 +171,25 @@ def load_task(text: str, *, data: str | None = None, model: str | None = None, a
 
 
 def judged_by(text: str) -> str:
-    """Return the default metric for comparing runs of this task."""
+    """Return the name of the held-out metric by which ``tutti compare`` ranks runs of a task by default.
+
+    Args:
+        text: a name of ``TASKS``, ``path/to/file.py:function`` or ``module:function``; ``accuracy`` for a user's task.
+
+    Raises:
+        UsageError: there is no such built-in task.
+    """
     return "accuracy" if user.is_own(text) else _entry(text).metric
 
 
 def held_out_values(text: str) -> tuple[str, ...]:
-    """Return the names of the values that an evaluation of a built-in task reports. Raises UsageError for no such task.
+    """Return the names of the values that an evaluation of a built-in task reports: ``loss`` and its metrics.
+
+    Args:
+        text: a name of ``TASKS``.
+
+    Raises:
+        UsageError: there is no such built-in task.
 
     >>> held_out_values("membranes")
     ('loss', 'accuracy', 'dice')

@@ -16,9 +16,10 @@ from tutti.tasks.task import Task
 
 
 def text_task(config: GptConfig, data: str | None) -> Task:
-    """Build the task; a sample is a window of ``config.block`` characters, and the last tenth of the text is held out.
+    """Build the task of predicting the next character; a sample is a window of ``config.block`` characters.
 
-    The vocabulary is that of the whole text, so that no held-out character is unknown.
+    The last tenth of the text is held out. The vocabulary is that of the whole text, so that no held-out character is
+    unknown.
 
     Args:
         config: options of the model.
@@ -42,7 +43,7 @@ def text_task(config: GptConfig, data: str | None) -> Task:
 
 
 def next_character(model: nn.Module, batch: Any) -> tuple[Tensor, int, dict[str, Tensor]]:
-    """Cross-entropy of the next character.
+    """Compute the cross-entropy of the next character and the number of correct predictions.
 
     Args:
         model: maps characters (samples, block) to logits (samples, block, vocabulary).

@@ -57,7 +57,10 @@ class Descent(nn.Module):
         self.join = _double(2 * width, width, norm=norm)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(samples, width, height, width of the image) → the same."""
+        """Apply one level of the U-Net and all levels below it, and join the result with the input.
+
+        (samples, width, height, image width) → the same shape; ``width`` is the number of channels.
+        """
         out: Tensor = self.join(torch.cat([x, self.up(self.below(self.down(x)))], dim=1))
         return out
 

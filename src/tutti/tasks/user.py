@@ -23,12 +23,15 @@ _FORM = "write path/to/file.py:function or module:function"
 
 
 def is_own(text: str) -> bool:
-    """Return whether ``text`` names a user's function and not a built-in task."""
+    """Return whether ``text`` names a user's task and not a built-in one: it has a colon or ends in ``.py``."""
     return ":" in text or text.endswith(".py")
 
 
 def check_user_task(text: str) -> None:
-    """Check that the file or module exists and that the file defines the function; run no user code.
+    """Check that a user's task exists, without running user code: the module or file, and the function in a file.
+
+    Args:
+        text: ``path/to/file.py:function`` or ``module:function``.
 
     Raises:
         UsageError: the file, module or function does not exist, or the file has a syntax error.
@@ -41,7 +44,7 @@ def check_user_task(text: str) -> None:
 
 
 def load_user_task(text: str, *, data: str | None, model: str | None, augment: bool) -> Task:
-    """Import the function, call it with the given options, and return its task.
+    """Import a user's task function, call it with the given options, and return its task.
 
     Args:
         text: ``path/to/file.py:function`` or ``module:function``.

@@ -64,10 +64,10 @@ def without_growth_warnings() -> Iterator[None]:
 
 
 def model_warnings(epochs: Epochs, model: nn.Module, batch_norm: BatchNormConfig) -> Iterator[str]:
-    """Yield a warning if batch norm normalises over more samples in the last epoch than in the first.
+    """Yield the text of a warning if batch norm normalises over more samples in the last epoch than in the first.
 
     Args:
-        epochs: batch contracts of all epochs.
+        epochs: batch contracts (global batch sizes and their division) of all epochs.
         model: the script's model.
         batch_norm: options of batch norm.
     """

@@ -149,7 +149,7 @@ class Speed:
             yield batch
 
     def elapsed(self) -> float:
-        """Return seconds of training until now, since the first start of the run."""
+        """Return seconds of training since the first start of the run, without pauses such as evaluations."""
         return self._spent + time.perf_counter() - self._paused - self._start
 
     def pause(self, since: float) -> None:
@@ -162,7 +162,7 @@ class Speed:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Exclude the time of the block, such as that of callbacks."""
+        """Within the block time does not count as training, such as that of callbacks."""
         begin = time.perf_counter()
         try:
             yield

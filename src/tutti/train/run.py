@@ -187,7 +187,10 @@ class Run:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Global batches in an epoch. Raises UsageError for a stream of unknown length, and if the batch size grows."""
+        """Number of global batches, and so of steps, in each epoch.
+
+        Raises UsageError for a stream of unknown length, and if the batch size grows (see ``steps_of``).
+        """
         if self.feed.epochs.growth is not None:
             raise UsageError("the batch grows, and epochs have fewer steps", remedy="call run.steps_of(epoch)")
         return self.steps_of(0)
@@ -218,7 +221,10 @@ class Run:
         return self.at if self.taken == self.clock else Position(*self.feed.epochs.place(self.clock))
 
     def ask_to_stop(self) -> None:
-        """Ask all ranks to stop after the next step, which sets ``stats.stop`` on all. Safe in a signal handler."""
+        """Ask all ranks to stop after the next step, which sets ``stats.stop`` on all ranks; the loop must then end.
+
+        Returns at once, and may be called on any rank, also in a signal handler.
+        """
         self._stop = True
 
     def stop(self, reason: str) -> None:
@@ -614,7 +620,8 @@ class Run:
     def stopping(self) -> AbstractContextManager[StopReason]:
         """Within the block SIGTERM, SIGUSR1, SIGUSR2 and the first Ctrl-C call ``ask_to_stop``; a second ends at once.
 
-        ``with run.stopping() as reason`` yields a ``StopReason``, whose ``exit_code`` is 75, or 130 after Ctrl-C.
+        ``with run.stopping() as reason`` yields a ``StopReason``, whose ``exit_code`` is 75, or 130 after Ctrl-C. The
+        loop checks ``run.stats.stop``, saves and leaves.
         """
         return stop_on_signals(self)
 

@@ -77,12 +77,12 @@ class RunOptions:
 
     @cached_property
     def batch_norm_options(self) -> BatchNormConfig:
-        """The options of ``batch_norm``. Raises UsageError."""
+        """The options of ``batch_norm``, parsed if it is text. Raises UsageError if the text is malformed."""
         return check_batch_norm(self.batch_norm) if isinstance(self.batch_norm, str) else self.batch_norm
 
     @cached_property
     def compile_choice(self) -> CompileChoice | None:
-        """Mode and options of ``compile``; None without it. Raises UsageError."""
+        """Mode and options of ``torch.compile``, from ``compile``; None without it. Raises UsageError."""
         given = self.compile
         if given is None or isinstance(given, CompileChoice):
             return given
@@ -90,22 +90,25 @@ class RunOptions:
 
     @cached_property
     def checkpointing(self) -> Checkpointing:
-        """The options of ``activation_checkpointing``; None without it. Raises UsageError."""
+        """The options of ``activation_checkpointing``, or module names and classes; None without it. Raises UsageError."""
         return check_checkpointing(self.activation_checkpointing)
 
     @cached_property
     def averaging(self) -> Averaging | None:
-        """The options of the weights' average; None without ``ema``. Raises UsageError."""
+        """Decay and warm-up of the weights' moving average, from ``ema``; None without it. Raises UsageError."""
         given = self.ema
         return given if given is None or isinstance(given, Averaging) else Averaging.parse(str(given), "ema")
 
     @cached_property
     def initial_map(self) -> InitMap | None:
-        """The options of ``init_map``; None without it. Raises UsageError, also where ``init_from`` is missing."""
+        """The options of ``init_map``, which adapt initial weights of another model; None without it.
+
+        Raises UsageError if they are malformed, or ``init_from`` is missing.
+        """
         return None if self.init_map is None else InitMap.of(self.init_map, self.init_from, "init_map")
 
     @cached_property
     def growth(self) -> BatchGrowth | None:
-        """The options of ``batch_growth``; None without it. Raises UsageError."""
+        """The schedule by which the batch size grows, from ``batch_growth``; None without it. Raises UsageError."""
         text = self.batch_growth
         return BatchGrowth.parse(text, "batch_growth") if isinstance(text, str) else text

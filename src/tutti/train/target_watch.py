@@ -98,7 +98,7 @@ class TargetWatch:
             self.ending = "patience"
 
     def state(self) -> dict[str, Any]:
-        """Return the state as a JSON value, for a checkpoint."""
+        """Return best value, target and counts as a JSON value for a checkpoint; ``load`` restores it."""
         return {
             "metric": asdict(self.metric),
             "value": None if self.target is None else self.target.value,
