@@ -121,7 +121,10 @@ ENGINES: dict[str, type[EngineConfig]] = {
 
 
 def parse_engine(text: str) -> EngineConfig:
-    """Parse ``--on``: ``name:key=value,…`` with the name and the options of an engine in ``ENGINES``.
+    """Parse ``--on``, the engine that starts a run's ranks: ``name:key=value,…`` with a name of ``ENGINES``.
+
+    Returns:
+        The engine's options, an instance of its class in ``ENGINES``.
 
     Raises:
         UsageError: the text is malformed, a name or key is unknown (naming the nearest), a key is repeated, or the

@@ -55,6 +55,8 @@ KINDS: Mapping[str, type[Any]] = {"none": _None, "multiplicative": Multiplicativ
 def check_noise(text: str, batch: int, adaptive: bool) -> Multiplicative | None:
     """Parse ``--gradient-noise``: ``none`` or ``multiplicative:base_batch=N``; return None for no noise.
 
+    The noise makes the gradient of a large batch as noisy as that of ``base_batch`` samples.
+
     Args:
         text: value of the option.
         batch: global batch, in samples.

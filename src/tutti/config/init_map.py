@@ -138,12 +138,14 @@ class InitMap:
         tied: Mapping[str, Sequence[str]],
         saved: Mapping[str, Sequence[int]],
     ) -> FittedWeights:
-        """Return the differences between model and weights that these options allow.
+        """Compare the tensors of the model with saved ones, and return the differences that these options allow.
+
+        A difference that no pattern allows is not returned, and is for the caller to find.
 
         Args:
             own: shape of each tensor of the model, by its first name.
-            tied: its other names.
-            saved: shapes of the weights by name, after ``rename``.
+            tied: the other names of each tensor that has several (tied weights), by its first name.
+            saved: shape of each saved tensor, by its name after ``rename``.
 
         Raises:
             UsageError: a pattern matches no name.

@@ -115,7 +115,11 @@ def higher_is_better(name: str, declared: Mapping[str, Direction] | None = None)
 
 
 def check_directions(directions: Mapping[str, str]) -> None:
-    """Raise UsageError if a task declares a direction other than ``lower`` or ``higher``."""
+    """Raise UsageError if a task declares for a metric a direction other than ``lower`` or ``higher``.
+
+    Args:
+        directions: the better direction of each metric, by its name.
+    """
     for name, direction in directions.items():
         if direction not in ("lower", "higher"):
             raise UsageError(

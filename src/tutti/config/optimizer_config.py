@@ -236,7 +236,7 @@ class ConstantSchedule:
 
     @property
     def drops(self) -> tuple[Duration, ...]:
-        """Durations from the start of the run after which the rate drops; empty for a schedule without drops."""
+        """Durations from the start of the run after which the rate drops by a step; empty for other schedules."""
         return ()
 
 

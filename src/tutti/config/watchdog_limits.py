@@ -33,10 +33,12 @@ class WatchdogLimits:
 
     @classmethod
     def make(cls, start: float | None, step: float | None, save: float | None) -> WatchdogLimits:
-        """Return the limits, with the default for each argument that is None.
+        """Make the limits on time without progress, with the default for each argument that is None.
 
         Args:
-            start, step, save: seconds, as the attributes.
+            start: seconds until the first step is done, in one block of an evaluation, and at the end; 0 for no limit.
+            step: seconds in one step's own work, without waiting; 0 for no limit.
+            save: seconds while a checkpoint or a record is written; 0 for no limit.
 
         Raises:
             UsageError: a limit is neither 0 nor a finite number of at least 1.

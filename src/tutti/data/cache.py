@@ -31,10 +31,14 @@ def folder() -> Path:
 
 
 def cached(key: str, make: Callable[[], NDArray[Any]]) -> NDArray[Any]:
-    """Return the array of ``key``: mapped read-only from the cache, or made by ``make`` and stored there.
+    """Return an array from the cache on disk, mapped read-only, or make it and store it there.
 
     Of several processes one makes the array and the others wait. A cache that cannot be written is no error: the
     array then stays in this process's memory. Exceptions of ``make`` propagate, and nothing is stored.
+
+    Args:
+        key: identifies the content; part of a file name.
+        make: makes the array if it is not cached.
     """
     found = _load(key)
     if found is not None:

@@ -78,7 +78,7 @@ class BatchContract:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Global batches in an epoch; the last may be smaller, and no sample is dropped.
+        """Number of global batches in an epoch; the last may be smaller, and no sample is dropped.
 
         Raises UsageError if the length of an epoch is not known.
         """

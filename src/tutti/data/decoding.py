@@ -33,12 +33,25 @@ class Encoded:
 
 
 def record_dtype(size: int) -> np.dtype[Any]:
-    """Return the dtype of one sample: its label and its image (3, size, size), as in CIFAR's own binary files."""
+    """Return the structured dtype of one sample, as in CIFAR's own binary files, for square images.
+
+    Fields: ``label`` (uint16) and ``image`` (uint8, of shape (3, size, size)).
+
+    Args:
+        size: height and width of the images, in pixels.
+    """
     return np.dtype([("label", "<u2"), ("image", "u1", (3, size, size))])
 
 
 def decode_images(rows: Iterable[Encoded], size: int) -> NDArray[Any]:
-    """Decode images in a thread pool into an array of ``record_dtype(size)``, in order.
+    """Decode colour images in a thread pool into one array, in order.
+
+    Args:
+        rows: encoded images (bytes or a file) with their labels.
+        size: height and width that every image must have, in pixels.
+
+    Returns:
+        (samples,) of ``record_dtype(size)``.
 
     Raises:
         DataError: an image is broken or not size × size (the first such image, in order), or Pillow is not installed.

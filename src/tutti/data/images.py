@@ -79,6 +79,10 @@ def find_images(data: str, *, classes: Sequence[str], hub: str | None = None) ->
 def check_images(data: str, *, hub: str | None = None) -> None:
     """Check, in a millisecond, that the folder has one of the layouts, or that ``datasets`` is installed.
 
+    Args:
+        data: a folder, or the name ``hub``.
+        hub: the one repository name that ``data`` may be; None for folders only.
+
     Raises:
         DataError: no such folder, neither layout, or ``datasets`` is missing.
     """
@@ -93,7 +97,14 @@ def check_images(data: str, *, hub: str | None = None) -> None:
 
 
 def read_images(split: ImageSplit, size: int) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-    """Return images (samples, 3, size, size) and labels (samples,); decoded once, then mapped from the cache.
+    """Read the images and labels of a set; they are decoded once, and later mapped from the cache on disk.
+
+    Args:
+        split: the set, as ``find_images`` has located it.
+        size: height and width that every image must have, in pixels.
+
+    Returns:
+        Images (samples, 3, size, size) uint8, and labels (samples,) int64.
 
     Raises:
         DataError: a broken image, another size, a label out of range, a file that cannot be read, or an empty set.

@@ -136,7 +136,13 @@ def find_masks(data: str) -> tuple[tuple[Pair, ...], tuple[Pair, ...]]:
 
 
 def read_masks(pairs: tuple[Pair, ...]) -> Pairs:
-    """Read all images with their masks; decoded once, then mapped from the cache.
+    """Read all images with their masks; they are decoded once, and later mapped from the cache on disk.
+
+    Args:
+        pairs: the files, as ``find_masks`` has located them.
+
+    Returns:
+        uint8 (samples, 2, height, width): grey levels in channel 0, the mask (0 or 1) in channel 1.
 
     Raises:
         DataError: an image or mask is broken, has more than 8 bits a pixel or another size than the first image, or a

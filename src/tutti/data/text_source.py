@@ -95,7 +95,13 @@ def check_text(data: str) -> None:
 
 
 def read_text(data: str | None) -> Text:
-    """Return the text of a UTF-8 file with its line ends, or the embedded text where ``data`` is None.
+    """Read a UTF-8 text with its line ends, and encode its characters.
+
+    Args:
+        data: path of the file; None for the embedded text, from Python's standard library.
+
+    Returns:
+        The codes of the characters, their vocabulary and the text's name.
 
     Raises:
         DataError: no such file, an empty file, invalid UTF-8, or too many distinct characters.

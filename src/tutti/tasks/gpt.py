@@ -23,6 +23,10 @@ def gpt(config: GptConfig, vocabulary: int) -> nn.Sequential:
     """Build a GPT: characters (samples, positions ≤ block) int64 → logits (samples, positions, vocabulary).
 
     Weights are normal with standard deviation 0.02, and 0.02/√(2·layers) in the last layer of a residual branch.
+
+    Args:
+        config: options of the model; ``block`` is the largest number of positions.
+        vocabulary: number of distinct characters.
     """
     layers: OrderedDict[str, nn.Module] = OrderedDict(embed=Embedding(config, vocabulary))
     layers.update((f"block{number}", Block(config)) for number in range(1, config.layers + 1))

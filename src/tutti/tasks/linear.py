@@ -38,10 +38,16 @@ def linear_task(config: LineConfig) -> Task:
 
 
 def points(count: int) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Return x and y = slope · x + intercept + noise, each float32 (count, 1), the same in every call.
+    """Make the data of the line: x and y = slope · x + intercept + noise, the same in every call.
 
     The noise is a sum of twelve uniform numbers, less 6: close to normal, and bit-identical on every machine, which
     formulas with logarithms (Box-Muller) are not.
+
+    Args:
+        count: number of points.
+
+    Returns:
+        x and y, each float32 (count, 1).
     """
     draws = uniform(hash64(np.arange(13)[:, None], np.arange(count)))
     x = 2 * draws[0] - 1

@@ -92,6 +92,10 @@ def resnet18(config: Resnet18Config, classes: int) -> nn.Sequential:
     """Build a ResNet-18: colour images (samples, 3, 32, 32) → logits (samples, classes).
 
     He et al. 2015, arXiv:1512.03385, with the stem that is usual for CIFAR; He initialisation.
+
+    Args:
+        config: options of the model.
+        classes: number of classes.
     """
     layers: OrderedDict[str, nn.Module] = OrderedDict(stem=_conv_norm(3, 64, 3, norm=True), relu=nn.ReLU())
     inputs = 64

@@ -70,7 +70,7 @@ class Callbacks:
         self._asked = self._asked or reason or "no reason given"
 
     def ended(self) -> bool:
-        """Return whether a callback has stopped training."""
+        """Return whether a callback has stopped training; the same on every rank after each event."""
         return self.reason is not None
 
     def handles(self, event: str) -> bool:

@@ -80,7 +80,7 @@ class CustomLoop:
 
     @property
     def within_batch(self) -> bool:
-        """Whether a global batch has begun, without an update and without the end of its last body so far."""
+        """Whether a global batch has begun, and neither its update nor its last run of the loop's body is over."""
         return self._begun
 
     # --- the micro-batches -----------------------------------------------------------------------------------------

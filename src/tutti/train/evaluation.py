@@ -110,14 +110,19 @@ def evaluate_samples(
 
 
 def in_blocks(source: Any, batch: int, collate: Collate | None, seed: int, rank: int = 0) -> Blocks:
-    """Return held-out samples in the blocks of an evaluation; those of a ``DataLoader`` are its batches.
+    """Divide held-out samples into blocks, each of which one rank evaluates as one batch.
+
+    The batches of a ``DataLoader`` are the blocks; it is not iterated itself.
 
     Args:
-        source: held-out samples.
-        batch: largest number of samples in a block.
+        source: held-out samples: tensors, a data set, a stream or a ``DataLoader``.
+        batch: largest number of samples in a block, where ``source`` is no ``DataLoader``.
         collate: the script's function from a list of samples to a batch; None for that of PyTorch.
         seed: of random draws.
         rank: this rank, for messages of loader processes.
+
+    Returns:
+        The samples with their blocks; for a stream the blocks are known once it has been read.
 
     Raises:
         UsageError: as ``tutti.prepare`` for a ``DataLoader``; or the samples are a stream that shards itself.

@@ -126,7 +126,7 @@ class JsonLinesLogger(MetricLogger):
         self._file.flush()
 
     def close(self, failed: bool) -> None:
-        """Close the file."""
+        """Close the file; ``failed`` has no effect, as every line has been flushed."""
         self._file.close()
 
 

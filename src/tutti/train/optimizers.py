@@ -100,7 +100,7 @@ def imported_optimizer(optimizer: OptimizerChoice, model: nn.Module, rule: NoRul
 def check_takes_sparse(
     optimizer: Sequence[Optimizer] | OptimizerChoice, model: nn.Module, sparse: Collection[str]
 ) -> None:
-    """Raise UsageError if an optimizer cannot step with sparse gradients of these parameters.
+    """Raise UsageError if an optimizer cannot step with sparse gradients, as of ``nn.Embedding(…, sparse=True)``.
 
     A trial step of a similar optimizer on a parameter of two rows tells.
 
@@ -164,7 +164,14 @@ def _described(optimizer: Optimizer) -> list[str]:
 
 
 def check_fits(optimizer: Sequence[Optimizer] | OptimizerChoice, model: nn.Module) -> None:
-    """Raise UsageError if an optimizer has a parameter, or its options a name pattern, that the model does not have."""
+    """Raise UsageError if an optimizer does not fit the model: it has a parameter that the model does not have.
+
+    Also if a name pattern in an optimizer's options matches no parameter.
+
+    Args:
+        optimizer: options, or the script's optimizers.
+        model: the script's model.
+    """
     if not isinstance(optimizer, OptimizerChoice):
         known = {id(p) for p in model.parameters()}
         if any(id(p) not in known for each in optimizer for group in each.param_groups for p in group["params"]):

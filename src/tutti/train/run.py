@@ -425,7 +425,7 @@ class Run:
 
     @property
     def stepping(self) -> bool:
-        """Whether an update is under way, in which the optimizer's own ``step`` runs."""
+        """Whether the run is making an update, within which the optimizer's own ``step`` is called."""
         return self._stepping
 
     @contextmanager

@@ -60,9 +60,10 @@ class Checkpoints(CheckpointManager):
         self._facts["tied"] = {other: name for name, spec in model.items() for other in spec.tied}
 
     def save(self, extra: Mapping[str, Any], evaluated: Mapping[str, float] | None = None) -> None:
-        """Write this rank's state, in the background where memory has room for a copy; waits for the save before.
+        """Write a checkpoint of the run, in the background where memory has room for a copy of this rank's state.
 
-        Collective; copies of a tensor on several ranks are compared first, by digest.
+        Every rank writes its own tensors. Collective; copies of a tensor on several ranks are compared first, by
+        digest. Waits for the save before.
 
         Args:
             extra: facts to store in the manifest besides the run's own.
@@ -72,7 +73,7 @@ class Checkpoints(CheckpointManager):
             DiskError: too many consecutive saves have failed.
             PeerError: the save before did not finish.
             UsageError: ``evaluated`` lacks the metric that decides which checkpoint is the best.
-            CheckpointError: as ``open``.
+            CheckpointError: the ranks do not share the folder.
             MismatchError: ranks hold different copies of a parameter; nothing is written.
         """
         run = self._run

@@ -90,7 +90,7 @@ class RunOptions:
 
     @cached_property
     def checkpointing(self) -> Checkpointing:
-        """The options of ``activation_checkpointing``, or module names and classes; None without it. Raises UsageError."""
+        """Options of activation checkpointing, or names and classes of modules; None for none. Raises UsageError."""
         return check_checkpointing(self.activation_checkpointing)
 
     @cached_property

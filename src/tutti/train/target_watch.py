@@ -68,11 +68,11 @@ class TargetWatch:
         return "--until" if self.target is not None else "--patience"
 
     def check(self, reported: Sequence[str], averaged: bool) -> None:
-        """Raise UsageError, naming the nearest, unless the loss function reports the metric.
+        """Raise UsageError, naming the nearest, unless evaluations report the metric.
 
         Args:
-            reported: names of the values that it reports, with ``loss``.
-            averaged: whether the run keeps an average of its weights.
+            reported: names of the values that the loss function reports, with ``loss``.
+            averaged: whether the run keeps an average of its weights, and so reports ``raw_`` values as well.
         """
         check_metric(self.metric.name, self.option, reported, averaged)
 
