@@ -498,7 +498,7 @@ class ModelLayout(Protocol):
         """Split a model over ranks, and return this rank's part of it, which runs forward and backward.
 
         Args:
-            plain: the script's model, with all parameters; the same on every rank.
+            plain: the script's model with all parameters, of the same structure on every rank.
         """
 
 

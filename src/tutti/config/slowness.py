@@ -74,7 +74,7 @@ class Slowness:
         Args:
             rank: this rank.
             micro_batch: the micro-batch; ``ms`` is added after a worker's last one only.
-            needed: seconds of CPU time that the micro-batch took, from which ``factor`` follows.
+            needed: seconds of CPU time that the micro-batch took, which become ``factor`` times as many.
         """
         if not (rank in self.rank or micro_batch.worker in self.worker):
             return 0.0

@@ -75,7 +75,7 @@ class Feed:
     def read(self, epoch: int, start: int = 0) -> Iterator[RankBatch]:
         """Yield this rank's part of each global batch of an epoch, copied to the device, in worker order.
 
-        Collective for a stream, whose ranks compare samples or counts.
+        Collective for a stream or a sampler, whose samples, counts or order are compared over ranks.
 
         Args:
             epoch: from 0.
