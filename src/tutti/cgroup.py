@@ -31,11 +31,13 @@ class CgroupLimits:
 
 
 def read_limits(root: Path = ROOT, membership: Path = MEMBERSHIP) -> CgroupLimits:
-    """Return the tightest limits of this process's groups and all their ancestors.
+    """Return the tightest CPU, memory and process limits of this process's control groups and all their ancestors.
+
+    Both versions of control groups are read; a limit that no group sets, or whose file cannot be read, is None.
 
     Args:
         root: mount point of the control groups.
-        membership: file that lists this process's groups.
+        membership: file that lists this process's groups, in the format of ``/proc/PID/cgroup``.
     """
     groups = _groups(membership)
     cores = [quota for folder in _folders(root, groups, "cpu") for quota in _quota(folder)]

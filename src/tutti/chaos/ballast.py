@@ -59,7 +59,7 @@ class Ballast:
         return taken
 
     def release(self) -> None:
-        """Free the space."""
+        """Close the unnamed file, which frees the disk space that this object has allocated."""
         self._file.close()
 
 

@@ -42,16 +42,23 @@ class Command:
 
     @property
     def devices(self) -> int:
-        """Number of processes of the run."""
+        """Number of processes that the run starts, one for each device."""
         return int(self.config.devices)
 
     def every(self) -> int | None:
-        """Return the steps between checkpoints; None if they are not given in steps and depend on the data."""
+        """Return the number of training steps between checkpoints.
+
+        None if the checkpoint interval is not given in steps (epochs, for example), so that it depends on the data, or
+        if there is no interval.
+        """
         every = self.config.checkpoint_interval
         return int(every.value) if every is not None and every.unit == "st" else None
 
     def total(self) -> int | None:
-        """Return the steps of the whole run; None if its length is not given in steps and depends on the data."""
+        """Return the number of training steps of the whole run.
+
+        None if the length of the run is not given in steps (but in epochs, for example) and so depends on the data.
+        """
         length = self.config.length
         return int(length.value) if length.unit == "st" else None
 
@@ -71,11 +78,20 @@ class Started:
         self.launcher: psutil.Process | None = psutil.Process(self._process.pid)
 
     def code(self) -> int | None:
-        """Return the exit code (negative: the signal that ended the process); None while it runs."""
+        """Return the exit code of the run's process without waiting; None while it runs.
+
+        A negative code is the signal that ended the process, as in ``subprocess``.
+        """
         return self._process.poll()
 
     def resume(self, devices: int | None = None) -> None:
-        """Resume the run as ``tutti train --resume DIR`` does, on ``devices`` devices (None: as many as before)."""
+        """Start the run again from its newest checkpoint, as ``tutti train --resume DIR`` does. Does not block.
+
+        The process that ran before must have ended.
+
+        Args:
+            devices: number of devices of the resumed run; None: as many as before.
+        """
         self.devices = devices or self.devices
         words = ("train", "--resume", str(self.directory), "--devices", str(self.devices))
         self._process = _popen(words, self._output, without_settings(os.environ))
@@ -106,7 +122,11 @@ class Running:
         self._members = [found.launcher, *found.ranks.values()] if found.launcher else list(found.ranks.values())
 
     def code(self) -> int | None:
-        """Return the exit code in the run's summary (-SIGKILL if the summary has none); None while it runs."""
+        """Return the exit code that the run has written to its summary; None while the run goes on.
+
+        A run that ended without an exit code in its summary counts as killed: ``-SIGKILL``. The run goes on while its
+        launcher exists, or without one a rank. Does not wait.
+        """
         main = self._members[0]
         if main.is_running() and main.status() != psutil.STATUS_ZOMBIE:
             return None
@@ -121,7 +141,9 @@ class Running:
 
 
 def reference(command: Command, directory: Path, output: IO[str]) -> None:
-    """Run ``command`` in ``directory`` without faults, and without checkpoints, which do not change its weights.
+    """Run ``command`` once more in ``directory``, without faults, to get the weights of an uninterrupted run.
+
+    Blocks until the run has ended. The run writes no checkpoints, which do not change its weights.
 
     Args:
         command: the command line to repeat.
@@ -129,7 +151,7 @@ def reference(command: Command, directory: Path, output: IO[str]) -> None:
         output: file for its standard output and standard error.
 
     Raises:
-        TuttiError: the run fails without faults.
+        TuttiError: the run ends with an exit code other than 0.
     """
     plain = dataclasses.replace(
         command.config, out=None, resume=None, overwrite=False, checkpoint_every="none", max_restarts=0

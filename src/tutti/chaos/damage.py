@@ -31,7 +31,13 @@ class Damage:
     missed: list[str] = field(default_factory=list)
 
     def judge(self, damaged: Path, where: str) -> None:
-        """Verify the checkpoint at ``damaged`` and count whether the loader refuses it; ``where`` names the damage."""
+        """Verify a damaged checkpoint as a resuming run does, and count the copy as detected or missed.
+
+        Args:
+            damaged: directory of the damaged copy.
+            where: place of the damage in words, such as ``bit 17 of model.bin``; added to ``missed`` if the loader
+                accepts the copy.
+        """
         from tutti.checkpoint.read import verify
 
         self.tried += 1
@@ -76,7 +82,15 @@ def corrupt_copies(
 
 
 def find_checkpoint(path: Path) -> Path:
-    """Return the checkpoint at ``path``, or the newest one of the run directory there. Raises CheckpointError."""
+    """Return the directory of the checkpoint at ``path``, or of the newest checkpoint below it.
+
+    Args:
+        path: a checkpoint (a directory with ``manifest.json``), a directory of checkpoints ``step-NNNNNNNN``, or a run
+            directory with ``checkpoints/step-NNNNNNNN``.
+
+    Raises:
+        CheckpointError: there is no manifest at any of these places.
+    """
     for pattern in ("manifest.json", "step-????????/manifest.json", "checkpoints/step-????????/manifest.json"):
         if found := sorted(path.glob(pattern)):
             return found[-1].parent
@@ -86,12 +100,17 @@ def find_checkpoint(path: Path) -> Path:
 
 
 def files(path: Path) -> list[Path]:
-    """Return every file of a checkpoint, sorted."""
+    """Return the paths of all files of the checkpoint directory ``path``, at any depth, sorted."""
     return sorted(file for file in path.rglob("*") if file.is_file())
 
 
 def flip(file: Path, bit: int) -> None:
-    """Flip one bit of a file in place."""
+    """Flip one bit of a file in place; a second call with the same arguments undoes it.
+
+    Args:
+        file: the file to change.
+        bit: index of the bit from the start of the file; bit 0 is the least significant bit of the first byte.
+    """
     with file.open("r+b", buffering=0) as stream:
         stream.seek(bit // 8)
         byte = stream.read(1)[0]
@@ -100,7 +119,15 @@ def flip(file: Path, bit: int) -> None:
 
 
 def flip_any(path: Path, dice: random.Random) -> str:
-    """Flip one bit of a checkpoint, drawn uniformly over all its bits, and return a description of it."""
+    """Flip one bit of a checkpoint in place, drawn uniformly over all bits of all its files.
+
+    Args:
+        path: directory of the checkpoint.
+        dice: source of the random numbers.
+
+    Returns:
+        Description of the bit: ``bit N of CHECKPOINT/FILE``.
+    """
     found = files(path)
     file = dice.choices(found, [file.stat().st_size for file in found])[0]
     bit = dice.randrange(file.stat().st_size * 8)

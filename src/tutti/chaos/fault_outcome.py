@@ -45,7 +45,10 @@ class FaultOutcome:
     broken: list[str] = field(default_factory=list)
 
     def problems(self) -> list[str]:
-        """Return every promise that the run broke, too many lost steps included."""
+        """Return one sentence for each promise that the run broke under this fault; empty: it survived the fault.
+
+        These are the entries of ``broken``, and one more if ``lost_steps`` exceeds ``most_lost``.
+        """
         too_many = self.most_lost is not None and self.lost_steps > self.most_lost
         return [*self.broken, *[f"{self.lost_steps} steps lost, more than {self.most_lost}"] * too_many]
 
@@ -82,18 +85,25 @@ class Report:
 
     @property
     def goodput(self) -> float:
-        """Steps of the run ÷ steps executed."""
+        """Fraction of useful steps: steps of the run ÷ steps executed, in (0, 1]; 1 if no step was executed."""
         return self.steps / self.executed if self.executed else 1.0
 
     @property
     def verdict(self) -> Verdict:
-        """Comparison of the weights' hash with that of the uninterrupted run."""
+        """Whether the final weights have the same SHA-256 hash as those of the uninterrupted run.
+
+        ``equal bits``, ``different``, or ``not compared`` where there is no uninterrupted run.
+        """
         if self.reference_sha256 is None:
             return "not compared"
         return "equal bits" if self.weights_sha256 == self.reference_sha256 else "different"
 
     def problems(self) -> list[str]:
-        """Return every promise that the run broke; an empty list means that it survived."""
+        """Return one sentence for each promise that the run broke; empty: the run survived.
+
+        Includes the problems of all faults, faults that could not be injected because the run was over, a failed end,
+        different weights, and files of unfinished saves.
+        """
         found = [
             f"{outcome.fault} at step {outcome.step}: {text}"
             for outcome in self.outcomes
@@ -108,17 +118,22 @@ class Report:
         return [*found, *(f"{name} was left" for name in self.left)]
 
     def as_json(self) -> dict[str, Any]:
-        """Return the report, its problems and its verdict as a JSON object."""
+        """Return the report as a dict that ``json.dumps`` accepts.
+
+        Keys are the attributes of this class, and ``goodput``, ``verdict``, ``survived`` (a bool) and ``problems``;
+        each of ``outcomes`` is a dict with the attributes of `FaultOutcome` and ``survived``.
+        """
         outcomes = [{**dataclasses.asdict(outcome), "survived": not outcome.problems()} for outcome in self.outcomes]
         more = {"goodput": self.goodput, "verdict": self.verdict, "survived": not self.problems()}
         return {**dataclasses.asdict(self), "outcomes": outcomes, **more, "problems": self.problems()}
 
 
 def summarize(outcomes: Sequence[FaultOutcome]) -> list[tuple[str, ...]]:
-    """Return one row a kind of fault.
+    """Summarise outcomes as the rows of a table, one row for each kind of fault, all cells formatted as text.
 
-    Columns: kind, number of faults, median and longest time without progress, median and largest number of lost steps,
-    restarts, resumes, faults survived.
+    Columns: kind, number of faults, median and longest time without progress (in seconds, such as ``0.42 s``), median
+    and largest number of lost steps, restarts by the run's own launcher, resumes from outside, number of faults
+    survived. Killing the launcher is a kind of its own. Rows are in the order in which the kinds first occurred.
     """
     rows: list[tuple[str, ...]] = []
     for kind in dict.fromkeys(_named(outcome) for outcome in outcomes):

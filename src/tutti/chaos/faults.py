@@ -44,7 +44,10 @@ class Fault:
         return f"{self.kind} {'the launcher' if self.rank == LAUNCHER else f'rank {self.rank}'}"
 
     def ends(self) -> frozenset[int]:
-        """Return the exit codes other than 0 with which this fault may end a run that can then be resumed."""
+        """Return the exit codes other than 0 with which this fault may end a run without breaking a promise.
+
+        A run that ends with one of them can be resumed; -9 (``KILLED``) means that SIGKILL ended the process.
+        """
         if self.kind in ("slow", "terminate", "fill"):
             orderly = {"slow": (), "terminate": (ExitCode.PREEMPTED,), "fill": (ExitCode.DISK,)}
             return frozenset(map(int, orderly[self.kind]))
@@ -74,15 +77,18 @@ def draw_faults(
     total: int | None,
     seed: int,
 ) -> tuple[Fault, ...]:
-    """Return ``fault`` ``times`` times in one run, at multiples of ``step`` or at random steps, in order.
+    """Plan one kind of fault ``times`` times in a run, at multiples of ``step`` or at random steps.
+
+    The faults are returned in increasing order of steps; the same arguments give the same plan.
 
     Args:
-        fault: kind, duration and factor.
-        step: step of the first fault and distance between faults; ``random``: anywhere in the run.
-        rank: target rank; ``random``: drawn for each fault.
+        fault: gives kind, duration and factor; its step and rank are replaced.
+        step: step of the first fault and distance between faults; 0: at the first checkpoint, for a single fault;
+            ``random``: distinct steps, not at the very end of the run.
+        rank: target rank, or ``LAUNCHER``; ``random``: drawn for each fault.
         times: number of faults.
         ranks: number of processes of the run.
-        total: steps of the whole run; None if unknown.
+        total: steps of the whole run; None if unknown, which random steps do not allow.
         seed: seed of steps and ranks.
 
     Raises:
@@ -101,13 +107,15 @@ def draw_faults(
 
 
 def draw_soak(kinds: Sequence[str], *, count: int, ranks: int, total: int | None, seed: int) -> tuple[Fault, ...]:
-    """Return ``count`` faults at random steps of a run; counts of the kinds differ by at most one.
+    """Plan ``count`` faults of several kinds at distinct random steps of a run, in increasing order of steps.
+
+    The kinds are shuffled; their counts differ by at most one.
 
     >>> [f"{fault} at {fault.step}" for fault in draw_soak(["kill", "terminate"], count=3, ranks=2, total=100, seed=0)]
     ['kill rank 1 at 3', 'kill rank 1 at 17', 'terminate at 33']
 
     Args:
-        kinds: names in ``SOAK``.
+        kinds: keys of ``SOAK``, such as ``kill`` or ``launcher``.
         count: number of faults.
         ranks: number of processes of the run.
         total: steps of the whole run; None if unknown.
@@ -142,7 +150,14 @@ def _random_steps(count: int, total: int | None, dice: random.Random) -> list[in
 
 
 def duty(factor: float, period: float = 0.1) -> Iterator[tuple[bool, float]]:
-    """Yield (running, seconds) for ever, such that a process that follows it is ``factor`` times slower.
+    """Yield (running, seconds) for ever: the phases in which to stop and to continue a process to slow it down.
+
+    Each period begins with ``period * (1 - 1 / factor)`` seconds of stand-still, followed by ``period / factor``
+    seconds in which the process runs, so that it becomes ``factor`` times slower.
+
+    Args:
+        factor: slowdown, greater than 1.
+        period: seconds of one stop and the run that follows.
 
     >>> from itertools import islice
     >>> list(islice(duty(4.0, 1.0), 3))

@@ -39,16 +39,23 @@ class Follower:
 
     @property
     def mark(self) -> tuple[int, int]:
-        """A value that changes with every step and every resume."""
+        """Pair (number of resumes, last step), which changes with every step and every resume.
+
+        Two equal marks mean that the run made no progress between them.
+        """
         return len(self.resumes), self.step
 
     @property
     def lost(self) -> int:
-        """Steps lost over all resumes."""
+        """Number of training steps that had to be repeated, summed over all resumes."""
         return sum(resume.lost for resume in self.resumes)
 
     def poll(self) -> None:
-        """Read new lines. Incomplete lines are skipped: on a full disk half a line may be written and taken back."""
+        """Read the lines that the run has added to ``metrics.jsonl`` and update the attributes. Does not wait.
+
+        A last line without its end is left for the next call: on a full disk half a line may be written and taken back.
+        A replaced or truncated file is read anew; a missing file is no error.
+        """
         try:
             with self._path.open("rb") as file:
                 found = os.fstat(file.fileno())
@@ -75,10 +82,16 @@ class Follower:
 
 
 def checkpoints(directory: Path) -> list[Path]:
-    """Return the checkpoints of a run directory that have a manifest, newest first; their bytes are not verified."""
+    """Return the directories of all complete checkpoints of a run directory, newest first.
+
+    A checkpoint is complete if it has a manifest; the bytes of its files are not verified.
+    """
     return sorted((path.parent for path in directory.glob("checkpoints/step-????????/manifest.json")), reverse=True)
 
 
 def unfinished(directory: Path) -> list[Path]:
-    """Return the temporary folders that failed saves left in a run directory."""
+    """Return the temporary directories (``*.tmp-*``) of checkpoint saves that were not completed, sorted by name.
+
+    A save that is under way has one, too.
+    """
     return sorted(directory.glob("checkpoints/*.tmp-*"))

@@ -48,13 +48,13 @@ class Rules:
     seed: int = 0
 
     def most_lost(self, fault: Fault, since_full: int | None = None) -> int | None:
-        """Return the largest number of steps that a fault may lose; None if nothing is promised.
+        """Return the largest number of training steps that a run may repeat after a fault; None if nothing is promised.
 
-        A killed run loses up to two intervals, because a checkpoint may still be being written while training goes on
-        up to the next; a corrupted checkpoint costs one interval more.
+        A killed run loses up to two checkpoint intervals, because a checkpoint may still be being written while
+        training goes on up to the next; a corrupted checkpoint costs one interval more.
 
         Args:
-            fault: the fault.
+            fault: the fault, of which only the kind counts.
             since_full: number of checkpoints finished since the disk was last full; None: it never was. Saves that
                 failed on the full disk leave a gap, and nothing is promised of a fault that falls back over it.
         """
@@ -96,7 +96,11 @@ class Play:
         self.exit_code: int | None = None
 
     def play(self, faults: Sequence[Fault], tell: Callable[[int, FaultOutcome], None] | None = None) -> None:
-        """Inject all ``faults`` in order, then wait for the end of a `Started` run; a `Running` one is left running.
+        """Inject ``faults`` into the run in order, resuming it each time a fault ends it, and record ``outcomes``.
+
+        Blocks until a `Started` run has ended; a `Running` one is left running after the last fault, and is never
+        resumed. Faults that are left when the run ends are not injected. A stopped process is continued, and a filled
+        disk emptied, in any case.
 
         Args:
             faults: faults sorted by step.

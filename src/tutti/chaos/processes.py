@@ -24,7 +24,7 @@ _RUNS_NOT = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP, psutil.STATUS_ZO
 
 
 def alive(process: psutil.Process) -> bool:
-    """Return whether a process runs or is stopped; a zombie does neither."""
+    """Return whether a process exists and is no zombie; a process stopped by SIGSTOP counts as alive."""
     with suppress(psutil.NoSuchProcess):
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     return False
@@ -44,15 +44,22 @@ class Crew:
     ranks: dict[int, psutil.Process] = field(default_factory=dict)
 
     def living(self) -> list[int]:
-        """Return the ranks whose processes have not ended."""
+        """Return the ranks whose processes still exist now; stopped processes count, zombies do not."""
         return [rank for rank, process in self.ranks.items() if alive(process)]
 
 
 def crew(directory: Path, launcher: psutil.Process | None = None) -> Crew:
-    """Return the processes of the run in ``directory``.
+    """Find the running processes of the training run in ``directory`` and return them by rank.
 
-    The search covers ``launcher`` and its descendants, or, without it, all processes of the machine; only root sees
-    those of other users.
+    A rank is the process that has ``logs/rankN.log`` open for writing; in a run of one process, ``metrics.jsonl``.
+
+    Args:
+        directory: run directory.
+        launcher: process that started the run: only it and its descendants are searched; None: all processes of the
+            machine, of which only root sees those of other users.
+
+    Returns:
+        The processes at this moment; an empty `Crew` if there are none.
     """
     with suppress(psutil.NoSuchProcess):
         near = [launcher, *launcher.children(recursive=True)] if launcher else psutil.process_iter()
@@ -102,7 +109,10 @@ def send(process: psutil.Process, number: signal.Signals) -> None:
 
 @contextmanager
 def frozen(processes: Iterable[psutil.Process]) -> Iterator[None]:
-    """Stop all ``processes`` within the block (SIGSTOP), and continue them after it (SIGCONT)."""
+    """Stop ``processes`` with SIGSTOP while the ``with`` block runs, and continue them with SIGCONT after it.
+
+    The block begins once all of them have stopped; processes that have ended are skipped.
+    """
     held = list(processes)
     try:
         for process in held:
@@ -143,7 +153,7 @@ class StoppedProcess:
                 return
 
     def release(self) -> None:
-        """Continue the process (SIGCONT); do nothing if it has ended."""
+        """End the stop or the slowdown: continue the process with SIGCONT; do nothing to a process that has ended."""
         self._over.set()
         if self._thread:
             self._thread.join()

@@ -26,14 +26,16 @@ Tell = Callable[[int, FaultOutcome], None]
 def survive(
     command: Command, plan: Plan, rules: Rules, output: IO[str], known: Path | None, tell: Tell | None = None
 ) -> Report:
-    """Start a run, inject faults into it, resume it each time a fault ends it, and compare its weights.
+    """Start a training run, inject faults into it, resume it each time a fault ends it, and compare its weights.
+
+    Blocks until the run has ended.
 
     Args:
-        command: the run.
-        plan: returns its faults.
-        rules: options of injecting them.
+        command: command line of the run.
+        plan: called once as ``plan(processes, steps)``; returns the faults. ``steps`` is None if unknown.
+        rules: options of injecting them, such as the number of devices after a resume.
         output: file for the run's standard output and standard error.
-        tell: called after each fault.
+        tell: called after each fault with its number, from 1, and its outcome.
         known: run directory of the same run without faults, to compare weights with; None: do not compare.
 
     Raises:
@@ -64,9 +66,11 @@ def survive(
 def disturb(directory: Path, plan: Plan, rules: Rules) -> Report:
     """Inject faults into a run that another process started, and report whether it goes on or ends as permitted.
 
+    Blocks until the last fault is over or the run has ended. The run is never resumed, and no weights are compared.
+
     Args:
-        directory: run directory.
-        plan: returns the faults; the number of steps is unknown.
+        directory: run directory of the run, on this machine.
+        plan: called once as ``plan(processes, None)``, because the number of steps is unknown; returns the faults.
         rules: options of injecting them.
 
     Raises:
@@ -92,11 +96,17 @@ def disturb(directory: Path, plan: Plan, rules: Rules) -> Report:
 
 
 def uninterrupted(command: Command, output: IO[str]) -> Path:
-    """Run ``command`` without faults in the sibling directory ``RUN-reference``, and return that directory.
+    """Run ``command`` without faults beside its run directory ``RUN``, and return the new directory ``RUN-reference``.
+
+    Blocks until the run has ended. Its final weights are what `survive` compares with.
+
+    Args:
+        command: the command line to repeat.
+        output: file for the run's standard output and standard error.
 
     Raises:
         UsageError: the directory exists already.
-        TuttiError: the run fails.
+        TuttiError: the run ends with an exit code other than 0.
     """
     directory = command.directory.with_name(f"{command.directory.name}-reference")
     if directory.exists():
