@@ -9,9 +9,16 @@ from torch import Tensor
 
 
 def adasum_pair(a: Tensor, b: Tensor) -> Tensor:
-    """Return (1 − a·b / 2|a|²) a + (1 − a·b / 2|b|²) b: a + b for orthogonal vectors, their mean for parallel ones.
+    """Combine two gradient vectors by Adasum: (1 − a·b / 2|a|²) a + (1 − a·b / 2|b|²) b.
 
-    Dot products are computed in float64.
+    The result is a + b for orthogonal vectors and their mean for parallel ones; a vector of zeros gives the other
+    vector.
+
+    Args:
+        a: a tensor of any shape, treated as one vector.
+        b: of the shape of ``a``.
+
+    Computed in float64; the result has the shape and dtype of ``a``.
 
     >>> adasum_pair(torch.tensor([1.0, 0.0]), torch.tensor([0.0, 2.0])).tolist()
     [1.0, 2.0]
@@ -27,7 +34,13 @@ def adasum_pair(a: Tensor, b: Tensor) -> Tensor:
 
 
 def adasum_tree(vectors: Sequence[Tensor]) -> Tensor:
-    """Combine the vectors of a power of two of ranks pairwise, neighbours first."""
+    """Reduce vectors to one by Adasum in a binary tree: ``adasum_pair`` of neighbours, then of neighbouring results.
+
+    Local arithmetic, not collective.
+
+    Args:
+        vectors: one tensor for each rank, in rank order, all of one shape; their number must be a power of two.
+    """
     level = list(vectors)
     while len(level) > 1:
         level = [adasum_pair(level[i], level[i + 1]) for i in range(0, len(level), 2)]

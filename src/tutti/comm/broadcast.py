@@ -14,13 +14,15 @@ _MESSAGE_BYTES = 64 << 20
 
 
 def broadcast_tensors(comm: Communicator, tensors: Sequence[Tensor], name: str) -> None:
-    """Broadcast ``tensors`` in place from the first rank.
+    """Broadcast the values of ``tensors`` from the first rank of ``comm`` to its other ranks, in place.
 
-    Tensors may be on several devices: FSDP2 moves parameters itself, later than buffers are moved. Neighbours of equal
-    dtype travel together; a message is closed as soon as it has 64 MiB.
+    Collective over the ranks of ``comm``; blocks until all tensors are there.
+
+    Tensors may be on several devices: FSDP2 moves parameters itself, later than buffers are moved. Consecutive tensors
+    of equal dtype travel together; a message is closed as soon as it has 64 MiB.
 
     Args:
-        comm: the ranks.
+        comm: the ranks that take part.
         tensors: equal in number, shape and dtype on all ranks.
         name: shown in error messages.
 

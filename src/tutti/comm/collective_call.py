@@ -64,21 +64,24 @@ class CollectiveCall:
 
     @property
     def key(self) -> tuple[int, str]:
-        """Process set and name: equal for the calls that belong together."""
+        """Pair (process set number, name) by which calls of different ranks are matched."""
         return self.process_set, self.name
 
     @property
     def signature(self) -> CollectiveCall:
-        """The call without numbers that may differ between ranks."""
+        """This call with empty ``extents``, the only field that may differ between ranks.
+
+        Calls match if their signatures are equal.
+        """
         return replace(self, extents=()) if self.extents else self
 
     def to_json(self) -> list[Any]:
-        """Return the fields as a JSON list."""
+        """Return the values of all fields, in their order, as a list that ``json.dumps`` accepts."""
         return [getattr(self, field) for field in _FIELDS]
 
     @staticmethod
     def from_json(fields: list[Any]) -> CollectiveCall:
-        """Return the call of ``to_json``."""
+        """Rebuild a call from the list that ``to_json`` returned, also after a round trip through JSON text."""
         values = dict(zip(_FIELDS, fields, strict=True))
         values["shapes"] = tuple(tuple(shape) for shape in values["shapes"])
         for field in ("dtypes", "ranks", "extents"):
@@ -114,9 +117,13 @@ _FIELDS = tuple(CollectiveCall.__dataclass_fields__)
 
 
 def describe_mismatch(calls: Mapping[int, CollectiveCall]) -> str | None:
-    """Return what two ranks' calls of one name disagree about, with both calls; None where all agree.
+    """Compare the ranks' calls of one name and describe the first disagreement; None if all calls match.
 
-    The first sentence has the words of Horovod's message for the same mistake.
+    Args:
+        calls: each rank's call, by global rank; not empty.
+
+    Returns:
+        Text for the error message: the difference, in Horovod's words for the same mistake, then both ranks' calls.
     """
     ranks = sorted(calls)
     first = calls[ranks[0]]

@@ -90,7 +90,10 @@ class CollectiveHandle:
 
     @property
     def done(self) -> bool:
-        """Whether ``wait`` would return at once."""
+        """Whether the collective has ended, successfully or not, so that ``wait`` returns or raises at once.
+
+        Does not block.
+        """
         if self.session.advance(self):
             self.seen = True
             self.session.forget(self)
@@ -99,6 +102,8 @@ class CollectiveHandle:
 
     def wait(self) -> Any:
         """Block until the collective is complete and return its result.
+
+        The result is of the type that the function which returned the handle documents.
 
         Raises:
             MismatchError: ranks' calls differ; on every rank, with both calls.
@@ -112,7 +117,14 @@ class CollectiveHandle:
         return self.result if self.convert is None else self.convert(self.result)
 
     def complete(self, result: Any = None, error: TuttiError | None = None) -> None:
-        """Set the outcome, unless there is one; called by the engine."""
+        """Record the result or the error of the collective and wake the threads that wait for it.
+
+        Called by the engine; does nothing if the outcome is known already.
+
+        Args:
+            result: what ``wait`` returns.
+            error: what ``wait`` raises; None for success.
+        """
         if self.finished.is_set():
             return
         self.result, self.error, self.completed = result, error, time.perf_counter()
@@ -154,14 +166,36 @@ class CollectiveSession:
         engine.send(["open", number, vars(options)])
 
     def name(self, process_set: int, kind: str) -> str:
-        """Return a name from the order of calls. ``kind`` counts separately."""
+        """Make up the name of a call without a name: ``KIND.noname.EPOCH.COUNT``, from the number of such calls so far.
+
+        Ranks that make their unnamed calls in the same order get the same names, by which the calls match. The epoch
+        grows each time that all ranks have joined, which resets the count.
+
+        Args:
+            process_set: number of the process set of the call.
+            kind: prefix of the name; process sets and kinds are counted separately.
+        """
         with self.lock:
             count = self._counters.get((process_set, kind), 0)
             self._counters[process_set, kind] = count + 1
             return f"{kind}.noname.{self._epoch}.{count}"
 
     def submit(self, handle: CollectiveHandle) -> CollectiveHandle:
-        """Describe a call to the coordinator. Raises DuplicateNameError, or PeerError if the session is over."""
+        """Start a collective: send its description to the coordinator on rank 0, which matches the ranks' calls.
+
+        Does not wait for other ranks. An all-reduce on one node that was performed before is posted in shared memory
+        instead, without a message.
+
+        Args:
+            handle: the new call with its input tensors.
+
+        Returns:
+            ``handle``.
+
+        Raises:
+            DuplicateNameError: a call with this name is still pending.
+            PeerError: the session is closed, or a rank is lost.
+        """
         call = handle.call
         with self.lock:
             self._check_open()
@@ -190,7 +224,16 @@ class CollectiveSession:
         return handle
 
     def join(self) -> int:
-        """Take part in other ranks' all-reduces with zeros until all ranks have joined; return the last one's rank."""
+        """Declare that this rank has no more data, and contribute zeros to the other ranks' all-reduces from now on.
+
+        Blocks until all ranks have joined.
+
+        Returns:
+            The rank that joined last, the same on all ranks.
+
+        Raises:
+            PeerError: a rank has ended or left.
+        """
         handle = CollectiveHandle(CollectiveCall("join", "join"), self, [])
         with self.lock:
             self._check_open()
@@ -201,7 +244,11 @@ class CollectiveSession:
         return int(handle.wait())
 
     def await_(self, handle: CollectiveHandle) -> None:
-        """Block until a call is complete; tell the coordinator once all of this rank's threads wait for long."""
+        """Block until the call of ``handle`` is complete or has failed; the outcome is left in the handle.
+
+        If all threads of this rank that make calls wait for longer than two seconds, the coordinator is told, so that
+        it can find a deadlock between ranks that wait for different calls.
+        """
         if self.advance(handle):
             return
         me = threading.current_thread()
@@ -243,7 +290,11 @@ class CollectiveSession:
         return True
 
     def advance(self, handle: CollectiveHandle) -> bool:
-        """Give a posted call its result if all ranks have posted it; return whether the call is complete."""
+        """Check, without blocking, whether the call of ``handle`` is complete; return whether it is.
+
+        For a call that is posted in shared memory this also computes the result, once all ranks have posted their
+        tensors. Safe from any thread.
+        """
         reduction = handle.reduction
         if reduction is not None and not handle.finished.is_set():
             if reduction.complete(handle.attempt):
@@ -280,14 +331,18 @@ class CollectiveSession:
                 self.engine.send(["posted", self.number, numbers])
 
     def forget(self, handle: CollectiveHandle) -> None:
-        """Free the name of a call whose outcome was seen."""
+        """Release the name of a call, so that a new call may use it. Called once the caller has seen the outcome."""
         with self.lock:
             if self.pending.get(handle.call.key) is handle:
                 del self.pending[handle.call.key]
             self.turn += 1
 
     def close(self) -> None:
-        """End the session here; pending calls that other ranks have not made fail, on all ranks."""
+        """End the session on this rank; a second call does nothing.
+
+        Collectives on which all ranks have agreed already are performed first. Pending calls that other ranks have not
+        made fail with PeerError, on all ranks. Blocks until the coordinator has answered, but waits for no other rank.
+        """
         with self.lock:
             if self.closed:
                 return
@@ -304,7 +359,7 @@ class CollectiveSession:
         self.engine.sessions.pop(self.number, None)
 
     def fail_all(self, error: TuttiError) -> None:
-        """Fail all calls that are pending."""
+        """Make every pending call and join of this rank fail with ``error``, which their ``wait`` then raises."""
         with self.lock:
             pending = [*self.pending.values(), *self.joins]
             self.pending, self.joins = {}, []
@@ -328,7 +383,13 @@ class CollectiveSession:
     # --- in the engine's thread ------------------------------------------------------------------------------------
 
     def answer(self, kind: str, rest: list[Any]) -> None:
-        """Act on one answer of the coordinator."""
+        """Carry out one message of the coordinator; called in the engine's thread.
+
+        Args:
+            kind: ``run`` or ``post`` (perform agreed collectives), ``again``, ``done``, ``closed``, ``error`` or
+                ``joined``, as ``tutti.comm.negotiation`` describes.
+            rest: further fields of the message, as that module has them.
+        """
         if kind == "run":
             self._run(rest[0])
         elif kind == "post":
@@ -567,34 +628,56 @@ class CollectiveEngine:
         threading.Thread(target=self._listen, name="tutti-losses", daemon=True).start()
 
     def open_session(self, options: SessionOptions) -> CollectiveSession:
-        """Open a session; every rank opens its sessions in the same order."""
+        """Open a new session: a namespace of collectives with process sets and cached calls of its own.
+
+        Every rank must open its sessions in the same order, because they are matched by number. Does not wait for other
+        ranks.
+
+        Args:
+            options: timeouts and limits; those of rank 0 hold for all ranks.
+        """
         self._opened += 1
         return CollectiveSession(self, self._opened, options)
 
     def make_group(self) -> None:
-        """Make the process group of all ranks now and not at the first collective. Collective over all ranks."""
+        """Make the process group of all ranks now instead of at the first collective. Collective; blocks."""
         process_groups(tuple(range(self.size)), "engine")
 
     def send(self, message: list[Any]) -> None:
-        """Send a message to the coordinator. Raises PeerError if rank 0 has ended."""
+        """Send a message to the coordinator on rank 0, without waiting for an answer.
+
+        Args:
+            message: JSON list [kind, session number, …], as ``tutti.comm.negotiation`` describes.
+
+        Raises:
+            PeerError: rank 0 has ended.
+        """
         self._connection.send(message)
 
     def share(self, session: int, number: int, reduction: PostedReduction) -> None:
-        """Give the coordinator an all-reduce's place in shared memory, so that it sees the ranks' posts.
+        """Tell the coordinator where an all-reduce lies in shared memory, so that it sees which ranks have posted.
 
         Does nothing on ranks other than 0, which have no coordinator.
 
         Args:
             session: number of the session.
             number: number of the call in its session.
-            reduction: the place of the all-reduce in shared memory.
+            reduction: buffers and counters of the all-reduce in shared memory.
         """
         if self._coordinator is not None:
             self._coordinator.share(session, number, reduction)
 
     @contextlib.contextmanager
     def performing(self, ranks: tuple[int, ...], call: CollectiveCall) -> Iterator[None]:
-        """Within the block, fail all calls if a rank of ``ranks`` is lost or an exception occurs, on all ranks."""
+        """Context manager around the execution of a collective, which turns an exception into an error on all ranks.
+
+        If the block raises, or a member is lost while the block runs, all pending and later calls of this process fail
+        with PeerError, and the other ranks are told. An exception of the block is not passed on.
+
+        Args:
+            ranks: global ranks that take part.
+            call: the collective, for the error message.
+        """
         self._under_way = ranks
         try:
             yield
@@ -654,7 +737,10 @@ class CollectiveEngine:
             sink(call.name, call.kind.upper(), began, now)
 
     def close(self) -> None:
-        """End the connection and the threads. Calls that are pending fail."""
+        """Leave the job: close all sessions, so that pending calls fail, and end the connections and threads.
+
+        Ranks that still use the engine are told. A second call does nothing.
+        """
         if self._closing:
             return
         self._closing = True
@@ -670,13 +756,19 @@ class CollectiveEngine:
             self._hub.close()
 
     def interrupt(self, text: str) -> None:
-        """Fail all calls, now and later, because a rank is lost; from any thread."""
+        """Make all calls of this process, pending and later ones, fail with PeerError because a rank is lost.
+
+        Other ranks are not told. Safe from any thread.
+
+        Args:
+            text: the error message, such as why the rank was lost.
+        """
         self.broken = self.broken or PeerError(text, where=f"rank {self.rank}")
         for session in list(self.sessions.values()):
             session.fail_all(self.broken)
 
     def abandon(self) -> None:
-        """End without a word to other ranks, some of which may be gone."""
+        """End the engine without telling or awaiting other ranks, some of which may be gone; pending calls fail."""
         self._closing = True
         self.interrupt(SHUT_DOWN)
         self._connection.close()
@@ -760,7 +852,9 @@ _lock = threading.Lock()
 
 
 def engine() -> CollectiveEngine:
-    """Return this process's engine; the first call starts it, which all ranks must do.
+    """Return the collective engine of this process, and start it if there is none.
+
+    Starting needs all ranks: each must call this function, and it blocks until rank 0 has.
 
     Raises:
         UsageError: before ``tutti.init``.
@@ -780,7 +874,10 @@ def engine() -> CollectiveEngine:
 
 
 def default_session() -> CollectiveSession:
-    """Return the session of the public collectives; the first call opens it, which all ranks must do."""
+    """Return the session in which the functions of ``tutti.comm.collectives`` make their calls by default.
+
+    The first call opens the session and starts the engine, which all ranks must do. Raises as ``engine``.
+    """
     global _default
     running = engine()
     with _lock:
@@ -790,7 +887,7 @@ def default_session() -> CollectiveSession:
 
 
 def close_engine() -> None:
-    """End this process's engine, if it has one."""
+    """Leave the job in an orderly way: ``CollectiveEngine.close`` of this process's engine, if it has one."""
     global _engine, _default
     with _lock:
         ending, _engine, _default = _engine, None, None
@@ -799,7 +896,7 @@ def close_engine() -> None:
 
 
 def abandon_engine() -> None:
-    """End this process's engine, if it has one, without waiting for other ranks."""
+    """End this process's engine, if it has one, without telling or awaiting other ranks. Pending calls fail."""
     global _engine, _default
     with _lock:
         ending, _engine, _default = _engine, None, None
@@ -808,6 +905,10 @@ def abandon_engine() -> None:
 
 
 def interrupt_engine(text: str) -> None:
-    """Fail all calls of this process's engine, if it has one."""
+    """Make all calls of this process's engine, if it has one, fail with PeerError; safe from any thread.
+
+    Args:
+        text: the error message, such as why a rank was lost.
+    """
     if (running := _engine) is not None:
         running.interrupt(text)

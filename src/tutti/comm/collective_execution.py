@@ -31,7 +31,13 @@ _WIDENED = {torch.int16: torch.int32, torch.bool: torch.uint8}
 
 
 def scale(tensor: Tensor, factor: float) -> Tensor:
-    """Return ``tensor * factor`` in its dtype: integers in float64, then truncated; half precision in float32."""
+    """Multiply a tensor by a number, without a change of dtype.
+
+    Integers are multiplied in float64 and truncated towards zero, float16 and bfloat16 in float32.
+
+    Returns:
+        A new tensor; ``tensor`` itself if ``factor`` is 1.
+    """
     if factor == 1.0:
         return tensor
     if not tensor.is_floating_point():
@@ -42,9 +48,9 @@ def scale(tensor: Tensor, factor: float) -> Tensor:
 
 
 def finish_reduction(total: Tensor, call: CollectiveCall, size: int) -> Tensor:
-    """Divide a sum by ``size`` for an average, and apply the postscale.
+    """Turn the sum over the ranks into the final result: divide by ``size`` for an average, then apply the postscale.
 
-    Integers are truncated once.
+    Local arithmetic. Results of integers are truncated towards zero, once.
 
     Args:
         total: reduction of the ranks' tensors, in their dtype; may be overwritten.
@@ -67,13 +73,18 @@ def finish_reduction(total: Tensor, call: CollectiveCall, size: int) -> Tensor:
 def reduce_all(
     tensors: Sequence[Tensor], call: CollectiveCall, ranks: tuple[int, ...], group: ProcessGroup | None
 ) -> list[Tensor]:
-    """All-reduce tensors of one dtype together and return the results, views of one new tensor.
+    """All-reduce several tensors of one dtype as one flat message, and return the results.
+
+    Collective over ``ranks``; blocks. Prescale, reduction, averaging and postscale are applied.
 
     Args:
-        tensors: of one dtype and device.
-        call: gives operation and factors.
-        ranks: members.
+        tensors: not empty, of one dtype and device; equal shapes on all ranks. Not overwritten.
+        call: gives operation and scale factors.
+        ranks: global ranks of the members.
         group: their process group; None for one rank.
+
+    Returns:
+        One tensor for each of ``tensors``, of its shape; views of one new tensor.
     """
     first = tensors[0]
     parts = [tensor.reshape(-1) for tensor in tensors]
@@ -108,14 +119,17 @@ def _reduce_adasum(flat: Tensor, sizes: list[int], ranks: tuple[int, ...], group
 def gather_all(
     tensor: Tensor, counts: Sequence[int], ranks: tuple[int, ...], me: int, group: ProcessGroup | None
 ) -> Tensor:
-    """Concatenate the ranks' tensors along the first dimension.
+    """All-gather: concatenate the ranks' tensors along the first dimension, in rank order. Collective; blocks.
 
     Args:
         tensor: this rank's, (counts[me], …).
         counts: first dimension of each rank's tensor.
-        ranks: members.
+        ranks: global ranks of the members.
         me: index of this rank among them.
         group: their process group; None for one rank.
+
+    Returns:
+        (sum(counts), …), a new tensor.
     """
     whole = tensor.new_empty(sum(counts), *tensor.shape[1:])
     parts = list(whole.split(list(counts)))
@@ -136,7 +150,7 @@ def gather_all(
 
 
 def broadcast_from(tensors: Sequence[Tensor], root: int, group: ProcessGroup | None) -> None:
-    """Broadcast contiguous tensors in place from global rank ``root``.
+    """Broadcast contiguous tensors in place from global rank ``root``. Collective over the ranks of ``group``; blocks.
 
     Args:
         tensors: of equal shapes and dtypes on all ranks.
@@ -151,7 +165,9 @@ def broadcast_from(tensors: Sequence[Tensor], root: int, group: ProcessGroup | N
 
 
 def exchange_all(tensor: Tensor, send: Sequence[int], receive: Sequence[int], group: ProcessGroup | None) -> Tensor:
-    """All-to-all of rows: send ``send[r]`` rows to rank r and receive ``receive[r]`` rows from it.
+    """All-to-all of rows: send ``send[r]`` rows to the r-th member and receive ``receive[r]`` rows from it.
+
+    Collective; blocks. A row is a slice along the first dimension.
 
     Args:
         tensor: (sum(send), …), rows for rank 0 first.
@@ -177,9 +193,11 @@ def exchange_all(tensor: Tensor, send: Sequence[int], receive: Sequence[int], gr
 
 
 def scatter_reduced(tensor: Tensor, call: CollectiveCall, me: int, size: int, group: ProcessGroup | None) -> Tensor:
-    """Reduce over the ranks and return this rank's part of the first dimension; earlier ranks have one row more.
+    """Reduce-scatter: reduce over the ranks and return this rank's part of the first dimension.
 
-    Performs an all-to-all, and adds up in rank order.
+    Each rank gets rows ÷ size consecutive rows, the first (rows mod size) ranks one more. Collective; blocks.
+
+    Performed as an all-to-all and a local sum in rank order.
 
     Args:
         tensor: (rows, …), of equal shape on all ranks.

@@ -78,26 +78,34 @@ class Schedule:
     rounds: tuple[Round, ...]
 
     def bounds(self, transfer: ChunkTransfer, elements: int) -> tuple[int, int]:
-        """Return start and end of a transfer's chunks in a vector of so many elements."""
+        """Return the range of vector elements that a transfer carries, as (start, end) with ``end`` exclusive.
+
+        Args:
+            transfer: one message of this schedule.
+            elements: length of the vector.
+        """
         first = even_share(elements, self.chunks, transfer.first)
         return first.start, even_share(elements, self.chunks, transfer.last - 1).stop
 
     def of_rank(self, rank: int) -> list[tuple[list[ChunkTransfer], list[ChunkTransfer]]]:
-        """Return what one rank sends and receives in each round that it takes part in."""
+        """Return the transfers of one rank as (sends, receives), a pair for each round in which the rank takes part."""
         own = (([t for t in r if t.source == rank], [t for t in r if t.to == rank]) for r in self.rounds)
         return [(sends, receives) for sends, receives in own if sends or receives]
 
     def links(self) -> list[tuple[int, int]]:
-        """Return the (source, destination) pairs that exchange messages over the network, sorted."""
+        """Return the (source, destination) pairs of ranks that exchange messages over the network, sorted.
+
+        Transfers within a node go through shared memory and are left out.
+        """
         return sorted({(t.source, t.to) for transfers in self.rounds for t in transfers if not t.within_node})
 
     def traffic(self, elements: int, itemsize: int) -> dict[tuple[int, int], LinkTraffic]:
-        """Count the messages and bytes on each link for one all-reduce of a vector.
+        """Count messages and bytes on each (source, destination) link for one all-reduce of a vector.
 
         Chunks without an element are not sent.
 
         Args:
-            elements: of the vector.
+            elements: length of the vector.
             itemsize: bytes of an element.
 
         >>> ring_schedule(3).traffic(7, 4)[0, 1]
@@ -112,7 +120,9 @@ class Schedule:
         return {link: LinkTraffic(len(sizes), sum(sizes)) for link, sizes in sorted(found.items())}
 
     def seconds(self, size: float, network: LinkCost, node: LinkCost | None = None) -> float:
-        """Price one all-reduce: in each round the slowest rank's latency and bytes; rounds follow each other.
+        """Predict the duration of one all-reduce in seconds by the alpha-beta cost model.
+
+        A round takes as long as its slowest rank; rounds follow one another.
 
         A rank's port sends and receives at the same time, and shares its rate among the round's messages.
 
@@ -137,35 +147,36 @@ class Schedule:
 
 
 def ring_schedule(ranks: int) -> Schedule:
-    """Return the ring: a reduce-scatter and an all-gather in which each rank sends to the next one.
+    """Return the schedule of a ring all-reduce: a reduce-scatter and an all-gather, each rank sending to the next one.
 
-    2(N-1)α + 2(N-1)/N·n/β.
+    Cost for N ranks and n bytes, with latency α and bandwidth β of ``LinkCost``: 2(N-1)α + 2(N-1)/N·n/β.
     """
     return Schedule("ring", ranks, ranks, tuple(_ring(range(ranks), 0)))
 
 
 def tree_schedule(ranks: int) -> Schedule:
-    """Return the binomial tree: whole vectors are added up towards rank 0 and broadcast from there.
+    """Return the schedule of a binomial-tree all-reduce: whole vectors are added up towards rank 0 and broadcast back.
 
-    2⌈log₂N⌉(α + n/β).
+    Cost for N ranks and n bytes, with latency α and bandwidth β of ``LinkCost``: 2⌈log₂N⌉(α + n/β).
     """
     return Schedule("tree", ranks, 1, tuple(_tree(ranks)))
 
 
 def halving_schedule(ranks: int) -> Schedule:
-    """Return recursive halving-doubling over the largest power of two, 2^k ≤ N.
+    """Return the schedule of a recursive halving-doubling all-reduce over the largest power of two, 2^k ≤ N ranks.
 
     Each of the other ranks first adds its whole vector to a partner's, and receives the result from it at the end.
-    For N = 2^k: 2log₂N·α + 2(N-1)/N·n/β; else 2(α + n/β) more.
+    Cost for n bytes, with latency α and bandwidth β of ``LinkCost``; for N = 2^k: 2log₂N·α + 2(N-1)/N·n/β; else 2(α +
+    n/β) more.
     """
     power = 1 << (ranks.bit_length() - 1)
     return Schedule("halving", ranks, power, tuple(_halving(ranks, power)))
 
 
 def central_schedule(ranks: int) -> Schedule:
-    """Return the central reducer: rank 0 receives all vectors, adds them in rank order, and sends the sum to all.
+    """Return the schedule of a central reducer: rank 0 receives all vectors, adds them in rank order and sends the sum.
 
-    With W = N-1 other ranks: 2α + 2W·n/β.
+    Cost for n bytes and W = N-1 other ranks, with latency α and bandwidth β of ``LinkCost``: 2α + 2W·n/β.
     """
     reduce = tuple(ChunkTransfer(rank, 0, 0, 1, True) for rank in range(1, ranks))
     copy = tuple(ChunkTransfer(0, rank, 0, 1, False) for rank in range(1, ranks))
@@ -173,10 +184,13 @@ def central_schedule(ranks: int) -> Schedule:
 
 
 def hierarchical_schedule(nodes: Sequence[Sequence[int]]) -> Schedule:
-    """Return the two-level all-reduce: reduce-scatter within nodes, a ring between them per slice, all-gather within.
+    """Return the schedule of a two-level all-reduce over nodes with several ranks each.
+
+    First a reduce-scatter within each node, then a ring between the nodes for each slice, then an all-gather within.
 
     M, the ranks of the smallest node, is the number of slices; the i-th rank of each node owns slice i. With M ranks
-    on each of K nodes: 2(M-1)α_i + 2(M-1)/M·n/β_i + 2(K-1)α + 2(K-1)/K·(n/M)/β.
+    on each of K nodes, n bytes, and latency and bandwidth α_i, β_i within and α, β between nodes: 2(M-1)α_i +
+    2(M-1)/M·n/β_i + 2(K-1)α + 2(K-1)/K·(n/M)/β.
 
     Args:
         nodes: ranks of each node; every rank of 0 … N-1 is on one.
@@ -197,7 +211,13 @@ _FLAT: Mapping[str, Callable[[int], Schedule]] = {
 
 
 def schedule_of(algorithm: Algorithm, nodes: Sequence[Sequence[int]]) -> Schedule:
-    """Return the schedule of an algorithm over the ranks of these nodes; only ``hierarchical`` tells nodes apart."""
+    """Return the all-reduce schedule of the algorithm with this name.
+
+    Args:
+        algorithm: ``ring``, ``tree``, ``halving``, ``hierarchical`` or ``central``.
+        nodes: ranks of each node; together they are 0 … N-1. Only ``hierarchical`` distinguishes nodes; the other
+            algorithms use the number of ranks.
+    """
     if algorithm == "hierarchical":
         return hierarchical_schedule(nodes)
     return _FLAT[algorithm](sum(len(node) for node in nodes))
@@ -269,11 +289,11 @@ _Sum = int | tuple["_Sum", "_Sum"]
 
 
 def prove(schedule: Schedule) -> None:
-    """Check a schedule by running it on symbols.
+    """Verify that a schedule is a correct all-reduce, by running it on symbolic chunks. Local; returns None if it is.
 
-    Every rank ends with the sum of every chunk, in which each rank's contribution is counted once and which is added
-    in the same order on all ranks, so that replicas stay bit-identical; no round reads a chunk that it writes; and no
-    rank waits for ever, even if no message is sent before its receiver is ready (rendezvous).
+    Checked are: every rank ends with the sum of every chunk, in which each rank's contribution is counted once and
+    which is added in the same order on all ranks, so that replicas stay bit-identical; no round reads a chunk that it
+    writes; and no rank waits for ever, even if no message is sent before its receiver is ready (rendezvous).
 
     Raises:
         ValueError: with the first rank and chunk, or the ranks, for which this does not hold.

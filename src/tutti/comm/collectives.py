@@ -42,26 +42,33 @@ class ProcessSet:
 
     @classmethod
     def of_all_ranks(cls) -> ProcessSet:
-        """Return the set of all ranks, which is there without ``add_process_set``."""
+        """Make the process set of all ranks, with number 0; it needs no ``add_process_set``.
+
+        Its members are those of the job at the time of use, so that it may be made before ``tutti.init``.
+        """
         process_set = cls(())
         process_set._ranks, process_set.process_set_id = None, 0
         return process_set
 
     @property
     def ranks(self) -> list[int]:
-        """Global ranks of the members."""
+        """Global ranks of the members, in increasing order; a new list."""
         return list(range(context.size())) if self._ranks is None else list(self._ranks)
 
     def size(self) -> int:
-        """Return the number of members."""
+        """Return the number of member ranks."""
         return len(self.ranks)
 
     def included(self) -> bool:
-        """Whether this rank is a member."""
+        """Whether the rank of this process is a member of the set."""
         return context.rank() in self.ranks
 
     def rank(self) -> int:
-        """Return this rank's index in the set. Raises UsageError if it is no member."""
+        """Return the index of this process in the set, from 0; not its global rank.
+
+        Raises:
+            UsageError: this process is no member.
+        """
         if not self.included():
             raise UsageError(f"rank {context.rank()} is not in {self}", remedy="check included() first")
         return self.ranks.index(context.rank())
@@ -77,7 +84,11 @@ _current: list[CollectiveSession] = []
 
 
 def use_session(session: CollectiveSession | None) -> None:
-    """Let the collectives of this module belong to ``session``; None: to the default one."""
+    """Select the session to which all later collectives of this module belong, in this process.
+
+    Args:
+        session: the session; None: ``default_session``.
+    """
     _current[:] = [session] if session is not None else []
 
 
@@ -195,7 +206,8 @@ def allreduce_async(
 ) -> CollectiveHandle:
     """Start an all-reduce; ``wait()`` of the handle returns the result.
 
-    Not differentiable. For formula and exceptions see ``allreduce``.
+    Does not block; collective over ``process_set``; not differentiable. Each result is postscale · op(prescale ·
+    tensor) over the ranks, with averages of integers truncated.
 
     Args:
         tensor: of equal shape and dtype on all ranks.
@@ -205,6 +217,10 @@ def allreduce_async(
         postscale: factor on the result after it.
         process_set: ranks that take part; default: all ranks.
         in_place: write the result into ``tensor``, which must not be used before ``wait``.
+
+    Returns:
+        Handle; its ``wait`` raises MismatchError where ranks' calls differ, and PeerError where a rank has ended, left
+        or did not make the call in time.
     """
     outputs = [tensor.detach()] if in_place else None
     convert = (lambda _: tensor) if in_place else _first
@@ -223,7 +239,8 @@ def grouped_allreduce_async(
 ) -> CollectiveHandle:
     """Start an all-reduce of several tensors as one call; ``wait()`` returns the list of results.
 
-    Not differentiable. For formula and exceptions see ``allreduce``.
+    Does not block; collective over ``process_set``; not differentiable. Each result is postscale · op(prescale ·
+    tensor) over the ranks, with averages of integers truncated.
 
     Args:
         tensors: the same number on all ranks, each of equal shape and dtype on all ranks.
@@ -233,6 +250,10 @@ def grouped_allreduce_async(
         postscale: factor on the result after it.
         process_set: ranks that take part; default: all ranks.
         in_place: write the results into ``tensors``, which must not be used before ``wait``.
+
+    Returns:
+        Handle; its ``wait`` raises MismatchError where ranks' calls differ, and PeerError where a rank has ended, left
+        or did not make the call in time.
     """
     tensors = list(tensors)
     outputs = _without_graph(tensors) if in_place else None
@@ -249,10 +270,10 @@ def allreduce(
     postscale: float = 1.0,
     process_set: ProcessSet = all_ranks,
 ) -> Tensor:
-    """Return the reduction of the ranks' tensors: postscale · op(prescale · tensor).
+    """All-reduce: return postscale · op(prescale · tensor) over the ranks, equal on all of them.
 
-    Averages of integers are truncated. Its gradient is the all-reduce of the gradient. A sparse tensor is gathered,
-    and summed or averaged.
+    Collective over ``process_set``; blocks. Averages of integers are truncated. Differentiable: the gradient is the
+    all-reduce of the gradient. Sparse tensors are summed or averaged by an all-gather of their indices and values.
 
     Args:
         tensor: of equal shape and dtype on all ranks.
@@ -283,9 +304,10 @@ def grouped_allreduce(
     postscale: float = 1.0,
     process_set: ProcessSet = all_ranks,
 ) -> list[Tensor]:
-    """Return the reductions of several tensors, made as one call.
+    """All-reduce several tensors as one call: return postscale · op(prescale · tensor) over the ranks for each tensor.
 
-    For formula, gradient and exceptions see ``allreduce``.
+    Collective over ``process_set``; blocks until all tensors are reduced. Averages of integers are truncated.
+    Differentiable: the gradients are all-reduced, too.
 
     Args:
         tensors: the same number on all ranks, each of equal shape and dtype on all ranks.
@@ -294,6 +316,13 @@ def grouped_allreduce(
         prescale: factor on the tensors before the reduction.
         postscale: factor on the result after it.
         process_set: ranks that take part; default: all ranks.
+
+    Returns:
+        The reductions, in the order of ``tensors``.
+
+    Raises:
+        MismatchError: ranks' calls differ.
+        PeerError: a rank has ended, left, or did not make the call in time.
     """
     given = (op, name, float(prescale), float(postscale), process_set)
     return _differentiable(_AllReduce, given, list(tensors))
@@ -310,7 +339,7 @@ def sparse_allreduce_async(
 ) -> Callable[[], Tensor]:
     """Start to sum or average sparse tensors by gathering indices and values; call the result to wait for it.
 
-    Performs one all-gather of indices and values. Exceptions as ``allreduce``.
+    Performs one all-gather of indices and values over ``process_set``. Not differentiable.
 
     Args:
         tensor: sparse COO tensor, of equal shape and dtype on all ranks.
@@ -321,7 +350,8 @@ def sparse_allreduce_async(
         process_set: ranks that take part; default: all ranks.
 
     Returns:
-        A function that blocks until the all-gather is complete and returns the reduction, sparse and coalesced.
+        A function that blocks until the all-gather is complete and returns the reduction, sparse and coalesced. It
+        raises MismatchError where ranks' calls differ, and PeerError where a rank is lost or late.
 
     Raises:
         UsageError: ``op`` is another operation.
@@ -357,12 +387,17 @@ def grouped_allgather_async(
 ) -> CollectiveHandle:
     """Start an all-gather of several tensors as one call; ``wait()`` returns the list of results.
 
-    Not differentiable. For results and exceptions see ``allgather``.
+    Does not block; collective over ``process_set``; not differentiable. Each result is the concatenation of the ranks'
+    tensors along the first dimension, in rank order.
 
     Args:
         tensors: each (rows, …); trailing dimensions and dtype are equal on all ranks. A scalar counts as one row.
         name: matches the ranks' calls; default: by the order of calls without a name.
         process_set: ranks that take part; default: all ranks.
+
+    Returns:
+        Handle; its ``wait`` raises MismatchError where ranks' calls differ, and PeerError where a rank has ended, left
+        or did not make the call in time.
     """
     rows = [tensor.reshape(1) if tensor.dim() == 0 else tensor for tensor in tensors]
     return _submit(
@@ -380,12 +415,17 @@ def allgather_async(
 ) -> CollectiveHandle:
     """Start an all-gather; ``wait()`` of the handle returns the result.
 
-    Not differentiable. For result and exceptions see ``allgather``.
+    Does not block; collective over ``process_set``; not differentiable. The result is the concatenation of the ranks'
+    tensors along the first dimension, in rank order.
 
     Args:
         tensor: (rows, …); trailing dimensions and dtype are equal on all ranks. A scalar counts as one row.
         name: matches the ranks' calls; default: by the order of calls without a name.
         process_set: ranks that take part; default: all ranks.
+
+    Returns:
+        Handle; its ``wait`` raises MismatchError where ranks' calls differ, and PeerError where a rank has ended, left
+        or did not make the call in time.
     """
     handle = grouped_allgather_async([tensor], name, process_set=process_set)
     handle.convert = _first
@@ -393,9 +433,10 @@ def allgather_async(
 
 
 def allgather(tensor: Tensor, name: str | None = None, *, process_set: ProcessSet = all_ranks) -> Tensor:
-    """Concatenate the ranks' tensors along the first dimension, which may differ between ranks.
+    """All-gather: concatenate the ranks' tensors along the first dimension, whose size may differ between ranks.
 
-    The gradient is the rows of this rank of the gradients' average. Exceptions as ``allreduce``.
+    Collective over ``process_set``; blocks. Differentiable: this rank's gradient is its rows of the average of the
+    ranks' gradients.
 
     Args:
         tensor: (rows, …); trailing dimensions and dtype are equal on all ranks. A scalar counts as one row.
@@ -404,6 +445,10 @@ def allgather(tensor: Tensor, name: str | None = None, *, process_set: ProcessSe
 
     Returns:
         (sum of the ranks' rows, …), in rank order, equal on all ranks.
+
+    Raises:
+        MismatchError: ranks' calls differ.
+        PeerError: a rank has ended, left, or did not make the call in time.
     """
     return _differentiable(_AllGather, (name, process_set), [tensor])[0]
 
@@ -411,14 +456,21 @@ def allgather(tensor: Tensor, name: str | None = None, *, process_set: ProcessSe
 def grouped_allgather(
     tensors: Sequence[Tensor], name: str | None = None, *, process_set: ProcessSet = all_ranks
 ) -> list[Tensor]:
-    """Concatenate the ranks' tensors along the first dimension, several tensors by one call.
+    """All-gather several tensors as one call: concatenate the ranks' tensors along the first dimension, for each.
 
-    For results, gradients and exceptions see ``allgather``.
+    Collective over ``process_set``; blocks. Differentiable, as ``allgather``.
 
     Args:
         tensors: each (rows, …); trailing dimensions and dtype are equal on all ranks. A scalar counts as one row.
         name: matches the ranks' calls; default: by the order of calls without a name.
         process_set: ranks that take part; default: all ranks.
+
+    Returns:
+        (sum of the ranks' rows, …) for each of ``tensors``, in rank order, equal on all ranks.
+
+    Raises:
+        MismatchError: ranks' calls differ.
+        PeerError: a rank has ended, left, or did not make the call in time.
     """
     return _differentiable(_AllGather, (name, process_set), list(tensors))
 
@@ -433,7 +485,7 @@ def grouped_broadcast_async(
 ) -> CollectiveHandle:
     """Start a broadcast of several tensors as one call; ``wait()`` returns the list of results.
 
-    Not differentiable. Exceptions as ``allreduce``.
+    Does not block; collective over ``process_set``; not differentiable.
 
     Args:
         tensors: the same number on all ranks, each of equal shape and dtype on all ranks; the values of ``root`` count.
@@ -441,6 +493,10 @@ def grouped_broadcast_async(
         name: matches the ranks' calls; default: by the order of calls without a name.
         process_set: ranks that take part; default: all ranks.
         in_place: write the results into ``tensors``; default: into new tensors.
+
+    Returns:
+        Handle; its ``wait`` raises MismatchError where ranks' calls differ, and PeerError where a rank has ended, left
+        or did not make the call in time.
 
     Raises:
         UsageError: ``root`` is no member of ``process_set``.
@@ -467,7 +523,7 @@ def broadcast_async(
 ) -> CollectiveHandle:
     """Start a broadcast; ``wait()`` of the handle returns the result.
 
-    Not differentiable. Exceptions as ``allreduce``.
+    Does not block; collective over ``process_set``; not differentiable.
 
     Args:
         tensor: of equal shape and dtype on all ranks; the values of ``root`` count.
@@ -475,6 +531,10 @@ def broadcast_async(
         name: matches the ranks' calls; default: by the order of calls without a name.
         process_set: ranks that take part; default: all ranks.
         in_place: write the result into ``tensor``; default: into a new tensor.
+
+    Returns:
+        Handle; its ``wait`` raises MismatchError where ranks' calls differ, and PeerError where a rank has ended, left
+        or did not make the call in time.
 
     Raises:
         UsageError: ``root`` is no member of ``process_set``.
@@ -485,9 +545,10 @@ def broadcast_async(
 
 
 def broadcast(tensor: Tensor, root: int, name: str | None = None, *, process_set: ProcessSet = all_ranks) -> Tensor:
-    """Return the tensor of global rank ``root``. The gradient is the ranks' average on ``root``, zero elsewhere.
+    """Broadcast: return a new tensor with the values of ``tensor`` on global rank ``root``.
 
-    Exceptions as ``allreduce``.
+    Collective over ``process_set``; blocks. Differentiable: the gradient is the average of the ranks' gradients on
+    ``root``, zero elsewhere.
 
     Args:
         tensor: of equal shape and dtype on all ranks; the values of ``root`` count.
@@ -497,6 +558,8 @@ def broadcast(tensor: Tensor, root: int, name: str | None = None, *, process_set
 
     Raises:
         UsageError: ``root`` is no member of ``process_set``.
+        MismatchError: ranks' calls differ.
+        PeerError: a rank has ended, left, or did not make the call in time.
     """
     return _differentiable(_Broadcast, (root, name, process_set), [tensor])[0]
 
@@ -536,13 +599,17 @@ def alltoall_async(
 ) -> CollectiveHandle:
     """Start an all-to-all; ``wait()`` returns the received rows and, as int32, how many came from each rank.
 
-    Not differentiable. Exceptions as ``allreduce``.
+    Does not block; collective over ``process_set``; not differentiable.
 
     Args:
         tensor: (rows, …); trailing dimensions and dtype are equal on all ranks.
         splits: int32, rows for each rank, rank 0 first; default: equal parts. Rows beyond their sum are not sent.
         name: matches the ranks' calls; default: by the order of calls without a name.
         process_set: ranks that take part; default: all ranks.
+
+    Returns:
+        Handle; its ``wait`` returns (received rows, rank 0's first; int32 tensor with the number of rows from each
+        rank), and raises MismatchError where ranks' calls differ, PeerError where a rank has ended, left or is late.
 
     Raises:
         SplitError: ``splits`` does not fit the tensor.
@@ -564,18 +631,24 @@ def alltoall(
     *,
     process_set: ProcessSet = all_ranks,
 ) -> tuple[Tensor, Tensor]:
-    """Send ``splits[r]`` rows of ``tensor`` to rank r, in order; return the received rows and how many from each rank.
+    """All-to-all: send ``splits[r]`` rows of ``tensor`` to rank r, and return the rows received from all ranks.
 
-    The gradient is sent back the same way. Other arguments and exceptions as ``allreduce``.
+    Collective over ``process_set``; blocks. Differentiable: gradients travel back the same way.
 
     Args:
         tensor: (rows, …), with equal trailing dimensions on all ranks.
-        splits: int32, one number for each rank; default: equal parts.
-        name: as ``allreduce``.
-        process_set: as ``allreduce``.
+        splits: int32, rows for each member, the first member's first; default: equal parts. Rows beyond their sum are
+            not sent.
+        name: matches the ranks' calls; default: by the order of calls without a name.
+        process_set: ranks that take part; default: all ranks.
+
+    Returns:
+        The received rows, the first member's first, and the number of rows from each member, an int32 tensor.
 
     Raises:
         SplitError: ``splits`` does not fit the tensor.
+        MismatchError: ranks' calls differ.
+        PeerError: a rank has ended, left, or did not make the call in time.
     """
     received: list[Tensor] = []
     result = _differentiable(_AllToAll, (splits, name, process_set, received), [tensor])[0]
@@ -593,7 +666,8 @@ def grouped_reducescatter_async(
 ) -> CollectiveHandle:
     """Start a reduce-scatter of several tensors as one call; ``wait()`` returns the list of results.
 
-    Not differentiable. For results and exceptions see ``reducescatter``.
+    Does not block; collective over ``process_set``; not differentiable. Each result is this rank's part of the first
+    dimension of the reduction; the first (rows mod ranks) ranks have one row more.
 
     Args:
         tensors: each (rows, …), of equal shape and dtype on all ranks.
@@ -602,6 +676,10 @@ def grouped_reducescatter_async(
         prescale: factor on the tensors before the reduction.
         postscale: factor on the result after it.
         process_set: ranks that take part; default: all ranks.
+
+    Returns:
+        Handle; its ``wait`` raises MismatchError where ranks' calls differ, and PeerError where a rank has ended, left
+        or did not make the call in time.
 
     Raises:
         UsageError: ``op`` is another operation, or a tensor has no first dimension.
@@ -638,7 +716,8 @@ def reducescatter_async(
 ) -> CollectiveHandle:
     """Start a reduce-scatter; ``wait()`` of the handle returns the result.
 
-    Not differentiable. For result and exceptions see ``reducescatter``.
+    Does not block; collective over ``process_set``; not differentiable. The result is this rank's part of the first
+    dimension of the reduction; the first (rows mod ranks) ranks have one row more.
 
     Args:
         tensor: (rows, …), of equal shape and dtype on all ranks.
@@ -647,6 +726,13 @@ def reducescatter_async(
         prescale: factor on the tensors before the reduction.
         postscale: factor on the result after it.
         process_set: ranks that take part; default: all ranks.
+
+    Returns:
+        Handle; its ``wait`` raises MismatchError where ranks' calls differ, and PeerError where a rank has ended, left
+        or did not make the call in time.
+
+    Raises:
+        UsageError: ``op`` is another operation, or the tensor has no first dimension.
     """
     handle = grouped_reducescatter_async(
         [tensor], op, name, prescale=prescale, postscale=postscale, process_set=process_set
@@ -664,9 +750,10 @@ def reducescatter(
     postscale: float = 1.0,
     process_set: ProcessSet = all_ranks,
 ) -> Tensor:
-    """Reduce over the ranks and return this rank's part of the first dimension; earlier ranks have one row more.
+    """Reduce-scatter: reduce the tensors over the ranks and return this rank's part of the first dimension.
 
-    The gradient is the all-gather of the gradients, times the number of ranks for a sum. Exceptions as ``allreduce``.
+    Collective over ``process_set``; blocks. Differentiable: the gradient is the all-gather of the gradients, times the
+    number of ranks for a sum.
 
     Args:
         tensor: (rows, …), of equal shape and dtype on all ranks.
@@ -681,6 +768,8 @@ def reducescatter(
 
     Raises:
         UsageError: ``op`` is another operation, or the tensor has no first dimension.
+        MismatchError: ranks' calls differ.
+        PeerError: a rank has ended, left, or did not make the call in time.
     """
     return _differentiable(_ReduceScatter, (op, name, float(prescale), float(postscale), process_set), [tensor])[0]
 
@@ -694,9 +783,9 @@ def grouped_reducescatter(
     postscale: float = 1.0,
     process_set: ProcessSet = all_ranks,
 ) -> list[Tensor]:
-    """Reduce several tensors over the ranks by one call and return this rank's part of each.
+    """Reduce-scatter several tensors as one call: return this rank's part of the first dimension of each reduction.
 
-    For results, gradients and exceptions see ``reducescatter``.
+    Collective over ``process_set``; blocks. Differentiable, as ``reducescatter``.
 
     Args:
         tensors: each (rows, …), of equal shape and dtype on all ranks.
@@ -705,6 +794,15 @@ def grouped_reducescatter(
         prescale: factor on the tensors before the reduction.
         postscale: factor on the result after it.
         process_set: ranks that take part; default: all ranks.
+
+    Returns:
+        (rows of this rank, …) for each of ``tensors``: rows ÷ ranks, one more on each of the first (rows mod ranks)
+        ranks.
+
+    Raises:
+        UsageError: ``op`` is another operation, or a tensor has no first dimension.
+        MismatchError: ranks' calls differ.
+        PeerError: a rank has ended, left, or did not make the call in time.
     """
     given = (op, name, float(prescale), float(postscale), process_set)
     return _differentiable(_ReduceScatter, given, list(tensors))
@@ -714,14 +812,22 @@ def grouped_reducescatter(
 
 
 def barrier(process_set: ProcessSet = all_ranks) -> None:
-    """Block until all members of the process set have called it. Overtakes collectives that are still incomplete."""
+    """Block until all members of the process set have called it. Collective over ``process_set``.
+
+    It does not wait for asynchronous collectives that were started before.
+
+    Raises:
+        PeerError: a rank has ended, left, or did not make the call in time.
+    """
     number, session = _number(process_set), _session()
     call = CollectiveCall("barrier", session.name(number, "barrier"), number)
     session.submit(CollectiveHandle(call, session, [])).wait()
 
 
 def join() -> int:
-    """Say that this rank has no more data: it takes part in other ranks' all-reduces with zeros until all have joined.
+    """Declare that this rank has no more data, and contribute zeros to the other ranks' all-reduces.
+
+    Collective over all ranks; blocks until every rank has joined. For ranks with unequal numbers of batches.
 
     Returns:
         The rank that joined last, the same on all ranks.
@@ -733,7 +839,15 @@ def join() -> int:
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
-    """Make a process set known. Called by all ranks, members or not.
+    """Register a process set, so that collectives can be called on it, and make its process group.
+
+    Collective over all ranks, members or not; blocks.
+
+    Args:
+        process_set: the set, or the global ranks of its members; equal on all ranks.
+
+    Returns:
+        The process set, with its ``process_set_id``.
 
     Raises:
         DuplicateSetError: a set of these ranks is known already.
@@ -756,7 +870,10 @@ class DuplicateSetError(UsageError, ValueError):
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Forget a process set; return whether it was known. Called by all ranks.
+    """Unregister a process set, which collectives can no longer use. Collective over all ranks, members or not; blocks.
+
+    Returns:
+        Whether the set was registered.
 
     Raises:
         MismatchError: ranks' calls differ.
@@ -779,9 +896,10 @@ def _bytes_tensor(raw: bytes) -> Tensor:
 
 
 def broadcast_object(value: Any, root: int = 0, name: str | None = None, *, process_set: ProcessSet = all_ranks) -> Any:
-    """Return the value of global rank ``root``: None, numbers, texts, lists, tuples, sets, dicts, tensors, arrays.
+    """Broadcast a Python value from global rank ``root`` to the other ranks, without pickle, and return it.
 
-    No pickle.
+    Collective over ``process_set``; blocks. Values are None, bools, numbers, strings, bytes, lists, tuples, sets,
+    dicts, tensors, NumPy arrays, and nestings of them.
 
     Args:
         value: on ``root``, the value to send; ignored on other ranks.
@@ -815,14 +933,19 @@ def broadcast_object(value: Any, root: int = 0, name: str | None = None, *, proc
 
 
 def allgather_object(value: Any, name: str | None = None, *, process_set: ProcessSet = all_ranks) -> list[Any]:
-    """Return the values of all ranks, in rank order.
+    """All-gather a Python value from each rank, without pickle, and return the ranks' values in rank order.
 
-    No pickle. Exceptions as ``broadcast_object``.
+    Collective over ``process_set``; blocks.
 
     Args:
         value: this rank's value, of a type that ``broadcast_object`` takes.
         name: matches the ranks' calls; default: by the order of calls without a name.
         process_set: ranks that take part; default: all ranks.
+
+    Raises:
+        UsageError: ``value`` is of another type, which the error names.
+        MismatchError: ranks' calls differ.
+        PeerError: a rank has ended, left, or did not make the call in time.
     """
     raw = encode_object(value)
     base = f"{name}.object" if name is not None else None
@@ -935,6 +1058,9 @@ class _ReduceScatter(torch.autograd.Function):
 
 
 def start_engine() -> None:
-    """Start the engine and make its process group. Collective over all ranks; later calls do nothing."""
+    """Start the thread that performs collectives, and make the process group of all ranks, before the first collective.
+
+    Collective over all ranks; blocks. Later calls do nothing.
+    """
     running = engine()
     running.make_group()

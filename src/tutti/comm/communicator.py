@@ -45,14 +45,14 @@ class Pending:
 
     @property
     def done(self) -> bool:
-        """Whether ``wait`` would return at once."""
+        """Whether the collective has completed, so that ``wait`` would return at once. Does not block."""
         return self._work is None or self._work.is_completed()
 
     def wait(self) -> None:
-        """Block until the collective is complete.
+        """Block until the collective is complete, so that its tensors may be used, or until it has failed.
 
         Raises:
-            MismatchError: all ranks wait, and no call has all of its ranks.
+            MismatchError: deadlock: all ranks wait, in calls of which none has all of its ranks.
             PeerError: a connection broke, or the timeout has passed; names the missing ranks.
         """
         if self._work is not None and self._stall is not None and self._call is not None:
@@ -109,20 +109,29 @@ class Communicator:
 
     @property
     def alive_ranks(self) -> Sequence[int]:
-        """Indices of the ranks that took part in the last control collective; all unless the run tolerates losses."""
+        """Indices, within this communicator, of the ranks that took part in the last control collective.
+
+        All ranks, unless ``Communicators.tolerate_loss`` was called and a rank was killed since.
+        """
         return range(self.size) if self.meetings is None else self.meetings.there
 
     def lost_ranks(self) -> Mapping[int, str]:
-        """Return the lost ranks, each with how its process ended; empty unless the run tolerates losses."""
+        """Return the ranks of the job that were killed while the run continued, each with a description of its end.
+
+        Keys are global ranks. Empty unless ``Communicators.tolerate_loss`` was called. Local, not collective.
+        """
         return {} if self.meetings is None else self.meetings.notes.lost()
 
     # --- the gradient path: verified once, no header ---------------------------------------------------------------
 
     def share_memory(self, like: Communicator | None = None) -> None:
-        """Let small messages of the gradient path travel in shared memory, where all ranks are on one node. Collective.
+        """Let small CPU tensors travel through shared memory instead of Gloo, which is faster on one node.
 
-        For CPU tensors; a small collective of Gloo is nearly all the waking of its threads. Of the same ranks ``like``
-        lends its memory.
+        Holds for ``sum_numbers``, ``gather_slices`` and ``gather_into``. Collective over the ranks of this
+        communicator. No effect on accelerators, with ranks on several nodes, or where there is no shared memory.
+
+        Args:
+            like: a communicator whose shared memory is used if it has the same ranks; otherwise new memory is made.
         """
         if like is not None and like.ranks == self.ranks:
             self._small = like._small
@@ -130,16 +139,28 @@ class Communicator:
             self._small = attach_small(self)
 
     def sum_numbers(self, numbers: Tensor, text: str) -> None:
-        """All-reduce (sum) a few numbers (n,) in place; their shape and dtype must be equal on all ranks."""
+        """All-reduce (sum) a small tensor ``numbers`` (n,) in place, such as a loss and a count. Collective; blocks.
+
+        Shape and dtype must be equal on all ranks, which is not always checked.
+
+        Args:
+            numbers: (n,), overwritten by the sum over the ranks.
+            text: names the call in error messages; equal on all ranks.
+        """
         if self._small is not None and self._small.takes(numbers):
             torch.sum(torch.stack(self._small.gather(numbers, text)), dim=0, out=numbers)
         else:
             self.start_all_reduce(numbers, text).wait()
 
     def start_all_reduce(self, flat: Tensor, text: str) -> Pending:
-        """Start an in-place all-reduce (sum) of ``flat``, whose shape and dtype must be equal on all ranks.
+        """Start an all-reduce (sum) of ``flat`` in place, and return a handle to wait for it.
 
-        ``text`` names the call in error messages, here and in the methods below.
+        Collective; does not block.
+
+        Args:
+            flat: of equal shape and dtype on all ranks, which is not checked; not to be used before ``wait`` of the
+                handle.
+            text: names the call in error messages.
         """
         if self.size == 1:
             return _DONE
@@ -147,12 +168,14 @@ class Communicator:
         return Pending(work, Call(text, self.ranks), self.stall)
 
     def exchange_slices(self, send: Tensor, receive: Tensor, parts: Sequence[int], mine: int, text: str) -> None:
-        """All-to-all of rows: send ``mine`` rows to each rank, receive ``parts[s]`` rows from rank ``s``.
+        """All-to-all of rows: send ``mine`` rows to each rank and receive ``parts[s]`` rows from rank ``s``.
+
+        Collective; blocks. A row is a slice along the first dimension.
 
         Args:
             send: (size · mine, row), rows for rank 0 first.
             receive: (sum(parts), row), overwritten; rows from rank 0 first.
-            parts: rows that each rank sends.
+            parts: for each rank, the number of rows that it sends to every other rank.
             mine: rows that this rank sends to each rank.
             text: names the call in error messages.
         """
@@ -164,7 +187,9 @@ class Communicator:
         self.stall.wait(work, Call(text, self.ranks))
 
     def exchange_parts(self, send: Tensor, sizes: Sequence[int], come: Sequence[int], text: str) -> Tensor:
-        """All-to-all of uneven parts: send ``sizes[r]`` elements to rank r, receive ``come[r]`` elements from it.
+        """All-to-all of uneven parts: send ``sizes[r]`` elements to rank r and receive ``come[r]`` elements from it.
+
+        Collective; blocks.
 
         Args:
             send: (sum(sizes),), the part for rank 0 first.
@@ -183,7 +208,15 @@ class Communicator:
         return received
 
     def gather_slices(self, mine: Tensor, text: str) -> Tensor:
-        """All-gather equal slices: (n,) on each rank → (size · n,) on all, in rank order."""
+        """All-gather equal slices and concatenate them in rank order. Collective; blocks.
+
+        Args:
+            mine: (n,), this rank's slice; equal n and dtype on all ranks.
+            text: names the call in error messages.
+
+        Returns:
+            (size · n,), equal on all ranks.
+        """
         self._count_collective("all_gather", mine, self.size)
         if self.size == 1:
             return mine
@@ -195,7 +228,7 @@ class Communicator:
         return whole
 
     def gather_into(self, whole: Tensor, mine: Tensor, text: str) -> None:
-        """All-gather equal slices (n,) of the ranks into ``whole`` (size · n,), in rank order.
+        """All-gather equal slices (n,) of the ranks into ``whole`` (size · n,), in rank order. Collective; blocks.
 
         Args:
             whole: (size · n,), overwritten; a communicator of one rank leaves it as it is.
@@ -208,7 +241,9 @@ class Communicator:
             self._wait(all_gather_single(whole, mine, group=self._fast, async_op=True), text)
 
     def scatter_sum(self, mine: Tensor, whole: Tensor, text: str) -> None:
-        """Reduce-scatter: sum ``whole`` (size · n,) over the ranks and write slice r (n,) into ``mine`` of rank r.
+        """Reduce-scatter: sum ``whole`` over the ranks and write slice r of the sum into ``mine`` on rank r.
+
+        Collective; blocks.
 
         Args:
             mine: (n,), overwritten.
@@ -232,24 +267,28 @@ class Communicator:
 
     @property
     def group(self) -> ProcessGroup | None:
-        """Process group of the gradient path, for PyTorch engines that call collectives; None for one rank."""
+        """Process group on which this communicator's gradients travel, to pass to PyTorch's own collectives.
+
+        Its backend is the default one (NCCL or another for an accelerator). None for a communicator of one rank.
+        """
         return self._fast
 
     def start_send(self, tensor: Tensor, to: int, kind: str) -> Pending:
-        """Start to send ``tensor`` to rank ``to``, which must know its shape and dtype.
+        """Start to send ``tensor`` to rank ``to``, which must receive it by ``start_receive`` or ``receive``.
 
-        Messages of one kind from one rank to another arrive in the order of sending; messages of different kinds or
-        directions are independent. ``Communicators.p2p_channels`` makes the channels beforehand.
+        Does not block. The receiver must know shape and dtype, and name the same ``kind``. Messages of one kind from
+        one rank to another arrive in the order of sending; messages of different kinds or directions are independent.
+        ``Communicators.p2p_channels`` makes the channels beforehand.
 
         Args:
             tensor: must live, unchanged, until ``wait`` of the returned handle.
             to: index of the receiving rank.
-            kind: channel of the message.
+            kind: channel of the message, a key of the ``kinds`` that were given to ``p2p_channels``.
         """
         return self._transfer(tensor, self.rank, to, kind, sending=True)
 
     def start_receive(self, tensor: Tensor, source: int, kind: str) -> Pending:
-        """Start to receive the next message of this kind from rank ``source`` into ``tensor``.
+        """Start to receive the next message of this kind from rank ``source`` into ``tensor``. Does not block.
 
         Args:
             tensor: of the shape and dtype sent; overwritten, and not to be read before ``wait`` of the returned handle.
@@ -261,17 +300,23 @@ class Communicator:
     def receive(self, tensor: Tensor, source: int, kind: str) -> None:
         """Receive the next message of this kind from rank ``source`` into ``tensor``.
 
-        Blocks until the message is there. Exceptions as ``Pending.wait``.
+        Blocks until the message is there.
 
         Args:
             tensor: of the shape and dtype sent; overwritten.
             source: index of the sending rank.
             kind: channel of the message, as given to ``start_send``.
+
+        Raises:
+            MismatchError: deadlock: all ranks wait, in calls of which none has all of its ranks.
+            PeerError: a connection broke, or the timeout has passed; names the missing ranks.
         """
         self.start_receive(tensor, source, kind).wait()
 
     def broadcast_tensors(self, tensor: Tensor, source: int, text: str) -> None:
-        """Broadcast ``tensor`` in place from rank ``source`` on the gradient path, without a header.
+        """Broadcast one tensor in place from rank ``source``, without a comparison of the ranks' calls beforehand.
+
+        Collective; blocks. Faster than ``broadcast``; for tensors whose shapes are known to agree.
 
         Args:
             tensor: of equal shape and dtype on all ranks, which is not checked.
@@ -297,7 +342,9 @@ class Communicator:
     # --- counters ----------------------------------------------------------------------------------------------------
 
     def count(self, source: int, to: int, size: int) -> None:
-        """Count one message from rank ``source`` to rank ``to`` for ``traffic``, on one of the two ranks.
+        """Add one message from rank ``source`` to rank ``to`` to the counters that ``traffic`` returns. Local.
+
+        To be called on one of the two ranks only, because ``traffic`` sums over the ranks.
 
         Args:
             source: index of the sending rank.
@@ -308,10 +355,13 @@ class Communicator:
         self._counted[source, to] = LinkTraffic(messages + 1, bytes_ + size)
 
     def traffic(self) -> dict[tuple[int, int], LinkTraffic]:
-        """Return the counted messages and bytes of each link between members, sums over the ranks. Collective.
+        """Return messages and bytes on each link between ranks of this communicator so far, summed over the ranks.
 
-        Keys are (source, destination). Point-to-point messages and reads of shared memory are counted; the messages
-        inside a collective of the backend are not known to this process.
+        Collective; blocks.
+
+        Keys are (source, destination), as indices within the communicator; links without traffic are missing.
+        Point-to-point messages and reads of shared memory are counted; the messages inside a collective of the backend
+        are not known to this process.
         """
         table = torch.zeros(self.size, self.size, 2, dtype=torch.int64)
         for (source, to), counted in self._counted.items():
@@ -327,17 +377,29 @@ class Communicator:
             self._collectives[kind] = LinkTraffic(calls + 1, size + times * tensor.nbytes)
 
     def collective_traffic(self) -> dict[str, LinkTraffic]:
-        """Return by kind the calls and bytes of this rank's all-to-alls and all-gathers of slices.
+        """Return the number of calls and bytes of this rank's all-to-alls and all-gathers on the gradient path. Local.
 
-        The bytes are those of the whole tensor: all rows that a rank sends in an all-to-all, all slices that it has
-        after an all-gather. How many of them pass a link depends on the backend's algorithm.
+        Keys are kinds of collectives, such as ``all_gather``. The bytes are those of the whole tensor: all rows that a
+        rank sends in an all-to-all, all slices that it has after an all-gather. How many of them pass a link depends on
+        the backend's algorithm.
         """
         return dict(self._collectives)
 
     # --- control: every call compares headers first ----------------------------------------------------------------
 
     def all_reduce(self, tensor: Tensor, name: str) -> None:
-        """All-reduce (sum) ``tensor`` in place. Raises MismatchError where shape, dtype, name or operation differ."""
+        """All-reduce (sum) ``tensor`` in place, after a comparison of the ranks' calls. Collective; blocks.
+
+        Once losses are tolerated, the sum is over the ranks that are alive.
+
+        Args:
+            tensor: of equal shape and dtype on all ranks.
+            name: names the call in error messages; equal on all ranks.
+
+        Raises:
+            MismatchError: shape, dtype, name or operation differ between ranks.
+            PeerError: a rank has ended, or did not make the call in time.
+        """
         if self.size > 1:
             self._compare(f"all_reduce '{name}' of {_shape(tensor)}")
             if self.meetings is not None:
@@ -347,6 +409,8 @@ class Communicator:
 
     def broadcast(self, tensor: Tensor, source: int, name: str) -> None:
         """Broadcast ``tensor`` in place from rank ``source``, after a comparison of the ranks' calls.
+
+        Collective; blocks.
 
         Args:
             tensor: of equal shape and dtype on all ranks.
@@ -366,9 +430,18 @@ class Communicator:
             self._wait(work, f"broadcast '{name}'")
 
     def all_gather(self, tensor: Tensor, name: str) -> list[Tensor]:
-        """Return the tensors of all ``alive_ranks``, in rank order, of equal shape and dtype.
+        """All-gather a tensor from each rank, after a comparison of the ranks' calls. Collective; blocks.
 
-        Raises MismatchError as ``all_reduce``.
+        Args:
+            tensor: of equal shape and dtype on all ranks.
+            name: names the call in error messages; equal on all ranks.
+
+        Returns:
+            The tensors of all ``alive_ranks``, in rank order; ``[tensor]`` for one rank.
+
+        Raises:
+            MismatchError: shape, dtype, name or operation differ between ranks.
+            PeerError: a rank has ended, or did not make the call in time.
         """
         if self.size == 1:
             return [tensor]
@@ -376,15 +449,16 @@ class Communicator:
         return self._gather(tensor, f"all_gather '{name}'")
 
     def broadcast_json(self, value: Any, source: int, name: str) -> Any:
-        """Broadcast a JSON value from rank ``source`` in two messages (length, text), without pickle.
+        """Broadcast a JSON value from rank ``source`` to all ranks, without pickle, and return it. Collective; blocks.
 
         Args:
-            value: on ``source``, the value to send; ignored on other ranks.
+            value: on ``source``, a value that ``json.dumps`` accepts; ignored on other ranks.
             source: index of the sending rank.
             name: shown in error messages.
 
         Returns:
-            The value of ``source``.
+            The value of ``source``, as it is after a round trip through JSON (tuples become lists); with one rank,
+            ``value`` itself.
         """
         if self.size == 1:
             return value
@@ -398,10 +472,12 @@ class Communicator:
         return json.loads(bytes(payload.numpy()))
 
     def agree(self, lines: Sequence[str], name: str, remedy: str) -> None:
-        """Raise MismatchError unless ``lines`` are equal on all ranks; all-gathers digests of the text.
+        """Check that a text is the same on all ranks; otherwise raise on every rank. Collective; blocks.
+
+        Digests of the lines are compared, so that little is sent.
 
         Args:
-            lines: the text to compare.
+            lines: the text to compare, line by line.
             name: subject of the text, for the error message.
             remedy: how to make the ranks agree, for the error message.
 
@@ -440,7 +516,9 @@ class Communicator:
         raise self.calls_differ(f"call {self._sequence}: {text}", other)
 
     def calls_differ(self, call: str, other: int) -> MismatchError:
-        """Return the error of ranks that are in different calls, which shows two of them; all-gathers the calls.
+        """Build, without raising it, a MismatchError that shows the different calls of two ranks.
+
+        Collective: all-gathers the descriptions of the calls.
 
         Args:
             call: describes this rank's call.
@@ -456,7 +534,15 @@ class Communicator:
         )
 
     def all_gather_strings(self, text: str, name: str) -> list[str]:
-        """All-gather the texts of all ``alive_ranks``, each cut to 1 KiB; ``name`` is shown in error messages."""
+        """All-gather a string from each rank, cut to 1 KiB. Collective; blocks.
+
+        Args:
+            text: this rank's string.
+            name: names the call in error messages; equal on all ranks.
+
+        Returns:
+            The strings of all ``alive_ranks``, in rank order.
+        """
         if self.size == 1:
             return [text]
         raw = text.encode()[:_TEXT]
@@ -498,19 +584,24 @@ class Communicators:
         self.model = self._line("model", "stage", "tensor")
 
     def axis(self, *names: str) -> Communicator:
-        """Return the communicator along mesh axes: the ranks that differ from this one on ``names`` alone.
+        """Return the communicator along axes of the device mesh.
 
-        Axes are replica, shard, stage and tensor. The first call for an axis is collective.
+        Its ranks have the same coordinates as this rank on all other axes. The first call for the same axes makes
+        process groups and is collective over all ranks of the job; later calls return the cached communicator.
+
+        Args:
+            names: one or more of ``replica``, ``shard``, ``stage`` and ``tensor``.
         """
         if names not in self._axes:
             self._axes[names] = self._line(f"{' × '.join(names)} axis", *names)
         return self._axes[names]
 
     def tolerate_loss(self) -> bool:
-        """Let the run continue when ranks other than 0 are killed from now on. Collective.
+        """Let the run continue from now on if ranks other than rank 0 are killed. Collective over all ranks.
 
-        ``world`` and ``replica`` then make control collectives over files. For gradient synchronisation whose steps
-        need no other rank; every rank holds the whole model.
+        ``world`` and ``replica`` then make their control collectives (``all_reduce``, ``broadcast``, ``all_gather``)
+        over files, among the ranks that are alive. For algorithms whose training steps need no other rank, with the
+        whole model on every rank.
 
         Returns:
             Whether losses are tolerated: not with one data rank, nor under a launcher that ends all ranks with the
@@ -527,12 +618,12 @@ class Communicators:
         return True
 
     def p2p_channels(self, kinds: Mapping[str, int], *names: str) -> Communicator:
-        """Return ``axis(*names)`` after making its point-to-point channels for ``start_send``. Collective.
+        """Make the process groups for ``start_send`` between neighbours along mesh axes, and return ``axis(*names)``.
 
-        Channels connect neighbours, and the last rank with the first.
+        Collective over all ranks. Channels connect neighbours, and the last rank with the first.
 
         Args:
-            kinds: direction of each kind of message: 1 to the next rank, -1 to the previous one.
+            kinds: name of each kind of message → its direction: 1 to the next rank, -1 to the previous one.
             names: mesh axes.
         """
         for line in self._lines(*names):
@@ -572,7 +663,9 @@ class Communicators:
         return _schedule_over(self.replica.ranks, node_of, algorithm)[0], members, node
 
     def subgroup(self, name: str, places: Sequence[int], purpose: str) -> Communicator | None:
-        """Return a communicator over some ranks of ``axis(name)``, with its own process group. Collective.
+        """Return a communicator over some of the ranks along a mesh axis, with its own process group.
+
+        Collective over all ranks of the job, members or not. Each line of ranks along the axis gets such a subgroup.
 
         Args:
             name: mesh axis.
@@ -591,9 +684,12 @@ class Communicators:
         return Communicator(purpose, ranks, self._world, *mine) if self._grid.rank in ranks else None
 
     def new_group(self, purpose: str) -> Communicator:
-        """Return a copy of ``replica`` with its own process group, for messages that overlap with gradient reduction.
+        """Return a communicator of the ranks of ``replica`` with its own process group. Collective over all ranks.
 
-        Collective.
+        For messages that overlap with the gradient reduction on ``replica``, which one process group would serialise.
+
+        Args:
+            purpose: key of the process group, shown in error messages; one key gives one group.
         """
         return self._line(f"replica, {purpose}", "replica", "shard", purpose=purpose)
 
@@ -620,7 +716,13 @@ def _schedule_over(
 
 
 def everybody(world: World) -> Communicator:
-    """Return the communicator of all ranks of the job, which needs no agreement on the device mesh. Collective."""
+    """Return a communicator of all ranks of the job, for use before the device mesh is known.
+
+    Collective over all ranks; blocks.
+
+    Args:
+        world: the job, as ``tutti.init`` returned it.
+    """
     ranks = tuple(range(world.identity.size))
     return Communicator("world", ranks, world, *process_groups(ranks))
 

@@ -38,12 +38,14 @@ class TensorRanks:
         return self
 
     def copy(self, whole: Tensor, name: str) -> Tensor:
-        """Return ``whole`` unchanged; backward all-reduces its gradient.
+        """Identity whose backward all-reduces (sums) the gradient over the tensor ranks: f of Shoeybi et al. 2019.
 
-        Consecutive calls with one tensor share the result and its one all-reduce.
+        For the input of layers that are split over the ranks. The forward sends nothing.
+
+        Consecutive calls with the same tensor return the same result, whose gradient is all-reduced once.
 
         Args:
-            whole: equal on all ranks.
+            whole: any tensor, equal on all ranks.
             name: the layer whose input it is, for error messages.
 
         Raises:
@@ -66,21 +68,32 @@ class TensorRanks:
         return self._copied[2]
 
     def reduce(self, part: Tensor, name: str) -> Tensor:
-        """All-reduce (sum) ``part``; backward passes the gradient on.
+        """All-reduce (sum) ``part`` over the tensor ranks; its backward is the identity. Collective.
+
+        This is g of Shoeybi et al. 2019, for the output of layers that are split over the ranks.
 
         Args:
             part: this rank's summand, of equal shape on all ranks.
             name: the layer whose output it is, for error messages.
+
+        Returns:
+            The sum, of the shape of ``part``, equal on all ranks.
+
+        Returns:
+            The sum, of the shape of ``part``, equal on all ranks.
         """
         self._copied = None
         result: Tensor = _Reduce.apply(part, self, f"output of {name}")  # type: ignore[no-untyped-call]
         return result
 
     def gather(self, part: Tensor, dim: int, length: int, name: str) -> Tensor:
-        """All-gather the ranks' slices along ``dim``, in rank order; backward takes this rank's slice.
+        """All-gather the ranks' slices along ``dim`` into the whole tensor, in rank order. Collective.
+
+        Its backward takes this rank's slice of the gradient and sends nothing, so that the gradient must be equal on
+        all ranks.
 
         Args:
-            part: this rank's slice, of its share of ``length`` along ``dim``.
+            part: this rank's slice; its size along ``dim`` is ``len(even_share(length, size, rank))``.
             dim: dimension of which each rank has a slice.
             length: whole size of ``dim`` over all ranks; if the number of ranks does not divide it, the first ranks
                 have one more.
@@ -94,7 +107,9 @@ class TensorRanks:
         return result
 
     def take(self, whole: Tensor, dim: int, length: int, name: str) -> Tensor:
-        """Return this rank's slice along ``dim`` of a tensor that all ranks hold; backward all-gathers.
+        """Return this rank's slice along ``dim`` of a tensor that all ranks hold. The forward sends nothing.
+
+        Its backward all-gathers the slices' gradients, and is collective.
 
         Args:
             whole: of ``length`` along ``dim``, equal on all ranks.
@@ -109,7 +124,9 @@ class TensorRanks:
         return result
 
     def scatter(self, part: Tensor, dim: int, length: int, name: str) -> Tensor:
-        """Reduce-scatter: return this rank's slice along ``dim`` of the sum over the ranks; backward all-gathers.
+        """Reduce-scatter: return this rank's slice along ``dim`` of the sum over the ranks. Collective.
+
+        Its backward all-gathers the gradient: ḡ of Korthikanti et al. 2022.
 
         Args:
             part: this rank's summand, of ``length`` along ``dim``.
@@ -122,12 +139,14 @@ class TensorRanks:
         return result
 
     def widen(self, part: Tensor, dim: int, length: int, name: str) -> Tensor:
-        """All-gather the ranks' slices along ``dim`` for uses that differ between ranks; backward reduce-scatters.
+        """All-gather the ranks' slices along ``dim``, for an input that each rank uses differently. Collective.
 
-        Consecutive calls with one tensor share the all-gather and the reduce-scatter.
+        Its backward reduce-scatters the ranks' different gradients: g of Korthikanti et al. 2022.
+
+        Consecutive calls with the same tensor share the all-gather and the reduce-scatter.
 
         Args:
-            part: this rank's slice, of its share of ``length`` along ``dim``.
+            part: this rank's slice; its size along ``dim`` is ``len(even_share(length, size, rank))``.
             dim: dimension of which each rank has a slice.
             length: whole size of ``dim`` over all ranks; if the number of ranks does not divide it, the first ranks
                 have one more.
@@ -142,7 +161,9 @@ class TensorRanks:
         return self._copied[2]
 
     def copies(self, tensors: Sequence[Tensor], name: str) -> Sequence[Tensor]:
-        """Return ``tensors`` unchanged; backward all-reduces their gradients in one message.
+        """Identity for several tensors, whose backward all-reduces (sums) their gradients in one message.
+
+        For parameters that are not split, whose gradients differ between ranks. The forward sends nothing.
 
         Args:
             tensors: parameters that are equal on all ranks.
@@ -154,7 +175,9 @@ class TensorRanks:
         return result
 
     def join(self, tensor: Tensor, name: str) -> Tensor:
-        """All-gather tensors of one shape along a new first dimension; backward takes this rank's slice.
+        """All-gather tensors of one shape and stack them along a new first dimension. Collective.
+
+        Its backward takes this rank's slice of the gradient and sends nothing.
 
         Args:
             tensor: of equal shape on all ranks.
@@ -166,7 +189,7 @@ class TensorRanks:
         return self.gather(tensor.unsqueeze(0), 0, self.size, name)
 
     def sum(self, tensor: Tensor, name: str) -> Tensor:
-        """All-reduce (sum) into a new contiguous tensor, without autograd.
+        """All-reduce (sum) over the tensor ranks into a new contiguous tensor, without autograd. Collective; blocks.
 
         Args:
             tensor: this rank's summand, of equal shape on all ranks.
@@ -177,12 +200,12 @@ class TensorRanks:
         return total
 
     def all(self, part: Tensor, dim: int, length: int, name: str) -> Tensor:
-        """All-gather the ranks' slices along ``dim``, in rank order, without autograd.
+        """All-gather the ranks' slices along ``dim``, in rank order, without autograd. Collective; blocks.
 
-        Uneven slices are padded to the largest.
+        Uneven slices are padded to the largest for the message.
 
         Args:
-            part: this rank's slice, of its share of ``length`` along ``dim``.
+            part: this rank's slice; its size along ``dim`` is ``len(even_share(length, size, rank))``.
             dim: dimension of which each rank has a slice.
             length: whole size of ``dim`` over all ranks; if the number of ranks does not divide it, the first ranks
                 have one more.
@@ -206,7 +229,9 @@ class TensorRanks:
     def sum_share(self, tensor: Tensor, dim: int, length: int, name: str) -> Tensor:
         """Reduce-scatter: return this rank's slice along ``dim`` of the sum over the ranks, without autograd.
 
-        Uneven slices are padded to the largest.
+        Collective; blocks.
+
+        Uneven slices are padded to the largest for the message.
 
         Args:
             tensor: this rank's summand, of ``length`` along ``dim``.

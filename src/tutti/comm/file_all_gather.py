@@ -44,9 +44,19 @@ class FileAllGather:
         self._number = 0
 
     def gather(self, raw: bytes, text: str) -> list[bytes]:
-        """All-gather ``raw``: return the bytes of each rank of ``there``, in rank order.
+        """All-gather bytes over files, without the ranks that are killed meanwhile. Collective over ``there``; blocks.
 
-        ``text`` names the call in error messages. Raises PeerError as ``StallInspector.poll``.
+        Ranks that are lost during the call leave ``there``, which is the same on all surviving ranks afterwards.
+
+        Args:
+            raw: this rank's bytes, of any length.
+            text: names the call in error messages.
+
+        Returns:
+            The bytes of each rank of ``there``, in rank order.
+
+        Raises:
+            PeerError: a rank that is still alive did not make the call in time.
         """
         self._number += 1
         write_whole(self._path(self._rank), raw)
@@ -72,11 +82,19 @@ class FileAllGather:
         return brought
 
     def tensors(self, tensor: Tensor, text: str) -> list[Tensor]:
-        """All-gather ``tensor`` from each rank of ``there``, of equal shape and dtype."""
+        """All-gather a CPU tensor over files, as ``gather`` does with bytes. Collective over ``there``; blocks.
+
+        Args:
+            tensor: of equal shape and dtype on all ranks.
+            text: names the call in error messages.
+
+        Returns:
+            The tensors of the ranks of ``there``, in rank order.
+        """
         return [_tensor(raw, tensor) for raw in self.gather(_bytes(tensor), text)]
 
     def copy(self, tensor: Tensor, source: int, text: str) -> None:
-        """Broadcast ``tensor`` in place from rank ``source``, over files.
+        """Broadcast ``tensor`` in place from rank ``source``, over files. Collective over ``there``; blocks.
 
         Args:
             tensor: of equal shape and dtype on all ranks.

@@ -33,12 +33,12 @@ class Grid:
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """Extent of each axis, in the order of ``AXES``."""
+        """Number of ranks along each axis: (replica, shard, stage, tensor)."""
         return self.replica, self.shard, self.stage, self.tensor
 
     @property
     def size(self) -> int:
-        """Number of ranks, P."""
+        """Number of ranks of the whole mesh: replica · shard · stage · tensor."""
         return self.replica * self.shard * self.stage * self.tensor
 
     @property
@@ -48,15 +48,18 @@ class Grid:
 
     @property
     def data_rank(self) -> int:
-        """Index of this rank among the R data ranks."""
+        """Data-parallel index of this rank, 0 … ``data_ranks`` - 1; ranks with the same index see the same samples."""
         return self.at("replica") * self.shard + self.at("shard")
 
     def at(self, axis: str) -> int:
-        """This rank's coordinate on ``axis``."""
+        """Return this rank's coordinate, from 0, on ``axis``: ``replica``, ``shard``, ``stage`` or ``tensor``."""
         return self._coordinates(self.rank)[AXES.index(axis)]
 
     def along(self, *axes: str) -> tuple[int, ...]:
-        """Return the ranks that differ from this one on ``axes`` only, itself included, in increasing order."""
+        """Return the global ranks with the same coordinates as this rank on all axes but ``axes``.
+
+        Includes this rank; in increasing order.
+        """
         here = self._coordinates(self.rank)
         choices = [
             range(extent) if axis in axes else (here[i],)

@@ -93,7 +93,14 @@ class HubConnection:
             raise PeerError("rank 0's hub does not hold the run's key", where=f"rank {rank}")
 
     def send(self, message: Any) -> None:
-        """Send a message. Raises PeerError if rank 0 has ended."""
+        """Send a message to rank 0, without waiting for an answer; safe from any thread.
+
+        Args:
+            message: a value that ``json.dumps`` accepts.
+
+        Raises:
+            PeerError: rank 0 has ended.
+        """
         data = _frame(message)
         try:
             with self._lock:
@@ -102,7 +109,10 @@ class HubConnection:
             raise PeerError("rank 0 has ended", why=error.strerror) from error
 
     def receive(self) -> list[Any]:
-        """Block until messages arrive and return them; empty at the end of the connection."""
+        """Block until at least one message of rank 0 has arrived, and return all that have, in order.
+
+        An empty list means that the connection has ended, on either side.
+        """
         while True:
             try:
                 data = self._socket.recv(_CHUNK)
@@ -114,11 +124,15 @@ class HubConnection:
                 return found
 
     def readable(self, seconds: float | None) -> bool:
-        """Return whether messages, or the end of the connection, arrive within ``seconds``; None: at any time."""
+        """Wait until a message or the end of the connection has arrived; return whether it has.
+
+        Args:
+            seconds: longest wait; None: no limit.
+        """
         return bool(select.select([self._socket], [], [], seconds)[0])
 
     def close(self) -> None:
-        """End the connection, from any thread."""
+        """Shut the connection down, from any thread; a ``receive`` that blocks returns an empty list."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
@@ -206,7 +220,10 @@ class MessageHub:
         self._thread.start()
 
     def close(self) -> None:
-        """Send what is left, end all connections and the thread."""
+        """Send the messages that are still queued, then end all connections and the hub's thread.
+
+        Waits for the thread for at most five seconds.
+        """
         self._wake.close()
         self._thread.join(5)
         if self._directory is not None:

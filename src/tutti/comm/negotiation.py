@@ -32,7 +32,10 @@ log = logging.getLogger("tutti.collectives")
 
 
 def loss_line(rank: int, size: int) -> int:
-    """Return the number of the connection on which ``rank`` of ``size`` hears of lost ranks."""
+    """Return the connection number, at the hub of rank 0, on which a rank is told of lost ranks: ``size + rank``.
+
+    The numbers below ``size`` are the connections for all other messages.
+    """
     return size + rank
 
 
@@ -103,7 +106,10 @@ class _Ready:
 
 
 def fuses(one: CollectiveCall, other: CollectiveCall) -> bool:
-    """Whether two agreed all-reduces may be performed as one."""
+    """Return whether two all-reduces can be performed as one message.
+
+    They must agree on operation (not Adasum), process set, device type, scale factors, and one dtype for all tensors.
+    """
     alike = one.kind == other.kind == "allreduce" and one.op == other.op != ReduceOperation.ADASUM
     return (
         alike
@@ -381,7 +387,12 @@ class Coordinator:
         self._last: list[Post] = []
 
     def receive(self, rank: int, message: list[Any]) -> None:
-        """Handle one message of ``rank``."""
+        """Process one message of a rank. Answers are collected and returned by ``posts``.
+
+        Args:
+            rank: global rank of the sender.
+            message: JSON list [kind, session number, …], as the module's docstring describes.
+        """
         kind, number, *rest = message
         session = self._sessions.get(number)
         if session is None:
@@ -411,25 +422,28 @@ class Coordinator:
                 del self._sessions[number]
 
     def share(self, number: int, call_number: int, reduction: PostedReduction) -> None:
-        """Record an all-reduce's place in shared memory, before any rank can report its post.
+        """Record where an all-reduce lies in shared memory, so that the coordinator can see which ranks have posted.
+
+        Must be called before any rank can report its post.
 
         Called from rank 0's engine thread.
 
         Args:
             number: number of the session; one that is closed is ignored.
             call_number: number of the call in its session.
-            reduction: the place of the all-reduce in shared memory.
+            reduction: buffers and counters of the all-reduce in shared memory.
         """
         if (session := self._sessions.get(number)) is not None:
             session.posted[call_number] = reduction
 
     def lose(self, rank: int, text: str, orderly: bool) -> None:
-        """Fail every call in which ``rank`` takes part: its process has ended, or a collective failed on it.
+        """Fail every pending and later call with ``rank``, because it has ended or a collective failed on it.
 
         Args:
-            rank: the rank.
-            text: says so.
-            orderly: whether it said that it leaves; otherwise all ranks are told.
+            rank: global rank.
+            text: reason, for the error messages.
+            orderly: whether the rank announced that it leaves; otherwise all other ranks are told at once, so that they
+                can leave collectives that are under way.
         """
         if rank in self._lost:
             return
@@ -441,7 +455,10 @@ class Coordinator:
             self._touched[number] = None
 
     def posts(self) -> list[Post]:
-        """Return the answers decided since the last call, in order."""
+        """Return, and forget, the messages to ranks that were decided since the last call.
+
+        Pairs (rank, message), in the order in which they must be sent; a rank ≥ the number of ranks is a ``loss_line``.
+        """
         touched, self._touched = self._touched, {}
         last, self._last = self._last, []
         return last + [
@@ -449,12 +466,18 @@ class Coordinator:
         ]
 
     def check_stalls(self) -> list[str]:
-        """Return warnings about calls that have waited for long; fail calls that have waited beyond their limit."""
+        """Warn about calls that wait too long for some ranks, and fail calls that wait beyond their time limit.
+
+        The limits are ``warn`` and ``limit`` of `SessionOptions`. Failed calls are answered through ``posts``.
+
+        Returns:
+            One text for each warning, which names the missing ranks.
+        """
         now = self._clock()
         self._touched |= dict.fromkeys(self._sessions)
         return [text for session in self._sessions.values() for text in session.stalled(now)]
 
     def seconds_to_stall(self) -> float | None:
-        """Return the seconds until ``check_stalls`` has work; None while no call waits."""
+        """Return the seconds until ``check_stalls`` must be called next, at least 0; None while no call waits."""
         times = [at for session in self._sessions.values() if (at := session.next_stall()) is not None]
         return max(0.0, min(times) - self._clock()) if times else None

@@ -26,11 +26,18 @@ _MAKERS: dict[bytes, Callable[[list[Any]], Any]] = {tag: kind for kind, tag in _
 
 
 def encode_object(value: Any, tensors: list[Tensor] | None = None) -> bytes:
-    """Return ``value`` as bytes. Raises UsageError naming the place and type of a value that the codec does not have.
+    """Serialise a Python value to bytes without pickle, for ``decode_object``.
+
+    Types: None, bool, int, float, complex, str, bytes, list, tuple, set, frozenset, dict, ``torch.Size``, dtypes,
+    tensors, NumPy arrays and scalars, and nestings of them.
 
     Args:
-        value: what to encode.
-        tensors: if given, tensors are appended to it, and the bytes have their index, dtype and shape alone.
+        value: the value to encode.
+        tensors: if given, tensors in ``value`` are appended to this list, and the bytes hold only their index, dtype
+            and shape; None: the bytes hold their elements, too.
+
+    Raises:
+        UsageError: a value of another type; names its place in ``value`` and its type.
 
     >>> decode_object(encode_object({"a": [1, None, (2.5, {3})], b"b": "text"}))
     {'a': [1, None, (2.5, {3})], b'b': 'text'}
@@ -41,17 +48,26 @@ def encode_object(value: Any, tensors: list[Tensor] | None = None) -> bytes:
 
 
 def decode_object(data: bytes, tensors: list[Tensor] | None = None) -> Any:
-    """Return the value that ``encode_object`` made these bytes of.
+    """Rebuild the value that ``encode_object`` encoded. Runs no code from the bytes, unlike pickle.
 
     Args:
-        data: the bytes.
-        tensors: the tensors by index, where ``encode_object`` was given a list.
+        data: result of ``encode_object``.
+        tensors: the list that ``encode_object`` has filled, or equal tensors in its order; None if it was given none.
     """
     return _Decoder(data, tensors).value()
 
 
 def tensors_described(data: bytes) -> list[Tensor]:
-    """Return empty CPU tensors with the dtypes and shapes of the tensors that the bytes name by index, in order."""
+    """Allocate CPU tensors with the dtypes and shapes of the tensors that ``encode_object`` has put into its list.
+
+    For a receiver, which fills them and gives them to ``decode_object``.
+
+    Args:
+        data: result of ``encode_object`` with a list of tensors.
+
+    Returns:
+        Uninitialised tensors, in the order of that list.
+    """
     decoder = _Decoder(data, None)
     decoder.value()
     return decoder.described

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 
 
 def even_share(total: int, parts: int, index: int) -> range:
-    """Return part ``index`` of ``range(total)`` cut into ``parts``; the first ``total mod parts`` parts are one longer.
+    """Split ``range(total)`` into ``parts`` contiguous ranges of nearly equal length, and return number ``index``.
+
+    The first ``total mod parts`` ranges are one longer.
 
     Args:
         total: length of the range.
@@ -22,7 +24,10 @@ def even_share(total: int, parts: int, index: int) -> range:
 
 
 def workers_of(workers: int, ranks: int, rank: int) -> range:
-    """Return the contiguous logical workers of a data rank: several, one, or one that it shares with other ranks.
+    """Return the logical workers whose samples a data rank computes.
+
+    With at least as many workers as ranks, each rank has a contiguous range of whole workers; otherwise it has one
+    worker, which it shares with other ranks.
 
     Args:
         workers: number of logical workers.
@@ -39,7 +44,9 @@ def workers_of(workers: int, ranks: int, rank: int) -> range:
 
 
 def sharers(workers: int, ranks: int, rank: int) -> range:
-    """Return the contiguous data ranks that share the worker of ``rank``: itself alone where ranks have whole workers.
+    """Return the contiguous data ranks that compute parts of the same logical worker as ``rank``.
+
+    Only ``rank`` itself where every rank has whole workers.
 
     Args:
         workers: number of logical workers.
@@ -55,10 +62,17 @@ def sharers(workers: int, ranks: int, rank: int) -> range:
 
 
 def owners(sizes: Sequence[int], parts: int) -> list[int]:
-    """Assign items to ``parts`` of even total size, the largest item first to the lightest part.
+    """Assign items to ``parts`` so that the parts have nearly equal total sizes, each item going to one part.
 
-    Returns the part of each item. No part is heavier than 4/3 of the optimum (Graham 1969, SIAM J. Appl. Math. 17,
-    theorem 2).
+    Greedy: the largest item first, to the part with the smallest total so far.
+
+    Args:
+        sizes: size of each item.
+        parts: number of parts.
+
+    Returns:
+        For each item the index of its part. No part is heavier than 4/3 of the optimum (Graham 1969, SIAM J. Appl.
+        Math. 17, theorem 2).
 
     >>> owners([5, 3, 3, 2, 1], 2)
     [0, 1, 1, 0, 1]
@@ -71,9 +85,11 @@ def owners(sizes: Sequence[int], parts: int) -> list[int]:
 
 
 def chunks(total: int, largest: int | None) -> list[range]:
-    """Cut ``range(total)`` into the fewest parts of at most ``largest`` elements, as even as possible.
+    """Split ``range(total)`` into the fewest contiguous ranges of at most ``largest`` elements, as even as possible.
 
-    ``largest`` None gives one part; ``total`` 0 gives none.
+    Args:
+        total: length of the range; 0 gives an empty list.
+        largest: largest length of a part; None: one part.
 
     >>> [list(r) for r in chunks(7, 3)]
     [[0, 1, 2], [3, 4], [5, 6]]
@@ -85,7 +101,9 @@ def chunks(total: int, largest: int | None) -> list[range]:
 
 
 def block(total: int, parts: int, index: int) -> range:
-    """Return part ``index`` of ``range(total)`` as ``torch.chunk`` cuts it: of one size, the last shorter or empty.
+    """Split ``range(total)`` as ``torch.chunk`` does and return number ``index``.
+
+    Parts have ⌈total / parts⌉ elements, except the last ones, which are shorter or empty.
 
     Args:
         total: length of the range.

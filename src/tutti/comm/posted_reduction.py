@@ -42,7 +42,14 @@ _fence = threading.Lock()
 
 
 def posted_bytes(call: CollectiveCall, ranks: int) -> int:
-    """Return the bytes that ``call`` takes in the slot of each rank; 0 for a call that travels otherwise."""
+    """Return the bytes of shared memory that an all-reduce takes on each rank; 0 if it cannot go through shared memory.
+
+    Served are sums and averages of CPU tensors of one numeric dtype over all ranks, up to a size limit.
+
+    Args:
+        call: description of the collective.
+        ranks: number of ranks of the job.
+    """
     served = call.kind == "allreduce" and call.op in (ReduceOperation.SUM, ReduceOperation.AVERAGE)
     if not served or call.device != "cpu" or call.process_set or len(set(call.dtypes)) != 1:
         return 0
@@ -84,7 +91,14 @@ class PostedReduction:
         self._total_parts = self._parts(self._total)
 
     def post(self, tensors: Sequence[Tensor]) -> int:
-        """Make this rank's call with ``tensors``, of the shapes of the call; return the number of the attempt."""
+        """Copy this rank's tensors, times the prescale, into shared memory, where other ranks read them. Does not wait.
+
+        Args:
+            tensors: of the shapes of the call; may be reused at once.
+
+        Returns:
+            Number of the attempt, equal on all ranks for the same repetition of the call; for the other methods.
+        """
         attempt = self._next()
         turn = attempt >> _ATTEMPTS & 1
         foreach_copy_(self._own_parts[turn], list(tensors))
@@ -95,7 +109,14 @@ class PostedReduction:
             return attempt
 
     def post_again(self, attempt: int) -> int:
-        """Post the tensors of a revoked attempt again; return the number of the new attempt."""
+        """Announce the tensors of a revoked attempt, which still lie in shared memory, under a new attempt number.
+
+        Args:
+            attempt: number that ``post`` or this method returned.
+
+        Returns:
+            Number of the new attempt.
+        """
         # Of the same instance, and so in the same buffer.
         self._mine[_POSTED] = attempt = max(attempt, self._decided[_REVOKED]) + 1
         with _fence:
@@ -106,14 +127,17 @@ class PostedReduction:
         return [rank for rank, words in enumerate(self._words) if words[_POSTED] >= attempt]
 
     def complete(self, attempt: int) -> bool:
-        """Whether all ranks have posted ``attempt``, which then cannot be revoked any more."""
+        """Return whether all ranks have posted their tensors for ``attempt``, which then cannot be revoked any more.
+
+        Does not wait; True allows ``reduce_into``.
+        """
         for words in self._words:
             if words[_POSTED] < attempt:
                 return False
         return not self._overtaken(attempt, _PROPOSED)
 
     def revoked(self, attempt: int) -> bool:
-        """Whether the coordinator has revoked ``attempt``."""
+        """Return whether the coordinator has cancelled ``attempt`` before all ranks had posted; see ``post_again``."""
         return self._overtaken(attempt, _REVOKED)
 
     def revoke(self, attempt: int) -> bool:
@@ -130,7 +154,14 @@ class PostedReduction:
         return False
 
     def reduce_into(self, outputs: Sequence[Tensor], attempt: int) -> None:
-        """Write the reductions of a complete attempt to ``outputs``, of the shapes of the call."""
+        """Add up all ranks' posted tensors in rank order, finish the average and postscale, and write the results.
+
+        Local: does not wait for other ranks, and gives the same bits on each.
+
+        Args:
+            outputs: of the shapes of the call; overwritten.
+            attempt: an attempt for which ``complete`` was True.
+        """
         total, (first, second, *others) = self._total, self._buffers[attempt >> _ATTEMPTS & 1]
         if total.dtype in (torch.float16, torch.bfloat16):
             # Rounded once.

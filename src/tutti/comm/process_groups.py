@@ -21,8 +21,8 @@ _cache: dict[tuple[Any, tuple[int, ...], str], tuple[ProcessGroup | None, Proces
 def process_groups(ranks: tuple[int, ...], purpose: str = "") -> tuple[ProcessGroup | None, ProcessGroup | None]:
     """Return the control group (Gloo) of ``ranks`` and their fast group (default backend) for ``purpose``.
 
-    Both are None for one rank. The first call for ``ranks`` and ``purpose`` is collective over all ranks of the job, as
-    ``dist.new_group``.
+    Both are None for a single rank. The first call for ``ranks`` and ``purpose`` is collective over all ranks of the
+    job, as ``dist.new_group``.
     """
     if len(ranks) == 1:
         return None, None

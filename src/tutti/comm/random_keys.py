@@ -11,7 +11,9 @@ _MASK = (1 << 64) - 1
 
 
 def mix(*parts: int) -> int:
-    """Hash several integers, in order, into one 64-bit key: a fast ``tutti.data.keyed_random.hash64`` for few scalars.
+    """Hash integers, in order, into one unsigned 64-bit key, from which a random generator may be seeded.
+
+    The same arguments give the same key in every process; a scalar version of ``tutti.data.keyed_random.hash64``.
 
     >>> mix(0, 1, 2) != mix(0, 2, 1)
     True
@@ -26,5 +28,5 @@ def mix(*parts: int) -> int:
 
 
 def name_key(name: str) -> int:
-    """Return a 32-bit key of a name (CRC-32), equal in every process, as Python's own ``hash`` is not."""
+    """Hash a name to an unsigned 32-bit integer (CRC-32), equal in every process, unlike Python's own ``hash``."""
     return zlib.crc32(name.encode())

@@ -48,13 +48,20 @@ class ScheduledAllReduce:
             )
 
     def start(self, flat: Tensor, text: str) -> ScheduledSum:
-        """Return a handle whose ``wait`` sums ``flat`` in place over the ranks; nothing is sent before ``wait``."""
+        """Return a handle whose ``wait`` performs the all-reduce of ``flat`` in place. Nothing is sent before ``wait``.
+
+        Args:
+            flat: (elements,), of equal shape and dtype on all ranks.
+            text: names the call in error messages.
+        """
         return ScheduledSum(self, flat, text)
 
     def sum(self, flat: Tensor, text: str) -> None:
-        """Sum ``flat`` (elements,) in place over the ranks, to the same bits on each. Collective.
+        """All-reduce (sum) ``flat`` in place by the schedule, to the same bits on every rank. Collective; blocks.
 
-        ``text`` names the call in error messages.
+        Args:
+            flat: (elements,), of equal shape and dtype on all ranks; at most ``size`` bytes.
+            text: names the call in error messages.
         """
         if self._segment is None:
             self._play(flat, {}, text)
@@ -122,7 +129,7 @@ class ScheduledSum:
         self._all_reduce, self._flat, self._text = all_reduce, flat, text
 
     def wait(self) -> None:
-        """Run the schedule. Collective."""
+        """Perform the all-reduce now, in place in the tensor that ``start`` was given. Collective; blocks."""
         self._all_reduce.sum(self._flat, self._text)
 
 

@@ -60,19 +60,23 @@ class SharedMemorySegment:
         self._round = 0
 
     def slot(self, rank: int) -> Tensor:
-        """Return a view (size,) uint8 of the slot of ``rank``."""
+        """Return the memory of one rank in the segment as a view (size,) uint8; all ranks see writes to it.
+
+        Args:
+            rank: index of the rank within the communicator.
+        """
         start = self._comm.size * _LINE + rank * self._size
         return self._bytes[start : start + self._size]
 
     def part(self, start: int, count: int, dtype: torch.dtype) -> Tensor:
-        """Return a view of the slots' memory as (count,) elements of ``dtype``.
+        """Return a view (count,) of ``dtype`` on the memory of all slots, from byte ``start`` on.
 
         The view has a storage of its own, and so holds nothing but these elements.
 
         Args:
             start: byte at which the view begins, counted from the first slot; the slots follow one another.
             count: number of elements.
-            dtype: of the elements.
+            dtype: dtype of the elements.
         """
         if not count:
             return torch.empty(0, dtype=dtype)
@@ -80,9 +84,12 @@ class SharedMemorySegment:
         return torch.frombuffer(self._memory, dtype=dtype, count=count, offset=offset)
 
     def barrier(self, text: str) -> None:
-        """Barrier over all ranks; writes of a rank before its call are visible to all ranks after it.
+        """Block until all ranks have called it; a rank's writes before its call are visible to all ranks after it.
 
-        ``text`` names the call in error messages.
+        Collective over the ranks of the segment.
+
+        Args:
+            text: names the call in error messages.
 
         Raises:
             PeerError: a rank has ended, or did not arrive within the timeout.
@@ -172,19 +179,22 @@ class SmallMessages:
 
     @staticmethod
     def takes(tensor: Tensor) -> bool:
-        """Return whether a tensor is on the CPU and small enough."""
+        """Return whether ``gather`` can carry a tensor: it is on the CPU and not larger than half a slot."""
         return tensor.nbytes <= _SMALL and tensor.device.type == "cpu"
 
     def gather(self, mine: Tensor, text: str) -> list[Tensor]:
-        """All-gather flat tensors of one size: return a view of each rank's, which the next call but one overwrites.
+        """All-gather a small tensor through shared memory. Collective; blocks.
 
         Args:
-            mine: (n,), of this rank.
+            mine: (n,), this rank's tensor; n and dtype are equal on all ranks.
             text: names the call in error messages; equal on all ranks.
+
+        Returns:
+            A view (n,) of each rank's tensor, in rank order. The next call but one overwrites them.
 
         Raises:
             MismatchError: ranks are in different calls, or their tensors differ in size or dtype.
-            PeerError: as ``SharedMemorySegment.barrier``.
+            PeerError: a rank has ended, or did not arrive within the timeout.
         """
         self._turn = 1 - self._turn
         digests, messages, size = self._digests[self._turn], self._messages[self._turn], mine.nbytes
@@ -200,13 +210,21 @@ class SmallMessages:
 
 
 def attach_small(comm: Communicator) -> SmallMessages | None:
-    """Return collectives of small messages; None on all ranks where ``attach`` finds no shared memory. Collective."""
+    """Make shared memory for collectives of small CPU tensors among the ranks of ``comm``. Collective; blocks.
+
+    Returns:
+        The collectives; None on all ranks where ``attach`` finds no shared memory.
+    """
     segment = attach(comm, SmallMessages.BYTES)
     return None if segment is None else SmallMessages(comm, segment)
 
 
 def attach(comm: Communicator, size: int) -> SharedMemorySegment | None:
-    """Make a segment of at least ``size`` bytes per rank. Collective.
+    """Make a shared-memory segment with a slot of at least ``size`` bytes for each rank. Collective; blocks.
+
+    Args:
+        comm: the ranks that share the memory.
+        size: bytes of a slot.
 
     Returns:
         The segment; None on all ranks where the processor is not x86-64, a rank cannot open the file (several nodes),

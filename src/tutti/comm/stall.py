@@ -98,14 +98,14 @@ class StallInspector:
         self._asking: threading.Thread | None = None
 
     def wait(self, work: Work, call: Call) -> None:
-        """Block until ``work`` is complete.
+        """Block until ``work``, an asynchronous collective of ``torch.distributed``, is complete, within the timeout.
 
         Args:
             work: the collective under way.
             call: its description, for notes and errors.
 
         Raises:
-            MismatchError: all ranks wait, and no call has all of its ranks.
+            MismatchError: deadlock: all ranks wait, in calls of which none has all of its ranks.
             PeerError: a connection broke, or the timeout has passed; names the missing ranks.
         """
 
@@ -124,11 +124,12 @@ class StallInspector:
         """Block until ``done`` returns True.
 
         Args:
-            done: called repeatedly with a time limit, within which it waits for completion; returns whether complete.
+            done: called repeatedly with a time limit; waits for completion, not longer than the limit, and returns
+                whether the call is complete.
             call: the collective, for notes and errors.
 
         Raises:
-            MismatchError: all ranks wait, and no call has all of its ranks.
+            MismatchError: deadlock: all ranks wait, in calls of which none has all of its ranks.
             PeerError: a connection broke, or the timeout has passed; names the missing ranks.
         """
         before = heartbeat.training.enter(Phase.WAITING)
@@ -262,7 +263,12 @@ class StallInspector:
 
 
 def is_complete(call: Call, waiting: Mapping[int, Call]) -> bool:
-    """Return whether each rank of a call waits in it, or has started to send its part."""
+    """Return whether a call can complete: each of its ranks waits in it, or has started to send its part.
+
+    Args:
+        call: the call.
+        waiting: for each global rank the call in which it waits now; must have all ranks of ``call``.
+    """
     return all(waiting[rank] == call or call.text in waiting[rank].sent for rank in call.ranks)
 
 

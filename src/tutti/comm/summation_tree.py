@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 def children(node: Node) -> tuple[Node, Node]:
-    """Return the two children of a node of more than one worker.
+    """Return the left and right child of a tree node, a range (low, high) of more than one logical worker.
 
     >>> children((0, 6)), children((4, 6))
     (((0, 4), (4, 6)), ((4, 5), (5, 6)))
@@ -26,7 +26,11 @@ def children(node: Node) -> tuple[Node, Node]:
 
 
 def subtree_roots(mine: range, workers: int) -> list[Node]:
-    """Return the maximal subtrees of the tree over ``workers`` that lie within ``mine``, left to right.
+    """Return the roots of the largest subtrees whose workers all belong to one device, from left to right.
+
+    Args:
+        mine: logical workers of the device, contiguous.
+        workers: number of all logical workers.
 
     A device sends the sum of each of these subtrees, never one partial sum, whose order would depend on the device.
 
@@ -47,11 +51,11 @@ def subtree_roots(mine: range, workers: int) -> list[Node]:
 
 
 def fold(node: Node, pieces: Mapping[Node, T], add: Callable[[T, T], T]) -> T:
-    """Return the sum at ``node`` from sums at its descendants, added in tree order.
+    """Add up the partial sums in ``pieces`` to the sum at ``node``, in the order of the tree.
 
     Args:
-        node: root of the subtree.
-        pieces: sums by node, which together cover ``node``.
+        node: root of the subtree, a range (low, high) of workers.
+        pieces: partial sums by node; together they cover all workers of ``node``.
         add: addition of two sums, the left one first.
 
     Raises:
@@ -69,14 +73,16 @@ def fold(node: Node, pieces: Mapping[Node, T], add: Callable[[T, T], T]) -> T:
 
 
 def merge_siblings(pieces: dict[Node, T], leaf: int, workers: int, add: Callable[[T, T], T]) -> None:
-    """Merge siblings in ``pieces`` upward, in place, after the sum of worker ``leaf`` was put there.
+    """Replace pairs of partial sums of sibling nodes by their parent's sum, in place, from worker ``leaf`` upward.
+
+    Called after the vector of worker ``leaf`` was put into ``pieces`` under the node ``(leaf, leaf + 1)``.
 
     Workers must come in increasing order; then at most log2(workers) pieces are ever held.
 
     Args:
-        pieces: sums by node; two siblings are replaced by their parent.
+        pieces: partial sums by node, modified.
         leaf: the worker added last.
-        workers: N.
+        workers: number of all logical workers, N.
         add: addition of two sums, the left one first.
     """
     path: list[tuple[Node, Node]] = []

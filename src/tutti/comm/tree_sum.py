@@ -15,14 +15,17 @@ from tutti.comm.summation_tree import Node, fold, merge_siblings, subtree_roots
 
 
 def tree_sum_traffic(ranks: int, workers: int, rank: int, length: int, itemsize: int) -> dict[str, int]:
-    """Return the bytes of the collectives of `TreeSum.total` on a rank, by kind, where no ranks share a worker.
+    """Predict the bytes that one `TreeSum.total` sends on a rank, where ranks do not share logical workers.
 
     Args:
         ranks: data ranks R.
         workers: logical workers over all ranks.
-        rank: the rank, whose maximal subtrees count.
+        rank: the data rank.
         length: elements of a worker's vector.
         itemsize: bytes of an element.
+
+    Returns:
+        Bytes of the whole tensor by kind of collective, ``all_to_all`` and ``all_gather``; empty for one rank.
 
     >>> tree_sum_traffic(2, 4, 0, 5, 4)
     {'all_to_all': 24, 'all_gather': 24}
@@ -73,7 +76,13 @@ class TreeSum:
         merge_siblings(self._pieces, worker, self._workers, Tensor.add_)
 
     def total(self) -> Tensor:
-        """Return the sum over all workers (length,), bit-identical on every rank, and reset. Collective."""
+        """Return the sum over the vectors of all workers, bit-identical on every rank and for any number of ranks.
+
+        Collective over the data ranks; blocks. Forgets the vectors, so that the next sum can begin.
+
+        Returns:
+            (length,).
+        """
         if self._shared:
             return self._shared_total()
         pieces, self._pieces = self._pieces, {}
