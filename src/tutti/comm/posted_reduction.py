@@ -123,7 +123,7 @@ class PostedReduction:
             return attempt
 
     def posted(self, attempt: int) -> list[int]:
-        """Return the ranks that have posted ``attempt``."""
+        """Return the ranks that have posted their tensors for ``attempt`` or a later one. Does not wait."""
         return [rank for rank, words in enumerate(self._words) if words[_POSTED] >= attempt]
 
     def complete(self, attempt: int) -> bool:
@@ -141,7 +141,11 @@ class PostedReduction:
         return self._overtaken(attempt, _REVOKED)
 
     def revoke(self, attempt: int) -> bool:
-        """Revoke ``attempt`` unless it is complete; return whether it is revoked. For the coordinator, in rank 0."""
+        """Cancel ``attempt``, unless all ranks have posted their tensors already. Only for the coordinator, in rank 0.
+
+        Returns:
+            Whether the attempt is cancelled; False if it is complete.
+        """
         if self.complete(attempt):
             return False
         words = self._decided
@@ -203,7 +207,14 @@ class PostedReductions:
         self._refused = False
 
     def make(self, call: CollectiveCall) -> PostedReduction | None:
-        """Return a place for ``call``; None on all ranks where there is no memory for it. Collective."""
+        """Reserve shared memory for an all-reduce. Collective over all ranks, which must call it in the same order.
+
+        Args:
+            call: description of an all-reduce for which ``posted_bytes`` is not 0.
+
+        Returns:
+            The all-reduce's buffers; None on all ranks where there is no shared memory, or not enough.
+        """
         size = posted_bytes(call, self._comm.size)
         if self._used + size > self._size and not self._grow(size):
             return None

@@ -19,10 +19,17 @@ _cache: dict[tuple[Any, tuple[int, ...], str], tuple[ProcessGroup | None, Proces
 
 
 def process_groups(ranks: tuple[int, ...], purpose: str = "") -> tuple[ProcessGroup | None, ProcessGroup | None]:
-    """Return the control group (Gloo) of ``ranks`` and their fast group (default backend) for ``purpose``.
+    """Return two process groups of ``ranks``, one for control messages and one for gradients; cached.
 
-    Both are None for a single rank. The first call for ``ranks`` and ``purpose`` is collective over all ranks of the
-    job, as ``dist.new_group``.
+    The first call for ``ranks`` and ``purpose`` is collective over all ranks of the job, as ``dist.new_group``.
+
+    Args:
+        ranks: global ranks of the members, in increasing order.
+        purpose: distinguishes several gradient groups of the same ranks, whose messages do not wait for each other;
+            they share the control group.
+
+    Returns:
+        The control group (Gloo, CPU tensors), and the gradient group (default backend); both None for a single rank.
     """
     if len(ranks) == 1:
         return None, None

@@ -179,7 +179,7 @@ class SmallMessages:
 
     @staticmethod
     def takes(tensor: Tensor) -> bool:
-        """Return whether ``gather`` can carry a tensor: it is on the CPU and not larger than half a slot."""
+        """Return whether ``gather`` can carry a tensor: it is on the CPU and small enough for half a slot."""
         return tensor.nbytes <= _SMALL and tensor.device.type == "cpu"
 
     def gather(self, mine: Tensor, text: str) -> list[Tensor]:

@@ -121,7 +121,7 @@ class StallInspector:
         self.poll(done, call)
 
     def poll(self, done: Callable[[timedelta], bool], call: Call) -> None:
-        """Block until ``done`` returns True.
+        """Block until ``done`` returns True, within the timeout; for waits without a ``Work`` of ``torch.distributed``.
 
         Args:
             done: called repeatedly with a time limit; waits for completion, not longer than the limit, and returns

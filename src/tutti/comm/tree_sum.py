@@ -68,7 +68,12 @@ class TreeSum:
         self.addends = workers
 
     def add(self, worker: int, vector: Tensor) -> None:
-        """Add one worker's vector (length,), in increasing order of workers. The tensor is kept and written to."""
+        """Add the vector of one logical worker to this rank's partial sums. Local.
+
+        Args:
+            worker: index of the worker among all N; calls must be in increasing order.
+            vector: (length,); kept and overwritten.
+        """
         if self._shared:
             self._addends.append(vector)
             return
@@ -76,9 +81,10 @@ class TreeSum:
         merge_siblings(self._pieces, worker, self._workers, Tensor.add_)
 
     def total(self) -> Tensor:
-        """Return the sum over the vectors of all workers, bit-identical on every rank and for any number of ranks.
+        """Return the sum over the vectors of all workers, bit-identical on every rank.
 
-        Collective over the data ranks; blocks. Forgets the vectors, so that the next sum can begin.
+        Collective over the data ranks; blocks. The bits do not depend on the number of ranks, unless ranks share
+        workers. Forgets the vectors, so that the next sum can begin.
 
         Returns:
             (length,).

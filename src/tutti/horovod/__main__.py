@@ -10,7 +10,11 @@ from tutti.horovod.installing import install
 
 
 def main() -> None:
-    """Run the script named on the command line as ``__main__``, with its arguments."""
+    """Run ``python -m tutti.horovod SCRIPT ARGUMENTS…``: a Horovod script, with ``import horovod`` served by tutti.
+
+    Takes the words from ``sys.argv`` and runs the script as ``__main__`` in this process. A real Horovod that is
+    installed wins.
+    """
     if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
         raise SystemExit("usage: python -m tutti.horovod script.py [arguments]")
     install()

@@ -89,12 +89,15 @@ class _Alias(ModuleType):
 
 
 def install(replace: bool = False) -> bool:
-    """Serve ``import horovod`` from now on; return whether tutti does.
+    """Make ``import horovod`` load tutti's implementation in this process from now on.
 
     A real Horovod that is installed or already imported wins, unless ``replace`` is given.
 
     Args:
-        replace: serve it even so.
+        replace: take the place of a real Horovod that is installed.
+
+    Returns:
+        Whether ``import horovod`` loads tutti; False where a real Horovod wins.
 
     Raises:
         ImportError: with ``replace``, where another ``horovod`` is imported already.
@@ -114,7 +117,7 @@ def install(replace: bool = False) -> bool:
 def run_horovod_script(script: str, argv: list[str], module: bool = False) -> None:
     """Run a script or module as ``__main__`` in this process, with ``import horovod`` served by tutti.
 
-    A real Horovod that is installed wins. For the rest see ``tutti.launcher.launch.run_script``.
+    A real Horovod that is installed wins. Returns when the script ends; its exceptions are passed on.
 
     Args:
         script: path of the script, or name of the module.

@@ -68,9 +68,12 @@ _REFUSED = {
 
 
 def translate_flags(words: list[str], environ: MutableMapping[str, str]) -> list[str]:
-    """Return the words of ``tutti run`` for those of ``horovodrun``; set variables; name flags without effect once.
+    """Translate a command line with the flags of ``horovodrun`` into one of ``tutti run``.
 
-    Does nothing unless the words begin with ``run`` and ``--horovod`` stands before the script.
+    Flags that stand for environment variables set them in ``environ``; flags without effect are named once on standard
+    error.
+
+    Words that do not begin with ``run``, or have no ``--horovod`` before the script, are returned as they are.
 
     Args:
         words: the command line, without the name of the program.

@@ -50,24 +50,42 @@ class State:
         self.commits = 0
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], Any]]) -> None:
-        """Add functions that are called after each reset, before the state is synchronised."""
+        """Register functions without arguments that are called after each reset of the job, before ``sync``.
+
+        A reset follows a failed collective or a change of hosts; the callbacks may adapt the learning rate to
+        ``hvd.size()``.
+        """
         self._reset_callbacks.extend(callbacks)
 
     def on_reset(self) -> None:
-        """Forget messages about hosts, call ``reset`` and the registered functions."""
+        """Prepare the state for a new set of ranks: call ``reset`` and the registered callbacks.
+
+        Called by the elastic loop after the ranks have joined again. Notices of changed hosts from before are dropped.
+        """
         self._host_messages = queue.Queue()
         self.reset()
         for callback in self._reset_callbacks:
             callback()
 
     def on_hosts_updated(self, timestamp: float, update_res: int) -> None:
-        """Take note of added or removed hosts, from any thread; rank 0's notes count at ``check_host_updates``."""
+        """Record that hosts were added or removed, for the next ``check_host_updates``; safe from any thread.
+
+        Only the records of rank 0 count.
+
+        Args:
+            timestamp: time of the change in seconds; a change that is not newer than the last one is ignored.
+            update_res: value of `HostUpdateResult`: 1 removed, 2 added, 3 both.
+        """
         self._host_messages.put((timestamp, HostUpdateResult(update_res)))
 
     def commit(self) -> None:
-        """Save once every rank has come here, so that all ranks hold the same commit; then ``check_host_updates``.
+        """Save the state in memory on all ranks, then ``check_host_updates``. Collective over all ranks; blocks.
 
-        Collective over all ranks.
+        A failed collective later brings the ranks back to this state. Every rank saves only once all have called, so
+        that all ranks hold the same commit.
+
+        Raises:
+            HostsUpdatedInterrupt: hosts have changed; on all ranks.
         """
         self._bcast_object(None)
         self.save()
@@ -75,7 +93,10 @@ class State:
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
-        """Raise HostsUpdatedInterrupt on all ranks if rank 0 was told of new hosts. Collective over all ranks."""
+        """Raise HostsUpdatedInterrupt on all ranks if rank 0 has heard of changed hosts since the last check.
+
+        Collective over all ranks; blocks. Lets a job change its ranks without going back to the last commit.
+        """
         before, update = self._last_update, HostUpdateResult.no_update
         while not self._host_messages.empty():
             timestamp, found = self._host_messages.get()
@@ -87,22 +108,26 @@ class State:
             raise HostsUpdatedInterrupt(flags == HostUpdateResult.removed)
 
     def save(self) -> None:
-        """Keep a copy of the state in memory."""
+        """Copy the state in memory of this rank, for ``restore``. To be implemented by subclasses; not collective."""
         raise NotImplementedError
 
     def restore(self) -> None:
-        """Return to the last copy."""
+        """Set the state back to the copy that ``save`` made last. To be implemented by subclasses; not collective."""
         raise NotImplementedError
 
     def sync(self) -> None:
-        """Give all ranks rank 0's state."""
+        """Replace the state of all ranks by rank 0's. To be implemented by subclasses; collective over all ranks."""
         raise NotImplementedError
 
     def reset(self) -> None:
-        """Adapt to new ranks, after a reset."""
+        """Adapt this object to a new number of ranks, after the job was formed again. Does nothing by default."""
 
     def skip_sync(self) -> None:
-        """Bring together what ranks hold apart, after a reset that needs no ``sync``: hosts were only removed."""
+        """Exchange only parts of the state that differ between ranks, instead of ``sync``.
+
+        Called after hosts were merely removed, when all ranks hold the rest already. Does nothing by default;
+        collective over all ranks where a subclass implements it.
+        """
 
 
 class ObjectState(State):
@@ -130,19 +155,19 @@ class ObjectState(State):
         return {name: getattr(self, name) for name in self._names}
 
     def save(self) -> None:
-        """Copy the attributes."""
+        """Keep a deep copy of all attributes of the state in memory, on this rank."""
         self._saved_state = copy.deepcopy(self._values())
 
     def restore(self) -> None:
-        """Set the attributes to the copy."""
+        """Set all attributes of the state back to the copy of the last ``save``, on this rank."""
         for name, value in copy.deepcopy(self._saved_state).items():
             setattr(self, name, value)
 
     def sync(self) -> None:
-        """Set the attributes to rank 0's and copy them. Collective over all ranks.
+        """Set all attributes to rank 0's values and save them. Collective over all ranks; blocks.
 
         Raises:
-            ValueError: on rank 0, for a value of another type, by name.
+            ValueError: on rank 0, an attribute of a type that cannot be sent; the error names it.
         """
         for name, value in self._bcast_object(self._values()).items():
             setattr(self, name, value)
@@ -150,7 +175,11 @@ class ObjectState(State):
 
 
 def reset_limit() -> int | None:
-    """Return the number of resets that ``HOROVOD_RESET_LIMIT`` allows; None without it."""
+    """Return the largest number of resets of an elastic job, from ``HOROVOD_RESET_LIMIT``; None: no limit.
+
+    Raises:
+        ValueError: the variable is not a whole number.
+    """
     text = os.environ.get("HOROVOD_RESET_LIMIT", "")
     if text and not text.isdecimal():
         raise ValueError(f"HOROVOD_RESET_LIMIT is '{text}'; it must be a whole number")
@@ -158,13 +187,18 @@ def reset_limit() -> int | None:
 
 
 def run_fn(func: Callable[..., T], reset: Callable[[bool], bool], hear: Callable[[State], None]) -> Callable[..., T]:
-    """Return a function that calls ``func(state, …)`` again after each failed collective and each change of hosts.
+    """Wrap a training function so that it is called again after each failed collective and each change of hosts.
+
+    Before each call the state is synchronised over the ranks, after a failed collective from the last commit.
 
     Args:
-        func: trains; its first argument is a ``State``.
-        reset: leaves the job and joins it again, told whether a collective failed; returns whether ranks may have
-            been added, and raises HorovodInternalError where a rank is gone.
-        hear: lets the state hear of changes of hosts from now on.
+        func: the training function; its first argument is a ``State``.
+        reset: called as ``reset(failed)``, with whether a collective failed: leaves the job and joins it again. Returns
+            whether ranks may have been added, and raises HorovodInternalError where a rank is gone.
+        hear: called once with the state: connects its ``on_hosts_updated`` to notices of changed hosts.
+
+    Returns:
+        A function with the arguments and result of ``func``.
 
     Raises:
         HorovodInternalError: from the returned function, with the state of the last commit: the ranks could not join

@@ -45,7 +45,14 @@ class BucketAutotune:
             self._path.write_text("tensor_fusion_threshold,seconds_per_step\n")
 
     def after_step(self) -> int | None:
-        """Count a step; return a size where the buckets are to change. Collective over the ranks at the end of a size.
+        """Count an optimizer step, and decide whether the gradient buckets get another size.
+
+        Call it after every step on every rank. Collective over the process set at the last step of each size that is
+        tried.
+
+        Returns:
+            The new bucket size in bytes: the next candidate, or the fastest after the last one; None: keep the present
+                size.
 
         Raises:
             HorovodInternalError: the ranks' steps differ in number, or a rank has ended.
@@ -77,9 +84,15 @@ class BucketAutotune:
 
 
 def make_autotune(name: str, process_set: ProcessSet) -> BucketAutotune | None:
-    """Return what the variables ``HOROVOD_AUTOTUNE…`` ask for; None without them, and in elastic jobs.
+    """Make the tuner of bucket sizes that ``HOROVOD_AUTOTUNE`` and its related variables ask for.
+
+    None if ``HOROVOD_AUTOTUNE`` is not set or 0, and in elastic jobs.
 
     Ranks that join an elastic job later would try other sizes than the ranks that are there.
+
+    Args:
+        name: name of the collective that adds up the times, unique among optimizers.
+        process_set: ranks that take part.
 
     Raises:
         ValueError: a variable is not a whole number.

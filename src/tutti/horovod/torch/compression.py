@@ -13,12 +13,17 @@ class Compressor:
 
     @staticmethod
     def compress(tensor: Tensor) -> tuple[Tensor, Any]:
-        """Return the compressed tensor, and what ``decompress`` needs."""
+        """Return ``tensor`` in the form that is sent, and a context for ``decompress``. Implemented by subclasses."""
         raise NotImplementedError
 
     @staticmethod
     def decompress(tensor: Tensor, ctx: Any) -> Tensor:
-        """Return the tensor in its former dtype."""
+        """Return a reduced tensor in the dtype that it had before ``compress``. Implemented by subclasses.
+
+        Args:
+            tensor: the reduced tensor, in its compressed form.
+            ctx: second result of ``compress``.
+        """
         raise NotImplementedError
 
 
@@ -27,12 +32,12 @@ class NoneCompressor(Compressor):
 
     @staticmethod
     def compress(tensor: Tensor) -> tuple[Tensor, Any]:
-        """Return ``tensor``."""
+        """Return ``tensor`` itself, uncompressed, and None as the context."""
         return tensor, None
 
     @staticmethod
     def decompress(tensor: Tensor, ctx: Any) -> Tensor:
-        """Return ``tensor``."""
+        """Return ``tensor`` itself; ``ctx`` is ignored."""
         return tensor
 
 
@@ -41,12 +46,15 @@ class FP16Compressor(Compressor):
 
     @staticmethod
     def compress(tensor: Tensor) -> tuple[Tensor, Any]:
-        """Return the tensor in float16 if it is floating point, and its dtype."""
+        """Cast a floating-point tensor to float16; return it with its former dtype as the context.
+
+        Other tensors are returned as they are.
+        """
         return (tensor.to(torch.float16) if tensor.is_floating_point() else tensor), tensor.dtype
 
     @staticmethod
     def decompress(tensor: Tensor, ctx: Any) -> Tensor:
-        """Return the tensor in the dtype ``ctx``."""
+        """Cast ``tensor`` back to the dtype ``ctx``, the second result of ``compress``."""
         return tensor.to(ctx) if ctx.is_floating_point else tensor
 
 

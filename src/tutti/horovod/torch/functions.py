@@ -22,7 +22,8 @@ def broadcast_parameters(
 ) -> None:
     """Broadcast tensors in place from ``root_rank``, such as ``model.state_dict()`` or ``model.named_parameters()``.
 
-    All tensors travel as one collective for each device type. Names and shapes must be equal on all ranks.
+    Collective over ``process_set``; blocks. All tensors travel as one collective for each device type. Names and shapes
+    must be equal on all ranks.
 
     Args:
         params: dict of tensors, or pairs of name and tensor; values that are no tensors are left as they are.
@@ -54,7 +55,7 @@ def _broadcast_in_place(tensors: list[Tensor], root_rank: int, process_set: Proc
 def broadcast_optimizer_state(
     optimizer: torch.optim.Optimizer, root_rank: int, model: Any = None, process_set: ProcessSet = global_process_set
 ) -> None:
-    """Load ``root_rank``'s optimizer state and options on all other ranks.
+    """Replace the optimizer's state and options on all ranks by those of ``root_rank``. Collective; blocks.
 
     Args:
         optimizer: on all ranks over the same parameters; other ranks may have no state yet.
@@ -84,7 +85,9 @@ def broadcast_optimizer_state(
 def broadcast_object(
     obj: Any = None, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """Return ``root_rank``'s object: None, numbers, texts, lists, tuples, sets, dicts, tensors, arrays. No pickle.
+    """Broadcast a Python object from ``root_rank``, without pickle, and return it. Collective; blocks.
+
+    Objects are None, numbers, strings, bytes, lists, tuples, sets, dicts, tensors, arrays, and nestings of them.
 
     Args:
         obj: on ``root_rank``, the object to send; ignored on other ranks.
@@ -102,7 +105,7 @@ def broadcast_object(
 
 @mpi_ops.translated
 def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
-    """Return the objects of all ranks, in rank order.
+    """All-gather a Python object from each rank, without pickle, and return them in rank order. Collective; blocks.
 
     Args:
         obj: this rank's object, of a type that ``broadcast_object`` takes.

@@ -23,9 +23,16 @@ from tutti.horovod.torch import mpi_ops
 def average_metrics(
     metrics: Mapping[str, float | Tensor], process_set: ProcessSet = global_process_set
 ) -> dict[str, float]:
-    """Return the mean of each metric over the ranks, in the given order. One all-reduce of float64 numbers.
+    """Average each metric over the ranks. Collective: one all-reduce of float64 numbers; blocks.
 
     Every rank counts once, whatever its number of samples; for a mean over samples all-reduce sum and count.
+
+    Args:
+        metrics: name → number or tensor of one element; the same names on all ranks.
+        process_set: ranks that take part; default: all ranks.
+
+    Returns:
+        Name → mean, in the order of ``metrics``.
 
     Raises:
         HorovodInternalError: ranks have metrics of different names; lists them.
@@ -45,13 +52,13 @@ def learning_rate_schedule(
     multiplier: Callable[[float], float] = lambda _: 1.0,
     staircase: bool = True,
 ) -> LambdaLR:
-    """Return a scheduler of the learning rate; call its ``step`` after each ``optimizer.step``.
+    """Return a learning-rate scheduler with linear warm-up for large-batch training; step it after each optimizer step.
 
     The learning rate of the optimizer is that of one rank times ``hvd.size()``. It is divided by ``hvd.size()`` at
     first and grows linearly to the whole in ``warmup_epochs``; from then on ``multiplier(epoch)`` multiplies it.
 
     Args:
-        optimizer: before or after ``DistributedOptimizer``.
+        optimizer: the optimizer, wrapped by ``DistributedOptimizer`` or not.
         steps_per_epoch: optimizer steps of this rank in an epoch.
         warmup_epochs: length of the warm-up; 0: none.
         multiplier: factor for an epoch, from 0.

@@ -50,7 +50,11 @@ _numbers = itertools.count()
 
 
 def translated(function: T) -> T:
-    """Raise tutti's errors as Horovod's: HorovodInternalError for a failed collective, ValueError for wrong use."""
+    """Decorate a function so that it raises Horovod's exceptions instead of tutti's.
+
+    ``PeerError`` (a failed collective, mismatched calls included) becomes HorovodInternalError, ``UsageError`` becomes
+    ValueError; the cause is kept.
+    """
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -94,7 +98,9 @@ def _options() -> SessionOptions:
 
 @translated
 def init(comm: Any = None, process_sets: Sequence[ProcessSet | Sequence[int]] | str | None = None) -> None:
-    """Join the job; collective over all ranks. A second call does nothing.
+    """Join the job that the environment describes and start the collectives, as ``hvd.init``.
+
+    Collective over all ranks; blocks until all have called it. A second call does nothing.
 
     Args:
         comm: None, or the list of all ranks. A part of the ranks and MPI communicators are refused.
@@ -112,11 +118,17 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet | Sequence[int]] | 
 
 
 def rejoin(failed: bool, process_sets: Sequence[ProcessSet | Sequence[int]] | str | None = None) -> None:
-    """Take a place in the next generation of an elastic job, as often as ranks are lost while it begins.
+    """Leave the present set of ranks of an elastic job and join the next one (generation).
+
+    Blocks until the next generation is formed; tries again if ranks are lost meanwhile.
 
     Args:
-        failed: whether this generation failed.
-        process_sets: as for ``init``.
+        failed: whether a collective of the present generation failed, so that its other ranks must be interrupted.
+        process_sets: sets of ranks to add at once.
+
+    Raises:
+        PeerError: the ranks could not join each other after 20 attempts.
+        SystemExit: there is no place for this rank, because its slot was removed.
     """
     member = current_membership()
     assert member is not None
@@ -173,7 +185,10 @@ def _join(comm: Any, process_sets: Sequence[ProcessSet | Sequence[int]] | str | 
 
 
 def shutdown() -> None:
-    """Leave: pending collectives that not all ranks have called fail on all ranks. ``init`` may be called again."""
+    """Leave the job: pending collectives that not all ranks have called fail, on all ranks.
+
+    Waits for no other rank. ``init`` may be called again; without a job it does nothing. Called at exit, too.
+    """
     global _session
     stop_timeline()
     leaving, _session = _session, None
@@ -188,48 +203,48 @@ atexit.register(shutdown)
 
 
 def is_initialized() -> bool:
-    """Whether this process is between ``init`` and ``shutdown``."""
+    """Return whether this process has called ``init`` and not ``shutdown`` since."""
     return _session is not None
 
 
 def rank() -> int:
-    """Return this process's rank in the job."""
+    """Return this process's rank in the job, from 0. Raises ValueError before ``init``."""
     check_initialized()
     return context.rank()
 
 
 def size() -> int:
-    """Return the number of processes."""
+    """Return the number of processes in the job. Raises ValueError before ``init``."""
     check_initialized()
     return context.size()
 
 
 def local_rank() -> int:
-    """Return this process's rank on its node."""
+    """Return this process's rank on its node, from 0. Raises ValueError before ``init``."""
     check_initialized()
     return context.local_rank()
 
 
 def local_size() -> int:
-    """Return the number of processes on this node."""
+    """Return the number of the job's processes on this node. Raises ValueError before ``init``."""
     check_initialized()
     return context.local_size()
 
 
 def cross_rank() -> int:
-    """Return this node's index."""
+    """Return the index of this process's node, from 0. Raises ValueError before ``init``."""
     check_initialized()
     return context.cross_rank()
 
 
 def cross_size() -> int:
-    """Return the number of nodes."""
+    """Return the number of nodes in the job. Raises ValueError before ``init``."""
     check_initialized()
     return context.cross_size()
 
 
 def is_homogeneous() -> bool:
-    """Whether all nodes have the same number of processes."""
+    """Return whether all nodes of the job have the same number of processes. Raises ValueError before ``init``."""
     check_initialized()
     return context.local_size() * context.cross_size() == context.size()
 
@@ -265,12 +280,12 @@ def nccl_built() -> int:
 
 
 def ddl_built() -> bool:
-    """Return False."""
+    """Return False: IBM DDL is not used."""
     return False
 
 
 def ccl_built() -> bool:
-    """Return False."""
+    """Return False: Intel oneCCL is not used."""
     return False
 
 
@@ -289,37 +304,73 @@ def rocm_built() -> bool:
 
 @translated
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
-    """Make a process set known; called by all ranks. Raises ValueError for a set that is known already."""
+    """Register a process set, so that collectives can be called on it. Collective over all ranks; blocks.
+
+    Args:
+        process_set: the set, or the global ranks of its members; equal on all ranks.
+
+    Returns:
+        The process set, with its ``process_set_id``.
+
+    Raises:
+        ValueError: a set of these ranks is registered already, or ranks are out of range.
+        HorovodInternalError: ranks' calls differ, or a rank is lost.
+    """
     check_initialized()
     return collectives.add_process_set(process_set)
 
 
 @translated
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Forget a process set; called by all ranks. Returns whether it was known."""
+    """Unregister a process set, which collectives can no longer use. Collective over all ranks; blocks.
+
+    Returns:
+        Whether the set was registered.
+
+    Raises:
+        HorovodInternalError: ranks' calls differ, or a rank is lost.
+    """
     check_initialized()
     return collectives.remove_process_set(process_set)
 
 
 @translated
 def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Block until all members have called it. Overtakes collectives that are still incomplete."""
+    """Block until all members of the process set have called it. Collective over ``process_set``.
+
+    It does not wait for asynchronous collectives that were started before. Raises HorovodInternalError if a rank is
+    lost.
+    """
     check_initialized()
     collectives.barrier(process_set)
 
 
 @translated
 def join(device: int = -1) -> int:
-    """Take part in other ranks' all-reduces with zeros until all have joined; return the last one's rank.
+    """Declare that this rank has no more data, and contribute zeros to the other ranks' all-reduces.
 
-    ``device`` is accepted and has no effect: zeros are made on the device of the others' tensors.
+    Collective over all ranks; blocks until every rank has joined. For ranks with unequal numbers of batches.
+
+    Args:
+        device: accepted for Horovod's signature; no effect, because the zeros are made on the device of the other
+            ranks' tensors.
+
+    Returns:
+        The rank that joined last, the same on all ranks.
     """
     check_initialized()
     return collectives.join()
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
-    """Write a trace (Chrome's format) of rank 0's collectives to ``file_path``."""
+    """Start to write a trace of rank 0's collectives in the format of Chrome's trace viewer, until ``stop_timeline``.
+
+    Not collective: does nothing on ranks other than 0. Ends a timeline that is being written.
+
+    Args:
+        file_path: JSON file to write; overwritten.
+        mark_cycles: whether to add an event at the start of each collective, ``CYCLE_START``.
+    """
     global _timeline
     check_initialized()
     stop_timeline()
@@ -329,7 +380,7 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
 
 
 def stop_timeline() -> None:
-    """Complete the file of ``start_timeline``; without one does nothing."""
+    """End the trace that ``start_timeline`` began and close its file; do nothing if there is none."""
     global _timeline
     ending, _timeline = _timeline, None
     if ending is not None:
@@ -353,13 +404,28 @@ def _known(handle: int) -> CollectiveHandle:
 
 
 def poll(handle: int) -> bool:
-    """Whether ``synchronize`` would return at once."""
+    """Return whether a collective has ended, so that ``synchronize`` would return at once. Does not block.
+
+    Args:
+        handle: result of an asynchronous collective for which ``synchronize`` was not called yet.
+
+    Raises:
+        ValueError: the handle is unknown.
+    """
     return _known(handle).done
 
 
 @translated
 def synchronize(handle: Any) -> Any:
-    """Block until an asynchronous collective is complete; return its result. Raises HorovodInternalError."""
+    """Block until an asynchronous collective is complete and return its result; the handle is invalid from then on.
+
+    Args:
+        handle: result of an asynchronous collective: a number, or the function of ``sparse_allreduce_async``.
+
+    Raises:
+        ValueError: the handle is unknown.
+        HorovodInternalError: ranks' calls differ, or a rank is lost.
+    """
     if callable(handle):
         return handle()
     found = _known(handle)
@@ -404,6 +470,8 @@ def allreduce(
 ) -> Tensor:
     """Return the reduction of the ranks' tensors: postscale_factor · op(prescale_factor · tensor); differentiable.
 
+    Collective over ``process_set``; blocks.
+
     Args:
         tensor: of equal shape and dtype on all ranks.
         average: deprecated: True for ``op=Average``, False for ``op=Sum``; excludes ``op``.
@@ -440,7 +508,8 @@ def allreduce_async(
 ) -> int:
     """Start an all-reduce; return its handle.
 
-    ``synchronize`` raises HorovodInternalError where ranks' calls differ or a rank is lost.
+    Collective over ``process_set``; does not block. ``synchronize`` raises HorovodInternalError where ranks' calls
+    differ or a rank is lost.
 
     Args:
         tensor: of equal shape and dtype on all ranks.
@@ -452,7 +521,8 @@ def allreduce_async(
         process_set: ranks that take part; default: all ranks.
 
     Returns:
-        Handle for ``poll`` and ``synchronize``, which returns the reduction.
+        Handle for ``poll`` and ``synchronize``, which returns postscale_factor · op(prescale_factor · tensor) over the
+        ranks.
 
     Raises:
         ValueError: ``init`` was not called, or an argument is wrong.
@@ -473,6 +543,8 @@ def allreduce_(
     process_set: ProcessSet = global_process_set,
 ) -> Tensor:
     """All-reduce ``tensor`` in place and return it.
+
+    Collective over ``process_set``; blocks.
 
     Args:
         tensor: of equal shape and dtype on all ranks. Overwritten.
@@ -504,7 +576,8 @@ def allreduce_async_(
 ) -> int:
     """Start an all-reduce in place; return its handle.
 
-    ``synchronize`` raises HorovodInternalError where ranks' calls differ or a rank is lost.
+    Collective over ``process_set``; does not block. ``synchronize`` raises HorovodInternalError where ranks' calls
+    differ or a rank is lost.
 
     Args:
         tensor: of equal shape and dtype on all ranks. Overwritten, and not to be used before ``synchronize``.
@@ -539,6 +612,8 @@ def grouped_allreduce(
     process_set: ProcessSet = global_process_set,
 ) -> list[Tensor]:
     """Return the reductions of several tensors, made as one call; differentiable.
+
+    Collective over ``process_set``; blocks.
 
     Args:
         tensors: the same number on all ranks, each of equal shape and dtype on all ranks.
@@ -575,7 +650,8 @@ def grouped_allreduce_async(
 ) -> int:
     """Start an all-reduce of several tensors as one call; return its handle.
 
-    ``synchronize`` raises HorovodInternalError where ranks' calls differ or a rank is lost.
+    Collective over ``process_set``; does not block. ``synchronize`` raises HorovodInternalError where ranks' calls
+    differ or a rank is lost.
 
     Args:
         tensors: the same number on all ranks, each of equal shape and dtype on all ranks.
@@ -610,6 +686,8 @@ def grouped_allreduce_(
 ) -> list[Tensor]:
     """All-reduce several tensors in place, by one call, and return them.
 
+    Collective over ``process_set``; blocks.
+
     Args:
         tensors: the same number on all ranks, each of equal shape and dtype on all ranks. Overwritten.
         average: deprecated: True for ``op=Average``, False for ``op=Sum``; excludes ``op``.
@@ -640,7 +718,8 @@ def grouped_allreduce_async_(
 ) -> int:
     """Start an all-reduce of several tensors in place, as one call; return its handle.
 
-    ``synchronize`` raises HorovodInternalError where ranks' calls differ or a rank is lost.
+    Collective over ``process_set``; does not block. ``synchronize`` raises HorovodInternalError where ranks' calls
+    differ or a rank is lost.
 
     Args:
         tensors: the same number on all ranks, each of equal shape and dtype on all ranks. Overwritten, and not to be
@@ -670,7 +749,9 @@ def grouped_allreduce_async_(
 def sparse_allreduce_async(
     tensor: Tensor, name: str | None = None, op: Any = None, process_set: ProcessSet = global_process_set
 ) -> Callable[[], Tensor]:
-    """Start an all-reduce of a sparse tensor; call the result to wait for it.
+    """Start an all-reduce of a sparse tensor, and return a function that waits for it.
+
+    Collective over ``process_set``; does not block. Performed as an all-gather of indices and values.
 
     Args:
         tensor: sparse COO tensor, of equal shape and dtype on all ranks.
@@ -700,6 +781,8 @@ def sparse_allreduce_async(
 def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> Tensor:
     """Concatenate the ranks' tensors along the first dimension, which may differ between ranks; differentiable.
 
+    Collective over ``process_set``; blocks.
+
     Args:
         tensor: (rows, …); trailing dimensions and dtype are equal on all ranks. A scalar counts as one row.
         name: matches the ranks' calls; None: by the order of calls without a name.
@@ -720,7 +803,8 @@ def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet =
 def allgather_async(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> int:
     """Start an all-gather; return its handle.
 
-    ``synchronize`` raises HorovodInternalError where ranks' calls differ or a rank is lost.
+    Collective over ``process_set``; does not block. ``synchronize`` raises HorovodInternalError where ranks' calls
+    differ or a rank is lost.
 
     Args:
         tensor: (rows, …); trailing dimensions and dtype are equal on all ranks. A scalar counts as one row.
@@ -743,10 +827,15 @@ def grouped_allgather(
 ) -> list[Tensor]:
     """Concatenate the ranks' tensors along the first dimension, several tensors by one call; differentiable.
 
+    Collective over ``process_set``; blocks.
+
     Args:
         tensors: each (rows, …); trailing dimensions and dtype are equal on all ranks. A scalar counts as one row.
         name: matches the ranks' calls; None: by the order of calls without a name.
         process_set: ranks that take part; default: all ranks.
+
+    Returns:
+        (sum of the ranks' rows, …) for each of ``tensors``, in rank order.
 
     Raises:
         ValueError: ``init`` was not called, or an argument is wrong.
@@ -762,7 +851,8 @@ def grouped_allgather_async(
 ) -> int:
     """Start an all-gather of several tensors as one call; return its handle.
 
-    ``synchronize`` raises HorovodInternalError where ranks' calls differ or a rank is lost.
+    Collective over ``process_set``; does not block. ``synchronize`` raises HorovodInternalError where ranks' calls
+    differ or a rank is lost.
 
     Args:
         tensors: each (rows, …); trailing dimensions and dtype are equal on all ranks. A scalar counts as one row.
@@ -785,6 +875,8 @@ def broadcast(
 ) -> Tensor:
     """Return the tensor of global rank ``root_rank``; differentiable.
 
+    Collective over ``process_set``; blocks.
+
     Args:
         tensor: of equal shape and dtype on all ranks; the values of ``root_rank`` count.
         root_rank: global rank of the source.
@@ -805,7 +897,8 @@ def broadcast_async(
 ) -> int:
     """Start a broadcast; return its handle.
 
-    ``synchronize`` raises HorovodInternalError where ranks' calls differ or a rank is lost.
+    Collective over ``process_set``; does not block. ``synchronize`` raises HorovodInternalError where ranks' calls
+    differ or a rank is lost.
 
     Args:
         tensor: of equal shape and dtype on all ranks; the values of ``root_rank`` count.
@@ -829,6 +922,8 @@ def broadcast_(
 ) -> Tensor:
     """Broadcast ``tensor`` in place from global rank ``root_rank`` and return it.
 
+    Collective over ``process_set``; blocks.
+
     Args:
         tensor: of equal shape and dtype on all ranks; the values of ``root_rank`` count.
         root_rank: global rank of the source.
@@ -849,7 +944,8 @@ def broadcast_async_(
 ) -> int:
     """Start a broadcast in place; return its handle.
 
-    ``synchronize`` raises HorovodInternalError where ranks' calls differ or a rank is lost.
+    Collective over ``process_set``; does not block. ``synchronize`` raises HorovodInternalError where ranks' calls
+    differ or a rank is lost.
 
     Args:
         tensor: of equal shape and dtype on all ranks; the values of ``root_rank`` count. Not to be used before
@@ -872,7 +968,8 @@ def broadcast_async_(
 def start_broadcasts(tensors: Sequence[Tensor], root_rank: int, process_set: ProcessSet = global_process_set) -> int:
     """Start a broadcast of several tensors in place, as one collective; return its handle.
 
-    ``synchronize`` raises HorovodInternalError where ranks' calls differ or a rank is lost.
+    Collective over ``process_set``; does not block. ``synchronize`` raises HorovodInternalError where ranks' calls
+    differ or a rank is lost.
 
     Args:
         tensors: of one device type, each of equal shape and dtype on all ranks; the values of ``root_rank`` count.
@@ -899,6 +996,8 @@ def alltoall(
     process_set: ProcessSet = global_process_set,
 ) -> Any:
     """Send ``splits[r]`` rows to rank r, in order, and return the received rows; differentiable.
+
+    Collective over ``process_set``; blocks.
 
     Args:
         tensor: (rows, …); trailing dimensions and dtype are equal on all ranks.
@@ -927,7 +1026,8 @@ def alltoall_async(
 ) -> int:
     """Start an all-to-all; return its handle.
 
-    ``synchronize`` raises HorovodInternalError where ranks' calls differ or a rank is lost.
+    Collective over ``process_set``; does not block. ``synchronize`` raises HorovodInternalError where ranks' calls
+    differ or a rank is lost.
 
     Args:
         tensor: (rows, …); trailing dimensions and dtype are equal on all ranks.
@@ -967,6 +1067,8 @@ def reducescatter(
 ) -> Tensor:
     """Reduce over the ranks and return this rank's part of the first dimension; differentiable.
 
+    Collective over ``process_set``; blocks.
+
     Args:
         tensor: (rows, …), of equal shape and dtype on all ranks.
         name: matches the ranks' calls; None: by the order of calls without a name.
@@ -1002,7 +1104,8 @@ def reducescatter_async(
 ) -> int:
     """Start a reduce-scatter; return its handle.
 
-    ``synchronize`` raises HorovodInternalError where ranks' calls differ or a rank is lost.
+    Collective over ``process_set``; does not block. ``synchronize`` raises HorovodInternalError where ranks' calls
+    differ or a rank is lost.
 
     Args:
         tensor: (rows, …), of equal shape and dtype on all ranks.
@@ -1036,6 +1139,8 @@ def grouped_reducescatter(
 ) -> list[Tensor]:
     """Reduce several tensors over the ranks by one call and return this rank's part of each; differentiable.
 
+    Collective over ``process_set``; blocks.
+
     Args:
         tensors: each (rows, …), of equal shape and dtype on all ranks.
         name: matches the ranks' calls; None: by the order of calls without a name.
@@ -1044,6 +1149,10 @@ def grouped_reducescatter(
         process_set: ranks that take part; default: all ranks.
         prescale_factor: factor on the tensors before the reduction.
         postscale_factor: factor on the result after it.
+
+    Returns:
+        (rows of this rank, …) for each of ``tensors``; earlier ranks have one row more if the number of ranks does not
+        divide the rows.
 
     Raises:
         ValueError: ``init`` was not called, or an argument is wrong.
@@ -1068,7 +1177,8 @@ def grouped_reducescatter_async(
 ) -> int:
     """Start a reduce-scatter of several tensors as one call; return its handle.
 
-    ``synchronize`` raises HorovodInternalError where ranks' calls differ or a rank is lost.
+    Collective over ``process_set``; does not block. ``synchronize`` raises HorovodInternalError where ranks' calls
+    differ or a rank is lost.
 
     Args:
         tensors: each (rows, …), of equal shape and dtype on all ranks.

@@ -288,7 +288,10 @@ class _Distributed:
 
 
 def check_between_steps(optimizer: torch.optim.Optimizer) -> None:
-    """Raise ValueError if a distributed optimizer holds gradients that its next ``step`` will use."""
+    """Raise ValueError unless ``optimizer`` is between two training steps, without gradients for its next ``step``.
+
+    Optimizers that ``DistributedOptimizer`` did not make are never refused.
+    """
     if isinstance(optimizer, _Distributed) and not optimizer.between_steps:
         raise ValueError("commit() and check_host_updates() must stand after optimizer.step(), not before it")
 
@@ -342,19 +345,21 @@ def DistributedOptimizer(
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Return an optimizer of a subclass of the given one's class that reduces gradients over the ranks before ``step``.
+    """Wrap an optimizer so that it all-reduces gradients over the ranks during backward, before ``step`` uses them.
+
+    The result is of a subclass of the optimizer's own class.
 
     It shares options and state with ``optimizer``.
 
     Args:
         optimizer: an optimizer of PyTorch's interface.
-        named_parameters: names, the same on all ranks; default: by position.
-        compression: ``Compression.none`` or ``.fp16``.
+        named_parameters: pairs (name, parameter), which match gradients between ranks; default: names by position.
+        compression: form in which gradients are sent: ``Compression.none`` or ``Compression.fp16``.
         backward_passes_per_step: backward passes whose gradients add up before they are reduced.
         op: ``Average``, ``Sum`` or ``Adasum``.
         gradient_predivide_factor: with ``Average``, the factor f: divide by f before, by size / f after the sum.
-        num_groups: number of collectives into which gradients are put; default: by size.
-        groups: the number, or lists of parameters that belong together.
+        num_groups: deprecated form of ``groups``; 0: buckets by size.
+        groups: number of collectives, or lists of parameters whose gradients travel together.
         sparse_as_dense: reduce sparse gradients as dense ones.
         process_set: ranks that take part.
 

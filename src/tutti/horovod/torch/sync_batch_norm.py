@@ -36,7 +36,16 @@ class SyncBatchNorm(BatchNormBase):
             raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalise ``input`` (N, C, …)."""
+        """Normalise ``input``, in training by the statistics of all ranks' samples, else by the running statistics.
+
+        Collective over all ranks in training; blocks.
+
+        Args:
+            input: (N, C, …), with any N on each rank.
+
+        Returns:
+            Tensor of the shape and dtype of ``input``.
+        """
         self._check_input_dim(input)
         whole = self.training or self.running_mean is None
         if not whole or mpi_ops.size() == 1:

@@ -18,9 +18,16 @@ __all__ = ["ElasticSampler", "HorovodInternalError", "HostsUpdatedInterrupt", "O
 
 
 def run(func: Callable[..., T]) -> Callable[..., T]:
-    """Decorate a training function so that it continues after failed collectives and changes of hosts.
+    """Decorate a training function so that it goes on after failed collectives and changes of hosts.
 
-    Its first argument is a state, which all ranks get from rank 0 before each call.
+    The function is called again each time, from the last commit after a failure. Before each call all ranks get the
+    state of rank 0, which is collective over all ranks.
+
+    Args:
+        func: training function, whose first argument is a state, such as ``TorchState``.
+
+    Returns:
+        A function with the arguments and result of ``func``.
 
     Raises:
         HorovodInternalError: from the decorated function, with the state of the last commit, where a rank has ended

@@ -37,16 +37,22 @@ class ElasticSampler(Sampler[int]):
 
     @property
     def processed_indices(self) -> set[int]:
-        """Samples of this epoch that are done: this rank's, and up to the last commit or ``sync`` all ranks'."""
+        """Dataset indices of the samples of this epoch that have been processed; a new set.
+
+        Those of this rank, and those that other ranks had recorded at the last commit or ``sync``.
+        """
         return set(self._processed)
 
     @property
     def processed_num(self) -> int:
-        """Number of samples of this epoch that are done."""
+        """Number of samples of this epoch that have been processed: the size of ``processed_indices``."""
         return len(self._processed)
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch with no sample done. The epoch that is under way continues: nothing changes."""
+        """Begin epoch ``epoch``, of which no sample has been processed; call it on every rank at the start of an epoch.
+
+        Does nothing if this epoch is under way already, so that a restored epoch continues.
+        """
         if epoch == self.epoch:
             return
         self.epoch = epoch
@@ -54,30 +60,51 @@ class ElasticSampler(Sampler[int]):
         self.reset()
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
-        """Record batch ``batch_idx`` of this rank, counted since the last reset or ``set_epoch``, as done."""
+        """Record the samples of a batch of this rank as processed.
+
+        Args:
+            batch_idx: number of the batch on this rank, from 0 since the last reset or ``set_epoch``.
+            batch_size: samples of a batch; equal in all calls.
+        """
         self.record_indices(self.get_indices(batch_idx, batch_size))
 
     def record_indices(self, indices: Iterable[int]) -> None:
-        """Record samples as done."""
+        """Record samples as processed, on this rank; other ranks learn of them at the next commit or ``sync``.
+
+        Args:
+            indices: indices into the dataset.
+        """
         new = [int(index) for index in indices]
         self._unshared += new
         self._processed.update(dict.fromkeys(new))
 
     def unshared(self) -> list[int]:
-        """Return what was recorded since the ranks' records were last put together."""
+        """Return the dataset indices that this rank has recorded since the last exchange of records between ranks."""
         return self._unshared
 
     def share(self, indices: Iterable[int]) -> None:
-        """Take over the records of all ranks."""
+        """Add the records of all ranks to this rank's, after an exchange; ``unshared`` is empty from then on.
+
+        Args:
+            indices: dataset indices that any rank has processed.
+        """
         self._processed.update(dict.fromkeys(indices))
         self._unshared = []
 
     def get_indices(self, batch_idx: int, batch_size: int) -> list[int]:
-        """Return the samples of a batch of this rank."""
+        """Return the dataset indices of a batch of this rank.
+
+        Args:
+            batch_idx: number of the batch on this rank, from 0 since the last reset or ``set_epoch``.
+            batch_size: samples of a batch; the last batch may be smaller.
+        """
         return self.indices[batch_idx * batch_size : (batch_idx + 1) * batch_size]
 
     def reset(self) -> None:
-        """Part the samples that are not done over the present ranks."""
+        """Divide the samples of this epoch that have not been processed evenly over the present ranks.
+
+        Local, but all ranks must have the same records of processed samples. Numbers of batches count from 0 again.
+        """
         self.num_replicas, self.rank = size(), rank()
         if self.shuffle:
             generator = torch.Generator().manual_seed(self.seed + self.epoch)
@@ -91,11 +118,17 @@ class ElasticSampler(Sampler[int]):
         self.indices = list(padded)[self.rank :: self.num_replicas]
 
     def snapshot(self) -> tuple[int, dict[int, None]]:
-        """Return the epoch and what is done, as a copy."""
+        """Return a copy of (epoch, processed samples) for ``return_to``.
+
+        The dict has the dataset indices as keys, in the order in which they were recorded, and None as values.
+        """
         return self.epoch, self._processed.copy()
 
     def return_to(self, snapshot: tuple[int, dict[int, None]]) -> None:
-        """Set what is done to a snapshot; the partition stays, unless the epoch differs, until ``reset``."""
+        """Set the epoch and the processed samples back to ``snapshot``, a result of the method ``snapshot``.
+
+        The division of the samples over the ranks stays until ``reset``, unless the epoch differs.
+        """
         epoch, processed = snapshot
         changed, self.epoch, self._processed = epoch != self.epoch, epoch, processed.copy()
         self._unshared = []
@@ -103,11 +136,18 @@ class ElasticSampler(Sampler[int]):
             self.reset()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the epoch and the samples that are done."""
+        """Return the epoch and the processed samples, for ``load_state_dict``.
+
+        Keys: ``epoch``, ``processed_num`` (number of samples) and ``processed_indices`` (list of dataset indices).
+        """
         return {"epoch": self.epoch, "processed_num": self.processed_num, "processed_indices": list(self._processed)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over ``state_dict`` and part the rest anew.
+        """Set the epoch and the processed samples, and divide the remaining samples anew over the ranks.
+
+        Args:
+            state_dict: dict with ``epoch`` and ``processed_indices``, as the method ``state_dict`` returns it; equal on
+                all ranks.
 
         Raises:
             ValueError: the state has no ``processed_indices``.

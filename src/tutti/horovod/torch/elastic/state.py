@@ -26,10 +26,10 @@ class Stateful(Protocol):
     """An object with a state of plain values, such as a learning-rate scheduler or a ``GradScaler``."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the object's state."""
+        """Return the object's state as a dict of plain values and tensors, as PyTorch's ``state_dict`` methods do."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
-        """Restore the object's state."""
+        """Restore the state that ``state_dict`` returned, on this or another rank."""
 
 
 class StateHandler:
@@ -43,31 +43,31 @@ class StateHandler:
         self.set_value(value)
 
     def set_value(self, value: Any) -> None:
-        """Handle another object from now on, and save it."""
+        """Save and synchronise the object ``value`` from now on instead of the former one, and save its state."""
         self.value = value
         self.save()
 
     def save(self) -> None:
-        """Copy the state."""
+        """Keep a deep copy of the object's ``state_dict`` in memory, on this rank."""
         self._saved: Any = copy.deepcopy(self.value.state_dict())
 
     def restore(self) -> None:
-        """Load the copy."""
+        """Load the copy of the last ``save`` into the object, on this rank."""
         self.value.load_state_dict(copy.deepcopy(self._saved))
 
     def sync(self) -> None:
-        """Load rank 0's state. Collective over all ranks."""
+        """Load rank 0's ``state_dict`` into the object on every rank. Collective over all ranks; blocks."""
         self.value.load_state_dict(broadcast_object(self.value.state_dict()))
 
     def skip_sync(self) -> None:
-        """Bring together what ranks hold apart."""
+        """Exchange only what differs between ranks, after hosts were merely removed. Does nothing by default."""
 
 
 class ModelStateHandler(StateHandler):
     """Handles a model."""
 
     def sync(self) -> None:
-        """Broadcast parameters and buffers from rank 0. Collective over all ranks."""
+        """Broadcast the model's parameters and buffers in place from rank 0. Collective over all ranks; blocks."""
         broadcast_parameters(self.value.state_dict(), root_rank=0)
 
 
@@ -75,12 +75,15 @@ class OptimizerStateHandler(StateHandler):
     """Handles an optimizer. Gradients are no part of the state: ``restore`` clears them."""
 
     def restore(self) -> None:
-        """Load the copy; drop reductions under way and gradients of the step that failed."""
+        """Load the copy of the last ``save`` into the optimizer, and clear the gradients of the step that failed.
+
+        Reductions of gradients that are under way are dropped.
+        """
         super().restore()
         self.value.zero_grad()
 
     def sync(self) -> None:
-        """Broadcast state and options from rank 0. Collective over all ranks."""
+        """Broadcast the optimizer's state and options from rank 0. Collective over all ranks; blocks."""
         broadcast_optimizer_state(self.value, root_rank=0)
 
 
@@ -90,25 +93,32 @@ class SamplerStateHandler(StateHandler):
     _restored = False
 
     def save(self) -> None:
-        """Copy which samples are done."""
+        """Keep a copy of the epoch and of the processed samples in memory, on this rank."""
         self._saved, self._whole = self.value.snapshot(), not self.value.unshared()
         self._restored = False
 
     def restore(self) -> None:
-        """Return to the copy; ``sync`` parts the rest anew."""
+        """Set the sampler's epoch and processed samples back to the last ``save``, on this rank.
+
+        The remaining samples are divided anew over the ranks at the next ``sync``.
+        """
         self.value.return_to(self._saved)
         self._restored = True
 
     def gather(self) -> None:
-        """Put together what ranks have done, so that a lost rank's record is known. Collective over all ranks."""
+        """Exchange the ranks' records of processed samples, so that each rank has all of them.
+
+        A rank that is lost later then takes no record with it. Collective over all ranks; blocks.
+        """
         sampler: ElasticSampler = self.value
         found = allgather_object([sampler.epoch, sampler.unshared()])
         sampler.share(itertools.chain.from_iterable(done for epoch, done in found if epoch == sampler.epoch))
 
     def sync(self) -> None:
-        """Put together what ranks have done in rank 0's epoch, and part the rest. Collective over all ranks.
+        """Merge the ranks' records of processed samples in rank 0's epoch, and divide the rest anew over the ranks.
 
-        After ``restore`` rank 0's copy counts alone, as its model does: it has the records of all ranks at that commit.
+        Collective over all ranks; blocks. After ``restore`` only rank 0's copy counts, which has the records of all
+        ranks at the last commit.
         """
         sampler: ElasticSampler = self.value
         found = allgather_object([sampler.epoch, self._restored and self._whole])
@@ -128,7 +138,10 @@ class SamplerStateHandler(StateHandler):
 
 
 def get_handler(value: Any) -> StateHandler | None:
-    """Return the handler of a value; None for a plain attribute."""
+    """Return an object that saves and synchronises ``value``, by its type; None for a plain attribute.
+
+    Handlers exist for modules, optimizers, `ElasticSampler`, and objects with ``state_dict`` and ``load_state_dict``.
+    """
     if isinstance(value, nn.Module):
         return ModelStateHandler(value)
     if isinstance(value, torch.optim.Optimizer):
@@ -170,19 +183,22 @@ class TorchState(ObjectState):
         super().__setattr__(name, value)
 
     def save(self) -> None:
-        """Copy everything."""
+        """Keep a copy of all models, optimizers, samplers, other objects and attributes in memory, on this rank."""
         for handler in self._handlers.values():
             handler.save()
         super().save()
 
     def restore(self) -> None:
-        """Return everything to the last copy."""
+        """Set all models, optimizers, samplers, objects and attributes back to the last ``save``, on this rank."""
         for handler in self._handlers.values():
             handler.restore()
         super().restore()
 
     def sync(self) -> None:
-        """Give all ranks rank 0's state, and samplers the records of all ranks; copy it. Collective over all ranks."""
+        """Give all ranks the state of rank 0, and samplers the records of all ranks; then save it.
+
+        Collective over all ranks; blocks.
+        """
         # The copies are made at the end: a collective that fails here leaves those of the last commit.
         for handler in self._handlers.values():
             handler.sync()
@@ -191,15 +207,21 @@ class TorchState(ObjectState):
             handler.save()
 
     def skip_sync(self) -> None:
-        """Put the samplers' records together. Collective over all ranks."""
+        """Merge the ranks' records of processed samples, after hosts were merely removed; other state is equal already.
+
+        Collective over all ranks; blocks.
+        """
         for handler in self._handlers.values():
             handler.skip_sync()
 
     def commit(self) -> None:
-        """Save on all ranks, or on none. Collective over all ranks.
+        """Save the whole state in memory on all ranks, or on none, then check for changed hosts.
+
+        A failed collective later brings the ranks back to this state. Collective over all ranks; blocks.
 
         Raises:
             ValueError: between a backward and its ``optimizer.step``, whose gradients are no part of the state.
+            HostsUpdatedInterrupt: hosts have changed; on all ranks.
         """
         self._check_between_steps()
         self._gather()
@@ -209,9 +231,12 @@ class TorchState(ObjectState):
         super().check_host_updates()
 
     def check_host_updates(self) -> None:
-        """Raise HostsUpdatedInterrupt on all ranks if rank 0 was told of new hosts. Collective over all ranks.
+        """Raise HostsUpdatedInterrupt on all ranks if rank 0 has heard of changed hosts since the last check.
+
+        Exchanges the samplers' records of processed samples before. Collective over all ranks; blocks.
 
         Raises:
+            HostsUpdatedInterrupt: hosts have changed; on all ranks.
             ValueError: between a backward and its ``optimizer.step``.
         """
         self._check_between_steps()
