@@ -10,7 +10,9 @@ _RANK = "PMI_RANK"
 
 
 def job_of(environ: Mapping[str, str]) -> str | None:
-    """Return the process id of the launcher's proxy on this node; None without psutil or without access to it.
+    """Return the process id of the process that started all ranks of this node, as text, to identify the job.
+
+    None without psutil, or if the processes may not be inspected.
 
     Hydra starts all ranks of a node from one proxy. Scripts between the proxy and a rank have the rank's variables
     (``PMI_RANK``) in their environment; the proxy does not.

@@ -65,7 +65,14 @@ _NODES: Mapping[Source, str] = {"flux": _FLUX_NODES}
 
 
 def launch_time(environ: Mapping[str, str]) -> float | None:
-    """Return the Unix time at which the command of this rank was started; None if it is unknown."""
+    """Return the time at which the user started the command of this rank; None if it is unknown.
+
+    Args:
+        environ: environment variables; the launcher has set ``TUTTI_LAUNCHED``.
+
+    Returns:
+        Seconds since the epoch.
+    """
     try:
         return float(environ[LAUNCHED])
     except (KeyError, ValueError):
@@ -98,7 +105,13 @@ class Identity:
 
 
 def read_identity(environ: Mapping[str, str]) -> Identity:
-    """Return this process's identity. Raises UsageError for a malformed, missing or inconsistent variable, by name.
+    """Read rank, size and node of this process from the variables of its launcher.
+
+    Args:
+        environ: environment variables. Without those of a launcher the process is the only one of its job.
+
+    Raises:
+        UsageError: a variable is malformed, missing or inconsistent; the error names it.
 
     >>> read_identity({})
     Identity(rank=0, size=1, local_rank=0, local_size=1, cross_rank=0, cross_size=1, source='single', attempt=0)
@@ -117,7 +130,7 @@ def read_identity(environ: Mapping[str, str]) -> Identity:
 
 
 def identity_of_group(rank: int, size: int, environ: Mapping[str, str]) -> Identity:
-    """Return the identity within a process group that the user made.
+    """Return rank, size and node of this process in a process group that the user's script has made itself.
 
     If the environment has the same rank and size, its identity holds; otherwise, as after
     ``torch.multiprocessing.spawn``, all ranks are assumed to be on this node (a guess).
@@ -143,19 +156,31 @@ def identity_of_group(rank: int, size: int, environ: Mapping[str, str]) -> Ident
 def joined(environ: Mapping[str, str]) -> bool:
     """Return whether this process is already a rank of a launched job, so that tutti must not launch ranks.
 
-    A scheduler's job of one task counts as an interactive shell (``srun --pty bash``). Raises as ``read_identity``.
+    A scheduler's job of one task counts as an interactive shell (``srun --pty bash``).
+
+    Args:
+        environ: environment variables.
+
+    Raises:
+        UsageError: a variable is malformed, missing or inconsistent; the error names it.
     """
     identity = read_identity(environ)
     return identity.source != "single" and not (identity.source in _SHELLS and identity.size == 1)
 
 
 def rendezvous(environ: Mapping[str, str], identity: Identity) -> tuple[str, int]:
-    """Return address and port of the TCP store for the rendezvous; rank 0 hosts it.
+    """Return host address and TCP port of the job's key-value store, which rank 0 hosts and all ranks connect to.
 
     ``MASTER_ADDR`` and ``MASTER_PORT`` take precedence. Without them the address is the loopback address for a
     job on one node, or the first node of a Slurm step, and the port is derived from the job's id; for Hydra, which has
-    no job id, from the process id of its proxy. A single process gets port 0: any free port. Raises
-    UsageError if neither the variables nor the launcher give an address and a port.
+    no job id, from the process id of its proxy. A single process gets port 0: any free port.
+
+    Args:
+        environ: environment variables.
+        identity: this process's identity, from ``read_identity``.
+
+    Raises:
+        UsageError: neither the variables nor the launcher give an address and a port.
     """
     derived = _derived(environ, identity)
     address = environ.get("MASTER_ADDR") or (derived[0] if derived else None)
@@ -172,7 +197,10 @@ def rendezvous(environ: Mapping[str, str], identity: Identity) -> tuple[str, int
 
 
 def first_host(nodelist: str) -> str:
-    """Return the first node of a Slurm node list. Raises UsageError if it cannot be parsed.
+    """Return the name of the first node in a Slurm node list, such as ``node[01-03,7],gpu9``.
+
+    Raises:
+        UsageError: the list cannot be parsed.
 
     >>> first_host("node[01-03,7],gpu9")
     'node01'
@@ -283,7 +311,17 @@ def _slurm_local_size(environ: Mapping[str, str], values: Mapping[str, int]) -> 
 
 
 def tasks_per_node(text: str, name: str) -> list[int]:
-    """Parse Slurm's number of tasks on each node. Raises UsageError with the variable's name.
+    """Parse Slurm's number of tasks on each node: ``2(x3),1`` means three nodes with 2 tasks and one with 1.
+
+    Args:
+        text: value of the variable.
+        name: name of the variable, for the error message.
+
+    Returns:
+        Number of tasks of each node, in the order of the node list.
+
+    Raises:
+        UsageError: the text is malformed.
 
     >>> tasks_per_node("2(x3),1", "SLURM_TASKS_PER_NODE")
     [2, 2, 2, 1]

@@ -41,11 +41,14 @@ class OneHost(RendezvousHandler):
         self._run_id = uuid.uuid4().hex
 
     def get_backend(self) -> str:
-        """Return the name of this rendezvous backend."""
+        """Return ``tutti``, the name of this rendezvous backend, as PyTorch's elastic agent asks for it."""
         return "tutti"
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Return a rendezvous of this node alone, at a free port of the loopback interface."""
+        """Return at once the result of a rendezvous of this node alone: rank 0 of 1.
+
+        The address for the ranks' own store is a free port of the loopback interface, another one at each call.
+        """
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -63,7 +66,7 @@ class OneHost(RendezvousHandler):
         return 0
 
     def get_run_id(self) -> str:
-        """Return the id of the run."""
+        """Return a random id of this run, the same at every call."""
         return self._run_id
 
     def shutdown(self) -> bool:
@@ -79,14 +82,21 @@ class Logs(LogsSpecs):
         self._directory, self._shown = directory, shown
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Return where each rank's standard output and error go: rank 0's to the terminal, the others' to log files."""
+        """Tell the elastic agent where the ranks' output goes: nowhere new, because ranks redirect their own output.
+
+        Args:
+            envs: environment of each local rank; only the keys, the ranks, are used.
+
+        Returns:
+            Destinations with the log files of ranks above 0 to follow on the terminal, if all ranks are shown.
+        """
         nowhere = dict.fromkeys(envs, "")
         shown = {rank: str(failure.log_path(self._directory, rank)) for rank in envs if rank > 0 and self._shown}
         return LogsDest(nowhere, dict(nowhere), shown, {}, dict.fromkeys(envs, os.devnull))
 
     @property
     def root_log_dir(self) -> str:
-        """Folder of the log files."""
+        """Directory of the ranks' log files."""
         return str(self._directory)
 
 
@@ -135,11 +145,18 @@ class Agent:
         _silence()
 
     def run(self) -> None:
-        """Start the ranks and return when they have ended for good. Raises SignalException for a signal."""
+        """Start the ranks and block until they have ended for good, all restarts included.
+
+        Raises:
+            SignalException: this process got a signal that asks the run to stop; the ranks were ended before.
+        """
         self._elastic.run()
 
     def failures(self) -> list[Failure]:
-        """Return the failure of each rank that ended by itself, from its record or from its exit code."""
+        """Return the failures of the ranks of the last attempt that ended by themselves with an exit code other than 0.
+
+        Read from a rank's failure record if there is one, else derived from its exit code. Lost ranks are left out.
+        """
         ended = self.deaths.items()
         return [self._failure(rank) for rank, (code, _) in ended if code != 0 and rank not in self.lost]
 
@@ -147,11 +164,11 @@ class Agent:
         return failure.read_failure(self._job.notes, rank) or failure.from_death(rank, *self.deaths[rank])
 
     def exit_codes(self) -> set[int]:
-        """Return the exit codes of all ranks that have ended."""
+        """Return the distinct exit codes of all ranks that have ended; negative: killed by a signal."""
         return {worker.exitcode for worker in self._workers if worker.exitcode is not None}
 
     def kill(self) -> None:
-        """Kill every rank and its child processes at once."""
+        """Kill every rank and its child processes by SIGKILL, and wait until they are gone."""
         self._end(None, 0)
 
     def _start(self, fork: Callable[[], dict[int, Any]]) -> dict[int, Any]:
@@ -257,7 +274,13 @@ def _silence() -> None:
 
 
 def run_agent(agent: Agent) -> signal.Signals | None:
-    """Run the agent and return the signal that ended it, if any. A second signal kills all ranks at once."""
+    """Run ``agent`` until its ranks have ended for good, and make sure that none is left.
+
+    A signal is passed on to the ranks; a second signal kills them at once. Signals are ignored from the end on.
+
+    Returns:
+        The first signal that asked the run to stop; None if it ended by itself.
+    """
     try:
         agent.run()
     except SignalException as stopped:

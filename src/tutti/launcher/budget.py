@@ -23,7 +23,7 @@ class Restart:
     saved: int
 
     def describe(self) -> str:
-        """Return the message for the user."""
+        """Return the message for the user about this restart: restarts left, pause, and the step to resume from."""
         more = [f"in {self.pause:g} s"] * bool(self.pause) + [f"from step {self.saved}"] * bool(self.saved)
         return f"restarting, {self.left} restarts left" + (f" ({', '.join(more)})" if more else "")
 
@@ -48,11 +48,14 @@ class Budget:
 
     @property
     def left(self) -> int:
-        """Restarts left, without progress."""
+        """Number of restarts that are still allowed if no further progress is saved."""
         return max(0, self._restarts - self._failures)
 
     def spend(self) -> Restart | None:
-        """Count a failure and return the restart that follows; None if the budget is exhausted."""
+        """Count a failure of the run, and return the restart to make after it; None if no restart is left.
+
+        Progress saved since the last failure refills the budget first. Does not wait: the caller sleeps for ``pause``.
+        """
         saved = self._progress()
         if saved > self._saved:
             self._saved, self._failures = saved, 0
@@ -63,7 +66,7 @@ class Budget:
         return Restart(pause, self.left, self._saved)
 
     def describe(self) -> str:
-        """Return why there is no further restart; an empty string if none was allowed."""
+        """Return the message that tells the user why the run is not restarted; empty if restarts were never allowed."""
         if not self._restarts:
             return ""
         since = f"since step {self._saved} was saved" if self._saved else "before anything was saved"

@@ -55,17 +55,27 @@ class Job:
 
     @property
     def notes(self) -> tuple[Path, Path]:
-        """Directories for failure records: the logs', and the store's, usually on another disk, if that is full."""
+        """Directories for failure records, to be tried in order: that of the logs, then that of the store.
+
+        The second is usually on another disk, for the case that the first disk is full.
+        """
         return self.logs, self.store
 
 
 def register_last(function: Callable[[], object]) -> None:
-    """Register ``function`` to be called after all exit handlers in a rank that ends without an error."""
+    """Register a function to be called at the end of this rank, after all ``atexit`` handlers.
+
+    Not called in a rank that ends with an error.
+    """
     _last.append(function)
 
 
 def child_main(job: Job) -> NoReturn:
-    """Run the job's entry in this forked process and exit with the matching exit code; never returns."""
+    """Run ``job.entry`` as a rank in this forked process, and exit the process; never returns.
+
+    Redirects output to the log, starts the watchdog, and records an exception as the rank's failure. The exit code
+    follows the exception, as ``failure_exit_code`` has it. The rank is read from the environment variable ``RANK``.
+    """
     rank = int(os.environ["RANK"])
     try:
         _prepare(job, rank)
@@ -159,7 +169,7 @@ def _leave(code: int) -> NoReturn:
 
 
 def let_go() -> None:
-    """Sleep, so that Gloo's threads get the GIL, which they need to free the tensors of their last messages.
+    """Sleep a moment with the GIL released, so that Gloo's threads can free the tensors of their last messages.
 
     They free them after the work is reported as complete. A program that exits earlier is aborted, and one that frees
     a process group meanwhile deadlocks, holding the GIL, on these threads (pytorch/pytorch#75097).

@@ -17,7 +17,10 @@ _PORT = 29500
 
 
 def devices_per_node(devices: int, nodes: int) -> int:
-    """Return the devices of each node. Raises UsageError if the nodes cannot have equally many.
+    """Return the number of devices on each node, ``devices / nodes``.
+
+    Raises:
+        UsageError: ``nodes`` does not divide ``devices``.
 
     >>> devices_per_node(8, 2)
     4
@@ -31,13 +34,15 @@ def devices_per_node(devices: int, nodes: int) -> int:
 
 
 def train_job(config: KubeflowConfig, name: str, devices: int, words: Sequence[str]) -> str:
-    """Return a TrainJob of Kubeflow Trainer as YAML. Its runtime sets ``PET_*``, from which the command reads its node.
+    """Return the manifest of a TrainJob of Kubeflow Trainer, as YAML text, which starts the command on each node.
+
+    The job's runtime sets the variables ``PET_*``, from which the command reads its node's number.
 
     Args:
         config: options of the cluster.
         name: name of the job; characters that Kubernetes does not allow become dashes.
         devices: devices of all nodes.
-        words: the command, behind ``tutti``.
+        words: the command line, without the leading ``tutti``.
 
     Raises:
         UsageError: the nodes cannot have equally many devices.
@@ -67,13 +72,13 @@ def train_job(config: KubeflowConfig, name: str, devices: int, words: Sequence[s
 
 
 def sky_task(config: SkyPilotConfig, name: str, devices: int, words: Sequence[str]) -> str:
-    """Return a task of SkyPilot as YAML, which uploads the working directory.
+    """Return a task of SkyPilot, as YAML text, which uploads the working directory and starts the command on each node.
 
     Args:
         config: options of the cluster.
         name: name of the task; characters that SkyPilot does not allow become dashes.
         devices: devices of all nodes.
-        words: the command, behind ``tutti``.
+        words: the command line, without the leading ``tutti``.
 
     Raises:
         UsageError: the nodes cannot have equally many devices.

@@ -146,7 +146,7 @@ def _meet(identity: Identity, device: torch.device, limit: timedelta) -> dist.St
 
 
 def leave(code: int) -> None:
-    """End this process at once with exit code ``code`` if the world has several ranks and ``init`` made it.
+    """End this process at once by ``os._exit(code)``, if ``init`` made a process group of several ranks; else return.
 
     A regular interpreter exit would hang: it joins the process groups' threads, which wait for peers that may be gone.
     """
@@ -158,10 +158,15 @@ def leave(code: int) -> None:
 
 
 def connect_limit(limit: timedelta, device: torch.device) -> timedelta:
-    """Return how long a process group may take to connect, where its collectives may take ``limit``.
+    """Return how long the ranks of a new process group may take to connect to each other.
 
-    Ranks of an elastic job on CPUs, all of which have arrived, give up early: native code does not notice that a rank
-    has died meanwhile, and the ranks form the next generation.
+    This is ``limit``, except in an elastic job on CPUs, which gives up earlier.
+
+    There native code does not notice that a rank has died meanwhile, and the surviving ranks form a new group.
+
+    Args:
+        limit: time that a collective of the group may take.
+        device: device of this rank's tensors.
     """
     return min(limit, _CONNECT) if current_membership() is not None and device.type == "cpu" else limit
 
@@ -180,7 +185,10 @@ class _End:
 
 
 def shutdown() -> None:
-    """Leave the job; destroy the process group if ``init`` made it. A second call does nothing."""
+    """Leave the job: call the functions of ``before_shutdown``, and destroy the process group if ``init`` made it.
+
+    Waits for no other rank. A second call does nothing; ``init`` may be called again.
+    """
     global _world
     for function in _before_shutdown:
         function()
@@ -192,7 +200,10 @@ def shutdown() -> None:
 
 
 def abandon_world() -> None:
-    """Leave a job some of whose ranks may be gone, to join another with ``init``: nothing waits for other ranks."""
+    """Drop the process groups of a job some of whose ranks may be gone, so that ``init`` can join another job.
+
+    Waits for no other rank, and destroys nothing that would.
+    """
     global _world
     leaving, _world = _world, None
     # Without a world, ``init`` may have failed half-way.
@@ -201,17 +212,24 @@ def abandon_world() -> None:
 
 
 def before_shutdown(function: Callable[[], object]) -> None:
-    """Register ``function`` to be called at the beginning of every ``shutdown``, while the process group exists."""
+    """Register a function without arguments, to be called first in every ``shutdown`` of this process.
+
+    The process group still exists then.
+    """
     _before_shutdown.append(function)
 
 
 def is_initialized() -> bool:
-    """Whether this process is between ``init`` and ``shutdown``."""
+    """Return whether this process has called ``init`` and not ``shutdown`` since."""
     return _world is not None
 
 
 def current() -> World:
-    """Return the world that ``init`` made. Raises UsageError before ``init``."""
+    """Return the job that ``init`` joined: rank and size, store, device and timeout.
+
+    Raises:
+        UsageError: before ``init``.
+    """
     if _world is None:
         raise UsageError("tutti has not been initialised", remedy="call tutti.init() first")
     return _world

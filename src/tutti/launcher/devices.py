@@ -13,10 +13,14 @@ _PATIENCE = 120.0
 
 
 def count_accelerators(choice: str, environ: Mapping[str, str]) -> int:
-    """Count the devices that a process with ``--device choice`` can use; 0 for ``cpu``.
+    """Return the number of accelerators that a process with ``--device choice`` may use; 0 for ``cpu``.
 
     Torch is asked in a process of its own, and only where the driver's files cannot tell: this process answers usage
     errors without torch, and must not touch a driver before it forks.
+
+    Args:
+        choice: value of ``--device``: ``auto``, ``cpu`` or an accelerator's type.
+        environ: environment variables, some of which limit the visible devices.
     """
     if choice == "cpu":
         return 0

@@ -38,11 +38,18 @@ class Dumps:
 
     @property
     def descriptors(self) -> tuple[int, int]:
-        """File descriptors that the watchdog must keep open."""
+        """File descriptors (stacks, requests) that the forked watchdog must not close."""
         return self._stacks, self._ask
 
     def answer(self, record: Callable[[], bytes], target: Callable[[], Path | None]) -> None:
-        """In the rank: start a thread that writes ``record()`` to ``target()`` when the watchdog requests it."""
+        """Start a thread in the rank that writes its recorded collectives to a file once the watchdog requests them.
+
+        Called in the rank, after the watchdog was forked.
+
+        Args:
+            record: returns the recording, as the bytes of the file.
+            target: returns the path to write; None: write nothing.
+        """
         os.close(self._ask)
         threading.Thread(target=self._answer, args=(record, target), name="tutti-flight", daemon=True).start()
 
@@ -54,7 +61,14 @@ class Dumps:
                 temporary.replace(path)
 
     def stacks(self, pid: int) -> str:
-        """In the watchdog: return the stacks of all threads of ``pid``; a stopped process is continued for it."""
+        """Make the rank dump the stacks of all its threads, and return them as text. Called in the watchdog.
+
+        Waits up to five seconds; the text is incomplete or empty if the rank handles no signal. A rank that was stopped
+        by a signal is continued.
+
+        Args:
+            pid: process id of the rank.
+        """
         start = os.fstat(self._stacks).st_size
         os.kill(pid, _SIGNAL)
         if is_stopped(pid):
@@ -69,7 +83,10 @@ class Dumps:
         return text
 
     def flight(self, path: Path) -> bool:
-        """In the watchdog: request the flight recording at ``path``; return whether the rank wrote it."""
+        """Make the rank write its recorded collectives to ``path``, and return whether it did. Called in the watchdog.
+
+        Waits up to five seconds; False if the rank never releases the GIL.
+        """
         path.unlink(missing_ok=True)
         os.write(self._ask, b"?")
         for _ in range(int(_PATIENCE / _LOOK)):
@@ -80,7 +97,7 @@ class Dumps:
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a signal has stopped the process, with all its threads; False where that is unknown."""
+    """Return whether a signal such as SIGSTOP has stopped the process ``pid``; False where this is unknown."""
     try:
         state = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0]
     except (OSError, IndexError):
@@ -89,7 +106,13 @@ def is_stopped(pid: int) -> bool:
 
 
 def lines_of(stacks: str, thread: int) -> list[str]:
-    """Return the frames of one thread, innermost first; of the main thread, the last one, if it is missing."""
+    """Return the frames of one thread from a dump of ``faulthandler``, innermost first.
+
+    Args:
+        stacks: text of the dump, with all threads.
+        thread: identifier of the thread, as ``threading.get_ident`` returns it; if the dump does not have it, the
+            frames of the last thread, the main thread, are returned.
+    """
     threads: dict[int, list[str]] = {}
     frames: list[str] = []
     for line in stacks.splitlines():
@@ -101,7 +124,13 @@ def lines_of(stacks: str, thread: int) -> list[str]:
 
 
 def place_of(frames: list[str]) -> str | None:
-    """Return the innermost frame of the user's own code, else the innermost of all, as ``loss (own.py, line 12)``.
+    """Return the innermost frame in the user's own code, else the innermost of all; None without frames.
+
+    The form is ``FUNCTION (FILE, line N)``. Code of tutti, the standard library and installed packages is not the
+    user's.
+
+    Args:
+        frames: lines of one thread in a dump of ``faulthandler``, innermost first.
 
     >>> place_of(['  File "own.py", line 12 in loss', '  File "run.py", line 3 in <module>'])
     'loss (own.py, line 12)'

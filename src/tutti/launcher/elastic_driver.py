@@ -87,7 +87,11 @@ class ElasticDriver:
         self._stopped: signal.Signals | None = None
 
     def run(self) -> int:
-        """Run the job to its end and return its exit code."""
+        """Run the elastic job until it ends and return the run's exit code, as in ``tutti.errors.ExitCode``. Blocks.
+
+        Starts ranks on free slots, forms a new group of ranks whenever ranks come or go, passes signals on, and leaves
+        no process behind. To be called in the main thread.
+        """
         before = {number: signal.signal(number, self._stop) for number in child.SIGNALS}
         try:
             while True:

@@ -34,10 +34,10 @@ codecs.register_error(_HANDLER, _replace)
 
 
 def replace_unencodable(*streams: TextIO) -> None:
-    """Make ``streams`` replace characters that they cannot encode, as in an ASCII locale, by the nearest ASCII text.
+    """Make text streams write the nearest ASCII text for characters that their encoding lacks, as in an ASCII locale.
 
-    They would raise UnicodeEncodeError, or write an escape on standard error. Streams that are not files, or have
-    another error handler by choice (``PYTHONIOENCODING=ascii:replace``), stay as they are.
+    Without this they would raise UnicodeEncodeError, or write an escape on standard error. Streams that are not files,
+    or have another error handler by choice (``PYTHONIOENCODING=ascii:replace``), stay as they are.
     """
     for stream in streams:
         if not isinstance(stream, io.TextIOWrapper):
@@ -47,7 +47,7 @@ def replace_unencodable(*streams: TextIO) -> None:
 
 
 def write_utf8(*streams: TextIO) -> None:
-    """Make ``streams``, which lead into files, write UTF-8 in any locale."""
+    """Switch ``streams`` to UTF-8, whatever the locale; for standard streams that are redirected into log files."""
     for stream in streams:
         if isinstance(stream, io.TextIOWrapper):
             _reconfigure(stream, "utf-8")
@@ -60,7 +60,7 @@ def _reconfigure(stream: io.TextIOWrapper, encoding: str | None = None) -> None:
 
 
 def speaks_unicode(stream: TextIO) -> bool:
-    """Whether a stream's encoding is a Unicode encoding."""
+    """Return whether the encoding of a text stream can encode every character; True if the encoding is unknown."""
     try:
         return codecs.lookup(stream.encoding or "utf-8").name.startswith("utf")
     except (LookupError, AttributeError, TypeError):
@@ -68,12 +68,17 @@ def speaks_unicode(stream: TextIO) -> bool:
 
 
 def json_text(value: Mapping[str, Any], stream: TextIO) -> str:
-    """Return indented JSON for ``stream``; non-ASCII characters are escaped unless its encoding is Unicode."""
+    """Serialise ``value`` as JSON with an indentation of two spaces, in characters that ``stream`` can encode.
+
+    Non-ASCII characters are escaped unless the stream's encoding is a Unicode encoding.
+    """
     return json.dumps(value, indent=2, ensure_ascii=not speaks_unicode(stream))
 
 
 def toml_text(text: str, stream: TextIO) -> str:
-    r"""Return the TOML ``text`` for ``stream``, with non-ASCII characters escaped unless its encoding is Unicode.
+    r"""Return the TOML document ``text`` in characters that ``stream`` can encode.
+
+    Non-ASCII characters are escaped unless the stream's encoding is a Unicode encoding.
 
     >>> toml_text('task = "é.py"', io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
     'task = "\\u00E9.py"'

@@ -43,14 +43,20 @@ class Engine(Protocol):
     """
 
     def slots(self) -> Mapping[str, int]:
-        """Return the free slots of each node; those of running ranks are not free. Raises EngineGone."""
+        """Return the number of free slots by node name; a slot takes one rank, and those of running ranks are not free.
+
+        Raises:
+            EngineGone: the engine does not answer.
+        """
 
     def start(self, size: int, words: Sequence[str], environment: Mapping[str, str]) -> None:
-        """Start ranks 0 to ``size`` - 1; those of one node follow each other.
+        """Start the processes of ranks 0 to ``size`` - 1 on free slots, without waiting for them to end.
+
+        Consecutive ranks fill one node before the next. Earlier ranks must have ended.
 
         Args:
             size: number of ranks.
-            words: command line of every rank, behind the Python interpreter.
+            words: arguments of the Python interpreter, the same for every rank.
             environment: additional variables of every rank; the engine adds rank, size and rendezvous.
 
         Raises:
@@ -59,7 +65,18 @@ class Engine(Protocol):
         """
 
     def poll(self) -> Sequence[EndedRank | None]:
-        """Return the end of each rank, None for one that runs. Raises EngineGone."""
+        """Return, by rank, how each rank's process has ended; None for a rank that still runs.
+
+        Does not wait for an end.
+
+        Raises:
+            EngineGone: the engine does not answer.
+        """
 
     def stop(self, number: int) -> None:
-        """Send a signal to every rank. For SIGKILL, return when the processes have ended and their slots are free."""
+        """Send a signal to every rank that still runs.
+
+        Args:
+            number: number of the signal. For SIGKILL the call blocks until the processes have ended and their slots are
+                free.
+        """

@@ -14,11 +14,11 @@ from tutti.launcher.slurm_engine import SlurmEngine
 
 
 def make_engine(config: EngineConfig, devices: int, logs: Path) -> Engine:
-    """Return an engine.
+    """Make the engine that starts a job's ranks: on this node, over SSH, in a Slurm allocation or on a Ray cluster.
 
     Args:
-        config: its options.
-        devices: slots of this node, for ``local``.
+        config: options of the engine; their type chooses it.
+        devices: number of slots (ranks) of this node; used by the local engine only.
         logs: folder for the output of all ranks but rank 0.
 
     Raises:

@@ -64,22 +64,26 @@ class Failure:
 
 
 def path(directory: Path, rank: int) -> Path:
-    """Return the path of a rank's failure record."""
+    """Return the path of a rank's failure record in ``directory``: ``failure-rankN.json``."""
     return directory / f"failure-rank{rank}.json"
 
 
 def log_path(directory: Path, rank: int) -> Path:
-    """Return the path of a rank's log."""
+    """Return the path of a rank's log in ``directory``: ``rankN.log``."""
     return directory / f"rank{rank}.log"
 
 
 def flight_path(directory: Path, rank: int) -> Path:
-    """Return the path of a stuck rank's flight recording: its last collectives."""
+    """Return the path of a stuck rank's record of its last collectives in ``directory``: ``flight-rankN.json``."""
     return directory / f"flight-rank{rank}.json"
 
 
 def failure_exit_code(exception: BaseException) -> int:
-    """Return the exit code for an exception; a RuntimeError of torch about a lost peer is recognised by its text."""
+    """Return the process exit code for an exception, as in ``tutti.errors.ExitCode``.
+
+    A `TuttiError` has its own, ``SystemExit`` keeps its code; errors of PyTorch about a lost peer, some of them
+    recognised by their text, give ``PEER``, and a full disk ``DISK``.
+    """
     if isinstance(exception, TuttiError):
         return int(exception.exit_code)
     if isinstance(exception, SystemExit):
@@ -101,7 +105,9 @@ def failure_exit_code(exception: BaseException) -> int:
 def record_failure(
     directories: Iterable[Path], rank: int, exception: BaseException, hidden: Collection[str] = ()
 ) -> Failure:
-    """Write a failure record of ``exception``, as ``write_failure`` does, and return it.
+    """Describe the exception that ends a rank, write the description as a JSON record for the launcher, and return it.
+
+    A disk that is full is no error here: the record is then not written.
 
     Args:
         directories: the run's log directory, then others to try if it is full.
@@ -125,7 +131,14 @@ def record_failure(
 
 
 def write_failure(directories: Iterable[Path], failure: Failure) -> None:
-    """Write ``failure-rankN.json`` atomically into the first directory that takes it. Never raises OSError."""
+    """Write a failure as JSON to ``failure-rankN.json``, atomically, in the first directory where this succeeds.
+
+    Never raises OSError; if all directories fail, nothing is written.
+
+    Args:
+        directories: directories to try, in order.
+        failure: the failure; gives the rank N.
+    """
     for directory in directories:
         target = path(directory, failure.rank)
         temporary = target.with_suffix(f".tmp-{os.getpid()}")
@@ -139,7 +152,12 @@ def write_failure(directories: Iterable[Path], failure: Failure) -> None:
 
 
 def read_failure(directories: Iterable[Path], rank: int) -> Failure | None:
-    """Return a rank's failure record; None if it is missing or unreadable."""
+    """Read the failure record of a rank; None if no directory has a readable one.
+
+    Args:
+        directories: directories to look in, in order.
+        rank: the rank.
+    """
     for directory in directories:
         with suppress(OSError, ValueError, TypeError):
             return Failure(**json.loads(path(directory, rank).read_text(encoding="utf-8")))
@@ -147,17 +165,20 @@ def read_failure(directories: Iterable[Path], rank: int) -> Failure | None:
 
 
 def clear(directories: Iterable[Path], ranks: Collection[int]) -> None:
-    """Remove the failure records of an earlier attempt."""
+    """Delete the failure records of ``ranks`` in all ``directories``, before a new attempt.
+
+    Missing records are no error.
+    """
     for directory in directories:
         for rank in ranks:
             path(directory, rank).unlink(missing_ok=True)
 
 
 def from_death(rank: int, code: int, seen: float) -> Failure:
-    """Return the failure of a process that ended without a record.
+    """Describe the end of a rank's process that left no failure record, from its exit code.
 
     Args:
-        rank: its rank.
+        rank: rank of the process.
         code: exit code as ``multiprocessing`` gives it: negative for a signal.
         seen: time at which its end was noticed, in seconds since the epoch.
     """
@@ -174,7 +195,7 @@ def from_death(rank: int, code: int, seen: float) -> Failure:
 
 
 def root_cause(failures: Iterable[Failure]) -> Failure:
-    """Return the failure that caused the others.
+    """Return the one failure, of those of all ranks, that caused the others. ``failures`` must not be empty.
 
     A killed rank comes first, because no error in one rank kills another (except by SIGABRT, which some libraries
     raise when a peer is lost); then the earliest failure that is not about a lost peer; then the earliest.
@@ -189,15 +210,22 @@ def root_cause(failures: Iterable[Failure]) -> Failure:
 
 
 def is_final(cause: Failure) -> bool:
-    """Whether a restart would fail in the same way. A script's own ``sys.exit(8)`` does not count as a disk error."""
+    """Return whether the job would fail again in the same way after a restart, such as by wrong usage or missing data.
+
+    A script's own ``sys.exit(8)`` does not count as a disk error.
+    """
     raised = cause.kind not in ("", SystemExit.__name__, LoaderError.__name__)
     return cause.exit_code in _FINAL or (cause.exit_code in _LASTING and raised)
 
 
 def describe_failure(failure: Failure, log: Path) -> str:
-    """Return the message for the user: rank, error, last lines of its log, path of the log, remedy.
+    """Return the message for the user, of several lines: rank, error, last lines of its log, path of the log, remedy.
 
     A usage error before training is the same on every rank; its message names no rank.
+
+    Args:
+        failure: the failure to describe.
+        log: path of the rank's log.
     """
     if failure.kind == UsageError.__name__ and failure.step is None:
         return f"tutti: {failure.message}"
@@ -223,7 +251,9 @@ def describe_failure(failure: Failure, log: Path) -> str:
 
 
 def tail(log: Path, lines: int = _TAIL) -> list[str]:
-    """Return the last lines of a log; empty if it is missing. Reads at most its last 64 KiB.
+    """Return the last ``lines`` lines of a log, without line ends; empty if the log is missing.
+
+    Reads at most its last 64 KiB.
 
     A crash's stack ends at the user's entry point; frames below it, which only started the rank, are cut off.
     """

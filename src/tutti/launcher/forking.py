@@ -18,9 +18,15 @@ _ATTEMPTS = 5
 
 
 def fork() -> int:
-    """Fork as ``os.fork`` does, but kill and replace a child that does not run within seconds.
+    """Fork this process like ``os.fork``, but kill and replace a child that does not start to run within five seconds.
 
-    Raises OSError if no process can be made, or none of several children runs.
+    Such a child has inherited a lock that another thread held; up to five children are tried.
+
+    Returns:
+        0 in the child; the child's process id in the parent.
+
+    Raises:
+        OSError: no process can be made, or none of the children runs.
     """
     for _ in range(_ATTEMPTS):
         with _Line() as line:

@@ -70,7 +70,17 @@ class Lane(_Block):
     """Heartbeats of one thread of a rank."""
 
     def enter(self, phase: int, step: int | None = None) -> int:
-        """Begin a phase and return the one before, to restore later. Blocks for ever once the watchdog has given up."""
+        """Record that this thread begins a phase of training, which the watchdog limits in time. Counts as a beat.
+
+        Blocks for ever if the watchdog has already decided to kill this rank.
+
+        Args:
+            phase: an integer of `Phase`, such as ``Phase.COMPUTE``.
+            step: the training step; None: unchanged.
+
+        Returns:
+            The former phase, to enter again later.
+        """
         words = self._words
         if words[_GIVEN_UP]:
             _stay()
@@ -85,7 +95,7 @@ class Lane(_Block):
 
     @contextmanager
     def during(self, phase: int) -> Iterator[None]:
-        """Within the block the phase is ``phase``; the previous one is restored after it."""
+        """Context manager: record ``phase``, an integer of `Phase`, for the block, and the former phase after it."""
         before = self.enter(phase)
         try:
             yield
@@ -93,17 +103,24 @@ class Lane(_Block):
             self.enter(before)
 
     def beat(self, text: str | None = None) -> None:
-        """Beat: the phase makes progress. ``text``: the current call."""
+        """Record that the present phase makes progress, which restarts its time limit.
+
+        Args:
+            text: description of the current call, for the watchdog's report; None: unchanged.
+        """
         if text is not None:
             self._write_text(text.encode())
         self._words[_BEATS] += 1
 
     def give_up(self) -> None:
-        """In the watchdog: let the rank begin no further phase, even if the request for its stacks has woken it."""
+        """Make the rank block at its next change of phase. Called in the watchdog, before it kills the rank.
+
+        A rank that the request for its stacks has woken then does not train on while it is being reported as failed.
+        """
         self._words[_GIVEN_UP] = 1
 
     def seen(self) -> Seen:
-        """Return the lane's current state."""
+        """Return phase, step, number of beats, thread and current call as they are now. Called in the watchdog."""
         words = self._words
         text = self._read_text().decode(errors="replace")
         return Seen(words[_PHASE], words[_STEP], words[_BEATS], words[_THREAD], text)
@@ -113,27 +130,27 @@ class ProcessHeartbeat(_Block):
     """Facts about the whole rank that its watchdog needs."""
 
     def set_timeout(self, seconds: float) -> None:
-        """Set the timeout in seconds after which ranks stop waiting for each other."""
+        """Tell the watchdog after how many seconds ranks stop waiting for each other."""
         self._words[_TIMEOUT] = int(seconds * 1000)
 
     def timeout(self) -> float | None:
-        """Return the timeout in seconds; None before it is set."""
+        """Return the seconds after which ranks stop waiting for each other; None before ``set_timeout``."""
         return self._words[_TIMEOUT] / 1000 or None
 
     def set_recorder(self) -> None:
-        """Declare that the rank can dump its last collectives."""
+        """Tell the watchdog that this rank can write its last collectives to a file on request (``Dumps.answer``)."""
         self._words[_RECORDER] = 1
 
     def has_recorder(self) -> bool:
-        """Whether the rank can dump its last collectives."""
+        """Return whether the rank can write its last collectives to a file on request."""
         return bool(self._words[_RECORDER])
 
     def report_to(self, directory: Path) -> None:
-        """Set the directory of logs and dumps."""
+        """Tell the watchdog in which directory the rank's log and failure record lie."""
         self._write_text(os.fsencode(directory))
 
     def directory(self) -> Path | None:
-        """Return the directory of logs and dumps; None before it is set."""
+        """Return the directory of the rank's log and failure record; None before ``report_to``."""
         return Path(os.fsdecode(raw)) if (raw := self._read_text()) else None
 
 
@@ -152,6 +169,10 @@ saving = Lane()
 
 
 def beat_into(memory: memoryview) -> None:
-    """Keep this process's heartbeats in ``memory`` (``SIZE`` bytes) from now on, the present ones included."""
+    """Move this process's heartbeats into ``memory``, which it shares with its watchdog, and write there from now on.
+
+    Args:
+        memory: writable, of ``SIZE`` bytes.
+    """
     for number, block in enumerate((process, training, saving)):
         block.place(memory[number * _BLOCK : (number + 1) * _BLOCK])

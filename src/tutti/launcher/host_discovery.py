@@ -14,17 +14,25 @@ _EVERY, _LIMIT = 0.5, 60.0
 
 
 def parse_slots(text: str, default: int | None) -> dict[str, int]:
-    """Return the slots of each host from lines ``HOST:SLOTS`` or ``HOST``.
+    """Parse the output of a host discovery script: lines ``HOST:SLOTS`` or ``HOST``; a slot takes one rank.
 
-    Args:
-        text: output of a discovery script.
-        default: slots of a line without a number; None: such lines are refused.
+        Blank lines are skipped; lines with the same host add up.
 
-    Raises:
-        UsageError: a line is malformed, or names another machine than this one.
+        Args:
+            text: output of a discovery script.
+            default: slots of a line without a number; None: such lines are refused.
 
-    >>> parse_slots("localhost:2\\n127.0.0.1\\n", 4)
-    {'localhost': 2, '127.0.0.1': 4}
+    Returns:
+        Host → number of slots.
+
+        Raises:
+            UsageError: a line is malformed, or names another machine than this one.
+
+        >>> parse_slots("localhost:2
+    127.0.0.1
+    ", 4)
+        {'localhost': 2, '127.0.0.1': 4}
+
     """
     found: dict[str, int] = {}
     for line in filter(None, map(str.strip, text.splitlines())):
@@ -74,7 +82,14 @@ class SlotTable:
         self._warned = False
 
     def poll(self, now: float) -> None:
-        """Start the script, or read its output, without waiting for it."""
+        """Start the host discovery script if it is due, or read its output if it has ended. Does not block.
+
+        To be called often. A failed call of the script leaves the hosts as they were; a call that lasts longer than a
+        minute is killed.
+
+        Args:
+            now: seconds of a monotonic clock.
+        """
         if self._script is None:
             return
         if self._running is None:
@@ -89,21 +104,29 @@ class SlotTable:
             self._running.kill()
 
     def fail(self, host: str, now: float) -> None:
-        """Take a slot of a host because its rank failed."""
+        """Take one slot of ``host`` away because its rank failed, for the cooldown time or, without one, for good.
+
+        Args:
+            host: host name, as the script prints it.
+            now: seconds of the same clock as in ``poll``.
+        """
         count = self._failures.get(host, 0)
         self._failures[host] = count + 1
         seconds = math.inf if self._cooldown is None else min(self._cooldown[0] * 2.0**count, self._cooldown[1])
         self._taken.setdefault(host, []).append(now + seconds)
 
     def slots(self, now: float) -> dict[str, int]:
-        """Return the slots of each host, without those that failures have taken."""
+        """Return the number of slots of each host at the time ``now``, without slots that failures have taken away.
+
+        Slots of running ranks count. ``now`` is in seconds of the same clock as in ``poll``.
+        """
         return {
             host: max(0, count - sum(until > now for until in self._taken.get(host, [])))
             for host, count in self._hosts.items()
         }
 
     def close(self) -> None:
-        """End the script, if it runs."""
+        """Kill the host discovery script if it is running."""
         if self._running is not None:
             self._running.kill()
             self._running.communicate()

@@ -42,12 +42,12 @@ class Host:
 
     @property
     def address(self) -> str:
-        """The node's name without the user's."""
+        """Host name or IP address without the user's name: ``host1`` for ``me@host1``."""
         return self.name.rpartition("@")[2]
 
     @property
     def local(self) -> bool:
-        """Whether it is this node, so that no SSH is needed."""
+        """Whether the host is this machine, so that processes are started without SSH."""
         return self.address in ("localhost", "127.0.0.1", "::1", socket.gethostname())
 
 
@@ -60,7 +60,10 @@ class RemoteProcess:
 
 
 def parse_hosts(text: str) -> list[Host]:
-    """Parse ``host0:2,user@host1:4``; the default number of processes is 1. Raises UsageError.
+    """Parse the value of ``-H``: hosts ``[USER@]HOST[:PROCESSES]``, separated by commas; one process by default.
+
+    Raises:
+        UsageError: a part is malformed, or a host is named twice.
 
     >>> parse_hosts("host0:2,me@host1")
     [Host(name='host0', slots=2), Host(name='me@host1', slots=1)]
@@ -79,7 +82,14 @@ def parse_hosts(text: str) -> list[Host]:
 
 
 def parse_host_file(path: Path) -> str:
-    """Return the hosts of a file with lines ``HOST slots=N`` as a value of ``-H``. Raises UsageError."""
+    """Read a host file, as Open MPI has it, and return its hosts as a value of ``-H``, such as ``host0:2,host1:1``.
+
+    Args:
+        path: file with lines ``HOST`` or ``HOST slots=N``; text after ``#`` and blank lines are skipped.
+
+    Raises:
+        UsageError: the file cannot be read.
+    """
     try:
         lines = [line.split("#")[0].split() for line in path.read_text(encoding="utf-8").splitlines()]
     except OSError as error:
@@ -92,13 +102,15 @@ def parse_host_file(path: Path) -> str:
 
 
 def plan_processes(hosts: Sequence[Host], processes: int | None, address: str, port: int) -> list[RemoteProcess]:
-    """Return every rank's node and environment; nodes are filled in order.
+    """Assign ranks to hosts, in order and each host's slots first, and return each rank's host and environment.
+
+    The environment has torchrun's variables: ``RANK``, ``LOCAL_RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and so on.
 
     Args:
         hosts: the nodes.
         processes: number of ranks; None for one on every slot.
-        address: ``MASTER_ADDR``.
-        port: ``MASTER_PORT``.
+        address: value of ``MASTER_ADDR``: address of the node of rank 0.
+        port: value of ``MASTER_PORT``: TCP port for rank 0 to listen on.
 
     Raises:
         UsageError: there are more ranks than slots.
@@ -127,7 +139,14 @@ def plan_processes(hosts: Sequence[Host], processes: int | None, address: str, p
 
 
 def meeting(hosts: Sequence[Host]) -> tuple[str, int]:
-    """Return address and port of rank 0's store: ``MASTER_ADDR`` and ``MASTER_PORT``, else first node, random port."""
+    """Choose the address and TCP port at which rank 0 will host the job's key-value store.
+
+    ``MASTER_ADDR`` and ``MASTER_PORT`` of this process's environment if they are set, else the first host and a random
+    port from 10000 to 29999, which may be in use.
+
+    Args:
+        hosts: hosts of the job, rank 0's first.
+    """
     address = os.environ.get("MASTER_ADDR") or (
         socket.gethostname() if hosts[0].local and len(hosts) > 1 else hosts[0].address
     )
@@ -137,16 +156,22 @@ def meeting(hosts: Sequence[Host]) -> tuple[str, int]:
 
 
 def passed_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that ranks on other nodes get from this process's environment."""
+    """Return the variables of ``environ`` that ranks on other nodes get, too.
+
+    They are those of tutti, Gloo, the accelerator's collectives and visible devices, ``PYTHONPATH`` and
+    ``OMP_NUM_THREADS``.
+    """
     return {name: value for name, value in environ.items() if name.startswith(_PASSED) or name in _ALSO_PASSED}
 
 
 def command(process: RemoteProcess, words: Sequence[str], directory: Path) -> list[str]:
-    """Return the command line that starts a process: directly on this node, by ssh with quoted words elsewhere.
+    """Return the command line that starts a rank: by ``env`` on this node, by ``ssh`` on another one.
+
+    The rank's process takes signals from its standard input, and ends when that is closed.
 
     Args:
-        process: its node and environment.
-        words: the rank's command.
+        process: node and environment of the rank.
+        words: program and arguments of the rank.
         directory: working directory on another node.
     """
     passed = {**passed_variables(os.environ), **process.environment, TETHER: "stdin"}
@@ -169,7 +194,14 @@ class TetheredRanks:
         self.started: list[tuple[Host, subprocess.Popen[bytes]]] = []
 
     def start(self, ranks: Sequence[tuple[Host, Sequence[str]]]) -> None:
-        """Start each rank by its command line. Raises DiskError if a log cannot be written."""
+        """Start a process for each rank, rank 0 first; does not wait for them. Earlier ranks are forgotten.
+
+        Args:
+            ranks: for each rank its host and the command line to run on this node, such as one of ``ssh``.
+
+        Raises:
+            DiskError: a log cannot be written.
+        """
         self.started = []
         for rank, (host, words) in enumerate(ranks):
             with _log(self._logs, rank) if rank else nullcontext() as output:
@@ -184,11 +216,16 @@ class TetheredRanks:
             self.started.append((host, running))
 
     def held(self) -> Counter[str]:
-        """Return the number of running ranks of each host."""
+        """Return the number of ranks that still run, by host name."""
         return Counter(host.name for host, process in self.started if process.poll() is None)
 
     def stop(self, number: int) -> None:
-        """Send a signal over every tether; for SIGKILL end the local processes too."""
+        """Send a signal to all ranks that still run, through their standard input (the tether).
+
+        Args:
+            number: number of the signal. For SIGKILL the standard inputs are closed too, and the call blocks until the
+                processes on this node, such as ``ssh``, have ended.
+        """
         running = [process for _, process in self.started if process.poll() is None]
         for process in running:
             if process.stdin is not None:
@@ -224,19 +261,23 @@ class HostsEngine:
         self._gone: dict[str, subprocess.Popen[bytes] | None] = {}
 
     def slots(self) -> Mapping[str, int]:
-        """Return the free slots of each host. Whether SSH reaches it shows only when a rank starts."""
+        """Return the number of free slots by host name; does not wait.
+
+        Whether SSH reaches a host shows only when a rank starts. Hosts whose connection was lost are probed, and left
+        out until they answer.
+        """
         held = self._ranks.held()
         self._probe()
         return {host.name: host.slots - held[host.name] for host in self._there()}
 
     def start(self, size: int, words: Sequence[str], environment: Mapping[str, str]) -> None:
-        """Start all ranks, on this node and over SSH; nodes are filled in order.
+        """Start all ranks, on this node and over SSH, filling the hosts in order; see ``Engine.start``.
 
         Each rank's working directory is this process's.
 
         Args:
             size: number of ranks.
-            words: command line of every rank, behind the Python interpreter.
+            words: arguments of the Python interpreter, the same for every rank.
             environment: additional variables of every rank; they take precedence over the engine's.
 
         Raises:
@@ -254,7 +295,10 @@ class HostsEngine:
         self._ranks.start([(each.host, command(each, [sys.executable, *words], here)) for each in planned])
 
     def poll(self) -> Sequence[EndedRank | None]:
-        """Return the end of each rank, None for one that runs."""
+        """Return, by rank, how each rank's process has ended; None for a rank that still runs. Does not wait.
+
+        A lost SSH connection counts as the end of its rank, and takes the host's slots away.
+        """
         found = [
             None if process.poll() is None else _ended(host, process.returncode)
             for host, process in self._ranks.started
@@ -265,7 +309,12 @@ class HostsEngine:
         return found
 
     def stop(self, number: int) -> None:
-        """Send a signal over every tether; for SIGKILL kill the local ssh processes too."""
+        """Send a signal to every running rank, through its standard input; see ``Engine.stop``.
+
+        Args:
+            number: number of the signal; for SIGKILL the call blocks until the local processes, ``ssh`` included, have
+                ended.
+        """
         if number == signal.SIGKILL:
             for probe in self._gone.values():
                 if probe is not None and probe.poll() is None:

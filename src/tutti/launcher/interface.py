@@ -15,7 +15,9 @@ _SIOCGIFADDR = 0x8915
 
 
 def way_to(address: str) -> str:
-    """Return this node's own address on the route to ``address``; empty without a route, or if it is the loopback.
+    """Return the IP address of this node from which it would reach ``address``; sends nothing.
+
+    Empty if there is no route, the name does not resolve, or the address is the loopback.
 
     >>> way_to("127.0.0.1"), way_to("no-such-host.invalid")
     ('', '')
@@ -31,7 +33,7 @@ def way_to(address: str) -> str:
 
 
 def resolves(address: str) -> bool:
-    """Return whether a name, or an address, has an address on this node.
+    """Return whether the resolver of this node finds an address for ``address``, a host name or IP address. May block.
 
     >>> resolves("127.0.0.1"), resolves("no-such-host.invalid")
     (True, False)
@@ -43,7 +45,7 @@ def resolves(address: str) -> bool:
 
 
 def name_of(own: str) -> str | None:
-    """Return the interface with the IPv4 address ``own``; None if there is none.
+    """Return the name of the network interface with the IPv4 address ``own``; None if there is none.
 
     >>> name_of("127.0.0.1")
     'lo'
@@ -52,7 +54,7 @@ def name_of(own: str) -> str | None:
 
 
 def address_of(name: str) -> str | None:
-    """Return the IPv4 address of the interface ``name``; None if it has none, or does not exist.
+    """Return the IPv4 address of the network interface ``name``; None if it has none, or does not exist.
 
     >>> address_of("lo"), address_of("no-such-one")
     ('127.0.0.1', None)

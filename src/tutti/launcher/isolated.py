@@ -29,7 +29,7 @@ class Ended:
 
     @property
     def complaint(self) -> str:
-        """Last line of standard error, or how the process ended if that is empty."""
+        """One line on why the process failed: the last line of its standard error, or else its exit code or signal."""
         lines = [line.strip() for line in self.err.splitlines() if line.strip()]
         if lines:
             return lines[-1]
@@ -37,7 +37,9 @@ class Ended:
 
 
 def run_isolated(command: Sequence[str], timeout: float, environ: Mapping[str, str] | None = None) -> Ended:
-    """Run ``command`` without input and return its result.
+    """Run a command as a child process with empty input, wait for it, and return exit code and output.
+
+    A crash or hang of the command does not affect this process.
 
     Args:
         command: program and arguments.
@@ -69,7 +71,9 @@ def run_isolated(command: Sequence[str], timeout: float, environ: Mapping[str, s
 def run_module(
     module: str, arguments: Sequence[str], timeout: float, environ: Mapping[str, str] | None = None
 ) -> Ended:
-    """Run a module of tutti as ``python -m`` would, with this process's import path, and return its result.
+    """Run a module of tutti as ``python -m`` would, in a child process, wait for it, and return exit code and output.
+
+    The child has this process's import path.
 
     Args:
         module: its dotted name.
@@ -88,13 +92,13 @@ def run_module(
 
 
 def call_forked(function: Callable[..., T], *arguments: Any) -> T:
-    """Call ``function(*arguments)`` in a forked process, and return its result or raise its exception.
+    """Call ``function(*arguments)`` in a forked child process, wait, and return its result or raise its exception.
 
     A process that has run a backward on a machine with an accelerator must not fork any more: autograd has started a
     thread for each device. So a launcher that needs a backward runs it here.
 
     Args:
-        function: what to call; result and exception are pickled.
+        function: the function; its result or exception is pickled.
         arguments: need no pickling, because the process is a copy of this one.
 
     Raises:

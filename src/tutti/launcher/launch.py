@@ -107,7 +107,13 @@ def launch(
 
 
 def check_script(script: str, module: bool = False) -> None:
-    """Raise UsageError if the script or, with ``module``, the module does not exist. Runs none of its code."""
+    """Raise UsageError if a script does not exist; runs none of its code.
+
+    Args:
+        script: path of a Python file or of a directory with ``__main__.py``; with ``module`` a dotted module name,
+            which is looked up from the working directory.
+        module: whether ``script`` names a module.
+    """
     if not module:
         path = Path(script)
         if not path.is_file() and not (path / "__main__.py").is_file():
@@ -130,6 +136,9 @@ def check_script(script: str, module: bool = False) -> None:
 
 def run_script(script: str, argv: list[str], module: bool = False) -> None:
     """Run a script or module as ``__main__`` in this process, as ``python script …`` or ``python -m module …`` would.
+
+    Returns when the script ends; its exceptions are passed on. Sets ``sys.argv`` and ``sys.path[0]``. To be called
+    once, as the last work of a process.
 
     Args:
         script: path of the script, or name of the module.

@@ -28,39 +28,47 @@ class LostRankNotes:
         self._spare, self._lost, self.meetings = (folder / name for name in (_SPARE, _LOST, _MEETINGS))
 
     def clear(self) -> None:
-        """In the launcher, before an attempt: remove all marks."""
+        """Delete all marks and messages and make empty folders for new ones. Called in the launcher."""
         for folder in (self._spare, self._lost, self.meetings):
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir()
 
     def mark_expendable(self, rank: int) -> None:
-        """In the rank: declare that the run can continue without it from now on."""
+        """Record that the run can go on if ``rank`` is killed from now on. Called in that rank."""
         (self._spare / str(rank)).touch()
 
     def is_expendable(self, rank: int) -> bool:
-        """Whether the run can continue without ``rank``."""
+        """Return whether ``rank`` has recorded that the run can go on without it."""
         return (self._spare / str(rank)).exists()
 
     def mark_lost(self, rank: int, how: str) -> None:
-        """In the launcher: mark ``rank`` as lost; ``how`` describes its end."""
+        """Record that ``rank`` was killed while the run goes on, once its process is gone. Called in the launcher.
+
+        Args:
+            rank: the rank.
+            how: description of its end, for messages.
+        """
         write_whole(self._lost / str(rank), how.encode())
 
     def lost(self) -> Mapping[int, str]:
-        """Return the lost ranks, and how each ended."""
+        """Return the ranks that were killed while the run goes on, each with a description of its end."""
         # Usually an empty folder, which is fast to list.
         ranks = sorted(int(name) for name in os.listdir(self._lost) if name.isdecimal())
         return {rank: (self._lost / str(rank)).read_text(encoding="utf-8") for rank in ranks}
 
 
 def lost_rank_notes() -> LostRankNotes | None:
-    """Return the marker files of this rank's launcher; None under a launcher that does not tolerate lost ranks."""
+    """Return the marker files of this rank's job, found by ``TUTTI_STORE``; None under a launcher without them.
+
+    A launcher without them ends all ranks when one fails.
+    """
     store = os.environ.get("TUTTI_STORE")
     found = LostRankNotes(Path(store).parent) if store else None
     return found if found is not None and found.meetings.is_dir() else None
 
 
 def write_whole(path: Path, raw: bytes) -> None:
-    """Write a file atomically: even if the writer is killed, the file is complete or absent."""
+    """Write ``raw`` to the file ``path`` atomically: a reader finds the whole content, the former one or no file."""
     temporary = path.with_suffix(".tmp")
     temporary.write_bytes(raw)
     temporary.replace(path)

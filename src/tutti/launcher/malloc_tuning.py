@@ -20,12 +20,26 @@ _CHOSEN = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_", "MALLOC_TRIM_THRESHOLD_
 
 
 def keep_freed_memory() -> bool:
-    """Make glibc serve large blocks from the heap and never trim it; return whether the settings were changed."""
+    """Make glibc's malloc keep all freed memory in this process instead of returning it to the system.
+
+    For CPU training: the kernel then does not zero the pages of each activation again in every step.
+
+    Returns:
+        Whether the settings were changed: not without glibc, nor where the user has set malloc's variables or switched
+        process settings off.
+    """
     return _set({_M_MMAP_MAX: 0, _M_TRIM_THRESHOLD: -1})
 
 
 def free_at_once() -> bool:
-    """Make glibc return blocks of 4 MiB and more to the system when freed; return whether settings were changed."""
+    """Make glibc's malloc return blocks of 4 MiB and more to the system as soon as they are freed.
+
+    Undoes ``keep_freed_memory``, and returns memory that is free already.
+
+    Returns:
+        Whether the settings were changed: not without glibc, nor where the user has set malloc's variables or switched
+        process settings off.
+    """
     chosen = _set({_M_MMAP_MAX: _BLOCKS, _M_MMAP_THRESHOLD: _LARGE, _M_TRIM_THRESHOLD: _LOOSE})
     if chosen:
         give_back()
@@ -41,6 +55,9 @@ def _set(values: Mapping[int, int]) -> bool:
 
 
 def give_back() -> None:
-    """Return free heap memory to the system, once: after freeing much memory that will not be needed again."""
+    """Return the memory that is free in malloc's heap now to the system, once; later frees are not affected.
+
+    Does nothing without glibc. Worth its time only after much memory was freed that will not be needed again.
+    """
     if platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).malloc_trim(0)

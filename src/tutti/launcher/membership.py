@@ -41,7 +41,9 @@ class Membership:
         threading.Thread(target=self._listen, name="tutti-membership", daemon=True).start()
 
     def join(self, failed: bool, leave: Callable[[], None]) -> None:
-        """Wait for the next generation, leave this one and take a place in the next.
+        """Leave the present set of ranks (generation) of an elastic job and join the next one.
+
+        Blocks until the driver has formed the next generation. Sets rank, size and store in the environment.
 
         Args:
             failed: whether this generation failed, so that the driver interrupts its other ranks.
@@ -62,7 +64,7 @@ class Membership:
         self._environ.update(TUTTI_STORE=place["store"], TORCHELASTIC_RUN_ID="elastic")
 
     def check(self) -> None:
-        """Raise PeerError if a rank of this generation is lost."""
+        """Raise PeerError if a rank of the present generation is lost. Local; does not block."""
         if self.interrupted is not None:
             raise PeerError(self.interrupted)
 
@@ -94,11 +96,15 @@ _membership: Membership | None = None
 
 
 def connect(line: socket.socket) -> None:
-    """Make this process a rank of an elastic job."""
+    """Make this process a rank of an elastic job; ``current_membership`` returns the result from then on.
+
+    Args:
+        line: socket to the elastic driver, inherited from it.
+    """
     global _membership
     _membership = Membership(line, os.environ)
 
 
 def current_membership() -> Membership | None:
-    """Return this process's line to the elastic driver; None outside of elastic jobs."""
+    """Return this process's connection to the driver of its elastic job; None outside of elastic jobs."""
     return _membership

@@ -52,15 +52,17 @@ class NodeEngine:
         self._ranks = TetheredRanks(logs)
 
     def slots(self) -> Mapping[str, int]:
-        """Return the free slots of this node."""
+        """Return the number of free slots of this node, as ``{'localhost': N}``."""
         return {"localhost": self._part.processes - self._ranks.held().total()}
 
     def start(self, size: int, words: Sequence[str], environment: Mapping[str, str]) -> None:
-        """Start this node's ranks.
+        """Start the processes of this node's ranks; see ``Engine.start``.
+
+        Every other node starts its own ranks by the same command.
 
         Args:
             size: number of this node's ranks, the same as in its ``NodePart``.
-            words: command line of every rank, behind the Python interpreter.
+            words: arguments of the Python interpreter, the same for every rank.
             environment: additional variables of every rank; they take precedence over the engine's.
 
         Raises:
@@ -77,23 +79,33 @@ class NodeEngine:
         self._ranks.start(commands)
 
     def poll(self) -> Sequence[EndedRank | None]:
-        """Return the end of each rank of this node, None for one that runs."""
+        """Return how each rank's process of this node has ended, by local rank; None for a rank that still runs.
+
+        Does not wait.
+        """
         codes = [(host, process.poll()) for host, process in self._ranks.started]
         return [None if code is None else EndedRank(code, host.name) for host, code in codes]
 
     def stop(self, number: int) -> None:
-        """Send a signal to every rank of this node; for SIGKILL return when they have ended."""
+        """Send a signal to every running rank of this node.
+
+        Args:
+            number: number of the signal; for SIGKILL the call blocks until the processes have ended.
+        """
         self._ranks.stop(number)
 
 
 def read_node_part(flags: Mapping[str, str], environ: Mapping[str, str], processes: int) -> NodePart | None:
-    """Return this node's part of a job, from torchrun's flags or its variables ``PET_*``; None without other nodes.
+    """Read which part of a job of several nodes this node has, from torchrun's flags or its variables ``PET_*``.
 
     Args:
         flags: values of ``--nnodes``, ``--node-rank``, ``--nproc-per-node``, ``--rdzv-endpoint``, ``--master-addr`` and
             ``--master-port``, as far as they are given.
         environ: environment variables.
         processes: ranks on each node where neither says how many.
+
+    Returns:
+        This node's part; None if no flag is given and the variables do not announce several nodes.
 
     Raises:
         UsageError: a value is missing or malformed.

@@ -16,7 +16,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def die_with_parent(_worker: int = 0, parent: int | None = None) -> None:
-    """Let the kernel kill this process when its parent ends, by any cause.
+    """Make the kernel kill this process by SIGKILL as soon as its parent process ends, for any reason.
 
     Usable as a ``DataLoader``'s ``worker_init_fn``. On systems other than Linux a thread polls the parent every second.
 
@@ -33,13 +33,23 @@ def die_with_parent(_worker: int = 0, parent: int | None = None) -> None:
 
 
 def adopt_orphans(adopt: bool) -> None:
-    """Make orphaned descendants of this process its children, to be reaped, or stop doing so. Linux only."""
+    """Make this process the parent of its descendants whose own parents end, or stop doing so; no effect but on Linux.
+
+    Args:
+        adopt: True to begin, False to end. Adopted processes must be reaped, as by ``await_end``.
+    """
     if sys.platform == "linux":
         prctl(_PR_SET_CHILD_SUBREAPER, int(adopt))
 
 
 def await_end(which: int, seconds: float) -> None:
-    """Reap a child, or with ``-group`` all children and adopted orphans of a process group, for at most ``seconds``."""
+    """Wait for child processes to end, and reap them, for at most ``seconds``. Returns None in either case.
+
+    Args:
+        which: process id of a child; or the negative id of a process group, for all its members that are children of
+            this process, adopted orphans included.
+        seconds: longest wait.
+    """
     end = time.monotonic() + seconds
     try:
         while time.monotonic() < end:
@@ -50,7 +60,15 @@ def await_end(which: int, seconds: float) -> None:
 
 
 def prctl(option: int, value: int) -> None:
-    """Call Linux's ``prctl(2)``. Raises OSError."""
+    """Call Linux's ``prctl(2)`` with two arguments.
+
+    Args:
+        option: number of the operation, such as PR_SET_PDEATHSIG.
+        value: its argument.
+
+    Raises:
+        OSError: the call fails.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(option, value, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), f"prctl({option}) failed")

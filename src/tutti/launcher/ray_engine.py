@@ -76,7 +76,11 @@ class RayEngine:
         threading.Thread(target=self._listen, name="ray-head", daemon=True).start()
 
     def slots(self) -> Mapping[str, int]:
-        """Return the free slots of each live node, by its address and id."""
+        """Return the number of free slots of each live node of the Ray cluster; keys have the node's address and id.
+
+        Raises:
+            EngineGone: the head of the cluster does not answer.
+        """
         nodes = [node for node in self._ask(ray.nodes) if node["Alive"]]
         free = self._ask(ray.available_resources)
         left = self._room(free)
@@ -87,11 +91,13 @@ class RayEngine:
         return found
 
     def start(self, size: int, words: Sequence[str], environment: Mapping[str, str]) -> None:
-        """Reserve a placement group, start an actor on each bundle and the rank's process in it.
+        """Start all ranks on the Ray cluster: reserve resources for each, and start its process by an actor there.
+
+        Blocks until the processes have been started. Consecutive ranks fill one node before the next.
 
         Args:
             size: number of ranks.
-            words: command line of every rank, behind the Python interpreter.
+            words: arguments of the Python interpreter, the same for every rank.
             environment: additional variables of every rank; the engine's take precedence.
 
         Raises:
@@ -131,7 +137,14 @@ class RayEngine:
         self._get(started)
 
     def poll(self) -> Sequence[EndedRank | None]:
-        """Return the end of each rank, None for one that runs; pass the output of all on."""
+        """Return, by rank, how each rank's process has ended; None for a rank that still runs.
+
+        Writes new output of the ranks to the terminal (rank 0) and the log files. Waits a fraction of a second for
+        answers. A rank whose actor does not answer any more counts as ended, with its slot lost.
+
+        Raises:
+            EngineGone: the head of the cluster does not answer.
+        """
         time.sleep(max(0.0, self._polled + _PACE - time.monotonic()))
         self._polled = time.monotonic()
         if self._polled - self._answered > _HEAD:
@@ -150,7 +163,12 @@ class RayEngine:
         return [rank.end for rank in self._ranks]
 
     def stop(self, number: int) -> None:
-        """Send a signal to every rank; for SIGKILL end the actors too and give their slots back."""
+        """Send a signal to every running rank.
+
+        Args:
+            number: number of the signal. For SIGKILL the actors are ended too, and the call blocks until their slots
+                are free.
+        """
         running = [rank for rank in self._ranks if rank.end is None]
         with suppress(Exception):
             # A node that is gone does not answer; its processes end with it.

@@ -37,17 +37,20 @@ class RankSupervisor:
         self._lease, self._heard = lease, time.monotonic()
 
     def visible(self) -> dict[str, str]:
-        """Return the variables by which Ray limits this actor's accelerators."""
+        """Return the environment variables that limit this actor to the accelerators that Ray has given it.
+
+        Empty where Ray has set none.
+        """
         return {name: os.environ[name] for name in VISIBLE_DEVICES if os.environ.get(name)}
 
     def free_port(self) -> int:
-        """Return a TCP port that is free on this node now."""
+        """Return a TCP port that is free on this node at the moment; it is not reserved."""
         with socket.socket() as free:
             free.bind(("", 0))
             return int(free.getsockname()[1])
 
     def start(self, words: Sequence[str], environment: Mapping[str, str], folder: str | None) -> None:
-        """Start the rank's process, with this node's Python interpreter.
+        """Start the rank's process with this node's Python interpreter; does not wait for its end. To be called once.
 
         Args:
             words: arguments of the interpreter.
@@ -72,7 +75,12 @@ class RankSupervisor:
         threading.Thread(target=self._expire, daemon=True).start()
 
     def poll(self) -> tuple[int | None, bytes, bytes]:
-        """Return the exit code, None while the process runs, and what it has written since the last call."""
+        """Return how the rank's process fares, and its new output. Does not wait; renews the lease of this actor.
+
+        Returns:
+            Exit code (negative: a signal; None while it runs), and the bytes that it has written to standard output and
+            to standard error since the last call.
+        """
         self._heard = time.monotonic()
         code = None if self._process is None else self._process.poll()
         if code is not None:
@@ -88,7 +96,12 @@ class RankSupervisor:
         return code, out, err
 
     def signal(self, number: int) -> None:
-        """Send a signal to the process; SIGKILL to its process group, and wait for its end."""
+        """Send a signal to the rank's process; do nothing if it has not been started or has ended.
+
+        Args:
+            number: number of the signal. SIGKILL goes to the whole process group, and the call blocks until the process
+                has ended.
+        """
         self._heard = time.monotonic()
         if self._process is None:
             return

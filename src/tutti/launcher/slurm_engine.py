@@ -56,16 +56,19 @@ class SlurmEngine:
         self._ends: dict[int, EndedRank] = {}
 
     def slots(self) -> Mapping[str, int]:
-        """Return the free slots of each node that the job still has and that answers."""
+        """Return the number of free slots by node name, of the nodes that belong to the job still and answer.
+
+        Asks Slurm's commands, which may take seconds.
+        """
         held = self._ranks.held()
         return {host.name: host.slots - held[host.name] for host in self._there()}
 
     def start(self, size: int, words: Sequence[str], environment: Mapping[str, str]) -> None:
-        """Start all ranks, each in a job step of its own; nodes are filled in order.
+        """Start all ranks, each as a job step of its own (``srun``), filling the nodes in order; see ``Engine.start``.
 
         Args:
             size: number of ranks.
-            words: command line of every rank, behind the Python interpreter.
+            words: arguments of the Python interpreter, the same for every rank.
             environment: additional variables of every rank; they take precedence over the engine's.
 
         Raises:
@@ -89,7 +92,11 @@ class SlurmEngine:
         self._ranks.start(commands)
 
     def poll(self) -> Sequence[EndedRank | None]:
-        """Return the end of each rank, None for one that runs; a rank whose node the job has lost has ended."""
+        """Return, by rank, how each rank's process has ended; None for a rank that still runs.
+
+        A rank whose node was taken from the job counts as ended, with its slot lost. Asks Slurm for the job's nodes now
+        and then.
+        """
         if time.monotonic() - self._looked > _LOOK:
             self._look()
         there: set[str] | None = None
@@ -110,7 +117,12 @@ class SlurmEngine:
         return [self._ends.get(rank) for rank in range(len(self._ranks.started))]
 
     def stop(self, number: int) -> None:
-        """Send a signal over every tether; SIGKILL ends the steps too."""
+        """Send a signal to every running rank, through its standard input.
+
+        Args:
+            number: number of the signal; for SIGKILL the call blocks until the job steps' ``srun`` processes have
+                ended.
+        """
         self._ranks.stop(number)
 
     def _look(self) -> None:
@@ -130,21 +142,26 @@ class SlurmEngine:
 
 
 def node_address(name: str) -> str | None:
-    """Return the address by which Slurm reaches a node, where the node's name need not resolve; None if unknown."""
+    """Ask Slurm (``scontrol``) for the address of a node; None if Slurm does not know or answer.
+
+    For clusters where the node's name does not resolve.
+    """
     shown = _answer("scontrol", "--oneliner", "show", "node", name) or ""
     return dict(word.split("=", 1) for word in shown.split() if "=" in word).get("NodeAddr")
 
 
 def restarts(environ: Mapping[str, str]) -> int:
-    """Return how often Slurm has started this job again."""
+    """Return how many times Slurm has started this job again, from ``SLURM_RESTART_COUNT``; 0 without it."""
     return int(environ.get("SLURM_RESTART_COUNT", "0"))
 
 
 def requeue(code: int) -> None:
-    """Put this job back into the queue if its run was asked to stop, unless Slurm itself is ending the job.
+    """Put this Slurm job back into the queue if its run was preempted or ended by a signal.
+
+    Does nothing after other ends of the run, nor if Slurm itself is ending the job: a cancelled job would come back.
 
     Args:
-        code: the run's exit code.
+        code: exit code of the run, as in ``tutti.errors.ExitCode``.
     """
     job = os.environ[JOB]
     # A job that is cancelled, preempted or out of time ends already; requeuing would bring a cancelled one back.

@@ -25,13 +25,13 @@ _UNANSWERED = 120.0
 def batch_file(
     config: SlurmEngineConfig, name: str, sizes: tuple[int, int], words: Sequence[str], folder: str | None
 ) -> str:
-    """Return the text of a batch file.
+    """Return the text of a batch file for ``sbatch`` that runs a command of tutti in a Slurm job.
 
     Args:
         config: options of ``--on slurm``.
         name: name of the job.
-        sizes: least and most devices.
-        words: the command, behind ``tutti``; it runs on the job's first node and starts all ranks.
+        sizes: smallest and largest number of devices; the job asks for the largest.
+        words: the command line, without the leading ``tutti``; it runs on the job's first node and starts all ranks.
         folder: run directory in front of the job's number, appended as ``--out``; None if the command needs none.
 
     Raises:
@@ -65,7 +65,7 @@ def batch_file(
 
 
 def submit_file(path: Path) -> str:
-    """Submit a batch file and return the number of its job.
+    """Submit a batch file by ``sbatch`` and return the number of the job, as text.
 
     Raises:
         UsageError: Slurm refuses it, or is not installed here.
@@ -83,12 +83,12 @@ def submit_file(path: Path) -> str:
 
 
 def follow_job(job: str, output: Path) -> int:
-    """Print a job's output until it ends, through requeues, and return its exit code.
+    """Print a Slurm job's output until the job ends, through requeues, and return its exit code. Blocks.
 
     Ctrl-C ends the printing and not the job.
 
     Args:
-        job: its number.
+        job: number of the job.
         output: file that Slurm writes its output to.
 
     Raises:

@@ -16,10 +16,15 @@ _GRACE = 30.0
 
 
 def control_by_stdin(environ: MutableMapping[str, str]) -> None:
-    """If ``TUTTI_TETHER`` is set, take signals from standard input; for all other readers it is empty from now on.
+    """Take signals for this process from its standard input if ``TUTTI_TETHER`` is set; otherwise do nothing.
 
-    The end of the input means that the launcher is gone. With ``stdin`` this process gets SIGTERM then, and SIGKILL
-    after 30 seconds. With ``stdin-kill`` its process group gets SIGKILL at once, because another attempt may begin.
+    A launcher, perhaps on another node, so controls this process: it writes the number of a signal as a line, which a
+    thread reads. The end of the input means that the launcher is gone: with the value ``stdin`` this process then gets
+    SIGTERM, and SIGKILL after 30 seconds; with ``stdin-kill`` its process group gets SIGKILL at once, because another
+    attempt may begin. For all other readers standard input is empty from now on.
+
+    Args:
+        environ: environment variables; ``TUTTI_TETHER`` is removed.
     """
     tether = environ.pop(TETHER, None)
     if tether is None:

@@ -99,10 +99,16 @@ class _Outcome:
 
 
 def supervise(engine: Engine, job: EngineJob) -> int:
-    """Run ``job`` on ``engine`` and return its exit code, as in ``tutti.errors.ExitCode``.
+    """Run a job on an engine, with restarts after failures, and return its exit code, as in ``tutti.errors.ExitCode``.
+
+    Blocks until the job has ended.
 
     When a rank fails, all are ended, the first cause is printed, and the job is restarted as often as ``job`` allows,
     on as many slots as there are. A signal is passed on to all ranks once, and a second one kills them.
+
+    Args:
+        engine: starts, polls and ends the ranks.
+        job: command line, permitted numbers of ranks, restarts and grace period.
 
     Raises:
         UsageError: the engine has fewer slots than the smallest size.
@@ -120,7 +126,7 @@ def supervise(engine: Engine, job: EngineJob) -> int:
 
 
 def describe_slots(slots: Mapping[str, int]) -> str:
-    """Return the free slots in words.
+    """Return the free slots in words, for messages: their sum, and the slots of each node.
 
     >>> describe_slots({"a": 2, "b": 1})
     '3: 2 on a, 1 on b'

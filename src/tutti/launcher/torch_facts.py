@@ -11,7 +11,12 @@ from typing import Any
 
 
 def torch_facts() -> dict[str, Any]:
-    """Return versions, backends and GPUs. Keys end with their unit."""
+    """Import torch and return facts about it as a dict for JSON, for ``tutti doctor``.
+
+    Keys: ``torch`` (version), ``import_seconds``, ``toolkit`` and ``collectives`` (versions or None), ``available``
+    (whether there is an accelerator), ``complaint`` (a warning or None), ``gpus`` (dicts with ``name`` and
+    ``memory_bytes``) and ``backends`` (name → whether torch has it).
+    """
     begin = time.perf_counter()
     import torch
 

@@ -58,7 +58,14 @@ _WHEN = {
 
 
 def phase_limit(limits: WatchdogLimits, phase: int) -> float:
-    """Return the seconds that ``phase`` may last without progress; infinite if it is not watched."""
+    """Return the seconds for which a rank may stay in a phase without progress before it is killed.
+
+    Infinite if the phase has no limit.
+
+    Args:
+        limits: limits of start, step and save; None stands for the timeout of the ranks, 0 for no limit.
+        phase: an integer of ``heartbeat.Phase``.
+    """
     wait = heartbeat.process.timeout() or TIMEOUT
     if phase == Phase.IDLE:
         return math.inf
@@ -70,7 +77,7 @@ def phase_limit(limits: WatchdogLimits, phase: int) -> float:
 
 
 def polling_interval(limits: WatchdogLimits) -> float:
-    """Return the seconds between two looks at the heartbeats."""
+    """Return the seconds between two looks at the heartbeats: a twentieth of the shortest limit, at most 1."""
     return min(1.0, min(phase_limit(limits, phase) for phase in range(len(Phase.NAMES))) / 20)
 
 
@@ -91,7 +98,13 @@ class Stall:
     background: bool = False
 
     def describe(self, place: str | None) -> str:
-        """Return one sentence for the user, without the rank; ``place`` is the innermost frame."""
+        """Return a sentence for the user that says for how long and in which step and phase the rank made no progress.
+
+        The sentence does not name the rank: it begins with ``made no progress for``.
+
+        Args:
+            place: innermost stack frame of the stuck thread, as ``dumps.place_of`` gives it; None: unknown.
+        """
         phase = self.seen.phase
         when = "at the start" if not self.seen.step else f"{_WHEN.get(phase, 'in')} step {self.seen.step}"
         if self.background:
@@ -101,7 +114,7 @@ class Stall:
         return f"made no progress for {self.seconds:.0f} s {when} (phase {Phase.NAMES[phase]}{call}){how}"
 
     def remedy(self) -> str:
-        """Return advice for the case that the rank was not stuck."""
+        """Return advice for the user in case the rank was not stuck, such as which option raises the limit."""
         if self.stopped:
             return "look for who stopped it"
         name = _LIMIT_OF.get(self.seen.phase)
@@ -118,7 +131,9 @@ class Watch:
         self._stopped = 0.0
 
     def look(self, passed: float, stopped: bool) -> Stall | None:
-        """Poll all lanes and return the stall, if a limit is exceeded.
+        """Read the heartbeats, add ``passed`` to the time without progress, and return a stall if a limit is exceeded.
+
+        None if all is well.
 
         Args:
             passed: seconds since the last poll in which this process ran.
@@ -141,9 +156,10 @@ _tools: Dumps | None = None
 
 
 def start_watchdog(rank: int, limits: WatchdogLimits, *, launched: bool = False) -> None:
-    """Fork this process's watchdog; a second call does nothing.
+    """Fork a watchdog process that kills this rank when it makes no progress; a second call does nothing.
 
-    Call it early: the fork inherits all memory that the process has by then.
+    Call it early: the fork inherits all memory that the process has by then. No effect if ``limits`` switch it off, or
+    without ``os.fork``.
 
     Args:
         rank: this process's rank, for messages.
@@ -166,7 +182,7 @@ def start_watchdog(rank: int, limits: WatchdogLimits, *, launched: bool = False)
 
 
 def stop_watchdog() -> None:
-    """Kill this process's watchdog, at the end of the process itself."""
+    """Kill the watchdog of this process, if it has one; called at the end of the process."""
     global _guard
     guard, _guard = _guard, None
     if guard is not None and guard[1] == os.getpid():
@@ -176,7 +192,15 @@ def stop_watchdog() -> None:
 
 
 def keep_flights(rank: int, recorder: Callable[[], bytes]) -> None:
-    """Register ``recorder``, whose dump is written beside the logs before the watchdog kills this rank."""
+    """Let the watchdog save this rank's last collectives (a flight recording) before it kills the rank.
+
+    Starts a thread, which writes the recording to ``flight-rankN.json`` beside the logs on request. Without a watchdog,
+    and in a second call, it does nothing.
+
+    Args:
+        rank: this process's rank.
+        recorder: returns the recording, as the bytes of the file.
+    """
     global _tools
     tools, _tools = _tools, None
 
