@@ -341,7 +341,7 @@ class CollectiveSession:
         """End the session on this rank; a second call does nothing.
 
         Collectives on which all ranks have agreed already are performed first. Pending calls that other ranks have not
-        made fail with PeerError, on all ranks. Blocks until the coordinator has answered, but waits for no other rank.
+        made fail with PeerError, on all ranks. Blocks until the coordinator has answered.
         """
         with self.lock:
             if self.closed:
@@ -724,10 +724,12 @@ class CollectiveEngine:
                 self._fail(self._lost[lost[0]], "in a collective")
 
     def event(self, call: CollectiveCall, began: float, submitted: float) -> None:
-        """Report to the timeline's sink, if there is one, how long a call was negotiated and performed.
+        """Report the durations of negotiation and execution of a collective to ``sink``, as for a timeline. Local.
+
+        Does nothing without a sink.
 
         Args:
-            call: the collective, which ends now.
+            call: the collective, whose execution ends at the time of this call.
             began: start of the collective itself, in seconds of ``time.perf_counter``.
             submitted: time of the call on this rank, from which its negotiation counts.
         """

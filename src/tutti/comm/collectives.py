@@ -603,13 +603,15 @@ def alltoall_async(
 
     Args:
         tensor: (rows, …); trailing dimensions and dtype are equal on all ranks.
-        splits: int32, rows for each rank, rank 0 first; default: equal parts. Rows beyond their sum are not sent.
+        splits: int32, rows for each member, the first member's first; default: equal parts. Rows beyond their sum are
+            not sent.
         name: matches the ranks' calls; default: by the order of calls without a name.
         process_set: ranks that take part; default: all ranks.
 
     Returns:
-        Handle; its ``wait`` returns (received rows, rank 0's first; int32 tensor with the number of rows from each
-        rank), and raises MismatchError where ranks' calls differ, PeerError where a rank has ended, left or is late.
+        Handle; its ``wait`` returns (received rows, the first member's first; int32 tensor with the number of rows
+        from each member), and raises MismatchError where ranks' calls differ, PeerError where a rank has ended, left or
+        is late.
 
     Raises:
         SplitError: ``splits`` does not fit the tensor.
@@ -631,7 +633,7 @@ def alltoall(
     *,
     process_set: ProcessSet = all_ranks,
 ) -> tuple[Tensor, Tensor]:
-    """All-to-all: send ``splits[r]`` rows of ``tensor`` to rank r, and return the rows received from all ranks.
+    """All-to-all: send ``splits[r]`` rows of ``tensor`` to the r-th member, and return the rows received.
 
     Collective over ``process_set``; blocks. Differentiable: gradients travel back the same way.
 

@@ -634,9 +634,10 @@ class Communicators:
         return self.axis(*names)
 
     def connect(self, algorithm: Algorithm) -> tuple[Schedule, Sequence[int], Communicator | None]:
-        """Return the all-reduce schedule of ``algorithm`` over ``replica``, and make its point-to-point channels.
+        """Make the point-to-point channels of an all-reduce by an explicit schedule, and return the schedule.
 
-        Collective over all ranks.
+        Collective over all ranks; blocks. The all-reduce is over ``replica``, the ranks with the same part of the
+        model.
 
         Args:
             algorithm: ``ring``, ``tree``, ``halving``, ``hierarchical`` or ``central``.

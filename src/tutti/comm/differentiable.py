@@ -78,9 +78,6 @@ class TensorRanks:
 
         Returns:
             The sum, of the shape of ``part``, equal on all ranks.
-
-        Returns:
-            The sum, of the shape of ``part``, equal on all ranks.
         """
         self._copied = None
         result: Tensor = _Reduce.apply(part, self, f"output of {name}")  # type: ignore[no-untyped-call]

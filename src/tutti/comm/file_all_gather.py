@@ -82,7 +82,7 @@ class FileAllGather:
         return brought
 
     def tensors(self, tensor: Tensor, text: str) -> list[Tensor]:
-        """All-gather a CPU tensor over files, as ``gather`` does with bytes. Collective over ``there``; blocks.
+        """All-gather a tensor over files, as ``gather`` does with bytes. Collective over ``there``; blocks.
 
         Args:
             tensor: of equal shape and dtype on all ranks.

@@ -43,7 +43,7 @@ class Grid:
 
     @property
     def data_ranks(self) -> int:
-        """Number of ranks that see different samples, R = replica · shard."""
+        """Number of data-parallel positions, R = replica · shard; different positions see different samples."""
         return self.replica * self.shard
 
     @property

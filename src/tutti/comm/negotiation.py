@@ -424,9 +424,7 @@ class Coordinator:
     def share(self, number: int, call_number: int, reduction: PostedReduction) -> None:
         """Record where an all-reduce lies in shared memory, so that the coordinator can see which ranks have posted.
 
-        Must be called before any rank can report its post.
-
-        Called from rank 0's engine thread.
+        Must be called before any rank can report its post, from rank 0's engine thread.
 
         Args:
             number: number of the session; one that is closed is ignored.

@@ -168,7 +168,7 @@ class Agent:
         return {worker.exitcode for worker in self._workers if worker.exitcode is not None}
 
     def kill(self) -> None:
-        """Kill every rank and its child processes by SIGKILL, and wait until they are gone."""
+        """Kill every rank and its child processes by SIGKILL, and wait a few seconds at most for their end."""
         self._end(None, 0)
 
     def _start(self, fork: Callable[[], dict[int, Any]]) -> dict[int, Any]:
@@ -276,7 +276,7 @@ def _silence() -> None:
 def run_agent(agent: Agent) -> signal.Signals | None:
     """Run ``agent`` until its ranks have ended for good, and make sure that none is left.
 
-    A signal is passed on to the ranks; a second signal kills them at once. Signals are ignored from the end on.
+    A signal is passed on to the ranks; a second signal kills them at once. After the end, signals are ignored.
 
     Returns:
         The first signal that asked the run to stop; None if it ended by itself.

@@ -63,14 +63,18 @@ def init(device: str = "auto", timeout: float | None = None) -> World:
     """Join the job that the environment describes, or make a world of size 1; a second call returns the first's result.
 
     Reads the variables of torchrun, Horovod, Open MPI, Hydra (MPICH, Intel MPI), PALS, Flux and Slurm. Adopts an
-    existing default process group. Gloo moves CPU tensors, the vendor's backend an accelerator's. In a
-    job of several processes each gets a watchdog, if it has none yet. On several nodes Gloo takes the interface that
-    leads to rank 0, unless ``GLOO_SOCKET_IFNAME`` names another. An uncaught exception ends this process at once.
-    docs/environment.md lists all its effects on the process; ``TUTTI_PROCESS_SETUP=off`` switches them off.
+    existing default process group. Collective over all ranks of the job; blocks until they have arrived. Gloo moves CPU
+    tensors, the vendor's backend an accelerator's. In a job of several processes each gets a watchdog, if it has none
+    yet. On several nodes Gloo takes the interface that leads to rank 0, unless ``GLOO_SOCKET_IFNAME`` names another. An
+    uncaught exception ends this process at once. docs/environment.md lists all its effects on the process;
+    ``TUTTI_PROCESS_SETUP=off`` switches them off.
 
     Args:
         device: ``auto`` (the accelerator if there is one), ``cpu``, or the accelerator's type, such as ``cuda``.
         timeout: seconds that ranks may take to arrive, and a collective to finish; default: ``TUTTI_TIMEOUT``, or 300.
+
+    Returns:
+        Rank, size and device of this process, and the store and timeout of the job.
 
     Raises:
         UsageError: the environment contradicts itself or has an unknown ``TUTTI_*`` variable, or an accelerator is
@@ -187,7 +191,7 @@ class _End:
 def shutdown() -> None:
     """Leave the job: call the functions of ``before_shutdown``, and destroy the process group if ``init`` made it.
 
-    Waits for no other rank. A second call does nothing; ``init`` may be called again.
+    A second call does nothing; ``init`` may be called again.
     """
     global _world
     for function in _before_shutdown:
@@ -236,32 +240,32 @@ def current() -> World:
 
 
 def rank() -> int:
-    """Return this process's rank in the job, from 0."""
+    """Return this process's rank in the job, from 0; raises UsageError before ``init``."""
     return current().identity.rank
 
 
 def size() -> int:
-    """Return the number of processes in the job."""
+    """Return the number of processes in the job; raises UsageError before ``init``."""
     return current().identity.size
 
 
 def local_rank() -> int:
-    """Return this process's rank on its node, from 0."""
+    """Return this process's rank on its node, from 0; raises UsageError before ``init``."""
     return current().identity.local_rank
 
 
 def local_size() -> int:
-    """Return the number of the job's processes on this node."""
+    """Return the number of the job's processes on this node; raises UsageError before ``init``."""
     return current().identity.local_size
 
 
 def cross_rank() -> int:
-    """Return this node's index in the job, from 0."""
+    """Return this node's index in the job, from 0; raises UsageError before ``init``."""
     return current().identity.cross_rank
 
 
 def cross_size() -> int:
-    """Return the number of nodes in the job."""
+    """Return the number of nodes in the job; raises UsageError before ``init``."""
     return current().identity.cross_size
 
 

@@ -33,13 +33,15 @@ def launch_function(
     without ``if __name__ == "__main__"``. What it changes in its variables stays in its rank: return it. Rank 0 writes
     to this process's output.
 
+    Blocks until all ranks have ended.
+
     Args:
         function: called in every rank; it calls ``tutti.prepare``.
-        args: its arguments.
+        args: positional arguments of ``function``.
         devices: number of ranks, one for each device.
         timeout: seconds that ranks may wait for each other.
         show_all: show the other ranks' output, too.
-        named: its named arguments.
+        named: keyword arguments of ``function``.
 
     Returns:
         What each rank returned, in rank order; it must be possible to pickle it.

@@ -47,17 +47,18 @@ def launch(
     preload: Collection[str] = (),
     elastic: ElasticOptions | None = None,
 ) -> int:
-    """Run ``entry(*args)`` in local processes and return the run's exit code, as in ``tutti.errors.ExitCode``.
+    """Run ``entry(*args)`` in local processes, the ranks of a job, and return the run's exit code.
 
-    Ranks are forked after one import of torch and of ``preload``. Their environment has torchrun's variables,
-    ``TUTTI_STORE`` (path of a file store that only this user can open) and ``TUTTI_TIMEOUT``. Rank 0 keeps the
-    terminal, the other ranks write to ``logs/rank{N}.log``. When a rank fails, all are ended, and the first cause is
-    printed on standard error. A signal is passed on once; ranks that run on after ``grace`` seconds are killed, and a
-    second signal kills at once.
+    Blocks until all ranks have ended, restarts included; the code is one of ``tutti.errors.ExitCode``, or 128 + the
+    number of a signal. Ranks are forked after one import of torch and of ``preload``. Their environment has torchrun's
+    variables, ``TUTTI_STORE`` (path of a file store that only this user can open) and ``TUTTI_TIMEOUT``. Rank 0 keeps
+    the terminal, the other ranks write to ``logs/rank{N}.log``. When a rank fails, all are ended, and the first cause
+    is printed on standard error. A signal is passed on once; ranks that run on after ``grace`` seconds are killed, and
+    a second signal kills at once.
 
     Args:
         entry: called in every rank.
-        args: its arguments.
+        args: arguments of ``entry``.
         processes: number of ranks.
         logs: directory for logs and failure records; made if missing.
         timeout: seconds that ranks may wait for each other.

@@ -75,7 +75,9 @@ class RankSupervisor:
         threading.Thread(target=self._expire, daemon=True).start()
 
     def poll(self) -> tuple[int | None, bytes, bytes]:
-        """Return how the rank's process fares, and its new output. Does not wait; renews the lease of this actor.
+        """Return the state and the new output of the rank's process, without waiting for its end.
+
+        Renews the lease of this actor.
 
         Returns:
             Exit code (negative: a signal; None while it runs), and the bytes that it has written to standard output and

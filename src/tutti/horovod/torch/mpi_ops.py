@@ -187,7 +187,8 @@ def _join(comm: Any, process_sets: Sequence[ProcessSet | Sequence[int]] | str | 
 def shutdown() -> None:
     """Leave the job: pending collectives that not all ranks have called fail, on all ranks.
 
-    Waits for no other rank. ``init`` may be called again; without a job it does nothing. Called at exit, too.
+    Does not wait for other ranks to leave. ``init`` may be called again; without a job this does nothing. Called at
+    exit, too.
     """
     global _session
     stop_timeline()

@@ -21,7 +21,7 @@ def run(func: Callable[..., T]) -> Callable[..., T]:
     """Decorate a training function so that it goes on after failed collectives and changes of hosts.
 
     The function is called again each time, from the last commit after a failure. Before each call all ranks get the
-    state of rank 0, which is collective over all ranks.
+    state of rank 0, unless hosts were merely removed. The call is collective over all ranks.
 
     Args:
         func: training function, whose first argument is a state, such as ``TorchState``.

@@ -129,10 +129,10 @@ class SamplerStateHandler(StateHandler):
         sampler.load_state_dict({"epoch": epoch, "processed_indices": done.tolist()})
 
     def skip_sync(self) -> None:
-        """Merge the ranks' records of finished samples and divide the rest anew, after a reset that only removed hosts.
+        """Merge the ranks' records of processed samples and divide the rest anew, after hosts were merely removed.
 
-        Calls ``sync``, which other handlers leave out then, because each rank knows its own samples only. Collective
-        over all ranks.
+        Other handlers exchange nothing then, but each rank knows only its own samples. Collective over all ranks;
+        blocks.
         """
         self.sync()
 
