@@ -103,7 +103,7 @@ class CollectiveHandle:
     def wait(self) -> Any:
         """Block until the collective is complete and return its result.
 
-        The result is of the type that the function which returned the handle documents.
+        The result is that of the blocking function of the same kind, such as ``allreduce``.
 
         Raises:
             MismatchError: ranks' calls differ; on every rank, with both calls.

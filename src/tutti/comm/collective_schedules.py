@@ -291,9 +291,9 @@ _Sum = int | tuple["_Sum", "_Sum"]
 def prove(schedule: Schedule) -> None:
     """Verify that a schedule is a correct all-reduce, by running it on symbolic chunks. Local; returns None if it is.
 
-    Checked are: every rank ends with the sum of every chunk, in which each rank's contribution is counted once and
-    which is added in the same order on all ranks, so that replicas stay bit-identical; no round reads a chunk that it
-    writes; and no rank waits for ever, even if no message is sent before its receiver is ready (rendezvous).
+    Every rank must end with the sum of every chunk, in which each rank's contribution is counted once and which is
+    added in the same order on all ranks, so that replicas stay bit-identical; no round may read a chunk that it writes;
+    and no rank may wait for ever, even if no message is sent before its receiver is ready (rendezvous).
 
     Raises:
         ValueError: with the first rank and chunk, or the ranks, for which this does not hold.

@@ -44,7 +44,7 @@ _fence = threading.Lock()
 def posted_bytes(call: CollectiveCall, ranks: int) -> int:
     """Return the bytes of shared memory that an all-reduce takes on each rank; 0 if it cannot go through shared memory.
 
-    Served are sums and averages of CPU tensors of one numeric dtype over all ranks, up to a size limit.
+    Shared memory serves sums and averages of CPU tensors of one numeric dtype over all ranks, up to a size limit.
 
     Args:
         call: description of the collective.
@@ -97,7 +97,7 @@ class PostedReduction:
             tensors: of the shapes of the call; may be reused at once.
 
         Returns:
-            Number of the attempt, equal on all ranks for the same repetition of the call; for the other methods.
+            Number of the attempt, equal on all ranks for the same repetition of the call; the other methods take it.
         """
         attempt = self._next()
         turn = attempt >> _ATTEMPTS & 1

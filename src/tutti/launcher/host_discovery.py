@@ -16,23 +16,20 @@ _EVERY, _LIMIT = 0.5, 60.0
 def parse_slots(text: str, default: int | None) -> dict[str, int]:
     """Parse the output of a host discovery script: lines ``HOST:SLOTS`` or ``HOST``; a slot takes one rank.
 
-        Blank lines are skipped; lines with the same host add up.
+    Blank lines are skipped; lines with the same host add up.
 
-        Args:
-            text: output of a discovery script.
-            default: slots of a line without a number; None: such lines are refused.
+    Args:
+        text: output of a discovery script.
+        default: slots of a line without a number; None: such lines are refused.
 
     Returns:
         Host → number of slots.
 
-        Raises:
-            UsageError: a line is malformed, or names another machine than this one.
+    Raises:
+        UsageError: a line is malformed, or names another machine than this one.
 
-        >>> parse_slots("localhost:2
-    127.0.0.1
-    ", 4)
-        {'localhost': 2, '127.0.0.1': 4}
-
+    >>> parse_slots("localhost:2\\n127.0.0.1\\n", 4)
+    {'localhost': 2, '127.0.0.1': 4}
     """
     found: dict[str, int] = {}
     for line in filter(None, map(str.strip, text.splitlines())):

@@ -52,7 +52,7 @@ class BucketAutotune:
 
         Returns:
             The new bucket size in bytes: the next candidate, or the fastest after the last one; None: keep the present
-                size.
+            size.
 
         Raises:
             HorovodInternalError: the ranks' steps differ in number, or a rank has ended.
