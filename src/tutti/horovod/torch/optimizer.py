@@ -347,7 +347,8 @@ def DistributedOptimizer(
 ) -> Any:
     """Wrap an optimizer so that it all-reduces gradients over the ranks during backward, before ``step`` uses them.
 
-    The result is of a subclass of the optimizer's own class.
+    The result is of a subclass of the optimizer's own class. With ``Adasum``, each rank steps on its own gradients and
+    ``step`` combines the ranks' changes of the parameters. ``step`` is collective over ``process_set``.
 
     It shares options and state with ``optimizer``.
 
