@@ -73,7 +73,7 @@ class Feed:
         return lines
 
     def read(self, epoch: int, start: int = 0) -> Iterator[RankBatch]:
-        """Yield this rank's part of each global batch of an epoch, copied to the device, in worker order.
+        """Yield this rank's part of each global batch of an epoch, copied to the device, its logical workers in order.
 
         Collective for a stream or a sampler, whose samples, counts or order are compared over ranks.
 

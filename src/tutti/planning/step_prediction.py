@@ -304,16 +304,18 @@ def predict_step(
 def step_band(
     seconds: Array, costs: StepCosts, devices: int, residuals: Residuals
 ) -> tuple[tuple[float, float] | None, str]:
-    """Return the 90 % band of a step's seconds, and where it comes from in words.
+    """Return the interval that should hold a step's seconds with 90 % probability, and in words what it rests on.
 
-    The band is None where too few predictions like it were checked: predictions from the same kind of machine
-    (measured or published) to about as many times more devices than a measured node has.
+    The interval lies around the median of ``seconds``. Its width is the spread of ``seconds`` over the draws, times the
+    factor within which 90 % of earlier predictions of the same cell were right. A cell has the predictions from one
+    kind of prices (measured or published) to a similar multiple of the devices of a measured node. The interval is None
+    where the cell has too few of them.
 
     Args:
-        seconds: over the draws.
+        seconds: predicted seconds of a step, one for each draw of the prices.
         costs: prices, with their basis.
-        devices: of the run.
-        residuals: scores of checked predictions, by cell.
+        devices: number of devices of the run.
+        residuals: errors of checked predictions, by cell.
     """
     measured = costs.network.per_node if costs.basis == "measured" else devices
     cell = f"{SIMULATED}, {costs.basis} machine, {distance_class(devices / measured)}"

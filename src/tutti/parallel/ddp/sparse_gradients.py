@@ -123,7 +123,10 @@ class SparseReducer:
         return sums
 
     def squares(self) -> list[float]:
-        """Return sums of squares of the reduced gradients, as the wrapped reducer computes them from the dense sums."""
+        """Return sums of squares of all reduced gradients, sparse ones included, which add up to their squared L2 norm.
+
+        The wrapped reducer computes them, one number for each parameter or one for all, from gradients in dense form.
+        """
         return self._reducer.squares()
 
     def scale(self, factor: float) -> None:

@@ -298,7 +298,7 @@ class FullySharded:
                 self._clear(each, gathered, set_to_none)
 
     def apply_edits(self) -> None:
-        """Set the ``.grad`` of the optimizer's rows to this rank's part of the model's DTensor gradients.
+        """Copy this rank's part of the model's DTensor gradients to the ``.grad`` of the tensors that are optimized.
 
         Called before the update, which so uses gradients as the script has edited or cleared them.
         """
