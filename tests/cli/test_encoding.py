@@ -40,7 +40,7 @@ def ran(folder: Path, environ: dict[str, str], *words: str) -> subprocess.Comple
     )
 
 
-@pytest.mark.parametrize(("environ", "devices"), zip(ASCII, ["2", "1", "2"], strict=True), ids=IDS)
+@pytest.mark.parametrize(("environ", "devices"), list(zip(ASCII, ["2", "1", "2"], strict=True)), ids=IDS)
 def test_a_finished_run_ends_well(environ: dict[str, str], devices: str, tmp_path: Path) -> None:
     (tmp_path / "größe.py").write_text(TASK, encoding="utf-8")
     words = ("train", "größe.py:make", "--devices", devices, "--workers", "2", "--steps", "2", "--batch-size", "4")

@@ -107,6 +107,33 @@ def test_a_rank_that_is_lost_in_a_collective_is_named(function: object, victim: 
     assert all(text in shown for rank, shown in enumerate(found) if rank != victim)
 
 
+def ends_after_a_complete_post(ending: int) -> None:
+    """The last call is complete once all ranks have posted it, also where a rank ends before another one looks."""
+    tutti.allreduce(torch.ones(2), "sum", name="loss")
+    handle = tutti.allreduce_async(torch.full((2,), tutti.rank() + 1.0), "sum", name="loss")
+    if tutti.rank() == ending:
+        handle.wait()
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(3)
+    assert handle.wait().tolist() == [6.0, 6.0]
+
+
+def coordinator_ends_after_a_complete_post() -> None:
+    ends_after_a_complete_post(0)
+
+
+def last_rank_ends_after_a_complete_post() -> None:
+    ends_after_a_complete_post(2)
+
+
+@pytest.mark.parametrize(
+    ("function", "ending"), [(coordinator_ends_after_a_complete_post, 0), (last_rank_ends_after_a_complete_post, 2)]
+)
+def test_a_call_that_all_ranks_have_posted_survives_the_end_of_one(function: object, ending: int) -> None:
+    told = outcome(3, function)
+    assert [text for rank, text in enumerate(told) if rank != ending] == ["", ""]
+
+
 def never_calls() -> None:
     tutti.barrier()
     if tutti.rank() == 1:

@@ -353,18 +353,20 @@ class CollectiveSession:
                 self.engine.send(["close", self.number])
                 # What was agreed upon before is performed: other ranks take part in it already.
                 self._acknowledged.wait()
-            for handle in list(self.pending.values()):
-                self.advance(handle)
         self.fail_all(PeerError(SHUT_DOWN, where=f"rank {self.engine.rank}"))
         self.engine.sessions.pop(self.number, None)
 
     def fail_all(self, error: TuttiError) -> None:
-        """Make every pending call and join of this rank fail with ``error``, which their ``wait`` then raises."""
+        """Make pending calls and joins of this rank fail with ``error``, which their ``wait`` then raises.
+
+        Posted calls that all ranks have made get their results instead.
+        """
         with self.lock:
             pending = [*self.pending.values(), *self.joins]
             self.pending, self.joins = {}, []
         for handle in pending:
-            if not handle.finished.is_set():
+            # A posted call is complete once all ranks have posted it, also where one of them has ended since.
+            if not self.advance(handle):
                 handle.complete(error=error)
         self._acknowledged.set()
 
