@@ -677,7 +677,10 @@ class GradientSync(Protocol):
         """
 
     def facts(self) -> Mapping[str, Any]:
-        """Return this strategy's entries of ``summary.json`` by key, on rank 0; empty without any. Not collective."""
+        """Return this strategy's entries of ``summary.json`` by key, on rank 0; empty without any.
+
+        Called on all ranks: it is collective where the strategy counts traffic over ranks.
+        """
 
     def adopt(self, optimizer: Optimizer) -> None:
         """Include the parameters of groups that the script has added to ``optimizer`` since it was given.

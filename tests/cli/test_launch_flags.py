@@ -57,11 +57,13 @@ def test_the_variables_of_torchrun_are_read() -> None:
         (["--nnodes", "1:2", "--node-rank", "0", "--rdzv-endpoint", "a:1"], "--nnodes is '1:2'"),
         (["--nnodes", "2", "--node-rank", "2", "--rdzv-endpoint", "a:1"], "node 2 of 2"),
         (["--nnodes", "2", "--node-rank", "0", "--rdzv-endpoint", "a:1", "--devices", "3"], "over 2 nodes"),
+        (["--nnodes", "2", "--dry-run"], "--nnodes cannot be combined with --dry-run"),
     ],
 )
 def test_refused_nodes(words: list[str], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         node_of_job(["train", "linear", *words], {})
+    assert node_of_job(["train", "linear", "--help", *words], {}) is None
 
 
 def test_two_nodes_train_the_weights_of_one(tmp_path: Path) -> None:

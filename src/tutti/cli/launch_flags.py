@@ -89,9 +89,17 @@ def node_of_job(words: list[str], environ: Mapping[str, str]) -> tuple[NodePart,
     Raises:
         UsageError: flags are missing, malformed or contradict ``--devices``.
     """
-    if words[:1] not in (["train"], ["run"]) or joined(environ) or only_asks(words):
+    if words[:1] not in (["train"], ["run"]) or joined(environ):
         return None
     flags, rest = take_flags(words, OF_NODE)
+    if only_asks(words):
+        if flags and not {"--help", "-h"} & {*words}:
+            raise UsageError(
+                f"{next(iter(flags))} cannot be combined with --dry-run and --print-config",
+                why="they start no ranks on any node",
+                remedy="leave the flags of nodes out, and give the devices of all nodes as --devices",
+            )
+        return None
     devices, without = take_flags(rest, _DEVICES)
     part = read_node_part(flags, environ, count_accelerators("auto", environ) or 1)
     if part is None:
