@@ -88,7 +88,8 @@ def run(
     devices:
         processes or 2:8; auto: one a GPU, or one
     hosts:
-        HOST:PROCESSES,… to start on over ssh, in this directory of each
+        HOST:PROCESSES,… to start on over ssh, in this directory of each; or
+        --hostfile FILE; on each node itself: --nnodes, --node-rank, --rdzv-endpoint
     on:
         engine that starts them: local, ssh:hosts=a:2+b:2, ray, slurm:nodes=2
     module:

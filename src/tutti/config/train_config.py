@@ -50,7 +50,7 @@ class TrainConfig:
         lr_scale: learning-rate rule for this batch: linear, sqrt or adam_sqrt, ``linear:base_batch=256``; or adascale.
         workers: logical replicas, part of the algorithm; default: devices.
         devices: processes or GPUs; or 2:8; ``auto``: every GPU, or one.
-        on: engine that starts ranks: local, ``ssh:hosts=a:2+b:2`` or ray.
+        on: engine: local, ``ssh:hosts=a:2+b:2`` or -H, ray, slurm.
         wait: how long to wait for a lost device.
         batch_size: samples in one *global* batch, over all workers.
         batch_growth: instead of a smaller rate: ``milestones=9ep,factor=5``.
