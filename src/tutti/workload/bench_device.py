@@ -14,13 +14,15 @@ from tutti.config.optimizer_config import check_optimizer
 from tutti.device import is_accelerator
 from tutti.optim.factory import from_config
 from tutti.workload.bench_timing import Findings, curve_point, time_calls
-from tutti.workload.machine_file import peak_name
+from tutti.workload.machine_file import CurvePoint, peak_name
 
 _TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _OPTIMIZERS = ("sgd:lr=0.1,momentum=0.9", "adam:lr=0.001")
 _CHANNELS, _PIXELS, _HEADS, _HEAD = 32, 32, 4, 32
 _KEPT = 16
 """Results that a measurement of elementwise operators keeps: a guess at a forward's activations."""
+_LONG = 0.5
+"""Seconds of a call beyond which no larger call is measured, so that a slow device does not take an hour (a guess)."""
 
 
 def bench_device(device: torch.device, found: Findings) -> None:
@@ -107,7 +109,7 @@ def _products(device: torch.device, precision: str, found: Findings) -> None:
     """Measure square matrix products, and the best rate at one and at all CPU threads."""
     sizes = (256, 512, 1024, 2048, 4096, 8192) if is_accelerator(device) else (32, 64, 128, 256, 512, 1024)
     works = [_product(n, _TYPES[precision], device) for n in sizes]
-    _draw(f"device/matmul/{precision}", works, device, found)
+    works = works[: _draw(f"device/matmul/{precision}", works, device, found)]
     threads = torch.get_num_threads()
     counts = [None] if is_accelerator(device) else sorted({1, threads})
     for count in counts:
@@ -118,8 +120,15 @@ def _products(device: torch.device, precision: str, found: Findings) -> None:
     torch.set_num_threads(threads)
 
 
-def _draw(name: str, works: list[_Work], device: torch.device, found: Findings) -> None:
-    found.draw(name, "FLOP", [curve_point(flop, time_calls(call, device)) for flop, call in works])
+def _draw(name: str, works: list[_Work], device: torch.device, found: Findings) -> int:
+    """Measure calls in increasing size, two at least and up to one of ``_LONG`` seconds; return how many."""
+    points: list[CurvePoint] = []
+    for flop, call in works:
+        points.append(curve_point(flop, time_calls(call, device)))
+        if len(points) > 1 and points[-1].seconds > _LONG:
+            break
+    found.draw(name, "FLOP", points)
+    return len(points)
 
 
 def _product(n: int, dtype: torch.dtype, device: torch.device) -> _Work:
