@@ -1,0 +1,204 @@
+"""What scripts do on an accelerator beside training: each gives the CPU's numbers on one and on two devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import tutti
+from tests import worlds
+from tests.simulated_accelerator.build import DEVICE
+from tutti.launcher import context
+
+pytestmark = pytest.mark.timeout(600)
+
+
+def here() -> torch.device:
+    return context.current().device
+
+
+def made(bias: bool = True) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 8, bias=bias), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 3))
+
+
+def data(samples: int = 48) -> TensorDataset:
+    draw = torch.Generator().manual_seed(1)
+    return TensorDataset(torch.randn(samples, 5, generator=draw), torch.randint(0, 3, (samples,), generator=draw))
+
+
+def loss(net: Any, batch: Any) -> Tensor:
+    inputs, targets = batch
+    return nn.functional.cross_entropy(net(inputs), targets)
+
+
+def measured(net: Any, batch: Any) -> Any:
+    """Sums with metrics as tensors of the device, and one as a number that waited for it."""
+    inputs, targets = batch
+    outputs = net(inputs)
+    summed = nn.functional.cross_entropy(outputs, targets, reduction="sum")
+    right = (outputs.argmax(dim=1) == targets).sum()
+    return (
+        summed,
+        len(targets),
+        {"right": right, "waited": float(right.item()), "largest": outputs.detach().abs().sum()},
+    )
+
+
+def metrics_and_average(strategy: str) -> Any:
+    run = tutti.prepare(made(), "adam:lr=0.01", data(), measured, strategy=strategy, workers=2, batch_size=8, ema=0.9)
+    means = [run.step(batch) for batch in run.epoch(0)]
+    found = [run.evaluate(data(21), batch=4), run.evaluate(data(21), averaged=False)]
+    return [
+        means,
+        run.stats.metrics,
+        *[(each.loss, each.metrics) for each in found],
+        run.weights_sha256(),
+    ]
+
+
+def predicted(strategy: str) -> Any:
+    run = tutti.prepare(made(), "sgd:lr=0.1", data(), loss, strategy=strategy, workers=2, batch_size=8)
+    for batch in run.epoch(0):
+        run.step(batch)
+
+    def outputs(net: Any, batch: Any) -> Any:
+        values = net(batch[0])
+        return {"classes": values.argmax(dim=1), "both": (values, values.softmax(dim=1).half())}
+
+    got = run.predict(data(21), outputs, batch=4)
+    loaded = run.predict(DataLoader(data(21), batch_size=6), outputs)
+    return [got["classes"], *got["both"], got["both"][0].device.type, loaded["classes"], *loaded["both"]]
+
+
+class Watching:
+    ranks = "all"
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+        self.total = torch.zeros((), device=here())
+
+    def on_step_end(self, run: tutti.Run) -> None:
+        self.total += run.stats.loss
+        self.seen.append(sum(float(p.detach().sum()) for p in run.model.parameters()))
+
+    def on_evaluation(self, run: tutti.Run, means: Any) -> None:
+        self.seen.append(means.loss)
+
+    def on_epoch_end(self, run: tutti.Run, epoch: int) -> None:
+        if epoch == 1:
+            run.stop("two epochs")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": self.seen, "total": float(self.total)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.seen = list(state["seen"])
+
+
+def called_back(strategy: str) -> Any:
+    watching = Watching()
+    run = tutti.prepare(
+        made(), "sgd:lr=0.1", data(), loss, strategy=strategy, workers=2, batch_size=8, callbacks=[watching]
+    )
+    for epoch in run.epochs(3):
+        for batch in run.epoch(epoch):
+            run.step(batch)
+        run.evaluate(data(21))
+    return watching.seen, watching.total.cpu(), run.weights_sha256()
+
+
+def by_hand(place: str, moved: str, weigh: str = "") -> Any:
+    """A custom loop: the model moved before or after, the batch moved again, losses that wait for the device."""
+    model = made()
+    if place == "before":
+        model.to(here())
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    run = tutti.prepare(model, optimizer, data(), workers=2, batch_size=8)
+    if place == "after":
+        model.to(here())
+    scale, losses = torch.ones((), device=here()), []
+    for epoch in range(2):
+        for inputs, targets in run.microbatches(epoch):
+            if moved == "twice":
+                inputs, targets = inputs.to(here(), non_blocking=True), targets.to(here())
+            if moved == "to the host and back":
+                inputs = inputs.cpu().to(here(), non_blocking=True)
+                targets = pinned(targets.cpu()).to(here(), non_blocking=True)
+            optimizer.zero_grad()
+            value = nn.functional.cross_entropy(model(inputs), targets)
+            if weigh == "item":
+                value = value * (1 + 0.1 * min(value.item(), 1.0))
+            if weigh == "tensor":
+                value = value * scale
+            run.backward(value)
+            losses.append(value.detach())
+            optimizer.step()
+            if run.stepped:
+                scale = scale * 0.9
+    return torch.stack(losses).cpu(), run.stats.loss, run.weights_sha256()
+
+
+def pinned(tensor: Tensor) -> Tensor:
+    return tensor if here().type == "cpu" else tensor.pin_memory()
+
+
+def own_loader(strategy: str) -> Any:
+    """A loop over the script's own loader, whose batches it moves, with an evaluation by hand."""
+    model = made()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    loader = DataLoader(data(), batch_size=8, pin_memory=here().type != "cpu")
+    run = tutti.prepare(model, optimizer, loader, strategy=strategy, workers=2)
+    for epoch in range(2):
+        for inputs, targets in run.microbatches(epoch):
+            run.backward(nn.functional.cross_entropy(model(inputs), targets))
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+    model.eval()
+    with torch.no_grad():
+        right = sum((model(x.to(here())).argmax(dim=1) == y.to(here())).sum().item() for x, y in loader)
+    return right, run.weights_sha256()
+
+
+ACTIONS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+    **{
+        f"{action.__name__}, {strategy}": (action, {"strategy": strategy})
+        for action in (metrics_and_average, predicted, called_back)
+        for strategy in ("mirrored", "sharded")
+    },
+    "own loader": (own_loader, {"strategy": "mirrored"}),
+    **{
+        f"moved {place}, batch {moved or 'as it is'}, {weigh or 'plain'}": (
+            by_hand,
+            {"place": place, "moved": moved, "weigh": weigh},
+        )
+        for place, moved, weigh in (
+            ("before", "twice", "item"),
+            ("after", "to the host and back", "tensor"),
+            ("never", "", "item"),
+        )
+    },
+}
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("name", ACTIONS)
+def test_an_action_gives_what_it_gives_on_the_cpu(name: str, ranks: int) -> None:
+    action, arguments = ACTIONS[name]
+    want = worlds.run_on("cpu", ranks, action, **arguments)
+    got = worlds.run_on(DEVICE, ranks, action, **arguments)
+    assert same(got, want), (got, want)
