@@ -7,6 +7,7 @@ Torch is imported inside functions, because the command line answers without it.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import importlib.metadata
 import os
@@ -186,6 +187,30 @@ def is_compiled_in() -> bool:
     import torch
 
     return torch.accelerator.current_accelerator(check_available=False) is not None
+
+
+def reason_not_to_fork() -> str | None:
+    """Return why a process that is forked from this one could not compute on the accelerator; None if it could.
+
+    A driver that a process has used does not work in its forks, and neither do the threads of autograd, which a
+    backward starts wherever there is an accelerator, also for CPU tensors. Where the system does not list the names of
+    threads (``/proc``), these are not seen.
+    """
+    if "torch" not in sys.modules:
+        return None
+    import torch
+
+    # Whether the accelerator is available is not asked: the question itself may use the driver.
+    here = torch.accelerator.current_accelerator(check_available=False)
+    if here is None:
+        return None
+    if getattr(torch.get_device_module(here), "is_initialized", lambda: False)():
+        return f"this process has used the {here.type.upper()} driver, which does not work in a forked process"
+    for path in Path("/proc/self/task").glob("*/comm"):
+        with contextlib.suppress(OSError):
+            if path.read_text(encoding="utf-8").startswith("pt_autograd"):
+                return "a backward in this process has started the threads of autograd, which a fork does not copy"
+    return None
 
 
 # --- collectives ---------------------------------------------------------------------------------------------------

@@ -64,7 +64,9 @@ def _device_module(library: Any) -> Any:
     module.device_count, module.current_device = library.device_count, library.current_device
     module.set_device = lambda device: library.set_device(index(device))
     module.device = lambda device: torch.accelerator.device_index(index(device))
-    module.is_available = module.is_initialized = lambda: True
+    module.is_available = lambda: True
+    # As on CUDA, the first kernel or copy initialises the driver.
+    module.is_initialized = lambda: library.counts()["kernels"] > 0
     module.init = module._lazy_init = lambda: None
     module._is_in_bad_fork = lambda: False
     module.get_device_name = lambda device=None: "simulated accelerator"

@@ -68,3 +68,44 @@ def test_a_rank_that_hangs_in_a_collective_on_the_device_is_named(tmp_path: Path
     found = re.search(r"tutti: rank (\d) made no progress for \d+ s in step (\d) \(phase (\w+)\), in (\w+)", said)
     assert found is not None and found.groups()[:3] == ("1", "4", "compute"), said
     assert 'own.py", line' in said and "in all_reduce" in said and said.count("tutti: rank") == 1
+
+
+LAUNCHED = """
+import sys
+import torch
+import tutti
+
+first = torch.ones(2, device="simgpu" if "device" in sys.argv else "cpu", requires_grad="backward" in sys.argv)
+if "backward" in sys.argv:
+    (first * 2).sum().backward()
+
+def train():
+    model = torch.nn.Linear(3, 2)
+    data = torch.ones(8, 3), torch.zeros(8, dtype=torch.long)
+    loss = lambda net, batch: torch.nn.functional.cross_entropy(net(batch[0]), batch[1])
+    run = tutti.prepare(model, "sgd:lr=0.1", data, loss, batch_size=4)
+    return [run.step(batch) for batch in run.epoch(0)] and str(next(run.model.parameters()).device)
+
+print(tutti.launch(train, devices=2))
+"""
+
+
+@pytest.mark.parametrize(
+    ("done", "words"),
+    [
+        ([], ""),
+        (["device"], "has used the SIMGPU driver, which does not work in a forked process"),
+        (["backward"], "a backward in this process has started the threads of autograd"),
+    ],
+)
+def test_ranks_are_forked_from_a_process_that_has_not_computed(done: list[str], words: str, tmp_path: Path) -> None:
+    build.require()
+    (tmp_path / "script.py").write_text(LAUNCHED, encoding="utf-8")
+    environ = {**os.environ, **build.environment(2)}
+    ended = subprocess.run(
+        [sys.executable, "script.py", *done], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=240
+    )
+    if words:
+        assert ended.returncode and words in ended.stderr and "Call tutti.launch first" in ended.stderr, ended.stderr
+    else:
+        assert ended.stdout.splitlines()[-1] == "['simgpu:0', 'simgpu:1']", ended.stdout + ended.stderr

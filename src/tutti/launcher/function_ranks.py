@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+from tutti.device import reason_not_to_fork
 from tutti.errors import PeerError, UsageError
 from tutti.launcher import context
 from tutti.launcher.launch import launch as launch_ranks
@@ -47,7 +48,8 @@ def launch_function(
         What each rank returned, in rank order; it must be possible to pickle it.
 
     Raises:
-        UsageError: this process is a rank itself, or already trains.
+        UsageError: this process is a rank itself, already trains, or has used the accelerator or autograd, whose
+            driver and threads do not survive a fork.
         Exception: the first error of a rank, with the rank and its traceback as a note.
         PeerError: a rank was killed, or ended without a result.
 
@@ -93,6 +95,13 @@ def _check_outside() -> None:
             why="the ranks are forked, and its process group cannot be",
             remedy="call tutti.launch before tutti.prepare, or call tutti.shutdown() first; in a notebook restart the "
             "kernel and prepare inside the function",
+        )
+    if (why := reason_not_to_fork()) is not None:
+        raise UsageError(
+            "tutti.launch in a process that has computed already",
+            why=why,
+            remedy="call tutti.launch first, and move tensors to the accelerator and train inside the function; in a "
+            "notebook restart the kernel",
         )
 
 
