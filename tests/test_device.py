@@ -13,8 +13,17 @@ import torch.distributed as dist
 
 import tutti
 from tests import worlds
+from tutti.cli.train_command import refuse_config
 from tutti.comm.process_groups import process_groups
-from tutti.device import collective_backend, collective_options, describe_products, set_collective_defaults
+from tutti.config.train_config import TrainConfig
+from tutti.device import (
+    choose,
+    collective_backend,
+    collective_options,
+    describe_products,
+    peak_memory,
+    set_collective_defaults,
+)
 from tutti.errors import UsageError
 from tutti.launcher import context
 
@@ -84,6 +93,35 @@ def test_a_run_says_how_products_of_float32_are_rounded() -> None:
     torch.backends.cudnn.allow_tf32 = False
     assert describe_products(GPU, "fp32") == "matrix products in TF32, convolutions in full float32"
     assert [describe_products(*given) for given in ((GPU, "bf16"), (CPU, "fp32"))] == [None, None]
+
+
+@pytest.mark.parametrize("devices", ["2", "8"])
+def test_several_processes_on_mps_are_refused_before_they_start(devices: str) -> None:
+    with pytest.raises(UsageError, match=rf"MPS computes in 1 process, not in {devices}.*no collectives"):
+        refuse_config("digits", TrainConfig(device="mps", devices=devices))
+
+
+def test_mps_is_refused_where_pytorch_sees_none() -> None:
+    if torch.backends.mps.is_available():
+        pytest.skip("there is one here")
+    with pytest.raises(UsageError, match="MPS was asked for, but PyTorch sees no GPU"):
+        choose("mps", 0, 1, "rank 0")
+
+
+def test_mps_is_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a stand-in for an Apple GPU."""
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("mps"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: None)
+    assert choose("auto", 0, 1, "rank 0") == choose("mps", 0, 1, "rank 0") == torch.device("mps", 0)
+    with pytest.raises(UsageError, match="2 processes on this host share 1 GPUs"):
+        choose("mps", 1, 2, "rank 1")
+    for name, value in (("RANK", 0), ("WORLD_SIZE", 2), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1)):
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("TUTTI_PROCESS_SETUP", "off")
+    with pytest.raises(UsageError, match="MPS computes in 1 process, not in 2"):
+        context.init("mps")
+    assert peak_memory(torch.device("mps")) is None
 
 
 def prepare_in_8_bits() -> str:

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -330,6 +331,12 @@ def fake_tensors_take_no_memory() -> None:
     assert made.shape == (1 << 20, 1 << 20)
 
 
+def an_apple_gpu_has_one_generator() -> None:
+    made = torch.Generator()
+    with patch.object(torch.mps, "_default_mps_generator", made):
+        assert torch_compat.mps_generator() is made
+
+
 def modes_of_compiling_stand_for_options() -> None:
     assert inductor_mode_options("max-autotune-no-cudagraphs")["max_autotune"] is True
     assert inductor_mode_options("reduce-overhead") == {"triton.cudagraphs": True}
@@ -596,6 +603,7 @@ TOUCHED: dict[Callable[[], None], str] = {
     events_are_written_at_once: "write_event",
     loader_processes_know_their_number: "enter_loader_process",
     modes_of_compiling_stand_for_options: "inductor_mode_options",
+    an_apple_gpu_has_one_generator: "mps_generator",
 }
 """Each check, with the names that it touches."""
 

@@ -57,6 +57,9 @@ DEVICE_FLAGS = (
 _CAPTURED = {"cuda": "CUDA", "xpu": "XPU", "hpu": "HPU", "mtia": "MTIA"}
 _UNPINNED = ("cpu", "mps", "meta")
 
+WITHOUT_FLOAT64 = ("mps",)
+"""Types of devices that have no tensors of float64."""
+
 
 # --- without torch -------------------------------------------------------------------------------------------------
 
@@ -172,6 +175,23 @@ def choose(choice: str, local_rank: int, local_size: int, where: str) -> torch.d
         )
     torch.accelerator.set_device_index(local_rank)
     return torch.device(here, local_rank)
+
+
+def check_processes(choice: str, processes: int, where: str) -> None:
+    """Raise UsageError if a job cannot have so many processes on this type of device; needs no torch.
+
+    Args:
+        choice: ``--device``, or the type of a device.
+        processes: of the job, on all nodes.
+        where: names the option or the rank, for the message.
+    """
+    if choice == "mps" and processes > 1:
+        raise UsageError(
+            f"MPS computes in 1 process, not in {processes}",
+            where=where,
+            why="an Apple GPU is one device, and PyTorch has no collectives for its tensors",
+            remedy="take one device, or --device cpu",
+        )
 
 
 def is_accelerator(device: torch.device) -> bool:
@@ -290,15 +310,26 @@ def reset_peak_memory(device: torch.device) -> None:
     """Restart the count of ``peak_memory`` from the tensors that ``device`` holds now; does nothing on the CPU."""
     import torch
 
-    if is_accelerator(device):
+    if is_accelerator(device) and device.type != "mps":
         torch.accelerator.reset_peak_memory_stats(device)
 
 
 def peak_memory(device: torch.device) -> int | None:
-    """Return the most bytes of tensors that ``device`` held since ``reset_peak_memory``; None on the CPU."""
+    """Return the most bytes of tensors that ``device`` held since ``reset_peak_memory``.
+
+    None on the CPU, and on ``mps``, whose allocator counts no peak.
+    """
     import torch
 
-    return int(torch.accelerator.max_memory_allocated(device)) if is_accelerator(device) else None
+    counted = is_accelerator(device) and device.type != "mps"
+    return int(torch.accelerator.max_memory_allocated(device)) if counted else None
+
+
+def widest_float(device: torch.device) -> torch.dtype:
+    """Return the dtype in which ``device`` adds up norms and counts: float64, or float32 where it has no other."""
+    import torch
+
+    return torch.float32 if device.type in WITHOUT_FLOAT64 else torch.float64
 
 
 def default_generator(device: torch.device) -> torch.Generator:
@@ -307,6 +338,10 @@ def default_generator(device: torch.device) -> torch.Generator:
 
     if not is_accelerator(device):
         return torch.default_generator
+    if device.type == "mps":
+        from tutti.torch_compat import mps_generator
+
+        return mps_generator()
     generator: torch.Generator = torch.get_device_module(device).default_generators[device.index or 0]
     return generator
 

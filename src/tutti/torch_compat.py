@@ -91,6 +91,7 @@ __all__ = [
     "mark_wrapped_by_scheduler",
     "module_buffers",
     "module_parameters",
+    "mps_generator",
     "next_node_sequence",
     "node_sequence",
     "non_persistent_buffers",
@@ -459,6 +460,14 @@ def inductor_mode_options(mode: str) -> dict[str, Any]:
 
     options: dict[str, Any] = torch._inductor.list_mode_options(mode)
     return options
+
+
+# --- generators ----------------------------------------------------------------------------------------------------
+
+
+def mps_generator() -> torch.Generator:
+    """Return the default generator of an Apple GPU; publicly, ``torch.mps`` only seeds it and copies its state."""
+    return torch.mps._get_default_mps_generator()
 
 
 # --- optimizers ----------------------------------------------------------------------------------------------------

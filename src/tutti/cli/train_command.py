@@ -31,7 +31,7 @@ from tutti.config.settings import FILES, HEADINGS, flag_table, resolve_config
 from tutti.config.train_config import TrainConfig
 from tutti.config.training_target import check_metric, split_target
 from tutti.data.contract import BatchContract
-from tutti.device import check_device
+from tutti.device import check_device, check_processes
 from tutti.distribution import pip_install
 from tutti.errors import FINISHED, DiskError, ExitCode, TuttiError, UsageError
 from tutti.launcher import slurm_engine, stdin_control, watchdog
@@ -253,6 +253,7 @@ def refuse_config(task: str, config: TrainConfig) -> None:
     """
     devices = int(config.devices)
     check_device(config.device)
+    check_processes(config.device, devices, "--devices")
     rule = config.lr_rule
     adaptive = rule.adaptive
     compiling = config.compile_choice

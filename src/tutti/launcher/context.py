@@ -21,7 +21,7 @@ import torch.distributed as dist
 from tutti import process_context as identities
 from tutti.config.variables import check_variables, is_off
 from tutti.config.watchdog_limits import WatchdogLimits
-from tutti.device import choose, collective_backend, set_collective_defaults
+from tutti.device import check_processes, choose, collective_backend, set_collective_defaults
 from tutti.errors import PeerError, UsageError
 from tutti.launcher import child, failure, heartbeat, interface, watchdog
 from tutti.launcher.heartbeat import Phase
@@ -281,7 +281,10 @@ def _watched(identity: Identity) -> None:
 
 
 def _place(choice: str, identity: Identity) -> torch.device:
-    return choose(choice, identity.local_rank, identity.local_size, f"rank {identity.rank}")
+    where = f"rank {identity.rank}"
+    device = choose(choice, identity.local_rank, identity.local_size, where)
+    check_processes(device.type, identity.size, where)
+    return device
 
 
 def _timeout() -> float:

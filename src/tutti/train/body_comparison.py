@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 import torch
 from torch import nn
 
+from tutti.device import widest_float
 from tutti.errors import UsageError
 from tutti.nn.swap import parameters
 from tutti.torch_compat import GRADIENT_HOOK_ATTRIBUTES, tensor_version
@@ -176,7 +177,7 @@ class BodyComparison:
         versions = [tensor_version(p) for p in self._sync.script_parameters()]
         if self._batches >= _COMPARED:
             return versions, None
-        return versions, [float(value.sum(dtype=torch.float64)) for value in values]
+        return versions, [float(value.sum(dtype=widest_float(value.device))) for value in values]
 
     def _check_writes(self) -> None:
         """Raise UsageError if the script wrote parameters in a body that is not the rank's last."""

@@ -194,6 +194,6 @@ def _totals(run: Run, held_out: Blocks, loss: LossFn) -> tuple[Sequence[str], Te
     names = comms.world.broadcast_json(parts[0].names if rank == 0 else (), 0, "names of the metrics")
     table = torch.zeros(held_out.rows, 2 + len(names), dtype=torch.float64)
     for number, part in parts.items():
-        table[number] = part.sums.double().cpu()
+        table[number] = part.sums.cpu().double()
     comms.replica.all_reduce(table, "totals of the evaluation")
     return names, table

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from tutti.device import widest_float
 from tutti.errors import MismatchError, UsageError
 from tutti.nn.incomplete_gradient import IncompleteGradient, is_cleared
 from tutti.torch_compat import tensor_version
@@ -282,7 +283,7 @@ def _sums(gradient: Tensor | None) -> Tensor:
     """Return a gradient's sum and sum of squares in float64, of shape (2,); zeros for None."""
     if gradient is None:
         return torch.zeros(2, dtype=torch.float64)
-    wide = gradient.detach().double()
+    wide = gradient.detach().to(widest_float(gradient.device))
     return torch.stack([wide.sum(), wide.square().sum()])
 
 

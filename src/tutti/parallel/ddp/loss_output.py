@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tutti.comm.random_keys import mix, name_key
+from tutti.device import widest_float
 from tutti.errors import UsageError
 from tutti.parallel.ddp.loss_count import loss_count
 from tutti.types import LossSums, MicroBatch
@@ -69,7 +70,7 @@ def read_loss(outcome: Any, micro_batch: MicroBatch) -> tuple[Tensor, Tensor, Lo
 
 def _mean_over(objective: Tensor, count: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor, LossSums]:
     """Return the result of ``read_loss`` for a mean over ``count`` targets, which may be none."""
-    dtype, wide = _wide(objective), count.to(objective.device, torch.float64)
+    dtype, wide = _wide(objective), count.to(objective.device, widest_float(objective.device))
     total = torch.where(wide > 0, objective.detach().to(dtype) * wide, 0.0)
     loss_sums = torch.stack([total.to(dtype), wide.to(dtype)])
     if micro_batch.whole:

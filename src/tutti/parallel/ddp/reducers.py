@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from tutti.comm.communicator import Communicator
 from tutti.comm.random_keys import mix, name_key
 from tutti.comm.tree_sum import TreeSum
+from tutti.device import widest_float
 from tutti.errors import MismatchError
 from tutti.parallel.ddp.buckets import Bucket, ReducedSums, Tail, plan_buckets, values_of
 from tutti.torch_compat import foreach_mul_, foreach_norm
@@ -410,15 +411,16 @@ def read_with_squares(numbers: Tensor, tensors: Sequence[Tensor]) -> tuple[list[
     """
     if not tensors or any(t.device != numbers.device for t in tensors):
         return list(numbers.tolist()), squares_of(tensors)
-    both = torch.cat([numbers.double(), _squares(tensors)]).tolist()
+    both = torch.cat([numbers.to(widest_float(numbers.device)), _squares(tensors)]).tolist()
     return both[: len(numbers)], both[len(numbers) :]
 
 
 def _squares(tensors: Sequence[Tensor]) -> Tensor:
     tensors = [values_of(t) for t in tensors]
     norms = foreach_norm([t.float() if t.dtype in (torch.float16, torch.bfloat16) else t for t in tensors])
+    wide = widest_float(norms[0].device)
     same = len({n.dtype for n in norms}) == 1
-    return torch.stack(norms if same else [n.double() for n in norms]).double().square_()
+    return torch.stack(norms if same else [n.to(wide) for n in norms]).to(wide).square_()
 
 
 def squares_by(parameters: Sequence[nn.Parameter], without: Collection[nn.Parameter] = ()) -> list[float]:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from tutti.comm.communicator import Communicator
 from tutti.comm.partition import sharers, workers_of
+from tutti.device import widest_float
 from tutti.nn.swap import BufferRef, buffers
 from tutti.parallel.ddp.buffer_handover import BufferHandover
 from tutti.types import RunContext, SavedState
@@ -220,13 +221,13 @@ def _merge(slot: BufferRef, table: dict[str, Tensor]) -> Tensor:
     prefix = slot.name.removesuffix(slot.key)
     if slot.key == "running_var" and f"{prefix}running_mean" in table:
         means = table[f"{prefix}running_mean"]
-        mean = mean + _mean((means.double() - _mean(means)) ** 2)
+        mean = mean + _mean((means.to(widest_float(means.device)) - _mean(means)) ** 2)
     return mean.to(values.dtype)
 
 
 def _mean(values: Tensor) -> Tensor:
     """Return the mean over the first axis in float64, added in order."""
-    total = values[0].double()
+    total = values[0].to(widest_float(values.device))
     for value in values[1:]:
         total = total + value
     return total / len(values)

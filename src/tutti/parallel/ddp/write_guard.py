@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from tutti.device import widest_float
 from tutti.errors import UsageError
 from tutti.torch_compat import foreach_norm
 
@@ -56,5 +57,6 @@ class WriteGuard:
 def _norms(tensors: Sequence[Tensor]) -> list[float]:
     if not tensors:
         return []
-    floating = [t if t.is_floating_point() or t.is_complex() else t.double() for t in tensors]
-    return torch.stack([n.double() for n in foreach_norm(floating)]).tolist()
+    wide = widest_float(tensors[0].device)
+    floating = [t if t.is_floating_point() or t.is_complex() else t.to(wide) for t in tensors]
+    return torch.stack([n.to(wide) for n in foreach_norm(floating)]).tolist()
