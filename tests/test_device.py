@@ -11,8 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import tutti
-from tests import worlds
 from tutti.cli.train_command import refuse_config
 from tutti.comm.process_groups import process_groups
 from tutti.config.train_config import TrainConfig
@@ -122,18 +120,3 @@ def test_mps_is_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match="MPS computes in 1 process, not in 2"):
         context.init("mps")
     assert peak_memory(torch.device("mps")) is None
-
-
-def prepare_in_8_bits() -> str:
-    data = torch.randn(8, 3), torch.zeros(8, dtype=torch.long)
-    model = torch.nn.Linear(3, 2)
-    try:
-        tutti.prepare(model, "sgd:lr=0.1", data, lambda net, batch: net(batch[0]).sum(), batch_size=4, precision="fp8")
-    except UsageError as error:
-        return str(error)
-    return ""
-
-
-def test_8_bit_floats_are_refused_by_name() -> None:
-    [text] = worlds.run_on("cpu", 1, prepare_in_8_bits)
-    assert "precision=fp8 cannot run here" in text and "Take precision=bf16" in text

@@ -407,6 +407,22 @@ def describe_products(device: torch.device, precision: str) -> str | None:
     return f"matrix products in {products}, convolutions in {convolutions}"
 
 
+def reason_against_float8(device: torch.device) -> str | None:
+    """Return why ``device`` has no matrix products of 8-bit floats; None if it has them.
+
+    They need CUDA devices of compute capability 8.9 (Ada, Hopper and later).
+    """
+    import torch
+
+    if device.type != "cuda" or torch.version.hip is not None:
+        name = "ROCm" if device.type == "cuda" else device.type.upper()
+        return f"{name} has no matrix products of 8-bit floats with their scales that tutti uses"
+    major, minor = torch.cuda.get_device_capability(device)
+    if (major, minor) < (8, 9):
+        return f"its compute capability is {major}.{minor}, and products of 8-bit floats need 8.9"
+    return None
+
+
 def autocast_types() -> tuple[str, ...]:
     """Return the device types whose autocast state a computation may depend on: the CPU's and the accelerator's."""
     here = accelerator_type()

@@ -58,7 +58,7 @@ REFUSED = [
     ({"TUTTI_KERNELS": "no"}, "TUTTI_KERNELS is 'no'. Give on or 1 or off or 0, or unset it."),
     ({"TUTTI_BATCH_SIZE": "many"}, "TUTTI_BATCH_SIZE is 'many'. Give a whole number, or unset it."),
     ({"TUTTI_REPRODUCIBLE": "perhaps"}, "TUTTI_REPRODUCIBLE is 'perhaps'. Give true or false, or unset it."),
-    ({"TUTTI_PRECISION": "fp23"}, "Give fp32 or bf16 or fp16 or fp64, or unset it."),
+    ({"TUTTI_PRECISION": "fp23"}, "Give fp32 or bf16 or fp16 or fp64 or fp8, or unset it."),
     ({"TUTTI_CLIP": "inf"}, "TUTTI_CLIP is 'inf'. Give a number, or none, or unset it."),
 ]
 

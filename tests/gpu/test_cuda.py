@@ -10,7 +10,9 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
+import tutti
 from tests import worlds
 from tests.gpu.test_any_gpu import DEVICE, command, train
 from tests.launcher.test_context import apart
@@ -21,6 +23,7 @@ from tutti.device import (
     count_by_driver,
     describe_products,
     multiplies_in_tf32,
+    reason_against_float8,
 )
 from tutti.launcher import context
 
@@ -130,3 +133,26 @@ def test_compiled_code_trains_as_eager_code() -> None:
     [eager] = worlds.run_on("cuda", 1, train, precision="fp32")
     [compiled] = worlds.run_on("cuda", 1, train, precision="fp32", compile="default")
     assert compiled["losses"] == pytest.approx(eager["losses"], rel=1e-4)
+
+
+def train_in_8_bits(precision: str) -> list[float]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 64), nn.Tanh(), nn.Linear(64, 3))
+    draw = torch.Generator().manual_seed(1)
+    data = torch.randn(90, 64, generator=draw), torch.randint(0, 3, (90,), generator=draw)
+
+    def loss(net: Any, batch: Any) -> torch.Tensor:
+        return nn.functional.cross_entropy(net(batch[0]), batch[1])
+
+    run = tutti.prepare(model, "adamw:lr=0.01", data, loss, batch_size=16, precision=precision)
+    return [run.step(batch) for batch in run.epoch(0)]
+
+
+def test_8_bit_floats_train_nearly_as_bfloat16() -> None:
+    """The last batch has 10 samples, which is no multiple of 16."""
+    pytest.importorskip("torchao")
+    if (why := reason_against_float8(torch.device("cuda", 0))) is not None:
+        pytest.skip(why)
+    [wide] = worlds.run_on("cuda", 1, train_in_8_bits, precision="bf16")
+    [narrow] = worlds.run_on("cuda", 1, train_in_8_bits, precision="fp8")
+    assert narrow != wide and narrow == pytest.approx(wide, rel=0.1)

@@ -25,6 +25,7 @@ from tutti.config.module_config import (
     Sync,
     WorkerBatchNorm,
     check_compiler,
+    check_float8,
 )
 from tutti.config.optimizer_config import ImportedOptimizerConfig
 from tutti.config.settings import FILES, HEADINGS, flag_table, resolve_config
@@ -143,6 +144,12 @@ def _dry_run(task: str, config: TrainConfig, memory: str | None, joined: process
     """Run ``--dry-run`` in place of training and return its exit code. Raises UsageError in a joined job."""
     from tutti.planning.dry_run import dry_run
 
+    if config.precision == "fp8":
+        raise UsageError(
+            "--dry-run cannot be combined with --precision fp8",
+            why="the memory of copies in 8-bit floats is not predicted",
+            remedy="take --precision bf16 for it",
+        )
     if joined is not None:
         raise UsageError("--dry-run starts processes of its own", remedy="call it without torchrun, srun or mpirun")
     return dry_run(task, config, memory, PRELOADED)
@@ -289,6 +296,8 @@ def refuse_config(task: str, config: TrainConfig) -> None:
         contract.check_whole()
     _ = config.loss_scale_options
     _ = config.checkpointing
+    if config.precision == "fp8":
+        check_float8(not accelerated, choice.shape(devices)["tensor"] > 1)
     if compiling and not accelerated:
         check_compiler(compiling.options)
     if config.machine is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from tutti.config.spec import Spec
+from tutti.distribution import pip_install
 from tutti.errors import UsageError, did_you_mean
 
 _COMPILE, _CHECKPOINTING = "--compile", "--activation-checkpointing"
@@ -134,6 +136,38 @@ def check_compiler(options: Compile) -> None:
             where=str(header),
             remedy=f"install them (apt install python3-dev), or leave out {_COMPILE}",
         )
+
+
+def check_float8_package() -> None:
+    """Raise UsageError if torchao, whose layers multiply in 8-bit floats, is not installed; loads no torch."""
+    if importlib.util.find_spec("torchao") is None:
+        raise UsageError(
+            "precision=fp8 needs the package torchao",
+            remedy=f"run {pip_install('float8')}, or take precision=bf16",
+        )
+
+
+def check_float8(processor: bool, split: bool) -> None:
+    """Raise UsageError where a run in ``--precision fp8`` cannot work, as far as it is known before a process starts.
+
+    Args:
+        processor: whether the run computes on CPUs.
+        split: whether layers are split by tensor parallelism.
+    """
+    if processor:
+        raise UsageError(
+            "precision=fp8 cannot run here",
+            why="CPUs have no matrix products of 8-bit floats with their scales",
+            remedy="take precision=bf16, or a GPU of compute capability 8.9",
+        )
+    if split:
+        raise UsageError(
+            "precision=fp8 cannot be combined with tensor parallelism",
+            why="each device would scale its slice of a tensor by its own largest value, so that the result depended on"
+            " the number of slices",
+            remedy="take --strategy sharded or pipeline, or precision=bf16",
+        )
+    check_float8_package()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -61,7 +61,7 @@ class TrainConfig:
         until: end at this held-out value: accuracy=0.93, loss<=0.2.
         patience: end after so many evaluations without a better value.
         regime_batch: as many updates as with this batch; milestones, warm-up too.
-        precision: fp32, bf16 or fp16 (autocast, fp32 weights), or fp64.
+        precision: fp32, bf16, fp16 or fp8 (fp32 weights), or fp64.
         loss_scale: a number, or ``dynamic:init=65536``; default: dynamic for fp16.
         channels_last: memory layout of images; default: on for image tasks.
         compile: mode of torch.compile, such as default.
@@ -121,7 +121,7 @@ class TrainConfig:
     until: str | None = None
     patience: int | None = None
     regime_batch: int | None = None
-    precision: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
+    precision: Literal["fp32", "bf16", "fp16", "fp64", "fp8"] = "fp32"
     loss_scale: str | None = None
     channels_last: bool | None = None
     compile: str = "none"

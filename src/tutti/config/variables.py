@@ -68,7 +68,7 @@ OPTIONS: Mapping[str, Values] = {
     **dict.fromkeys(("epochs", "clip", "start_timeout", "step_timeout", "save_timeout"), NUMBER_OR_NONE),
     **dict.fromkeys(("augment", "identical_batches", "reproducible", "overwrite", "tensorboard"), TRUTH),
     "channels_last": TRUTH_OR_NONE,
-    "precision": choice("fp32", "bf16", "fp16", "fp64"),
+    "precision": choice("fp32", "bf16", "fp16", "fp64", "fp8"),
     "device": TEXT,
     **dict.fromkeys(("data", "model", "batch_norm", "strategy", "optimizer", "schedule", "lr_scale", "devices"), TEXT),
     **dict.fromkeys(("batch_growth", "duration", "until", "loss_scale", "compile", "activation_checkpointing"), TEXT),

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from tutti.config.loss_scale_config import LossScaleConfig, choose_loss_scale
-from tutti.config.module_config import BatchNormConfig
+from tutti.config.module_config import BatchNormConfig, check_float8
 from tutti.config.module_config import Ghost as GhostConfig
 from tutti.config.module_config import Sync as SyncConfig
 from tutti.errors import UsageError
@@ -16,13 +16,17 @@ from tutti.host_memory import free_memory
 from tutti.launcher import context
 from tutti.launcher.malloc_tuning import free_at_once
 from tutti.nn import ghost, norms, sync
+from tutti.nn.float8 import convert_to_float8
 from tutti.nn.init_on_disk import as_built
 from tutti.optim.loss_scale import LossScale
 from tutti.types import LossFn, RunContext
 from tutti.workload.tensor_memory import bytes_of
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.float32, "fp16": torch.float32, "fp64": torch.float64}
-_CAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_DTYPES = {
+    **dict.fromkeys(("fp32", "bf16", "fp16", "fp8"), torch.float32),
+    "fp64": torch.float64,
+}
+_CAST = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 
 
 def convert_model(
@@ -34,20 +38,24 @@ def convert_model(
         model: the script's model; parameters and buffers are converted in place.
         batch_norm: options of batch norm.
         run_context: of the run.
-        precision: ``fp64``, or ``fp32``, ``bf16`` and ``fp16`` for float32 parameters, as the 16-bit precisions cast in
-            the loss function (``cast_loss``); None leaves the dtype.
+        precision: ``fp64``, or ``fp32``, ``bf16``, ``fp16`` and ``fp8`` for float32 parameters, as the narrow
+            precisions cast in the loss function (``cast_loss``); None leaves the dtype.
         channels_last: convert 4-d tensors to the channels-last memory format.
 
     Returns:
         The model, and the dtype for floating-point inputs: that of its first floating-point parameter.
 
     Raises:
-        UsageError: the precision is unknown, or ``fp8``, which tutti does not have.
+        UsageError: the precision is unknown, or ``fp8`` where it cannot run or converts no layer.
     """
     if run_context.rows and run_context.comms.world.device.type == "cpu" and _is_large(model):
         free_at_once()
     with as_built(model):
         model = _normalised(model, batch_norm, run_context)
+        if precision == "fp8":
+            device = run_context.comms.world.device
+            check_float8(device.type == "cpu", run_context.grid.tensor > 1)
+            model = convert_to_float8(model, device)
         return model, _precise(model, precision, channels_last)
 
 
@@ -71,12 +79,6 @@ def _normalised(model: nn.Module, batch_norm: BatchNormConfig, run_context: RunC
 
 def _precise(model: nn.Module, precision: str | None, channels_last: bool) -> torch.dtype:
     """Convert the model's dtype and memory layout in place; return the dtype for floating-point inputs."""
-    if precision == "fp8":
-        raise UsageError(
-            "precision=fp8 cannot run here",
-            why="tutti has no matrix products of 8-bit floats with their scales",
-            remedy="take precision=bf16",
-        )
     if precision is not None and precision not in _DTYPES:
         raise UsageError(f"unknown precision '{precision}'", remedy=f"choices: {', '.join(_DTYPES)}")
     if precision is not None:
@@ -92,7 +94,8 @@ def cast_loss(loss_fn: LossFn | None, device: str, precision: str | None) -> Los
     Args:
         loss_fn: the loss function; None for none.
         device: type of the device, such as ``cpu`` or ``cuda``.
-        precision: ``bf16`` or ``fp16``; for any other precision, and None, ``loss_fn`` is returned as it is.
+        precision: ``bf16``, ``fp16`` or ``fp8``, which is bfloat16 around its layers; for any other precision, and
+            None, ``loss_fn`` is returned as it is.
     """
     dtype = _CAST.get(precision or "")
     if loss_fn is None or dtype is None:

@@ -108,7 +108,8 @@ def prepare(
             tenth of the data set or ``largest=N``. Beyond that the learning rate is divided instead, within the update
             alone.
         micro_batch: largest number of samples in one forward pass.
-        precision: fp32, bf16 or fp16 (autocast) or fp64; default: the model's dtype, without autocast.
+        precision: fp32, bf16 or fp16 (autocast), fp8 (bf16, with linear layers in 8-bit floats by torchao) or fp64;
+            default: the model's dtype, without autocast.
         loss_scale: a number or ``dynamic:key=value``; default: dynamic for fp16, else none.
         channels_last: memory layout of 4-dimensional inputs and weights.
         lr_scale: rule for the learning rate at this batch size, such as ``linear:base_batch=256``, or ``adascale``; for
