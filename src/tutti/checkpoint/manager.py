@@ -8,6 +8,7 @@ those of training.
 from __future__ import annotations
 
 import json
+import logging
 import secrets
 import socket
 import threading
@@ -28,6 +29,8 @@ from tutti.errors import CheckpointError, DiskError, PeerError, TuttiError
 from tutti.launcher import heartbeat
 from tutti.launcher.context import World
 from tutti.launcher.heartbeat import Phase
+
+log = logging.getLogger("tutti.checkpoints")
 
 _POLL = 0.005
 # Seconds: a network file system may show a file of another node with a delay.
@@ -169,6 +172,7 @@ class CheckpointManager:
         self._thread = None
         if not self._outcome:
             self._failures = 0
+            log.debug("the checkpoint of step %s is on disk in %s", self.saved_step, self.folder)
             return
         self._failures += 1
         if self._most_failures > 1:
@@ -290,6 +294,9 @@ class CheckpointManager:
                 why="; ".join(damaged[:3]),
                 remedy="restore one from a copy, or start a new run in another --out",
             )
+        log.info(
+            "%s in %s", f"{Path(path).name} is the newest valid checkpoint" if path else "no checkpoint", self.folder
+        )
         return load_manifest(Path(path)) if path else None
 
 

@@ -30,6 +30,7 @@ from tutti.cli.submit_command import submit, submitted
 from tutti.cli.train_command import bare_options, train
 from tutti.cli.workload_command import workload
 from tutti.config.variables import check_variables
+from tutti.config.verbosity import EPILOGUE, configure_logging, take_verbosity
 from tutti.distribution import VERSION
 from tutti.errors import ExitCode, TuttiError
 from tutti.horovod.run_flags import translate_flags
@@ -51,6 +52,7 @@ def build_app() -> App:
         version=version,
         help_formatter=OneScreen(),
         help_format="plaintext",
+        help_epilogue=EPILOGUE,
     )
     app.command(train, usage="Usage: tutti train TASK [OPTIONS]")
     app.command(run, usage="Usage: tutti run [OPTIONS] SCRIPT [ARGUMENTS]")
@@ -95,7 +97,9 @@ def main(tokens: Sequence[str] | None = None) -> int:
 def _run(tokens: Sequence[str] | None) -> int:
     try:
         given = translate_flags(list(sys.argv[1:] if tokens is None else tokens), os.environ)
-        words = submitted(hosts_as_engine(bare_options(end_options(given))), os.environ)
+        loud = take_verbosity(end_options(given), os.environ)
+        configure_logging(os.environ)
+        words = submitted(hosts_as_engine(bare_options(loud)), os.environ)
         if (part := node_of_job(words, os.environ)) is not None:
             return start_node(*part)
         app = build_app()

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import importlib.util
+import logging
 import os
 import sys
 import threading
@@ -52,6 +53,8 @@ from tutti.train.engine_rank import CONFIGURATION
 from tutti.train.rank_entry import PRELOADED, run_launched_rank, run_rank
 from tutti.workload.machine_file import read_machine
 
+log = logging.getLogger("tutti.train")
+
 _MOMENT = 1.0
 
 Flags = flag_table()
@@ -82,7 +85,7 @@ def train(
     as_json:
         print summary.json instead of one line
     dry_run:
-        predict the memory of a device, measure one step, refuse a run that cannot fit, and stop
+        predict memory and a step's time, and refuse what cannot fit
     memory:
         device memory for --dry-run: 16GB; default: this machine's
     """
@@ -336,7 +339,14 @@ def count_devices(config: TrainConfig, joined: process_context.Identity | None) 
     """
     if joined is None:
         if config.devices == "auto":
-            return count_accelerators(config.device, os.environ) or 1
+            found = count_accelerators(config.device, os.environ)
+            log.info(
+                "%d devices: --devices is auto, and there are %d accelerators for --device %s",
+                found or 1,
+                found,
+                config.device,
+            )
+            return found or 1
         return int(config.devices)
     least, most = config.device_range or (joined.size, joined.size)
     plain = config.device_range is not None or config.devices in ("auto", str(joined.size))

@@ -13,6 +13,7 @@ from tutti.compare.ladder import Ladder
 from tutti.compare.runs import Progress, Trial
 from tutti.compare.verdict import ACCURACY, RungResult
 from tutti.config.metric_direction import Metric
+from tutti.config.verbosity import is_quiet
 
 if TYPE_CHECKING:
     from rich.live import Live
@@ -33,7 +34,8 @@ class Board:
         self._stream, self._ladder, self._total = stream, ladder, total
         self._metric: Metric | None = None
         dumb = os.environ.get("TERM", "") in ("dumb", "unknown", "") or bool(os.environ.get("NO_COLOR"))
-        self._live: Live | None = None if dumb or not stream.isatty() else _live(stream)
+        self._quiet = is_quiet(os.environ)
+        self._live: Live | None = None if dumb or self._quiet or not stream.isatty() else _live(stream)
         self._rows: Mapping[str, RungResult] = {}
         self._now = ""
         self._said = 0.0
@@ -59,6 +61,8 @@ class Board:
         self._metric = metric
         self._rows, self._now = rows, f"run {number + 1} of {self._total}: {trial.rung}, seed {trial.seed}"
         self._said = time.monotonic()
+        if self._quiet:
+            return
         if self._live is None:
             print(self._now, file=self._stream, flush=True)
         else:
@@ -69,7 +73,7 @@ class Board:
         text = _words(progress, self._metric)
         if self._live is not None:
             self._draw(text)
-        elif text and time.monotonic() - self._said >= _QUIET_SECONDS:
+        elif text and not self._quiet and time.monotonic() - self._said >= _QUIET_SECONDS:
             self._said = time.monotonic()
             print(f"  {text}", file=self._stream, flush=True)
 

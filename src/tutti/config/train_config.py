@@ -41,10 +41,9 @@ class TrainConfig:
         data: folder, file or hub name that the task reads.
         model: ``name:key=value``; default: the task's first.
         augment: random crops and flips, if the task has them.
-        batch_norm: statistics of a worker, of few samples (``ghost:size=32``), or global (sync).
+        batch_norm: statistics of a worker, of few (``ghost:size=32``), or sync.
         data_workers: loader processes a device.
-        strategy: how devices share the work, ``name:key=value``; also ddp (mirrored), fsdp and zero (sharded), tp
-            (tensor), pp (pipeline).
+        strategy: how devices share the work, ``name:key=value``; also ddp, fsdp, zero, tp, pp.
         optimizer: ``name:key=value``.
         schedule: learning-rate schedule, ``name:key=value``.
         lr_scale: learning-rate rule for this batch: linear, sqrt or adam_sqrt, ``linear:base_batch=256``; or adascale.
@@ -56,7 +55,7 @@ class TrainConfig:
         batch_growth: instead of a smaller rate: ``milestones=9ep,factor=5``.
         micro_batch: most samples in one forward pass; default: no limit.
         identical_batches: every worker draws worker 0's samples: a mistake.
-        epochs, steps, samples: length of training, at most one of the three; default: 3 epochs.
+        epochs, steps, samples: length, at most one of them; default: 3 epochs.
         duration: length of training as 3ep, 500st or 20000sa.
         until: end at this held-out value: accuracy=0.93, loss<=0.2.
         patience: end after so many evaluations without a better value.
@@ -65,9 +64,9 @@ class TrainConfig:
         loss_scale: a number, or ``dynamic:init=65536``; default: dynamic for fp16.
         channels_last: memory layout of images; default: on for image tasks.
         compile: mode of torch.compile, such as default.
-        activation_checkpointing: blocks: recompute activations in backward; selective: only the cheap ones.
+        activation_checkpointing: blocks, or selective: recompute activations.
         clip: largest norm of the whole gradient.
-        gradient_noise: noise of a smaller batch: ``multiplicative:base_batch=512``.
+        gradient_noise: a smaller batch's: ``multiplicative:base_batch=512``.
         noise_every: measure gradient noise every so many steps; alone: 50.
         ema: decay of the weights' average: 0.999 or 0.999:warmup.
         eval_every: 1ep, 100st …; none for only at the end.

@@ -83,6 +83,7 @@ MACHINE: Mapping[str, Values] = {
     "KERNELS": SWITCH,  # compiled loops
     "LOG_RANKS": choice("all"),  # ranks whose output is shown
     "PROCESS_SETUP": SWITCH,  # allocator, excepthook, watchdog, interface: docs/environment.md
+    "VERBOSITY": choice("quiet", "verbose", "debug"),  # what -q, -v and -vv set, for ranks too
 }
 """Variables that users set for a machine, for every run on it."""
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import logging
 import os
 import sys
 import time
@@ -20,6 +21,7 @@ import torch.distributed as dist
 
 from tutti import process_context as identities
 from tutti.config.variables import check_variables, is_off
+from tutti.config.verbosity import configure_logging
 from tutti.config.watchdog_limits import WatchdogLimits
 from tutti.device import check_processes, choose, collective_backend, set_collective_defaults
 from tutti.errors import PeerError, UsageError
@@ -53,6 +55,8 @@ class World:
     sent: list[str] = field(default_factory=list)
 
 
+log = logging.getLogger("tutti.init")
+
 _CONNECT = timedelta(seconds=10)
 
 _world: World | None = None
@@ -85,6 +89,7 @@ def init(device: str = "auto", timeout: float | None = None) -> World:
     if _world is not None:
         return _world
     check_variables(os.environ)
+    configure_logging(os.environ)
     timeout = _timeout() if timeout is None else timeout
     heartbeat.process.set_timeout(timeout)
     if dist.is_initialized():
@@ -113,6 +118,7 @@ def init(device: str = "auto", timeout: float | None = None) -> World:
             + ", and set GLOO_SOCKET_IFNAME to the interface between the hosts" * (identity.cross_size > 1),
         ) from error
     _world = World(identity, place, store, timeout, owned=True)
+    log.info("%s on %s, as %s says; ranks wait %g s for each other", where, place, identity.source, timeout)
     atexit.register(shutdown)
     if not (isinstance(sys.excepthook, _End) or is_off("PROCESS_SETUP", os.environ)):
         sys.excepthook = _End(sys.excepthook)

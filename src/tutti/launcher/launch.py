@@ -6,6 +6,7 @@ import errno
 import gc
 import importlib
 import importlib.util
+import logging
 import os
 import runpy
 import shutil
@@ -30,6 +31,8 @@ from tutti.launcher.orphans import adopt_orphans
 
 if TYPE_CHECKING:
     from tutti.launcher.agent import Agent
+
+log = logging.getLogger("tutti.launcher")
 
 
 def launch(
@@ -82,6 +85,8 @@ def launch(
     shown = show_all or os.environ.get("TUTTI_LOG_RANKS") == "all"
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     threads = None if "OMP_NUM_THREADS" in os.environ else max(1, cores // processes)
+    each = "OMP_NUM_THREADS" if threads is None else f"{threads} CPU threads, as this process may use {cores} cores"
+    log.info("%d processes, each with %s; their logs are in %s", processes, each, logs)
     job = child.Job(entry, args, logs.absolute(), store, os.getpid(), threads, limits or WatchdogLimits())
     try:
         with _environment(_settings(threads, timeout)), _signal_handlers(), _adopting():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import time
@@ -12,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 
+from tutti.config.verbosity import is_quiet
 from tutti.errors import ExitCode, PeerError, UsageError
 from tutti.launcher import failure
 from tutti.launcher.budget import Budget
@@ -184,7 +186,7 @@ class _Supervisor:
                 )
                 return int(ExitCode.PREEMPTED)
             if found != size:
-                self._say(f"tutti: going on with {found} devices instead of {size}")
+                self._tell(f"tutti: going on with {found} devices instead of {size}")
             size = found
 
     def _judge(self, outcome: _Outcome) -> tuple[int | None, str]:
@@ -203,7 +205,7 @@ class _Supervisor:
                 self._say(f"tutti: {self._budget.describe()}")
             return cause.exit_code, ending
         self._withhold(cause, outcome)
-        self._say(f"tutti: {restart.describe()}")
+        self._tell(f"tutti: {restart.describe()}")
         self._sleep(restart.pause)
         return None, ending
 
@@ -220,7 +222,7 @@ class _Supervisor:
         if self._kills[ended.node] == _KILLS:
             self._kills.clear()
             self._withheld += 1
-            self._say(
+            self._tell(
                 f"tutti: ranks on {ended.node} were killed {_KILLS} times without progress: one slot is left empty"
             )
 
@@ -341,6 +343,11 @@ class _Supervisor:
     @staticmethod
     def _say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
+
+    def _tell(self, text: str) -> None:
+        """Say what is no error: nothing with ``-q``."""
+        if not is_quiet(os.environ):
+            self._say(text)
 
 
 def _first_failed(ended: Sequence[EndedRank | None]) -> int | None:

@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
 from tutti.config.train_config import TrainConfig
-from tutti.metrics.listener import EvalRecord, Listener, Pace, RunHeader
+from tutti.config.verbosity import is_quiet
+from tutti.metrics.listener import EvalRecord, Listener, Listeners, Pace, RunHeader
 from tutti.metrics.throughput import MFU
 from tutti.types import StepRecord
 
@@ -24,7 +25,12 @@ QUIET_SECONDS = 10.0
 
 
 def terminal_listener(stream: TextIO, config: TrainConfig) -> Listener:
-    """Return a listener that prints a run: a live display in a terminal, plain lines elsewhere or with ``NO_COLOR``."""
+    """Return a listener that prints a run: a live display in a terminal, plain lines elsewhere or with ``NO_COLOR``.
+
+    With ``-q`` the listener prints nothing; warnings are in ``metrics.jsonl``.
+    """
+    if is_quiet(os.environ):
+        return Listeners(())
     dumb = os.environ.get("TERM", "") in ("dumb", "unknown", "") or bool(os.environ.get("NO_COLOR"))
     return PlainLines(stream, config.log_every) if dumb or not stream.isatty() else LiveDisplay(stream)
 

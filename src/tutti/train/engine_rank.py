@@ -10,6 +10,7 @@ from pathlib import Path
 from tutti import process_context
 from tutti.config.settings import resolve_config
 from tutti.config.variables import check_variables
+from tutti.config.verbosity import configure_logging
 from tutti.errors import TuttiError
 from tutti.launcher import failure, heartbeat, stdin_control, watchdog
 from tutti.launcher.encoding import replace_unencodable
@@ -33,6 +34,7 @@ def engine_rank(directory: Path) -> int:
     logs, rank = directory / "logs", 0
     try:
         check_variables(os.environ)
+        configure_logging(os.environ)
         identity = process_context.read_identity(os.environ)
         rank = identity.rank
         task, config = resolve_config({"devices": str(identity.size)}, (logs / CONFIGURATION,), None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -44,6 +45,8 @@ from tutti.train.strategy_spec import StrategySpec
 from tutti.train.training_data import first_micro_batch_trial
 from tutti.train.warm_start import load_warm_start
 from tutti.types import GradientSync, LossFn, RunContext
+
+log = logging.getLogger("tutti.prepare")
 
 
 def prepare(
@@ -281,7 +284,35 @@ def prepare_run(
         load_warm_start(run, o.init_from, o.initial_map)
     if fault_tolerant:
         run.context.comms.tolerate_loss()
+    if log.isEnabledFor(logging.INFO):
+        _log_decisions(run, checked, o)
     return run
+
+
+def _log_decisions(run: Run, checked: CheckedRun, o: RunOptions) -> None:
+    """Log what the preparation has decided, and the option or fact from which each decision follows."""
+    grid, choice, given = run.context.grid, checked.choice, "given"
+    axes = {"data": grid.data_ranks, "stages": grid.stage, "tensor": grid.tensor}
+    log.info("strategy %s: %s", choice.name, choice.row.summary)
+    mesh = " × ".join(f"{n} {name}" for name, n in axes.items() if n > 1 or name == "data")
+    log.info("device mesh: %d ranks = %s", grid.size, mesh)
+    workers = given if o.workers is not None else "as many as data ranks, because workers is not given"
+    log.info("logical workers: %d, %s", run.context.workers, workers)
+    if o.batch_size is None:
+        loader = checked.sampling.batch_size is not None
+        log.info("global batch: %d samples, %s", run.feed.contract.batch, "the loader's" if loader else "the default")
+    for label, text in {**run.replica.summary, **run.feed.describe()}.items():
+        log.info("%s: %s", label, text)
+    if run.loss_scale is not None:
+        log.info("loss scale: %g, %s", run.loss_scale.value, given if o.loss_scale else "because precision is fp16")
+    if o.reproducible:
+        log.info("one CPU thread: reproducible sums have one order")
+    if checked.sparse:
+        log.info("gradients of %s are sparse", ", ".join(checked.sparse))
+    for name, tensor in checked.model.named_parameters():
+        log.debug(
+            "parameter %s: %s %s%s", name, tuple(tensor.shape), tensor.dtype, "" if tensor.requires_grad else ", frozen"
+        )
 
 
 def _feed(checked: CheckedRun, comms: Communicators, place: Callable[[Any], Any], o: RunOptions) -> Feed:

@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from tutti.config.verbosity import is_quiet
 from tutti.device import cpu_model, usable_cores
 from tutti.distribution import VERSION
 from tutti.errors import ExitCode, TuttiError
@@ -53,7 +54,8 @@ def bench_machine(parts: Sequence[str], ranks: Sequence[int], device: str, folde
     jobs += [(tuple(together), count) for count in ranks if together]
     for number, (names, count) in enumerate(jobs, 1):
         where = f", {count} ranks" if count > 1 else ""
-        print(f"[{number}/{len(jobs)}] {' and '.join(names)}{where}", file=sys.stderr, flush=True)
+        if not is_quiet(os.environ):
+            print(f"[{number}/{len(jobs)}] {' and '.join(names)}{where}", file=sys.stderr, flush=True)
         with tempfile.TemporaryDirectory(prefix="tutti-bench-") as scratch:
             directory = Path(scratch)
             arguments = (names, device, time.monotonic(), directory, folder.absolute())

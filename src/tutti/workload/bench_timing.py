@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import sys
 import time
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 
+from tutti.config.verbosity import is_quiet
 from tutti.device import synchronize
 from tutti.workload.machine_file import Curve, CurvePoint, Figure
 
@@ -54,7 +56,7 @@ class Findings:
         self._say(f"{name}: {curve.rate:.4g} {unit}/s, {curve.fixed * 1e6:.3g} µs a call")
 
     def _say(self, text: str) -> None:
-        if self.show:
+        if self.show and not is_quiet(os.environ):
             print(f"  {text}", file=sys.stderr, flush=True)
 
     def content(self) -> dict[str, Any]:

@@ -1,0 +1,95 @@
+"""How much a command tells on standard error: ``-q``, ``-v`` and ``-vv``, by the logger ``tutti``. No torch."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+import sys
+from collections.abc import Mapping, MutableMapping
+
+from tutti.errors import UsageError
+
+VERBOSITY = "TUTTI_VERBOSITY"
+"""Variable that passes the choice of ``-q``, ``-v`` or ``-vv`` from a command to its ranks, on any node."""
+
+_LEVELS = {"quiet": logging.ERROR, "verbose": logging.INFO, "debug": logging.DEBUG}
+_COUNTED = {1: "verbose", 2: "debug"}
+_WORD = re.compile(r"-(v+|q)|--(verbose|quiet)")
+
+EPILOGUE = "Every command: -v tells what tutti decides and why, -vv all details; -q only\nerrors and the result."
+"""Last lines of every help page."""
+
+
+def take_verbosity(words: list[str], environ: MutableMapping[str, str]) -> list[str]:
+    """Take ``-v``, ``-vv``, ``-q``, ``--verbose`` and ``--quiet`` out of a command line, and set ``TUTTI_VERBOSITY``.
+
+    Args:
+        words: the command line without ``tutti``; words after ``--`` stay.
+        environ: the environment, which is changed if there is one of these flags.
+
+    Returns:
+        The words left over.
+
+    Raises:
+        UsageError: ``-v`` and ``-q`` are combined.
+
+    >>> environ = {}
+    >>> take_verbosity(["train", "digits", "-v", "-v", "--", "-q"], environ), environ
+    (['train', 'digits', '--', '-q'], {'TUTTI_VERBOSITY': 'debug'})
+    """
+    end = words.index("--") if "--" in words else len(words)
+    found = [match for word in words[:end] if (match := _WORD.fullmatch(word))]
+    more = sum(len(match[1]) if match[1] else 1 for match in found if match[0] not in ("-q", "--quiet"))
+    quiet = any(match[0] in ("-q", "--quiet") for match in found)
+    if quiet and more:
+        raise UsageError("-q and -v contradict each other", remedy="leave out one of the two")
+    if found:
+        environ[VERBOSITY] = "quiet" if quiet else _COUNTED.get(more, "debug")
+    return [word for word in words[:end] if not _WORD.fullmatch(word)] + words[end:]
+
+
+def is_quiet(environ: Mapping[str, str]) -> bool:
+    """Return whether only errors and the result are to be shown."""
+    return environ.get(VERBOSITY) == "quiet"
+
+
+class StandardErrorHandler(logging.Handler):
+    """Writes to what ``sys.stderr`` is at the time, records of rank 0 and warnings of every rank; with ``-vv`` all.
+
+    A script that has configured the root logger gets the records there, and not twice.
+
+    Args:
+        environ: the environment, whose ``RANK`` is this process's rank once it is one.
+    """
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        super().__init__()
+        self._environ = environ
+        self.setFormatter(logging.Formatter("%(name)s: %(message)s"))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write one record, if this process shows it."""
+        everywhere = record.levelno >= logging.WARNING or self._environ.get(VERBOSITY) == "debug"
+        if logging.getLogger().handlers or not (everywhere or self._environ.get("RANK", "0") == "0"):
+            return
+        # A closed pipe or a lost terminal ends the output, not the run.
+        with contextlib.suppress(OSError, ValueError):
+            print(self.format(record), file=sys.stderr, flush=True)
+
+
+def configure_logging(environ: Mapping[str, str]) -> None:
+    """Set level and handler of the logger ``tutti`` as ``TUTTI_VERBOSITY`` says; do nothing without the variable.
+
+    The root logger is not touched, and a second call adds no second handler.
+
+    Args:
+        environ: the environment, such as ``os.environ``, checked by ``check_variables``.
+    """
+    level = _LEVELS.get(environ.get(VERBOSITY, ""))
+    if level is None:
+        return
+    logger = logging.getLogger("tutti")
+    logger.setLevel(level)
+    if not any(isinstance(handler, StandardErrorHandler) for handler in logger.handlers):
+        logger.addHandler(StandardErrorHandler(environ))
