@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from cyclopts import App, CycloptsError
 
-from tutti.cli import chaos_command
+from tutti.cli import chaos_command, config_command
 from tutti.cli.bench_command import bench
 from tutti.cli.compare_command import compare
 from tutti.cli.doctor_command import doctor
@@ -68,6 +68,7 @@ def build_app() -> App:
     app.command(plan_devices, name="plan", usage="Usage: tutti plan TASK --runs DIR [OPTIONS]")
     app.command(report_runs, name="report", usage="Usage: tutti report RUN... [OPTIONS]")
     app.command(doctor, usage="Usage: tutti doctor [--json]")
+    app.command(config_command.config_verb())
     app.command(chaos_command.verb())
     app.register_install_completion_command(
         add_to_startup=False,

@@ -35,7 +35,9 @@ def read_command(words: Sequence[str]) -> Command:
     app.command(train)
     _, bound, _ = app.parse_args(bare_options(given), print_error=False, exit_on_error=False)
     found = bound.arguments
-    task, config = resolved(found.get("task"), found.get("flags", {}), found.get("config", ()))
+    task, config = resolved(
+        found.get("task"), found.get("flags", {}), found.get("config", ()), found.get("changes", ())
+    )
     config = dataclasses.replace(config, devices=str(count_devices(config, None)))
     refuse_config(task, config)
     return Command(tuple(given), task, config, run_directory(config, task))

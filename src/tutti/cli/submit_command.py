@@ -138,7 +138,9 @@ def read_submission(command: Sequence[str]) -> Submission:
         script = Path(bound.arguments["command"][0]).stem if bound.arguments.get("command") else "run"
         return Submission(words, script, parse_device_range(devices) or (int(devices), int(devices)), None)
     options = bound.arguments
-    name, config = resolved(options.get("task"), options.get("flags", {}), options.get("config", ()))
+    name, config = resolved(
+        options.get("task"), options.get("flags", {}), options.get("config", ()), options.get("changes", ())
+    )
     there = dataclasses.replace(config, device="auto")
     sizes = possible_sizes(name, there)
     refuse_config(name, dataclasses.replace(there, devices=str(sizes[-1])))

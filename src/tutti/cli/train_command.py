@@ -19,6 +19,7 @@ from cyclopts import Parameter
 
 from tutti import parallel, process_context
 from tutti.checkpoint.weights_source import check_source
+from tutti.config.dotted import dotted_words
 from tutti.config.engine_config import EngineConfig, LocalEngineConfig, SlurmEngineConfig, parse_seconds
 from tutti.config.gradient_noise import per_worker_option
 from tutti.config.metric_direction import RAW
@@ -71,6 +72,7 @@ def train(
     as_json: Annotated[bool, Parameter(name="--json", negative="", group=_HERE, show_default=False)] = False,
     dry_run: Annotated[bool, Parameter(negative="", group=_HERE, show_default=False)] = False,
     memory: Annotated[str | None, Parameter(negative="", group=_HERE, show_default=False)] = None,
+    changes: Annotated[tuple[str, ...], Parameter(name="--set", negative="", group=_HERE, show_default=False)] = (),
 ) -> int:
     """Train linear, digits, cifar10, or your own file.py:function.
 
@@ -88,9 +90,11 @@ def train(
         predict memory and a step's time, and refuse what cannot fit
     memory:
         device memory for --dry-run: 16GB; default: this machine's
+    changes:
+        one option of a name:key=value; also written --optimizer.lr 0.1
     """
     begun = time.time()
-    name, chosen = resolved(task, flags, config)
+    name, chosen = resolved(task, flags, config, changes)
     if print_config:
         print(toml_text(config_toml(chosen, name), sys.stdout), end="")
         return ExitCode.DONE
@@ -165,13 +169,15 @@ BARE = {"--resume": "auto", "--profile": "10:5", "--trace": "10:3", "--noise-eve
 def bare_options(words: list[str]) -> list[str]:
     """Insert the default values of ``train`` options that stand without one: ``--resume`` becomes ``--resume auto``.
 
-    ``BARE`` has the options and their values; other commands are returned unchanged.
+    ``BARE`` has the options and their values. ``--optimizer.lr 0.1`` becomes ``--set optimizer.lr=0.1``. Other commands
+    than ``train`` and ``config show`` are returned unchanged.
 
     >>> bare_options(["train", "digits", "--resume", "--devices", "4", "--profile"])
     ['train', 'digits', '--resume', 'auto', '--devices', '4', '--profile', '10:5']
     """
-    if words[:1] != ["train"]:
+    if words[:1] != ["train"] and words[:2] != ["config", "show"]:
         return words
+    words = dotted_words(words)
     filled: list[str] = []
     for word, after in zip(words, [*words[1:], "-"], strict=True):
         filled.append(word)
@@ -180,18 +186,21 @@ def bare_options(words: list[str]) -> list[str]:
     return filled
 
 
-def resolved(task: str | None, flags: Mapping[str, Any], config: Sequence[Path]) -> tuple[str, TrainConfig]:
+def resolved(
+    task: str | None, flags: Mapping[str, Any], config: Sequence[Path], changes: Sequence[str] = ()
+) -> tuple[str, TrainConfig]:
     """Resolve the arguments of ``train`` to the task's name and the full configuration, also of a run to resume.
 
     Args:
         task: task on the command line; None: from a file, or from the run to resume.
         flags: fields of ``TrainConfig`` given by flag or environment, by name.
         config: TOML files; a later one takes precedence.
+        changes: single options, ``field.option=value``.
 
     Raises:
         UsageError: an option is malformed or unknown, or the run to resume does not exist.
     """
-    name, found = resolve_config(flags, (*_resumed_config(flags, task), *config), task)
+    name, found = resolve_config(flags, (*resumed_config(flags, task), *config), task, changes)
     if found.resume == "auto" and found.workers is None:
         # If there is no such run, the error is raised when the directory is needed.
         with contextlib.suppress(UsageError):
@@ -211,7 +220,7 @@ def _saved_workers(directory: Path) -> int | None:
     return workers if isinstance(workers, int) else None
 
 
-def _resumed_config(flags: Mapping[str, Any], task: str | None) -> tuple[Path, ...]:
+def resumed_config(flags: Mapping[str, Any], task: str | None) -> tuple[Path, ...]:
     """Return the configuration file of the run to resume, if the command line names the run and not the task.
 
     Raises UsageError if the run does not exist.

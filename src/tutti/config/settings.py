@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, TypedDict, get_args, get_origin
 
 from cyclopts import Group, Parameter, Token
 
+from tutti.config.dotted import changed_fields
 from tutti.config.train_config import TrainConfig
 from tutti.device import check_device
 from tutti.errors import UsageError, did_you_mean
@@ -43,13 +44,16 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
 HEADINGS = {title: Group(title, sort_key=place) for place, title in enumerate(GROUPS)}
 
 
-def resolve_config(flags: Mapping[str, Any], files: Sequence[Path], task: str | None) -> tuple[str, TrainConfig]:
+def resolve_config(
+    flags: Mapping[str, Any], files: Sequence[Path], task: str | None, changes: Sequence[str] = ()
+) -> tuple[str, TrainConfig]:
     """Merge flags, environment and TOML files, and return the task's name and its configuration.
 
     Args:
         flags: fields given by flag or environment; they take precedence over files.
         files: TOML files; a later one takes precedence over an earlier one.
         task: task on the command line; takes precedence over ``task`` in a file.
+        changes: single options ``field.option=value``, which change the fields resolved from all others.
 
     Raises:
         UsageError: a file is missing or not TOML, a key is unknown, a value has the wrong type, no task is given, or
@@ -62,7 +66,9 @@ def resolve_config(flags: Mapping[str, Any], files: Sequence[Path], task: str | 
     name = task or from_file
     if not name:
         raise UsageError("no task is given", remedy="write tutti train TASK, such as tutti train digits")
-    return name, TrainConfig(**{**values, **flags})
+    values |= flags
+    defaults = {field.name: field.default for field in dataclasses.fields(TrainConfig)}
+    return name, TrainConfig(**{**values, **changed_fields({**defaults, **values}, changes)})
 
 
 def read_file(file: Path) -> dict[str, Any]:
@@ -129,7 +135,7 @@ def descriptions() -> dict[str, str]:
     found = {}
     for names, words in re.findall(r"^ {4}(\w[\w, ]*): (.*(?:\n {8}.*)*)", text, flags=re.MULTILINE):
         for name in names.split(", "):
-            found[name] = " ".join(words.split()).translate({ord("`"): None, ord("*"): None}).rstrip(".")
+            found[name] = re.sub(r"\*(\w+)\*", r"\1", " ".join(words.split())).replace("`", "").rstrip(".")
     return found
 
 
@@ -148,32 +154,33 @@ def _whole_number(optional: bool) -> Callable[[Any, Sequence[Token]], int | None
     return convert
 
 
-def _parameter(field: dataclasses.Field[Any], group: Group, text: str) -> Any:
+def _parameter(field: dataclasses.Field[Any], group: Group, text: str, variables: str | None) -> Any:
     hint = HINTS[field.name]
     members = get_args(hint)
     shown = field.default is not None and field.default is not False and "default" not in text
     parameter = Parameter(
         help=text,
         group=group,
-        env_var=f"TUTTI_{field.name.upper()}",
+        env_var=None if variables is None else f"{variables}{field.name.upper()}",
         show_default=str(field.default).removesuffix(".0") if shown else False,
         converter=_whole_number(type(None) in members) if int in (hint, *members) else None,
     )
     return Annotated[hint, parameter]
 
 
-def flag_table(without: Collection[str] = ()) -> Any:
+def flag_table(without: Collection[str] = (), variables: str | None = "TUTTI_") -> Any:
     """Make the TypedDict type of the options given: one optional key for each field of TrainConfig.
 
     A key is present only if its flag or ``TUTTI_*`` variable is given.
 
     Args:
         without: fields that the type leaves out.
+        variables: beginning of the names of the variables that are read where a flag is not given; None for none.
     """
     fields = {field.name: field for field in dataclasses.fields(TrainConfig)}
     texts = descriptions()
     keys = {}
     for title, names in GROUPS.items():
         for name in [name for name in names if name not in without]:
-            keys[name] = _parameter(fields[name], HEADINGS[title], texts.get(name, ""))
+            keys[name] = _parameter(fields[name], HEADINGS[title], texts.get(name, ""), variables)
     return TypedDict("Flags", keys, total=False)  # type: ignore[operator]

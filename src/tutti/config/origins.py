@@ -1,0 +1,95 @@
+"""Say of every field of a configuration where its value comes from: a flag, a variable, a line of a file. No torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tutti.config.dotted import changed_fields
+from tutti.config.settings import read_file
+from tutti.config.train_config import TrainConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class OriginOfField:
+    """One field of the resolved configuration.
+
+    Attributes:
+        name: of the field, as in TOML.
+        value: its value.
+        origin: ``default``, ``--flag``, ``TUTTI_NAME`` or ``FILE:LINE``; and the options that were changed one by one.
+    """
+
+    name: str
+    value: Any
+    origin: str
+
+
+def field_origins(
+    config: TrainConfig,
+    flags: Mapping[str, Any],
+    variables: Mapping[str, Any],
+    files: Sequence[Path],
+    changes: Sequence[str],
+) -> list[OriginOfField]:
+    """Return every field of a resolved configuration with its origin, in the order of ``TrainConfig``.
+
+    Args:
+        config: the resolved configuration.
+        flags: fields given by flags.
+        variables: fields given by ``TUTTI_*`` variables.
+        files: the TOML files; a later one takes precedence.
+        changes: single options, ``field.option=value``.
+
+    Raises:
+        UsageError: a file cannot be read, or a change is malformed.
+    """
+    places: dict[str, str] = {}
+    values: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(TrainConfig)}
+    for file in files:
+        found = read_file(file)
+        values |= found
+        places |= {name: f"{file}:{line_of(file, name)}" for name in found}
+    places |= {name: f"TUTTI_{name.upper()}" for name in variables}
+    places |= {name: f"--{name.replace('_', '-')}" for name in flags}
+    values |= {**variables, **flags}
+    changed = changed_fields(values, changes)
+    rows = []
+    for name in values:
+        if name == "task":
+            continue
+        origin = places.get(name, "default")
+        options = [each.partition("=")[0] for each in changes if each.partition(".")[0].replace("-", "_") == name]
+        if name in changed:
+            origin += "".join(f" and --{option.replace('_', '-')}" for option in dict.fromkeys(options))
+        value = getattr(config, name)
+        if value != changed.get(name, values[name]):
+            origin = f"follows from {origin}"
+        rows.append(OriginOfField(name, value, origin))
+    return rows
+
+
+def line_of(file: Path, name: str) -> int:
+    """Return the line, from 1, on which a TOML file sets a top-level key; dashes and underscores are equivalent.
+
+    The key begins after the longest beginning of the file that is TOML and lacks it, which holds for values over
+    several lines, too.
+
+    Args:
+        file: the file, which is TOML.
+        name: the key, with underscores.
+    """
+    lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
+    last = 0
+    for count in range(len(lines) + 1):
+        try:
+            table = tomllib.loads("".join(lines[:count]))
+        except tomllib.TOMLDecodeError:
+            continue
+        if name in {key.replace("-", "_") for key in table}:
+            break
+        last = count
+    return last + 1
