@@ -213,7 +213,7 @@ def model():
 OTHERS: list[tuple[tuple[str, ...], str, tuple[str, ...]]] = [
     ((), WIDER, ("of another model", "0.weight [6, 4], not [7, 4]", "missing: 5.")),
     (("--optimizer", "sgd:lr=0.1"), "", ("optimizer adam, which keeps exp_avg, exp_avg_sq, step, not sgd",)),
-    (("--batch-size", "15"), "", ("global_batch_size 14, not 15",)),
+    (("--batch-size", "15"), "", ("batch_size 14, not 15",)),
     (("--seed", "3"), "", ("seed 0, not 3",)),
 ]
 

@@ -54,7 +54,7 @@ def show(
     changes:
         one option of a name:key=value; also written --optimizer.lr 0.1
     origin:
-        where each value comes from: a flag, TUTTI_NAME, FILE:LINE, or default
+        where each value comes from: a flag, a variable, FILE:LINE, or default
     as_json:
         print one JSON object of all options with value and origin
     """

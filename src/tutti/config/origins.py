@@ -20,7 +20,7 @@ class OriginOfField:
     Attributes:
         name: of the field, as in TOML.
         value: its value.
-        origin: ``default``, ``--flag``, ``TUTTI_NAME`` or ``FILE:LINE``; and the options that were changed one by one.
+        origin: ``default``, ``--flag``, ``TUTTI_SEED`` or ``FILE:LINE``; and the options that were changed one by one.
     """
 
     name: str

@@ -34,7 +34,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
     ),
     "How long": ("epochs", "steps", "samples", "duration", "until", "patience", "regime_batch", "eval_every"),
     "Saving and resuming": (
-        *("checkpoint_every", "keep", "keep_best", "init_from", "init_map", "resume", "max_restarts"),
+        *("checkpoint_every", "keep", "keep_best", "init_from", "init_map", "resume", "change", "max_restarts"),
         *("start_timeout", "step_timeout", "save_timeout"),
     ),
     FILES: ("runs", "out", "overwrite", "log_every", "tensorboard", "profile", "trace", "machine"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Literal
 
@@ -25,7 +25,8 @@ from tutti.config.module_config import (
     check_checkpointing,
     check_compile,
 )
-from tutti.config.optimizer_config import ConstantSchedule, OptimizerChoice, check_schedule
+from tutti.config.named_changes import NamedChanges
+from tutti.config.optimizer_config import ConstantSchedule, ImportedOptimizerConfig, OptimizerChoice, check_schedule
 from tutti.config.slowness import Slowness
 from tutti.config.spec import Duration
 from tutti.config.training_target import TrainingTarget, split_target
@@ -43,7 +44,7 @@ class TrainConfig:
         augment: random crops and flips, if the task has them.
         batch_norm: statistics of a worker, of few (``ghost:size=32``), or sync.
         data_workers: loader processes a device.
-        strategy: how devices share the work, ``name:key=value``; also ddp, fsdp, zero, tp, pp.
+        strategy: how devices share the work: ddp, fsdp, tp, pp …
         optimizer: ``name:key=value``.
         schedule: learning-rate schedule, ``name:key=value``.
         lr_scale: learning-rate rule for this batch: linear, sqrt or adam_sqrt, ``linear:base_batch=256``; or adascale.
@@ -76,6 +77,7 @@ class TrainConfig:
         init_from: warm start from a run, a checkpoint or .safetensors files.
         init_map: differences to allow in them, such as new=head.*,unused=lm_*.
         resume: run directory; alone: the newest run of this configuration.
+        change: may differ in a resume: lr, batch_size, data, seed, schedule.
         max_restarts: restarts from the last checkpoint after a failure.
         seed: every RNG stream is derived from it.
         reproducible: bit-identical weights on any number of devices.
@@ -136,6 +138,7 @@ class TrainConfig:
     init_from: str | None = None
     init_map: str | None = None
     resume: str | None = None
+    change: str | None = None
     max_restarts: int = 0
     seed: int = 0
     reproducible: bool = False
@@ -205,6 +208,9 @@ class TrainConfig:
         for option in ("limits", "length", "eval_interval", "checkpoint_interval", "averaging", "growth", "slowness"):
             getattr(self, option)
         _ = self.initial_map
+        if self.change is not None and self.resume is None:
+            raise UsageError("--change needs --resume", remedy="add --resume, or leave --change out")
+        _ = self.changes
         if self.target_text is not None:
             split_target(self.target_text)
         for name, value in (("until", self.target_text), ("patience", self.patience)):
@@ -393,6 +399,17 @@ class TrainConfig:
         Raises UsageError if they are malformed, or there is no ``--init-from``.
         """
         return None if self.init_map is None else InitMap.of(self.init_map, self.init_from, "--init-map")
+
+    @cached_property
+    def changes(self) -> NamedChanges:
+        """The settings of ``--change``, which may differ from the checkpoint's. Raises UsageError if unknown."""
+        named = NamedChanges.parse(self.change)
+        chosen = self.optimizer_choice.options if named.names else None
+        if isinstance(chosen, ImportedOptimizerConfig):
+            named.check({"lr", *chosen.options}, "--change")
+        elif chosen is not None:
+            named.check({option.name for option in fields(chosen)}, "--change")
+        return named
 
     @cached_property
     def growth(self) -> BatchGrowth | None:

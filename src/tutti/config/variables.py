@@ -73,7 +73,9 @@ OPTIONS: Mapping[str, Values] = {
     **dict.fromkeys(("data", "model", "batch_norm", "strategy", "optimizer", "schedule", "lr_scale", "devices"), TEXT),
     **dict.fromkeys(("batch_growth", "duration", "until", "loss_scale", "compile", "activation_checkpointing"), TEXT),
     **dict.fromkeys(("gradient_noise", "ema", "eval_every", "checkpoint_every", "keep_best", "init_from"), TEXT),
-    **dict.fromkeys(("init_map", "resume", "slow", "runs", "out", "profile", "trace", "machine", "on", "wait"), TEXT),
+    **dict.fromkeys(
+        ("init_map", "resume", "change", "slow", "runs", "out", "profile", "trace", "machine", "on", "wait"), TEXT
+    ),
 }
 """Fields of ``TrainConfig``, which this module must not import; a test compares the two."""
 

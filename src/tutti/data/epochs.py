@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
+from typing import NamedTuple
 
 from tutti.config.growth import BatchGrowth
 from tutti.config.spec import Duration
@@ -30,6 +31,20 @@ class EpochPhase:
     rate: float
 
 
+class EarlierEpochs(NamedTuple):
+    """Epochs of a run before it was resumed with another batch size or data set.
+
+    Attributes:
+        end: the first epoch that is not among them, counted from 0.
+        batch: samples in a global batch.
+        samples: training samples; None if unknown.
+    """
+
+    end: int
+    batch: int
+    samples: int | None
+
+
 @dataclass(frozen=True)
 class Epochs:
     """The batch contracts of all epochs. Pure arithmetic.
@@ -37,6 +52,7 @@ class Epochs:
     Attributes:
         first: the contract of the first epoch.
         growth: the batch growth schedule; None for one batch size.
+        earlier: epochs with another batch size or data set, in order; ``first`` is the contract of all later ones.
 
     Raises:
         UsageError: the batch cannot grow, or grows with an unknown number of samples in an epoch.
@@ -44,6 +60,7 @@ class Epochs:
 
     first: BatchContract
     growth: BatchGrowth | None = None
+    earlier: tuple[EarlierEpochs, ...] = ()
 
     def __post_init__(self) -> None:
         if self.growth is not None and self.first.dataset is None:
@@ -59,7 +76,13 @@ class Epochs:
     def phases(self) -> tuple[EpochPhase, ...]:
         """Spans of consecutive epochs with one batch size and rate factor, in order; a single one without growth."""
         if self.growth is None:
-            return (EpochPhase(0, math.inf, self.first, 1.0),)
+            starts = (0, *(each.end for each in self.earlier))
+            past = [
+                # Only counted: the ranks and workers of the time do not matter.
+                EpochPhase(start, each.end, BatchContract(each.samples, each.batch, 1), 1.0)
+                for start, each in zip(starts, self.earlier, strict=False)
+            ]
+            return (*past, EpochPhase(starts[-1], math.inf, self.first, 1.0))
         largest = self.growth.most(self.first.batch, self.first.known) or 0
         found = []
         for passed, (start, end) in enumerate(pairwise((0, *self.growth.epochs, math.inf))):
@@ -86,10 +109,13 @@ class Epochs:
         dataset = self.first.dataset
         if duration.unit == "st":
             return duration.steps(dataset, self.first.batch)
-        epoch, total = 1 if duration.unit == "ep" else dataset or 1, 0
+        before, total = 0.0, 0
         for phase in self.phases:
-            part = max(min(duration.value, phase.end * epoch) - phase.start * epoch, 0)
-            total += Duration(part, duration.unit).steps(dataset, phase.contract.batch)
+            epoch = 1 if duration.unit == "ep" else phase.contract.dataset or 1
+            length = (phase.end - phase.start) * epoch
+            part = max(min(duration.value - before, length), 0)
+            total += Duration(part, duration.unit).steps(phase.contract.dataset, phase.contract.batch)
+            before += length
         return total
 
     def consumed(self, steps: int) -> int:
@@ -124,7 +150,9 @@ class Epochs:
 
     def _lines(self) -> Iterator[tuple[str, str]]:
         yield from self.first.describe().items()
-        for phase in self.phases[1:]:
+        for each in self.earlier:
+            yield f"until epoch {each.end}", f"{each.batch} samples a step, before the run was resumed otherwise"
+        for phase in self.phases[1:] if self.growth is not None else ():
             lines = phase.contract.describe()
             rate = f", learning rate × {phase.rate:.4g}" if phase.rate != 1 else ""
             yield (

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from tutti.comm.partition import chunks, even_share, sharers
 from tutti.comm.random_keys import mix
 from tutti.data.batches import length, shown, slice_batch
-from tutti.data.epochs import Epochs
+from tutti.data.epochs import EarlierEpochs, Epochs
 from tutti.data.loader import IN_PROCESS, Prefetch
 from tutti.data.reader import BatchReader, RankBatch
 from tutti.data.source import Source
@@ -59,6 +59,11 @@ class Feed:
         # Autograd adds up the first micro-batches of a worker in order; later ones are added to the sum of others'.
         self._separate = in_order and rank != ranks.start
         self._plans: dict[tuple[int, int, str], Plan] = {}
+
+    def follow(self, earlier: Sequence[EarlierEpochs]) -> None:
+        """Count the epochs before a resume with another batch size or data set by the batches that they had."""
+        self.epochs = replace(self.epochs, earlier=tuple(earlier))
+        self.reader.follow(self.epochs)
 
     @property
     def source(self) -> Any:

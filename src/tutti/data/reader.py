@@ -60,6 +60,9 @@ class BatchReader(Protocol):
             start: first global batch to yield, counted in the epoch from 0; earlier samples count as consumed.
         """
 
+    def follow(self, epochs: Epochs) -> None:
+        """Take over the batch contracts of a run that was resumed with another batch size or data set."""
+
     def state(self) -> Any:
         """Return what a resume needs besides epoch and batch number, as a JSON value; None if these suffice.
 
@@ -146,6 +149,10 @@ class MapReader:
             else:
                 whole = parts[0] if mine else slice_batch(parts[0], 0, 0)
             yield RankBatch(whole, samples, after, None if mine else parts[0])
+
+    def follow(self, epochs: Epochs) -> None:
+        """Take over the batch contracts of a run that was resumed with another batch size or data set."""
+        self._epochs = epochs
 
     def _cuts(self, contract: BatchContract, samples: int) -> list[range]:
         """Return the pieces in which this rank's part of a global batch is fetched, as ranges of the global batch."""

@@ -57,6 +57,10 @@ class ReplicatedStream:
         self._kept: str | None = None
         self._loaded: tuple[Position, Any] = (Position(), None)
 
+    def follow(self, epochs: Epochs) -> None:
+        """Take over the batch contracts of a run that was resumed with another batch size or data set."""
+        self._epochs = epochs
+
     def read(self, epoch: int, start: int) -> Iterator[RankBatch]:
         """Read the whole stream of an epoch, and yield this rank's part of each global batch from batch ``start`` on.
 
@@ -177,6 +181,9 @@ class ShardedStream:
     def __init__(self, source: Stream, contract: BatchContract, rank: int, seed: int, comms: Communicators) -> None:
         self.source, self._contract, self._rank, self._seed = source, contract, rank, seed
         self._replicas, self._stages = comms.replica, comms.model
+
+    def follow(self, epochs: Epochs) -> None:
+        """Do nothing: each epoch is read by the contract of the run as it is now."""
 
     def read(self, epoch: int, start: int) -> Iterator[RankBatch]:
         """Read this rank's own stream of an epoch, and yield its part of each global batch from batch ``start`` on.

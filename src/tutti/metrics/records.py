@@ -36,7 +36,7 @@ MOST_WAITING = 1000
 """Lines of metrics that are buffered while the disk is full, before an error is raised."""
 
 BESIDE_THE_RESULT = frozenset(
-    {"out", "runs", "overwrite", "log_every", "resume", "devices", "device", "threads", "timeout", "keep"}
+    {"out", "runs", "overwrite", "log_every", "resume", "change", "devices", "device", "threads", "timeout", "keep"}
     | {"data_workers", "tensorboard", "profile", "keep_best", "machine", "noise_every"}
     | {"start_timeout", "step_timeout", "save_timeout", "max_restarts", "on", "wait"}
 )
@@ -114,6 +114,10 @@ def _sha256s(values: Mapping[str, Any], config: TrainConfig) -> set[str]:
     found = {config_sha256(saved)}
     if config.workers is None and saved.resume is not None:
         found.add(config_sha256(dataclasses.replace(saved, workers=None)))
+    if config.change is not None:
+        fields = {"batch_size": "batch_size", "data": "data", "schedule": "schedule", "seed": "seed"}
+        named = {fields.get(name, "optimizer") for name in config.changes.names}
+        found.add(config_sha256(dataclasses.replace(saved, **{name: getattr(config, name) for name in named})))
     return found
 
 
@@ -188,7 +192,7 @@ class RunDirectory:
         self._waiting: list[bytes] = []
         metrics = self.path / "metrics.jsonl"
         # A rerun must not write into the run that it repeats.
-        rerun = dataclasses.replace(config, out=None, overwrite=False)
+        rerun = dataclasses.replace(config, out=None, overwrite=False, change=None)
         with _writing(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             # Replace the file atomically: a run that is killed here keeps its history, and a reader that follows the

@@ -86,9 +86,14 @@ def train_rank(task: str, config: TrainConfig, directory: str | None) -> int:
     try:
         with stop_on_signals(run) as reason:
             saver = _saver(run, place, world, config, facts, warnings)
-            restored = saver.restore() if saver is not None and again else None
+            restored = saver.restore(config.changes) if saver is not None and again else None
             if restored is not None:
                 run.callbacks.load_run(restored)
+            if run.feed.epochs.earlier:
+                # The epochs until now had other batches: the plan and the schedule count them as they were.
+                epochs = run.feed.epochs
+                plan, total = _plan(config, epochs)
+                run.lr_schedule = _schedule(config, epochs)
             origin = _begin(run, config, restored, facts)
             clock = Clock.saved(restored or {}) if again else Clock(time.time())
             if world.identity.rank == 0:
@@ -115,7 +120,8 @@ def train_rank(task: str, config: TrainConfig, directory: str | None) -> int:
             result = train_loop(run, plan, held_out, header, listeners, saver, means, windows, clock, first, watch)
         declared = {"directions": dict(chosen.directions)} if chosen.directions else {}
         times = {"started": clock.started, "ended": round(time.time(), 6)}
-        listeners.finished({**facts, **result, **declared, **times, "exit_code": _exit_code(result)})
+        changes = {"changes": run.changes} if run.changes else {}
+        listeners.finished({**facts, **result, **declared, **changes, **times, "exit_code": _exit_code(result)})
     except Preempted as stop:
         listeners.warned(str(stop))
         raise reason.error(stop) from None
@@ -162,7 +168,7 @@ def _steps(config: TrainConfig, epochs: Epochs) -> Callable[[Duration], int]:
 
 def _per_epoch(epochs: Epochs) -> int | None:
     """Return the number of steps of an epoch; None if epochs differ or a stream's length is unknown."""
-    alike = epochs.growth is None and epochs.first.dataset is not None
+    alike = epochs.growth is None and not epochs.earlier and epochs.first.dataset is not None
     return epochs.first.steps_per_epoch if alike else None
 
 
@@ -209,8 +215,10 @@ def _plan(config: TrainConfig, epochs: Epochs) -> tuple[TrainPlan, int | None]:
     dataset = epochs.first.dataset
 
     def count(duration: Duration, option: str) -> Length:
-        if duration.unit == "st" or (dataset is not None and epochs.growth is None):
+        if duration.unit == "st" or (dataset is not None and epochs.growth is None and not epochs.earlier):
             return max(1, epochs.steps(duration))
+        if epochs.earlier and duration.unit == "ep" and duration.value == int(duration.value):
+            return duration
         if dataset is not None:
             # As samples: the number of steps in an epoch changes when the batch size grows.
             return Duration(max(1, round(duration.value * (dataset if duration.unit == "ep" else 1))), "sa")

@@ -18,6 +18,7 @@ from tutti.config.averaging import Averaging
 from tutti.config.growth import BatchGrowth
 from tutti.config.optimizer_config import OptimizerChoice
 from tutti.config.slowness import Slowness
+from tutti.config.spec import Duration
 from tutti.data.batches import placer
 from tutti.data.contract import BatchContract
 from tutti.data.epochs import Epochs
@@ -274,6 +275,8 @@ def prepare_run(
         warn=warn,
         schedulers=checked.schedulers,
         callbacks=checked.callbacks,
+        optimizer_settings=checked.optimizer_settings,
+        epochs_as_steps=choice.counted(_unlike_steps(1)) != choice.counted(_unlike_steps(2)),
     )
     run = Run(replica, sync, grad_hook, feed, loss, run_context, choice, checked.optimizers, hooks, settings)
     for index, each in enumerate(checked.optimizers):
@@ -313,6 +316,11 @@ def _log_decisions(run: Run, checked: CheckedRun, o: RunOptions) -> None:
         log.debug(
             "parameter %s: %s %s%s", name, tuple(tensor.shape), tensor.dtype, "" if tensor.requires_grad else ", frozen"
         )
+
+
+def _unlike_steps(length: int) -> Callable[[Duration], int]:
+    """Return a conversion of durations to steps that depends on ``length`` unless they are in steps."""
+    return lambda duration: int(duration.value) if duration.unit == "st" else length
 
 
 def _feed(checked: CheckedRun, comms: Communicators, place: Callable[[Any], Any], o: RunOptions) -> Feed:

@@ -35,6 +35,7 @@ from tutti.train.callbacks import Callbacks
 from tutti.train.model_conversion import make_loss_scale
 from tutti.train.optimizers import check_fits, check_takes_sparse, describe_optimizers, imported_optimizer
 from tutti.train.prepared_before import check_earlier
+from tutti.train.resume_changes import optimizer_settings
 from tutti.train.run_options import DEFAULT_BATCH_SIZE, Models, Optimizers, RunOptions
 from tutti.train.schedulers import Schedulers
 from tutti.train.strategy_spec import strategy_text
@@ -63,6 +64,7 @@ class CheckedRun:
         callbacks: the script's callbacks.
         loss_scale: the loss scale; None for none.
         together: whether the workers of a rank run as one, for synchronised batch norm.
+        optimizer_settings: options of each parameter group as they were given.
     """
 
     model: nn.Module
@@ -81,6 +83,7 @@ class CheckedRun:
     callbacks: Callbacks
     loss_scale: LossScale | None
     together: bool
+    optimizer_settings: list[dict[str, Any]]
 
     def settings(self, o: RunOptions) -> list[str]:
         """Return lines about the settings that must be equal on all ranks, such as strategy and batch size.
@@ -139,6 +142,7 @@ def check_run(
     rule = o.lr_rule
     if isinstance(optimizer, str):
         optimizer = OptimizerChoice.parse(optimizer)
+    given_optimizer = optimizer if isinstance(optimizer, OptimizerChoice) else optimizers
     if isinstance(optimizer, OptimizerChoice):
         imported = imported_optimizer(optimizer, whole, rule, batch_size)
         if imported:
@@ -186,6 +190,7 @@ def check_run(
         callbacks=callbacks,
         loss_scale=loss_scale,
         together=together,
+        optimizer_settings=optimizer_settings(given_optimizer),
     )
 
 

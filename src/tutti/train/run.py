@@ -18,6 +18,7 @@ from tutti.checkpoint.fingerprint import weights_sha256
 from tutti.checkpoint.gather import GatheredModel, gathered_model
 from tutti.checkpoint.write import step_name
 from tutti.config.gradient_noise import Multiplicative
+from tutti.config.named_changes import NamedChanges
 from tutti.config.spec import Duration
 from tutti.data.adapt import Collate
 from tutti.data.batches import CollatedBatch, shown
@@ -82,6 +83,8 @@ class RunSettings:
         warn: receives each warning's text, on rank 0; None for Python's ``warnings`` and stderr.
         schedulers: PyTorch's schedulers, which the run steps.
         callbacks: the script's callbacks.
+        optimizer_settings: options of each parameter group as they were given.
+        epochs_as_steps: whether the strategy has an option in epochs or samples, which it counts in steps.
     """
 
     max_nonfinite: int
@@ -96,6 +99,8 @@ class RunSettings:
     warn: Callable[[str], None] | None
     schedulers: Schedulers
     callbacks: Callbacks
+    optimizer_settings: list[dict[str, Any]]
+    epochs_as_steps: bool
 
 
 class Run:
@@ -140,6 +145,9 @@ class Run:
         lr_schedule: factor on the initial learning rates by step; None leaves the rates to the caller.
         schedulers: PyTorch's schedulers, which the run steps.
         callbacks: the script's callbacks.
+        optimizer_settings: options of each parameter group as they were given.
+        epochs_as_steps: whether the strategy has an option in epochs or samples, which it counts in steps.
+        changes: what resumes have changed by name: step, and both values of each setting.
         losses: tracker of ranks that were killed while the run continued; None on ranks other than 0, and where the
             strategy does not go on without them.
     """
@@ -165,6 +173,8 @@ class Run:
         self.noise_probe = settings.noise_probe
         self.lr_schedule, self.named_workers = settings.lr_schedule, settings.named_workers
         self.schedulers, self.callbacks = settings.schedulers, settings.callbacks
+        self.optimizer_settings, self.epochs_as_steps = settings.optimizer_settings, settings.epochs_as_steps
+        self.changes: list[dict[str, Any]] = []
         self._max_nonfinite = settings.max_nonfinite
         self.clock = self.taken = self.compared = self.updates = self.samples = 0
         self.at = Position()
@@ -193,7 +203,7 @@ class Run:
         """
         if self.feed.epochs.growth is not None:
             raise UsageError("the batch grows, and epochs have fewer steps", remedy="call run.steps_of(epoch)")
-        return self.steps_of(0)
+        return self.steps_of(self.at.epoch)
 
     def steps_of(self, epoch: int) -> int:
         """Return the number of global batches, and so of steps, in an epoch.
@@ -847,21 +857,37 @@ class Run:
         self.callbacks.call("on_checkpoint", self, path)
         return path
 
-    def restore(self, folder: str | Path) -> dict[str, Any] | None:
+    def restore(self, folder: str | Path, change: str | Sequence[str] = ()) -> dict[str, Any] | None:
         """Restore the newest intact checkpoint of ``folder``. Collective.
 
         Afterwards ``epochs``, ``epoch`` and ``microbatches`` continue at the checkpoint's position in the data.
+
+        Args:
+            folder: the directory that ``save`` was given.
+            change: names of what this run does otherwise than the saved one, such as ``"lr,batch_size"``: options of
+                the optimizer, ``batch_size``, ``data`` and ``seed``, the last three at the end of an epoch alone.
+                Options of the optimizer that are not named get their saved values.
 
         Returns:
             ``extra`` as ``save`` was given it; None if there is no checkpoint, and the run is unchanged.
 
         Raises:
-            CheckpointError: the checkpoint is of another model, data set, batch size or seed, or its number of workers
+            UsageError: ``change`` has an unknown name, or ``lr`` and the run has schedulers.
+            CheckpointError: the checkpoint is of another model, data set, batch size, seed or optimizer with other
+                options, and ``change`` does not name the difference; it cannot change here; or the number of workers
                 differs from that of the data ranks. It may differ, with a warning, from a number of workers that
                 ``tutti.prepare`` was given.
         """
-        facts = run_state.saver(self, Path(folder)).restore()
-        return None if facts is None else run_state.restore_run(self, facts)
+        named = NamedChanges.parse(change)
+        named.check({key for group in self.optimizer_settings for key in group}, "change")
+        if "lr" in named.names and self.schedulers.facts():
+            raise UsageError(
+                "lr cannot be changed while tutti.prepare has a scheduler",
+                why="the scheduler's saved state sets the rate",
+                remedy="leave scheduler out of tutti.prepare and step your own in the loop, where run.stepped",
+            )
+        facts = run_state.saver(self, Path(folder)).restore(named)
+        return None if facts is None else run_state.restore_run(self, facts, named)
 
     def together(self, call: str) -> None:
         """Check that all ranks make the same call after the same step, before the call's collectives could meet others.

@@ -15,16 +15,18 @@ from tutti.checkpoint.checkpoint_reader import CheckpointReader, catalogue, chec
 from tutti.checkpoint.manager import CheckpointManager
 from tutti.checkpoint.manifest import REMEDY, Manifest
 from tutti.config.best import Best
+from tutti.config.named_changes import NamedChanges
 from tutti.errors import CheckpointError
 from tutti.launcher import heartbeat
 from tutti.launcher.context import World
 from tutti.launcher.heartbeat import Phase
 from tutti.train.replicas import check_replicas
+from tutti.train.resume_changes import apply_changes, change_facts, check_changes, find_differences, refuse_unnamed
 
 if TYPE_CHECKING:
     from tutti.train.run import Run
 
-_MUST_AGREE = ("global_batch_size", "batch_growth", "training_samples", "seed", "optimizer_class")
+NOTHING_NAMED = NamedChanges()
 
 
 class Checkpoints(CheckpointManager):
@@ -82,6 +84,7 @@ class Checkpoints(CheckpointManager):
         with heartbeat.training.during(Phase.SAVE):
             state = {**run.gradient_sync.state(), **({} if run.average is None else run.average.state())}
         facts = {**self._facts, "step": run.clock, "updates": run.updates, "position": run.position(), **extra}
+        facts |= change_facts(run)
         if evaluated is not None:
             facts["eval"] = {name: value if math.isfinite(value) else None for name, value in evaluated.items()}
         if run.average is not None:
@@ -94,29 +97,29 @@ class Checkpoints(CheckpointManager):
             facts["noise"] = run.noise_probe.state()
         self.write(run.clock, state, facts)
 
-    def restore(self) -> Mapping[str, Any] | None:
+    def restore(self, named: NamedChanges = NOTHING_NAMED) -> Mapping[str, Any] | None:
         """Restore the run from the newest checkpoint that verifies, on every rank.
 
         The number of workers may differ from the checkpoint's only if the user named it; a warning then says which
         state starts afresh. Collective.
+
+        Args:
+            named: settings that may differ from the checkpoint's; a warning says what changes.
 
         Returns:
             The checkpoint's facts; None where the folder has no checkpoint.
 
         Raises:
             CheckpointError: no checkpoint in the folder verifies, or the newest is of another run: another model,
-                optimizer, global batch size or seed, or another number of workers that the user did not name.
+                optimizer, global batch size or seed that is not named, or another number of workers that the user did
+                not name; or a named setting cannot change at this position.
         """
         manifest = self.newest()
         if manifest is None:
             return None
         facts = manifest.facts
-        wrong = [
-            f"{name} {facts.get(name)}, not {self._facts[name]}"
-            for name in _MUST_AGREE
-            if differs(facts, self._facts, name)
-        ]
-        wrong += wrong_optimizer(manifest, self._facts)
+        wrong = wrong_optimizer(manifest, self._facts)
+        changed = find_differences(facts, self._facts, self._run)
         rescaled = differs(facts, self._facts, "workers")
         if rescaled and not self._run.named_workers:
             raise _other_workers(manifest, self._facts)
@@ -126,7 +129,9 @@ class Checkpoints(CheckpointManager):
                 where=str(manifest.path),
                 remedy="resume with the same settings, or start a new run in another --out",
             )
+        refuse_unnamed(changed, named, str(manifest.path))
         clock, updates, position = saved_progress(manifest)
+        check_changes(manifest, changed, self._run)
         shapes = {name: record.shape for name, record in manifest.tensors.get("model", {}).items()}
         check_model(catalogue(self._run.replica, self._run.context.comms.model), shapes, str(manifest.path))
         if rescaled:
@@ -143,6 +148,10 @@ class Checkpoints(CheckpointManager):
         self._run.clock = self._run.taken = clock
         self._run.updates = updates
         self._run.seek(position)
+        apply_changes(manifest, changed, self._run)
+        if changed:
+            told = "; ".join(f"{each.name} {each.saved} → {each.now}" for each in changed)
+            self.warn(f"{told} from step {clock} on")
         return facts
 
     def _restore_average(self, saved: CheckpointReader, facts: Mapping[str, Any]) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from tutti.checkpoint.json_codec import decode_json, encode_json
+from tutti.config.named_changes import NamedChanges
 from tutti.errors import CheckpointError, UsageError
 from tutti.launcher import context
 from tutti.optim.several import members_of
@@ -80,7 +81,7 @@ def run_facts(run: Run, extra: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def restore_run(run: Run, saved: Mapping[str, Any]) -> dict[str, Any]:
+def restore_run(run: Run, saved: Mapping[str, Any], named: NamedChanges) -> dict[str, Any]:
     """Restore epoch, optimizer settings, schedulers and callbacks from a checkpoint's facts.
 
     A checkpoint of ``tutti train`` has no such facts: the optimizer's settings then stay as they are.
@@ -88,6 +89,7 @@ def restore_run(run: Run, saved: Mapping[str, Any]) -> dict[str, Any]:
     Args:
         run: the run to restore, whose tensors are restored elsewhere.
         saved: the checkpoint's facts, with the keys of ``run_facts``.
+        named: settings of the optimizer that keep the script's values.
 
     Returns:
         ``extra`` as ``Run.save`` was given it; empty for a checkpoint without it.
@@ -100,7 +102,7 @@ def restore_run(run: Run, saved: Mapping[str, Any]) -> dict[str, Any]:
         run.schedulers.load(saved)
         run.callbacks.load(saved)
     if run.optimizer is not None and "settings" in saved:
-        _set(run.optimizer, decode_json(saved["settings"]))
+        _set(run.optimizer, decode_json(saved["settings"]), named)
     extra: dict[str, Any] = decode_json(saved.get("extra", {}))
     return extra
 
@@ -120,7 +122,7 @@ def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
     return kept
 
 
-def _set(optimizer: Optimizer, settings: list[dict[str, Any]]) -> None:
+def _set(optimizer: Optimizer, settings: list[dict[str, Any]], named: NamedChanges) -> None:
     if len(settings) != len(optimizer.param_groups):
         raise CheckpointError(
             f"the checkpoint's optimizer has {len(settings)} parameter groups, not {len(optimizer.param_groups)}",
@@ -128,6 +130,8 @@ def _set(optimizer: Optimizer, settings: list[dict[str, Any]]) -> None:
         )
     for group, saved in zip(optimizer.param_groups, settings, strict=True):
         for key, value in saved.items():
+            if named.covers(key):
+                continue
             if isinstance(group.get(key), Tensor):
                 group[key].fill_(value)
             else:

@@ -1,0 +1,168 @@
+"""Compare a checkpoint with the run that resumes it, and apply the changes that the user has named."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from tutti.checkpoint.json_codec import encode_json
+from tutti.checkpoint.manifest import Manifest
+from tutti.config.named_changes import BETWEEN_EPOCHS, NamedChanges, SettingDifference
+from tutti.config.optimizer_config import ImportedOptimizerConfig, OptimizerChoice
+from tutti.data.epochs import EarlierEpochs
+from tutti.errors import CheckpointError, UsageError
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from tutti.train.run import Run
+
+SETTINGS = "optimizer_settings"
+EARLIER = "earlier_epochs"
+CHANGES = "changes"
+
+_FACTS = {
+    "global_batch_size": "batch_size",
+    "batch_growth": "batch_growth",
+    "training_samples": "data",
+    "seed": "seed",
+    "schedule": "schedule",
+    "optimizer_class": "optimizer_class",
+}
+
+
+def optimizer_settings(trainer: Sequence[Optimizer] | OptimizerChoice) -> list[dict[str, Any]]:
+    """Return the options of each parameter group as the run was given them, before any scheduler or step.
+
+    Args:
+        trainer: the script's optimizers, or options.
+    """
+    if isinstance(trainer, OptimizerChoice):
+        chosen = trainer.options
+        given = {"lr": chosen.lr, **chosen.options} if isinstance(chosen, ImportedOptimizerConfig) else None
+        return [_plain(dataclasses.asdict(chosen) if given is None else given)]
+    return [_plain(group) for each in trainer for group in each.param_groups]
+
+
+def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a group that JSON can hold; others are not compared."""
+    kept = {}
+    for key, value in group.items():
+        if key in ("params", "param_names"):
+            continue
+        number = value.item() if hasattr(value, "item") and getattr(value, "numel", lambda: 1)() == 1 else value
+        try:
+            kept[key] = encode_json(number, key)
+        except (UsageError, RuntimeError):
+            continue
+    return kept
+
+
+def find_differences(facts: Mapping[str, Any], run_facts: Mapping[str, Any], run: Run) -> list[SettingDifference]:
+    """Return the settings that a checkpoint and a run both state, with different values.
+
+    Args:
+        facts: facts of the checkpoint.
+        run_facts: facts of the run.
+        run: the run, for the settings of its optimizer.
+    """
+    found = [
+        SettingDifference(name, facts[key], run_facts[key])
+        for key, name in _FACTS.items()
+        if key in facts and key in run_facts and facts[key] != run_facts[key]
+    ]
+    saved, mine = facts.get(SETTINGS, []), run.optimizer_settings
+    # Another class or number of groups is refused elsewhere.
+    alike = facts.get("optimizer_class") == run_facts.get("optimizer_class") and len(saved) == len(mine)
+    for number, (before, now) in enumerate(zip(saved, mine, strict=True) if alike else ()):
+        where = f" of group {number}" if len(mine) > 1 else ""
+        for key in before.keys() & now.keys():
+            if before[key] != now[key]:
+                found.append(SettingDifference(key, f"{before[key]}{where}", f"{now[key]}{where}"))
+    return sorted(found, key=lambda each: (each.name not in _FACTS.values(), each.name))
+
+
+def refuse_unnamed(differences: Sequence[SettingDifference], named: NamedChanges, where: str) -> None:
+    """Raise CheckpointError for differences that are not named, with both values of each."""
+    wrong = [each for each in differences if not named.covers(each.name)]
+    if not wrong:
+        return
+    names = ",".join(dict.fromkeys(each.name for each in wrong if each.name not in ("optimizer_class", "batch_growth")))
+    change = f"name what changes, --change {names} (in a script run.restore(folder, change='{names}')), " * bool(names)
+    raise CheckpointError(
+        f"the checkpoint was made with {'; '.join(map(str, wrong))}",
+        where=where,
+        remedy=f"resume with the same settings, {change}or start a new run in another --out",
+    )
+
+
+def check_changes(manifest: Manifest, differences: Sequence[SettingDifference], run: Run) -> None:
+    """Raise CheckpointError if a named change is not possible at the checkpoint's position or in this run.
+
+    Args:
+        manifest: the checkpoint.
+        differences: the changes, all of them named.
+        run: the run that resumes.
+    """
+    names = [each.name for each in differences]
+    reordered = [name for name in names if name in BETWEEN_EPOCHS]
+    if not reordered:
+        return
+    position = manifest.facts["position"]
+    what, where = " and ".join(reordered), str(manifest.path)
+    if position["batch"]:
+        raise CheckpointError(
+            f"{what} can change only between two epochs",
+            where=where,
+            why=f"the checkpoint is within epoch {position['epoch'] + 1}, after {position['batch']} of its batches, "
+            "and the epoch's other samples would be repeated or lost",
+            remedy="resume from the checkpoint of an epoch's end (--checkpoint-every 1ep), or end this epoch first "
+            f"with the old settings (--epochs {position['epoch'] + 1})",
+        )
+    if reordered == ["seed"]:
+        return
+    reason = None
+    if run.feed.epochs.growth is not None:
+        reason = "batch growth plans the batches of all epochs"
+    elif run.adascale is not None:
+        reason = "adascale counts steps of one worker's share of the batch"
+    elif run.epochs_as_steps:
+        reason = "the strategy has counted epochs of its options in steps of this batch"
+    if reason is not None:
+        raise CheckpointError(
+            f"{what} cannot change in this run", where=where, why=reason, remedy="start a new run with --init-from"
+        )
+
+
+def apply_changes(manifest: Manifest, differences: Sequence[SettingDifference], run: Run) -> None:
+    """Tell the run which epochs had other batches, and record the changes.
+
+    Args:
+        manifest: the checkpoint.
+        differences: the changes, all of them named and possible.
+        run: the run, restored to the checkpoint's position.
+    """
+    facts = manifest.facts
+    earlier = [EarlierEpochs(*each) for each in facts.get(EARLIER, [])]
+    epoch = facts["position"]["epoch"]
+    if epoch and any(each.name in ("batch_size", "data") for each in differences):
+        batch, samples = (facts.get(key) for key in ("global_batch_size", "training_samples"))
+        contract = run.feed.contract
+        earlier.append(EarlierEpochs(epoch, batch or contract.batch, samples or contract.dataset))
+    if earlier:
+        run.feed.follow(earlier)
+    run.changes = list(facts.get(CHANGES, []))
+    if differences:
+        changed = {each.name: [each.saved, each.now] for each in differences}
+        run.changes.append({"step": facts["step"], "changed": changed})
+
+
+def change_facts(run: Run) -> dict[str, Any]:
+    """Return the entries of a checkpoint's facts about the optimizer's settings and about changes."""
+    earlier = run.feed.epochs.earlier
+    return {
+        SETTINGS: run.optimizer_settings,
+        **({EARLIER: [list(each) for each in earlier]} if earlier else {}),
+        **({CHANGES: run.changes} if run.changes else {}),
+    }
