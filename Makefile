@@ -6,10 +6,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 BENCH := $(VENV)/.bench
+SITE := $(VENV)/.site
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help venv test full engines contract models scripts fuzz faults peers reliability demo lint bench gpu backtest soak study alike clean
+.PHONY: help venv test full engines contract models scripts fuzz faults peers reliability demo lint site bench gpu backtest soak study alike clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
@@ -26,6 +27,10 @@ $(READY): pyproject.toml constraints.txt
 
 $(BENCH): $(READY)
 	$(INSTALL) --editable '.[bench]'
+	touch $@
+
+$(SITE): $(READY)
+	$(INSTALL) --editable '.[site]'
 	touch $@
 
 # Three at once on two cores: a good part of the tests waits for processes, timeouts and the disk.
@@ -79,6 +84,9 @@ lint: $(READY)  ## style and types
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+
+site: $(SITE)  ## the documentation site in build/site/html: all pages, API and command line; a warning fails
+	$(BIN)/python docs/site/make_site.py
 
 bench: $(BENCH)  ## what a step through tutti costs beside the same step by hand
 	$(BIN)/python benchmarks/step_tax.py
