@@ -100,8 +100,7 @@ def navigation(known: set[str]) -> list[dict[str, list[str]]]:
     table = tomllib.loads((ROOT / "docs" / "site" / "navigation.toml").read_text(encoding="utf-8"))
     found = []
     for section in table["section"]:
-        folders = tuple(f"{folder}/" for folder in section.get("folders", ()))
-        inside = [name for name in sorted(known) if name.startswith(folders)]
+        inside = [name for name in sorted(known) if name.startswith(tuple(section.get("beginnings", ())))]
         found.append({section["title"]: [*section["pages"], *inside]})
     listed = [name for section in found for pages in section.values() for name in pages]
     if wrong := (set(listed) ^ known) | {name for name in listed if listed.count(name) > 1}:

@@ -243,6 +243,7 @@ def test_joined_job_has_its_own_number_of_devices(tmp_path: Path) -> None:
             ("bench --help", 40),
             ("submit --help", 40),
             ("config --help", 40),
+            *[(f"{verb} --help", 40) for verb in ("compare", "plan", "landscape", "simulate", "noise", "report")],
         ],
     ],
 )

@@ -29,8 +29,11 @@ class OneScreen:
         _print(console, _text(usage))
 
     def render_description(self, console: Console, options: ConsoleOptions, description: Any) -> None:
-        """Print a command's description and an empty line; ``cyclopts`` calls it."""
-        _print(console, f"{_text(description)}\n")
+        """Print a command's description, wrapped to the console, and an empty line; ``cyclopts`` calls it."""
+        wrapped = [
+            textwrap.fill(line, console.width, break_on_hyphens=False) for line in _text(description).split("\n")
+        ]
+        _print(console, "\n".join(wrapped) + "\n")
 
 
 def _lines(entries: list[HelpEntry], width: int) -> str:
