@@ -118,6 +118,7 @@ REFUSED: list[tuple[dict[str, Any], int, str]] = [
     ({"change": "batch_size", "lr": 0.2}, 4, "made with lr 0.1, not 0.2 ("),
     ({"change": "lr,batch_size", "count": 21}, 4, "made with data 20, not 21 ("),
     ({"change": "lr,batch_size", "seed": 3}, 4, "made with seed 0, not 3 ("),
+    ({"change": "lr,batch_size", "clip": 1.0}, 4, "made with clip None, not 1.0 ("),
     ({"change": "lr,bach_size"}, 2, "'bach_size' cannot be changed in a resume (change). Did you mean 'batch_size'?"),
 ]
 
@@ -152,6 +153,8 @@ def test_on_the_command_line(tmp_path: Path) -> None:
     refused = command(tmp_path, *more, "--batch-size", "719", "--optimizer.lr", "0.2")
     assert refused.returncode == 4
     assert "the checkpoint was made with batch_size 359, not 719; lr 0.1, not 0.2" in refused.stderr
+    more_refused = command(tmp_path, *more, "--schedule", "cosine", "--lr-scale", "sqrt:base_batch=359")
+    assert "lr_scale none, not sqrt:base_batch=359; schedule constant, not cosine" in more_refused.stderr
     unknown = command(tmp_path, *more, "--change", "momentun")
     assert unknown.returncode == 2 and "Did you mean 'momentum'?" in unknown.stderr
     assert "--change needs --resume" in command(tmp_path, "digits", "--change", "lr").stderr

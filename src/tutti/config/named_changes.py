@@ -11,7 +11,7 @@ from tutti.errors import UsageError, did_you_mean
 BETWEEN_EPOCHS = ("batch_size", "data", "seed")
 """Settings on which the order of an epoch's samples and its global batches depend."""
 
-CHANGEABLE = (*BETWEEN_EPOCHS, "schedule")
+CHANGEABLE = (*BETWEEN_EPOCHS, "schedule", "clip", "lr_scale")
 """Settings that may be named, beside every option of the optimizer, such as ``lr``."""
 
 

@@ -115,8 +115,9 @@ def _sha256s(values: Mapping[str, Any], config: TrainConfig) -> set[str]:
     if config.workers is None and saved.resume is not None:
         found.add(config_sha256(dataclasses.replace(saved, workers=None)))
     if config.change is not None:
-        fields = {"batch_size": "batch_size", "data": "data", "schedule": "schedule", "seed": "seed"}
-        named = {fields.get(name, "optimizer") for name in config.changes.names}
+        known = {field.name for field in dataclasses.fields(TrainConfig)}
+        # Other names are options of the optimizer.
+        named = {name if name in known else "optimizer" for name in config.changes.names}
         found.add(config_sha256(dataclasses.replace(saved, **{name: getattr(config, name) for name in named})))
     return found
 

@@ -134,6 +134,8 @@ def run_identity(task: str, config: TrainConfig, run: Run, world: World, size: i
         "strategy": config.strategy,
         "optimizer": config.optimizer,
         "schedule": config.schedule,
+        "lr_scale": config.lr_scale,
+        "clip": config.clip,
         "workers": run.context.workers,
         "devices": world.identity.size,
         "device": world.device.type,

@@ -28,6 +28,8 @@ _FACTS = {
     "training_samples": "data",
     "seed": "seed",
     "schedule": "schedule",
+    "clip": "clip",
+    "lr_scale": "lr_scale",
     "optimizer_class": "optimizer_class",
 }
 
@@ -72,6 +74,8 @@ def find_differences(facts: Mapping[str, Any], run_facts: Mapping[str, Any], run
         for key, name in _FACTS.items()
         if key in facts and key in run_facts and facts[key] != run_facts[key]
     ]
+    # To begin or end with adascale is refused where its state is loaded.
+    found = [each for each in found if each.name != "lr_scale" or "adascale" not in (each.saved, each.now)]
     saved, mine = facts.get(SETTINGS, []), run.optimizer_settings
     # Another class or number of groups is refused elsewhere.
     alike = facts.get("optimizer_class") == run_facts.get("optimizer_class") and len(saved) == len(mine)

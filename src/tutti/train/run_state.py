@@ -55,7 +55,11 @@ def checkpoint_identity(run: Run) -> dict[str, Any]:
     }
     if run.optimizer is not None:
         known["optimizer_class"] = "+".join(type(each).__name__ for each in members_of(run.optimizer))
-    return {**known, "config_sha256": hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()}
+    return {
+        **known,
+        "clip": run.context.clip,
+        "config_sha256": hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest(),
+    }
 
 
 def run_facts(run: Run, extra: Mapping[str, Any]) -> dict[str, Any]:
