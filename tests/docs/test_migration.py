@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "examples" / "migration"
 SAFETY_NET = 200
 TRAINING, EPOCHS, TOLERANCE = 1536, 5, 1e-5
+FRAMEWORKS = {"accelerate": "accelerate", "trainer": "transformers", "lightning": "lightning"}
 LAUNCHERS = {
     "tutti run": ["-m", "tutti", "run", "-np"],
     "tutti run --horovod": ["-m", "tutti", "run", "--horovod", "-np"],
@@ -140,7 +141,37 @@ def test_horovod_before_and_after_end_alike(tmp_path: Path) -> None:
     assert losses(odd) == pytest.approx(losses(after), abs=TOLERANCE)
 
 
-@pytest.mark.parametrize("kind", ["ddp", "accelerate", "horovod"])
+def test_fsdp_before_and_after_end_alike(tmp_path: Path) -> None:
+    before = str(SCRIPTS / "fsdp_before.py"), "--order", orders(tmp_path), "--checkpoint"
+    after = told(tmp_path, "tutti run", 2, str(SCRIPTS / "fsdp_after.py"))
+    even, odd = told(tmp_path, "tutti run", 2, *before, "2"), told(tmp_path, "torchrun", 3, *before, "3")
+    assert after[-1].loss == pytest.approx(stated("fsdp"), abs=TOLERANCE)
+    assert losses(even) == pytest.approx(losses(after), abs=TOLERANCE)
+    assert losses(odd) == pytest.approx(losses(after), abs=TOLERANCE)
+    assert [epochs[-1].samples for epochs in (after, even, odd)] == [261, 262, 261]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("kind", ["trainer", "lightning"])
+def test_framework_scripts_moved_end_as_their_page_says(kind: str, ranks: int, tmp_path: Path) -> None:
+    after = told(tmp_path, "tutti run", ranks, str(SCRIPTS / f"{kind}_after.py"))
+    assert (after[-1].loss, after[-1].samples) == (pytest.approx(stated(kind), abs=TOLERANCE), 261)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("kind", FRAMEWORKS)
+def test_framework_scripts_run_unchanged_under_tutti_run(kind: str, ranks: int, tmp_path: Path) -> None:
+    """With the loss of one device, which a script that trains each rank alone would not have."""
+    package = FRAMEWORKS[kind]
+    if any(importlib.util.find_spec(name) is None for name in (package, "accelerate")[: 1 + (kind == "trainer")]):
+        pytest.skip(f"{package} is not installed")
+    before = told(tmp_path, "tutti run", ranks, str(SCRIPTS / f"{kind}_before.py"), "--order", orders(tmp_path))
+    assert len(before) == EPOCHS
+    assert before[-1].loss == pytest.approx(stated(kind), abs=TOLERANCE)
+    assert before[-1].samples == (262 if kind == "lightning" and ranks == 2 else 261)
+
+
+@pytest.mark.parametrize("kind", ["ddp", "accelerate", "horovod", "fsdp", "trainer", "lightning"])
 def test_the_page_shows_the_difference_as_it_is(kind: str) -> None:
     names = f"{kind}_before.py", f"{kind}_after.py"
     texts = [(SCRIPTS / name).read_text(encoding="utf-8").splitlines() for name in names]
