@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
+import json
 import os
 import re
 from pathlib import Path
@@ -14,12 +15,13 @@ import pytest
 
 from tests.forkserver import run
 from tutti.data.order import permutation
+from tutti.parallel.choice import parse_strategy
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "examples" / "migration"
 SAFETY_NET = 200
 TRAINING, EPOCHS, TOLERANCE = 1536, 5, 1e-5
-FRAMEWORKS = {"accelerate": "accelerate", "trainer": "transformers", "lightning": "lightning"}
+FRAMEWORKS = {"accelerate": "accelerate", "trainer": "transformers", "lightning": "lightning", "deepspeed": "deepspeed"}
 LAUNCHERS = {
     "tutti run": ["-m", "tutti", "run", "-np"],
     "tutti run --horovod": ["-m", "tutti", "run", "--horovod", "-np"],
@@ -152,7 +154,7 @@ def test_fsdp_before_and_after_end_alike(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("kind", ["trainer", "lightning"])
+@pytest.mark.parametrize("kind", ["trainer", "lightning", "deepspeed"])
 def test_framework_scripts_moved_end_as_their_page_says(kind: str, ranks: int, tmp_path: Path) -> None:
     after = told(tmp_path, "tutti run", ranks, str(SCRIPTS / f"{kind}_after.py"))
     assert (after[-1].loss, after[-1].samples) == (pytest.approx(stated(kind), abs=TOLERANCE), 261)
@@ -168,12 +170,34 @@ def test_framework_scripts_run_unchanged_under_tutti_run(kind: str, ranks: int, 
     before = told(tmp_path, "tutti run", ranks, str(SCRIPTS / f"{kind}_before.py"), "--order", orders(tmp_path))
     assert len(before) == EPOCHS
     assert before[-1].loss == pytest.approx(stated(kind), abs=TOLERANCE)
-    assert before[-1].samples == (262 if kind == "lightning" and ranks == 2 else 261)
+    assert before[-1].samples == (262 if kind in ("lightning", "deepspeed") and ranks == 2 else 261)
 
 
-@pytest.mark.parametrize("kind", ["ddp", "accelerate", "horovod", "fsdp", "trainer", "lightning"])
+@pytest.mark.parametrize("kind", ["ddp", "accelerate", "horovod", "fsdp", "trainer", "lightning", "deepspeed"])
 def test_the_page_shows_the_difference_as_it_is(kind: str) -> None:
     names = f"{kind}_before.py", f"{kind}_after.py"
     texts = [(SCRIPTS / name).read_text(encoding="utf-8").splitlines() for name in names]
     lines = "\n".join(difflib.unified_diff(*texts, *names, lineterm="", n=1))
     assert f"```diff\n{lines}\n```\n" in page(kind)
+
+
+def test_the_deepspeed_script_states_its_configuration() -> None:
+    text = (SCRIPTS / "ds_config.json").read_text(encoding="utf-8")
+    assert f"```json\n{text}```\n" in page("deepspeed")
+    config, after = json.loads(text), (SCRIPTS / "deepspeed_after.py").read_text(encoding="utf-8")
+    rates = config["optimizer"]["params"]
+    for line in (
+        f"BATCH = {config['train_batch_size']}\n",
+        f"clip={config['gradient_clipping']},\n",
+        f"lr={rates['lr']}, weight_decay={rates['weight_decay']})\n",
+        f'strategy="sharded:stage={config["zero_optimization"]["stage"]}",\n',
+    ):
+        assert line in after
+
+
+@pytest.mark.parametrize("kind", ["fsdp", "trainer", "lightning", "deepspeed"])
+def test_strategies_named_by_a_page_exist(kind: str) -> None:
+    named = re.findall(r"[`\"]((?:sharded|hybrid|pipeline|mirrored|central_storage):[a-z_=0-9,+A-Z]+)[`\"]", page(kind))
+    assert named or kind in ("trainer", "lightning")
+    for text in named:
+        parse_strategy(text)
