@@ -202,3 +202,11 @@ def test_samplers_that_yield_no_samples_are_named(sampler: list[Any], words: str
 def test_drop_last_of_everything_is_refused() -> None:
     with pytest.raises(DataError, match="drop_last leaves none of 23 samples"):
         of_loader(DataLoader(DATA, 24, drop_last=True)).in_an_epoch(COUNT)
+
+
+def test_a_sampler_without_an_end_is_refused_before_it_is_iterated() -> None:
+    """minGPT's way to train by steps: an epoch that no run reaches the end of."""
+    endless = RandomSampler(DATA, replacement=True, num_samples=10**10)
+    with pytest.raises(UsageError, match="RandomSampler draws 10,000,000,000 samples an epoch") as caught:
+        of_loader(DataLoader(DATA, BATCH, sampler=endless)).in_an_epoch(COUNT)
+    assert "num_samples" in str(caught.value.remedy)

@@ -23,6 +23,9 @@ from tutti.data.order import SampledOrder, SampleOrder, SequentialOrder, Shuffle
 from tutti.data.source import Source
 from tutti.errors import DataError, UsageError
 
+LONGEST_EPOCH = 10**9
+"""Most samples that a sampler may draw in an epoch: 8 GB of numbers in each process."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
@@ -76,10 +79,18 @@ class Sampling:
 
         Raises:
             DataError: ``drop_last`` leaves none.
+            UsageError: the sampler draws more samples than the order of an epoch can hold.
         """
         if self.whole:
             return None
         total = count if self.sampler is None else len(self.sampler)
+        if total > LONGEST_EPOCH and self.sampler is not None:
+            raise UsageError(
+                f"the sampler {type(self.sampler).__name__} draws {total:,} samples an epoch, and at most "
+                f"{LONGEST_EPOCH:,} are supported",
+                why=f"each rank holds the order of an epoch in memory, {8 * total / 1e9:,.0f} GB here",
+                remedy="give it a smaller num_samples, such as that of the steps you train, and loop over epochs",
+            )
         batch = self.batch_size or 1
         used = total // batch * batch if self.drop_last else total
         if total and not used:
