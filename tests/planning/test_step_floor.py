@@ -11,7 +11,8 @@ import pytest
 from tests.planning.test_step_prediction import LINK, costs, facts, line, machine, run
 from tutti.planning.machine_costs import SAMPLES, MeasuredCosts, Network, open_machine
 from tutti.planning.pass_prices import PassPrices
-from tutti.planning.step_builders import StageFacts, StepFacts, build_step
+from tutti.planning.step_builders import build_step
+from tutti.planning.step_facts import StageFacts, StepFacts
 from tutti.planning.step_floor import step_floor
 from tutti.planning.step_program import evaluate_program
 

@@ -19,7 +19,8 @@ from tutti.parallel.local_sgd.local_sgd import LOSS_LANES
 from tutti.parallel.pipeline.pipeline_schedule import bubble_fraction
 from tutti.planning.conformal_band import NO_BAND, CellScores
 from tutti.planning.machine_costs import SAMPLES, MeasuredCosts, Network, StepCosts, curve_seconds, open_machine
-from tutti.planning.step_builders import StageFacts, StepFacts, TensorFacts, build_step
+from tutti.planning.step_builders import build_step
+from tutti.planning.step_facts import StageFacts, StepFacts, TensorFacts
 from tutti.planning.step_prediction import alone_config, gather_sizes, predict_step, step_band
 from tutti.planning.step_program import StepProgram, evaluate_program
 from tutti.workload.machine_file import Curve, CurvePoint, Figure, Machine
@@ -158,6 +159,59 @@ def test_local_steps_average_parameters_once_in_a_period() -> None:
     both = seconds_of(step, run("local_sgd:period=4", 2, workers=4), costs())
     assert both == pytest.approx(own + 2e-3 + sums + average / 4, rel=1e-4)
     assert seconds_of(step, run("local_sgd:period=4"), costs()) == pytest.approx(own)
+
+
+def on_host(devices: int, update: float = 1e9) -> MeasuredCosts:
+    """CPUs of one node that copy and add up 100 MB/s, and messages of 100 µs and 100 MB/s."""
+    curves = {
+        "device/copy": line(1e8),
+        "device/elementwise": line(1e8),
+        "optimizer/sgd": line(update, unit="parameter"),
+    }
+    prices = MeasuredCosts(replace(machine(), curves={**machine().curves, **curves}), "fp32", Network(devices))
+    prices.overlaps = False
+    return prices
+
+
+def test_owners_add_up_the_gradients_of_a_node_in_its_memory() -> None:
+    step, ranks = facts(4, elements=1_000_000), 2
+    found = seconds_of(step, run("central_storage", ranks), on_host(ranks))
+    # 16 MB packed; each owner adds the other's 8 MB, two reads and a write; each updates 2 million parameters.
+    assert found == pytest.approx(0.096 + 0.16 + 3 * 0.08 + 2e-3)
+    assert seconds_of(step, run("central_storage"), on_host(1)) == pytest.approx(0.096 + 4e-3)
+    with pytest.raises(UsageError, match=r"for one node.*at most 2 devices"):
+        seconds_of(step, run("central_storage", 4), on_host(2))
+    for strategy in ("central_storage", "parameter_server"):
+        with pytest.raises(UsageError, match="copies between device and host"):
+            seconds_of(step, run(strategy, 2), costs())
+
+
+def test_a_synchronous_server_serves_all_ranks_in_turn() -> None:
+    step = facts(4, elements=1_000_000)
+    tcp = {n: seconds_of(step, run("parameter_server:transport=tcp", n), on_host(n)) for n in (1, 2, 4)}
+    # A rank more is a push, an addition and a reply more: 16 MB each, with three transfers of them in the addition.
+    assert tcp[2] - tcp[1] == pytest.approx((tcp[4] - tcp[2]) / 2, rel=1e-3)
+    assert tcp[2] - tcp[1] == pytest.approx(5 * 0.16, rel=1e-3)
+    shared = seconds_of(step, run("parameter_server", 2), on_host(2))
+    assert tcp[2] - shared == pytest.approx((2 + 1) * 0.16, rel=1e-2)
+    several = seconds_of(step, run("parameter_server:transport=tcp,servers=4", 4), on_host(4))
+    assert several < tcp[4] / 2
+
+
+def test_asynchronous_workers_are_bound_by_the_server_that_they_share() -> None:
+    step = facts(4, elements=1000)
+    found = {n: seconds_of(step, run("parameter_server:mode=async", n), on_host(n, update=4e5)) for n in (1, 2, 32, 64)}
+    # 96 ms of computing and 10 ms of update: twelve workers and more wait for the server.
+    assert found[2] == pytest.approx(found[1]) and found[1] == pytest.approx(0.106, rel=0.02)
+    assert found[64] == pytest.approx(2 * found[32], rel=1e-3) and found[32] == pytest.approx(0.337, rel=1e-2)
+    seldom = seconds_of(step, run("parameter_server:mode=async,push=8,fetch=8", 64), on_host(64, update=4e5))
+    assert seldom < found[64] / 3
+    jitter = replace(machine(0.2), curves=on_host(2).machine.curves)
+    for mode, factor in (("async", 1.0), ("bounded,staleness=2", 1.1)):
+        prices = MeasuredCosts(jitter, "fp32", Network(2))
+        prices.overlaps = False
+        uneven = seconds_of(step, run(f"parameter_server:mode={mode}", 2), prices)
+        assert uneven == pytest.approx(0.0965 * factor, rel=0.05)
 
 
 @pytest.mark.parametrize(("schedule", "chunks"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2)])

@@ -15,7 +15,8 @@ from tutti.comm.collective_schedules import Algorithm, LinkCost, schedule_of
 from tutti.config.train_config import TrainConfig
 from tutti.errors import UsageError
 from tutti.planning.machine_costs import SAMPLES, schedule_seconds, slowest_factor
-from tutti.planning.step_builders import TensorFacts, check_buildable, gradient_vectors, local_sgd_collectives
+from tutti.planning.step_builders import check_buildable
+from tutti.planning.step_facts import TensorFacts, gradient_vectors, local_sgd_collectives
 from tutti.planning.step_program import StepAction, StepProgram, collective_totals, evaluate_program
 
 ALGORITHMS: tuple[Algorithm, ...] = ("ring", "tree", "halving", "hierarchical", "central")
@@ -69,9 +70,9 @@ def test_the_slowest_of_more_ranks_is_slower_and_one_is_typical() -> None:
 @pytest.mark.parametrize(
     ("strategy", "word"),
     [
-        ("parameter_server", "cannot be simulated yet"),
+        ("parameter_server:backup=1", "Leave out backup"),
         ("local_sgd:post=2ep", "Leave out post"),
-        ("tensor", "Take one of single, mirrored"),
+        ("tensor", "Take --strategy mirrored"),
         ("mirrored:algorithm=shared_memory", "algorithm=native"),
     ],
 )

@@ -148,6 +148,7 @@ class Communicator:
             text: names the call in error messages; equal on all ranks.
         """
         if self._small is not None and self._small.takes(numbers):
+            self._count_collective("shared_memory", numbers, self.size)
             torch.sum(torch.stack(self._small.gather(numbers, text)), dim=0, out=numbers)
         else:
             self.start_all_reduce(numbers, text).wait()
@@ -164,6 +165,7 @@ class Communicator:
         """
         if self.size == 1:
             return _DONE
+        self._count_collective("all_reduce", flat)
         work = dist.all_reduce(flat, group=self._fast, async_op=True)
         return Pending(work, Call(text, self.ranks), self.stall)
 
@@ -217,11 +219,12 @@ class Communicator:
         Returns:
             (size · n,), equal on all ranks.
         """
-        self._count_collective("all_gather", mine, self.size)
         if self.size == 1:
             return mine
         if self._small is not None and self._small.takes(mine):
+            self._count_collective("shared_memory", mine, self.size)
             return torch.cat(self._small.gather(mine, text))
+        self._count_collective("all_gather", mine, self.size)
         whole = mine.new_empty(self.size * mine.numel())
         work = dist.all_gather(list(whole.view(self.size, -1).unbind()), mine, group=self._fast, async_op=True)
         self._wait(work, text)
@@ -236,8 +239,10 @@ class Communicator:
             text: names the call in error messages.
         """
         if self._small is not None and self._small.takes(mine):
+            self._count_collective("shared_memory", mine, self.size)
             torch.cat(self._small.gather(mine, text), out=whole)
         elif self.size > 1:
+            self._count_collective("all_gather", whole)
             self._wait(all_gather_single(whole, mine, group=self._fast, async_op=True), text)
 
     def scatter_sum(self, mine: Tensor, whole: Tensor, text: str) -> None:
@@ -254,13 +259,16 @@ class Communicator:
             mine.copy_(whole)
             return
         if is_accelerator(whole.device):
+            self._count_collective("reduce_scatter", whole)
             self._wait(reduce_scatter_single(mine, whole, group=self._fast, async_op=True), text)
             return
         if self._small is not None and self._small.takes(whole):
+            self._count_collective("shared_memory", whole, self.size)
             slices = [each.view(self.size, -1)[self.rank] for each in self._small.gather(whole, text)]
             torch.sum(torch.stack(slices), dim=0, out=mine)
             return
         # Gloo's reduce-scatter is an all-reduce, and its work cannot be waited for with a timeout.
+        self._count_collective("all_to_all", whole)
         parts = torch.empty_like(whole)
         self._wait(dist.all_to_all_single(parts, whole, group=self._fast, async_op=True), text)
         torch.sum(parts.view(self.size, -1), dim=0, out=mine)
@@ -377,11 +385,13 @@ class Communicator:
             self._collectives[kind] = LinkTraffic(calls + 1, size + times * tensor.nbytes)
 
     def collective_traffic(self) -> dict[str, LinkTraffic]:
-        """Return the number of calls and bytes of this rank's all-to-alls and all-gathers on the gradient path. Local.
+        """Return the number of calls and bytes of this rank's collectives on the gradient path so far. Local.
 
-        Keys are kinds of collectives, such as ``all_gather``. The bytes are those of the whole tensor: all rows that a
-        rank sends in an all-to-all, all slices that it has after an all-gather. How many of them pass a link depends on
-        the backend's algorithm.
+        Keys are kinds of collectives: ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``all_to_all``, and
+        ``shared_memory`` for small tensors that all ranks read in the memory of their node. The bytes are those of the
+        whole tensor: the vector to sum, all rows that a rank sends in an all-to-all, all slices that it has after an
+        all-gather, all ranks' tensors in shared memory. How many of them pass a link depends on the backend's
+        algorithm. Collectives that PyTorch itself makes, such as those of FSDP2 on accelerators, are not counted.
         """
         return dict(self._collectives)
 

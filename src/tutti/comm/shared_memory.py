@@ -37,7 +37,8 @@ _DIRECTORY = Path("/dev/shm")
 _LINE = 64
 _SPINS, _YIELDS, _NAP = 200, 2000, 0.0002
 _LIVENESS = 0.05
-_SMALL = 1 << 20
+SMALL_BYTES = 1 << 20
+"""Bytes of the largest tensor of a rank that ``SmallMessages`` carries."""
 
 
 class SharedMemorySegment:
@@ -166,7 +167,7 @@ class SmallMessages:
         segment: shared memory of these ranks, at least ``SmallMessages.BYTES`` a slot.
     """
 
-    BYTES = 2 * (_LINE + _SMALL)
+    BYTES = 2 * (_LINE + SMALL_BYTES)
 
     def __init__(self, comm: Communicator, segment: SharedMemorySegment) -> None:
         self._comm, self._rank, self._segment = comm, comm.rank, segment
@@ -180,7 +181,7 @@ class SmallMessages:
     @staticmethod
     def takes(tensor: Tensor) -> bool:
         """Return whether ``gather`` can carry a tensor: it is on the CPU and small enough for half a slot."""
-        return tensor.nbytes <= _SMALL and tensor.device.type == "cpu"
+        return tensor.nbytes <= SMALL_BYTES and tensor.device.type == "cpu"
 
     def gather(self, mine: Tensor, text: str) -> list[Tensor]:
         """All-gather a small tensor through shared memory. Collective; blocks.

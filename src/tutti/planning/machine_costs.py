@@ -51,6 +51,19 @@ class Network:
         """Return the smallest number of nodes on which ``ranks`` devices have room."""
         return math.ceil(ranks / self.per_node)
 
+    def spread(self, ranks: int, apart: int) -> tuple[int, int]:
+        """Return how many of some ranks are on one node, and on how many nodes they are.
+
+        Args:
+            ranks: number of ranks.
+            apart: devices from one of them to the next.
+
+        >>> Network(8).spread(4, 2), Network(8).spread(4, 8), Network(8).spread(16, 1)
+        ((4, 1), (1, 4), (8, 2))
+        """
+        here = max(1, min(ranks, self.per_node // apart))
+        return here, math.ceil(ranks / here)
+
 
 class StepCosts(Protocol):
     """Prices of a machine; every price is an array of ``SAMPLES`` seconds.
@@ -99,13 +112,15 @@ class StepCosts(Protocol):
             parameters: number of parameters that the step updates.
         """
 
-    def collective(self, kind: str, ranks: int, size: float) -> Array:
+    def collective(self, kind: str, ranks: int, size: float, apart: int = 1) -> Array:
         """Return the seconds of a collective of the backend, one element for each random draw: (SAMPLES,).
 
         Args:
             kind: ``all_reduce``, ``all_gather`` or ``reduce_scatter``.
             ranks: number of ranks that take part; one alone sends nothing, for 0 s.
             size: bytes of the whole tensor: the vector to sum, or the gathered result.
+            apart: devices from one of these ranks to the next. As many such collectives run at once, and share the
+                links between nodes.
         """
 
     def link(self, ranks: int) -> tuple[LinkCost, LinkCost]:
@@ -233,7 +248,7 @@ class MeasuredCosts:
             name = "optimizer/adam"
         return curve_seconds(self.machine.curve(name), parameters) * self._memory * self._draw(name)
 
-    def collective(self, kind: str, ranks: int, size: float) -> Array:
+    def collective(self, kind: str, ranks: int, size: float, apart: int = 1) -> Array:
         """Return the seconds of a collective, for each draw: measured curves within a node, a ring's law between nodes.
 
         Where another number of ranks of a node was measured, the curve scales as a ring does, and ``guesses`` says so.
@@ -242,13 +257,14 @@ class MeasuredCosts:
             kind: ``all_reduce``, ``all_gather`` or ``reduce_scatter``.
             ranks: number of ranks that take part.
             size: bytes of the whole tensor.
+            apart: devices from one of these ranks to the next.
 
         Raises:
             UsageError: the machine file has no curve of this collective, or no cost of a message between nodes.
         """
         if ranks < 2:
             return np.zeros(SAMPLES)
-        here = min(ranks, self.network.per_node)
+        here, nodes = self.network.spread(ranks, apart)
         found = np.zeros(SAMPLES)
         if here > 1:
             name, known = self._measured_collective(kind, here)
@@ -262,9 +278,8 @@ class MeasuredCosts:
                 whole = fixed_here + moved
                 self.note(f"{kind} over {here} ranks of a node scales from {known} as a ring does ({steps} passes)")
             found += whole * self._draw(name)
-        nodes = self.network.nodes(ranks)
         if nodes > 1:
-            found += _ring_seconds(kind, nodes, size, self._between(ranks))
+            found += _ring_seconds(kind, nodes, size * min(apart, self.network.per_node), self._between(ranks * apart))
         return found
 
     def link(self, ranks: int) -> tuple[LinkCost, LinkCost]:
@@ -476,20 +491,21 @@ class PublishedCosts:
         self.note("updates are in the published rate, whose jobs made them too: 0 s")
         return np.zeros(SAMPLES)
 
-    def collective(self, kind: str, ranks: int, size: float) -> Array:
+    def collective(self, kind: str, ranks: int, size: float, apart: int = 1) -> Array:
         """Return the seconds of a collective, for each draw: a ring within a node and one between nodes.
 
         Args:
             kind: ``all_reduce``, ``all_gather`` or ``reduce_scatter``.
             ranks: number of ranks that take part.
             size: bytes of the whole tensor.
+            apart: devices from one of these ranks to the next.
         """
         if ranks < 2:
             return np.zeros(SAMPLES)
-        here, nodes = min(ranks, self.network.per_node), self.network.nodes(ranks)
+        here, nodes = self.network.spread(ranks, apart)
         found = _ring_seconds(kind, here, size, self._within())
         if nodes > 1:
-            found += _ring_seconds(kind, nodes, size, self._between())
+            found += _ring_seconds(kind, nodes, size * min(apart, self.network.per_node), self._between())
         return np.full(SAMPLES, found)
 
     def link(self, ranks: int) -> tuple[LinkCost, LinkCost]:

@@ -23,7 +23,8 @@ from tutti.planning.machine_costs import SAMPLES, StepCosts, median_draw
 from tutti.planning.pass_prices import PassPrices
 from tutti.planning.plan_candidates import PlanCandidates, plan_config_of, step_key
 from tutti.planning.scaling_laws import Array
-from tutti.planning.step_builders import StepFacts, build_step, rank_micro_batches
+from tutti.planning.step_builders import build_step, rank_micro_batches
+from tutti.planning.step_facts import StepFacts
 from tutti.planning.step_floor import step_floor
 from tutti.planning.step_prediction import TaskSizes, step_shares
 from tutti.planning.step_program import evaluate_program

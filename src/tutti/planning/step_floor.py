@@ -18,21 +18,22 @@ from tutti.config.layout_config import LayersConfig, PipelineConfig
 from tutti.config.sync_config import AllReduceConfig, RowsConfig
 from tutti.config.train_config import TrainConfig
 from tutti.planning.machine_costs import SAMPLES, StepCosts, median_draw
-from tutti.planning.pass_prices import PASSES, PassPrices
+from tutti.planning.pass_prices import PASSES, Pass, PassPrices
+from tutti.planning.pipeline_builder import crossing_bytes, stage_groups, stage_passes
+from tutti.planning.replica_builder import all_reduce_seconds, collective_seconds, message_seconds, pass_messages
 from tutti.planning.scaling_laws import Array
-from tutti.planning.step_builders import (
+from tutti.planning.step_builders import rank_micro_batches, slowness, typical_computing
+from tutti.planning.step_facts import (
     StageFacts,
     StepFacts,
     TensorFacts,
-    all_reduce_seconds,
-    crossing_bytes,
+    carried,
     gradient_vectors,
     module_bytes,
-    rank_micro_batches,
+    rank_row_bytes,
     row_bytes,
-    stage_passes,
     totals_bytes,
-    typical_computing,
+    unwrapped_tensors,
 )
 from tutti.workload.workload_file import REST
 
@@ -67,14 +68,13 @@ def step_floor(facts: StepFacts, config: TrainConfig, costs: StepCosts, prices: 
     choice, devices = parallel.parse_strategy(config.strategy), int(config.devices)
     shape, parts = choice.shape(devices), rank_micro_batches(config)
     computing = typical_computing(config, parts, prices)
-    slow = costs.slowest(devices, median_draw(computing) / shape["stage"])
-    floor = _Floor(facts, config, costs, prices, slow, computing)
-    if isinstance(choice.layout, PipelineConfig | LayersConfig):
-        return None if facts.stages is None else floor.pipeline(choice, facts.stages, parts, shape)
-    if isinstance(choice.exchange, RowsConfig) and devices > 1:
-        return floor.rows(choice.exchange.stage, parts, devices)
+    floor = _Floor(facts, config, costs, prices, slowness(config, costs, computing), computing, shape)
+    if isinstance(choice.layout, PipelineConfig | LayersConfig) and (choice.name != "hybrid" or shape["stage"] > 1):
+        return None if facts.stages is None else floor.pipeline(choice, facts.stages, parts)
+    if isinstance(choice.exchange, RowsConfig) and shape["shard"] > 1:
+        return floor.rows(choice.exchange.stage, parts)
     if isinstance(choice.exchange, AllReduceConfig):
-        return floor.whole(choice.exchange, parts, devices)
+        return floor.whole(choice.exchange, parts, choice.data_ranks(devices))
     return None
 
 
@@ -86,6 +86,7 @@ class _Floor:
         facts, config, costs, prices: as of ``step_floor``.
         slow: factor of the slowest device on computing.
         computing: all passes of a data rank on a typical device.
+        shape: extents of the device mesh.
     """
 
     facts: StepFacts
@@ -94,10 +95,14 @@ class _Floor:
     prices: PassPrices
     slow: Array
     computing: Array
+    shape: Mapping[str, int]
 
     def whole(self, exchange: AllReduceConfig, parts: Sequence[Sequence[int]], ranks: int) -> StepFloor:
         """Bound a step of whole replicas: one all-reduce at least follows backward, or all of them its first part."""
         tensors, computed = self.facts.tensors, self.computing * self.slow
+        samples = Counter(samples for worker in parts for samples in worker)
+        for count, number in samples.items() if self.facts.messages else ():
+            computed = computed + number * sum(self._tensor(passed, count, None) for passed in PASSES)
         update = self._update(sum(t.elements for t in tensors))
         if ranks < 2:
             return self._of(computed + update, self.computing + update)
@@ -107,50 +112,89 @@ class _Floor:
             return self._of(computed + total + update, self.computing + update)
         last = [samples for worker in parts for samples in worker][-1]
         hidden = self.prices.total("backward", last, self.config.activation_checkpointing) * self.slow
+        if self.facts.messages:
+            # The all-reduces of gradients take turns with those of the tensor ranks on the link.
+            return self._of(computed + sums[-1] + update, self.computing + update)
         return self._of(np.maximum(computed + sums[-1], computed - hidden + total) + update, self.computing + update)
+
+    def _tensor(self, passed: Pass, samples: int, groups: tuple[str, ...] | None) -> Array:
+        """Return the seconds of the collectives over the tensor ranks in a pass over a micro-batch."""
+        choice = self.config.activation_checkpointing
+
+        def add() -> Array:
+            sent = pass_messages(self.facts, choice, passed, samples, groups)
+            return message_seconds(self.prices, sent, self.shape["tensor"])
+
+        return self.prices.once(("tensor pass", passed, samples, choice, groups), add)
 
     def _sums(self, exchange: AllReduceConfig, ranks: int) -> Array:
         """Return the seconds of the all-reduces of a replica, in order."""
+        apart = self.shape["stage"] * self.shape["tensor"]
 
         def add() -> Array:
             vectors = gradient_vectors(self.facts.tensors, exchange.wire, exchange.bucket_mb)
-            return np.stack([all_reduce_seconds(self.costs, exchange, ranks, vector.bytes) for vector in vectors])
+            return np.stack(
+                [all_reduce_seconds(self.costs, exchange, ranks, vector.bytes, apart) for vector in vectors]
+            )
 
-        return self.prices.once(("sums", exchange, ranks), add)
+        return self.prices.once(("sums", exchange, ranks, apart), add)
 
-    def rows(self, stage: int, parts: Sequence[Sequence[int]], ranks: int) -> StepFloor:
+    def rows(self, stage: int, parts: Sequence[Sequence[int]]) -> StepFloor:
         """Bound a sharded step: its collectives follow each other, hidden by computing at most."""
-        tensors, micro_batches = self.facts.tensors, sum(map(len, parts))
-        update = self._update(sum(t.padded(ranks) for t in tensors) / ranks)
-        sent = self._rows_sent(stage, ranks) * (micro_batches if stage > 1 else 1)
-        totals = self._collective("all_reduce", ranks, totals_bytes(tensors))
+        tensors, micro_batches, shards = self.facts.tensors, sum(map(len, parts)), self.shape["shard"]
+        update = self._update(sum(t.padded(shards) for t in tensors) / shards)
+        sent = self._rows_sent(stage) * (micro_batches if stage > 1 else 1)
+        after = self._after_rows(stage)
         computed = self.computing * self.slow
         both = np.maximum(computed, sent) if stage > 1 and self.costs.overlaps else computed + sent
-        return self._of(both + totals + update, self.computing + update)
+        return self._of(both + after + update, self.computing + update)
 
-    def _rows_sent(self, stage: int, ranks: int) -> Array:
+    def _rows_sent(self, stage: int) -> Array:
         """Return the seconds of the reduce-scatters and all-gathers of a micro-batch, in stage 1 of a step."""
+        shards = self.shape["shard"]
 
         def add() -> Array:
             if stage == 1:
-                scattered = gathered = row_bytes(self.facts.tensors, ranks)
+                scattered = gathered = row_bytes(self.facts.tensors, shards)
             else:
-                sizes = {name: size for name, size in module_bytes(self.facts, ranks).items() if size}
-                scattered = [*sizes.values()]
-                gathered = [*scattered, *(size for name, size in sizes.items() if name != REST and stage == 3)]
-            sent = np.zeros(SAMPLES)
-            for kind, each in (("reduce_scatter", scattered), ("all_gather", gathered)):
-                for size, number in Counter(each).items():
-                    sent += number * self._collective(kind, ranks, size)
-            return sent
+                sizes = {name: size for name, size in module_bytes(self.facts, shards, frozen=True).items() if size}
+                scattered = [size for size in module_bytes(self.facts, shards).values() if size]
+                gathered = [*sizes.values(), *(size for name, size in sizes.items() if name != REST and stage == 3)]
+            return self._rows(scattered, gathered)
 
-        return self.prices.once(("rows", stage, ranks), add)
+        return self.prices.once(("rows", stage, shards, self.shape["replica"]), add)
 
-    def pipeline(
-        self, choice: Any, stages: StageFacts, parts: Sequence[Sequence[int]], shape: Mapping[str, int]
-    ) -> StepFloor:
+    def _after_rows(self, stage: int) -> Array:
+        """Return the seconds of what follows the micro-batches: tensors that FSDP2 leaves, copies, and totals."""
+        shards, copies = self.shape["shard"], self.shape["replica"]
+
+        def add() -> Array:
+            rest = row_bytes(unwrapped_tensors(self.facts), shards) if stage > 1 else []
+            found = self._rows(rest, rest) + self._carried(
+                "all_reduce", shards * copies, totals_bytes(self.facts.tensors)
+            )
+            for size in rank_row_bytes(self.facts.tensors, shards).values() if copies > 1 else ():
+                found = found + self.costs.collective("all_reduce", copies, size, shards)
+            return found
+
+        return self.prices.once(("after rows", stage, shards, copies), add)
+
+    def _rows(self, scattered: Sequence[int], gathered: Sequence[int]) -> Array:
+        sent = np.zeros(SAMPLES)
+        for kind, each in (("reduce_scatter", scattered), ("all_gather", gathered)):
+            for size, number in Counter(each).items():
+                sent += number * self._carried(kind, self.shape["shard"], size)
+        return sent
+
+    def _carried(self, kind: str, ranks: int, size: float) -> Array:
+        """Return the seconds of a collective of the data ranks, as the communicator carries it."""
+        shared = self.costs.network.nodes(self.shape["shard"] * self.shape["replica"]) == 1
+        each = carried(kind, ranks, size, cpu=not self.costs.overlaps, shared=shared)
+        return self.prices.once((each, ranks), lambda: collective_seconds(self.costs, each, ranks))
+
+    def pipeline(self, choice: Any, stages: StageFacts, parts: Sequence[Sequence[int]]) -> StepFloor:
         """Bound a pipeline: each device waits for its first micro-batch, and earlier stages for its last gradient."""
-        devices, virtual = shape["stage"], len(stages.groups)
+        devices, virtual = self.shape["stage"], len(stages.groups)
         counts = Counter(samples for worker in parts for samples in worker)
         least, choices = min(counts), self.config.activation_checkpointing
         work = np.zeros((virtual, SAMPLES))
@@ -158,21 +202,32 @@ class _Floor:
             for passed in PASSES:
                 work += number * stage_passes(self.prices, stages, passed, samples, choices)
         work = work.reshape(-1, devices, SAMPLES).sum(axis=0)
+        sent_within = self._stage_messages(stages, counts).reshape(-1, devices, SAMPLES).sum(axis=0)
         forward, backward = (stage_passes(self.prices, stages, passed, least, choices) for passed in PASSES)
         fill, drain = (np.cumsum(each[:devices], axis=0) - each[:devices] for each in (forward, backward))
         # In zero bubble, weight backwards follow after the last gradient has been sent.
         drains = choice.layout.schedule != "zero_bubble"
-        sums = self._stage_sums(choice.exchange, stages, devices, shape["replica"])
+        sums = self._stage_sums(choice.exchange, stages, devices, self.shape["replica"])
         after = np.maximum(sums, drain * self.slow * drains + sums[0])
-        found = ((fill + work) * self.slow + after).max(axis=0)
+        found = ((fill + work) * self.slow + sent_within + after).max(axis=0)
         sent = np.zeros(SAMPLES)
         if virtual > 1 and devices > 1:
             for samples, number in counts.items():
                 sent += number * self._message(crossing_bytes(self.prices, stages, 0, samples))
         return self._of(np.maximum(found, sent), work.mean(axis=0), pipeline=True)
 
+    def _stage_messages(self, stages: StageFacts, counts: Mapping[int, int]) -> Array:
+        """Return the seconds of the collectives over the tensor ranks in all micro-batches, by virtual stage."""
+        found = np.zeros((len(stages.groups), SAMPLES))
+        for virtual in range(len(stages.groups)) if self.facts.messages else ():
+            for samples, number in counts.items():
+                for passed in PASSES:
+                    found[virtual] += number * self._tensor(passed, samples, stage_groups(stages, virtual))
+        return found
+
     def _stage_sums(self, exchange: Any, stages: StageFacts, devices: int, replicas: int) -> Array:
         """Return the seconds of each device's all-reduces and update after its passes."""
+        apart = devices * self.shape["tensor"]
 
         def add(device: int) -> Array:
             held = [i for virtual in range(device, len(stages.groups), devices) for i in stages.tensors[virtual]]
@@ -180,19 +235,16 @@ class _Floor:
             found = self._update(sum(t.elements for t in tensors))
             if replicas > 1:
                 for vector in gradient_vectors(tensors, exchange.wire, exchange.bucket_mb):
-                    found = found + all_reduce_seconds(self.costs, exchange, replicas, vector.bytes)
+                    found = found + all_reduce_seconds(self.costs, exchange, replicas, vector.bytes, apart)
             return found
 
-        key = "stage sums", exchange, stages.tensors, devices, replicas
+        key = "stage sums", exchange, stages.tensors, devices, replicas, apart
         return self.prices.once(key, lambda: np.stack([add(device) for device in range(devices)]))
 
     def _update(self, parameters: float) -> Array:
         return self.prices.once(
             ("update", self.config.optimizer, parameters), lambda: self.costs.update(self.config.optimizer, parameters)
         )
-
-    def _collective(self, kind: str, ranks: int, size: float) -> Array:
-        return self.prices.once((kind, ranks, size), lambda: self.costs.collective(kind, ranks, size))
 
     def _message(self, size: float) -> Array:
         devices = int(self.config.devices)

@@ -23,15 +23,8 @@ from tutti.planning.machine_costs import SAMPLES, StepCosts, costs_json
 from tutti.planning.memory_plan import Facts, first_sample, memory_rows, model_facts, model_of, plan_memory
 from tutti.planning.pipeline_memory import observe_stages, plan_stage_memory
 from tutti.planning.scaling_laws import Array
-from tutti.planning.step_builders import (
-    StageFacts,
-    StepFacts,
-    TensorFacts,
-    build_step,
-    check_buildable,
-    crossing_groups,
-    rank_micro_batches,
-)
+from tutti.planning.step_builders import build_step, check_buildable, rank_micro_batches
+from tutti.planning.step_facts import StageFacts, StepFacts, TensorFacts, crossing_groups
 from tutti.planning.step_program import StepTimes, evaluate_program
 from tutti.tasks import task_registry
 from tutti.torch_compat import FakeTensorMode
@@ -197,7 +190,9 @@ class TaskSizes:
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         tensors = tuple(TensorFacts(name, owners.get(id(p), REST), tuple(p.shape), p.dtype) for name, p in named)
         stages = None if partition is None else _stage_facts(partition, model, [name for name, _ in named])
-        return StepFacts(self._workload(tuple(modules), config), tensors, stages)
+        still = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
+        frozen = tuple(TensorFacts(name, owners.get(id(p), REST), tuple(p.shape), p.dtype) for name, p in still)
+        return StepFacts(self._workload(tuple(modules), config), tensors, stages, frozen)
 
     def _workload(self, modules: tuple[str, ...], config: TrainConfig) -> Workload:
         if modules not in self._workloads:
@@ -276,7 +271,7 @@ def predict_step(
     low, high = (float(value) for value in np.quantile(times.seconds, [0.05, 0.95]))
     band, text = step_band(times.seconds, costs, devices, residuals)
     baseline = alone_config(config)
-    alone, _ = build_step(sizes.step, baseline, costs)
+    alone, _ = build_step(sizes.step.alone(), baseline, costs)
     single = float(np.median(evaluate_program(alone, SAMPLES).seconds))
     note_partition(choice, costs)
     if sizes.step.workload.not_affine:

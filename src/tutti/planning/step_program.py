@@ -16,6 +16,7 @@ import numpy as np
 
 from tutti.comm.collective_schedules import LinkTraffic, Schedule
 from tutti.metrics.timeline import WORK, TimelineSegment
+from tutti.parallel.parameter_server.server_flows import ServerFlow
 from tutti.planning.scaling_laws import Array
 
 COMMUNICATION = "communication"
@@ -44,17 +45,23 @@ class GradientVector:
 
 @dataclass(frozen=True)
 class PeriodicCollective:
-    """A collective of the backend over the data ranks.
+    """A collective over ranks along axes of the device mesh.
 
     Attributes:
-        kind: all_to_all or all_gather.
-        bytes: of the whole tensor.
+        kind: as ``Communicator.collective_traffic`` names it, such as all_to_all.
+        bytes: of the whole tensor, as counted there.
         period: steps from one to the next.
+        axis: the ranks: ``data``, ``shard``, ``replica``, ``tensor``, or ``model`` (the ranks of one replica).
+        stage: stage of the pipeline whose ranks make it.
+        calls: number of such collectives, one after the other.
     """
 
     kind: str
     bytes: int
     period: int = 1
+    axis: str = "data"
+    stage: int = 0
+    calls: int = 1
 
 
 @dataclass(frozen=True)
@@ -88,6 +95,8 @@ class StepProgram:
         vectors: vectors that the step adds up over the data ranks, in order.
         collectives: collectives that are no sum of vectors, in order.
         between_stages: messages and bytes from one device of a pipeline to another, by (source, destination).
+        between_ranks: what one data rank reads of another's gradients in shared memory, by (source, destination).
+        flows: requests of each data rank to parameter servers.
     """
 
     devices: int = 1
@@ -95,6 +104,8 @@ class StepProgram:
     vectors: list[GradientVector] = field(default_factory=list)
     collectives: list[PeriodicCollective] = field(default_factory=list)
     between_stages: dict[tuple[int, int], LinkTraffic] = field(default_factory=dict)
+    between_ranks: dict[tuple[int, int], LinkTraffic] = field(default_factory=dict)
+    flows: list[ServerFlow] = field(default_factory=list)
 
     def add(self, action: StepAction) -> int:
         """Append an action to the program.
@@ -148,7 +159,7 @@ def collective_totals(collectives: Sequence[PeriodicCollective], steps: int) -> 
     """
     found: dict[str, LinkTraffic] = {}
     for each in collectives:
-        before, calls = found.get(each.kind, LinkTraffic(0, 0)), steps // each.period
+        before, calls = found.get(each.kind, LinkTraffic(0, 0)), steps // each.period * each.calls
         found[each.kind] = LinkTraffic(before.messages + calls, before.bytes + calls * each.bytes)
     return found
 

@@ -55,7 +55,7 @@ class SharedReducer:
     ) -> None:
         self._comm, self._segment, self._owned = run_context.comms.replica, segment, owners is not None
         trainable = [(name, p) for name, p in parameters if p.requires_grad]
-        groups = _groups(trainable, borrowed, owners)
+        groups = shared_buckets([_kind(p) for _, p in trainable], owners, [name in borrowed for name, _ in trainable])
         self._order = [trainable[i][1] for group in groups for i in group]
         self._key = layout_key(trainable)
         self._header = _header_bytes(len(trainable))
@@ -175,7 +175,8 @@ class SharedReducer:
     def _add(self) -> None:
         """Sum this rank's slice of all slots in rank order, in chunks that fit the cache; write its sum of squares.
 
-        Without owners the sum is copied into every slot.
+        Without owners the sum is copied into every slot. With owners the communicator counts what this rank reads of
+        the others' gradients, one message a bucket.
         """
         square = 0.0
         for counted, (first, *others) in self._chunks:
@@ -187,6 +188,9 @@ class SharedReducer:
                 wide = first if first.dtype in (torch.float32, torch.float64) else first.float()
                 square += float(torch.dot(wide, wide))
         self._mine[_SQUARE] = square
+        for bucket, _ in self._summed if self._owned else ():
+            for source in filter(lambda rank: rank != self._comm.rank, range(self._comm.size)):
+                self._comm.count(source, self._comm.rank, bucket.gradients.nbytes)
 
     def squares(self) -> list[float]:
         """Return one number, the squared L2 norm of the reduced gradients over all ranks' parts of the sum.
@@ -225,21 +229,39 @@ def attach_shared(
     trainable = [(name, p) for name, p in parameters if p.requires_grad]
     if comm.size == 1 or (is_accelerator(comm.device) and not of_devices) or not trainable:
         return None
-    groups = _groups(trainable, borrowed, owners)
+    groups = shared_buckets([_kind(p) for _, p in trainable], owners, [name in borrowed for name, _ in trainable])
     bytes_ = sum(-(-sum(trainable[i][1].nbytes for i in group) // _ALIGN) * _ALIGN for group in groups)
     segment = attach(comm, _header_bytes(len(trainable)) + bytes_)
     return None if segment is None else SharedReducer(parameters, run_context, segment, borrowed, owners)
 
 
-def _groups(trainable: Named, borrowed: Collection[str], owners: Sequence[int] | None) -> list[list[int]]:
-    """Group parameters (by index) into buckets; a bucket has one owner, and either all or none of it is borrowed."""
-    kinds = [(owners[i] if owners else 0, name in borrowed) for i, (name, _) in enumerate(trainable)]
+def shared_buckets(
+    sizes: Sequence[tuple[int, str]], owners: Sequence[int] | None = None, borrowed: Sequence[bool] | None = None
+) -> list[list[int]]:
+    """Group parameters into the buckets of ``SharedReducer``: one owner a bucket, and all or none of it borrowed.
+
+    Args:
+        sizes: (bytes, dtype) of each trainable parameter, in the model's order.
+        owners: for each parameter the rank that receives its gradient; None where all ranks receive all.
+        borrowed: for each parameter whether another rank of the replica counts it in the norm; None: none is.
+
+    Returns:
+        Indices into ``sizes`` for each bucket.
+
+    >>> shared_buckets([(40, "f"), (40, "f"), (8, "f")], owners=[0, 1, 0])
+    [[2, 0], [1]]
+    """
+    kinds = [(owners[i] if owners else 0, bool(borrowed and borrowed[i])) for i in range(len(sizes))]
     groups = []
     for kind in sorted(set(kinds)):
         chosen = [i for i, other in enumerate(kinds) if other == kind]
-        sizes = [(trainable[i][1].nbytes, str(trainable[i][1].dtype)) for i in chosen]
-        groups += [[chosen[i] for i in group] for group in plan_buckets(sizes, _BUCKET_BYTES, _BUCKET_BYTES)]
+        planned = plan_buckets([sizes[i] for i in chosen], _BUCKET_BYTES, _BUCKET_BYTES)
+        groups += [[chosen[i] for i in group] for group in planned]
     return groups
+
+
+def _kind(parameter: Tensor) -> tuple[int, str]:
+    return parameter.nbytes, str(parameter.dtype)
 
 
 _BUCKET_BYTES = 1 << 20

@@ -31,6 +31,7 @@ from tutti.parallel.parameter_server.flat_views import write_gradients
 from tutti.parallel.parameter_server.parameter_shard import ParameterShard
 from tutti.parallel.parameter_server.remote_gradients import RemoteGradients
 from tutti.parallel.parameter_server.request_handlers import NONE, AsyncHandler
+from tutti.parallel.parameter_server.server_flows import async_floats
 from tutti.parallel.parameter_server.server_session import ServerSession
 from tutti.parallel.parameter_server.server_wire import BACK, PULL, PUSH, READ, SKIP, WAIT
 from tutti.parallel.parameter_server.staleness import StalenessTracker
@@ -134,7 +135,7 @@ class AsynchronousServerSync(RemoteGradients):
         )
 
     def _extras(self, settings: int) -> Mapping[int, int]:
-        return {PUSH: settings + len(self._trained) + 2}
+        return async_floats(len(self._trained), settings)
 
     def prepare_for_backward(self, part: LossSums | None) -> None:
         """Do nothing before a worker's last backward: ``end_worker`` pushes the gradients once it is complete."""

@@ -7,6 +7,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -47,6 +48,20 @@ class Reply:
     frames: list[bytes]
 
 
+class RequestTraffic(NamedTuple):
+    """Counts of one kind of request of a rank to a server, frames of tensors included.
+
+    Attributes:
+        requests: number of requests; a repeated one counts once.
+        sent: bytes of their messages.
+        received: bytes of the messages of their replies.
+    """
+
+    requests: int
+    sent: int
+    received: int
+
+
 @dataclass(frozen=True)
 class ClientIdentity:
     """Identity of a rank: run, layout and client as in ``server_wire.MessageHeader``, and the rank's key pair."""
@@ -73,6 +88,8 @@ class Client:
 
     Attributes:
         bytes: tensor bytes sent so far.
+        traffic: requests, and bytes of them and of their replies, by server number and kind of request; without
+            encryption, and without tensors in shared memory.
         close: closes the sockets; also called when this object is collected.
     """
 
@@ -101,6 +118,7 @@ class Client:
         self._replies: dict[int, Reply] = {}
         self._sent = ""
         self.bytes = 0
+        self.traffic: dict[tuple[int, str], RequestTraffic] = {}
         self.close = weakref.finalize(self, _close, os.getpid(), self._context, self._sockets, self._monitors)
 
     def _connect(self, address: Address) -> zmq.Socket[bytes]:
@@ -153,6 +171,7 @@ class Client:
                 *(0 if seen is None else seen[server], len(extras), len(payload), size),
             )
             frames: list[bytes | memoryview] = [header.pack(), raw, *payload]
+            self._add_traffic(server, kind, 1, sum(map(len, frames)), 0)
             self._post(server, frames, _AGAIN + size / _SLOW)
 
     def wait(self, text: str, ranks: tuple[int, ...], patient: bool = False) -> list[Reply]:
@@ -242,12 +261,18 @@ class Client:
                 continue
             extras = np.frombuffer(frames[0].buffer, dtype="<f8").tolist()
             parts = frames[1:]
+            self._add_traffic(server, header.kind, 0, 0, len(head) + sum(map(len, frames)))
             if len(parts) == len(self._given[server]) and header.kind not in (server_wire.SAVE, server_wire.FACTS):
                 for given, part in zip(self._given[server], parts, strict=True):
                     given.copy_(torch.frombuffer(part.buffer, dtype=torch.uint8) if len(part) else given)
                 parts = []
             self._replies[server] = Reply(header, extras, [part.bytes for part in parts])
             del self._open[server]
+
+    def _add_traffic(self, server: int, kind: int, requests: int, sent: int, received: int) -> None:
+        key = server, server_wire.NAMES[kind]
+        before = self.traffic.get(key, RequestTraffic(0, 0, 0))
+        self.traffic[key] = RequestTraffic(before.requests + requests, before.sent + sent, before.received + received)
 
     def _ask_again(self) -> None:
         now = time.monotonic()

@@ -29,6 +29,7 @@ from tutti.parallel.parameter_server.server_wire import (
     READ,
     SAVE,
     SHARED,
+    SKIP,
     Malformed,
     MessageHeader,
     Terms,
@@ -149,6 +150,8 @@ class Server:
         if header.kind != PUSH:
             return []
         self._began = self._began or (self._desk.version, time.monotonic())
+        if header.flags & SKIP:
+            return []
         self._bytes += sum(self._terms.frames)
         if header.flags & SHARED:
             return list(self._job.shared[header.client].pushed)

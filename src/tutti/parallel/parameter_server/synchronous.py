@@ -28,8 +28,9 @@ from tutti.parallel.normalisation import clipped, divisor_of_backward
 from tutti.parallel.parameter_server.flat_views import write_gradients
 from tutti.parallel.parameter_server.parameter_shard import ParameterShard
 from tutti.parallel.parameter_server.remote_gradients import RemoteGradients
-from tutti.parallel.parameter_server.request_handlers import NONE, TAIL, SyncHandler
+from tutti.parallel.parameter_server.request_handlers import NONE, SyncHandler
 from tutti.parallel.parameter_server.server_barrier import ServerBarrier
+from tutti.parallel.parameter_server.server_flows import sync_floats
 from tutti.parallel.parameter_server.server_session import ServerSession, workers_by_rank
 from tutti.parallel.parameter_server.server_wire import APPLY, PUSH, READ, SKIP, SUM
 from tutti.torch_compat import foreach_copy_
@@ -220,7 +221,7 @@ class SynchronousServerSync(RemoteGradients, AllReduceSync):
                 why="what it keeps of the parameters was on them, and ended with that run",
                 remedy="make a new optimizer for another run, or take --strategy mirrored",
             )
-        count, tail = len(trained), TAIL + len(trained) + (len(trained) + 1) * self._run_context.gradient_variance
+        count, variance = len(trained), self._run_context.gradient_variance
         leaves, backup = self._leaves, self._servers.backup
         rows = enumerate(workers_by_rank(self._run_context))
         leaf = {w: w if leaves == self._run_context.workers else r for r, mine in rows for w in mine}
@@ -229,7 +230,7 @@ class SynchronousServerSync(RemoteGradients, AllReduceSync):
             return SyncHandler(shelf, ServerBarrier(leaves, backup), leaf, count)
 
         def extras(settings: int) -> Mapping[int, int]:
-            return {PUSH: tail, SUM: 2 + leaves, APPLY: 2 + settings}
+            return sync_floats(leaves, count, settings, variance)
 
         self._link = ServerSession(
             self._servers, self._run_context, trained, make_optimizer, self._optimizer, desk, extras

@@ -1,0 +1,150 @@
+"""Build the program of a pipeline's step: micro-batches in the order of the schedule, then the sums of each stage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from tutti.errors import UsageError
+from tutti.parallel.pipeline.pipeline_schedule import Action, Order, make_order, timeline
+from tutti.planning.pass_prices import Pass, PassPrices
+from tutti.planning.replica_builder import ReplicaBuilder, all_reduce_seconds, known
+from tutti.planning.scaling_laws import Array
+from tutti.planning.step_facts import StageFacts, gradient_vectors
+from tutti.planning.step_program import StepAction, StepProgram
+from tutti.workload.workload_file import LOSS, REST
+
+_PHASES = {"F": "forward", "B": "backward", "I": "backward", "W": "weight"}
+
+
+def stage_groups(facts: StageFacts, virtual: int) -> tuple[str, ...]:
+    """Return the module groups whose messages a virtual stage sends; the last one has the loss, and what no module has.
+
+    Args:
+        facts: of the stages.
+        virtual: number of the virtual stage.
+    """
+    last = virtual == len(facts.groups) - 1
+    return (*facts.groups[virtual], REST, LOSS) if last else facts.groups[virtual]
+
+
+def stage_passes(prices: PassPrices, facts: StageFacts, passed: Pass, samples: int, checkpointing: str) -> Array:
+    """Return the seconds of a forward or backward of each virtual stage of a pipeline over a micro-batch.
+
+    Work of no stage's modules is spread evenly over the stages; the loss belongs to the last stage.
+
+    Args:
+        prices: of the workload's passes.
+        facts: of the stages.
+        passed: ``forward`` or ``backward``.
+        samples: of the micro-batch.
+        checkpointing: choice of activation checkpointing, such as ``none``.
+
+    Returns:
+        (virtual stages, draws).
+    """
+
+    def add() -> Array:
+        groups = {group.name: group for group in prices.workload.groups}
+        rest = prices.group(groups[REST], passed, samples, checkpointing) / len(facts.groups)
+        found = [
+            sum((prices.group(groups[name], passed, samples, checkpointing) for name in names), rest)
+            for names in facts.groups
+        ]
+        found[-1] = found[-1] + prices.group(groups[LOSS], passed, samples, checkpointing)
+        return np.stack(found)
+
+    return prices.once(("stages", facts.groups, passed, samples, checkpointing), add)
+
+
+def crossing_bytes(prices: PassPrices, facts: StageFacts, cut: int, samples: int) -> float:
+    """Return the bytes that a micro-batch sends over a cut between two virtual stages, in each direction.
+
+    Args:
+        prices: of the workload's passes; only the sizes of outputs are read.
+        facts: of the stages.
+        cut: index of the cut, which is between the virtual stages ``cut`` and ``cut + 1``.
+        samples: of the micro-batch.
+    """
+    sizes = {group.name: group.output_bytes for group in prices.workload.groups}
+    return sum(sizes[name].at(samples) for name in facts.crossing[cut])
+
+
+class PipelineBuilder(ReplicaBuilder):
+    """Builds the programs of pipelines, whose stages may be split over tensor ranks."""
+
+    def build(self, choice: Any, parts: Sequence[Sequence[int]]) -> StepProgram:
+        """Build the step of a pipeline: its order of micro-batches, then the all-reduces of each stage.
+
+        Args:
+            choice: the parsed strategy.
+            parts: samples of each micro-batch, by logical worker.
+
+        Raises:
+            UsageError: the stages are not known.
+        """
+        stages, replicas, layout = self.shape["stage"], self.shape["replica"], choice.layout
+        facts = self.facts.stages
+        if facts is None:
+            raise UsageError("the stages of this pipeline are not known", remedy="take --strategy mirrored")
+        program = StepProgram(devices=stages)
+        for worker in parts:
+            order = make_order(layout.schedule, stages, len(worker), layout.chunks)
+            self._play(program, order, facts, worker)
+        for device in range(stages):
+            held = [i for virtual in range(device, order.stages, stages) for i in facts.tensors[virtual]]
+            tensors = [self.facts.tensors[i] for i in held]
+            last = max(i for i, action in enumerate(program.actions) if action.device == device)
+            needs = [last]
+            if replicas > 1:
+                vectors = gradient_vectors(tensors, choice.exchange.wire, choice.exchange.bucket_mb)
+                program.vectors += vectors
+                for vector in vectors:
+                    seconds = all_reduce_seconds(self.costs, choice.exchange, replicas, vector.bytes, self.apart)
+                    needs = [self.message(program, seconds, (needs[-1],), "gradients", device)]
+            self.update(program, sum(t.elements for t in tensors), needs, device)
+        self.count_norm(program)
+        return program
+
+    def _play(self, program: StepProgram, order: Order, facts: StageFacts, samples: Sequence[int]) -> None:
+        """Append one worker's micro-batches in the order of the schedule."""
+        ranks, places = len(order.ranks), dict[Action, int]()
+        checkpointing, passes = self.config.activation_checkpointing, dict[tuple[Pass, int], Array]()
+        arrivals: dict[Action, int] = {}
+        # Collectives over the tensor ranks block their device.
+        blocked = dict.fromkeys(range(ranks), -1)
+        rows = timeline(order, lambda action: 1.0)
+        flat = sorted(((span.start, rank, span.action) for rank, row in enumerate(rows) for span in row))
+        for _, rank, action in flat:
+            count = samples[action.micro]
+            needs = [
+                arrivals.get(need, places[need]) if need.stage != action.stage else places[need]
+                for need in order.needs(action)
+            ]
+            passed: Pass = "forward" if action.kind == "F" else "backward"
+            if (passed, count) not in passes:
+                passes[passed, count] = stage_passes(self.prices, facts, passed, count, checkpointing) * self.slow
+            seconds = passes[passed, count][action.stage]
+            if action.kind in ("I", "W"):
+                # Input and weight backward each take half of a backward: a guess.
+                seconds = seconds / 2
+            text = f"{action.kind}{action.micro} of stage {action.stage}"
+            place = program.add(
+                StepAction(rank, _PHASES[action.kind], seconds, known(*needs, blocked[rank]), text=text)
+            )
+            if action.kind != "W":
+                groups = stage_groups(facts, action.stage)
+                place = self.tensor_messages(program, passed, count, groups, (place,), device=rank)
+                blocked[rank] = place if self.facts.messages else -1
+            places[action] = place
+            # The output goes to the next stage, the gradient of the input to the previous one.
+            other = action.stage + 1 if action.kind == "F" else action.stage - 1
+            if action.kind == "W" or not 0 <= other < order.stages or other % ranks == rank:
+                continue
+            cut = min(action.stage, other)
+            size = crossing_bytes(self.prices, facts, cut, count)
+            program.count_between_stages(rank, other % ranks, len(facts.crossing[cut]), round(size))
+            price = self.costs.message(size, int(self.config.devices))
+            arrivals[action] = self.message(program, price, (places[action],), text, rank)

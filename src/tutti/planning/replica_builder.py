@@ -1,0 +1,435 @@
+"""Build the program of a step of whole replicas, or replicas that share rows of their state: passes and collectives."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from tutti.config.sync_config import DiLoCoConfig, LocalSGDConfig
+from tutti.config.train_config import TrainConfig
+from tutti.parallel.ddp.buckets import DIGESTS
+from tutti.planning.machine_costs import SAMPLES, StepCosts, schedule_seconds
+from tutti.planning.pass_prices import PASSES, Pass, PassPrices
+from tutti.planning.scaling_laws import Array
+from tutti.planning.step_facts import (
+    StepFacts,
+    TensorFacts,
+    carried,
+    gradient_vectors,
+    local_sgd_collectives,
+    module_bytes,
+    rank_row_bytes,
+    row_bytes,
+    totals_bytes,
+    unwrapped_tensors,
+)
+from tutti.planning.step_program import COMMUNICATION, UPDATE, PeriodicCollective, StepAction, StepProgram
+from tutti.workload.workload_file import LOSS, REST, Affine, GroupWork, OperatorWork
+
+_SHOWN = 64
+"""Micro-batches that a program has one by one; more are one action, because nothing happens between them."""
+
+
+def all_reduce_seconds(costs: StepCosts, exchange: Any, ranks: int, size: float, apart: int = 1) -> Array:
+    """Return the seconds of the all-reduce of one vector over the data ranks, one element a draw.
+
+    Args:
+        costs: prices of the machine.
+        exchange: options of an all-reduce, such as the algorithm.
+        ranks: data ranks.
+        size: bytes of the vector.
+        apart: devices from one data rank to the next: those of a replica.
+    """
+    if exchange.schedule is None:
+        return costs.collective("all_reduce", ranks, size, apart)
+    network, node = costs.link(ranks * apart)
+    per_node = min(max(costs.network.per_node // apart, 1), ranks)
+    if exchange.schedule == "hierarchical":
+        costs.note("transfers within a node take as long as copies in its memory")
+    return np.full(SAMPLES, schedule_seconds(exchange.schedule, ranks, size, network, node, per_node))
+
+
+def collective_seconds(costs: StepCosts, each: PeriodicCollective, ranks: int, apart: int = 1) -> Array:
+    """Return the seconds of one collective, by what carries it, one element a draw.
+
+    Args:
+        costs: prices of the machine.
+        each: the collective.
+        ranks: number of ranks.
+        apart: devices from one rank to the next.
+    """
+    if each.kind == "shared_memory":
+        costs.note("small collectives in shared memory take as long as copies; waiting for other ranks takes none")
+        return copy_seconds(costs, each.bytes * (ranks + 1) / ranks, ranks + 1)
+    if each.kind == "all_to_all":
+        # tutti bench measures the communicator's reduce-scatter, which is an all-to-all on CPUs.
+        costs.note("an all-to-all takes as long as a reduce-scatter of as many bytes")
+        return costs.collective("reduce_scatter", ranks, each.bytes, apart)
+    return costs.collective(each.kind, ranks, each.bytes, apart)
+
+
+def copy_seconds(costs: StepCosts, size: float, calls: float, kind: str = "copy") -> Array:
+    """Return the seconds in which a device or host process copies or adds up bytes in memory, one element a draw.
+
+    Args:
+        costs: prices of the machine.
+        size: bytes that are copied, or read and written.
+        calls: number of operators.
+        kind: ``copy``, or ``other`` for elementwise operators.
+    """
+    return costs.compute([{kind: OperatorWork(Affine(), Affine(size), Affine(calls))}], 1)
+
+
+def pass_messages(
+    facts: StepFacts, checkpointing: str, passed: Pass, samples: int, groups: Sequence[str] | None
+) -> list[PeriodicCollective]:
+    """Return the collectives over the tensor ranks in a forward or backward of some module groups, in order.
+
+    Args:
+        facts: what the model computes and sends.
+        checkpointing: choice of activation checkpointing.
+        passed: ``forward`` or ``backward``.
+        samples: of the micro-batch.
+        groups: names of the module groups; None for all.
+    """
+    return [
+        PeriodicCollective(each.kind, round(each.bytes.at(samples)), axis="tensor")
+        for each in facts.messages.get(checkpointing, ())
+        if each.passed == passed and (groups is None or each.group in groups)
+    ]
+
+
+def message_seconds(prices: PassPrices, sent: Sequence[PeriodicCollective], ranks: int) -> Array:
+    """Return the seconds of collectives over the tensor ranks of a replica, which lie side by side.
+
+    Args:
+        prices: of the workload's passes, with the prices of the machine.
+        sent: the collectives, as ``pass_messages`` returns them.
+        ranks: number of tensor ranks.
+
+    Returns:
+        (draws,) seconds of all of them together.
+    """
+    total, cpu = np.zeros(SAMPLES), not prices.costs.overlaps
+
+    def price(kind: str, size: int) -> Array:
+        each = carried(kind, ranks, size, cpu=cpu, shared=False)
+        return prices.once(
+            ("tensor", each.kind, each.bytes, ranks), lambda: collective_seconds(prices.costs, each, ranks)
+        )
+
+    for (kind, size), number in Counter((each.kind, each.bytes) for each in sent).items():
+        total += number * price(kind, size)
+    return total
+
+
+@dataclass
+class ReplicaBuilder:
+    """Builds programs of one configuration.
+
+    Attributes:
+        facts, config, costs: as of ``build_step``.
+        slow: factor of the slowest device on computing.
+        prices: of the workload's passes.
+        shape: extents of the device mesh.
+    """
+
+    facts: StepFacts
+    config: TrainConfig
+    costs: StepCosts
+    slow: Array
+    prices: PassPrices
+    shape: Mapping[str, int]
+
+    def whole(self, exchange: Any, parts: Sequence[Sequence[int]], ranks: int) -> StepProgram:
+        """Build the step of whole replicas whose gradients are added up in buckets."""
+        program = StepProgram()
+        samples = [count for worker in parts for count in worker]
+        ends = self.passes(program, samples)
+        needs = [len(program.actions) - 1]
+        if ranks > 1:
+            program.vectors += gradient_vectors(self.facts.tensors, exchange.wire, exchange.bucket_mb)
+            needs = self._all_reduces(program, exchange, ranks, ends)
+        self.count_norm(program)
+        self.update(program, sum(t.elements for t in self.facts.tensors), needs)
+        return program
+
+    def local_steps(self, exchange: LocalSGDConfig, parts: Sequence[Sequence[int]], ranks: int) -> StepProgram:
+        """Build a step of local SGD: each worker's passes and update, loss sums, and its share of the averaging.
+
+        The average of the parameters once in a period, and DiLoCo's outer update after it, take their time divided by
+        the period.
+        """
+        program, tensors = StepProgram(), self.facts.tensors
+        self.passes(program, [count for worker in parts for count in worker])
+        elements = sum(t.elements for t in tensors)
+        last = len(program.actions) - 1
+        for _ in parts:
+            last = self.update(program, elements, [last])
+        workers = self.config.workers or ranks
+        program.collectives += local_sgd_collectives(tensors, ranks, workers, exchange.period)
+        for number, each in enumerate(program.collectives):
+            seconds = collective_seconds(self.costs, each, ranks) / each.period
+            text = f"{each.kind} of " + ("loss sums" if number < 2 else f"parameters, 1/{each.period} of it")
+            last = self.message(program, seconds, (last,), text)
+        if isinstance(exchange, DiLoCoConfig):
+            self.costs.note("DiLoCo's outer update takes as long as a step of SGD with as many parameters")
+            outer = self.costs.update("sgd", elements) / exchange.period
+            program.add(StepAction(0, UPDATE, outer, (last,), text="outer update"))
+        return program
+
+    def sharded_optimizer(self, parts: Sequence[Sequence[int]]) -> StepProgram:
+        """Build the step of ZeRO stage 1: reduce-scatters after backward, all-gathers after the update."""
+        program, tensors, shards = StepProgram(), self.facts.tensors, self.shape["shard"]
+        self.passes(program, [count for worker in parts for count in worker])
+        sizes = row_bytes(tensors, shards)
+        last = len(program.actions) - 1
+        for number, size in enumerate(sizes):
+            last = self._rows(program, "reduce_scatter", size, (last,), f"gradients {number}")
+        last = self._totals(program, tensors, last)
+        last = self.update(program, sum(t.padded(shards) for t in tensors) / shards, [last])
+        for number, size in enumerate(sizes):
+            last = self._rows(program, "all_gather", size, (last,), f"parameters {number}")
+        return program
+
+    def fully_sharded(self, stage: int, parts: Sequence[Sequence[int]]) -> StepProgram:
+        """Build the step of FSDP2: modules gathered one ahead, and reduce-scattered in every micro-batch.
+
+        Where collectives block (CPUs), each waits for the computing before it. Parameters that FSDP2 does not shard
+        are sharded as in stage 1.
+        """
+        program, shards = StepProgram(), self.shape["shard"]
+        groups = {group.name: group for group in self.facts.workload.groups}
+        gathered, reduced = module_bytes(self.facts, shards, frozen=True), module_bytes(self.facts, shards)
+        names = [name for name in groups if name not in (REST, LOSS)]
+        last = -1
+        for samples in (count for worker in parts for count in worker):
+            order = [REST, *names, LOSS]
+            computed = [last]
+            for number, name in enumerate(order):
+                needs = [computed[-1]]
+                if gathered[name]:
+                    # One module ahead: its all-gather begins as the module before the previous one has ended.
+                    ahead = computed[-1] if not self.costs.overlaps else computed[max(0, number - 1)]
+                    needs.append(self._rows(program, "all_gather", gathered[name], known(ahead), name))
+                seconds = self._group(groups[name], "forward", samples)
+                computed.append(program.add(StepAction(0, "forward", seconds, known(*needs), text=name)))
+            last, sent = computed[-1], -1
+            before = last
+            for name in [LOSS, *reversed(names), REST]:
+                needs = [last]
+                if stage == 3 and name in names and gathered[name]:
+                    ahead = before if self.costs.overlaps else last
+                    needs.append(self._rows(program, "all_gather", gathered[name], known(ahead), name))
+                seconds = self._group(groups[name], "backward", samples)
+                before = last
+                last = program.add(StepAction(0, "backward", seconds, known(*needs), text=name))
+                if reduced[name]:
+                    sent = self._rows(program, "reduce_scatter", reduced[name], (last,), name)
+                    last = last if self.costs.overlaps else sent
+            last = max(last, sent)
+        rest = unwrapped_tensors(self.facts)
+        sizes = row_bytes(rest, shards)
+        for number, size in enumerate(sizes):
+            last = self._rows(program, "reduce_scatter", size, (last,), f"gradients {number}")
+        last = self._totals(program, self.facts.tensors, last)
+        last = self.update(program, sum(t.padded(shards) for t in self.facts.tensors) / shards, [last])
+        for number, size in enumerate(sizes):
+            last = self._rows(program, "all_gather", size, (last,), f"parameters {number}")
+        return program
+
+    def passes(self, program: StepProgram, samples: Sequence[int]) -> dict[str, int]:
+        """Append forwards and backwards; return the place of each group's backward in the last micro-batch."""
+        groups = {group.name: group for group in self.facts.workload.groups}
+        order = self._backward_order()
+        ends: dict[str, int] = {}
+        shown = samples
+        if len(samples) > _SHOWN:
+            # Many accumulated micro-batches, which nothing interrupts, are one forward and one backward.
+            before, shown, last = Counter(samples[:-1]), samples[-1:], -1
+            for phase in PASSES:
+                seconds = np.zeros(SAMPLES)
+                for (count, number), group in product(before.items(), groups.values()):
+                    seconds += number * self._group(group, phase, count)
+                text = f"{len(samples) - 1} micro-batches"
+                last = program.add(StepAction(0, phase, seconds, known(last), text=text))
+                for count, number in before.items():
+                    last = self.tensor_messages(program, phase, count, None, (last,), times=number)
+        for count in shown:
+            forward = sum((self._group(group, "forward", count) for group in groups.values()), np.zeros(SAMPLES))
+            last = program.add(StepAction(0, "forward", forward, known(len(program.actions) - 1)))
+            last = self.tensor_messages(program, "forward", count, None, (last,))
+            for name in order:
+                seconds = self._group(groups[name], "backward", count)
+                last = program.add(StepAction(0, "backward", seconds, known(last), text=name))
+                last = ends[name] = self.tensor_messages(program, "backward", count, (name,), (last,))
+        return ends
+
+    def tensor_messages(
+        self,
+        program: StepProgram,
+        passed: Pass,
+        samples: int,
+        groups: Sequence[str] | None,
+        needs: tuple[int, ...],
+        *,
+        device: int = 0,
+        times: int = 1,
+    ) -> int:
+        """Append the collectives over the tensor ranks that a pass over a micro-batch makes, as one action.
+
+        They block: what follows on the device waits for them.
+
+        Args:
+            program: receives them.
+            passed: ``forward`` or ``backward``.
+            samples: of the micro-batch.
+            groups: module groups whose collectives are made; None for all.
+            needs: places of the actions before it; the last one is returned where nothing is sent.
+            device: of the program, and stage of the pipeline.
+            times: number of micro-batches.
+
+        Returns:
+            Place of the action after which the device continues.
+        """
+        sent = pass_messages(self.facts, self.config.activation_checkpointing, passed, samples, groups)
+        if not sent:
+            return needs[-1]
+        program.collectives += [replace(each, stage=device, calls=times) for each in sent]
+        seconds = times * message_seconds(self.prices, sent, self.shape["tensor"])
+        return self.message(program, seconds, needs, f"{passed} of tensor ranks", device)
+
+    def count_norm(self, program: StepProgram) -> None:
+        """Count the all-reduce of the gradient norm over the ranks of one replica; its few numbers take no time."""
+        ranks = self.shape["stage"] * self.shape["tensor"]
+        if ranks > 1:
+            size = 8 * (ranks + 1 + DIGESTS)
+            program.collectives += [
+                PeriodicCollective("all_reduce", size, axis="model", stage=stage)
+                for stage in range(self.shape["stage"])
+            ]
+
+    def _backward_order(self) -> list[str]:
+        """Return the groups in the order in which backward reaches them: the loss, then by complete gradients.
+
+        What no module group holds, such as the head, is computed where its first gradient becomes complete.
+        """
+        order = {name: place for place, name in enumerate(self.facts.workload.gradient_order)}
+        places: dict[str, float] = {LOSS: -1.0}
+        rest = [order[t.name] for t in self.facts.tensors if t.group == REST and t.name in order]
+        for group in self.facts.workload.groups:
+            if group.name not in (REST, LOSS):
+                places[group.name] = float(-0.5 if group.ready is None else group.ready)
+        places[REST] = float(min(rest, default=len(order)))
+        return sorted(places, key=lambda name: places[name])
+
+    def _all_reduces(self, program: StepProgram, exchange: Any, ranks: int, ends: Mapping[str, int]) -> list[int]:
+        """Append the all-reduces of all buckets, in order; those of the backend overlap backward."""
+        order = {name: place for place, name in enumerate(self.facts.workload.gradient_order)}
+        sequence = self._backward_order()
+        ready = {g.name: g.ready for g in self.facts.workload.groups}
+        last = len(program.actions) - 1
+        needs: list[int] = []
+        if exchange.algorithm == "auto" and not self.costs.overlaps:
+            self.costs.note(
+                "algorithm=auto is priced as the backend's all-reduce; processes of one node sum in shared "
+                "memory, which tutti bench does not measure"
+            )
+        for number, vector in enumerate(program.vectors):
+            complete = last
+            if exchange.schedule is None and number < len(program.vectors) - 1:
+                complete = max(
+                    (
+                        max(ends[self.facts.tensors[i].group], self._reached(order, ready, sequence, ends, i))
+                        for i in vector.parameters
+                    ),
+                    default=last,
+                )
+            seconds = all_reduce_seconds(self.costs, exchange, ranks, vector.bytes, self.apart)
+            needs = [self.message(program, seconds, (complete,), f"gradient bucket {number}")]
+        return needs
+
+    def _reached(
+        self,
+        order: Mapping[str, int],
+        ready: Mapping[str, int | None],
+        sequence: Sequence[str],
+        ends: Mapping[str, int],
+        tensor: int,
+    ) -> int:
+        """Return the place of the backward that precedes the completion of a parameter's gradient."""
+        name = self.facts.tensors[tensor].name
+        place = order.get(name, len(order))
+        before = [ends[g] for g in sequence if g not in (REST, LOSS) and (ready[g] is None or (ready[g] or 0) <= place)]
+        return max(before, default=ends[LOSS])
+
+    @property
+    def apart(self) -> int:
+        """Devices of one replica, which lie between two data ranks."""
+        return self.shape["stage"] * self.shape["tensor"]
+
+    def _totals(self, program: StepProgram, tensors: Sequence[TensorFacts], last: int) -> int:
+        """Append the sum of the rows' gradients over copies (HSDP), then of loss sums, used flags and the norm."""
+        copies, ranks = self.shape["replica"], self.shape["replica"] * self.shape["shard"]
+        for dtype, size in rank_row_bytes(tensors, self.shape["shard"]).items() if copies > 1 else ():
+            each = self._carried("all_reduce", copies, size, "replica", shared=False)
+            last = self._send(program, each, copies, (last,), f"{dtype} gradients over copies", self.shape["shard"])
+        each = self._carried("all_reduce", ranks, totals_bytes(tensors), "data", shared=self._one_node(ranks))
+        return self._send(program, each, ranks, (last,), "totals", 1)
+
+    def _rows(self, program: StepProgram, kind: str, size: float, needs: tuple[int, ...], text: str) -> int:
+        """Append a collective of rows over the shards, as the communicator carries it."""
+        shards = self.shape["shard"]
+        each = self._carried(kind, shards, size, "shard", shared=self._one_node(shards * self.shape["replica"]))
+        return self._send(program, each, shards, needs, text, 1)
+
+    def _carried(self, kind: str, ranks: int, size: float, axis: str, *, shared: bool) -> PeriodicCollective:
+        return carried(kind, ranks, size, cpu=not self.costs.overlaps, shared=shared, axis=axis)
+
+    def _one_node(self, ranks: int) -> bool:
+        return self.costs.network.nodes(ranks) == 1
+
+    def _send(
+        self, program: StepProgram, each: PeriodicCollective, ranks: int, needs: tuple[int, ...], text: str, apart: int
+    ) -> int:
+        program.collectives.append(each)
+        seconds = collective_seconds(self.costs, each, ranks, apart)
+        return self.message(program, seconds, needs, f"{each.kind} of {text}")
+
+    def message(self, program: StepProgram, seconds: Array, needs: tuple[int, ...], text: str, device: int = 0) -> int:
+        """Append an action of a device's link, and return its place.
+
+        Args:
+            program: receives it.
+            seconds: its duration, one element a draw.
+            needs: places of the actions before it.
+            text: names it in timelines.
+            device: of the program.
+        """
+        return program.add(StepAction(device, COMMUNICATION, seconds, needs, link=True, text=text))
+
+    def update(self, program: StepProgram, parameters: float, needs: Sequence[int], device: int = 0) -> int:
+        """Append an optimizer step, and return its place.
+
+        Args:
+            program: receives it.
+            parameters: number of parameters that it updates.
+            needs: places of the actions before it.
+            device: of the program.
+        """
+        seconds = self.costs.update(self.config.optimizer, parameters)
+        return program.add(StepAction(device, UPDATE, seconds, known(*needs), text=self.config.optimizer))
+
+    def _group(self, group: GroupWork, phase: Pass, samples: int) -> Array:
+        """Price a group's forward or backward on the slowest device."""
+        return np.asarray(self.prices.group(group, phase, samples, self.config.activation_checkpointing) * self.slow)
+
+
+def known(*places: int) -> tuple[int, ...]:
+    """Return the places of actions, without those before the first."""
+    return tuple(dict.fromkeys(place for place in places if place >= 0))

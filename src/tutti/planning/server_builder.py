@@ -1,0 +1,267 @@
+"""Build the programs of central storage and of parameter servers, whose sums and updates are made in host memory.
+
+A server, and the memory of a node, are shared resources: what they do for all data ranks follows in turn. The program
+of one rank therefore has the seconds of all ranks' requests, and its number of actions does not grow with their number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import numpy as np
+import torch
+from torch import nn
+
+from tutti.comm.collective_schedules import LinkTraffic
+from tutti.comm.partition import owners
+from tutti.config.optimizer_config import check_optimizer
+from tutti.config.sync_config import ParameterServerConfig
+from tutti.errors import UsageError
+from tutti.optim.factory import from_config
+from tutti.optim.mixing import Mixing, mixing_of
+from tutti.parallel.ddp.shared_memory_reducer import shared_buckets
+from tutti.parallel.parameter_server import hyperparameters
+from tutti.parallel.parameter_server.server_flows import ServerFlow, async_step_flows, server_bytes, sync_step_flows
+from tutti.parallel.parameter_server.server_partition import ServerPlan, Size, plan_servers
+from tutti.planning.machine_costs import SAMPLES
+from tutti.planning.replica_builder import ReplicaBuilder, copy_seconds
+from tutti.planning.scaling_laws import Array
+from tutti.planning.step_facts import TensorFacts
+from tutti.planning.step_program import COMMUNICATION, StepAction, StepProgram
+
+_READ_WRITE = 3
+"""Bytes that adding one tensor to another moves, over the bytes of one: two reads and a write."""
+
+
+def central_links(tensors: Sequence[TensorFacts], ranks: int) -> dict[tuple[int, int], LinkTraffic]:
+    """Return what owners read of other ranks' gradients in a step of central storage, by (source, owner).
+
+    Args:
+        tensors: trainable parameters, in the model's order.
+        ranks: data ranks.
+    """
+    found: dict[tuple[int, int], LinkTraffic] = {}
+    owner = owners([t.bytes for t in tensors], ranks)
+    for bucket in shared_buckets([(t.bytes, str(t.dtype)) for t in tensors], owner):
+        size, to = sum(tensors[i].bytes for i in bucket), owner[bucket[0]]
+        for source in filter(lambda rank: rank != to, range(ranks)):
+            before = found.get((source, to), LinkTraffic(0, 0))
+            found[source, to] = LinkTraffic(before.messages + 1, before.bytes + size)
+    return found
+
+
+def server_plan(tensors: Sequence[TensorFacts], servers: int, optimizer: str) -> ServerPlan:
+    """Partition the trainable parameters over parameter servers, as a run does.
+
+    Args:
+        tensors: trainable parameters, in the model's order.
+        servers: number of servers.
+        optimizer: text of ``--optimizer``; one that mixes the elements of a tensor needs each tensor on one server.
+
+    Raises:
+        UsageError: there are fewer tensors than servers that each need whole ones.
+    """
+    whole = not optimizer_mixing(optimizer, tuple((t.name, t.shape) for t in tensors)).flat
+    if servers > len(tensors) and whole:
+        raise UsageError(
+            f"{servers} servers cannot share {len(tensors)} tensors out", remedy=f"take servers={len(tensors)} or fewer"
+        )
+    return plan_servers([Size(t.elements, t.dtype.itemsize, str(t.dtype)) for t in tensors], servers, whole)
+
+
+Shapes = tuple[tuple[str, tuple[int, ...]], ...]
+"""Names and shapes of parameters."""
+
+
+@lru_cache(maxsize=64)
+def optimizer_mixing(optimizer: str, named: Shapes) -> Mixing:
+    """Find out by a trial which elements an optimizer's update mixes; the trial is made once for equal arguments.
+
+    Args:
+        optimizer: text of ``--optimizer``.
+        named: names and shapes of the parameters.
+    """
+    return mixing_of(_small_optimizer(optimizer, named))
+
+
+@lru_cache(maxsize=64)
+def optimizer_settings(optimizer: str, named: Shapes) -> int:
+    """Return the number of hyperparameters that ranks send to parameter servers in a step.
+
+    Args:
+        optimizer: text of ``--optimizer``.
+        named: names and shapes of the parameters.
+    """
+    return len(hyperparameters.keys(_small_optimizer(optimizer, named)))
+
+
+def _small_optimizer(optimizer: str, named: Shapes) -> torch.optim.Optimizer:
+    """Make the optimizer over parameters of the same names and numbers of dimensions, of few elements."""
+    small = [(name, nn.Parameter(torch.zeros([min(size, 4) for size in shape]))) for name, shape in named]
+    made = from_config(check_optimizer(optimizer))(small)
+    if made is None:
+        raise UsageError("nothing is trained", remedy="train at least one parameter")
+    return made
+
+
+class ServerBuilder(ReplicaBuilder):
+    """Builds the programs of central storage and of parameter servers on CPUs."""
+
+    def check_host(self) -> None:
+        """Raise UsageError for accelerators: nothing measures the copies between device and host."""
+        if self.costs.overlaps:
+            name = self.config.strategy.partition(":")[0]
+            raise UsageError(
+                f"a step of {name} on accelerators cannot be simulated",
+                where=f"--strategy {self.config.strategy}",
+                why="gradients are summed and parameters updated in host memory, and nothing measures the copies "
+                "between device and host",
+                remedy="take --strategy mirrored or sharded, or a machine.json that was measured on CPUs",
+            )
+
+    def central_storage(self, parts: Sequence[Sequence[int]]) -> StepProgram:
+        """Build a step of central storage: pack gradients, owners add them up in shared memory, and update in place.
+
+        The owner of most bytes is waited for.
+
+        Args:
+            parts: samples of each micro-batch, by logical worker.
+
+        Raises:
+            UsageError: the devices are on several nodes, or are accelerators.
+        """
+        self.check_host()
+        program, tensors, ranks = StepProgram(), self.facts.tensors, self.shape["replica"]
+        if self.costs.network.nodes(ranks) > 1:
+            raise UsageError(
+                f"central_storage is for one node, and {ranks} devices are on {self.costs.network.nodes(ranks)}",
+                where="--devices",
+                remedy=f"take at most {self.costs.network.per_node} devices, or --strategy mirrored",
+            )
+        self.passes(program, [count for worker in parts for count in worker])
+        last, elements = len(program.actions) - 1, sum(t.elements for t in tensors)
+        if ranks > 1:
+            self.costs.note("barriers in shared memory take no time besides the waiting for the slowest rank")
+            program.between_ranks = central_links(tensors, ranks)
+            whole, owner = sum(t.bytes for t in tensors), owners([t.bytes for t in tensors], ranks)
+            owned = [[t for t, rank in zip(tensors, owner, strict=True) if rank == own] for own in range(ranks)]
+            most = max(sum(t.bytes for t in own) for own in owned)
+            elements = max(sum(t.elements for t in own) for own in owned)
+            last = self.message(program, copy_seconds(self.costs, whole, len(tensors)), (last,), "gradients packed")
+            added = (ranks - 1) * copy_seconds(self.costs, _READ_WRITE * most, 1, "other")
+            last = self.message(program, added, (last,), "gradients added up by their owners")
+        self.update(program, elements, [last])
+        return program
+
+    def servers(self, exchange: ParameterServerConfig, parts: Sequence[Sequence[int]]) -> StepProgram:
+        """Build a step with parameter servers: of ``sync`` one update, of ``async`` and ``bounded`` the mean step.
+
+        Args:
+            exchange: options of the servers.
+            parts: samples of each micro-batch, by logical worker.
+
+        Raises:
+            UsageError: the devices are accelerators, or there are too few tensors for the servers.
+        """
+        self.check_host()
+        self.costs.note("parameter servers compute at the speed of a rank, whose cores they share")
+        shared = exchange.transport != "tcp" and self.costs.network.nodes(self.shape["replica"]) == 1
+        if not shared:
+            self.costs.note("encrypting messages to parameter servers takes no time")
+        tensors, text = self.facts.tensors, self.config.optimizer
+        plan = server_plan(tensors, exchange.servers, text)
+        settings = optimizer_settings(text, tuple((t.name, t.shape) for t in tensors))
+        service = _Service(self, plan, exchange.servers, shared)
+        if exchange.mode == "sync":
+            return self._synchronous(
+                service, sync_step_flows(plan, exchange.servers, self.shape["replica"], settings), parts
+            )
+        flows = async_step_flows(plan, exchange.servers, settings, exchange.push, exchange.fetch)
+        return self._asynchronous(service, exchange, flows, parts)
+
+    def _synchronous(
+        self, service: _Service, flows: Sequence[ServerFlow], parts: Sequence[Sequence[int]]
+    ) -> StepProgram:
+        program, ranks = StepProgram(), self.shape["replica"]
+        program.flows += flows
+        self.passes(program, [count for worker in parts for count in worker])
+        last = len(program.actions) - 1
+        for text, seconds in (
+            ("gradients written", service.written),
+            ("pushes of all ranks", ranks * service.transfer + service.requests(flows, "push")),
+            ("server: sum", ranks * service.added + service.looked_at + service.requests(flows, "sum")),
+            ("server: update", service.updated),
+            ("parameters to all ranks", ranks * service.transfer_back + service.requests(flows, "apply")),
+            ("parameters read", service.read),
+        ):
+            last = self.message(program, seconds, (last,), text)
+        return program
+
+    def _asynchronous(
+        self,
+        service: _Service,
+        exchange: ParameterServerConfig,
+        flows: Sequence[ServerFlow],
+        parts: Sequence[Sequence[int]],
+    ) -> StepProgram:
+        """Build the mean step of asynchronous workers: each waits for its own pushes, and for a server that is busy.
+
+        A server serves N workers in turn, each for s seconds: a step lasts as long as a worker computes and is served,
+        and at least N · s (bounds of a closed queueing network: Denning & Buzen 1978, ACM Computing Surveys 10(3)).
+        """
+        program, ranks = StepProgram(), self.shape["replica"]
+        busy = (service.transfer + service.looked_at + service.updated) / exchange.push
+        busy = busy + service.transfer_back / exchange.fetch + service.requests(flows, "push")
+        for worker in parts:
+            program.flows += flows
+            self.passes(program, worker)
+            last = len(program.actions) - 1
+            if ranks > 1:
+                others = (ranks - 1) * busy
+                program.add(StepAction(0, COMMUNICATION, others, link=True, text="server: other workers"))
+            last = self.message(program, service.written / exchange.push, (last,), "gradients written")
+            last = self.message(program, busy, (last,), "push, update, and parameters")
+            self.message(program, service.read / exchange.fetch, (last,), "parameters read")
+        return program
+
+
+class _Service:
+    """Seconds of what the busiest server does, and of a rank's copies, one element a draw.
+
+    Attributes:
+        written, read: a rank's gradients into its send buffer, and parameters out of its receive buffer.
+        transfer, transfer_back: gradients of one rank to the server; parameters to one rank.
+        added: one rank's gradients added up.
+        looked_at: norm and finiteness of the sum.
+        updated: the update.
+    """
+
+    def __init__(self, builder: ReplicaBuilder, plan: ServerPlan, servers: int, shared: bool) -> None:
+        self._builder, self._devices = builder, int(builder.config.devices)
+        costs, sizes = builder.costs, [server_bytes(plan, server) for server in range(servers)]
+        most, whole = max(sizes), plan.size
+        elements = max(sum(piece.end - piece.begin for piece in plan.pieces(server)) for server in range(servers))
+        self.written = copy_seconds(costs, whole, 1)
+        self.added = copy_seconds(costs, _READ_WRITE * most, 1, "other")
+        self.looked_at = copy_seconds(costs, most, 1, "other")
+        self.updated = np.asarray(costs.update(builder.config.optimizer, elements))
+        if shared:
+            self.transfer, self.read = np.zeros(SAMPLES), np.zeros(SAMPLES)
+            self.transfer_back = copy_seconds(costs, most, 1)
+        else:
+            self.transfer = self.transfer_back = costs.message(most, self._devices)
+            self.read = copy_seconds(costs, whole, 1)
+
+    def requests(self, flows: Sequence[ServerFlow], kind: str) -> Array:
+        """Return the seconds of a rank's requests of one kind without tensors, to all servers at once.
+
+        Args:
+            flows: of the step.
+            kind: kind of request, such as ``push``.
+        """
+        costs, devices = self._builder.costs, self._devices
+        return max(
+            (costs.message(f.sent, devices) + costs.message(f.received, devices) for f in flows if f.kind == kind),
+            key=lambda seconds: float(seconds.sum()),
+        )

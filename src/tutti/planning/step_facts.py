@@ -1,0 +1,243 @@
+"""What a training step computes and sends, as sizes: parameters, stages, gradient buckets, rows, tensor messages."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
+import torch
+
+from tutti.comm.partition import even_share
+from tutti.comm.shared_memory import SMALL_BYTES
+from tutti.comm.tree_sum import tree_sum_traffic
+from tutti.parallel.ddp.buckets import Tail, plan_buckets
+from tutti.parallel.local_sgd.local_sgd import LOSS_LANES
+from tutti.planning.step_program import GradientVector, PeriodicCollective
+from tutti.workload.message_log import GroupMessage
+from tutti.workload.workload_file import Workload
+
+_MEGABYTE = 1 << 20
+_BUCKET_MB = 25.0
+_WIRE_BYTES = {"bf16": 2, "fp16": 2}
+
+
+@dataclass(frozen=True)
+class TensorFacts:
+    """A trainable parameter.
+
+    Attributes:
+        name: in the model.
+        group: name of the module group of the workload that holds it.
+        shape: its shape.
+        dtype: its dtype.
+    """
+
+    name: str
+    group: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def elements(self) -> int:
+        """Number of elements of the parameter."""
+        return int(np.prod(self.shape, dtype=np.int64)) if self.shape else 1
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the parameter."""
+        return self.elements * self.dtype.itemsize
+
+    def padded(self, ranks: int) -> int:
+        """Return the elements on all ranks together if each holds equally many rows (first dimension), with padding."""
+        rows = self.shape[0] if self.shape else 1
+        return len(even_share(rows, ranks, 0)) * ranks * (self.elements // max(rows, 1))
+
+
+@dataclass(frozen=True)
+class StageFacts:
+    """What the virtual stages of a pipeline hold and send.
+
+    Attributes:
+        groups: names of the module groups of each virtual stage.
+        tensors: places of the trainable parameters of each virtual stage in ``StepFacts.tensors``.
+        crossing: names of the module groups whose outputs cross each cut.
+    """
+
+    groups: tuple[tuple[str, ...], ...]
+    tensors: tuple[tuple[int, ...], ...]
+    crossing: tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True)
+class StepFacts:
+    """What the step of a model computes and sends.
+
+    Attributes:
+        workload: of the model and its loss.
+        tensors: trainable parameters, in the model's order.
+        stages: of a pipeline, else None.
+        frozen: parameters that are not trained, in the model's order.
+        messages: collectives over the tensor ranks in one micro-batch, in order, by choice of activation checkpointing;
+            empty where no layer is split.
+        whole: workload of the model before it was split over tensor ranks; None where no layer is split.
+    """
+
+    workload: Workload
+    tensors: tuple[TensorFacts, ...]
+    stages: StageFacts | None = None
+    frozen: tuple[TensorFacts, ...] = ()
+    messages: Mapping[str, tuple[GroupMessage, ...]] = field(default_factory=dict)
+    whole: Workload | None = None
+
+    def alone(self) -> StepFacts:
+        """Return the facts of the same model on one device, where no layer is split."""
+        return self if self.whole is None else StepFacts(self.whole, self.tensors)
+
+
+def gradient_vectors(
+    tensors: Sequence[TensorFacts], wire: str = "fp32", bucket_mb: float | None = None
+) -> list[GradientVector]:
+    """Return the flat vectors that data ranks all-reduce in a step: gradient buckets, then loss sums and flags.
+
+    Loss sums and flags are part of the last bucket where dtypes allow it, else a vector of their own, as in
+    ``OverlappedReducer``.
+
+    Args:
+        tensors: trainable parameters, in the model's order.
+        wire: dtype of the messages: ``fp32`` (as the gradients), ``bf16`` or ``fp16``.
+        bucket_mb: megabytes of a bucket; None: 25.
+    """
+    tail = Tail(len(tensors), 0).size
+    groups = plan_buckets([(t.bytes, str(t.dtype)) for t in tensors], int((bucket_mb or _BUCKET_MB) * _MEGABYTE))
+    found = []
+    rides = False
+    for number, group in enumerate(groups):
+        dtype = tensors[group[0]].dtype
+        rides = number == len(groups) - 1 and wire == "fp32" and dtype in (torch.float32, torch.float64)
+        elements = sum(tensors[place].elements for place in group) + tail * rides
+        found.append(GradientVector(tuple(group), elements, _WIRE_BYTES.get(wire, dtype.itemsize)))
+    if not rides:
+        found.append(GradientVector((), tail, torch.float64.itemsize))
+    return found
+
+
+def local_sgd_collectives(
+    tensors: Sequence[TensorFacts], ranks: int, workers: int, period: int, rank: int = 0
+) -> list[PeriodicCollective]:
+    """List the collectives that a rank makes in local SGD: loss sums in each step, parameters once in a period.
+
+    Args:
+        tensors: trainable parameters.
+        ranks: data ranks.
+        workers: logical workers over all ranks.
+        period: steps between two averages.
+        rank: the rank; the first has most workers.
+    """
+    lengths: Counter[torch.dtype] = Counter()
+    for tensor in tensors:
+        lengths[tensor.dtype] += tensor.elements
+    sums = [(LOSS_LANES, torch.float64, 1), *((n, dtype, period) for dtype, n in sorted(lengths.items(), key=str))]
+    return [
+        PeriodicCollective(kind, size, every)
+        for length, dtype, every in sums
+        for kind, size in tree_sum_traffic(ranks, workers, rank, length, dtype.itemsize).items()
+    ]
+
+
+def row_bytes(tensors: Sequence[TensorFacts], ranks: int) -> list[int]:
+    """Return the bytes of each gradient bucket of ZeRO stage 1, in which ranks have equally many rows of every tensor.
+
+    Args:
+        tensors: trainable parameters, in the model's order.
+        ranks: ranks that shard the optimizer state; rows are padded to a multiple of them.
+    """
+    buckets = plan_buckets([(t.bytes, str(t.dtype)) for t in tensors], int(_BUCKET_MB * _MEGABYTE))
+    return [sum(tensors[i].padded(ranks) * tensors[i].dtype.itemsize for i in group) for group in buckets]
+
+
+def rank_row_bytes(tensors: Sequence[TensorFacts], ranks: int) -> dict[str, int]:
+    """Return the bytes of the first rank's rows of all tensors, by dtype, without padding.
+
+    Args:
+        tensors: trainable parameters.
+        ranks: ranks over which the rows are sharded.
+    """
+    sizes: Counter[str] = Counter()
+    for tensor in tensors:
+        sizes[str(tensor.dtype)] += tensor.padded(ranks) // ranks * tensor.dtype.itemsize
+    return dict(sorted(sizes.items()))
+
+
+def unwrapped_tensors(facts: StepFacts) -> list[TensorFacts]:
+    """Return the trainable parameters that FSDP2 does not shard: scalars, and those of another dtype than most.
+
+    They are sharded as in stage 1.
+
+    Args:
+        facts: what the model computes and sends.
+    """
+    counts: Counter[torch.dtype] = Counter()
+    for tensor in (*facts.tensors, *facts.frozen):
+        counts[tensor.dtype] += tensor.elements * (tensor not in facts.frozen)
+    usual = counts.most_common(1)[0][0] if counts else torch.float32
+    return [tensor for tensor in facts.tensors if not tensor.shape or tensor.dtype != usual]
+
+
+def module_bytes(facts: StepFacts, ranks: int, *, frozen: bool = False) -> dict[str, int]:
+    """Return the bytes of parameters of each module group, as FSDP gathers them: rows padded to all ranks.
+
+    Args:
+        facts: what the model computes and sends.
+        ranks: ranks over which the rows are sharded.
+        frozen: include parameters that are not trained, which are gathered and have no gradient.
+    """
+    rest, sizes = unwrapped_tensors(facts), {group.name: 0 for group in facts.workload.groups}
+    for tensor in (*facts.tensors, *(facts.frozen if frozen else ())):
+        if tensor not in rest and tensor.shape:
+            sizes[tensor.group] += tensor.padded(ranks) * tensor.dtype.itemsize
+    return sizes
+
+
+def carried(kind: str, ranks: int, size: float, *, cpu: bool, shared: bool, axis: str = "data") -> PeriodicCollective:
+    """Return the collective that carries one of ``Communicator``'s, with its kind and bytes as the communicator counts.
+
+    On CPUs a reduce-scatter is an all-to-all, after which each rank adds up its slices, because Gloo's own is an
+    all-reduce; small tensors of ranks on one node are read in shared memory.
+
+    Args:
+        kind: all_reduce, all_gather or reduce_scatter.
+        ranks: number of ranks.
+        size: bytes of the whole tensor.
+        cpu: whether the ranks compute on CPUs.
+        shared: whether they carry small tensors in shared memory.
+        axis: axes of the device mesh along which the ranks lie.
+
+    >>> carried("reduce_scatter", 2, 1 << 22, cpu=True, shared=True)
+    PeriodicCollective(kind='all_to_all', bytes=4194304, period=1, axis='data', stage=0, calls=1)
+    """
+    mine = size / ranks if kind == "all_gather" else size
+    if cpu and shared and mine <= SMALL_BYTES:
+        return PeriodicCollective("shared_memory", round(mine * ranks), axis=axis)
+    return PeriodicCollective("all_to_all" if cpu and kind == "reduce_scatter" else kind, round(size), axis=axis)
+
+
+def totals_bytes(tensors: Sequence[TensorFacts]) -> int:
+    """Return the bytes of the small all-reduce of a sharded step: loss sums, flags by parameter, and squared norm."""
+    return 8 * (Tail(len(tensors), 0).size + 1)
+
+
+def crossing_groups(uses: Mapping[str, tuple[int, int]], bounds: Sequence[int]) -> tuple[tuple[str, ...], ...]:
+    """Return for each cut between pipeline stages the names of the modules whose output a later stage needs.
+
+    Args:
+        uses: by module name, index of its call in the traced forward, and of the last node that uses its output.
+        bounds: index of the first node of each stage, and at the end the number of nodes.
+
+    >>> crossing_groups({"a": (0, 2), "b": (1, 2), "c": (2, 3)}, [0, 1, 2, 3])
+    (('a',), ('a', 'b'))
+    """
+    inner = [high for _, high in pairwise(bounds)][:-1]
+    return tuple(tuple(name for name, (place, last) in uses.items() if place < cut <= last) for cut in inner)

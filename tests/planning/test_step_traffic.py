@@ -1,0 +1,198 @@
+"""Collectives, shared memory and requests to servers in a step's program, against counts of a real run: equal."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+import tutti
+from tests import worlds
+from tests.planning.test_step_prediction import LINK, line, machine, run
+from tutti.config.train_config import TrainConfig
+from tutti.parallel.parameter_server.server_flows import flow_totals
+from tutti.planning.machine_costs import MeasuredCosts, Network, StepCosts, open_machine
+from tutti.planning.step_builders import build_step
+from tutti.planning.step_prediction import TaskSizes
+from tutti.planning.step_program import StepProgram, collective_totals
+from tutti.tasks import task_registry
+
+TASK = """
+import torch
+from torch import nn
+from tutti.tasks.task import Task
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 700), nn.Tanh(), nn.Linear(700, 401), nn.Tanh(), nn.Linear(401, 1))
+        self.scale = nn.Parameter(torch.ones(()))
+        self.layers[0].bias.requires_grad_(False)
+
+    def forward(self, x):
+        return self.layers(x) * self.scale
+
+def own():
+    data = torch.utils.data.TensorDataset(torch.rand(24, 4, generator=torch.Generator().manual_seed(1)))
+    return Task(name="own", model=Model, loss=lambda model, batch: model(batch[0]).square().mean(), train=data)
+"""
+BATCH = 12
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> str:
+    file = tmp_path_factory.mktemp("traffic") / "task.py"
+    file.write_text(TASK, encoding="utf-8")
+    return f"{file}:own"
+
+
+def on_cpus(devices: int) -> StepCosts:
+    lab = machine()
+    curves = {**lab.curves, "optimizer/adam": line(1e9, unit="parameter")}
+    prices = MeasuredCosts(replace(lab, curves=curves), "fp32", Network(devices))
+    prices.overlaps = False
+    return prices
+
+
+def program_of(task: str, config: TrainConfig, prices: StepCosts | None = None) -> StepProgram:
+    prices = on_cpus(int(config.devices)) if prices is None else prices
+    return build_step(TaskSizes(task, config).step(config), config, prices)[0]
+
+
+def prepared(task: str, strategy: str, micro_batch: int | None, optimizer: str) -> Any:
+    given = task_registry.load_task(task, data=None, model=None, augment=False)
+    return tutti.prepare(
+        given.model(), optimizer, given.train, given.loss, strategy=strategy, batch_size=BATCH, micro_batch=micro_batch
+    )
+
+
+def axes_of(comms: Any) -> dict[str, Any]:
+    found = {"data": comms.replica, "model": comms.model}
+    return found | {name: comms.axis(name) for name in ("shard", "replica", "tensor")}
+
+
+def counted(task: str, strategy: str, micro_batch: int | None = None, optimizer: str = "sgd:lr=0.1") -> Any:
+    run = prepared(task, strategy, micro_batch, optimizer)
+    axes = axes_of(run.context.comms)
+    before = {name: comm.collective_traffic() for name, comm in axes.items()}
+    start, steps = axes["data"].traffic(), 0
+    for batch in run.epoch(0):
+        run.step(batch)
+        steps += 1
+    assert steps == 2
+    found = {}
+    for name, comm in axes.items():
+        for kind, (calls, size) in comm.collective_traffic().items():
+            first = before[name].get(kind, (0, 0))
+            if calls > first[0]:
+                found[name, kind] = (calls - first[0], size - first[1])
+    links = {
+        link: (each.messages - start.get(link, (0, 0))[0], each.bytes - start.get(link, (0, 0))[1])
+        for link, each in axes["data"].traffic().items()
+    }
+    return axes["shard"].rank, found, links
+
+
+def predicted(program: StepProgram, steps: int, stage: int = 0) -> dict[tuple[str, str], tuple[int, int]]:
+    found = {}
+    for axis in {each.axis for each in program.collectives}:
+        own = [each for each in program.collectives if each.axis == axis and each.stage == stage]
+        found |= {(axis, kind): tuple(each) for kind, each in collective_totals(own, steps).items()}
+    return found
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "micro_batch"),
+    [
+        ("sharded:stage=1", 2, None),
+        ("sharded:stage=1", 3, 2),
+        ("sharded:stage=2", 2, None),
+        ("sharded:stage=2,units=layers.0+layers.2", 3, 2),
+        ("sharded:stage=3", 3, 2),
+        ("sharded:stage=3,units=layers.0+layers.2", 2, 3),
+        ("sharded:stage=1,shards=2", 4, None),
+        ("sharded:stage=3,shards=2,units=layers.2", 4, 2),
+    ],
+)
+def test_a_sharded_step_makes_the_collectives_that_the_communicator_counts(
+    strategy: str, ranks: int, micro_batch: int | None, task: str
+) -> None:
+    config = run(strategy, ranks, batch_size=BATCH, micro_batch=micro_batch)
+    want = predicted(program_of(task, config), 2)
+    # Large tensors are all-to-alls on Gloo, and small ones are read in shared memory.
+    assert {kind for _, kind in want} >= {"all_to_all", "shared_memory"}
+    for shard, found, links in worlds.run(ranks, counted, task=task, strategy=strategy, micro_batch=micro_batch):
+        if shard:
+            # The first shard, which the program is of, may have more rows to sum over copies.
+            found["replica", "all_reduce"] = want.get(("replica", "all_reduce"))
+        assert {key: each for key, each in found.items() if each} == want and not links
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_accelerators_and_ranks_on_several_nodes_share_no_memory(stage: int, task: str) -> None:
+    config = run(f"sharded:stage={stage}", 4, batch_size=BATCH)
+    device = {each.kind for each in program_of(task, config, open_machine("a100x8", "bf16", None, None)).collectives}
+    assert device == {"reduce_scatter", "all_gather", "all_reduce"}
+    prices = on_cpus(4)
+    prices.network = Network(2, LINK)
+    assert {each.kind for each in program_of(task, config, prices).collectives} == {
+        "all_to_all",
+        "all_gather",
+        "all_reduce",
+    }
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_owners_read_the_gradients_that_the_communicator_counts(ranks: int, task: str) -> None:
+    program = program_of(task, run("central_storage", ranks, batch_size=BATCH))
+    assert bool(program.between_ranks) == (ranks > 1) and not program.collectives
+    for _, found, links in worlds.run(ranks, counted, task=task, strategy="central_storage"):
+        assert not found
+        assert links == {link: (2 * each.messages, 2 * each.bytes) for link, each in program.between_ranks.items()}
+
+
+def requests(task: str, strategy: str, optimizer: str) -> Any:
+    run = prepared(task, strategy, None, optimizer)
+    link = run.gradient_sync._link
+    before, told = dict(link.client.traffic), link.facts()
+    for batch in run.epoch(0):
+        run.step(batch)
+    found = {
+        key: tuple(now - then for now, then in zip(each, before.get(key, (0, 0, 0)), strict=True))
+        for key, each in link.client.traffic.items()
+    }
+    link.barrier("the counts")
+    pairs = zip(link.facts()["servers"], told["servers"], strict=True) if told else ()
+    bytes_ = [after["bytes"] - first["bytes"] for after, first in pairs]
+    link.barrier("the facts")
+    return {key: each for key, each in found.items() if each[0] and key[1] != "facts"}, bytes_
+
+
+@pytest.mark.parametrize("transport", ["tcp", "shared_memory"])
+@pytest.mark.parametrize(
+    ("options", "ranks", "optimizer"),
+    [
+        ("mode=sync", 2, "sgd:lr=0.1"),
+        ("mode=sync,servers=3", 2, "adam:lr=0.1"),
+        ("mode=sync,servers=2", 3, "lamb:lr=0.1"),
+        ("mode=async", 2, "adam:lr=0.1"),
+        ("mode=async,servers=2,push=2,fetch=2", 2, "sgd:lr=0.1"),
+        ("mode=bounded,staleness=9", 3, "sgd:lr=0.1"),
+    ],
+)
+def test_ranks_send_the_requests_that_the_client_counts(
+    options: str, ranks: int, optimizer: str, transport: str, task: str
+) -> None:
+    strategy = f"parameter_server:{options},transport={transport}"
+    program = program_of(task, run(strategy, ranks, batch_size=BATCH, optimizer=optimizer))
+    want = flow_totals(program.flows, 2, tensors_in_messages=transport == "tcp")
+    servers = {flow.server for flow in program.flows}
+    moved = [
+        ranks
+        * sum(2 // f.push_period * f.pushed + 2 // f.pull_period * f.pulled for f in program.flows if f.server == i)
+        for i in sorted(servers)
+    ]
+    answers = worlds.run(ranks, requests, task=task, strategy=strategy, optimizer=optimizer)
+    assert [found for found, _ in answers] == [want] * ranks
+    assert answers[0][1] == moved
