@@ -72,13 +72,28 @@ def test_the_slowest_of_more_ranks_is_slower_and_one_is_typical() -> None:
     [
         ("parameter_server:backup=1", "Leave out backup"),
         ("local_sgd:post=2ep", "Leave out post"),
-        ("tensor", "Take --strategy mirrored"),
+        ("hybrid:shards=2", "Leave out shards"),
         ("mirrored:algorithm=shared_memory", "algorithm=native"),
     ],
 )
 def test_what_cannot_be_simulated_is_refused_by_name(strategy: str, word: str) -> None:
     with pytest.raises(UsageError, match=word):
         check_buildable(TrainConfig(strategy=strategy, devices="2"))
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        ({"strategy": "tensor", "optimizer": "lamb:lr=0.1"}, "mixes elements"),
+        ({"strategy": "hybrid:stages=2,tensor=2,sequence=true"}, "Leave out sequence"),
+        ({"strategy": "hybrid:stages=2,tensor=2", "activation_checkpointing": "blocks"}, "or take stages=1"),
+    ],
+)
+def test_splits_whose_messages_are_not_known_are_refused(options: dict[str, Any], word: str) -> None:
+    with pytest.raises(UsageError, match=word):
+        check_buildable(TrainConfig(devices="4", **options))
+    plain = {**options, "strategy": "tensor:tensor=2", "optimizer": "adam:lr=0.1"}
+    check_buildable(TrainConfig(devices="4", **plain))
 
 
 def model_of(dtype: torch.dtype) -> nn.Module:

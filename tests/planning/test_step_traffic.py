@@ -37,6 +37,44 @@ def own():
     data = torch.utils.data.TensorDataset(torch.rand(24, 4, generator=torch.Generator().manual_seed(1)))
     return Task(name="own", model=Model, loss=lambda model, batch: model(batch[0]).square().mean(), train=data)
 """
+WORDS = """
+import torch
+from torch import nn
+from torch.nn import functional
+from tutti.tasks.task import Task
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(12), nn.Linear(12, 36), nn.Linear(12, 12)
+        self.mlp = nn.Sequential(nn.LayerNorm(12), nn.Linear(12, 20), nn.GELU(), nn.Dropout(0.1), nn.Linear(20, 12))
+
+    def forward(self, x):
+        q, k, v = (t.view(t.shape[0], 6, 4, 3).transpose(1, 2) for t in self.qkv(self.norm(x)).split(12, dim=-1))
+        heads = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(heads.transpose(1, 2).reshape(x.shape[0], 6, 12))
+        return x + self.mlp(x)
+
+class Words(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.blocks = nn.Embedding(31, 12), nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(12, 31)
+
+    def forward(self, x):
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+def loss(model, batch):
+    x, y = batch
+    return functional.cross_entropy(model(x).flatten(0, 1), y.flatten())
+
+def own():
+    x, y = torch.randint(31, (2, 24, 6), generator=torch.Generator().manual_seed(1))
+    return Task(name="own", model=Words, loss=loss, train=torch.utils.data.TensorDataset(x, y))
+"""
 BATCH = 12
 
 
@@ -47,9 +85,16 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> str:
     return f"{file}:own"
 
 
+@pytest.fixture(scope="module")
+def words(tmp_path_factory: pytest.TempPathFactory) -> str:
+    file = tmp_path_factory.mktemp("words") / "task.py"
+    file.write_text(WORDS, encoding="utf-8")
+    return f"{file}:own"
+
+
 def on_cpus(devices: int) -> StepCosts:
     lab = machine()
-    curves = {**lab.curves, "optimizer/adam": line(1e9, unit="parameter")}
+    curves = {**lab.curves, "optimizer/adam": line(1e9, unit="parameter"), "device/attention/fp32": line(1e9)}
     prices = MeasuredCosts(replace(lab, curves=curves), "fp32", Network(devices))
     prices.overlaps = False
     return prices
@@ -57,13 +102,14 @@ def on_cpus(devices: int) -> StepCosts:
 
 def program_of(task: str, config: TrainConfig, prices: StepCosts | None = None) -> StepProgram:
     prices = on_cpus(int(config.devices)) if prices is None else prices
-    return build_step(TaskSizes(task, config).step(config), config, prices)[0]
+    sizes = TaskSizes(task, config, (config.activation_checkpointing,))
+    return build_step(sizes.step(config), config, prices)[0]
 
 
-def prepared(task: str, strategy: str, micro_batch: int | None, optimizer: str) -> Any:
+def prepared(task: str, strategy: str, optimizer: str, **options: Any) -> Any:
     given = task_registry.load_task(task, data=None, model=None, augment=False)
     return tutti.prepare(
-        given.model(), optimizer, given.train, given.loss, strategy=strategy, batch_size=BATCH, micro_batch=micro_batch
+        given.model(), optimizer, given.train, given.loss, strategy=strategy, batch_size=BATCH, **options
     )
 
 
@@ -72,26 +118,27 @@ def axes_of(comms: Any) -> dict[str, Any]:
     return found | {name: comms.axis(name) for name in ("shard", "replica", "tensor")}
 
 
-def counted(task: str, strategy: str, micro_batch: int | None = None, optimizer: str = "sgd:lr=0.1") -> Any:
-    run = prepared(task, strategy, micro_batch, optimizer)
+def counted(
+    task: str, strategy: str, micro_batch: int | None = None, checkpointing: str = "none", first: int = 0
+) -> Any:
+    """Count what two steps send, or the second of them alone."""
+    run = prepared(task, strategy, "sgd:lr=0.1", micro_batch=micro_batch, activation_checkpointing=checkpointing)
     axes = axes_of(run.context.comms)
-    before = {name: comm.collective_traffic() for name, comm in axes.items()}
-    start, steps = axes["data"].traffic(), 0
-    for batch in run.epoch(0):
+
+    def counts() -> dict[tuple[str, str], Any]:
+        kinds = {(name, kind): each for name, comm in axes.items() for kind, each in comm.collective_traffic().items()}
+        return kinds | {("links", str(link)): each for link, each in axes["data"].traffic().items()}
+
+    before = counts()
+    for number, batch in enumerate(run.epoch(0)):
+        before = counts() if number == first > 0 else before
         run.step(batch)
-        steps += 1
-    assert steps == 2
     found = {}
-    for name, comm in axes.items():
-        for kind, (calls, size) in comm.collective_traffic().items():
-            first = before[name].get(kind, (0, 0))
-            if calls > first[0]:
-                found[name, kind] = (calls - first[0], size - first[1])
-    links = {
-        link: (each.messages - start.get(link, (0, 0))[0], each.bytes - start.get(link, (0, 0))[1])
-        for link, each in axes["data"].traffic().items()
-    }
-    return axes["shard"].rank, found, links
+    for key, (calls, size) in counts().items():
+        start = before.get(key, (0, 0))
+        if calls > start[0]:
+            found[key] = (calls - start[0], size - start[1])
+    return found
 
 
 def predicted(program: StepProgram, steps: int, stage: int = 0) -> dict[tuple[str, str], tuple[int, int]]:
@@ -122,11 +169,11 @@ def test_a_sharded_step_makes_the_collectives_that_the_communicator_counts(
     want = predicted(program_of(task, config), 2)
     # Large tensors are all-to-alls on Gloo, and small ones are read in shared memory.
     assert {kind for _, kind in want} >= {"all_to_all", "shared_memory"}
-    for shard, found, links in worlds.run(ranks, counted, task=task, strategy=strategy, micro_batch=micro_batch):
-        if shard:
-            # The first shard, which the program is of, may have more rows to sum over copies.
-            found["replica", "all_reduce"] = want.get(("replica", "all_reduce"))
-        assert {key: each for key, each in found.items() if each} == want and not links
+    for place, found in enumerate(worlds.run(ranks, counted, task=task, strategy=strategy, micro_batch=micro_batch)):
+        if ("replica", "all_reduce") in want and place % 2:
+            # The first of two shards, which the program is of, may have more rows to sum over copies.
+            found["replica", "all_reduce"] = want["replica", "all_reduce"]
+        assert found == want
 
 
 @pytest.mark.parametrize("stage", [1, 3])
@@ -147,13 +194,59 @@ def test_accelerators_and_ranks_on_several_nodes_share_no_memory(stage: int, tas
 def test_owners_read_the_gradients_that_the_communicator_counts(ranks: int, task: str) -> None:
     program = program_of(task, run("central_storage", ranks, batch_size=BATCH))
     assert bool(program.between_ranks) == (ranks > 1) and not program.collectives
-    for _, found, links in worlds.run(ranks, counted, task=task, strategy="central_storage"):
-        assert not found
-        assert links == {link: (2 * each.messages, 2 * each.bytes) for link, each in program.between_ranks.items()}
+    want = {("links", str(k)): (2 * each.messages, 2 * each.bytes) for k, each in program.between_ranks.items()}
+    assert worlds.run(ranks, counted, task=task, strategy="central_storage") == [want] * ranks
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "checkpointing"),
+    [
+        ("tensor", 2, "none"),
+        ("tensor:least=0", 2, "blocks"),
+        ("tensor:least=0", 3, "none"),
+        ("tensor:least=0,sequence=true", 2, "none"),
+        ("tensor:least=0,sequence=true", 2, "blocks"),
+        ("tensor:least=0,tensor=2", 4, "none"),
+        ("tensor:whole=blocks.1", 2, "none"),
+        ("hybrid:stages=2,tensor=2,least=0,micro_batches=3,cuts=blocks.2", 4, "none"),
+        ("hybrid:stages=2,tensor=2,least=0,micro_batches=3,schedule=gpipe,cuts=blocks.1", 4, "none"),
+        ("hybrid:stages=2,tensor=2,least=0,micro_batches=2,schedule=zero_bubble,cuts=blocks.2", 4, "none"),
+        (
+            "hybrid:stages=2,tensor=2,least=0,micro_batches=2,schedule=interleaved,cuts=blocks.0+blocks.1+blocks.2",
+            4,
+            "none",
+        ),
+        ("hybrid:replicas=2,stages=2,tensor=2,least=0,micro_batches=2,cuts=blocks.1", 8, "none"),
+    ],
+)
+def test_tensor_ranks_make_the_collectives_that_the_communicator_counts(
+    strategy: str, ranks: int, checkpointing: str, words: str
+) -> None:
+    hybrid = strategy.startswith("hybrid")
+    micro_batch = None if hybrid else 4
+    config = run(strategy, ranks, batch_size=BATCH, micro_batch=micro_batch, activation_checkpointing=checkpointing)
+    program = program_of(words, config)
+    # In its first micro-batch zero bubble compares its two halves of a backward with a whole one.
+    first = int("zero_bubble" in strategy)
+    answers = worlds.run(
+        ranks,
+        counted,
+        task=words,
+        strategy=strategy,
+        micro_batch=micro_batch,
+        checkpointing=checkpointing,
+        first=first,
+    )
+    for place, found in enumerate(answers):
+        stage = place // 2 % 2 if hybrid else 0
+        assert {key: each for key, each in found.items() if key[0] in ("tensor", "model")} == predicted(
+            program, 2 - first, stage
+        )
+    assert any(axis == "tensor" for axis, _ in predicted(program, 2))
 
 
 def requests(task: str, strategy: str, optimizer: str) -> Any:
-    run = prepared(task, strategy, None, optimizer)
+    run = prepared(task, strategy, optimizer)
     link = run.gradient_sync._link
     before, told = dict(link.client.traffic), link.facts()
     for batch in run.epoch(0):

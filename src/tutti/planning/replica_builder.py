@@ -300,7 +300,9 @@ class ReplicaBuilder:
         sent = pass_messages(self.facts, self.config.activation_checkpointing, passed, samples, groups)
         if not sent:
             return needs[-1]
-        program.collectives += [replace(each, stage=device, calls=times) for each in sent]
+        for each in sent:
+            one = self._carried(each.kind, self.shape["tensor"], each.bytes, "tensor", shared=False)
+            program.collectives.append(replace(one, stage=device, calls=times))
         seconds = times * message_seconds(self.prices, sent, self.shape["tensor"])
         return self.message(program, seconds, needs, f"{passed} of tensor ranks", device)
 

@@ -85,6 +85,15 @@ def optimizer_mixing(optimizer: str, named: Shapes) -> Mixing:
     return mixing_of(_small_optimizer(optimizer, named))
 
 
+def is_elementwise(optimizer: str) -> bool:
+    """Return whether an optimizer updates each element by itself, so that slices need no messages between ranks.
+
+    Args:
+        optimizer: text of ``--optimizer``.
+    """
+    return optimizer_mixing(optimizer, (("weight", (4, 4)), ("bias", (4,)))) == Mixing()
+
+
 @lru_cache(maxsize=64)
 def optimizer_settings(optimizer: str, named: Shapes) -> int:
     """Return the number of hyperparameters that ranks send to parameter servers in a step.

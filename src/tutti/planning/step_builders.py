@@ -9,14 +9,13 @@ from typing import Any
 import numpy as np
 
 from tutti import parallel
-from tutti.config.layout_config import HybridConfig, LayersConfig, PipelineConfig, TensorConfig
+from tutti.config.layout_config import LayersConfig, PipelineConfig, TensorConfig
 from tutti.config.sync_config import (
     AllReduceConfig,
     CentralConfig,
     LocalSGDConfig,
     ParameterServerConfig,
     RowsConfig,
-    SplitConfig,
 )
 from tutti.config.train_config import TrainConfig
 from tutti.data.contract import BatchContract
@@ -26,7 +25,7 @@ from tutti.planning.pass_prices import PassPrices
 from tutti.planning.pipeline_builder import PipelineBuilder
 from tutti.planning.replica_builder import ReplicaBuilder
 from tutti.planning.scaling_laws import Array
-from tutti.planning.server_builder import ServerBuilder
+from tutti.planning.server_builder import ServerBuilder, is_elementwise
 from tutti.planning.step_facts import StepFacts
 from tutti.planning.step_program import StepProgram
 
@@ -52,7 +51,7 @@ def check_buildable(config: TrainConfig) -> None:
     choice = parallel.parse_strategy(config.strategy)
     where = f"--strategy {config.strategy}"
     exchange = choice.exchange
-    check_split(choice, where)
+    check_split(choice, config)
     if isinstance(exchange, AllReduceConfig) and exchange.algorithm == "shared_memory":
         raise UsageError(
             "sums in shared memory cannot be simulated",
@@ -147,31 +146,41 @@ def slowness(config: TrainConfig, costs: StepCosts, computing: Array) -> Array:
     return costs.slowest(devices, median_draw(computing) / choice.shape(devices)["stage"])
 
 
-def check_split(choice: Any, where: str) -> None:
+def check_split(choice: Any, config: TrainConfig) -> None:
     """Raise UsageError if the program of a model that is split over tensor ranks is not known with these options.
 
     Args:
         choice: the parsed strategy.
-        where: the flag, for the error.
+        config: the run.
     """
-    layout, exchange = choice.layout, choice.exchange
+    layout, shape = choice.layout, choice.shape(int(config.devices))
     if not isinstance(layout, TensorConfig):
         return
-    if layout.tensor != 1:
-        raise UsageError("tensor ranks cannot be simulated yet", where=where, remedy="take --strategy mirrored")
-    if isinstance(exchange, SplitConfig) and exchange.shards > 1:
+    where = f"--strategy {config.strategy}"
+    if shape["shard"] > 1:
         raise UsageError(
             "shards of a model that is split over tensor ranks cannot be simulated",
             where=where,
             why="the rows of slices of its layers are not in the program",
             remedy="leave out shards",
         )
-    if layout.sequence and isinstance(layout, HybridConfig) and layout.stage_ranks != 1:
+    if shape["tensor"] == 1:
+        return
+    if shape["stage"] > 1 and (layout.sequence or config.activation_checkpointing != "none"):
+        part = "sequence" if layout.sequence else "--activation-checkpointing"
         raise UsageError(
-            "sequence parallelism between pipeline stages cannot be simulated",
+            "sequence parallelism and recomputation in pipeline stages that are split over tensor ranks cannot be "
+            "simulated",
             where=where,
-            why="the all-gathers at the ends of the stages are not in the program",
-            remedy="leave out sequence, or take stages=1",
+            why="the all-gathers at the ends of the stages, and those made again in backward, are not in the program",
+            remedy=f"leave out {part}, or take stages=1",
+        )
+    if not is_elementwise(config.optimizer):
+        raise UsageError(
+            f"the update of {config.optimizer.partition(':')[0]} on slices of layers cannot be simulated",
+            where=where,
+            why="it mixes elements of a tensor, and the collectives that it needs are not in the program",
+            remedy="take --optimizer adamw or sgd, or --strategy mirrored",
         )
 
 

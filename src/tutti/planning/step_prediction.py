@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 from torch import nn
 
 from tutti import parallel
-from tutti.config.layout_config import LayersConfig, PipelineConfig
+from tutti.config.layout_config import LayersConfig, PipelineConfig, TensorConfig
 from tutti.config.train_config import TrainConfig
 from tutti.errors import UsageError
 from tutti.parallel.fsdp.fsdp_wrap_policy import wrapped_modules
@@ -26,8 +27,10 @@ from tutti.planning.scaling_laws import Array
 from tutti.planning.step_builders import build_step, check_buildable, rank_micro_batches
 from tutti.planning.step_facts import StageFacts, StepFacts, TensorFacts, crossing_groups
 from tutti.planning.step_program import StepTimes, evaluate_program
+from tutti.planning.tensor_split import TensorSplit
 from tutti.tasks import task_registry
 from tutti.torch_compat import FakeTensorMode
+from tutti.workload.message_log import GroupMessage, MessageLog
 from tutti.workload.workload_file import REST, Workload
 from tutti.workload.workload_trace import TracedModel, trace_workload
 
@@ -106,7 +109,9 @@ class TaskSizes:
         self._config = config
         with FakeTensorMode(allow_non_fake_inputs=True):
             self._model = model_of(self._task, config)
-        self._workloads: dict[tuple[str, ...], Workload] = {}
+        self._workloads: dict[tuple[tuple[str, ...], int], Workload] = {}
+        self._messages: dict[int, Mapping[str, tuple[GroupMessage, ...]]] = {}
+        self._splits: dict[Hashable, TensorSplit] = {}
         self._steps: dict[tuple[Any, ...], StepFacts | UsageError] = {}
         self._memory: dict[str, Facts] = {}
         self._observed: dict[tuple[Any, ...], StagePlan] = {}
@@ -167,45 +172,81 @@ class TaskSizes:
     def _key(config: TrainConfig) -> tuple[Any, ...]:
         """Return all of a run that the modules and stages of its model depend on."""
         choice = parallel.parse_strategy(config.strategy)
-        units = getattr(choice.exchange, "units", ("auto",))
+        units, shape = getattr(choice.exchange, "units", ("auto",)), choice.shape(int(config.devices))
+        split = _split_key(choice.layout, shape["tensor"])
         if not isinstance(choice.layout, PipelineConfig | LayersConfig):
-            return units, 1
-        return units, choice.shape(int(config.devices))["stage"], choice.layout.chunks, choice.layout.cuts
+            return units, 1, split
+        return units, shape["stage"], choice.layout.chunks, choice.layout.begins, split
 
     def _trace(self, config: TrainConfig) -> StepFacts:
         choice, model = parallel.parse_strategy(config.strategy), self._model
+        shape, split = choice.shape(int(config.devices)), self._split(choice.layout, config)
         names = {id(module): name for name, module in model.named_modules()}
         units = getattr(choice.exchange, "units", ("auto",))
         modules = [names[id(module)] for module in wrapped_modules(model, units)]
         partition = None
-        if isinstance(choice.layout, PipelineConfig | LayersConfig):
-            ranks = choice.shape(int(config.devices))["stage"]
-            partition = find_measured_partition(choice.layout, model, ranks, {})
+        if isinstance(choice.layout, PipelineConfig | LayersConfig) and (choice.name != "hybrid" or shape["stage"] > 1):
+            closed = () if split is None else split.closed
+            partition = find_measured_partition(choice.layout, model, shape["stage"], {}, closed)
             calls = [str(node.target) for node in body(partition.graph) if node.op == "call_module"]
             modules = list(dict.fromkeys(calls))
         owners: dict[int, str] = {}
         for name in modules:
             for parameter in model.get_submodule(name).parameters():
                 owners.setdefault(id(parameter), name)
+        local = self._model
+        if split is not None:
+            with FakeTensorMode(allow_non_fake_inputs=True):
+                local = split.build()
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        tensors = tuple(TensorFacts(name, owners.get(id(p), REST), tuple(p.shape), p.dtype) for name, p in named)
         stages = None if partition is None else _stage_facts(partition, model, [name for name, _ in named])
-        still = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
-        frozen = tuple(TensorFacts(name, owners.get(id(p), REST), tuple(p.shape), p.dtype) for name, p in still)
-        return StepFacts(self._workload(tuple(modules), config), tensors, stages, frozen)
+        sizes = dict(local.named_parameters())
+        every = [
+            (p, TensorFacts(name, owners.get(id(p), REST), tuple(sizes[name].shape), p.dtype))
+            for name, p in model.named_parameters()
+        ]
+        tensors = tuple(facts for p, facts in every if p.requires_grad)
+        frozen = tuple(facts for p, facts in every if not p.requires_grad)
+        if split is None:
+            return StepFacts(self._workload(tuple(modules), config), tensors, stages, frozen)
+        whole = self._workload(tuple(modules), config)
+        workload = self._workload(tuple(modules), config, split)
+        return StepFacts(workload, tensors, stages, frozen, self._messages[id(workload)], whole)
 
-    def _workload(self, modules: tuple[str, ...], config: TrainConfig) -> Workload:
-        if modules not in self._workloads:
+    def _split(self, layout: Any, config: TrainConfig) -> TensorSplit | None:
+        """Return the split of the model over tensor ranks, found once for equal options; None for one rank."""
+        ranks = parallel.parse_strategy(config.strategy).shape(int(config.devices))["tensor"]
+        if ranks == 1:
+            return None
+        key = _split_key(layout, ranks)
+        if key not in self._splits:
+            self._splits[key] = TensorSplit(self._task, self._sample, config, layout, ranks)
+        return self._splits[key]
+
+    def _workload(self, modules: tuple[str, ...], config: TrainConfig, split: TensorSplit | None = None) -> Workload:
+        key = modules, 0 if split is None else id(split)
+        if key not in self._workloads:
+            log = None if split is None else MessageLog(split.ranks)
             subject = TracedModel(
                 name=self._name,
-                build=self._task.model,
+                build=self._task.model if split is None else partial(split.build, log),
                 loss=self._task.loss,
                 sample=self._sample,
                 groups=lambda built: [built.get_submodule(name) for name in modules],
                 precision=config.precision,
+                log=log,
             )
-            self._workloads[modules] = trace_workload(subject, choices=self._choices)
-        return self._workloads[modules]
+            real = split is not None and split.parted
+            found = self._workloads[key] = trace_workload(subject, real=real, choices=self._choices)
+            self._messages[id(found)] = {} if log is None else log.lines()
+        return self._workloads[key]
+
+
+def _split_key(layout: Any, ranks: int) -> Hashable:
+    """Return all that the split of a model over tensor ranks depends on; None for one rank."""
+    if ranks == 1 or not isinstance(layout, TensorConfig):
+        return None
+    return ranks, layout.least, layout.whole, layout.plan, layout.sequence
 
 
 def _stage_facts(partition: StagePartition, model: nn.Module, names: Sequence[str]) -> StageFacts:

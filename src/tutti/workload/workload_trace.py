@@ -34,6 +34,7 @@ from tutti.nn.ac_policy import find_units
 from tutti.torch_compat import (
     FakeTensorMode,
     TorchDispatchMode,
+    TorchFunctionDisabled,
     current_autograd_node,
     next_node_sequence,
     node_sequence,
@@ -43,6 +44,7 @@ from tutti.torch_compat import (
 )
 from tutti.types import Batch, LossFn
 from tutti.workload.flop_formulas import OperatorFlop, class_without_flop, count_flop, lacks_formula, operator_name
+from tutti.workload.message_log import MessageLog
 from tutti.workload.workload_file import LOSS, REST, Affine, GroupWork, OperatorWork, PassWork, Workload
 
 FIT, CHECK = (2, 4), 7
@@ -64,6 +66,7 @@ class TracedModel:
         sample: a batch of one sample.
         groups: returns the modules of the model whose parameters are gathered together, the innermost first.
         precision: fp32, bf16, fp16 or fp64.
+        log: records the collectives of a model whose layers are split; None for a whole model.
     """
 
     name: str
@@ -72,6 +75,7 @@ class TracedModel:
     sample: Batch
     groups: Callable[[nn.Module], Sequence[nn.Module]]
     precision: str = "fp32"
+    log: MessageLog | None = None
 
 
 @dataclass
@@ -213,6 +217,8 @@ def _trace(subject: TracedModel, groups: Sequence[str], samples: int, choice: st
         return torch.zeros((samples, *tensor.shape[1:]), dtype=kind) + tensor.to(kind)
 
     narrow = _CAST.get(subject.precision)
+    if subject.log is not None:
+        subject.log.begin(meter.place)
     try:
         with fake:
             batch = map_tensors(subject.sample, more)
@@ -225,6 +231,8 @@ def _trace(subject: TracedModel, groups: Sequence[str], samples: int, choice: st
         raise
     except Exception as error:
         raise _untraceable("the model or its loss cannot be traced" + " on fake tensors" * (not real), error) from error
+    if subject.log is not None:
+        subject.log.keep(choice, samples)
     return meter.counts
 
 
@@ -301,7 +309,10 @@ class _Meter(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        given = kwargs or {}
+        with TorchFunctionDisabled():
+            return self._called(func, args, kwargs or {})
+
+    def _called(self, func: Any, args: tuple[Any, ...], given: Mapping[str, Any]) -> Any:
         if str(func).startswith("prim."):
             return func(*args, **given)
         # Inference mode leaves compound operators whole.
@@ -314,7 +325,7 @@ class _Meter(TorchDispatchMode):
         tensors = [leaf for leaf in tree_leaves((args, given)) if isinstance(leaf, Tensor)]
         results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         keys = {storage_key(tensor) for tensor in tensors}
-        name, part = self._place()
+        name, part = self.place()
         if not self._backward:
             for tensor in results:
                 key = storage_key(tensor)
@@ -344,7 +355,7 @@ class _Meter(TorchDispatchMode):
         if flop.recomputed:
             self.counts.work[name, "recompute", flop.kind].flop += flop.recomputed
 
-    def _place(self) -> tuple[str, str]:
+    def place(self) -> tuple[str, str]:
         """Return group and pass of the operator that is called now."""
         node = current_autograd_node() if self._backward else None
         if not self._backward:
@@ -373,8 +384,10 @@ class _Meter(TorchDispatchMode):
             self._stack.pop()
             self._marks.append((next_node_sequence(), self._stack[-1] if self._stack else LOSS))
             if not self._backward:
-                leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-                self.counts.outputs[name] += sum(map(_bytes, leaves))
+                # A tensor that is split over ranks counts with this rank's slice, and is not gathered for it.
+                with TorchFunctionDisabled():
+                    leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+                    self.counts.outputs[name] += sum(map(_bytes, leaves))
 
         return leave
 

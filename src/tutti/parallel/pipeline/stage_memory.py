@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
@@ -166,7 +166,11 @@ class StagePlan:
 
 
 def find_measured_partition(
-    config: LayersConfig | PipelineConfig, plain: nn.Module, ranks: int, seconds: Mapping[str, float]
+    config: LayersConfig | PipelineConfig,
+    plain: nn.Module,
+    ranks: int,
+    seconds: Mapping[str, float],
+    closed: Collection[str] = (),
 ) -> stage_partition.StagePartition:
     """Partition the model as a run of this layout would if its modules took the given seconds.
 
@@ -175,13 +179,14 @@ def find_measured_partition(
         plain: the whole model.
         ranks: pipeline ranks.
         seconds: seconds of each module's forward, by name; unused where the options name the cuts.
+        closed: names of modules that no cut may go through.
 
     Raises:
         UsageError: the model cannot be cut into that many stages; see ``find_stage_partition``.
     """
     timed = seconds if config.schedule != "one_by_one" and not config.begins else {}
     return stage_partition.find_stage_partition(
-        plain, ranks * config.chunks, config.begins, timed, members=config.modules
+        plain, ranks * config.chunks, config.begins, timed, closed, members=config.modules
     )
 
 

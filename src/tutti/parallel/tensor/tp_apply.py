@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from tutti.comm.broadcast import broadcast_tensors
@@ -89,8 +91,8 @@ class TensorParallelizer:
             self.plan = self._find(plain, run_context)
             between = "; positions between them" if config.sequence else ""
             self._said = {"split": _said(plain, self.plan, self._comm.size) + between}
-        self.parted = bool(self.plan) and (config.sequence or any(entry.role == "scores" for entry in self.plan))
-        self.closed = frozenset(entry.name for entry in self.plan if entry.role == "within")
+        self.parted = is_parted(self.plan, config)
+        self.closed = closed_blocks(self.plan)
 
     def check(self, read: Collection[str]) -> None:
         """Raise UsageError if a parameter that a forward reads outside of its layer would be split.
@@ -114,16 +116,7 @@ class TensorParallelizer:
         if self._comm.size == 1:
             return
         broadcast_tensors(self._comm, _tensors(self._plain), "initial state")
-        names = {id(p): name for name, p in parameters([self._plain])}
-        tied, ranks = other_names([self._plain]), TensorRanks(self._comm)
-        for entry in self.plan:
-            layer = self._plain.get_submodule(entry.name)
-            for key, cut in entry.cuts.items():
-                parameter = module_parameters(layer)[key]
-                if parameter is not None and names[id(parameter)] not in self._specs:
-                    name = names[id(parameter)]
-                    self._specs[name] = self._cut(parameter, cut, tied.get(name, ()))
-            self._become(layer, entry, ranks)
+        self._specs = split_layers(self._plain, self.plan, TensorRanks(self._comm), sequence=self._config.sequence)
 
     def split_parameters(self) -> dict[str, nn.Parameter]:
         """Return the parameters of which this rank has a slice, by name; empty before ``apply`` and with one rank."""
@@ -152,35 +145,101 @@ class TensorParallelizer:
     def _find(self, module: nn.Module, run_context: RunContext) -> list[PlanEntry]:
         """Broadcast the plan that the first rank finds, so that all ranks have the same."""
         comm, config, found = self._comm, self._config, []
-        asked = roles_asked(module, config.styles) if config.plan else None
         if comm.rank == 0:
-            whole = [*config.whole, *read_elsewhere(module, run_context.trial, comm.device)]
-            calls = record_calls(module, blocks_with_arguments(module), run_context.trial, comm.device)
-            finder = PlanFinder(module, comm.size, config.least, whole, comm.device.type == "cpu", calls, asked)
-            # Compiled code takes no split tensors.
-            trial = run_context.trial if run_context.compile is None else None
-            found = [entry.as_json() for entry in add_loss_parallel(module, finder.find(), trial, comm.device)]
+            compiled = run_context.compile is not None
+            plan = find_tp_plan(module, comm.size, config, run_context.trial, comm.device, compiled=compiled)
+            found = [entry.as_json() for entry in plan]
         plan = [PlanEntry.from_json(entry) for entry in comm.broadcast_json(found, 0, "plan of the split")]
-        check_asked(plan, asked or {})
+        check_asked(plan, _asked(module, config))
         return plan
 
-    def _cut(self, parameter: nn.Parameter, cut: TensorCut, tied: tuple[str, ...]) -> ShardSpec:
-        rank, ranks, shape = self._comm.rank, self._comm.size, tuple(parameter.shape)
-        spec = ShardSpec(shape, cut.offset(parameter, rank, ranks), tied, cut.blocks)
-        parameter.grad = None
-        parameter.data = cut.take(parameter.data, rank, ranks).clone()
-        return spec
 
-    def _become(self, layer: nn.Module, entry: PlanEntry, ranks: TensorRanks) -> None:
-        if entry.role == "slow":
-            # PyTorch's fused kernel for evaluation reads the weights and ignores slices.
-            setattr(layer, "use_nested_tensor" if isinstance(layer, nn.TransformerEncoder) else FUSED_ACTIVATION, False)
-            return
-        if entry.role == "row" and isinstance(layer, nn.Linear) and type(layer) is not nn.Linear:
-            return  # the attention computes its output projection itself
-        divide(layer, _KINDS[entry.role], LayerSlice(entry.name, ranks, entry.units, self._config.sequence))
-        if entry.role == "within":
-            run_within(layer, *entry.local)
+def find_tp_plan(
+    module: nn.Module,
+    ranks: int,
+    config: TensorConfig,
+    trial: Callable[..., Any] | None,
+    device: torch.device,
+    *,
+    compiled: bool = False,
+) -> list[PlanEntry]:
+    """Derive the TP plan of a model by computing with its blocks and its loss function. Not collective.
+
+    Args:
+        module: the whole model, with real parameters; it stays as it was.
+        ranks: number of tensor ranks.
+        config: options of tensor parallelism.
+        trial: as ``RunContext.trial``; None where no data is at hand.
+        device: device of the trial.
+        compiled: whether the run compiles the model.
+    """
+    whole = [*config.whole, *read_elsewhere(module, trial, device)]
+    calls = record_calls(module, blocks_with_arguments(module), trial, device)
+    asked = _asked(module, config) if config.plan else None
+    finder = PlanFinder(module, ranks, config.least, whole, device.type == "cpu", calls, asked)
+    # Compiled code takes no split tensors.
+    return add_loss_parallel(module, finder.find(), None if compiled else trial, device)
+
+
+def split_layers(
+    plain: nn.Module, plan: Sequence[PlanEntry], ranks: TensorRanks, *, sequence: bool
+) -> dict[str, ShardSpec]:
+    """Slice the parameters of a model as its TP plan says and convert its layers, in place. Not collective.
+
+    Args:
+        plain: the whole model.
+        plan: entries of the modules that do not stay whole.
+        ranks: collectives of the split layers, with this rank's index and their number.
+        sequence: sequence parallelism between the layers.
+
+    Returns:
+        Position in the whole tensor of each sliced parameter, by name.
+    """
+    names = {id(p): name for name, p in parameters([plain])}
+    tied, specs = other_names([plain]), dict[str, ShardSpec]()
+    for entry in plan:
+        layer = plain.get_submodule(entry.name)
+        for key, cut in entry.cuts.items():
+            parameter = module_parameters(layer)[key]
+            if parameter is not None and names[id(parameter)] not in specs:
+                name = names[id(parameter)]
+                specs[name] = _cut(parameter, cut, ranks, tied.get(name, ()))
+        _become(layer, entry, ranks, sequence)
+    return specs
+
+
+def is_parted(plan: Sequence[PlanEntry], config: TensorConfig) -> bool:
+    """Return whether layers of a plan may return ``SplitTensor``s."""
+    return bool(plan) and (config.sequence or any(entry.role == "scores" for entry in plan))
+
+
+def closed_blocks(plan: Sequence[PlanEntry]) -> frozenset[str]:
+    """Return the names of blocks whose forward runs on a slice, and that must not be traced into."""
+    return frozenset(entry.name for entry in plan if entry.role == "within")
+
+
+def _asked(module: nn.Module, config: TensorConfig) -> dict[str, str]:
+    return roles_asked(module, config.styles) if config.plan else {}
+
+
+def _cut(parameter: nn.Parameter, cut: TensorCut, ranks: TensorRanks, tied: tuple[str, ...]) -> ShardSpec:
+    shape = tuple(parameter.shape)
+    spec = ShardSpec(shape, cut.offset(parameter, ranks.rank, ranks.size), tied, cut.blocks)
+    parameter.grad = None
+    parameter.data = cut.take(parameter.data, ranks.rank, ranks.size).clone()
+    return spec
+
+
+def _become(layer: nn.Module, entry: PlanEntry, ranks: TensorRanks, sequence: bool) -> None:
+    if entry.role == "slow":
+        # PyTorch's fused kernel for evaluation reads the weights and ignores slices.
+        setattr(layer, "use_nested_tensor" if isinstance(layer, nn.TransformerEncoder) else FUSED_ACTIVATION, False)
+        return
+    if entry.role == "row" and isinstance(layer, nn.Linear) and type(layer) is not nn.Linear:
+        return  # the attention computes its output projection itself
+    divide(layer, _KINDS[entry.role], LayerSlice(entry.name, ranks, entry.units, sequence))
+    if entry.role == "within":
+        run_within(layer, *entry.local)
 
 
 def _tensors(module: nn.Module) -> list[Tensor]:

@@ -1,0 +1,65 @@
+"""A task's model split over tensor ranks, of which one is traced: its TP plan, slices and collectives."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from tutti.comm.communicator import Communicator
+from tutti.comm.differentiable import TensorRanks
+from tutti.config.layout_config import TensorConfig
+from tutti.config.train_config import TrainConfig
+from tutti.parallel.tensor.tp_apply import closed_blocks, find_tp_plan, is_parted, split_layers
+from tutti.parallel.tensor.tp_plan_by_hand import check_asked, roles_asked
+from tutti.planning.memory_plan import batch_of, model_of
+from tutti.tasks.task import Task
+from tutti.workload.message_log import MessageLog
+
+
+class TensorSplit:
+    """The split of a model over tensor ranks, as a run on CPUs makes it.
+
+    The plan is found on real tensors, because splits of blocks are proved by computing.
+
+    Args:
+        task: has model and loss.
+        sample: batch of one sample.
+        config: the run.
+        layout: options of tensor parallelism.
+        ranks: number of tensor ranks.
+
+    Attributes:
+        ranks: number of tensor ranks.
+        parted: whether layers return tensors that are split, which fake tensors cannot be.
+        closed: names of blocks that no pipeline cut may go through.
+
+    Raises:
+        UsageError: a plan by hand cannot be carried out.
+    """
+
+    def __init__(self, task: Task, sample: Any, config: TrainConfig, layout: TensorConfig, ranks: int) -> None:
+        self._task, self._layout = task, layout
+        self.ranks = ranks
+        narrow = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(config.precision)
+
+        def trial(model: nn.Module, most: int = 2) -> Any:
+            with torch.autocast("cpu", narrow or torch.bfloat16, enabled=narrow is not None):
+                return task.loss(model, batch_of(sample, most, config))
+
+        model = model_of(task, config)
+        self._plan = find_tp_plan(model, ranks, layout, trial, torch.device("cpu"))
+        check_asked(self._plan, roles_asked(model, layout.styles) if layout.plan else {})
+        self.parted, self.closed = is_parted(self._plan, layout), closed_blocks(self._plan)
+
+    def build(self, log: MessageLog | None = None) -> nn.Module:
+        """Build the model with the slices of the first tensor rank, which has most of every layer.
+
+        Args:
+            log: receives the collectives of its passes; None for a model of which only the sizes are wanted.
+        """
+        model = self._task.model()
+        ranks = TensorRanks(cast(Communicator, log or MessageLog(self.ranks)))
+        split_layers(model, self._plan, ranks, sequence=self._layout.sequence)
+        return model
