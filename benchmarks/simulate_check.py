@@ -22,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,11 @@ STRATEGIES = {
     "sharded:stage=1": 2,
     "sharded:stage=3": 2,
     "pipeline:micro_batches=4": 2,
+    "central_storage": 2,
+    "parameter_server": 2,
+    "parameter_server:mode=async": 2,
+    "tensor": 2,
+    "hybrid:stages=2,tensor=2,micro_batches=4": 4,
 }
 _SKIPPED = 5
 """First steps of a run, which also allocate memory."""
@@ -82,14 +88,28 @@ def _tutti(words: Sequence[str]) -> None:
         raise RuntimeError(f"tutti {' '.join(words)}: {done.stderr[-2000:]}")
 
 
-def wall_round(tasks: Sequence[str], steps: int) -> dict[str, tuple[float, float]]:
+def wall_round(
+    tasks: Sequence[str], steps: int, strategies: Mapping[str, int] = STRATEGIES
+) -> dict[str, tuple[float, float]]:
     """Return predicted and measured seconds of every case, from one measurement of the machine."""
     found = {}
     with tempfile.TemporaryDirectory() as scratch:
         file = Path(scratch) / "machine.json"
-        _tutti(["bench", "device", "links", "collectives", "optimizer", "--ranks", "2", "-o", str(file)])
+        _tutti(
+            [
+                "bench",
+                "device",
+                "links",
+                "collectives",
+                "optimizer",
+                "--ranks",
+                str(max(strategies.values())),
+                "-o",
+                str(file),
+            ]
+        )
         for task in tasks:
-            for strategy, devices in STRATEGIES.items():
+            for strategy, devices in strategies.items():
                 costs = open_machine(str(file), "fp32", None, None)
                 seconds = predicted(task, config_of(strategy, devices), costs)
                 found[f"{task} {strategy}"] = seconds, trained(task, strategy, devices, steps, Path(scratch) / "run")
@@ -165,11 +185,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="How far predictions of tutti simulate are off.")
     parser.add_argument("--clock", choices=("wall", "cpu"), default="wall")
     parser.add_argument("--tasks", default="text,digits")
+    parser.add_argument("--strategies", default="+".join(STRATEGIES), help="with --clock wall: NAME+NAME of the table")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=25)
     parser.add_argument("--save", action="store_true", help="keep results/DATE-simulate-CLOCK.json")
     given = parser.parse_args(argv)
-    play = wall_round if given.clock == "wall" else cpu_round
+    chosen = {name: STRATEGIES[name] for name in given.strategies.split("+")}
+    play = partial(wall_round, strategies=chosen) if given.clock == "wall" else cpu_round
     cases = summary([play(given.tasks.split(","), given.steps) for _ in range(given.rounds)])
     for case, row in cases.items():
         print(f"{case}: measured ÷ predicted {row['ratio']:.2f} (median of {given.rounds})")

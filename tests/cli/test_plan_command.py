@@ -28,7 +28,7 @@ def planned(folder: Path, *words: str) -> dict[str, Any]:
 
 def test_a_plan_from_runs_and_published_hardware(tmp_path: Path) -> None:
     machine = ("--machine", "a100x8", "--precision", "bf16", "--max-devices", "2", "--price", "2")
-    found = planned(write_runs(tmp_path), *machine, "--strategy", "mirrored", "tensor")
+    found = planned(write_runs(tmp_path), *machine, "--strategy", "mirrored", "parameter_server")
     assert {each["devices"] for each in found["plans"]} == {1, 2}
     chosen = found["plans"][found["chosen"]]
     assert "knee" in chosen["marks"] and chosen["lost"] is None
@@ -38,7 +38,7 @@ def test_a_plan_from_runs_and_published_hardware(tmp_path: Path) -> None:
     assert found["searched"] - sum(found["refused"].values()) == len(found["plans"]) == 66
     assert found["evaluated"] == sum(each["evaluated"] for each in found["plans"]) < 66
     assert any("micro_batch" in each["options"] for each in found["plans"])
-    assert any(text.startswith("tensor") for text in found["refused"])
+    assert any(text.startswith("parameter_server") for text in found["refused"])
     assert found["price"]["stated"] and found["guesses"] and any("another machine" in note for note in found["notes"])
     assert all(each["band"] is None and "no band" in each["band_text"] for each in found["plans"])
 

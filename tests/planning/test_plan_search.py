@@ -56,6 +56,8 @@ def test_the_search_finds_what_an_evaluation_of_all_plans_finds(machine: str, ow
     assert [plan.seconds for plan in best] == [plan.seconds for plan in whole]
     assert found.searched == len(found.steps) + sum(found.refused.values()) and found.evaluated < len(found.steps)
     assert any(step.least for step in found.steps)
+    assert {step.family for step in every if step.devices == 4} >= {"tensor", "hybrid", "pipeline", "sharded"}
+    assert {step.family for step in found.steps if step.devices == 4} >= {"tensor", "hybrid"}
 
 
 def fits(step: PlannedStep) -> bool:
@@ -109,6 +111,18 @@ def test_measured_steps_win_and_scale_the_others(own: str) -> None:
     assert "÷ predicted 3.00" in found.rests[0]
     calibrate((), pricer, found)
     assert pricer.evaluate(made(2, 16, "mirrored", 0.0)).seconds == pytest.approx(plain.seconds)
+
+
+def test_stages_and_tensor_ranks_of_hybrid_divide_the_devices() -> None:
+    def meshes(devices: int, *strategies: str) -> set[str]:
+        steps = plan_choices((devices,), (64,), strategies, ("none",))
+        return {step.strategy.replace(",schedule=1f1b", "") for step in steps if "hybrid" in step.strategy}
+
+    both = ("mirrored", "hybrid:schedule=1f1b")
+    assert meshes(8, *both) == {f"hybrid:schedule=1f1b,stages={s},tensor={t}" for s, t in ((2, 2), (2, 4), (4, 2))}
+    assert not meshes(2, "mirrored", "hybrid") and meshes(2, "hybrid") == {"hybrid:stages=1,tensor=2"}
+    fixed = meshes(8, "hybrid:tensor=2,schedule=gpipe")
+    assert fixed == {f"hybrid:tensor=2,schedule=gpipe,stages={stages}" for stages in (2, 4)}
 
 
 def test_options_that_a_strategy_leaves_open_are_searched(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from tests.planning.test_step_prediction import LINK, costs, facts, line, machine, run
+from tests.planning.test_step_prediction import LINK, costs, facts, line, machine, run, split
 from tutti.planning.machine_costs import SAMPLES, MeasuredCosts, Network, open_machine
 from tutti.planning.pass_prices import PassPrices
 from tutti.planning.step_builders import build_step
@@ -46,6 +46,12 @@ PLANS = [
     ("sharded:stage=1", 2, ()),
     ("sharded:stage=2", 2, ()),
     ("sharded:stage=3", 4, ()),
+    ("sharded:stage=2,shards=2", 4, ()),
+    ("tensor", 2, ()),
+    ("tensor:tensor=2", 8, ()),
+    ("hybrid:tensor=2,algorithm=ring", 4, ()),
+    ("hybrid:stages=2,tensor=2,schedule=1f1b", 8, (2, 4)),
+    ("hybrid:stages=2,tensor=2,schedule=zero_bubble", 4, (3, 3)),
     *(
         (f"pipeline:stages={len(sizes) // chunks},schedule={schedule}", len(sizes) // chunks * replicas, sizes)
         for schedule, chunks in (("gpipe", 1), ("1f1b", 1), ("zero_bubble", 1), ("interleaved", 2))
@@ -61,6 +67,7 @@ def test_no_draw_of_a_program_is_below_its_bound(
     strategy: str, devices: int, sizes: tuple[int, ...], overlaps: bool
 ) -> None:
     step = cut(uneven(), *sizes) if sizes else uneven()
+    step = split(step, 2e4) if strategy.startswith(("tensor", "hybrid")) else step
     for micro_batch in (1, 3, 8):
         config = run(strategy, devices, batch_size=8 * devices + 3, micro_batch=micro_batch)
         for prices in (costs(jitter=0.1, between=LINK), open_machine("a100x8", "bf16", None, LINK)):
@@ -76,15 +83,17 @@ def test_no_draw_of_a_program_is_below_its_bound(
 
 
 @pytest.mark.parametrize(
-    "strategy", ["single", "mirrored:algorithm=ring", "sharded:stage=1", "sharded:stage=2", "sharded:stage=3"]
+    "strategy",
+    ["single", "mirrored:algorithm=ring", "sharded:stage=1", "sharded:stage=2", "sharded:stage=3", "tensor"],
 )
 def test_the_bound_is_the_step_where_nothing_overlaps(strategy: str) -> None:
     devices = 1 if strategy == "single" else 2
     config, prices = run(strategy, devices, micro_batch=2), costs()
     prices.overlaps = False
-    known = PassPrices(uneven().workload, prices)
-    seconds = evaluate_program(build_step(uneven(), config, prices, known)[0], SAMPLES).seconds
-    floor = step_floor(uneven(), config, prices, known)
+    step = split(uneven(), 2e4) if strategy == "tensor" else uneven()
+    known = PassPrices(step.workload, prices)
+    seconds = evaluate_program(build_step(step, config, prices, known)[0], SAMPLES).seconds
+    floor = step_floor(step, config, prices, known)
     assert floor is not None and floor.seconds == pytest.approx(seconds)
 
 

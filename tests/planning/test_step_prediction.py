@@ -24,6 +24,7 @@ from tutti.planning.step_facts import StageFacts, StepFacts, TensorFacts
 from tutti.planning.step_prediction import alone_config, gather_sizes, predict_step, step_band
 from tutti.planning.step_program import StepProgram, evaluate_program
 from tutti.workload.machine_file import Curve, CurvePoint, Figure, Machine
+from tutti.workload.message_log import GroupMessage
 from tutti.workload.workload_file import LOSS, REST, Affine, GroupWork, OperatorWork, Workload
 
 RATE, LINK = 1e9, LinkCost(1e-4, 1e8)
@@ -212,6 +213,48 @@ def test_asynchronous_workers_are_bound_by_the_server_that_they_share() -> None:
         prices.overlaps = False
         uneven = seconds_of(step, run(f"parameter_server:mode={mode}", 2), prices)
         assert uneven == pytest.approx(0.0965 * factor, rel=0.05)
+
+
+def split(step: StepFacts, per_sample: float) -> StepFacts:
+    """Let every block make one all-reduce forward and one backward over the tensor ranks."""
+    blocks = [group.name for group in step.workload.groups if group.name not in (REST, LOSS)]
+    each = Affine(0.0, per_sample)
+    sent = [GroupMessage(name, passed, "all_reduce", each) for passed in ("forward", "backward") for name in blocks]
+    return replace(step, messages={"none": tuple(sent)}, whole=step.workload)
+
+
+def test_collectives_of_tensor_ranks_are_exposed_in_both_passes() -> None:
+    step = split(facts(4, elements=1000), 1e4)
+    # 8 samples on each of two data ranks; a device has the work of ``facts``, which counts the slice.
+    message = 2 * LINK.alpha + 8e4 / LINK.beta
+    found = seconds_of(step, run("tensor", 2, batch_size=8), costs())
+    assert found == pytest.approx(0.096 + 8 * message + 4e-6)
+    # In two micro-batches the bytes are the same, and twice as many messages are sent.
+    halves = seconds_of(step, run("tensor", 2, batch_size=8, micro_batch=4), costs())
+    assert halves - found == pytest.approx(8 * 2 * LINK.alpha)
+    # Many micro-batches are one action, and as long.
+    many = program_of(step, run("tensor", 2, batch_size=512, micro_batch=1), costs())
+    assert float(evaluate_program(many, SAMPLES).seconds[0]) == pytest.approx(512 * (0.012 + 8 * (2e-4 + 1e-4)) + 4e-6)
+    assert len(many.actions) < 30 and sum(each.calls for each in many.collectives if each.axis == "tensor") == 512 * 8
+
+
+def test_data_ranks_of_split_replicas_meet_over_the_network() -> None:
+    step = split(facts(1, elements=1_000_000), 0.0)
+    prices = costs(between=LinkCost(0.0, 1e6))
+    vector = 4 * 1_000_000 + 8 * 14
+    found = seconds_of(step, run("tensor:tensor=2", 4, batch_size=16), prices)
+    # Two replicas of a node each: both tensor ranks of a node sum over one link, 2 · (2 - 1)/2 · 4 MB each.
+    assert found == pytest.approx(0.024 + 2 * vector / 1e6 + 2 * 2e-4 + 1e-3, rel=1e-2)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero_bubble"])
+def test_stages_wait_for_the_collectives_of_their_tensor_ranks(schedule: str) -> None:
+    config = run(f"hybrid:stages=2,tensor=2,schedule={schedule},micro_batches=4", 4, batch_size=8)
+    prices = MeasuredCosts(machine(), "fp32", Network(4))
+    plain, sent = (seconds_of(step, config, prices) for step in (facts(2), split(facts(2), 1e4)))
+    message = 2e-4 + 2e4 / LINK.beta
+    # A stage makes 4 forwards and backwards with one message each; the other stage's first and last are waited for.
+    assert plain + 8 * message < sent < plain + 12 * message
 
 
 @pytest.mark.parametrize(("schedule", "chunks"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2)])

@@ -81,7 +81,7 @@ def plan_devices(
     batch_size:
         batches to plan; default: measured ones and doublings
     strategy:
-        strategies to plan; default: mirrored, sharded, pipeline
+        strategies to plan; default: mirrored, sharded, pipeline, tensor, hybrid
     deadline:
         8h, 30m, 90s: most time of training
     budget:

@@ -59,7 +59,7 @@ def simulate_step(
     machine:
         machine.json of tutti bench, or a chip and devices a node: a100x8
     strategy:
-        single, mirrored, sharded, pipeline or model_parallel, with options
+        any strategy of tutti train, with options
     devices:
         devices of the run
     sweep:
@@ -137,9 +137,9 @@ def simulate_step(
     sizes, cut = None, None
     for count in counts:
         config = run_of(count)
-        stages = _stages(config)
-        if sizes is None or stages != cut:
-            sizes, cut = gather_sizes(task, config), stages
+        parts = _parts(config)
+        if sizes is None or parts != cut:
+            sizes, cut = gather_sizes(task, config), parts
         prediction, times = predict_step(task, sizes, config, costs, residuals)
         found.append(prediction)
         if timeline is not None:
@@ -158,10 +158,12 @@ def simulate_step(
     return ExitCode.DONE
 
 
-def _stages(config: TrainConfig) -> int:
+def _parts(config: TrainConfig) -> tuple[int, int]:
+    """Return pipeline stages and tensor ranks of a replica, on which its trace depends."""
     from tutti import parallel
 
-    return parallel.parse_strategy(config.strategy).shape(int(config.devices))["stage"]
+    shape = parallel.parse_strategy(config.strategy).shape(int(config.devices))
+    return shape["stage"], shape["tensor"]
 
 
 def _counts(sweep: str | None, devices: int) -> list[int]:

@@ -29,10 +29,13 @@ from tutti.planning.step_floor import step_floor
 from tutti.planning.step_prediction import TaskSizes, step_shares
 from tutti.planning.step_program import evaluate_program
 
-STRATEGIES = ("mirrored", "sharded", "pipeline")
+STRATEGIES = ("mirrored", "sharded", "pipeline", "tensor", "hybrid")
 """Strategies that a plan tries where none is given."""
+_SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero_bubble")
 _MOST_MICRO_BATCHES = 64
 _MOST_STAGES = 64
+_MOST_TENSOR = 8
+"""Tensor ranks of the largest plan: their messages block every layer, and few nodes have more devices."""
 _RUNNERS_UP = 6
 _MOST_EVALUATED = 48
 
@@ -51,14 +54,18 @@ def plan_choices(
     for devices in counts:
         # One device alone has nothing to shard or cut.
         named = [s for s in strategies if devices > 1 or s == strategies[0] or s.startswith(("mirrored", "single"))]
+        # Two devices are one stage or one tensor rank each, which other strategies are.
+        named = [s for s in named if devices > 3 or s != "hybrid" or len(strategies) == 1]
         for text in (text for name in named for text in open_options(name, devices)):
             choice = parallel.parse_strategy(text)
-            ranks = choice.data_ranks(devices)
+            ranks, shape = choice.data_ranks(devices), choice.shape(devices)
+            # The simulator knows no recomputation in pipeline stages that are split over tensor ranks.
+            recomputing = checkpointing[:1] if shape["stage"] > 1 and shape["tensor"] > 1 else checkpointing
             fixed = getattr(choice.layout, "micro_batches", None) is not None
             for batch in (batch for batch in batches if batch >= ranks):
                 share = math.ceil(batch / ranks)
                 for micro_batch in [None] if fixed else _micro_batches(share):
-                    for recomputed in checkpointing:
+                    for recomputed in recomputing:
                         options = (
                             *([("micro_batch", micro_batch)] if micro_batch is not None else []),
                             *([("activation_checkpointing", recomputed)] if recomputed != "none" else []),
@@ -69,12 +76,16 @@ def plan_choices(
 def open_options(text: str, devices: int) -> list[str]:
     """Return texts of ``--strategy`` with every combination of the options to search that ``text`` leaves open.
 
-    Searched are the ZeRO stage of ``sharded``, and number of stages and schedule of ``pipeline``.
+    Searched are the ZeRO stage of ``sharded``, number of stages and schedule of ``pipeline``, number of tensor ranks of
+    ``tensor``, and all of these of ``hybrid``, with several stages of several tensor ranks each.
 
     Args:
         text: as given to ``--strategy``; options in it are kept.
         devices: number of devices, which the stages must divide.
 
+    >>> open_options("hybrid:schedule=1f1b", 8)
+    ['hybrid:schedule=1f1b,stages=2,tensor=2', 'hybrid:schedule=1f1b,stages=2,tensor=4', \
+'hybrid:schedule=1f1b,stages=4,tensor=2']
     >>> open_options("sharded", 4), open_options("pipeline:schedule=gpipe", 4), open_options("mirrored", 4)
     (['sharded:stage=1', 'sharded:stage=2', 'sharded:stage=3'], ['pipeline:schedule=gpipe,stages=2', \
 'pipeline:schedule=gpipe,stages=4'], ['mirrored'])
@@ -86,11 +97,20 @@ def open_options(text: str, devices: int) -> list[str]:
     if name == "sharded":
         searched = {"stage": ("1", "2", "3")}
     elif name == "pipeline":
-        searched = {"stages": extents or ("1",), "schedule": ("1f1b", "gpipe", "interleaved", "zero_bubble")}
+        searched = {"stages": extents or ("1",), "schedule": _SCHEDULES}
+    elif name == "tensor":
+        searched = {"tensor": [extent for extent in extents if int(extent) <= _MOST_TENSOR] or ("1",)}
+    elif name == "hybrid":
+        several = [extent for extent in extents if int(extent) <= _MOST_TENSOR] or ("1",)
+        searched = {"stages": extents or ("1",), "tensor": several, "schedule": _SCHEDULES}
     found = [dict(given.options)]
     for option, values in searched.items():
         if option not in given.options:
             found = [{**each, option: value} for each in found for value in values]
+    if name == "hybrid" and "/" not in given.options.get("stages", ""):
+        fitting = [each for each in found if devices % (int(each["stages"]) * int(each["tensor"])) == 0]
+        alone = {"stages": "1", "tensor": several[-1], **given.options}
+        found = fitting or [alone]
     texts = [
         ":".join([given.name, *([",".join(f"{k}={v}" for k, v in each.items())] if each else [])]) for each in found
     ]

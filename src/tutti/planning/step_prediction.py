@@ -163,7 +163,8 @@ class TaskSizes:
         choice, facts = parallel.parse_strategy(config.strategy), self.memory(config)
         if choice.shape(int(config.devices))["stage"] == 1:
             return plan_memory(facts, config).total
-        key = (*self._key(config), config.activation_checkpointing)
+        # The parts of a stage on its tensor ranks count as even ones.
+        key = (*self._key(config)[:-1], config.activation_checkpointing)
         if key not in self._observed:
             self._observed[key] = observe_stages(self._name, config, {})
         return max(plan.total for plan in plan_stage_memory(facts, self._observed[key], config))
@@ -374,12 +375,14 @@ def alone_config(config: TrainConfig) -> TrainConfig:
 
 
 def note_partition(choice: Any, costs: StepCosts) -> None:
-    """Add the assumptions about the stages of a pipeline to the guesses of ``costs``; none for other strategies.
+    """Add the assumptions about stages and split layers to the guesses of ``costs``; none for whole replicas.
 
     Args:
         choice: the parsed strategy.
         costs: prices, whose ``note`` is called.
     """
+    if isinstance(choice.layout, TensorConfig) and choice.layout.tensor != 1:
+        costs.note("layers are split as in a run on CPUs, which also splits attention with dropout")
     if isinstance(choice.layout, PipelineConfig | LayersConfig):
         costs.note("work outside of the modules between which the pipeline is cut is spread evenly over the stages")
         if not choice.layout.begins:
