@@ -54,7 +54,14 @@ def by_hand(count: int) -> dict[str, list[float]]:
 
 
 def script(
-    folder: str, second: bool, change: str = "", text: bool = False, count: int = 20, stop: int = 0, **options: Any
+    folder: str,
+    second: bool,
+    change: str = "",
+    text: bool = False,
+    count: int = 20,
+    stop: int = 0,
+    foreach: bool | None = None,
+    **options: Any,
 ) -> Any:
     """Half of the epochs and a save, or the rest of them after ``restore``."""
     lr, batch = NEW if second else OLD
@@ -62,7 +69,7 @@ def script(
     net = model()
     optimizer: Any = f"sgd:lr={lr},momentum=0.9"
     if not text:
-        optimizer = torch.optim.SGD(net.parameters(), lr=lr, momentum=0.9)
+        optimizer = torch.optim.SGD(net.parameters(), lr=lr, momentum=0.9, foreach=foreach)
     try:
         run = tutti.prepare(*(net, optimizer, data(count), loss), workers=3, batch_size=batch, shuffle=False, **options)
         if second:
@@ -76,6 +83,7 @@ def script(
                 run.save(folder)
                 return None
     run.save(folder)
+    assert text or optimizer.param_groups[0]["foreach"] is foreach
     state = {name: tensor.flatten().tolist() for name, tensor in run.state().items()}
     return state, run.clock, run.samples, run.changes
 
@@ -129,6 +137,14 @@ def test_what_is_not_named_is_refused_with_both_values(tmp_path: Path) -> None:
     for more, code, said in REFUSED:
         for got, text in worlds.run(2, script, folder=folder, second=True, **more):
             assert got == code and said in text, text
+
+
+def test_the_choice_of_a_kernel_is_no_change(tmp_path: Path) -> None:
+    """A checkpoint of ``foreach``, ``fused`` or ``capturable`` optimizers is resumed where another kernel is used."""
+    folder = str(tmp_path / "a")
+    worlds.run(2, script, folder=folder, second=False, foreach=True)
+    for _, clock, _, changes in worlds.run(2, script, folder=folder, second=True, foreach=False, lr=0.1, batch=8):
+        assert (clock, changes) == (12, [])
 
 
 def test_a_batch_does_not_change_within_an_epoch(tmp_path: Path) -> None:

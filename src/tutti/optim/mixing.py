@@ -28,7 +28,8 @@ _LATER = (11, 24, 49, 99, 199)
 """Steps after which small tensors are compared again: an optimizer may start to mix after a warm-up."""
 _TOLERANCE = 1e-11
 _LARGEST, _LARGE = 160, 8
-_IMPLEMENTATION = ("fused", "foreach", "capturable")
+IMPLEMENTATION_OPTIONS = ("fused", "foreach", "capturable")
+"""Options of PyTorch's optimizers that choose a kernel and not the update."""
 
 
 @dataclass(frozen=True)
@@ -173,7 +174,7 @@ def _groups(optimizer: Optimizer) -> list[_Group]:
     found: dict[str, tuple[dict[str, Any], set[tuple[int, ...]]]] = {}
     for group in optimizer.param_groups:
         settings = {k: (float(v) if _is_number_tensor(v) else v) for k, v in settings_of(group).items()}
-        for name in _IMPLEMENTATION:
+        for name in IMPLEMENTATION_OPTIONS:
             # Implementations of the same update that do not suit small CPU tensors.
             if settings.get(name):
                 settings[name] = False
@@ -248,7 +249,7 @@ def _loss() -> Any:
 
 
 def _off(optimizer: Optimizer) -> dict[str, Any]:
-    return {name: False for name in _IMPLEMENTATION if optimizer.defaults.get(name)}
+    return {name: False for name in IMPLEMENTATION_OPTIONS if optimizer.defaults.get(name)}
 
 
 def _same(

@@ -12,6 +12,7 @@ from tutti.config.named_changes import BETWEEN_EPOCHS, NamedChanges, SettingDiff
 from tutti.config.optimizer_config import ImportedOptimizerConfig, OptimizerChoice
 from tutti.data.epochs import EarlierEpochs
 from tutti.errors import CheckpointError, UsageError
+from tutti.optim.mixing import IMPLEMENTATION_OPTIONS
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -48,10 +49,10 @@ def optimizer_settings(trainer: Sequence[Optimizer] | OptimizerChoice) -> list[d
 
 
 def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a group that JSON can hold; others are not compared."""
+    """Return the settings of a group that JSON can hold; others, and the choice of a kernel, are not compared."""
     kept = {}
     for key, value in group.items():
-        if key in ("params", "param_names"):
+        if key in ("params", "param_names", *IMPLEMENTATION_OPTIONS):
             continue
         number = value.item() if hasattr(value, "item") and getattr(value, "numel", lambda: 1)() == 1 else value
         try:

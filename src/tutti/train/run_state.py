@@ -16,6 +16,7 @@ from tutti.checkpoint.json_codec import decode_json, encode_json
 from tutti.config.named_changes import NamedChanges
 from tutti.errors import CheckpointError, UsageError
 from tutti.launcher import context
+from tutti.optim.mixing import IMPLEMENTATION_OPTIONS
 from tutti.optim.several import members_of
 from tutti.train.run_checkpoints import Checkpoints
 
@@ -114,11 +115,11 @@ def restore_run(run: Run, saved: Mapping[str, Any], named: NamedChanges) -> dict
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return a parameter group's settings that JSON can hold, such as the learning rate that a scheduler has set.
 
-    Other values are left out; the script sets them again.
+    Other values, and the choice of a kernel, which another device may not have, are left out: the script sets them.
     """
     kept = {}
     for key, value in group.items():
-        if key != "params":
+        if key not in ("params", *IMPLEMENTATION_OPTIONS):
             try:
                 kept[key] = encode_json(value.item() if isinstance(value, Tensor) else value, key)
             except (UsageError, RuntimeError):
@@ -134,7 +135,7 @@ def _set(optimizer: Optimizer, settings: list[dict[str, Any]], named: NamedChang
         )
     for group, saved in zip(optimizer.param_groups, settings, strict=True):
         for key, value in saved.items():
-            if named.covers(key):
+            if named.covers(key) or key in IMPLEMENTATION_OPTIONS:
                 continue
             if isinstance(group.get(key), Tensor):
                 group[key].fill_(value)
