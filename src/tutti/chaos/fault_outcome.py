@@ -85,7 +85,10 @@ class Report:
 
     @property
     def goodput(self) -> float:
-        """Fraction of useful steps: steps of the run ÷ steps executed, in (0, 1]; 1 if no step was executed."""
+        """Fraction of useful steps, in (0, 1]: steps of the run ÷ steps executed, repeated ones included.
+
+        1 if no step was executed.
+        """
         return self.steps / self.executed if self.executed else 1.0
 
     @property

@@ -25,7 +25,7 @@ def noise(
     svg: Path | None = None,
     as_json: Annotated[bool, Parameter(name="--json", negative="", show_default=False)] = False,
 ) -> int:
-    """Say how large a batch is worth it.
+    """Estimate the critical batch size from the gradient noise of runs: beyond it a larger batch saves few steps.
 
     Example: tutti noise runs/digits-20261123-101500
 
@@ -34,7 +34,7 @@ def noise(
     Parameters
     ----------
     adam:
-        the noise of Adam's preconditioned gradient counts
+        take the noise of Adam's preconditioned gradient instead of the plain gradient's
     last:
         share of the measured steps that count, from the end
     recipe:

@@ -234,8 +234,8 @@ class Communicator:
         """All-gather equal slices (n,) of the ranks into ``whole`` (size · n,), in rank order. Collective; blocks.
 
         Args:
-            whole: (size · n,), overwritten; a communicator of one rank leaves it as it is.
-            mine: (n,), this rank's slice; may be a view of its place in ``whole``.
+            whole: (size · n,), overwritten. With one rank nothing is copied.
+            mine: (n,), this rank's slice; may be a view of its place in ``whole``; with one rank it is ``whole``.
             text: names the call in error messages.
         """
         if self._small is not None and self._small.takes(mine):

@@ -150,13 +150,16 @@ class Feed:
         return self.contract.workers == 1 and len(self.contract.micro_batches(samples)) == 1
 
     def dummy_micro_batch(self, batch: Batch, clock: int, worker: int, last: bool = True) -> MicroBatch:
-        """Make a dummy micro-batch: 0 samples, weight 0; it keeps this rank's collectives aligned with other ranks'.
+        """Make a dummy micro-batch for a rank that has none left in a step while other ranks still compute.
+
+        The model runs on ``batch``, so that the collectives of its forward and backward meet those of the other ranks;
+        the gradient has weight 0, and no sample is counted.
 
         Args:
-            batch: the samples to compute on.
+            batch: real samples, whose values do not matter.
             clock: the global step, which keys the random draws.
-            worker: the logical worker.
-            last: whether it is the worker's last micro-batch in this step.
+            worker: index of the logical worker, from 0.
+            last: whether it is the worker's last micro-batch in this step, after which its gradients are complete.
         """
         return MicroBatch(worker, 0, batch, 0, 0.0, mix(self.seed, clock, worker, 0), last)
 

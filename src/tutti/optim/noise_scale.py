@@ -161,7 +161,7 @@ class NoiseAverage:
         return NoiseBand(scale, *ratio_band((t, s), covariance, steps - 1))
 
     def state(self) -> dict[str, float | list[float]]:
-        """Return ``weight``, ``squares`` and ``sums`` by name, for a checkpoint."""
+        """Return the running averages for a checkpoint, by attribute name: ``weight``, ``squares`` and ``sums``."""
         return {"weight": self.weight, "squares": self.squares, "sums": list(self.sums)}
 
     def load(self, saved: Mapping[str, float | list[float]]) -> None:

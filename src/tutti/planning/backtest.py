@@ -63,10 +63,12 @@ class BacktestResult:
     checked: list[tuple[Asked, CheckedPrediction]] = field(default_factory=list)
 
     def scores(self) -> dict[str, dict[str, CellScores]]:
-        """Return the errors of all predictions in units of their spread, by cell and then by set of measurements.
+        """Return |ln(measured ÷ predicted)| ÷ spread of all predictions, by cell and then by set of measurements.
 
-        A cell names what predictions rest on and how far they extrapolate, such as ``one measured row, at most 2 ×``.
-        The package ships such scores (``conformal_band.write_residuals``).
+        The spread is the standard deviation that the prediction claimed for its logarithm. A cell names what
+        predictions rest on and how far they extrapolate, such as ``one measured row, at most 2 ×``; a set is one
+        published source. The quantiles of these scores are the widths of the bands of later predictions
+        (split-conformal), and are shipped with the package (``conformal_band.write_residuals``).
         """
         return collect_scores(one for _, one in self.checked)
 

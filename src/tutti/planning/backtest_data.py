@@ -123,7 +123,7 @@ class _Curve:
 
 
 def metric_by_epoch(rows: Sequence[TableRow]) -> Iterator[Asked]:
-    """Predict the samples to levels of a metric at larger batches from the noise at the smallest one, by workload.
+    """Predict how many samples larger batches need to reach a level of a metric, from the noise at the smallest batch.
 
     A step at batch B makes the progress of (φ + B_0)/(φ + B) of its samples, φ being the noise scale then
     (McCandlish et al. 2018, arXiv 1812.06162; Qiao et al., OSDI 2021, arXiv 2008.12260, eq. 7). `grad_var` is the
@@ -133,7 +133,8 @@ def metric_by_epoch(rows: Sequence[TableRow]) -> Iterator[Asked]:
         rows: of tables of the kind ``metric by epoch``.
 
     Yields:
-        Predictions beside their measurements, by group and protocol; without any, the reason.
+        For each workload and each protocol (zero-shot, anchored, extrapolated) the predictions beside their
+        measurements, or the reason why there are none.
     """
     for group, same in grouped(rows, lambda row: row.label("workload") or NOT_STATED.format("workload")).items():
         yield Asked(group, ZERO_SHOT, reason=_OTHER_TARGET)

@@ -64,13 +64,13 @@ def fit_law(law: ScalingLaw, inputs: Inputs, seconds: Array, independent: float 
 
     Args:
         law: the law; its prior comes from `law.centre` and `law.spread`.
-        inputs: one array a name, one element a measurement.
+        inputs: an array for each variable of the law, with one element a measurement.
         seconds: measured, positive; may be empty, where the prior is the answer.
-        independent: largest number of measurements that count as independent; `OTHER_SETS` where they are of other sets
-            than the predicted one, and so say less about it.
+        independent: number of independent measurements as which all of them weigh at most: more are weighted down.
+            `OTHER_SETS` for measurements of another source than the one to predict, which say less about it.
 
     Returns:
-        The fitted law. Its covariance is (JᵀJ)⁻¹ at the optimum, prior included.
+        The fitted law. The covariance of its log constants is (JᵀJ)⁻¹ at the optimum, prior included.
     """
     from scipy.optimize import least_squares
 

@@ -64,13 +64,14 @@ class Facts:
 
 
 def model_facts(name: str, config: TrainConfig) -> Facts:
-    """Compute a model's sizes from shapes alone, on fake tensors, without allocation or computation.
+    """Return the bytes of a task's parameters, buffers, optimizer state and activations before any split over devices.
 
-    Only activations are computed with few real samples if the model or its loss reads values.
+    They come from shapes, on fake tensors: nothing is allocated or computed. The exception are the activations of a
+    model or loss that depends on values (``.item()``, boolean indexing): they are measured on a few real samples.
 
     Args:
         name: name of the task.
-        config: the run, with a number of devices.
+        config: the run: model, batch, precision, optimizer, strategy, and a number of devices.
     """
     task = task_registry.load_task(name, data=config.data, model=config.model, augment=config.augment)
     choice = parallel.parse_strategy(config.strategy)

@@ -361,14 +361,17 @@ def prepared(
     warn: Callable[[str], None] | None = None,
     callbacks: Sequence[Any] = (),
 ) -> Run:
-    """Call ``prepare_run`` with the options of the configuration, for the task's data and loss function. Collective.
+    """Place a task's model on this rank's device and return a run that is ready for its first step. Collective.
+
+    As ``tutti.prepare`` does for a script: broadcasts the initial weights, splits the model as the strategy says, and
+    makes optimizer and data, all with the options of the configuration.
 
     Args:
         task: the task, for its data and loss function.
-        model: the task's model.
+        model: the task's model, changed in place where the strategy splits it.
         config: the resolved configuration.
         world: all ranks.
-        warn: receives warnings about the run's mistakes and lost ranks; None for Python's ``warnings`` and stderr.
+        warn: receives warnings, such as those of lost ranks; None for Python's ``warnings`` and stderr.
         callbacks: the task's callbacks; none where a run is prepared only to be measured.
     """
     options = RunOptions(

@@ -193,10 +193,11 @@ class SharedReducer:
                 self._comm.count(source, self._comm.rank, bucket.gradients.nbytes)
 
     def squares(self) -> list[float]:
-        """Return one number, the squared L2 norm of the reduced gradients over all ranks' parts of the sum.
+        """Return the squared L2 norm of the summed gradients, as a list of one number that is equal on all data ranks.
 
-        Parameters that another rank of the replica counts are left out. ``finish`` has computed the number along with
-        the sums.
+        Not collective: ``finish`` has computed the number along with the sums. Other reducers return a number for each
+        parameter. Parameters that two ranks of a pipeline or a tensor-parallel replica hold are counted on one of them;
+        the caller adds up the numbers of the replica's ranks.
         """
         return [self._square]
 

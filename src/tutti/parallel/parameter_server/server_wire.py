@@ -91,7 +91,9 @@ class Terms:
 
 
 def read_header(frames: Sequence[memoryview], terms: Terms, client: int) -> MessageHeader:
-    """Return the header of a request, after checking identifiers and every length against ``terms``.
+    """Return the header of a request to a server, after checking run, layout, client, worker and every length.
+
+    The tensors themselves are not decoded.
 
     Args:
         frames: the message without its address: header, floats, tensors or blob.
