@@ -292,7 +292,7 @@ def numbers_for(device: torch.device, numbers: Sequence[float], dtype: torch.dty
 
 
 def current_stream(device: torch.device) -> torch.Stream:
-    """Return the stream on which this thread's kernels for ``device`` run; kernels of one stream run in order."""
+    """Return the stream on which this thread's kernels for an accelerator run; kernels of one stream run in order."""
     import torch
 
     return torch.accelerator.current_stream(device)

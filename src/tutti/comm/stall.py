@@ -263,11 +263,12 @@ class StallInspector:
 
 
 def is_complete(call: Call, waiting: Mapping[int, Call]) -> bool:
-    """Return whether a call can complete: each of its ranks waits in it, or has started to send its part.
+    """Return whether no rank holds a call up: each of its ranks waits in an equal call, or has begun to send its part.
 
     Args:
         call: the call.
-        waiting: for each global rank the call in which it waits now; must have all ranks of ``call``.
+        waiting: for each global rank, all ranks of ``call`` among them, the call in which it waits now. ``sent`` of
+            that call lists the texts of transfers that the rank has begun.
     """
     return all(waiting[rank] == call or call.text in waiting[rank].sent for rank in call.ranks)
 

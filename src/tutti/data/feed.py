@@ -101,15 +101,16 @@ class Feed:
         Args:
             batch: this rank's samples, in worker order.
             clock: the global step: steps taken before this one; keys the random draws.
-            samples: samples in the global batch. If ``batch`` has a size of the caller's own, any number that is equal
-                on all ranks, since the gradient synchronisation divides by the true count.
+            samples: samples in the global batch. For a batch that the script made itself, of any size, a number that is
+                equal on all ranks suffices, since the gradient synchronisation divides by the true count.
             over: ``step`` if a gradient is the mean over the global batch, ``worker`` if over the worker's share.
-            scale: the loss scale.
-            noise: standard deviation of the random weights on samples' losses.
+            scale: the loss scale of fp16, a factor on the weight of each micro-batch's loss.
+            noise: standard deviation of the random weights, of mean 1, on the losses of samples; 0 for none.
 
         Returns:
-            (worker, its micro-batches) for each worker of this rank. In reproducible mode a rank that does not begin
-            a worker that it shares has an entry for each micro-batch.
+            (worker, its micro-batches) for each worker of this rank, to be run in this order. Where several ranks share
+            a worker in reproducible mode, ranks that hold its later micro-batches have an entry (worker, [micro-batch])
+            for each of them, because the summation tree needs their gradients one by one.
         """
         work = []
         first, single = self._first_micro(samples, length(batch)), self.is_single(samples)

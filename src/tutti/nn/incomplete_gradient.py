@@ -147,7 +147,7 @@ def is_cleared(gradient: Tensor | None) -> bool:
 
 
 def is_zeroed(gradient: Tensor | None) -> bool:
-    """Whether this ``.grad`` is a placeholder of ``conceal`` that a script has zeroed in place."""
+    """Whether a script has zeroed in place the placeholder that ``conceal`` set; False for None and real gradients."""
     return isinstance(gradient, IncompleteGradient) and gradient.zeroed
 
 

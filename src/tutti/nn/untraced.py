@@ -39,7 +39,7 @@ class Untraced:
         self._versions = [(name, b, tensor_version(b), b.clone()) for name, b in model.named_buffers() if not b.is_meta]
 
     def undo(self) -> list[str]:
-        """Restore attributes, parameters and buffers as they were when this object was made.
+        """Restore the attributes, parameters and buffers that the modules had when this object was made.
 
         Returns:
             Dotted names of the attributes and tensors that had changed.

@@ -135,7 +135,9 @@ class StepCosts(Protocol):
         """
 
     def slowest(self, ranks: int, seconds: float) -> Array:
-        """Return the factor by which the slowest of ``ranks`` ranks computes longer than the typical one: (SAMPLES,).
+        """Return the time of the slowest of ``ranks`` ranks ÷ that of a typical rank, at least 1: (SAMPLES,).
+
+        One element for each Monte Carlo draw of the costs.
 
         Args:
             ranks: number of ranks that wait for each other.
@@ -304,7 +306,9 @@ class MeasuredCosts:
         return curve_seconds(self.machine.curve(name), size) * self._draw(name)
 
     def slowest(self, ranks: int, seconds: float) -> Array:
-        """Return the factor on computing of the slowest of ``ranks`` ranks, from the measured jitter, for each draw.
+        """Return the time of the slowest of ``ranks`` ranks ÷ that of a typical rank, from the measured jitter.
+
+        (SAMPLES,), one element for each Monte Carlo draw of the costs, at least 1.
 
         Args:
             ranks: number of ranks that wait for each other.
@@ -524,13 +528,13 @@ class PublishedCosts:
         return np.full(SAMPLES, cost.alpha + size / cost.beta)
 
     def slowest(self, ranks: int, seconds: float) -> Array:
-        """Return the factor on computing of the slowest of ``ranks`` ranks, for each draw: (SAMPLES,).
+        """Return the time of the slowest of ``ranks`` ranks ÷ that of a typical rank, at least 1: (SAMPLES,).
 
-        Ranks are assumed to vary by 2 %.
+        One element for each Monte Carlo draw of the costs. A rank's time has an assumed standard deviation of 2 %.
 
         Args:
             ranks: number of ranks that wait for each other.
-            seconds: unused.
+            seconds: unused, because the assumed deviation is relative; see ``StepCosts.slowest``.
         """
         if ranks < 2:
             return np.ones(SAMPLES)

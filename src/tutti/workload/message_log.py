@@ -87,11 +87,11 @@ class MessageLog:
         self.place, self._calls = place, []
 
     def keep(self, choice: str, samples: int) -> None:
-        """Keep the calls since ``begin`` as a trace.
+        """Store the collectives recorded since ``begin`` as one traced forward and backward, for ``lines``.
 
         Args:
-            choice: activation checkpointing of the trace.
-            samples: number of samples of the trace.
+            choice: kind of activation checkpointing that the trace was made with, such as ``none`` or ``full``.
+            samples: number of samples in the traced micro-batch; two traces or more of each choice make a line.
         """
         self._traces.setdefault(choice, []).append((samples, self._calls))
 
