@@ -11,7 +11,7 @@ import tutti
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--epochs", type=int, default=5)
-parser.add_argument("--checkpoint", default="lightning")
+parser.add_argument("--checkpoints", default="checkpoints")
 arguments = parser.parse_args()
 
 BATCH = 96
@@ -43,17 +43,20 @@ model = Classifier()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=20, gamma=0.8)
 run = tutti.prepare(
-    *(model, optimizer, training, score),
+    model,
+    optimizer,
+    training,
+    score,
     workers=6,
     batch_size=BATCH,
     clip=1.0,
     scheduler=scheduler,
 )
-run.restore(arguments.checkpoint)
+run.restore(arguments.checkpoints)
 for epoch in run.epochs(arguments.epochs):
     losses = [run.step(batch) for batch in run.epoch(epoch)]
     seen = run.evaluate(held_out)
     if tutti.rank() == 0:
         print(f"epoch {epoch}: loss {sum(losses) / len(losses):.6f}, held out {seen.loss:.6f}", end=", ")
         print(f"accuracy {seen.metrics['accuracy']:.4f} of {seen.samples}")
-    run.save(arguments.checkpoint)
+    run.save(arguments.checkpoints)
