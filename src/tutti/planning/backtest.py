@@ -50,11 +50,16 @@ JsonRow = dict[str, object]
 class BacktestResult:
     """Predictions of a back-test beside their measurements, and their errors.
 
+    A cell is a class of predictions with the same basis and a similar extrapolation distance, named for example ``one
+    measured row, at most 2 ×``.
+
     Attributes:
-        rows: errors of each table's kind, group and protocol, as `make backtest JSON=1` prints them.
-        cells: of each cell the number of independent series, the coverage, its expected interval, the median width.
+        rows: for each kind of table, group and protocol the number of predictions and their errors, as `make backtest
+            JSON=1` prints them.
+        cells: for each cell the number of independent series, the fraction of measurements within the 90 % bands, the
+            interval expected for it, and the median width of the bands.
         refused: groups and protocols without a prediction, with the reason; tables that were not used.
-        checked: every prediction beside its measurement.
+        checked: every prediction with its measurement, and the group and protocol that it belongs to.
     """
 
     rows: list[JsonRow] = field(default_factory=list)
@@ -63,26 +68,31 @@ class BacktestResult:
     checked: list[tuple[Asked, CheckedPrediction]] = field(default_factory=list)
 
     def scores(self) -> dict[str, dict[str, CellScores]]:
-        """Return |ln(measured ÷ predicted)| ÷ spread of all predictions, by cell and then by set of measurements.
+        """Return the errors of all predictions in units of their own predicted standard deviations.
 
-        The spread is the standard deviation that the prediction claimed for its logarithm. A cell names what
-        predictions rest on and how far they extrapolate, such as ``one measured row, at most 2 ×``; a set is one
-        published source. The quantiles of these scores are the widths of the bands of later predictions
+        An error is |ln(measured ÷ predicted)|; it is divided by the standard deviation σ that the prediction states for
+        the logarithm, as √(σ² + 0.03²). The quantiles of these scores are the widths of the bands of later predictions
         (split-conformal), and are shipped with the package (``conformal_band.write_residuals``).
+
+        Returns:
+            Scores by cell (predictions with one basis and a similar extrapolation distance, named for example ``one
+            measured row, at most 2 ×``) and then by published source; each has at most 60 quantiles, and the number of
+            independent series.
         """
         return collect_scores(one for _, one in self.checked)
 
 
 def run_backtest(folder: Path, shipped: Residuals | None = None) -> BacktestResult:
-    """Predict parts of published tables of measurements from their other parts, and score the predictions.
+    """Predict one part of each published table of measurements from the rest of it, and score the predictions.
 
     Args:
         folder: CSV and TSV files, also in subfolders; the kind of a table is recognised by its columns.
-        shipped: scores of other sets that bands may rest on; by default those of the package.
+        shipped: scores of earlier predictions, by cell (predictions of one basis and a similar extrapolation distance)
+            and source, on which bands may rest besides this back-test's own; None for those that ship with the package.
 
     Returns:
-        Predictions, their errors, and the coverage of their bands. A table that cannot be used is in `refused` with the
-        reason; nothing is raised for one.
+        Predictions, their errors, and the fraction of measurements inside their bands. A table that cannot be used is
+        in `refused` with the reason; nothing is raised for one.
     """
     result = BacktestResult()
     tables = read_tables(folder)

@@ -23,17 +23,18 @@ _LEVELS = (0.5, 0.75, 0.95)
 
 
 def data_to_target(rows: Sequence[TableRow]) -> Iterator[Asked]:
-    """Predict the data that a larger batch needs to the target from smaller batches, by benchmark.
+    """Predict how much data training with a larger batch needs to a target metric, from runs with smaller batches.
 
-    Rounds of a benchmark change its target and its unit, so each is a series. Within one, values more than 20 times
-    from the median are in another unit (epochs, samples) and are left out by count. *Anchored* sees the smallest batch
-    of a round, *extrapolated* all batches of at most half the predicted one.
+    The law E(B) = E_min(1 + B/B_crit) is fitted to the smallest batch of a benchmark round (*anchored*), or to all
+    batches of at most half, or an eighth, of the predicted one (*extrapolated*). Rounds are separate series, because
+    target and unit change between them. Values more than 20 times from a round's median are in another unit (epochs,
+    samples) and are left out.
 
     Args:
         rows: of tables of the kind ``data to target``.
 
     Yields:
-        Predictions beside their measurements, by group and protocol; without any, the reason.
+        For each benchmark and protocol a list of predictions, each with its measurement; where it is empty, the reason.
     """
     for group, same in grouped(rows, lambda row: row.label("bench", "seq") or NOT_STATED.format("benchmark")).items():
         anchored, half, eighth = Asked(group, ANCHORED), Asked(group, EXTRAPOLATED), Asked(group, _FAR)
@@ -103,7 +104,10 @@ class _Curve:
         self.ratio = np.array([row.number("grad_var") / row.number("grad_sqr") for row in ordered])
 
     def reached(self, level: float) -> float:
-        """Return the samples at which the best metric so far reaches a level, between epochs in proportion."""
+        """Return after how many training samples the best metric so far passes a level; NaN where it never does.
+
+        Between two epochs it is interpolated linearly.
+        """
         best = np.maximum.accumulate(self.metric)
         place = int(np.searchsorted(best, level))
         if place >= len(best):
@@ -114,7 +118,12 @@ class _Curve:
         return float(self.samples[place - 1] + share * (self.samples[place] - self.samples[place - 1]))
 
     def noise(self, samples: float, factor: float) -> tuple[Array, Array]:
-        """Return samples of each epoch up to a point, and B_simple in samples of each."""
+        """Return the samples of each epoch up to a point of training, and the gradient noise scale B_simple of each.
+
+        Args:
+            samples: where the last epoch is cut off.
+            factor: batch size, by which the measured ratio of gradient variance to squared norm is multiplied.
+        """
         ends = np.minimum(self.samples, samples)
         spent = np.diff(ends, prepend=0.0)
         known = self.ratio[np.isfinite(self.ratio)]
@@ -123,18 +132,19 @@ class _Curve:
 
 
 def metric_by_epoch(rows: Sequence[TableRow]) -> Iterator[Asked]:
-    """Predict how many samples larger batches need to reach a level of a metric, from the noise at the smallest batch.
+    """Predict how many samples larger batches need to reach a level of a metric, from the smallest batch's noise.
 
-    A step at batch B makes the progress of (φ + B_0)/(φ + B) of its samples, φ being the noise scale then
-    (McCandlish et al. 2018, arXiv 1812.06162; Qiao et al., OSDI 2021, arXiv 2008.12260, eq. 7). `grad_var` is the
-    variance of the gradient of the smallest batch B_0, so φ = B_0 · grad_var / grad_sqr.
+    A step at batch B makes the progress of (φ + B_0)/(φ + B) of its samples, φ being the gradient noise scale at that
+    time (McCandlish et al. 2018, arXiv 1812.06162; Qiao et al., OSDI 2021, arXiv 2008.12260, eq. 7). `grad_var` is the
+    variance of the gradient of the smallest batch B_0, so φ = B_0 · grad_var / grad_sqr. *Anchored* sees the run of the
+    smallest batch alone, *extrapolated* also one of another batch.
 
     Args:
         rows: of tables of the kind ``metric by epoch``.
 
     Yields:
-        For each workload and each protocol (zero-shot, anchored, extrapolated) the predictions beside their
-        measurements, or the reason why there are none.
+        For each workload and each protocol (zero-shot, anchored, extrapolated) a list of predictions, each with its
+        measurement; where it is empty, the reason.
     """
     for group, same in grouped(rows, lambda row: row.label("workload") or NOT_STATED.format("workload")).items():
         yield Asked(group, ZERO_SHOT, reason=_OTHER_TARGET)

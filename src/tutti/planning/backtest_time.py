@@ -112,16 +112,16 @@ def _fit_and_ask(
 
 
 def all_reduce(rows: Sequence[TableRow]) -> Iterator[Asked]:
-    """Predict the seconds of all-reduces over more ranks from those over fewer, by hardware.
+    """Predict the seconds of all-reduces over more ranks from those over fewer, separately for each hardware.
 
     The law of a ring all-reduce is fitted to the measurements of the fewest ranks (*anchored*), or of up to N ranks to
     predict 2 N and more (*extrapolated*).
 
     Args:
-        rows: of tables of the kind ``all-reduce``.
+        rows: of tables of the kind ``all-reduce``: ranks, message size in bytes, seconds, hardware.
 
     Yields:
-        Predictions beside their measurements, by group and protocol; without any, the reason.
+        For each hardware and protocol a list of predictions, each with its measurement; where it is empty, the reason.
     """
     for group, same in grouped(rows, lambda row: row.label("hardware") or "hardware not stated").items():
         seconds = np.array([row.number("out_of_place", row.number("in_place")) for row in same])
@@ -146,16 +146,19 @@ def all_reduce(rows: Sequence[TableRow]) -> Iterator[Asked]:
 
 
 def small_cluster(rows: Sequence[TableRow]) -> Iterator[Asked]:
-    """Predict the seconds of data-parallel steps on more replicas from those on fewer, by workload and GPU.
+    """Predict the seconds of data-parallel steps on more replicas from those on fewer, for each workload and GPU.
 
-    *Anchored, other workloads' network* sees other workloads of the table on all replicas, and of the one that is asked
-    for its smallest rows: what these say once the cluster's network is known.
+    A law of computing and of rings within and between nodes is fitted to the fewest replicas (*anchored*), or to up to
+    N replicas to predict 2 N and more (*extrapolated*). *Anchored, other workloads' network* takes the network's
+    constants from the other workloads of the table, and only the computing from the predicted workload's fewest
+    replicas.
 
     Args:
-        rows: of tables of the kind ``small cluster``.
+        rows: of tables of the kind ``small cluster``: replicas, seconds of a step, and where stated nodes and local
+            batch.
 
     Yields:
-        Predictions beside their measurements, by group and protocol; without any, the reason.
+        For each workload and protocol a list of predictions, each with its measurement; where it is empty, the reason.
     """
     groups = grouped(rows, lambda row: row.label("workload", "hardware") or NOT_STATED.format("workload"))
     steps = {group: _steps(same) for group, same in groups.items()}
@@ -215,15 +218,17 @@ def _with_network(others: Sequence[Array]) -> ScalingLaw:
 
 
 def iteration_by_grid(rows: Sequence[TableRow]) -> Iterator[Asked]:
-    """Predict the seconds of iterations of GPTs on more devices of a host from those on fewer.
+    """Predict the seconds of training iterations of GPTs on more devices of one host from those on fewer.
 
-    The layouts are grids of data, tensor and pipeline parallelism.
+    The devices are split into data, tensor and pipeline parallelism. A law of computing, collectives and pipeline
+    bubbles is fitted to the fewest devices (*anchored*), or to up to N devices to predict 2 N and more
+    (*extrapolated*).
 
     Args:
-        rows: of tables of the kind ``iteration by grid``.
+        rows: of tables of the kind ``iteration by grid``: model shape, batch, degrees of parallelism, seconds.
 
     Yields:
-        Predictions beside their measurements, by group and protocol; without any, the reason.
+        For each hardware and protocol a list of predictions, each with its measurement; where it is empty, the reason.
     """
     roles = {"tensor": "tp", "data": "dp", "pipeline": "pp", "micro_batch": "micro_batch", "hidden": "hidden"}
     roles |= {"layers": "layers", "seq_len": "seq_len", "global_batch": "global_batch"}
@@ -307,12 +312,16 @@ class _Job:
         return float(one)
 
     def utilisation(self) -> float:
-        """Return the FLOP/s a device, from the shape or else as the table prints it; NaN where neither is known."""
+        """Return the job's hardware FLOP/s a device, from the model's shape or else as the table prints it, or NaN."""
         shape = self.flops / self.seconds
         return shape if math.isfinite(shape) else self.row.number("tflops_per_device") * 1e12
 
     def columns(self, shaped: bool = True) -> dict[str, float]:
-        """Return the inputs of `ANCHORED_LAW` for this row; without a known shape, computing is as the tokens."""
+        """Return this job as a row of inputs of the law `ANCHORED_LAW`, by name of the input.
+
+        Args:
+            shaped: count FLOP from the model's shape; False: let computing be proportional to the tokens.
+        """
         number = self.row.number
         wire = re.search(r"([\d.]+)\s*G(b|B)(?:it)?/?p?s", self.row.text.get("interconnect", ""))
         per_node = number("per_node", 8.0)
@@ -375,13 +384,18 @@ def _middle(same: Sequence[_Job]) -> _Job:
 
 
 def published_jobs(rows: Sequence[TableRow]) -> Iterator[Asked]:
-    """Predict throughput of published training jobs, in device-seconds a sample, by set and hardware.
+    """Predict the throughput of published training jobs, as device-seconds for each sample.
+
+    *Zero-shot* predicts from other sources' utilisation of the same chip; *anchored* from the job of the same model and
+    sequence length on the fewest devices, or of another sequence length; *extrapolated* from one on at most half the
+    devices. The scaling law is fitted to the other sources.
 
     Args:
-        rows: of tables of the kind ``published jobs``.
+        rows: of tables of the kind ``published jobs``: one job a row, with its model, hardware, devices and throughput.
 
     Yields:
-        Predictions beside their measurements, by group and protocol; without any, the reason.
+        For each source and hardware, and each protocol, a list of predictions with their measurements; where it is
+        empty, the reason.
     """
     every = list(map(_Job, rows))
     jobs = [job for job in every if math.isfinite(job.seconds)]
@@ -468,13 +482,19 @@ def _zero_shot(group: str, members: Sequence[_Job], fitted: FittedLaw, anchors: 
 
 
 def utilisation_anchors(rows: Sequence[TableRow]) -> list[HardwareAnchor]:
-    """Return the utilisation (hardware FLOP/s over peak) that published jobs reached, from jobs whose model is known.
+    """Summarise the utilisation (hardware FLOP/s over the chip's dense peak) that published training jobs reached.
+
+    Jobs of the same chip, memory, class of precision and published source (column ``set``, such as a paper or a
+    vendor's table) become one anchor. It has the median utilisation of its jobs, and the standard deviation of the
+    logarithms. A job counts if its hardware FLOP/s follow from the number of parameters or the shape of its model and
+    from its throughput, or if the table states TFLOP/s for each device. Chips and precisions without a known peak are
+    left out.
 
     Args:
-        rows: of tables of the kind ``published jobs``.
+        rows: of tables of the kind ``published jobs``, one job a row.
 
     Returns:
-        One anchor for each chip, memory, precision and published set.
+        One anchor for each (chip, memory, precision, source), in the order of first appearance; its `source` is empty.
     """
     jobs = [job for job in map(_Job, rows) if math.isfinite(job.utilisation())]
     found = []
@@ -497,13 +517,16 @@ def utilisation_anchors(rows: Sequence[TableRow]) -> list[HardwareAnchor]:
 
 
 def scaling_law(rows: Sequence[TableRow]) -> Iterator[Asked]:
-    """Predict the final loss of the tenth of the training runs with most FLOP from the other runs.
+    """Predict the final loss of the tenth of the training runs with most training FLOP from the other runs.
+
+    The law L = E + A/N^α + B/D^β is fitted to the smaller runs. At least 20 runs are needed.
 
     Args:
         rows: of tables of the kind ``scaling law``: model size, training FLOP and loss of a run.
 
     Yields:
-        Predictions beside their measurements, by group and protocol; without any, the reason.
+        For each protocol (zero-shot, anchored, extrapolated) a list of predictions, each with its measurement; where it
+        is empty, as always for the first two, the reason.
     """
     flop = np.array([row.number("training_flop") for row in rows])
     inputs = {"parameters": np.array([row.number("model_size") for row in rows]), "flop": flop}

@@ -34,13 +34,14 @@ class CheckedPrediction:
     """One prediction beside its measurement.
 
     Attributes:
-        set_name: the set whose scores must not band it.
-        basis: what the prediction rests on.
-        distance: times more devices, or samples a batch, than were measured.
+        set_name: published source of the measurement; errors of the same source are not used for this prediction's
+            band.
+        basis: what the prediction rests on, such as ``one measured row``.
+        distance: size that is predicted (devices, or samples of a batch) over the largest measured one.
         series: measurements that share it are not independent.
         predicted: in the measurement's unit.
-        sigma: spread of the predicted logarithm over draws of the constants.
-        measured: the truth.
+        sigma: standard deviation of the predicted value's natural logarithm, over random draws of the law's constants.
+        measured: the measured value.
     """
 
     set_name: str
@@ -53,26 +54,28 @@ class CheckedPrediction:
 
     @property
     def cell(self) -> str:
-        """Name of the cell in which the prediction is scored: its basis and distance class, with a comma between.
+        """Name of the class of similar predictions with which this prediction is scored.
 
-        Predictions of one cell are alike enough that the errors of some tell how far others may be off.
+        For example ``one measured row, at most 2 ×``. It joins the basis of the prediction and the class of its
+        extrapolation distance with a comma. The errors of some predictions of a class tell how far the others may be
+        off.
         """
         near = self.basis in FEW_POINTS and self.distance < 4
         return f"{self.basis}, {distance_class(4.0 if near else self.distance)}"
 
     @property
     def width(self) -> float:
-        """Spread in units of which the error is scored: hypot(σ, 0.03), of the logarithm."""
+        """Unit in which the prediction's error is scored: √(σ² + 0.03²), for its standard deviation σ of the log."""
         return float(np.hypot(self.sigma, _FLOOR))
 
     @property
     def score(self) -> float:
-        """Error |log(measured / predicted)| in units of ``width``."""
+        """Error |ln(measured ÷ predicted)| of the prediction, in units of its own predicted deviation ``width``."""
         return float(abs(np.log(self.measured / self.predicted)) / self.width)
 
 
 def distance_class(distance: float) -> str:
-    """Return the class of an extrapolation distance, one of three texts.
+    """Return the class of an extrapolation distance: ``at most 2 ×``, ``at most 4 ×`` or ``more than 4 ×``.
 
     Args:
         distance: size that is predicted (devices, samples of a batch) over the largest measured one.
@@ -86,7 +89,12 @@ def distance_class(distance: float) -> str:
 
 @dataclass(frozen=True)
 class CellScores:
-    """Scores of one set in one cell: quantiles that stand for all of them, and how many series they come from."""
+    """Scores (errors in units of predicted standard deviations) of one published source among similar predictions.
+
+    Attributes:
+        scores: at most 60 quantiles, which stand for all scores.
+        series: number of independent series that they come from.
+    """
 
     scores: tuple[float, ...]
     series: int
@@ -97,9 +105,16 @@ Residuals = Mapping[str, Mapping[str, CellScores]]
 
 
 def collect_scores(checked: Iterable[CheckedPrediction]) -> dict[str, dict[str, CellScores]]:
-    """Return the scores of predictions, by cell and then by set of measurements.
+    """Summarise the scores of predictions: errors in units of their own predicted standard deviations, as quantiles.
 
-    Each series (measurements that are not independent) of a set has the same weight in the set's quantiles.
+    Each series (measurements that are not independent) of a source has the same weight in the source's quantiles.
+
+    Args:
+        checked: predictions with their measurements.
+
+    Returns:
+        At most 60 quantiles of the scores and the number of series, by cell (``CheckedPrediction.cell``) and then by
+        published source (``CheckedPrediction.set_name``).
     """
     by: dict[tuple[str, str], dict[str, list[float]]] = {}
     for one in checked:
@@ -118,16 +133,19 @@ def collect_scores(checked: Iterable[CheckedPrediction]) -> dict[str, dict[str, 
 
 
 def band_factor(residuals: Residuals, cell: str, set_name: str) -> float | None:
-    """Return q of the bands exp(±q·width) around a cell's predictions; None where too little was checked.
+    """Return q of the 90 % bands exp(±q·width) around predictions, from the errors of earlier, similar predictions.
 
-    q is the 90 % quantile, corrected for few series, of the scores in the cell of all sets but one. Sets weigh
-    as the square root of their series, so that one large set does not speak for all. Too little is a cell of fewer than
-    30 series, or one with fewer than 9 series or 2 sets beside the named set.
+    A cell holds predictions of one basis and a similar extrapolation distance. q is the 90 % quantile, corrected for
+    few series, of the scores in the cell, those of the named source left out. Sources weigh as the square root of their
+    number of series, so that one large source does not speak for all.
 
     Args:
-        residuals: scores by cell, then by set.
-        cell: basis and distance class of the prediction (``CheckedPrediction.cell``).
-        set_name: the set that is predicted, whose scores are left out; empty for a prediction of no set.
+        residuals: scores (errors in units of ``CheckedPrediction.width``) by cell, then by published source.
+        cell: name of the prediction's cell (``CheckedPrediction.cell``).
+        set_name: source that is predicted, whose scores are left out; empty for a prediction of no source.
+
+    Returns:
+        q; None where the cell has fewer than 30 series, or fewer than 9 series or 2 sources besides the named one.
     """
     others = {name: scores for name, scores in residuals.get(cell, {}).items() if name != set_name}
     count = sum(scores.series for scores in others.values())
@@ -162,7 +180,12 @@ def binomial_interval(count: int, share: float = LEVEL) -> tuple[float, float]:
 
 
 def read_residuals(text: str) -> dict[str, dict[str, CellScores]]:
-    """Parse scores from the JSON text that `write_residuals` returns; by cell, then by set."""
+    """Parse scores of checked predictions from the JSON text that `write_residuals` returns.
+
+    Returns:
+        Scores (errors in units of predicted standard deviations) by cell (predictions of one basis and a similar
+        extrapolation distance), then by published source.
+    """
     stored = json.loads(text)["cells"]
     return {
         cell: {name: CellScores(tuple(each["scores"]), int(each["series"])) for name, each in sets.items()}
@@ -171,7 +194,12 @@ def read_residuals(text: str) -> dict[str, dict[str, CellScores]]:
 
 
 def write_residuals(residuals: Residuals) -> str:
-    """Return scores by cell and set as JSON text, in the form of the package's ``residuals.json``."""
+    """Return scores of checked predictions as JSON text, in the form of the package's ``residuals.json``.
+
+    Args:
+        residuals: scores (errors in units of predicted standard deviations) by cell (predictions of one basis and a
+            similar extrapolation distance), then by published source.
+    """
     cells = {
         cell: {name: {"series": each.series, "scores": list(each.scores)} for name, each in sorted(sets.items())}
         for cell, sets in sorted(residuals.items())
@@ -180,9 +208,13 @@ def write_residuals(residuals: Residuals) -> str:
 
 
 def shipped_residuals() -> dict[str, dict[str, CellScores]]:
-    """Return the scores that ship with the package, by cell and then by set of measurements.
+    """Return the scores of checked predictions that ship with the package, from which bands are derived.
 
-    `make backtest` has made them from published measurements. Empty if the file is missing.
+    `make backtest` has made them from published measurements.
+
+    Returns:
+        Scores (errors in units of predicted standard deviations) by cell (predictions of one basis and a similar
+        extrapolation distance), then by published source; empty if the file is missing.
     """
     path = resources.files("tutti.planning") / "residuals.json"
     return read_residuals(path.read_text(encoding="utf-8")) if path.is_file() else {}

@@ -23,15 +23,15 @@ _RECORD = "train again with --noise-every, such as tutti train TASK --workers 8 
 
 @dataclass(frozen=True)
 class NoiseEvidence:
-    """What one run says of the critical batch.
+    """What one run says of the critical batch size.
 
     Attributes:
         path: the run directory.
         batch: samples in a global batch.
-        estimates: the noise estimates of its measured steps that count, in order.
+        estimates: gradient noise estimates of the run's last measured steps, in order.
         scaled: those of Adam's preconditioned gradient.
         target: metric and value of ``--until``; None without it.
-        samples: samples to the target; None if it was not reached.
+        samples: training samples until the target was reached; None if it was not.
     """
 
     path: Path
@@ -44,15 +44,15 @@ class NoiseEvidence:
 
 @dataclass(frozen=True)
 class CriticalBatch:
-    """A critical batch, with its band and basis.
+    """A critical batch size (at which training needs twice the least data to the target), with its band and basis.
 
     Attributes:
         noise: simple noise scale over all runs; None if none was measured.
-        scaled: that of Adam's preconditioned gradient; None if none was measured.
+        scaled: noise scale of Adam's preconditioned gradient; None if none was measured.
         batches: measured (batch, samples to the target, runs), by batch.
         recipe: posterior of samples to the target; None without a run that reached one.
         band: 5 % and 95 % quantile of the critical batch.
-        critical_batch: the estimate.
+        critical_batch: the estimate in samples.
         basis: what it rests on.
     """
 
@@ -66,11 +66,15 @@ class CriticalBatch:
 
 
 def noise_evidence(path: Path, last: float = 0.5) -> NoiseEvidence:
-    """Read gradient noise, batch and samples to the target from a run directory of ``tutti train``.
+    """Read gradient noise, batch size and samples to the target from a run directory of ``tutti train``.
 
     Args:
         path: the run directory, with ``summary.json`` and ``metrics.jsonl``.
-        last: fraction of the measured steps, counted from the end, whose noise counts.
+        last: fraction of the measured steps, counted from the end, whose noise is kept.
+
+    Returns:
+        The run's evidence; its noise estimates are empty where none was recorded, and its samples None where the target
+        was not reached.
 
     Raises:
         UsageError: it is no finished run directory, or the run diverged.
@@ -95,17 +99,21 @@ def noise_evidence(path: Path, last: float = 0.5) -> NoiseEvidence:
 
 
 def critical_batch(runs: Sequence[NoiseEvidence], optimizer_noise: bool = False) -> CriticalBatch:
-    """Estimate the critical batch, at which the data to a target are twice the least, from runs of one task.
+    """Estimate the critical batch size, at which training needs twice the least data, from runs of one task.
 
-    Without a run that reached a target it is the noise scale with its band. With runs that did, it is the posterior of
-    E(B) = E_min(1 + B/B_crit) with the noise scale as prior (``law_fit.fit_target``).
+    Where no run reached a target, it is the gradient noise scale with its band. Otherwise it is the median of the
+    posterior of B_crit in E(B) = E_min(1 + B/B_crit), fitted to the samples to the target, with the noise scale as
+    prior.
 
     Args:
-        runs: evidence of one or more runs.
+        runs: evidence of one or more runs (``noise_evidence``).
         optimizer_noise: take the noise scale of Adam's preconditioned gradient instead of the simple one.
 
+    Returns:
+        The critical batch in samples, its 5 % and 95 % quantiles, and the data that it rests on.
+
     Raises:
-        UsageError: no run has noise or enough batch sizes with a target, or targets differ.
+        UsageError: no run has noise or enough batch sizes with a target, targets differ, or a run missed its target.
     """
     noise = _band([estimate for run in runs for estimate in run.estimates])
     scaled = _band([estimate for run in runs for estimate in run.scaled])

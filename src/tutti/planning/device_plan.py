@@ -47,12 +47,12 @@ class MeasuredTarget:
 
 @dataclass(frozen=True, eq=False)
 class DataDemand:
-    """Data to the target at one batch size.
+    """Samples that training to the target needs at one batch size.
 
     Attributes:
-        samples: median.
-        draws: of the samples.
-        band: low and high of the 90 % band; None where none was tested.
+        samples: the median.
+        draws: Monte Carlo draws of the samples.
+        band: low and high of the 90 % band; None where such predictions were not tested.
         text: what the figure rests on, and where the band comes from or why there is none.
     """
 
@@ -99,7 +99,7 @@ class TargetData:
 
     @property
     def critical_batch(self) -> tuple[float, float, float] | None:
-        """Median, 5 % and 95 % quantile of the critical batch B_crit in samples, at which the data are twice the least.
+        """Median, 5 % and 95 % quantile of B_crit, the batch in samples at which a target needs twice the least data.
 
         None where one batch alone was measured.
         """
@@ -109,12 +109,17 @@ class TargetData:
         return float(middle), float(low), float(high)
 
     def at(self, batch: int) -> DataDemand:
-        """Return the samples that training to the target needs at a global batch size, with draws and a band.
+        """Return how many samples training needs to reach the target metric, at a global batch size.
 
-        Measured where runs have reached the target at this batch; otherwise from the recipe or the fitted E(B).
+        Measured where runs have reached the target at this batch; otherwise from the recipe or the fitted law E(B) =
+        E_min(1 + B/B_crit).
 
         Args:
             batch: samples in a global batch.
+
+        Returns:
+            Median number of samples, 256 Monte Carlo draws of it, its 90 % band (None where unknown), and its basis in
+            words.
 
         Raises:
             UsageError: no run has reached the target at this batch, and one measured batch says nothing of others.
@@ -159,13 +164,13 @@ class TargetData:
 
 @dataclass(frozen=True, eq=False)
 class PlannedStep:
-    """A step that a plan may take.
+    """A training step with a choice of devices, batch and strategy, and its time.
 
     Attributes:
-        devices, batch, strategy: the choice.
+        devices, batch, strategy: the choice; ``batch`` in samples, ``strategy`` as text of ``--strategy``.
         options: further options of ``tutti train`` that belong to it.
         seconds: of a step, in the median.
-        draws: of the seconds.
+        draws: Monte Carlo draws of the seconds.
         terms: seconds of it by cause (compute, communication, bubble, idling); empty for a measured step.
         basis: what it rests on, in words.
         measured: whether it was measured.
@@ -187,7 +192,7 @@ class PlannedStep:
 
     @property
     def family(self) -> str:
-        """Name of the strategy, without options.
+        """Name of the step's parallel strategy, without its options.
 
         >>> PlannedStep(2, 64, "pipeline:stages=2", 0.1, np.ones(1), {}, "").family
         'pipeline'
@@ -196,7 +201,7 @@ class PlannedStep:
 
     @property
     def label(self) -> str:
-        """Text of the strategy followed by further options as ``name=value``, for tables.
+        """Text of the step's strategy followed by further options as ``name=value``, for tables.
 
         >>> PlannedStep(2, 64, "mirrored", 0.1, np.ones(1), {}, "", options=(("micro_batch", 8),)).label
         'mirrored micro_batch=8'
@@ -206,14 +211,14 @@ class PlannedStep:
 
 @dataclass(frozen=True, eq=False)
 class DevicePlan:
-    """One choice, with its time to the target.
+    """One choice of devices, batch and strategy, with its training time to the target.
 
     Attributes:
         step: the choice and its step.
-        data: to the target at its batch.
+        data: samples to the target at its batch.
         steps: of training, whole ones.
         seconds: of training to the target, without start, evaluations, saves and failures.
-        draws: of the seconds.
+        draws: Monte Carlo draws of the seconds.
         band: low and high of a 90 % band of the seconds; None where none was tested.
         cost: devices · hours · price; None without a price.
     """
@@ -228,12 +233,12 @@ class DevicePlan:
 
     @property
     def devices(self) -> int:
-        """Number of devices."""
+        """Number of devices that the plan trains on."""
         return self.step.devices
 
     @property
     def band_text(self) -> str:
-        """Explanation, in words, of the basis of the time's band, or of its absence."""
+        """Explanation, in words, of what the 90 % band of the plan's training time rests on, or why it has none."""
         if self.band is not None:
             return "90 % band of the data to the target; the step was measured"
         if self.data.band is not None:
@@ -241,27 +246,30 @@ class DevicePlan:
         return "no band: times to a target like this were not checked"
 
     def slow_end(self) -> float:
-        """Return the seconds of training to compare with a deadline: the high end of the band, if there is one.
+        """Return the seconds of training to compare with a deadline: the high end of the plan's 90 % band.
 
-        Without a band, ``seconds``.
+        Without a band, the predicted seconds.
         """
         return self.seconds if self.band is None else self.band[1]
 
     def high_cost(self) -> float | None:
-        """Return the cost of training for ``slow_end`` seconds, in the currency of the price; None without a price."""
+        """Return the plan's cost if training takes as long as the high end of its band, in the currency of the price.
+
+        Without a band it is the cost of the predicted time. None where no price was given.
+        """
         return None if self.cost is None else self.cost * self.slow_end() / self.seconds
 
 
 def device_plans(steps: Sequence[PlannedStep], data: TargetData, price: float | None) -> list[DevicePlan]:
-    """Combine steps with the data to the target into plans: steps, seconds and cost of the training.
+    """Compute for each training step choice how many steps, seconds and how much money training to the target takes.
 
     Args:
-        steps: measured or predicted steps.
+        steps: measured or predicted steps, each with devices, batch and strategy.
         data: samples to the target at any batch.
         price: of one device for an hour; None for no costs.
 
     Returns:
-        A plan for every step, sorted by devices and then by time.
+        A plan for every step, sorted by number of devices and then by seconds of training.
 
     Raises:
         UsageError: the data to the target at a step's batch are unknown.
@@ -286,7 +294,7 @@ def device_plans(steps: Sequence[PlannedStep], data: TargetData, price: float | 
 
 
 def best_by_devices(plans: Sequence[DevicePlan]) -> list[DevicePlan]:
-    """Return the fastest plan for each number of devices, sorted by devices."""
+    """Return the plan with the shortest training time for each number of devices, sorted by number of devices."""
     best: dict[int, DevicePlan] = {}
     for plan in plans:
         if plan.devices not in best or plan.seconds < best[plan.devices].seconds:
@@ -295,14 +303,14 @@ def best_by_devices(plans: Sequence[DevicePlan]) -> list[DevicePlan]:
 
 
 def find_knee(best: Sequence[DevicePlan]) -> DevicePlan | None:
-    """Return the plan of the largest number of devices whose last doubling still bought a factor of ``WORTH`` in time.
+    """Return the plan of the largest number of devices whose last doubling still made training 1.5 × as fast.
 
-    The time of N devices is that of the fastest plan of at most N, so that devices after a bad number do not count as
-    a gain over it. From one entry to the next, log₂(N/N′) doublings must buy ``WORTH`` each. The first entry is the
-    knee if no doubling bought so much.
+    The time of N devices is that of the fastest plan of at most N, so that devices after a bad number do not count as a
+    gain over it. From one entry N′ to the next, N, the time must fall by the factor 1.5 (``WORTH``) to the power of
+    log₂(N/N′). The first entry is the knee if no doubling gained so much.
 
     Args:
-        best: one plan for each number of devices, by devices.
+        best: the fastest plan for each number of devices, sorted by number of devices.
 
     Returns:
         The knee; None for fewer than two numbers of devices, which say nothing about doublings.
@@ -318,24 +326,26 @@ def find_knee(best: Sequence[DevicePlan]) -> DevicePlan | None:
 
 
 def last_gain(best: Sequence[DevicePlan], place: int) -> float | None:
-    """Return by which factor a plan trains faster than the fastest plan on fewer devices; None for the first plan.
+    """Return how many times faster a plan trains than the fastest plan on fewer devices; None for the first plan.
+
+    It is a ratio of training times, above 1 where the plan is faster.
 
     Args:
-        best: one plan for each number of devices, by devices.
+        best: the fastest plan for each number of devices, sorted by number of devices.
         place: index of the plan in ``best``.
     """
     return None if place == 0 else min(plan.seconds for plan in best[:place]) / best[place].seconds
 
 
 def within_limits(plan: DevicePlan, deadline: float | None, budget: float | None) -> bool:
-    """Return whether a plan meets a deadline and a budget even at the slow end of its band.
+    """Return whether a plan meets a deadline and a budget even at the slow end of its 90 % band.
 
     A plan without a band is judged by its predicted time.
 
     Args:
         plan: the plan.
         deadline: seconds of training; None for none.
-        budget: in the currency of the price; None for none.
+        budget: largest cost, in the currency of the price; None for none.
 
     Raises:
         UsageError: a budget without a price.
@@ -351,7 +361,10 @@ def within_limits(plan: DevicePlan, deadline: float | None, budget: float | None
 
 
 def cheapest_plan(plans: Sequence[DevicePlan]) -> DevicePlan:
-    """Return the plan with the fewest device-seconds (devices · time), and the faster of two equal ones."""
+    """Return the plan with the fewest device-seconds (number of devices · seconds of training to the target).
+
+    Of equal plans it is the one with the shortest training.
+    """
     return min(plans, key=lambda plan: (plan.devices * plan.seconds, plan.seconds))
 
 
@@ -361,7 +374,8 @@ class LostReason:
 
     Attributes:
         gap: seconds that it takes longer.
-        term: the term that closes most of the gap if it is replaced by the winner's; empty for a tie.
+        term: cause that closes most of the gap if its seconds are replaced by the winner's, such as ``communication``;
+            empty for a tie.
         closes: seconds that the term closes.
         text: the reason in words.
     """
@@ -373,14 +387,15 @@ class LostReason:
 
     @property
     def tie(self) -> bool:
-        """Whether the difference of the two plans is within the uncertainty, so that no reason is named."""
+        """Whether the training times of the two plans are too close to tell apart, so that no cause is named."""
         return not self.term
 
 
 def may_tie(loser: DevicePlan, winner: DevicePlan) -> bool:
-    """Return whether the times of two plans are too close to tell them apart.
+    """Return whether the training times of two plans are too close to tell them apart.
 
-    That is a difference of at most 1 %, or a loser that is as fast as the winner in 5 % of their paired random draws.
+    They are if the loser takes at most 1 % longer, or if it is at least as fast as the winner in at least 5 % of their
+    paired Monte Carlo draws.
     """
     if loser.seconds - winner.seconds <= _EVEN * winner.seconds:
         return True
@@ -391,8 +406,12 @@ def lost_reason(loser: DevicePlan, winner: DevicePlan) -> LostReason:
     """Explain why ``loser`` takes longer than ``winner``: name the one cause that explains most of the gap.
 
     The loser's terms (samples to the target; compute, communication and so on for each sample) are replaced by the
-    winner's, one at a time; the cause is the term that closes most of the gap. Two plans are a tie if they differ by
-    less than 1 %, or if the loser is as fast in 5 % of the paired random draws.
+    winner's, one at a time; the cause is the term that closes most of the gap. Two plans are a tie if they differ by at
+    most 1 %, or if the loser is as fast in at least 5 % of the paired Monte Carlo draws.
+
+    Returns:
+        The gap in seconds, the cause with the seconds that it explains, and both in words; the cause is empty for a
+        tie.
     """
     gap = loser.seconds - winner.seconds
     if may_tie(loser, winner) and not loser.step.least:

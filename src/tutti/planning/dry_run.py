@@ -30,16 +30,18 @@ _REST = ("gradients", "messages", "average", "activations")
 
 
 def dry_run(task: str, config: TrainConfig, memory: str | None, preload: Sequence[str]) -> int:
-    """Print the predicted memory; if the run fits, launch it, measure one step and print that too.
+    """Print the predicted memory of a device; if the run fits, train on all devices and print the measured memory too.
+
+    Measured is the device that takes most. Nothing is measured where this host has too little free memory.
 
     Args:
         task: name of the task.
         config: the run, with a number of devices.
         memory: memory of a device, such as ``16GB``; None: of this machine's devices.
-        preload: modules that every rank imports.
+        preload: names of modules that every rank's process imports at its start.
 
     Returns:
-        An exit code.
+        The process exit code: 0 where all went well, otherwise that of the failed launch.
 
     Raises:
         UsageError: the run does not fit; the message names the nearest plan that does.

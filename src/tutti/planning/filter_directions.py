@@ -13,17 +13,19 @@ _MASK = (1 << 63) - 1
 
 
 def filter_direction(parameters: Mapping[str, Tensor], seed: int) -> Tensor:
-    """Draw a direction of standard normal numbers and scale each filter to the length of the model's filter.
+    """Draw a random direction in parameter space whose filters have the norms of the model's filters.
 
-    A filter is a row of a weight's first dimension: an output channel of a convolution, an output of a linear layer.
-    Tensors of one dimension (biases, batch norm) do not move.
+    The numbers are standard normal, and each filter is then scaled. A filter is a row of a weight's first dimension: an
+    output channel of a convolution, an output of a linear layer. For tensors of less than two dimensions (biases, batch
+    norm) the direction is zero.
 
     Args:
         parameters: the trained parameters by name.
-        seed: of the draw, which is keyed by name and made on the CPU, so that it is equal on every device.
+        seed: of the random numbers, which depend on the parameter's name too and are made on the CPU, so that they are
+            equal on every device.
 
     Returns:
-        (n,) in the order of ``parameters``, in their dtype.
+        The direction as one CPU vector (n,) of all n elements, in the order of ``parameters`` and in their dtype.
 
     Source: Li et al. 2018, arXiv 1712.09913, §4.
     """

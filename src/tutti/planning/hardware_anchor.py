@@ -30,16 +30,16 @@ prediction."""
 
 @dataclass(frozen=True)
 class HardwareAnchor:
-    """Utilisation that one published set reached on one chip.
+    """Utilisation that the training jobs of one published source reached on one chip in one class of precision.
 
     Attributes:
-        chip: the chip's name without maker, memory and form.
+        chip: the chip's name without maker, memory and form, such as ``A100``.
         memory_gb: memory in GB, 0 where the source does not say.
         precision: class of precision: 8, 16, tf32, 32.
-        utilisation: median hardware FLOP/s over the dense peak.
-        spread: standard deviation of its logarithm over rows.
-        rows: rows of the source.
-        set_name: the set.
+        utilisation: median over the jobs of hardware FLOP/s over the chip's dense peak.
+        spread: standard deviation of its natural logarithm over the jobs.
+        rows: number of jobs, which are rows of the source.
+        set_name: name of the source's set of measurements.
         source: where it was published.
     """
 
@@ -54,11 +54,11 @@ class HardwareAnchor:
 
 
 def chip_of(hardware: str) -> tuple[str, int]:
-    """Parse a hardware name as people write it into chip and memory.
+    """Parse a hardware name as people write it into the chip's name and its memory in GB.
 
     Returns:
-        The chip, such as ``A100``, empty where it is not in the table of peaks; and its memory in GB, 0 where not
-        stated.
+        The chip, such as ``A100``, empty where it is none of V100, P100, T4, A100 and H100; and its memory in GB, 0
+        where not stated or where the chip is unknown.
 
     >>> chip_of("NVIDIA A100-SXM4-80GB (400W)"), chip_of("8x Tesla V100 32 GB"), chip_of("TPU")
     (('A100', 80), ('V100', 32), ('', 0))
@@ -70,9 +70,9 @@ def chip_of(hardware: str) -> tuple[str, int]:
 
 
 def precision_class(precision: str) -> str:
-    """Return the class of a precision's name: ``8``, ``16`` (mixed and half precision), ``tf32`` or ``32`` bits.
+    """Return the width class of a precision's name: ``8``, ``16`` (mixed and half precision), ``tf32`` or ``32``.
 
-    An empty name counts as 32 bits.
+    A name without a sign of another class, also an empty one, counts as 32 bits.
 
     >>> [precision_class(name) for name in ("amp_bf16", "amp_fp8 FP8", "tf32", "fp16", "", "float32")]
     ['16', '8', 'tf32', '16', '32', '32']
@@ -89,40 +89,51 @@ def peak_flops(hardware: str, precision: str) -> float:
     """Return the data sheet's dense peak of a chip in FLOP/s; NaN where the chip or its precision is not known.
 
     Args:
-        hardware: name of the hardware as people write it (``chip_of``).
-        precision: name of the precision (``precision_class``).
+        hardware: name of the hardware as people write it, such as ``NVIDIA A100-SXM4-80GB``.
+        precision: name of the precision, such as ``bf16``, ``amp_fp16`` or ``tf32``.
     """
     return _PEAKS.get(chip_of(hardware)[0], {}).get(precision_class(precision), math.nan) * 1e12
 
 
 @cache
 def shipped_anchors() -> tuple[HardwareAnchor, ...]:
-    """Return the table of utilisations that published jobs reached, as it ships with the package; cached."""
+    """Read the package's table of the utilisation (hardware FLOP/s over dense peak) of published jobs; cached.
+
+    Returns:
+        One entry for each chip, memory, precision and published source, with median utilisation and its spread over the
+        jobs.
+    """
     text = (resources.files("tutti.planning") / "published_hardware.json").read_text(encoding="utf-8")
     return tuple(HardwareAnchor(**row) for row in json.loads(text)["anchors"])
 
 
 def write_anchors(anchors: Sequence[HardwareAnchor]) -> str:
-    """Return utilisations of published jobs as JSON text, in the form of the package's ``published_hardware.json``."""
+    """Return utilisations of published jobs as JSON text, in the form of the package's ``published_hardware.json``.
+
+    Args:
+        anchors: one for each chip, memory, precision and published source.
+    """
     return json.dumps({"version": 1, "anchors": [asdict(each) for each in anchors]}, indent=1) + "\n"
 
 
 def anchored_rate(
     hardware: str, precision: str, anchors: Sequence[HardwareAnchor], without: str
 ) -> tuple[float, float, str]:
-    """Return the hardware FLOP/s that published jobs reach on a chip.
+    """Estimate the hardware FLOP/s that training reaches on a chip, from published training jobs on it.
 
-    It is the peak times the median utilisation of the rows of ``anchors`` with this chip and class of precision;
-    rows with the same memory are preferred.
+    It is the chip's dense peak times the median utilisation over the ``anchors`` of this chip and class of precision;
+    where some of them have the same memory, over these alone.
 
     Args:
-        hardware: the name as it is written.
-        precision: the precision as it is written.
-        anchors: rows to rest on.
-        without: the published set whose own rows must not be used; empty to use all.
+        hardware: name of the hardware as people write it, such as ``A100-80GB``.
+        precision: name of the precision, such as ``bf16``.
+        anchors: utilisations, one for each chip, memory, precision and published source.
+        without: name of a source (`HardwareAnchor.set_name`) whose anchors must not be used, because it is the one to
+            predict; empty to use all.
 
     Returns:
-        The rate, the standard deviation of its logarithm, and an empty text; without a row NaN, NaN and the reason.
+        FLOP/s of one device, the standard deviation of its natural logarithm, and an empty text; where no anchor
+        matches NaN, NaN and the reason in words.
     """
     chip, memory = chip_of(hardware)
     kind = precision_class(precision)

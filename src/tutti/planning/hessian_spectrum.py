@@ -47,16 +47,19 @@ class SpectralDensity:
 
 
 def largest_eigenvalues(product: Product, size: int, count: int, tolerance: float, seed: int) -> list[Eigenvalue]:
-    """Return the algebraically largest eigenvalues, in falling order, by ARPACK's implicitly restarted Lanczos.
+    """Compute the algebraically largest eigenvalues of a symmetric operator by ARPACK's implicitly restarted Lanczos.
 
-    An operator of few dimensions is built whole and diagonalised.
+    An operator of few dimensions (at most 20, or 2 · ``count`` + 1) is built whole and diagonalised.
 
     Args:
-        product: multiplies a vector (size,) by the operator.
+        product: multiplies a vector (size,) by the operator, such as a Hessian.
         size: dimensions of the operator.
         count: number of eigenvalues; all where the operator has fewer.
         tolerance: relative accuracy at which ARPACK stops.
-        seed: of the start vector.
+        seed: of the random start vector.
+
+    Returns:
+        Eigenvalues with their error bounds, in falling order; fewer than ``count`` where ARPACK did not converge.
     """
     from scipy.sparse.linalg import ArpackNoConvergence, LinearOperator, eigsh
 
@@ -121,6 +124,9 @@ def spectral_density(product: Product, size: int, probes: int, steps: int, seed:
         steps: Lanczos steps of each.
         seed: of the random vectors.
 
+    Returns:
+        Eigenvalue estimates with weights that sum to 1, and the trace with its 90 % band.
+
     Source: Hutchinson 1990; Golub & Welsch 1969; Ghorbani, Krishnan, Xiao 2019, arXiv 1901.10159.
     """
     nodes, weights, traces = [], [], []
@@ -145,14 +151,16 @@ def spectral_density(product: Product, size: int, probes: int, steps: int, seed:
 
 
 def smooth_density(density: SpectralDensity, points: int = 300) -> tuple[Vector, Vector]:
-    """Return the density as a curve: (points,) eigenvalues, evenly spaced, and the density at each.
+    """Smooth a spectral density into a curve: each eigenvalue estimate becomes a Gaussian with its weight as area.
 
-    Each node is widened to a Gaussian, whose standard deviation is a hundredth of the spectrum's width (a choice for
-    the eye).
+    The standard deviation is a hundredth of the spectrum's width (a choice for the eye).
 
     Args:
-        density: nodes and weights from ``spectral_density``.
+        density: eigenvalue estimates and weights from ``spectral_density``.
         points: number of points of the curve.
+
+    Returns:
+        (points,) eigenvalues, evenly spaced, and (points,) the density at each.
     """
     width = max((density.highest - density.lowest) / 100, 1e-12)
     grid = np.linspace(density.lowest - 4 * width, density.highest + 4 * width, points)

@@ -41,9 +41,10 @@ _BETWEEN = (-0.5, 1.5)
 
 
 def landscape_rank(task: str, config: TrainConfig, options: LandscapeOptions, folder: Path) -> None:
-    """Measure the loss around a checkpoint on this rank: lines, planes, sharpness and Hessian spectrum. Collective.
+    """Measure the loss around a checkpoint, as one of the ranks: lines, planes, sharpness and Hessian spectrum.
 
-    Rank 0 writes ``landscape.json`` into ``folder``.
+    Collective: it is the main function of every rank of the launch; it initialises and ends the process group. Rank 0
+    directs the measurement and writes ``landscape.json`` into ``folder``.
 
     Args:
         task: name of a built-in task, or ``file.py:function``.

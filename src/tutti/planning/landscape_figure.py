@@ -18,10 +18,10 @@ _SMALLEST = 1e-6
 
 
 def write_landscape_figure(found: Mapping[str, Any], path: Path) -> None:
-    """Draw an SVG with a panel for each part of a loss landscape: lines, planes, spectrum.
+    """Draw an SVG with a panel for each measured part of a loss landscape: Hessian spectrum, lines, and a plane.
 
     Args:
-        found: the content of ``landscape.json``.
+        found: the content of ``landscape.json``; parts that it lacks have no panel.
         path: the SVG to write.
 
     Raises:

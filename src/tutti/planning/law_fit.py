@@ -38,13 +38,14 @@ class FittedLaw:
     rows: int
 
     def predict(self, inputs: Inputs) -> tuple[Array, Array]:
-        """Predict the seconds of measurements from their inputs.
+        """Predict by the fitted law the seconds of further measurements from their inputs.
 
         Args:
-            inputs: an array for each input of the law, by name; all (n,).
+            inputs: an array (n,) for each input of the law by its name, such as ``ranks`` and ``bytes``.
 
         Returns:
-            Predicted seconds (n,), and the standard deviation of their logarithms (n,) over 64 draws of the constants.
+            Predicted seconds (n,), and the standard deviation of their natural logarithms (n,) over 64 random draws of
+            the law's constants from their posterior.
         """
         centre = np.maximum(self.law.seconds(np.exp(self.log_constants), inputs), 1e-300)
         generator = np.random.default_rng(0)
@@ -53,18 +54,18 @@ class FittedLaw:
         return centre, np.log(np.maximum(drawn, 1e-300) / centre).std(axis=0)
 
     def constants(self) -> dict[str, float]:
-        """Return the fitted constants by their names in the law."""
+        """Return the law's fitted constants in SI units by their names, such as ``latency_s``."""
         return dict(zip(self.law.constants, np.exp(self.log_constants).tolist(), strict=True))
 
 
 def fit_law(law: ScalingLaw, inputs: Inputs, seconds: Array, independent: float = _INDEPENDENT) -> FittedLaw:
-    """Fit the constants of a law to measured seconds, with a prior on each constant.
+    """Fit the constants of a law of time to measured seconds, with a normal prior on each constant's logarithm.
 
-    Maximum a posteriori: soft-L1 of log errors, normal priors on log constants.
+    Maximum a posteriori: soft-L1 loss of the errors of log seconds.
 
     Args:
         law: the law; its prior comes from `law.centre` and `law.spread`.
-        inputs: an array for each variable of the law, with one element a measurement.
+        inputs: an array for each input of the law by its name, with one element a measurement.
         seconds: measured, positive; may be empty, where the prior is the answer.
         independent: number of independent measurements as which all of them weigh at most: more are weighted down.
             `OTHER_SETS` for measurements of another source than the one to predict, which say less about it.
@@ -108,10 +109,14 @@ class TargetPosterior:
     seed: float
 
     def predict(self, batch: float) -> tuple[float, float]:
-        """Predict the data to the target at a batch size.
+        """Predict how much data training needs to the target metric at a batch size, by E(B) = E_min(1 + B/B_crit).
+
+        Args:
+            batch: B, samples of a global batch.
 
         Returns:
-            The median, in the unit of the fitted data (samples or epochs), and the standard deviation of its logarithm.
+            The posterior median, in the unit of the fitted data (samples or epochs), and the standard deviation of its
+            natural logarithm.
         """
         logs = np.log(samples_to_target(np.array(batch), np.exp(self.log_least), np.exp(self.log_critical)))
         order = np.argsort(logs)
@@ -129,18 +134,20 @@ _FREEDOM = 3.0
 def fit_target(
     batches: Array, data: Array, runs: Array, noise: float | None = None, noise_spread: float = 0.7
 ) -> TargetPosterior:
-    """Fit E(B) = E_min(1 + B/B_crit) to data to a target at measured batch sizes, on a grid of B_crit.
+    """Fit E(B) = E_min(1 + B/B_crit), the data to a target at batch size B, to measured batch sizes.
 
-    The likelihood is Student's t, since the spread between runs is unknown too; E_min is profiled. Without a noise
-    scale the prior says that people measure at batches well below the critical one: log B_crit ~ N(log 64·max B,
-    1.6²), a guess from published submissions. With one it is log B_crit ~ N(log B_simple, 0.7²).
+    The posterior of B_crit is computed on a grid; E_min is the best fit at each grid point. The likelihood is Student's
+    t, since the spread between runs is unknown too. Without a noise scale the prior says that people measure at batches
+    well below the critical one: log B_crit ~ N(log 64·max B, 1.6²), a guess from published submissions. With one it is
+    log B_crit ~ N(log B_simple, 0.7²).
 
     Args:
-        batches: batch sizes.
-        data: samples, or epochs, to the target at each.
-        runs: runs behind each; two or more count for more than one, with diminishing returns.
-        noise: B_simple in samples, if it was measured.
-        noise_spread: standard deviation of log B_crit given it.
+        batches: (n,) batch sizes in samples.
+        data: (n,) samples, or epochs, that training needed to the target at each.
+        runs: (n,) number of runs that each value comes from; two or more count for more than one, with diminishing
+            returns.
+        noise: measured gradient noise scale B_simple in samples; None if there is none.
+        noise_spread: standard deviation of log B_crit given the noise scale.
     """
     middle = np.log(_CRITICAL_FACTOR * batches.max() if noise is None else noise)
     spread = _CRITICAL_SPREAD if noise is None else noise_spread

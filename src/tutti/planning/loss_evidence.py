@@ -13,12 +13,12 @@ from tutti.metrics.records import read_summary
 
 @dataclass(frozen=True)
 class LossEvidence:
-    """Result of one run.
+    """Model size, data and final loss of one run.
 
     Attributes:
-        path: its directory.
-        parameters: of its model.
-        samples: it was trained on.
+        path: its run directory.
+        parameters: number of parameters of its model.
+        samples: number of samples that it was trained on.
         loss: at its end, held-out where the run has evaluated.
     """
 

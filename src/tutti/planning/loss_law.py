@@ -41,11 +41,14 @@ class LossLaw:
     data_exponent: float
 
     def loss(self, parameters: Array, data: Array) -> Array:
-        """Return the predicted loss of training runs, element by element.
+        """Return the loss that the law L = E + A/N^α + B/D^β predicts for training runs.
 
         Args:
-            parameters: N, number of parameters of each run.
-            data: D, samples or tokens of each run.
+            parameters: N, (n,) number of parameters of each run.
+            data: D, (n,) samples or tokens of each run.
+
+        Returns:
+            (n,) losses.
         """
         size = self.size_factor * parameters**-self.size_exponent if self.size_factor else 0.0
         return np.asarray(self.irreducible + size + self.data_factor * data**-self.data_exponent)
@@ -59,26 +62,30 @@ class FittedLoss:
     draws: tuple[LossLaw, ...]
 
     def interval(self, name: str) -> tuple[float, float]:
-        """Return the 5 % and 95 % quantile of a constant over the bootstrap draws.
+        """Return the 5 % and 95 % quantile of a constant of the law L = E + A/N^α + B/D^β over bootstrap draws.
 
         Args:
-            name: attribute of ``LossLaw``, such as ``irreducible``.
+            name: ``irreducible`` (E), ``size_factor`` (A), ``size_exponent`` (α), ``data_factor`` (B) or
+                ``data_exponent`` (β).
         """
         low, high = np.quantile([getattr(draw, name) for draw in self.draws], [0.05, 0.95])
         return float(low), float(high)
 
 
 def fit_loss(parameters: Array, data: Array, loss: Array, draws: int = _DRAWS, seed: int = 0) -> FittedLoss:
-    """Fit the law of the loss L = E + A/N^α + B/D^β to training runs, with a bootstrap over the runs.
+    """Fit the law of the loss L = E + A/N^α + B/D^β to training runs, and again to bootstrap draws of the runs.
 
     Where all runs have one model size N, the term A/N^α is left out.
 
     Args:
-        parameters: N of each run.
-        data: D of each run, samples or tokens.
-        loss: its loss, above 0.
-        draws: bootstrap draws over runs.
-        seed: of the draws.
+        parameters: (runs,) number of parameters N of each run.
+        data: (runs,) samples or tokens D of each run.
+        loss: (runs,) loss of each run, above 0.
+        draws: number of bootstrap draws (runs drawn with replacement).
+        seed: of the bootstrap.
+
+    Returns:
+        The law with its constants, and one law for each bootstrap draw.
 
     Raises:
         UsageError: fewer runs or fewer different sizes than the law has constants for.
@@ -97,14 +104,14 @@ def fit_loss(parameters: Array, data: Array, loss: Array, draws: int = _DRAWS, s
 
 
 def loss_band(fitted: FittedLoss, spread: float, parameters: Array, data: Array) -> tuple[Array, Array]:
-    """Return low and high (runs,) of the 90 % band of the loss of further runs.
+    """Return low and high end of the 90 % band of the loss of further training runs, each (runs,).
 
-    It covers the laws of the bootstrap draws, each with the spread of a run around its law.
+    It covers the laws fitted to the bootstrap draws, each with the random spread of a run around its law.
 
     Args:
-        fitted: the fit.
-        spread: standard deviation of the logarithm of a run's loss around the law.
-        parameters, data: N and D of the runs.
+        fitted: the law L = E + A/N^α + B/D^β, fitted to runs and to bootstrap draws of them.
+        spread: standard deviation of the natural logarithm of a run's loss around the law.
+        parameters, data: (runs,) number of parameters N and samples or tokens D of the further runs.
     """
     generator = np.random.default_rng(1)
     drawn = np.stack([draw.loss(parameters, data) for draw in fitted.draws for _ in range(8)])
@@ -113,23 +120,25 @@ def loss_band(fitted: FittedLoss, spread: float, parameters: Array, data: Array)
 
 
 def loss_spread(law: LossLaw, parameters: Array, data: Array, loss: Array) -> float:
-    """Return the robust standard deviation, 1.4826 · median of |log(predicted/measured)|, of runs around a law.
+    """Return the robust standard deviation of the logarithm of runs' losses around a law.
+
+    It is 1.4826 times the median of |log(predicted/measured)|.
 
     Args:
-        law: the law.
-        parameters, data, loss: (runs,) N, D and loss of each run.
+        law: the loss law L = E + A/N^α + B/D^β.
+        parameters, data, loss: (runs,) number of parameters N, samples or tokens D, and measured loss of each run.
     """
     return float(1.4826 * np.median(np.abs(np.log(law.loss(parameters, data) / loss))))
 
 
 def largest_tenth(parameters: Array, data: Array) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Split runs into the largest tenth (at least one) by N · D, and all others.
+    """Split training runs into the largest tenth (at least one) and all others, by N · D.
 
     Args:
-        parameters, data: (runs,) N and D of each run.
+        parameters, data: (runs,) number of parameters N and samples or tokens D of each run.
 
     Returns:
-        Indices of the other runs, and indices of the largest ones, each in rising order.
+        Indices of the other runs, and indices of the largest ones, both in rising order of N · D.
     """
     order = np.argsort(parameters * data, kind="stable")
     count = max(1, len(order) // 10)
@@ -137,15 +146,15 @@ def largest_tenth(parameters: Array, data: Array) -> tuple[NDArray[np.int64], ND
 
 
 def larger_run_spread(fitted: FittedLoss, parameters: Array, data: Array, loss: Array) -> float:
-    """Return the standard deviation of the logarithm of a larger run's loss around the law, for `loss_band`.
+    """Estimate how far the losses of larger runs lie from the law: the standard deviation of their logarithms.
 
-    It is the root mean square error of the largest tenth of the runs, predicted from the others, and at least that of
-    the law on its own runs, to which it falls back where the others are too few: larger runs miss a law by more than
-    the runs that it is fitted to.
+    It is the root mean square error of the largest tenth of the runs, predicted by a law fitted to the others, and at
+    least the error of the law on the runs that it is fitted to. That alone is returned where the others are too few for
+    a fit.
 
     Args:
-        fitted: the fit to these runs.
-        parameters, data, loss: N, D and loss of each run.
+        fitted: the law fitted to all of these runs.
+        parameters, data, loss: (runs,) number of parameters N, samples or tokens D, and loss of each run.
     """
     own = float(np.sqrt(np.mean(np.log(fitted.law.loss(parameters, data) / loss) ** 2)))
     rest, last = largest_tenth(parameters, data)
@@ -158,14 +167,15 @@ def larger_run_spread(fitted: FittedLoss, parameters: Array, data: Array, loss: 
 
 
 def loss_regions(law: LossLaw, parameters: Array, data: Array, loss: Array) -> list[str]:
-    """Return the region of each run: ``irreducible``, ``power law`` or ``small data``.
+    """Return the region of each training run, in their order: ``irreducible``, ``power law`` or ``small data``.
 
-    ``irreducible``: E is more than 90 % of the loss (a choice). ``small data``: one of the quarter of the runs with
-    the least data, off the law of the others by more than five times their spread; judged from 8 runs on.
+    ``irreducible``: the law's constant E is more than 90 % of the run's loss (a choice). ``small data``: the run is in
+    the quarter with the least data, and misses the law of the others by more than five times their spread; judged from
+    8 runs on. All others are ``power law``.
 
     Args:
-        law: the law of all runs.
-        parameters, data, loss: N, D and loss of each run.
+        law: the law L = E + A/N^α + B/D^β, fitted to all runs.
+        parameters, data, loss: (runs,) number of parameters N, samples or tokens D, and loss of each run.
 
     Source of the regions: Hestness et al. 2017, arXiv 1712.00409, §5.
     """

@@ -42,12 +42,12 @@ class SurfaceValue:
 
 @dataclass(frozen=True)
 class SampleBlocks:
-    """Samples of a set, in blocks; this rank holds the batches of its share.
+    """Samples of a set, in blocks, which are batches that are computed at once; a rank holds its share of the blocks.
 
     Attributes:
-        batches: number of the block, its batch and its number of samples, for this rank's blocks in order.
-        blocks: blocks on all ranks.
-        samples: samples on all ranks.
+        batches: index of the block, its batch and its number of samples, for this rank's blocks in order.
+        blocks: number of blocks on all ranks.
+        samples: number of samples on all ranks.
     """
 
     batches: Sequence[tuple[int, Batch, int]]
@@ -60,8 +60,8 @@ def sample_blocks(
 ) -> SampleBlocks:
     """Draw samples without replacement, cut them into blocks and fetch this rank's blocks without augmentation.
 
-    A block is a batch that is computed at once; blocks are divided evenly over the ranks. Not collective: the draw is
-    the same on all ranks.
+    A block is a batch that is computed at once; blocks are divided evenly over the ranks. Not collective: the random
+    choice is the same on all ranks.
 
     Args:
         source: the samples.
@@ -69,7 +69,10 @@ def sample_blocks(
         block: samples in a block.
         comm: the data ranks.
         place: moves a batch to the device.
-        seed: of the draw.
+        seed: of the random choice.
+
+    Returns:
+        This rank's batches on the device, and the number of blocks and samples on all ranks.
 
     Raises:
         UsageError: there are fewer blocks than ranks.
@@ -130,28 +133,28 @@ class LossSurface:
 
     @property
     def sets(self) -> tuple[str, ...]:
-        """Names of the sets of samples, in the order given; derivatives are of the loss of the first."""
+        """Names of the sets of samples on which the loss is measured; gradients are of the first set."""
         return tuple(self._sets)
 
     @property
     def samples(self) -> dict[str, int]:
-        """Number of samples of each set by its name, over all ranks."""
+        """Number of samples, over all ranks, of each set on which the loss is measured, by name of the set."""
         return {name: data.samples for name, data in self._sets.items()}
 
     def point(self) -> Tensor:
-        """Return the model's current values as a vector (length,): trained parameters, then other floating tensors.
+        """Return the model's current values as a vector: trainable parameters, then other floating-point tensors.
 
-        Not collective.
+        The others are frozen parameters and buffers. Not collective.
         """
         return torch.cat([t.detach().reshape(-1).to(self.dtype) for t in self._tensors])
 
     def value(self, point: Tensor, of: str | None = None) -> SurfaceValue:
-        """Return mean loss and metrics of a set of samples at a point, and leave the model there. Collective.
+        """Set the model to a point in parameter space, and return mean loss and metrics over a set of samples there.
 
-        Call it on rank 0; the other ranks are in ``serve``.
+        Collective: call it on rank 0, while the other data ranks are in ``serve``. The model stays at the point.
 
         Args:
-            point: (length,), as from ``point()``.
+            point: flat vector of all parameters and floating-point buffers, as ``point()`` returns it.
             of: name of the set; None for the first.
         """
         number = self.sets.index(of or self.sets[0])
@@ -161,9 +164,16 @@ class LossSurface:
         return self._value(number)
 
     def gradient(self, point: Tensor) -> tuple[SurfaceValue, Tensor]:
-        """Return loss and metrics at a point (length,), and the gradient of the mean loss (size,), of the first set.
+        """Set the model to a point in parameter space, and return mean loss, metrics and the loss's gradient there.
 
-        The model is left at the point. Collective: called on rank 0, while the other ranks are in ``serve``.
+        All are over all data ranks' samples of the first set. Collective: call it on rank 0, while the other data ranks
+        are in ``serve``. The model stays at the point.
+
+        Args:
+            point: flat vector of all parameters and floating-point buffers, as ``point()`` returns it.
+
+        Returns:
+            Loss and metrics, and the gradient as a flat vector over the trainable parameters, complete on rank 0.
         """
         self._ask(_GRADIENT, 0, point)
         self._move(point)
@@ -171,13 +181,16 @@ class LossSurface:
         return self._gradient()
 
     def hessian_product(self, vector: Tensor) -> Tensor:
-        """Return H·v (size,) for the Hessian H of the mean loss at the point of the last call. Collective.
+        """Return H·v for the Hessian H of the mean loss over the first set of samples, at the model's current point.
 
-        Reverse mode twice (Pearlmutter 1994): the gradient of g·v, where g is the gradient. Called on rank 0, while the
-        other ranks are in ``serve``.
+        The point is that of the last ``value`` or ``gradient``. Reverse mode twice (Pearlmutter 1994): the gradient of
+        g·v, where g is the gradient. Collective: call it on rank 0, while the other data ranks are in ``serve``.
 
         Args:
-            vector: v (size,), over the trained parameters.
+            vector: v, a flat vector over the trainable parameters.
+
+        Returns:
+            H·v, of the shape of v, complete on rank 0.
 
         Raises:
             UsageError: an operator of the model or the loss has no second derivative.
@@ -187,9 +200,9 @@ class LossSurface:
         return self._product(vector)
 
     def serve(self) -> None:
-        """Compute this rank's part of every call that rank 0 makes; for all ranks but rank 0.
+        """Compute this rank's share of every loss, gradient and Hessian product that rank 0 asks for.
 
-        Blocks until rank 0 calls ``close``. Collective.
+        For all data ranks but rank 0. Blocks until rank 0 calls ``close``; waits for rank 0's broadcasts meanwhile.
         """
         while True:
             asked = torch.zeros(2, dtype=torch.int64)
@@ -206,7 +219,10 @@ class LossSurface:
             self._value(number) if what == _VALUE else self._gradient()
 
     def close(self) -> None:
-        """Make ``serve`` return on all other ranks; for rank 0, after its last call. Collective: a broadcast."""
+        """End the measurement on rank 0: make ``serve`` return on all other data ranks.
+
+        Collective: a broadcast from rank 0, which the other ranks receive in ``serve``.
+        """
         self._ask(_END, 0, None)
 
     def _ask(self, what: int, number: int, vector: Tensor | None) -> None:
@@ -288,12 +304,14 @@ class LossSurface:
 
 
 def for_landscape(model: nn.Module, batch_statistics: bool) -> nn.Module:
-    """Set a model to evaluation mode, in place, for ``LossSurface``: no dropout, and batch norm by running statistics.
+    """Set a model to evaluation mode, in place, for measuring its loss landscape: without dropout.
+
+    Batch norms take their running statistics, or those of each block of samples; running statistics do not change.
 
     Args:
         model: the model, which is returned.
-        batch_statistics: let batch norms take the statistics of each block of samples instead; their running
-            statistics do not change.
+        batch_statistics: let batch norms take the statistics of each block of samples (a batch that is computed at
+            once).
     """
     model.eval()
     for module in model.modules():

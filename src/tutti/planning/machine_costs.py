@@ -48,15 +48,15 @@ class Network:
     between: LinkCost | None = None
 
     def nodes(self, ranks: int) -> int:
-        """Return the smallest number of nodes on which ``ranks`` devices have room."""
+        """Return the smallest number of nodes of the cluster that hold ``ranks`` devices."""
         return math.ceil(ranks / self.per_node)
 
     def spread(self, ranks: int, apart: int) -> tuple[int, int]:
-        """Return how many of some ranks are on one node, and on how many nodes they are.
+        """Return how many of a collective's ranks are on one node of the cluster, and on how many nodes they are.
 
         Args:
-            ranks: number of ranks.
-            apart: devices from one of them to the next.
+            ranks: number of ranks of the collective.
+            apart: stride in devices from one of these ranks to the next.
 
         >>> Network(8).spread(4, 2), Network(8).spread(4, 8), Network(8).spread(16, 1)
         ((4, 1), (1, 4), (8, 2))
@@ -66,13 +66,15 @@ class Network:
 
 
 class StepCosts(Protocol):
-    """Prices of a machine; every price is an array of ``SAMPLES`` seconds.
+    """Durations of computing, messages and updates on a machine.
+
+    Each is (256,) seconds, one for each Monte Carlo draw of the machine's uncertain constants.
 
     Attributes:
         name: of the machine.
         basis: ``measured`` or ``published``.
         network: its links.
-        rests: lines on what prices rest on.
+        rests: lines on what the durations rest on.
         guesses: lines on every number that is guessed, without repetition.
         overlaps: whether collectives run beside computing; on CPUs those of ``sharded`` block.
     """
@@ -85,63 +87,82 @@ class StepCosts(Protocol):
     overlaps: bool
 
     def note(self, text: str) -> None:
-        """Append ``text``, which names a guessed number, to ``guesses``, unless it is there already."""
+        """Append ``text``, which names a guessed number, to the list ``guesses``, unless it is there already."""
 
     def share_node(self, devices: int) -> None:
-        """Set the number of devices of the run, which the prices that follow depend on.
+        """Set the number of devices of the run, on which all durations that are asked for later depend.
 
-        On CPUs the devices of a node share its threads, so that each computes slower.
+        On CPUs the devices of a node share its threads and memory, so that each computes slower.
 
         Args:
-            devices: of the run, on all nodes.
+            devices: number of devices of the run, on all nodes.
         """
 
     def compute(self, works: Sequence[PassWork], samples: float) -> Array:
-        """Return the seconds of forward or backward work on one device, one element for each random draw: (SAMPLES,).
+        """Return the seconds of forward or backward work on one device of the machine.
 
         Args:
-            works: work of one or more passes, for example a backward and its recomputation.
-            samples: of the micro-batch.
+            works: work of one or more passes by class of operator, for example a backward and its recomputation.
+            samples: number of samples in the micro-batch.
+
+        Returns:
+            (256,) seconds, one for each Monte Carlo draw of the machine's uncertain constants.
         """
 
     def update(self, optimizer: str, parameters: float) -> Array:
-        """Return the seconds of an optimizer step on one device, one element for each random draw: (SAMPLES,).
+        """Return the seconds of an optimizer step on one device of the machine.
 
         Args:
             optimizer: text of ``--optimizer``, such as ``adam:lr=0.001``.
             parameters: number of parameters that the step updates.
+
+        Returns:
+            (256,) seconds, one for each Monte Carlo draw of the machine's uncertain constants.
         """
 
     def collective(self, kind: str, ranks: int, size: float, apart: int = 1) -> Array:
-        """Return the seconds of a collective of the backend, one element for each random draw: (SAMPLES,).
+        """Return the seconds of a collective of the communication backend on this machine.
 
         Args:
             kind: ``all_reduce``, ``all_gather`` or ``reduce_scatter``.
             ranks: number of ranks that take part; one alone sends nothing, for 0 s.
             size: bytes of the whole tensor: the vector to sum, or the gathered result.
-            apart: devices from one of these ranks to the next. As many such collectives run at once, and share the
-                links between nodes.
+            apart: stride in devices from one of these ranks to the next. As many such collectives run at once, and
+                share the links between nodes.
+
+        Returns:
+            (256,) seconds, one for each Monte Carlo draw of the machine's uncertain constants.
         """
 
     def link(self, ranks: int) -> tuple[LinkCost, LinkCost]:
-        """Return latency and bandwidth (α, β) of the slowest link among ``ranks`` ranks, and of one within a node."""
+        """Return the cost of messages over the slowest link among a run's devices, and over a link within a node.
 
-    def message(self, size: float, ranks: int) -> Array:
-        """Return the seconds of one point-to-point message between neighbours, for each draw: (SAMPLES,).
+        A cost is a latency α in seconds and a bandwidth β in bytes a second.
 
         Args:
-            size: bytes.
-            ranks: ranks of the run; with more than a node has, the message goes between nodes.
+            ranks: number of devices of the run.
+        """
+
+    def message(self, size: float, ranks: int) -> Array:
+        """Return the seconds of one point-to-point message between neighbouring devices.
+
+        Args:
+            size: bytes of the message.
+            ranks: number of ranks of the run; where a node has fewer devices, the message goes between nodes.
+
+        Returns:
+            (256,) seconds, one for each Monte Carlo draw of the machine's uncertain constants.
         """
 
     def slowest(self, ranks: int, seconds: float) -> Array:
-        """Return the time of the slowest of ``ranks`` ranks ÷ that of a typical rank, at least 1: (SAMPLES,).
-
-        One element for each Monte Carlo draw of the costs.
+        """Return how many times longer the slowest of some ranks computes than a typical rank.
 
         Args:
             ranks: number of ranks that wait for each other.
-            seconds: of computing in a step.
+            seconds: of computing in a step on a typical rank.
+
+        Returns:
+            (256,) ratios of seconds, at least 1, one for each Monte Carlo draw of the machine's uncertain constants.
         """
 
 
@@ -150,13 +171,13 @@ def schedule_seconds(
 ) -> float:
     """Return the seconds of one all-reduce, by the closed form of its algorithm.
 
-    Equal to ``Schedule.seconds`` for full nodes.
+    Equal to the simulated ``Schedule.seconds`` for full nodes.
 
     Args:
-        algorithm: name of the all-reduce algorithm, such as ``ring`` or ``hierarchical``.
-        ranks: number of ranks N.
+        algorithm: ``ring``, ``tree``, ``halving``, ``central`` or ``hierarchical``.
+        ranks: number of ranks N; 0 s for fewer than 2.
         size: bytes of the vector.
-        network: cost of a message between nodes.
+        network: cost of a message between nodes: latency, and bytes a second.
         node: cost of a transfer within a node, for ``hierarchical``; None: as the network.
         per_node: ranks of a node, for ``hierarchical``.
 
@@ -185,12 +206,12 @@ def schedule_seconds(
 
 @dataclass
 class MeasuredCosts:
-    """Prices of a measured machine.
+    """Durations of computing, messages and updates on a machine that ``tutti bench`` has measured.
 
     Args:
-        machine: its file.
-        precision: of the run.
-        network: nodes of this machine; links beyond the measured ranks must be stated.
+        machine: content of its ``machine.json``.
+        precision: of the run, such as ``bf16``.
+        network: nodes of this machine; a link between nodes must be stated, because it was not measured.
     """
 
     machine: Machine
@@ -209,11 +230,14 @@ class MeasuredCosts:
         self._drawn: dict[str, Array] = {}
 
     def compute(self, works: Sequence[PassWork], samples: float) -> Array:
-        """Return the seconds of forward or backward work from the machine's measured curves, for each draw.
+        """Return the seconds of forward or backward work on one device, from the machine's measured curves.
 
         Args:
             works: work of one or more passes, by class of operator.
-            samples: of the micro-batch.
+            samples: number of samples in the micro-batch.
+
+        Returns:
+            (256,) seconds, one for each Monte Carlo draw of the measurement errors.
 
         Raises:
             UsageError: the machine file has no curve of a class of operators.
@@ -237,11 +261,19 @@ class MeasuredCosts:
         return total
 
     def update(self, optimizer: str, parameters: float) -> Array:
-        """Return the seconds of an optimizer step from its measured curve, for each draw: (SAMPLES,).
+        """Return the seconds of an optimizer step on one device, from its measured curve of seconds over parameters.
+
+        Where AdamW, LAMB, LARS, Muon or NovoGrad was not measured, it takes the curve of Adam, and ``guesses`` says so.
 
         Args:
-            optimizer: text of ``--optimizer``.
+            optimizer: text of ``--optimizer``, such as ``adam:lr=0.001``.
             parameters: number of parameters that the step updates.
+
+        Returns:
+            (256,) seconds, one for each Monte Carlo draw of the measurement errors.
+
+        Raises:
+            UsageError: the machine file has no curve of this optimizer.
         """
         kind = optimizer.partition(":")[0]
         name = f"optimizer/{kind}"
@@ -251,15 +283,20 @@ class MeasuredCosts:
         return curve_seconds(self.machine.curve(name), parameters) * self._memory * self._draw(name)
 
     def collective(self, kind: str, ranks: int, size: float, apart: int = 1) -> Array:
-        """Return the seconds of a collective, for each draw: measured curves within a node, a ring's law between nodes.
+        """Return the seconds of a collective: measured curves within a node, a ring's closed form between nodes.
 
-        Where another number of ranks of a node was measured, the curve scales as a ring does, and ``guesses`` says so.
+        Where another number of ranks of a node was measured, the curve is scaled as a ring's time is, and ``guesses``
+        says so.
 
         Args:
             kind: ``all_reduce``, ``all_gather`` or ``reduce_scatter``.
-            ranks: number of ranks that take part.
-            size: bytes of the whole tensor.
-            apart: devices from one of these ranks to the next.
+            ranks: number of ranks that take part; one alone takes 0 s.
+            size: bytes of the whole tensor: the vector to sum, or the gathered result.
+            apart: stride in devices from one of these ranks to the next; as many such collectives share the links
+                between nodes.
+
+        Returns:
+            (256,) seconds, one for each Monte Carlo draw of the measurement errors.
 
         Raises:
             UsageError: the machine file has no curve of this collective, or no cost of a message between nodes.
@@ -285,7 +322,16 @@ class MeasuredCosts:
         return found
 
     def link(self, ranks: int) -> tuple[LinkCost, LinkCost]:
-        """Return latency and bandwidth (α, β) of the slowest link among ``ranks`` ranks, and of a copy in memory."""
+        """Return the cost of messages over the slowest link among a run's devices, and of a copy in a node's memory.
+
+        A cost is a latency α in seconds and a bandwidth β in bytes a second.
+
+        Args:
+            ranks: number of devices of the run; where a node has fewer, the slowest link is between nodes.
+
+        Raises:
+            UsageError: links were not measured, or the cost of a link between nodes is not stated.
+        """
         copy = self.machine.curve("device/copy")
         within = LinkCost(copy.fixed, copy.rate)
         if self.network.nodes(ranks) > 1:
@@ -293,11 +339,14 @@ class MeasuredCosts:
         return self._neighbour(), within
 
     def message(self, size: float, ranks: int) -> Array:
-        """Return the seconds of a point-to-point message, for each draw: (SAMPLES,).
+        """Return the seconds of a point-to-point message over the slowest link, from its measured curve or stated cost.
 
         Args:
-            size: bytes.
-            ranks: ranks of the run; with more than a node has, the message goes between nodes.
+            size: bytes of the message.
+            ranks: number of ranks of the run; where a node has fewer devices, the message goes between nodes.
+
+        Returns:
+            (256,) seconds, one for each Monte Carlo draw of the measurement errors.
         """
         if self.network.nodes(ranks) > 1:
             cost = self._between(ranks)
@@ -306,13 +355,17 @@ class MeasuredCosts:
         return curve_seconds(self.machine.curve(name), size) * self._draw(name)
 
     def slowest(self, ranks: int, seconds: float) -> Array:
-        """Return the time of the slowest of ``ranks`` ranks ÷ that of a typical rank, from the measured jitter.
-
-        (SAMPLES,), one element for each Monte Carlo draw of the costs, at least 1.
+        """Return how many times longer the slowest of some ranks computes than a typical rank, from measured jitter.
 
         Args:
             ranks: number of ranks that wait for each other.
-            seconds: of computing in a step.
+            seconds: of computing in a step on a typical rank; jitter over time averages out over longer computing.
+
+        Returns:
+            (256,) ratios of seconds, at least 1, one for each Monte Carlo draw; all 1 for one rank.
+
+        Raises:
+            UsageError: jitter between ranks was not measured.
         """
         if ranks < 2:
             return np.ones(SAMPLES)
@@ -368,12 +421,12 @@ class MeasuredCosts:
         return precision if f"device/matmul/{precision}" in self.machine.curves else self.precision
 
     def share_node(self, devices: int) -> None:
-        """Set by how much the devices of one node slow each other's computing down.
+        """Set by how much the devices of one node slow each other's computing down, for all durations asked for later.
 
         It is taken from the measurement of ranks that compute at once, otherwise from the division of CPU threads.
 
         Args:
-            devices: of the run, on all nodes.
+            devices: number of devices of the run, on all nodes.
         """
         local = min(devices, self.network.per_node)
         self._threads, self._memory = 1.0, 1.0
@@ -425,7 +478,7 @@ class MeasuredCosts:
         return self._drawn[name]
 
     def note(self, text: str) -> None:
-        """Append ``text``, which names a guessed number, to ``guesses``, unless it is there already."""
+        """Append ``text``, which names a guessed number, to the list ``guesses``, unless it is there already."""
         if text not in self.guesses:
             self.guesses.append(text)
 
@@ -437,11 +490,11 @@ class MeasuredCosts:
 
 @dataclass
 class PublishedCosts:
-    """Prices of hardware that published jobs ran on: one rate of all computing, and guessed links.
+    """Durations on hardware that published jobs ran on: one FLOP/s rate for all computing, and guessed links.
 
     Args:
         hardware: the chip, as people write it.
-        precision: of the run.
+        precision: of the run, such as ``bf16``.
         network: nodes and links; a stated link between nodes replaces the guess.
     """
 
@@ -474,14 +527,19 @@ class PublishedCosts:
         )
 
     def share_node(self, devices: int) -> None:
-        """Do nothing: accelerators share no threads."""
+        """Do nothing, because accelerators of a node share no threads; ``devices`` is ignored."""
 
     def compute(self, works: Sequence[PassWork], samples: float) -> Array:
-        """Return FLOP ÷ the rate that published jobs reached, at least the launch of each operator, for each draw.
+        """Return the seconds of forward or backward work on one device: FLOP ÷ the rate that published jobs reached.
+
+        It is at least the number of operators times 5 µs, a guess at the launch of one.
 
         Args:
             works: work of one or more passes, by class of operator.
-            samples: of the micro-batch.
+            samples: number of samples in the micro-batch.
+
+        Returns:
+            (256,) seconds, one for each Monte Carlo draw of the uncertain rate.
         """
         kernels = [each for work in works for each in work.values()]
         flop = sum(max(each.flop.at(samples), 0.0) for each in kernels)
@@ -490,19 +548,28 @@ class PublishedCosts:
         return np.maximum(flop / self._rate * self._factor, launching)
 
     def update(self, optimizer: str, parameters: float) -> Array:
-        """Return zeros for the seconds of an optimizer step: the published rates include the updates."""
+        """Return zeros, (256,), as the seconds of an optimizer step: the rates of published jobs include their updates.
+
+        Args:
+            optimizer: text of ``--optimizer``, which is checked.
+            parameters: ignored.
+        """
         check_optimizer(optimizer)
         self.note("updates are in the published rate, whose jobs made them too: 0 s")
         return np.zeros(SAMPLES)
 
     def collective(self, kind: str, ranks: int, size: float, apart: int = 1) -> Array:
-        """Return the seconds of a collective, for each draw: a ring within a node and one between nodes.
+        """Return the seconds of a collective: the closed form of a ring within a node, plus that of one between nodes.
 
         Args:
             kind: ``all_reduce``, ``all_gather`` or ``reduce_scatter``.
-            ranks: number of ranks that take part.
-            size: bytes of the whole tensor.
-            apart: devices from one of these ranks to the next.
+            ranks: number of ranks that take part; one alone takes 0 s.
+            size: bytes of the whole tensor: the vector to sum, or the gathered result.
+            apart: stride in devices from one of these ranks to the next; as many such collectives share the links
+                between nodes.
+
+        Returns:
+            (256,) seconds, all equal.
         """
         if ranks < 2:
             return np.zeros(SAMPLES)
@@ -513,28 +580,41 @@ class PublishedCosts:
         return np.full(SAMPLES, found)
 
     def link(self, ranks: int) -> tuple[LinkCost, LinkCost]:
-        """Return latency and bandwidth (α, β) of the slowest link among ``ranks`` ranks, and of one within a node."""
+        """Return the cost of messages over the slowest link among a run's devices, and over a link within a node.
+
+        A cost is a latency α in seconds and a bandwidth β in bytes a second, guessed where the user has not stated it.
+
+        Args:
+            ranks: number of devices of the run; where a node has fewer, the slowest link is between nodes.
+        """
         within = self._within()
         return (self._between() if self.network.nodes(ranks) > 1 else within), within
 
     def message(self, size: float, ranks: int) -> Array:
-        """Return the seconds of a message, α + ``size`` ÷ β of the slowest link, for each draw: (SAMPLES,).
+        """Return the seconds of a point-to-point message: latency + ``size`` ÷ bandwidth of the slowest link.
 
         Args:
-            size: bytes.
-            ranks: ranks of the run; with more than a node has, the message goes between nodes.
+            size: bytes of the message.
+            ranks: number of ranks of the run; where a node has fewer devices, the message goes between nodes.
+
+        Returns:
+            (256,) seconds, all equal.
         """
         cost = self.link(ranks)[0]
         return np.full(SAMPLES, cost.alpha + size / cost.beta)
 
     def slowest(self, ranks: int, seconds: float) -> Array:
-        """Return the time of the slowest of ``ranks`` ranks ÷ that of a typical rank, at least 1: (SAMPLES,).
+        """Return how many times longer the slowest of some ranks computes than a typical rank, for a spread of 2 %.
 
-        One element for each Monte Carlo draw of the costs. A rank's time has an assumed standard deviation of 2 %.
+        The seconds of one rank are normally distributed with a standard deviation of 2 % of their mean, which is a
+        guess.
 
         Args:
             ranks: number of ranks that wait for each other.
-            seconds: unused, because the assumed deviation is relative; see ``StepCosts.slowest``.
+            seconds: ignored, because the deviation is relative.
+
+        Returns:
+            (256,) ratios of seconds, at least 1, one for each Monte Carlo draw; all 1 for one rank.
         """
         if ranks < 2:
             return np.ones(SAMPLES)
@@ -555,19 +635,20 @@ class PublishedCosts:
         return _NODE_LINK
 
     def note(self, text: str) -> None:
-        """Append ``text``, which names a guessed number, to ``guesses``, unless it is there already."""
+        """Append ``text``, which names a guessed number, to the list ``guesses``, unless it is there already."""
         if text not in self.guesses:
             self.guesses.append(text)
 
 
 def open_machine(text: str, precision: str, per_node: int | None, between: LinkCost | None) -> StepCosts:
-    """Return the prices of a measured machine (``machine.json``) or of published hardware such as ``a100x8``.
+    """Return the durations of computing, messages and updates on a measured machine or on published hardware.
 
     Args:
-        text: path of a file of ``tutti bench``, or CHIPxN: a chip and the devices of a node.
+        text: path of a ``machine.json`` of ``tutti bench``; or CHIPxN, such as ``a100x8``: a chip and the devices of a
+            node.
         precision: of the run, such as ``bf16``.
         per_node: devices of a node; None: as many as were measured together, or as ``text`` says.
-        between: cost of a message between nodes; None: unknown.
+        between: cost of a message between nodes (latency and bandwidth); None: unknown.
 
     Raises:
         UsageError: no such file, no such hardware, or a file of another version.
@@ -591,15 +672,15 @@ def open_machine(text: str, precision: str, per_node: int | None, between: LinkC
 
 
 def published_chips() -> list[str]:
-    """Return the names of the chips that ``open_machine`` can price from published jobs, sorted."""
+    """Return the names of the chips, such as ``A100``, whose training speed is known from published jobs, sorted."""
     return sorted({anchor.chip for anchor in shipped_anchors()})
 
 
 def curve_seconds(curve: Curve, size: float) -> float:
-    """Return the seconds of a call of a given size from a measured curve.
+    """Return the seconds of a call of a given size, by interpolation in a measured curve of seconds over size.
 
     Between points the logarithms are interpolated; a smaller size takes the seconds of the first point, a larger one
-    the rate of the last. A curve without points is its line.
+    the rate (size a second) of the last. A curve without points is its fitted line.
 
     Args:
         curve: of a machine file.
@@ -617,13 +698,16 @@ def curve_seconds(curve: Curve, size: float) -> float:
 
 
 def slowest_factor(ranks: int, sigma: float) -> Array:
-    """Return random draws of the factor by which the slowest of N ranks is slower than the typical one: (SAMPLES,).
+    """Return random draws of the ratio by which the slowest of N ranks takes longer than the typical one.
 
-    The factor is 1 + σ · (largest of N standard normal draws), by the distribution Φ(z)^N; at least 1.
+    The ratio is 1 + σ · (largest of N standard normal draws), by the distribution Φ(z)^N; at least 1.
 
     Args:
         ranks: N.
-        sigma: σ, relative standard deviation of one rank's seconds.
+        sigma: σ, standard deviation of one rank's seconds over their mean.
+
+    Returns:
+        (256,) ratios of seconds.
 
     >>> bool(slowest_factor(2, 0.1).mean() < slowest_factor(1024, 0.1).mean() < 1.4)
     True
@@ -659,5 +743,10 @@ def _ring_seconds(kind: str, ranks: int, size: float, cost: LinkCost) -> float:
 
 
 def costs_json(costs: StepCosts) -> dict[str, Any]:
-    """Return name, basis, sources and guesses of a machine's prices as a JSON object, for reports."""
+    """Return name, basis, sources and guesses of a machine's predicted durations as a JSON object, for reports.
+
+    Returns:
+        The keys ``machine``, ``basis`` (``measured`` or ``published``), and the lists of lines ``rests_on`` and
+        ``guesses``.
+    """
     return {"machine": costs.name, "basis": costs.basis, "rests_on": costs.rests, "guesses": costs.guesses}

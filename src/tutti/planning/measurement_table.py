@@ -115,22 +115,30 @@ _MISSING = frozenset({"", "na", "n/a", "nan", "none", "null", "-", "–", "?", "
 
 @dataclass(frozen=True)
 class TableRow:
-    """One row by role; numbers are SI, and what is missing is absent."""
+    """One row of a table of measurements; numbers are in SI units, and what is missing is absent.
+
+    Attributes:
+        text: text of each cell by the role of its column, such as ``hardware``.
+        numbers: number of each cell by role, such as ``step_time``.
+    """
 
     text: Mapping[str, str]
     numbers: Mapping[str, float]
 
     def number(self, role: str, default: float = math.nan) -> float:
-        """Return the number in the column with this role (such as ``step_time``), in SI units.
+        """Return the row's number for a quantity, such as ``step_time``, in SI units.
 
         Args:
-            role: of the column, see ``column_role``.
+            role: standard name of the quantity, as ``column_role`` gives it.
             default: returned where the cell is missing or no number.
         """
         return self.numbers.get(role, default)
 
     def label(self, *roles: str) -> str:
-        """Return the texts in the columns with these roles, joined by `` / ``; a missing one is left out."""
+        """Return the row's texts in the columns with some roles, such as ``hardware``, joined by `` / ``.
+
+        Missing cells are left out; the text is empty where all are missing.
+        """
         return " / ".join(self.text[role] for role in roles if self.text.get(role))
 
 
@@ -152,9 +160,14 @@ class MeasurementTable:
 
 
 def column_role(name: str) -> tuple[str, float]:
-    """Return the meaning of a column by its name: its role, and the factor that converts its unit to SI.
+    """Return the standard name of the quantity in a column, and the factor that converts its numbers to SI units.
 
-    The role is a key such as ``step_time`` for all names in use; empty for a name that is not known.
+    Args:
+        name: header of the column, in any of the spellings that published tables use.
+
+    Returns:
+        The role, a key such as ``step_time`` or ``devices``, and the factor; an empty text and 1 for a name that is not
+        known.
 
     >>> column_role("iteration time (ms)"), column_role("# GPUs"), column_role("Bytes"), column_role("colour")
     (('step_time', 0.001), ('devices', 1.0), ('size', 1.0), ('', 1.0))
@@ -193,13 +206,13 @@ def _plausible(role: str, value: float) -> bool:
 
 
 def read_row(cells: Mapping[str, str], roles: Mapping[str, tuple[str, float]]) -> TableRow:
-    """Convert the cells of a row to texts and numbers by role.
+    """Convert the cells of a table's row to texts and to numbers in SI units, both by the role of the column.
 
     A number is kept where it is positive and plausible, a metric with any sign; a missing cell is left out.
 
     Args:
-        cells: text of each cell by column.
-        roles: role and unit factor of each known column (``column_role``).
+        cells: text of each cell by header of its column.
+        roles: role (standard name, such as ``step_time``) and unit factor of each known column, by its header.
     """
     text: dict[str, str] = {}
     numbers: dict[str, float] = {}
@@ -215,7 +228,9 @@ def read_row(cells: Mapping[str, str], roles: Mapping[str, tuple[str, float]]) -
 
 
 def replicas_by_node(placement: str, replicas: float = math.nan, nodes: float = math.nan) -> list[int]:
-    """Parse a placement of replicas on nodes: one digit a node, separated numbers, or one number for all nodes.
+    """Parse a text on the placement of replicas on nodes into the number of replicas on each node.
+
+    The text is one digit for each node, separated numbers, or one number for all nodes.
 
     Args:
         placement: the text.
@@ -279,7 +294,7 @@ def _complete(row: TableRow, needed: Sequence[str], any_of: Sequence[str]) -> bo
 
 
 def recognise_table(name: str, header: Sequence[str], cells: Sequence[Mapping[str, str]]) -> MeasurementTable:
-    """Recognise the kind of a table by its columns, and keep the rows with all cells that the kind needs.
+    """Recognise what a published table measures by its columns, and keep the rows with all cells needed for it.
 
     Args:
         name: the file's name, for messages alone.
@@ -287,7 +302,8 @@ def recognise_table(name: str, header: Sequence[str], cells: Sequence[Mapping[st
         cells: the rows, each with the text of its cells by column.
 
     Returns:
-        The table; without a kind it says which columns or numbers the nearest kind would have needed.
+        The table with its kind, such as ``all-reduce`` or ``published jobs``; without a kind and rows, its reason says
+        which columns or numbers the nearest kind would have needed.
     """
     roles = {column: column_role(column) for column in header if column_role(column)[0]}
     named = {role for role, _ in roles.values()}
@@ -323,9 +339,12 @@ def _samples_seen(row: TableRow) -> TableRow:
 
 
 def read_tables(folder: Path) -> list[MeasurementTable]:
-    """Read every CSV or TSV file below a folder as a table of measurements, and recognise its kind.
+    """Read every CSV or TSV file in a folder and its subfolders as a table of measurements, and recognise its kind.
 
     Nothing is raised: a file that cannot be read or recognised becomes a table without rows, with the reason.
+
+    Returns:
+        One table for each file, sorted by path, with its kind, such as ``all-reduce``, and its rows in SI units.
     """
     found = []
     for path in sorted(each for each in folder.rglob("*") if each.suffix.lower() in (".csv", ".tsv")):

@@ -72,6 +72,9 @@ def model_facts(name: str, config: TrainConfig) -> Facts:
     Args:
         name: name of the task.
         config: the run: model, batch, precision, optimizer, strategy, and a number of devices.
+
+    Returns:
+        The sizes; activations are those of the largest forward of the run, None where the task reads a stream.
     """
     task = task_registry.load_task(name, data=config.data, model=config.model, augment=config.augment)
     choice = parallel.parse_strategy(config.strategy)
@@ -105,7 +108,8 @@ def plan_memory(found: Facts, config: TrainConfig) -> Memory:
         config: the run.
 
     Returns:
-        The bytes by kind: parameters, gradients, optimizer state, messages, average, activations and buffers.
+        The bytes by kind: parameters, gradients, optimizer state, communication buffers (``messages``), the averaged
+        weights (``average``), activations and buffers.
     """
     choice, devices = parallel.parse_strategy(config.strategy), int(config.devices)
     split, ranks = _split(choice, devices), choice.data_ranks(devices)
@@ -156,7 +160,9 @@ def _messages(found: Facts, split: DeviceSplit, ranks: int) -> float:
 
 
 def summing(trained: float, shards: int, ranks: int) -> float:
-    """Return the bytes of communication buffers that reduce whole gradients, besides the gradients of backward.
+    """Return the bytes of communication buffers for reducing whole gradients over the data ranks.
+
+    The gradients that backward makes are not included. 0 for one rank.
 
     Args:
         trained: bytes of trainable parameters.
@@ -212,11 +218,11 @@ def first_sample(task: Task) -> Any:
 
 
 def batch_of(sample: Any, samples: int, config: TrainConfig) -> Any:
-    """Return a batch of ``samples`` copies of ``sample``, with floats in float64 if the run's precision is fp64.
+    """Return a batch of copies of one sample, with floats in float64 if the run's precision is fp64.
 
     Args:
-        sample: batch of one sample.
-        samples: size of the batch.
+        sample: batch of one sample, of any nesting of tensors.
+        samples: number of samples of the new batch.
         config: the run.
     """
 
@@ -228,7 +234,9 @@ def batch_of(sample: Any, samples: int, config: TrainConfig) -> Any:
 
 
 def backward(model: Any, task: Task, config: TrainConfig, batch: Any) -> None:
-    """Run forward and backward of the task's loss, under autocast for 16-bit precisions.
+    """Run forward and backward of the task's loss on a micro-batch, under CPU autocast for 16-bit precisions.
+
+    The gradients are left in the parameters' ``grad``.
 
     Args:
         model: the model, or a callable in its place.
@@ -246,13 +254,14 @@ def backward(model: Any, task: Task, config: TrainConfig, batch: Any) -> None:
 def measure(name: str, config: TrainConfig, directory: Path) -> None:
     """Train two steps and measure the memory of the second, because optimizers make their state in the first.
 
-    Rank 0 writes all ranks' figures, in bytes, as JSON into ``directory``. Collective: the run's own calls, and an
-    all-gather of the figures.
+    Rank 0 writes a list with the bytes of ``parameters``, ``buffers``, ``optimizer`` and ``total`` (the peak) of each
+    rank as JSON into ``directory``. Collective: every rank of the launch calls it; it initialises and ends the process
+    group.
 
     Args:
         name: name of the task.
         config: the run.
-        directory: folder for the file ``MEASURED``.
+        directory: folder for the file ``memory.json``.
     """
     world = context.init(config.device, config.timeout)
     prepare_process(config, world)
@@ -282,17 +291,21 @@ def measure(name: str, config: TrainConfig, directory: Path) -> None:
 
 
 def memory_rows(memory: Memory) -> Mapping[str, float]:
-    """Return the non-zero kinds of bytes by name (parameters, gradients, …), with their sum as ``total``."""
+    """Return the non-zero kinds of a device's bytes by name, with their sum as ``total``.
+
+    The names are ``parameters``, ``gradients``, ``optimizer``, ``messages``, ``average``, ``activations`` and
+    ``buffers``.
+    """
     named = {field.name: float(getattr(memory, field.name)) for field in fields(memory)}
     return {**{name: value for name, value in named.items() if value}, "total": memory.total}
 
 
 def nearest_plan(found: Facts, config: TrainConfig, room: float) -> TrainConfig | None:
-    """Search the plan nearest to ``config`` that fits: smaller micro-batches, or sharding over more devices.
+    """Search the run nearest to ``config`` that fits: smaller micro-batches, or sharding over more devices.
 
     Args:
-        found: sizes of the model.
-        config: the run.
+        found: sizes of the model (``model_facts``).
+        config: the run, which does not fit.
         room: bytes of a device.
 
     Returns:

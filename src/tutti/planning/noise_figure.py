@@ -15,7 +15,9 @@ _GROUPS = 12
 
 
 def write_noise_figure(runs: Sequence[NoiseEvidence], found: CriticalBatch, path: Path) -> None:
-    """Draw the noise scale over groups of measured steps and, where runs reached a target, the fitted hyperbola.
+    """Draw an SVG of runs' gradient noise scale over their measured steps, with the critical batch size and its band.
+
+    Where runs reached a target, a second panel has the samples to it over the batch size, measured and fitted.
 
     Args:
         runs: the runs, each a line of its noise scale.

@@ -25,7 +25,7 @@ class PassCounter:
 
     @contextmanager
     def part(self, name: str, total: int = 0) -> Iterator[None]:
-        """Report progress under a name while the block of this context manager runs.
+        """Report progress in passes over the samples under a name, while the block of this context manager runs.
 
         Args:
             name: shown before the count.
@@ -37,10 +37,12 @@ class PassCounter:
         self._say("\n")
 
     def count(self, kind: str) -> None:
-        """Count one pass over the samples, and rewrite the progress line if it is due.
+        """Count one pass over the samples, and write progress where the last report is old enough.
+
+        That is 0.1 s on a terminal, where the line is rewritten, and 10 s elsewhere.
 
         Args:
-            kind: key in ``passes``, such as ``gradient``.
+            kind: key under which ``passes`` counts it, such as ``gradient``.
         """
         self.passes[kind] += 1
         if time.monotonic() - self._said >= (_REFRESH if self._live else _QUIET):

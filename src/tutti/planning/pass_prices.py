@@ -19,13 +19,13 @@ PASSES: tuple[Pass, Pass] = ("forward", "backward")
 
 @dataclass
 class PassPrices:
-    """Seconds of forwards and backwards, for each draw, on a device that is as fast as the typical one.
+    """Seconds of the forwards and backwards of a model's module groups on a typical device, each computed once.
 
     They hold for one number of devices a node, which `StepCosts.share_node` sets.
 
     Attributes:
         workload: of the model and its loss.
-        costs: prices of the machine.
+        costs: durations on the machine.
     """
 
     workload: Workload
@@ -33,13 +33,16 @@ class PassPrices:
     _known: dict[tuple[object, ...], Array] = field(default_factory=dict)
 
     def group(self, group: GroupWork, passed: Pass, samples: int, checkpointing: str) -> Array:
-        """Return the seconds of one module group's forward or backward over a micro-batch: (draws,).
+        """Return the seconds of one module group's forward or backward over a micro-batch, on a typical device.
 
         Args:
             group: module group of the workload.
             passed: ``forward`` or ``backward``; backward includes recomputation.
-            samples: of the micro-batch.
+            samples: number of samples in the micro-batch.
             checkpointing: choice of activation checkpointing, such as ``none``.
+
+        Returns:
+            (256,) seconds, one for each Monte Carlo draw of the machine's uncertain constants.
         """
 
         def price() -> Array:
@@ -53,11 +56,12 @@ class PassPrices:
 
         Args:
             passed: ``forward`` or ``backward``; backward includes recomputation.
-            samples: of the micro-batch.
+            samples: number of samples in the micro-batch.
             checkpointing: choice of activation checkpointing, such as ``none``.
 
         Returns:
-            (draws,) seconds.
+            (256,) seconds on a device of typical speed, one for each Monte Carlo draw of the machine's uncertain
+            constants.
         """
 
         def add() -> Array:
@@ -67,11 +71,11 @@ class PassPrices:
         return self.once(("total", passed, samples, checkpointing), add)
 
     def once(self, key: tuple[object, ...], price: Callable[[], Array]) -> Array:
-        """Return the price cached under a key; the first time compute it.
+        """Return the value cached under a key; where there is none, call ``price`` and cache its result.
 
         Args:
-            key: whatever the price depends on, besides workload and costs.
-            price: computes it, (draws,) seconds.
+            key: all that the value depends on, besides model and machine, which are fixed.
+            price: computes the value, (256,) seconds.
         """
         if key not in self._known:
             self._known[key] = price()
@@ -84,6 +88,9 @@ def backward_work(group: GroupWork, checkpointing: str) -> list[PassWork]:
     Args:
         group: module group of the workload.
         checkpointing: choice of activation checkpointing, such as ``none``.
+
+    Returns:
+        Two entries, backward and recomputation, each with FLOP, bytes and calls by class of operator.
 
     Raises:
         UsageError: the choice recomputes nothing in this model.

@@ -20,11 +20,13 @@ _PHASES = {"F": "forward", "B": "backward", "I": "backward", "W": "weight"}
 
 
 def stage_groups(facts: StageFacts, virtual: int) -> tuple[str, ...]:
-    """Return the module groups whose messages a virtual stage sends; the last one has the loss, and what no module has.
+    """Return the names of the module groups of a virtual pipeline stage, whose tensor-parallel collectives it makes.
+
+    The last stage also has the groups of the loss, and of parameters and operators outside of all module groups.
 
     Args:
         facts: of the stages.
-        virtual: number of the virtual stage.
+        virtual: index of the virtual stage.
     """
     last = virtual == len(facts.groups) - 1
     return (*facts.groups[virtual], REST, LOSS) if last else facts.groups[virtual]
@@ -33,17 +35,18 @@ def stage_groups(facts: StageFacts, virtual: int) -> tuple[str, ...]:
 def stage_passes(prices: PassPrices, facts: StageFacts, passed: Pass, samples: int, checkpointing: str) -> Array:
     """Return the seconds of a forward or backward of each virtual stage of a pipeline over a micro-batch.
 
-    Work of no stage's modules is spread evenly over the stages; the loss belongs to the last stage.
+    Work outside of the stages' modules is spread evenly over the stages; the loss belongs to the last stage.
 
     Args:
-        prices: of the workload's passes.
+        prices: seconds of the passes of the model's module groups.
         facts: of the stages.
         passed: ``forward`` or ``backward``.
-        samples: of the micro-batch.
+        samples: number of samples in the micro-batch.
         checkpointing: choice of activation checkpointing, such as ``none``.
 
     Returns:
-        (virtual stages, draws).
+        (virtual stages, 256) seconds on a typical device; the columns are Monte Carlo draws of the machine's uncertain
+        constants.
     """
 
     def add() -> Array:
@@ -60,27 +63,34 @@ def stage_passes(prices: PassPrices, facts: StageFacts, passed: Pass, samples: i
 
 
 def crossing_bytes(prices: PassPrices, facts: StageFacts, cut: int, samples: int) -> float:
-    """Return the bytes that a micro-batch sends over a cut between two virtual stages, in each direction.
+    """Return the bytes of activations that a micro-batch sends over a cut between two virtual pipeline stages.
+
+    The gradients that are sent back have as many.
 
     Args:
-        prices: of the workload's passes; only the sizes of outputs are read.
+        prices: of the model's module groups; only the sizes of their outputs are read.
         facts: of the stages.
         cut: index of the cut, which is between the virtual stages ``cut`` and ``cut + 1``.
-        samples: of the micro-batch.
+        samples: number of samples in the micro-batch.
     """
     sizes = {group.name: group.output_bytes for group in prices.workload.groups}
     return sum(sizes[name].at(samples) for name in facts.crossing[cut])
 
 
 class PipelineBuilder(ReplicaBuilder):
-    """Builds the programs of pipelines, whose stages may be split over tensor ranks."""
+    """Builds simulated training steps of pipelines, whose stages may be split over tensor ranks."""
 
     def build(self, choice: Any, parts: Sequence[Sequence[int]]) -> StepProgram:
-        """Build the step of a pipeline: its order of micro-batches, then the all-reduces of each stage.
+        """Build the simulated step of a pipeline: micro-batches in the schedule's order, then each stage's update.
+
+        Before the update each stage all-reduces its gradients over the replicas.
 
         Args:
             choice: the parsed strategy.
-            parts: samples of each micro-batch, by logical worker.
+            parts: number of samples in each micro-batch, one list for each logical worker.
+
+        Returns:
+            Computations and messages of one device of each stage, with their seconds and dependences.
 
         Raises:
             UsageError: the stages are not known.

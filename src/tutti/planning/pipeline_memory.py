@@ -43,7 +43,14 @@ class MicroBatchSizes:
 
     @classmethod
     def of(cls, config: TrainConfig) -> MicroBatchSizes:
-        """Compute number and size of a logical worker's micro-batches from strategy, batch and ``--micro-batch``."""
+        """Compute number and size of a logical worker's micro-batches from strategy, batch and ``--micro-batch``.
+
+        Args:
+            config: the run, with a number of devices.
+
+        Returns:
+            The number of micro-batches in a full batch, and the samples in the first one, which is the largest.
+        """
         choice = parallel.parse_strategy(config.strategy)
         ranks = choice.data_ranks(int(config.devices))
         workers = config.workers or ranks
@@ -56,7 +63,7 @@ class MicroBatchSizes:
 
 
 def timed(config: TrainConfig) -> bool:
-    """Return whether a run would balance its pipeline stages by measured times of modules, not by parameters.
+    """Return whether a run would balance its pipeline stages by measured seconds of modules; otherwise by parameters.
 
     Args:
         config: the run; its strategy is a pipeline.
@@ -66,14 +73,15 @@ def timed(config: TrainConfig) -> bool:
 
 
 def time_modules(name: str, config: TrainConfig, directory: Path) -> None:
-    """Measure the seconds of each module as a pipeline run does, and write them into ``directory`` as JSON.
+    """Measure the seconds of each of the model's modules as a pipeline run does, and write them into a JSON file.
 
-    It initialises and ends tutti on one device, so call it in a process of its own.
+    The file has the seconds by name of the module. It initialises and ends tutti on one device, so call it in a process
+    of its own.
 
     Args:
         name: name of the task.
-        config: the run, as ``alone`` returns it.
-        directory: folder for the file ``SECONDS``.
+        config: the run, changed to one device by ``alone``.
+        directory: folder for the file ``seconds.json``.
     """
     world = context.init(config.device, config.timeout)
     prepare_process(config, world)
@@ -86,24 +94,27 @@ def time_modules(name: str, config: TrainConfig, directory: Path) -> None:
 
 
 def alone(config: TrainConfig) -> TrainConfig:
-    """Return ``config`` for one device, with micro-batches of the same size, as ``time_modules`` needs it."""
+    """Return a run's configuration changed to one device and strategy ``single``, with micro-batches of the same size.
+
+    ``time_modules`` takes it to measure the modules of a pipeline.
+    """
     workers = config.workers or parallel.parse_strategy(config.strategy).data_ranks(int(config.devices))
     micro = MicroBatchSizes.of(config).samples
     return replace(config, strategy="single", devices="1", workers=workers, micro_batch=micro)
 
 
 def observe_stages(name: str, config: TrainConfig, seconds: Mapping[str, float]) -> StagePlan:
-    """Partition the model into pipeline stages as a run would, and observe the memory of its blocks.
+    """Partition the model into pipeline stages as a run would, and observe the memory of the stages' blocks.
 
     The model is built and run on fake tensors, or with few real samples if it reads values.
 
     Args:
         name: name of the task.
         config: the run.
-        seconds: measured time of each module; empty to partition by parameters.
+        seconds: measured time of each module by its name; empty to partition by parameters.
 
     Returns:
-        Blocks and partition, as ``parallel.pipeline.stage_memory.StagePlan``.
+        Names and memory of the blocks, and the partition into stages.
 
     Raises:
         UsageError: the model cannot be partitioned.
@@ -146,12 +157,15 @@ def _look(
 
 
 def plan_stage_memory(found: Facts, ahead: StagePlan, config: TrainConfig) -> list[Memory]:
-    """Estimate the bytes on each device of a pipeline, by kind; one entry for each stage rank.
+    """Estimate the bytes on the devices of a pipeline, by kind (parameters, gradients, activations and so on).
 
     Args:
         found: sizes of the model.
-        ahead: blocks and partition of the run, from ``observe_stages``.
+        ahead: blocks and partition of the model, from ``observe_stages``.
         config: the run.
+
+    Returns:
+        One entry for each pipeline rank: the bytes on its device.
     """
     choice, micro_batches = parallel.parse_strategy(config.strategy), MicroBatchSizes.of(config)
     ranks = choice.shape(int(config.devices))["stage"]
@@ -160,11 +174,11 @@ def plan_stage_memory(found: Facts, ahead: StagePlan, config: TrainConfig) -> li
 
 
 def fitting(found: Facts, ahead: StagePlan, config: TrainConfig, room: float) -> StagePlan | None:
-    """Return the most even partition of a pipeline whose stages all fit into a device; None if there is none.
+    """Return the most even partition of a model whose pipeline stages all fit into a device; None if there is none.
 
     Args:
         found: sizes of the model.
-        ahead: blocks and partition of the run, from ``observe_stages``.
+        ahead: blocks and partition of the model, from ``observe_stages``.
         config: the run.
         room: bytes of a device.
     """
@@ -178,13 +192,13 @@ def fitting(found: Facts, ahead: StagePlan, config: TrainConfig, room: float) ->
 
 
 def pinned(config: TrainConfig, ahead: StagePlan) -> TrainConfig:
-    """Return ``config`` with the partition of ``ahead`` written as the option ``cuts`` of its strategy.
+    """Return ``config`` with a partition into pipeline stages written as the option ``cuts`` of its strategy.
 
-    Unchanged if a cut has no name and so cannot be written.
+    Unchanged if a cut is before a module without a name and so cannot be written.
 
     Args:
         config: the run.
-        ahead: blocks and partition, from ``observe_stages``.
+        ahead: blocks and partition of the model, from ``observe_stages``.
     """
     if not all(ahead.names):
         return config
@@ -195,16 +209,16 @@ def pinned(config: TrainConfig, ahead: StagePlan) -> TrainConfig:
 
 
 def nearest_stage_plan(found: Facts, ahead: StagePlan, config: TrainConfig, room: float) -> TrainConfig | None:
-    """Search the pipeline plan nearest to ``config`` that fits: smaller micro-batches, or more stages.
+    """Search the pipeline plan nearest to ``config`` that fits: smaller micro-batches, or more stages and devices.
 
     Args:
         found: sizes of the model.
-        ahead: blocks and partition of the run, from ``observe_stages``.
+        ahead: blocks and partition of the model, from ``observe_stages``.
         config: the run.
         room: bytes of a device.
 
     Returns:
-        The changed configuration; None if no plan fits.
+        The changed configuration, with its partition as the strategy's option ``cuts``; None if no plan fits.
     """
     for other in _others(config, len(ahead.blocks)):
         if (cut := fitting(found, ahead, other, room)) is not None:

@@ -22,16 +22,16 @@ _OPTIONS = ("micro_batch", "activation_checkpointing")
 
 @dataclass
 class PlanCandidates:
-    """Steps that a plan may take.
+    """Training steps among which ``tutti plan`` chooses, and counts of the plans that were left out.
 
     Attributes:
         steps: measured and predicted steps.
-        refused: what cannot be planned, with the number of choices refused so.
-        lacking: fewest bytes that a device lacks, and number of plans that do not fit, by strategy.
+        refused: number of plans that cannot be made, by the reason in words.
+        lacking: fewest bytes that a device lacks, and number of plans that do not fit, by name of the strategy.
         rests: lines on what the steps rest on.
         guesses: lines on guessed numbers.
         searched: number of plans that were looked at.
-        evaluated: number of them whose program was evaluated; a lower bound rules the others out.
+        evaluated: number of them whose step was simulated; a lower bound rules the others out.
     """
 
     steps: list[PlannedStep] = field(default_factory=list)
@@ -43,7 +43,7 @@ class PlanCandidates:
     evaluated: int = 0
 
     def lack(self, strategy: str, lacking: float) -> None:
-        """Count a plan that does not fit into the memory of a device.
+        """Count a plan as left out because it does not fit into the memory of a device.
 
         Args:
             strategy: name of its strategy, under which it is counted.
@@ -53,18 +53,21 @@ class PlanCandidates:
         self.lacking[strategy] = min(least, lacking), number + 1
 
     def refusals(self) -> dict[str, int]:
-        """Return the number of plans that were left out, by reason in words; lack of memory is a reason."""
+        """Return the number of plans that were left out, by reason in words.
+
+        A reason begins with the strategy's name; lack of memory, with the fewest GiB that a device lacks, is a reason.
+        """
         short = {
             f"{name}: {least / (1 << 30):.2g} GiB short at the least": n for name, (least, n) in self.lacking.items()
         }
         return {**self.refused, **short}
 
     def refuse(self, strategy: str, why: str) -> None:
-        """Count a plan that cannot be made.
+        """Count a plan as left out because it cannot be made.
 
         Args:
             strategy: name of its strategy.
-            why: the reason; equal reasons are counted together.
+            why: the reason; plans of one strategy and reason are counted together.
         """
         text = f"{strategy}: {why}"
         self.refused[text] = self.refused.get(text, 0) + 1
@@ -83,10 +86,14 @@ def is_single_update(strategy: str) -> bool:
 
 
 def measured_steps(runs: Sequence[RunEvidence]) -> list[PlannedStep]:
-    """Return the measured step time of each plan that runs have made: the median over its runs, with random draws.
+    """Return the step times that runs measured, one entry for each combination of devices, batch, strategy and options.
 
-    Runs with fewer than ten recorded steps are left out, and so are strategies without one update a step whose runs
-    have not reached the target.
+    An entry's seconds are the median over its runs, and have 256 random draws from their measured spread. Runs with
+    fewer than ten recorded steps are left out. For strategies whose workers do not make one common update a step, such
+    as ``local_sgd``, an entry also has the median samples to the target; without a run that reached it, it is left out.
+
+    Args:
+        runs: finished runs of one task.
     """
     grouped: dict[tuple[int, int, str, tuple[tuple[str, object], ...]], list[RunEvidence]] = {}
     for run in runs:
@@ -122,10 +129,10 @@ def check_measured_algorithms(strategies: Sequence[str], measured: Sequence[Plan
     Args:
         strategies: asked for, as texts of ``--strategy``.
         measured: steps of runs that have reached the target.
-        command: ``tutti train`` with task and target, for the remedy.
+        command: ``tutti train`` with task and target, for the message's remedy.
 
     Raises:
-        UsageError: there is no such run of one of them.
+        UsageError: one of these strategies has no measured step.
     """
     for strategy in strategies:
         if not is_single_update(strategy) and not any(step.strategy == strategy for step in measured):
@@ -139,11 +146,11 @@ def check_measured_algorithms(strategies: Sequence[str], measured: Sequence[Plan
 
 
 def plan_config_of(step: PlannedStep, base: TrainConfig) -> TrainConfig:
-    """Return the configuration of a run that makes a planned step.
+    """Return the configuration of a run with the devices, batch, strategy and further options of a planned step.
 
     Args:
-        step: gives devices, batch, strategy and their further options.
-        base: all other options.
+        step: the planned step.
+        base: all other options; its number of workers is dropped.
     """
     chosen: dict[str, Any] = {"micro_batch": None, "activation_checkpointing": "none", **dict(step.options)}
     return replace(
@@ -153,6 +160,9 @@ def plan_config_of(step: PlannedStep, base: TrainConfig) -> TrainConfig:
 
 def step_key(step: PlannedStep) -> tuple[object, ...]:
     """Return a hashable key that is equal for steps of the same plan, however their options are written.
+
+    Plans are the same if devices, batch, device mesh, pipeline schedule, gradient synchronisation, micro-batch and
+    activation checkpointing are.
 
     >>> def made(text, **options):
     ...     return PlannedStep(4, 64, text, 1.0, np.ones(1), {}, "", options=tuple(options.items()))

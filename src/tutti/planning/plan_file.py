@@ -23,14 +23,14 @@ _ROOM = 2.0
 
 
 def plan_config(plan: DevicePlan, base: TrainConfig, target: TrainingTarget, near: RunEvidence | None) -> TrainConfig:
-    """Return the configuration of the planned run, which trains until the target is reached.
+    """Return the configuration of the planned run, which trains until the target is reached or its length ends.
 
     Args:
         plan: devices, batch and strategy.
         base: all further options.
         target: metric and level at which the run ends.
         near: run whose options ``base`` has; its length is kept where that is long enough, because the learning-rate
-            schedule depends on it. None: twice the samples that the target needs.
+            schedule depends on it. Otherwise, and for None, the length is twice the samples that the target needs.
     """
     most = math.ceil(_ROOM * plan.data.samples)
     length: dict[str, Any] = {"epochs": None, "steps": None, "duration": None, "samples": most}
@@ -87,9 +87,10 @@ def headline(best: Sequence[DevicePlan], target: TrainingTarget, chosen: DeviceP
     """Return the answer of ``tutti plan`` in one sentence: devices, time to the target, band, batch and strategy.
 
     Args:
-        best: the fastest plan for each number of devices, by devices.
+        best: the fastest plan for each number of devices, sorted by number of devices.
         target: metric and value to which they train.
-        chosen: the plan within deadline and budget; None for the knee, the last doubling of devices that is worth it.
+        chosen: the plan within deadline and budget; None for the one with the most devices whose last doubling still
+            made training 1.5 × as fast.
     """
     knee = find_knee(best)
     answer = chosen or knee or best[0]
@@ -114,12 +115,16 @@ def headline(best: Sequence[DevicePlan], target: TrainingTarget, chosen: DeviceP
 def plan_json(
     plans: Sequence[DevicePlan], reasons: Mapping[int, LostReason], marks: Mapping[int, Sequence[str]]
 ) -> list[dict[str, Any]]:
-    """Return plans as JSON objects, in their order.
+    """Return plans of training to a target as JSON objects, in their order.
 
     Args:
         plans: all plans.
         reasons: why plans take longer than the fastest, by index in ``plans``.
         marks: words such as ``knee`` and ``cheapest``, by index in ``plans``.
+
+    Returns:
+        One object for each plan: its choice, seconds of a step and of the training, samples, bands, cost and reason;
+        numbers that are unknown are null.
     """
     found = []
     for place, plan in enumerate(plans):
@@ -158,10 +163,10 @@ def plan_json(
 
 
 def write_plan_figure(best: Sequence[DevicePlan], title: str, path: Path) -> None:
-    """Draw time to the target, and cost or device-hours, over the number of devices.
+    """Draw training time to the target, and cost or device-hours, over the number of devices, into an image file.
 
     Args:
-        best: the fastest plan for each number of devices, by devices.
+        best: the fastest plan for each number of devices, sorted by number of devices.
         title: of the figure.
         path: the file to write, ``.svg`` or ``.png``.
 

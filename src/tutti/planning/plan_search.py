@@ -45,11 +45,13 @@ def plan_choices(
 ) -> Iterator[PlannedStep]:
     """Yield every combination of devices, batch, strategy, micro-batch and checkpointing, as steps without seconds.
 
+    Combinations that make no sense are left out, such as a batch of fewer samples than data ranks.
+
     Args:
         counts: numbers of devices.
         batches: samples of global batches.
-        strategies: as given; the options that they leave open are searched.
-        checkpointing: choices of activation checkpointing.
+        strategies: texts of ``--strategy``; options that they leave open are searched (``open_options``).
+        checkpointing: choices of activation checkpointing, such as ``none``.
     """
     for devices in counts:
         # One device alone has nothing to shard or cut.
@@ -129,13 +131,14 @@ def _micro_batches(share: int) -> list[int | None]:
 
 @dataclass
 class StepPricer:
-    """Prices the steps of plans; whatever plans have in common is traced and priced once.
+    """Predicts the seconds of training steps on a machine; what plans have in common is traced and computed once.
 
     Attributes:
         sizes: of the task's model.
         base: options of the run besides those of a plan.
-        costs: prices of the machine.
-        factors: measured ÷ predicted seconds by strategy, and how many steps it rests on; under "" over all.
+        costs: durations on the machine.
+        factors: by name of the strategy, the factor on predicted seconds, from measured steps, and the number of these;
+            under "" over all strategies.
     """
 
     sizes: TaskSizes
@@ -146,12 +149,15 @@ class StepPricer:
     _checked: dict[tuple[str, int], str] = field(default_factory=dict)
 
     def floor(self, step: PlannedStep) -> PlannedStep:
-        """Return the step with a lower bound of its seconds, which is much cheaper to compute than ``evaluate``.
+        """Return a planned step with a lower bound of its seconds, which is much cheaper to compute than a simulation.
 
-        A strategy without such a bound gets its evaluated seconds.
+        A strategy without such a bound gets its simulated seconds, as from ``evaluate``.
+
+        Args:
+            step: devices, batch, strategy and options; its seconds are not read.
 
         Raises:
-            UsageError: the step cannot be built.
+            UsageError: the step cannot be simulated.
         """
         config, facts, prices = self._open(step)
         bound = step_floor(facts, config, self.costs, prices)
@@ -160,12 +166,15 @@ class StepPricer:
         return self._made(step, bound.seconds, self._terms(bound.terms, config, prices), least=True)
 
     def evaluate(self, step: PlannedStep) -> PlannedStep:
-        """Return the step with its predicted seconds, from simulating all computation and messages of its devices.
+        """Return a planned step with its predicted seconds, from simulating all its computation and messages.
 
-        Measured steps scale the prediction (``calibrate``).
+        The prediction is multiplied by measured ÷ predicted seconds of earlier steps, where ``calibrate`` has found it.
+
+        Args:
+            step: devices, batch, strategy and options; its seconds are not read.
 
         Raises:
-            UsageError: the step cannot be built.
+            UsageError: the step cannot be simulated.
         """
         config, facts, prices = self._open(step)
         program, slow = build_step(facts, config, self.costs, prices)
@@ -175,16 +184,16 @@ class StepPricer:
         return self._made(step, times.seconds, self._terms(terms, config, prices), least=False)
 
     def short(self, step: PlannedStep, memory: float) -> float:
-        """Return the bytes by which the fullest device exceeds its memory; 0 or negative where the plan fits.
+        """Return the bytes by which a plan exceeds the memory of its fullest device; 0 or negative where it fits.
 
         Args:
-            step: the plan.
+            step: the plan: devices, batch, strategy and options.
             memory: bytes of a device.
         """
         return self.sizes.device_bytes(plan_config_of(step, self.base)) - memory
 
     def checkpointing(self) -> tuple[str, ...]:
-        """Return the choices of activation checkpointing that find anything to recompute in the model.
+        """Return the choices of activation checkpointing that find anything to recompute in the task's model.
 
         ``none`` is the first.
         """
@@ -235,14 +244,15 @@ class StepPricer:
 
 
 def calibrate(measured: Sequence[PlannedStep], pricer: StepPricer, found: PlanCandidates) -> None:
-    """Compare measured steps with their predictions, and set the factors that scale all further predictions.
+    """Compare measured steps with their predictions, and set the factors that multiply later predictions.
 
-    A factor is the geometric mean of measured ÷ predicted seconds, by strategy and over all.
+    A factor is the geometric mean of measured ÷ predicted seconds, by strategy and over all strategies. Steps that
+    cannot be simulated are skipped.
 
     Args:
         measured: steps of runs.
-        pricer: predicts them, and receives the factors.
-        found: receives a line in words on the factors.
+        pricer: predicts the steps, and receives the factors as ``factors``.
+        found: receives a line in words on the factors in ``rests``.
     """
     logs: dict[str, list[float]] = defaultdict(list)
     pricer.factors = {}
@@ -268,17 +278,18 @@ def search_plans(
     memory: float | None,
     found: PlanCandidates,
 ) -> None:
-    """Find the fastest plan of each number of devices, and put the steps of all plans into ``found``.
+    """Find the fastest plan for each number of devices, and write the steps of all plans into ``found``.
 
-    Plans are ordered by a lower bound of their time, and only plans that may be the fastest are evaluated.
+    Plans are ordered by a lower bound of their time, and only plans that may be the fastest are simulated, besides a
+    few runners-up.
 
     Args:
         choices: plans, as from ``plan_choices``.
         measured: steps of runs, which replace predictions of the same plan.
-        pricer: prices the others.
+        pricer: predicts the others.
         data: samples to the target by batch.
         memory: bytes of a device; None where it is not to be checked.
-        found: receives steps (evaluated, or with a lower bound), refusals, sources and guesses.
+        found: receives steps (simulated, or with a lower bound), counts of refused plans, sources and guesses.
     """
     known = {step_key(step) for step in measured}
     rows: dict[int, list[DevicePlan]] = defaultdict(list)

@@ -26,12 +26,13 @@ _Key = TypeVar("_Key", bound=Hashable)
 
 @dataclass
 class Asked:
-    """Predictions of one group under one protocol, or the reason why there are none.
+    """Predictions of one group of measurements under one protocol of the back-test, or the reason why there are none.
 
     Attributes:
-        group: set or workload, and hardware.
-        protocol: which measurements the fit used.
-        predictions: each beside its measurement.
+        group: published source or workload, and hardware.
+        protocol: which measurements the predictions may use: ``zero-shot`` none of the group, ``anchored`` the
+            smallest, ``extrapolated`` sizes of at most half the predicted one.
+        predictions: each with its measurement.
         reason: why some or all could not be predicted, or what they guess.
         table: kind of the table.
     """
@@ -44,7 +45,11 @@ class Asked:
 
 
 def grouped(elements: Iterable[_Element], key: Callable[[_Element], _Key]) -> dict[_Key, list[_Element]]:
-    """Group elements by ``key(element)``; keys are in the order of first appearance, elements in theirs."""
+    """Group elements by ``key(element)``.
+
+    Returns:
+        A list of elements for each key; keys are in the order of first appearance, elements in their given order.
+    """
     found: dict[_Key, list[_Element]] = {}
     for element in elements:
         found.setdefault(key(element), []).append(element)
@@ -52,10 +57,14 @@ def grouped(elements: Iterable[_Element], key: Callable[[_Element], _Key]) -> di
 
 
 def cuts(sizes: Sequence[float]) -> list[float]:
-    """Return the sizes at which a back-test divides measurements into a fitted and a predicted part.
+    """Return the sizes at which a back-test divides measurements by size into a fitted and a predicted part.
 
-    It fits sizes up to a cut, and predicts sizes of twice the cut and more. There is one cut in each doubling: the
-    largest size that is no larger than a power of two, if there is a smaller size and one of at least twice the cut.
+    Measurements of sizes (such as numbers of devices) up to a cut are fitted, and those of at least twice the cut
+    predicted. There is one cut in each doubling: the largest size that is no larger than a power of two, if there is a
+    smaller size and one of at least twice the cut.
+
+    Args:
+        sizes: of the measurements, in any order.
 
     >>> cuts([1, 2, 3, 4, 8, 16])
     [2, 4, 8]

@@ -34,7 +34,10 @@ class TrainingRecipe:
     basis: str
 
     def samples_at(self, batch: float) -> float:
-        """Return the samples to the target at a batch size, in the median.
+        """Return the median number of samples that training needs to the target at a batch size, E_min(1 + B/B_crit).
+
+        Args:
+            batch: B, samples of a global batch.
 
         >>> TrainingRecipe("loss", 1.0, 64000.0, 64.0, ((64000.0, 64.0),), "T14").samples_at(256)
         320000.0
@@ -43,7 +46,11 @@ class TrainingRecipe:
 
 
 def recipe_text(recipe: TrainingRecipe) -> str:
-    """Return the JSON text of ``recipe.json``: target, E_min, critical batch and their draws."""
+    """Return the JSON text of ``recipe.json``: target metric, E_min and critical batch B_crit, both in samples.
+
+    E(B) = E_min(1 + B/B_crit) are the samples to the target at batch B. Draws of both from their posterior are
+    included.
+    """
     value = {
         "format": RECIPE_FORMAT,
         "target": {"metric": recipe.metric, "value": recipe.value},
@@ -56,10 +63,10 @@ def recipe_text(recipe: TrainingRecipe) -> str:
 
 
 def write_recipe(recipe: TrainingRecipe, path: Path) -> None:
-    """Write a posterior of the data to a target as ``recipe.json``, for ``tutti plan --recipe``.
+    """Write a target, and the posterior of the samples that training needs to it, as ``recipe.json``.
 
     Args:
-        recipe: the posterior.
+        recipe: the target, with E_min and B_crit of E(B) = E_min(1 + B/B_crit).
         path: the file.
 
     Raises:
@@ -72,7 +79,13 @@ def write_recipe(recipe: TrainingRecipe, path: Path) -> None:
 
 
 def read_recipe(path: Path) -> TrainingRecipe:
-    """Read the posterior of the data to a target from a ``recipe.json``.
+    """Read the posterior of the samples that training needs to a target, E(B) = E_min(1 + B/B_crit), from a file.
+
+    Args:
+        path: the file.
+
+    Returns:
+        Target metric and value, medians of E_min and B_crit in samples, and draws of both from their posterior.
 
     Raises:
         UsageError: the file is missing, of another version, or one of its numbers is missing or not above 0.

@@ -36,14 +36,18 @@ _SHOWN = 64
 
 
 def all_reduce_seconds(costs: StepCosts, exchange: Any, ranks: int, size: float, apart: int = 1) -> Array:
-    """Return the seconds of the all-reduce of one vector over the data ranks, one element a draw.
+    """Return the seconds of the all-reduce of one vector over the data ranks.
 
     Args:
-        costs: prices of the machine.
-        exchange: options of an all-reduce, such as the algorithm.
-        ranks: data ranks.
+        costs: durations on the machine.
+        exchange: options of gradient synchronisation; its ``schedule`` names the all-reduce algorithm, None for the
+            backend's own.
+        ranks: number of data ranks.
         size: bytes of the vector.
-        apart: devices from one data rank to the next: those of a replica.
+        apart: stride in devices from one data rank to the next, which is the number of devices of a replica.
+
+    Returns:
+        (256,) seconds, one for each Monte Carlo draw of the machine's uncertain constants.
     """
     if exchange.schedule is None:
         return costs.collective("all_reduce", ranks, size, apart)
@@ -55,13 +59,16 @@ def all_reduce_seconds(costs: StepCosts, exchange: Any, ranks: int, size: float,
 
 
 def collective_seconds(costs: StepCosts, each: PeriodicCollective, ranks: int, apart: int = 1) -> Array:
-    """Return the seconds of one collective, by what carries it, one element a draw.
+    """Return the seconds of one collective, of the backend or through shared memory.
 
     Args:
-        costs: prices of the machine.
-        each: the collective.
-        ranks: number of ranks.
-        apart: devices from one rank to the next.
+        costs: durations on the machine.
+        each: the collective, with the kind and bytes that ``step_facts.carried`` gives.
+        ranks: number of ranks that take part.
+        apart: stride in devices from one of these ranks to the next.
+
+    Returns:
+        (256,) seconds, one for each Monte Carlo draw of the machine's uncertain constants.
     """
     if each.kind == "shared_memory":
         costs.note("small collectives in shared memory take as long as copies; waiting for other ranks takes none")
@@ -74,13 +81,16 @@ def collective_seconds(costs: StepCosts, each: PeriodicCollective, ranks: int, a
 
 
 def copy_seconds(costs: StepCosts, size: float, calls: float, kind: str = "copy") -> Array:
-    """Return the seconds in which a device or host process copies or adds up bytes in memory, one element a draw.
+    """Return the seconds in which a device or host process copies or adds up bytes in memory.
 
     Args:
-        costs: prices of the machine.
-        size: bytes that are copied, or read and written.
+        costs: durations on the machine.
+        size: bytes that are copied, or read and written, by all operators together.
         calls: number of operators.
         kind: ``copy``, or ``other`` for elementwise operators.
+
+    Returns:
+        (256,) seconds, one for each Monte Carlo draw of the machine's uncertain constants.
     """
     return costs.compute([{kind: OperatorWork(Affine(), Affine(size), Affine(calls))}], 1)
 
@@ -88,14 +98,17 @@ def copy_seconds(costs: StepCosts, size: float, calls: float, kind: str = "copy"
 def pass_messages(
     facts: StepFacts, checkpointing: str, passed: Pass, samples: int, groups: Sequence[str] | None
 ) -> list[PeriodicCollective]:
-    """Return the collectives over the tensor ranks in a forward or backward of some module groups, in order.
+    """Return the collectives over the tensor ranks in a forward or backward of a micro-batch, in order.
 
     Args:
         facts: what the model computes and sends.
-        checkpointing: choice of activation checkpointing.
-        passed: ``forward`` or ``backward``.
-        samples: of the micro-batch.
-        groups: names of the module groups; None for all.
+        checkpointing: choice of activation checkpointing, such as ``none``.
+        passed: ``forward`` or ``backward``; backward includes recomputation.
+        samples: number of samples in the micro-batch.
+        groups: names of the module groups whose collectives are wanted; None for all.
+
+    Returns:
+        Kind and bytes of the whole tensor of each collective; empty where no layer is split.
     """
     return [
         PeriodicCollective(each.kind, round(each.bytes.at(samples)), axis="tensor")
@@ -105,15 +118,15 @@ def pass_messages(
 
 
 def message_seconds(prices: PassPrices, sent: Sequence[PeriodicCollective], ranks: int) -> Array:
-    """Return the seconds of collectives over the tensor ranks of a replica, which lie side by side.
+    """Return the seconds of collectives over the tensor ranks of a replica, which are neighbouring devices.
 
     Args:
-        prices: of the workload's passes, with the prices of the machine.
+        prices: seconds of the model's passes, with the durations on the machine.
         sent: the collectives, as ``pass_messages`` returns them.
         ranks: number of tensor ranks.
 
     Returns:
-        (draws,) seconds of all of them together.
+        (256,) seconds of all of them together, one for each Monte Carlo draw of the machine's uncertain constants.
     """
     total, cpu = np.zeros(SAMPLES), not prices.costs.overlaps
 
@@ -130,13 +143,13 @@ def message_seconds(prices: PassPrices, sent: Sequence[PeriodicCollective], rank
 
 @dataclass
 class ReplicaBuilder:
-    """Builds programs of one configuration.
+    """Builds simulated training steps of one configuration: computations and messages with their dependences.
 
     Attributes:
         facts, config, costs: as of ``build_step``.
-        slow: factor of the slowest device on computing.
-        prices: of the workload's passes.
-        shape: extents of the device mesh.
+        slow: (256,) ratios by which the slowest device computes longer than a typical one.
+        prices: seconds of the passes of the model's module groups on a typical device.
+        shape: extents of the device mesh, by axis.
     """
 
     facts: StepFacts
@@ -147,7 +160,18 @@ class ReplicaBuilder:
     shape: Mapping[str, int]
 
     def whole(self, exchange: Any, parts: Sequence[Sequence[int]], ranks: int) -> StepProgram:
-        """Build the step of whole replicas whose gradients are added up in buckets."""
+        """Build the simulated step of replicas that all-reduce gradients in buckets: passes, sums, update.
+
+        All-reduces of the backend overlap backward; others follow it.
+
+        Args:
+            exchange: options of gradient synchronisation: all-reduce algorithm, wire dtype, bucket size.
+            parts: number of samples in each micro-batch, one list for each logical worker of a data rank.
+            ranks: number of data ranks; 1 makes no all-reduce.
+
+        Returns:
+            The step of one replica, which stands for all.
+        """
         program = StepProgram()
         samples = [count for worker in parts for count in worker]
         ends = self.passes(program, samples)
@@ -160,10 +184,15 @@ class ReplicaBuilder:
         return program
 
     def local_steps(self, exchange: LocalSGDConfig, parts: Sequence[Sequence[int]], ranks: int) -> StepProgram:
-        """Build a step of local SGD: each worker's passes and update, loss sums, and its share of the averaging.
+        """Build a simulated step of local SGD: each worker's passes and update, loss sums, share of the averaging.
 
         The average of the parameters once in a period, and DiLoCo's outer update after it, take their time divided by
         the period.
+
+        Args:
+            exchange: options of local SGD, with the period in steps.
+            parts: number of samples in each micro-batch, one list for each logical worker of a data rank.
+            ranks: number of data ranks.
         """
         program, tensors = StepProgram(), self.facts.tensors
         self.passes(program, [count for worker in parts for count in worker])
@@ -184,7 +213,14 @@ class ReplicaBuilder:
         return program
 
     def sharded_optimizer(self, parts: Sequence[Sequence[int]]) -> StepProgram:
-        """Build the step of ZeRO stage 1: reduce-scatters after backward, all-gathers after the update."""
+        """Build the simulated step of ZeRO stage 1: passes, reduce-scatters, update of rows, all-gathers.
+
+        Args:
+            parts: number of samples in each micro-batch, one list for each logical worker of a data rank.
+
+        Returns:
+            The step of one rank, which stands for all.
+        """
         program, tensors, shards = StepProgram(), self.facts.tensors, self.shape["shard"]
         self.passes(program, [count for worker in parts for count in worker])
         sizes = row_bytes(tensors, shards)
@@ -198,10 +234,17 @@ class ReplicaBuilder:
         return program
 
     def fully_sharded(self, stage: int, parts: Sequence[Sequence[int]]) -> StepProgram:
-        """Build the step of FSDP2: modules gathered one ahead, and reduce-scattered in every micro-batch.
+        """Build the simulated step of FSDP2 (ZeRO stages 2 and 3), with gradient reduce-scatters in every micro-batch.
 
-        Where collectives block (CPUs), each waits for the computing before it. Parameters that FSDP2 does not shard
-        are sharded as in stage 1.
+        Modules are all-gathered one ahead of computing. Where collectives block (CPUs), each waits for the computing
+        before it. Parameters that FSDP2 does not shard are sharded as in stage 1.
+
+        Args:
+            stage: ZeRO stage; in 3 modules are gathered again for backward.
+            parts: number of samples in each micro-batch, one list for each logical worker of a data rank.
+
+        Returns:
+            The step of one rank, which stands for all.
         """
         program, shards = StepProgram(), self.shape["shard"]
         groups = {group.name: group for group in self.facts.workload.groups}
@@ -244,7 +287,18 @@ class ReplicaBuilder:
         return program
 
     def passes(self, program: StepProgram, samples: Sequence[int]) -> dict[str, int]:
-        """Append forwards and backwards; return the place of each group's backward in the last micro-batch."""
+        """Append the forwards and backwards of a rank's micro-batches to a simulated step.
+
+        Collectives over the tensor ranks are included.
+
+        Args:
+            program: the step, to which actions are added.
+            samples: number of samples in each micro-batch, in order.
+
+        Returns:
+            By name of each module group, the index in ``program.actions`` of the last action of its backward in the
+            last micro-batch.
+        """
         groups = {group.name: group for group in self.facts.workload.groups}
         order = self._backward_order()
         ends: dict[str, int] = {}
@@ -281,21 +335,21 @@ class ReplicaBuilder:
         device: int = 0,
         times: int = 1,
     ) -> int:
-        """Append the collectives over the tensor ranks that a pass over a micro-batch makes, as one action.
+        """Append to a simulated step, as one action, a pass's collectives over the tensor ranks.
 
         They block: what follows on the device waits for them.
 
         Args:
-            program: receives them.
-            passed: ``forward`` or ``backward``.
-            samples: of the micro-batch.
-            groups: module groups whose collectives are made; None for all.
-            needs: places of the actions before it; the last one is returned where nothing is sent.
-            device: of the program, and stage of the pipeline.
+            program: the step, to which the action is added.
+            passed: ``forward`` or ``backward``, over a micro-batch.
+            samples: number of samples in the micro-batch.
+            groups: names of the module groups whose collectives are made; None for all.
+            needs: indices of the actions before it; the last one is returned where nothing is sent.
+            device: index of the device in the program, which is its pipeline stage.
             times: number of micro-batches.
 
         Returns:
-            Place of the action after which the device continues.
+            Index of the action after which the device continues.
         """
         sent = pass_messages(self.facts, self.config.activation_checkpointing, passed, samples, groups)
         if not sent:
@@ -307,7 +361,10 @@ class ReplicaBuilder:
         return self.message(program, seconds, needs, f"{passed} of tensor ranks", device)
 
     def count_norm(self, program: StepProgram) -> None:
-        """Count the all-reduce of the gradient norm over the ranks of one replica; its few numbers take no time."""
+        """Add to a simulated step the all-reduces of the gradient norm over the devices of one replica, for 0 s.
+
+        One for each pipeline stage is added to ``program.collectives``, and none for replicas of one device.
+        """
         ranks = self.shape["stage"] * self.shape["tensor"]
         if ranks > 1:
             size = 8 * (ranks + 1 + DIGESTS)
@@ -372,7 +429,7 @@ class ReplicaBuilder:
 
     @property
     def apart(self) -> int:
-        """Devices of one replica, which lie between two data ranks."""
+        """Number of devices of one replica, which is the stride in devices from one data rank to the next."""
         return self.shape["stage"] * self.shape["tensor"]
 
     def _totals(self, program: StepProgram, tensors: Sequence[TensorFacts], last: int) -> int:
@@ -404,25 +461,25 @@ class ReplicaBuilder:
         return self.message(program, seconds, needs, f"{each.kind} of {text}")
 
     def message(self, program: StepProgram, seconds: Array, needs: tuple[int, ...], text: str, device: int = 0) -> int:
-        """Append an action of a device's link, and return its place.
+        """Append a message or collective of a device to a simulated step, and return its index in ``program.actions``.
 
         Args:
-            program: receives it.
-            seconds: its duration, one element a draw.
-            needs: places of the actions before it.
+            program: the step.
+            seconds: (256,) duration, one for each Monte Carlo draw.
+            needs: indices of the actions before it.
             text: names it in timelines.
-            device: of the program.
+            device: index of the device in the program.
         """
         return program.add(StepAction(device, COMMUNICATION, seconds, needs, link=True, text=text))
 
     def update(self, program: StepProgram, parameters: float, needs: Sequence[int], device: int = 0) -> int:
-        """Append an optimizer step, and return its place.
+        """Append an optimizer step to a simulated training step, and return its index in ``program.actions``.
 
         Args:
-            program: receives it.
-            parameters: number of parameters that it updates.
-            needs: places of the actions before it.
-            device: of the program.
+            program: the training step.
+            parameters: number of parameters that the optimizer updates on the device.
+            needs: indices of the actions before it.
+            device: index of the device in the program.
         """
         seconds = self.costs.update(self.config.optimizer, parameters)
         return program.add(StepAction(device, UPDATE, seconds, known(*needs), text=self.config.optimizer))
@@ -433,5 +490,5 @@ class ReplicaBuilder:
 
 
 def known(*places: int) -> tuple[int, ...]:
-    """Return the places of actions, without those before the first."""
+    """Return the indices of actions without negative ones, which stand for no action, and without repetition."""
     return tuple(dict.fromkeys(place for place in places if place >= 0))

@@ -52,7 +52,7 @@ class RunEvidence:
 
     @property
     def devices(self) -> int:
-        """Number of devices."""
+        """Number of devices on which the run was trained."""
         return int(self.config.devices)
 
 
@@ -79,8 +79,15 @@ def find_runs(paths: Sequence[Path]) -> list[Path]:
 def read_evidence(path: Path) -> RunEvidence:
     """Read configuration, target and step times from one run directory of ``tutti train``.
 
+    Args:
+        path: the run directory, with ``config.toml``, ``metrics.jsonl`` and its summary.
+
+    Returns:
+        The run's evidence; its step seconds are the mean after the first fifth of the steps, None where fewer than ten
+        are left.
+
     Raises:
-        UsageError: configuration or records cannot be read.
+        UsageError: configuration or records cannot be read, or the number of devices is not stated.
     """
     values = dict(read_file(path / "config.toml"))
     task = str(values.pop("task", ""))
@@ -145,16 +152,16 @@ def _host(path: Path) -> str:
 
 
 def usable_runs(found: Sequence[RunEvidence], task: str) -> tuple[list[RunEvidence], list[str]]:
-    """Select the runs that say something about training a task, and check that they train the same problem.
+    """Select the runs from which training of a task can be planned, and check that all have the same model and data.
 
-    Runs whose batch or learning rate changes by itself are left out.
+    Runs whose batch size or learning rate adapts during training are left out.
 
     Args:
-        found: runs, of which the first kept one sets model and data.
+        found: runs; the first one that is kept sets model and data.
         task: name of the task.
 
     Returns:
-        The runs, and lines in words on runs left out and on options in which the kept ones differ.
+        The kept runs, and lines in words on runs left out and on options in which the kept ones differ.
 
     Raises:
         UsageError: a run is of another task, or of another model or data than the first.
@@ -188,16 +195,17 @@ def usable_runs(found: Sequence[RunEvidence], task: str) -> tuple[list[RunEviden
 def measured_targets(
     runs: Sequence[RunEvidence], target: TrainingTarget | None
 ) -> tuple[TrainingTarget, list[MeasuredTarget], list[str]]:
-    """Return the samples that runs needed to a target, by batch size.
+    """Return the samples that runs needed to a target metric, as the median for each batch size.
 
     A run that missed the target counts as infinitely many samples; a batch whose median run missed it is left out.
 
     Args:
         runs: runs of one problem, of synchronous strategies.
-        target: None for the one target of the runs.
+        target: metric and level; None for the one target of the runs.
 
     Returns:
-        The target; median samples to it and number of runs for each batch; and lines in words on what was left out.
+        The target; for each batch the median samples to it and the number of runs; and lines in words on what was left
+        out.
 
     Raises:
         UsageError: no run has a target, they have several, or no run has this one.

@@ -37,7 +37,7 @@ class ScalingLaw:
 
 
 def ring_allreduce_law(ranks: Array, size: Array, latency: Array | float, rate: Array | float) -> Array:
-    """Return the seconds of a ring all-reduce: 2(N−1)α + 2(N−1)/N · n/β.
+    """Return the seconds of a ring all-reduce: 2(N−1)α + 2(N−1)/N · n/β, element by element.
 
     Args:
         ranks: number of ranks N.
@@ -182,19 +182,21 @@ def transformer_flops_per_token(
 
 
 def scaling_overhead(constants: Array, inputs: Inputs) -> tuple[Array, Array]:
-    """Return by how much a training job on many devices is slower than its computing alone.
+    """Return how much longer training on many devices takes than computing alone: a factor on computing, and a summand.
 
-    A collective waits for the slowest of N: 1 + σ√(2 ln N) (Gumbel's extreme of normal draws). Gradients, and weights
-    where they are sharded, go round a ring within nodes and one between them, mostly hidden: a fraction is exposed.
-    A call of w tokens works at a saturating rate r∞·w/(w + w½).
+    A collective waits for the slowest of N devices, 1 + σ√(2 ln N) times as long as a typical one (Gumbel's extreme of
+    normal draws). Gradients, and weights where they are sharded, go round a ring within nodes and one between them,
+    mostly hidden: a fraction is exposed. A forward or backward over w tokens works at a saturating rate r∞·w/(w + w½).
 
     Args:
         constants: σ, bytes a second between and within nodes, exposed fraction, and w½ in tokens (``ANCHORED_LAW``).
-        inputs: arrays (n,) over jobs: ``devices``, ``per_node``, ``split`` (devices of a replica), ``bytes_per_s``
-            (NaN if not stated), ``parameters``, ``sharded``, ``passes``, ``call`` (tokens) and ``global_batch``.
+        inputs: arrays (n,) over jobs: ``devices``, ``per_node``, ``split`` (devices of a replica), ``bytes_per_s`` of a
+            device's link between nodes (NaN if not stated), ``parameters``, ``sharded`` (1 or 0), ``passes``
+            (micro-batches in a step), ``call`` (tokens of a micro-batch) and ``global_batch`` (samples).
 
     Returns:
-        The factor on computing, and the exposed synchronisation in device-seconds a sample; both (n,).
+        The factor by which computing takes longer, and the exposed synchronisation in device-seconds a sample; both
+        (n,).
     """
     sigma, between, within, exposed, half = constants
     devices, per_node = inputs["devices"], inputs["per_node"]
@@ -234,7 +236,7 @@ ANCHORED_LAW = ScalingLaw(
 
 
 def samples_to_target(batch: Array, least: Array | float, critical: Array | float) -> Array:
-    """Return the samples to a target at a batch size: E(B) = E_min(1 + B/B_crit).
+    """Return the samples that training needs to a target at a batch size, E(B) = E_min(1 + B/B_crit), by element.
 
     Args:
         batch: B, samples in a global batch.

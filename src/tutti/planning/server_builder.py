@@ -35,11 +35,16 @@ _READ_WRITE = 3
 
 
 def central_links(tensors: Sequence[TensorFacts], ranks: int) -> dict[tuple[int, int], LinkTraffic]:
-    """Return what owners read of other ranks' gradients in a step of central storage, by (source, owner).
+    """Return how much gradient data the ranks read from each other in a step of the strategy ``central_storage``.
+
+    Every parameter has one owner rank, which reads the other ranks' gradients of it in shared memory.
 
     Args:
         tensors: trainable parameters, in the model's order.
         ranks: data ranks.
+
+    Returns:
+        Number of reads (one for each bucket) and bytes, by (source rank, owner rank).
     """
     found: dict[tuple[int, int], LinkTraffic] = {}
     owner = owners([t.bytes for t in tensors], ranks)
@@ -57,10 +62,14 @@ def server_plan(tensors: Sequence[TensorFacts], servers: int, optimizer: str) ->
     Args:
         tensors: trainable parameters, in the model's order.
         servers: number of servers.
-        optimizer: text of ``--optimizer``; one that mixes the elements of a tensor needs each tensor on one server.
+        optimizer: text of ``--optimizer``; one that mixes the elements of a tensor needs each tensor whole on one
+            server.
+
+    Returns:
+        The pieces of parameters that each server holds.
 
     Raises:
-        UsageError: there are fewer tensors than servers that each need whole ones.
+        UsageError: the tensors must stay whole, and there are fewer of them than servers.
     """
     whole = not optimizer_mixing(optimizer, tuple((t.name, t.shape) for t in tensors)).flat
     if servers > len(tensors) and whole:
@@ -76,11 +85,17 @@ Shapes = tuple[tuple[str, tuple[int, ...]], ...]
 
 @lru_cache(maxsize=64)
 def optimizer_mixing(optimizer: str, named: Shapes) -> Mixing:
-    """Find out by a trial which elements an optimizer's update mixes; the trial is made once for equal arguments.
+    """Find out by a trial on small tensors which elements of a tensor an optimizer's update mixes; cached.
+
+    An optimizer that mixes none, such as Adam, can update slices of a tensor by themselves.
 
     Args:
         optimizer: text of ``--optimizer``.
         named: names and shapes of the parameters.
+
+    Returns:
+        Whether a step on rows, columns or flat pieces of a tensor, or on a subset of the tensors, equals that part of
+        the whole step.
     """
     return mixing_of(_small_optimizer(optimizer, named))
 
@@ -89,14 +104,14 @@ def is_elementwise(optimizer: str) -> bool:
     """Return whether an optimizer updates each element by itself, so that slices need no messages between ranks.
 
     Args:
-        optimizer: text of ``--optimizer``.
+        optimizer: text of ``--optimizer``, such as ``adam:lr=0.001``.
     """
     return optimizer_mixing(optimizer, (("weight", (4, 4)), ("bias", (4,)))) == Mixing()
 
 
 @lru_cache(maxsize=64)
 def optimizer_settings(optimizer: str, named: Shapes) -> int:
-    """Return the number of hyperparameters that ranks send to parameter servers in a step.
+    """Return the number of hyperparameter values that a rank sends to parameter servers in a step.
 
     Args:
         optimizer: text of ``--optimizer``.
@@ -115,10 +130,10 @@ def _small_optimizer(optimizer: str, named: Shapes) -> torch.optim.Optimizer:
 
 
 class ServerBuilder(ReplicaBuilder):
-    """Builds the programs of central storage and of parameter servers on CPUs."""
+    """Builds simulated training steps of central storage and of parameter servers on CPUs."""
 
     def check_host(self) -> None:
-        """Raise UsageError for accelerators: nothing measures the copies between device and host."""
+        """Raise UsageError if the simulated machine has accelerators: copies to host memory are not measured."""
         if self.costs.overlaps:
             name = self.config.strategy.partition(":")[0]
             raise UsageError(
@@ -130,12 +145,16 @@ class ServerBuilder(ReplicaBuilder):
             )
 
     def central_storage(self, parts: Sequence[Sequence[int]]) -> StepProgram:
-        """Build a step of central storage: pack gradients, owners add them up in shared memory, and update in place.
+        """Build the simulated step of the strategy ``central_storage``, which sums gradients in shared memory.
 
-        The owner of most bytes is waited for.
+        Each rank packs its gradients; each parameter's owner rank adds them up and updates the parameter. The owner of
+        most bytes sets the time.
 
         Args:
-            parts: samples of each micro-batch, by logical worker.
+            parts: number of samples in each micro-batch, one list for each logical worker of a data rank.
+
+        Returns:
+            The step of one rank, which stands for all.
 
         Raises:
             UsageError: the devices are on several nodes, or are accelerators.
@@ -164,11 +183,17 @@ class ServerBuilder(ReplicaBuilder):
         return program
 
     def servers(self, exchange: ParameterServerConfig, parts: Sequence[Sequence[int]]) -> StepProgram:
-        """Build a step with parameter servers: of ``sync`` one update, of ``async`` and ``bounded`` the mean step.
+        """Build the simulated step with parameter servers, which sum gradients and update parameters.
+
+        In the mode ``sync`` it is one update of all ranks together; in ``async`` and ``bounded`` the mean step of one
+        rank, which waits for a server that is busy with others.
 
         Args:
-            exchange: options of the servers.
-            parts: samples of each micro-batch, by logical worker.
+            exchange: options of the servers: number, mode, transport, steps between pushes and fetches.
+            parts: number of samples in each micro-batch, one list for each logical worker of a data rank.
+
+        Returns:
+            The step of one rank, with the seconds that servers spend on all ranks.
 
         Raises:
             UsageError: the devices are accelerators, or there are too few tensors for the servers.
@@ -263,11 +288,11 @@ class _Service:
             self.read = copy_seconds(costs, whole, 1)
 
     def requests(self, flows: Sequence[ServerFlow], kind: str) -> Array:
-        """Return the seconds of a rank's requests of one kind without tensors, to all servers at once.
+        """Return the seconds of a rank's requests of one kind to all parameter servers at once, without their tensors.
 
         Args:
-            flows: of the step.
-            kind: kind of request, such as ``push``.
+            flows: kinds of requests of the step, with the bytes sent and received.
+            kind: ``push``, ``sum`` or ``apply``.
         """
         costs, devices = self._builder.costs, self._devices
         return max(

@@ -14,11 +14,11 @@ _ITERATIONS = 10
 
 
 def epsilon_sharpness(function: ValueAndGradient, point: Vector, epsilon: float) -> float:
-    """Return by how much the loss rises at most in a box around a point: 100 · (max f(x + y) − f(x)) / (1 + f(x)).
+    """Return how far the loss rises at most in a box around a point: 100 · (max f(x + y) − f(x)) / (1 + f(x)) %.
 
-    The box is |y_i| ≤ ε(|x_i| + 1), the result in per cent. The maximum is sought by 10 iterations of L-BFGS-B from x,
-    so that the result is a lower bound. It depends on the scale of the parameters (Dinh et al. 2017, arXiv 1703.04933):
-    compare models of one architecture only.
+    The box is |y_i| ≤ ε(|x_i| + 1). The maximum is sought by 10 iterations of L-BFGS-B from x, so that the result is a
+    lower bound. It depends on the scale of the parameters (Dinh et al. 2017, arXiv 1703.04933): compare models of one
+    architecture only.
 
     Args:
         function: loss and gradient at a point (n,).
@@ -48,12 +48,12 @@ def epsilon_sharpness(function: ValueAndGradient, point: Vector, epsilon: float)
 
 
 def sam_sharpness(function: ValueAndGradient, point: Vector, radius: float) -> float:
-    """Return by how much the loss rises along its gradient, f(x + ρ·g/‖g‖) − f(x), for the gradient g of all samples.
+    """Return how far the loss rises along its gradient g, f(x + ρ·g/‖g‖) − f(x), in units of the loss.
 
     0 where the gradient is zero.
 
     Args:
-        function: loss and gradient at a point (n,).
+        function: loss and gradient, over all samples, at a point (n,).
         point: x (n,).
         radius: ρ, length of the step.
 

@@ -34,6 +34,9 @@ def rank_micro_batches(config: TrainConfig) -> list[list[int]]:
     """Return the sizes in samples of the micro-batches of data rank 0, one list for each of its logical workers.
 
     Rank 0 has at least as many samples as any other.
+
+    Args:
+        config: the run, with a number of devices.
     """
     choice = parallel.parse_strategy(config.strategy)
     ranks = choice.data_ranks(int(config.devices))
@@ -47,7 +50,11 @@ def rank_micro_batches(config: TrainConfig) -> list[list[int]]:
 
 
 def check_buildable(config: TrainConfig) -> None:
-    """Raise UsageError if the step of this strategy, or of one of its options, cannot be simulated."""
+    """Raise UsageError if the training step of a run cannot be simulated with its strategy or options.
+
+    Args:
+        config: the run, with a number of devices.
+    """
     choice = parallel.parse_strategy(config.strategy)
     where = f"--strategy {config.strategy}"
     exchange = choice.exchange
@@ -94,15 +101,16 @@ def build_step(
     Args:
         facts: what the model computes and sends.
         config: the run, with a number of devices.
-        costs: prices of the machine.
-        prices: of the workload's passes, where other plans on as many devices a node have computed some; None: none.
+        costs: durations on the machine.
+        prices: cache of the seconds of the model's passes, shared with plans on as many devices a node; None for a new
+            one.
 
     Returns:
-        The program of a device that computes as long as the slowest, or of one pipeline of such devices; and the
-        factor by which the slowest computes longer than the typical one, one element a draw.
+        The program of a device that computes as long as the slowest, or of one pipeline of such devices; and (256,)
+        ratios by which the slowest computes longer than the typical one, one for each Monte Carlo draw.
 
     Raises:
-        UsageError: the strategy, one of its options, or a link cannot be priced.
+        UsageError: the strategy or one of its options cannot be simulated, or the speed of a link is not known.
     """
     check_buildable(config)
     choice = parallel.parse_strategy(config.strategy)
@@ -131,14 +139,17 @@ def build_step(
 
 
 def slowness(config: TrainConfig, costs: StepCosts, computing: Array) -> Array:
-    """Return the factor by which computing takes longer on the device that the others wait for, one element a draw.
+    """Return how many times longer the device that all others wait for computes than a typical one.
 
-    Asynchronous workers wait for no other.
+    Asynchronous workers wait for no other: all ratios are 1.
 
     Args:
         config: the run.
-        costs: prices of the machine.
-        computing: seconds of all passes of a data rank on a typical device.
+        costs: durations on the machine.
+        computing: (256,) seconds of all passes of a data rank on a typical device.
+
+    Returns:
+        (256,) ratios, at least 1, one for each Monte Carlo draw.
     """
     choice, devices = parallel.parse_strategy(config.strategy), int(config.devices)
     if isinstance(choice.exchange, ParameterServerConfig) and choice.exchange.mode == "async":
@@ -147,7 +158,7 @@ def slowness(config: TrainConfig, costs: StepCosts, computing: Array) -> Array:
 
 
 def check_split(choice: Any, config: TrainConfig) -> None:
-    """Raise UsageError if the program of a model that is split over tensor ranks is not known with these options.
+    """Raise UsageError if the step of a model split over tensor ranks cannot be simulated with the run's options.
 
     Args:
         choice: the parsed strategy.
@@ -189,11 +200,11 @@ def typical_computing(config: TrainConfig, parts: Sequence[Sequence[int]], price
 
     Args:
         config: the run.
-        parts: samples of each micro-batch, by logical worker (``rank_micro_batches``).
-        prices: of the passes.
+        parts: number of samples in each micro-batch, one list for each logical worker (``rank_micro_batches``).
+        prices: seconds of the model's passes.
 
     Returns:
-        (draws,) seconds, as if the device held the whole model.
+        (256,) seconds as if the device held the whole model, one for each Monte Carlo draw of the machine's constants.
     """
     total, choice = np.zeros(SAMPLES), config.activation_checkpointing
     for samples, number in Counter(samples for worker in parts for samples in worker).items():

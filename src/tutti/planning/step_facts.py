@@ -42,16 +42,22 @@ class TensorFacts:
 
     @property
     def elements(self) -> int:
-        """Number of elements of the parameter."""
+        """Number of elements of the trainable parameter."""
         return int(np.prod(self.shape, dtype=np.int64)) if self.shape else 1
 
     @property
     def bytes(self) -> int:
-        """Bytes of the parameter."""
+        """Bytes of the trainable parameter."""
         return self.elements * self.dtype.itemsize
 
     def padded(self, ranks: int) -> int:
-        """Return the elements on all ranks together if each holds equally many rows (first dimension), with padding."""
+        """Return the parameter's elements over all ranks if its rows are sharded evenly, padding included.
+
+        Rows are slices along the first dimension; every rank counts with as many as the rank that has most.
+
+        Args:
+            ranks: number of ranks over which the rows are sharded.
+        """
         rows = self.shape[0] if self.shape else 1
         return len(even_share(rows, ranks, 0)) * ranks * (self.elements // max(rows, 1))
 
@@ -93,7 +99,11 @@ class StepFacts:
     whole: Workload | None = None
 
     def alone(self) -> StepFacts:
-        """Return the facts of the same model on one device, where no layer is split."""
+        """Return the facts with the workload that the whole model has on one device, before tensor parallelism.
+
+        Pipeline stages and collectives are left out; sizes of parameters stay those of a tensor rank's slices. Where no
+        layer is split over tensor ranks, the object itself is returned.
+        """
         return self if self.whole is None else StepFacts(self.whole, self.tensors)
 
 
@@ -102,13 +112,16 @@ def gradient_vectors(
 ) -> list[GradientVector]:
     """Return the flat vectors that data ranks all-reduce in a step: gradient buckets, then loss sums and flags.
 
-    Loss sums and flags are part of the last bucket where dtypes allow it, else a vector of their own, as in
-    ``OverlappedReducer``.
+    Loss sums and flags are appended to the last bucket where its dtype allows it (fp32 or fp64 messages); otherwise
+    they are a float64 vector of their own.
 
     Args:
         tensors: trainable parameters, in the model's order.
         wire: dtype of the messages: ``fp32`` (as the gradients), ``bf16`` or ``fp16``.
-        bucket_mb: megabytes of a bucket; None: 25.
+        bucket_mb: megabytes (2²⁰ bytes) of a bucket; None: 25.
+
+    Returns:
+        For each vector the indices of its parameters in ``tensors``, its number of elements and their bytes.
     """
     tail = Tail(len(tensors), 0).size
     groups = plan_buckets([(t.bytes, str(t.dtype)) for t in tensors], int((bucket_mb or _BUCKET_MB) * _MEGABYTE))
@@ -135,6 +148,10 @@ def local_sgd_collectives(
         workers: logical workers over all ranks.
         period: steps between two averages.
         rank: the rank; the first has most workers.
+
+    Returns:
+        An all-to-all and an all-gather for the loss sums, then for the parameters of each dtype, each with bytes of the
+        whole tensor and period in steps; empty for one data rank.
     """
     lengths: Counter[torch.dtype] = Counter()
     for tensor in tensors:
@@ -150,6 +167,8 @@ def local_sgd_collectives(
 def row_bytes(tensors: Sequence[TensorFacts], ranks: int) -> list[int]:
     """Return the bytes of each gradient bucket of ZeRO stage 1, in which ranks have equally many rows of every tensor.
 
+    A bucket counts with the rows of all ranks and their padding.
+
     Args:
         tensors: trainable parameters, in the model's order.
         ranks: ranks that shard the optimizer state; rows are padded to a multiple of them.
@@ -159,11 +178,16 @@ def row_bytes(tensors: Sequence[TensorFacts], ranks: int) -> list[int]:
 
 
 def rank_row_bytes(tensors: Sequence[TensorFacts], ranks: int) -> dict[str, int]:
-    """Return the bytes of the first rank's rows of all tensors, by dtype, without padding.
+    """Return the bytes that the first rank holds of tensors whose rows are sharded over ranks, by dtype.
+
+    The first rank has at least as many rows (slices along the first dimension) as any other.
 
     Args:
         tensors: trainable parameters.
         ranks: ranks over which the rows are sharded.
+
+    Returns:
+        Bytes by name of the dtype, such as ``torch.float32``.
     """
     sizes: Counter[str] = Counter()
     for tensor in tensors:
@@ -172,9 +196,9 @@ def rank_row_bytes(tensors: Sequence[TensorFacts], ranks: int) -> dict[str, int]
 
 
 def unwrapped_tensors(facts: StepFacts) -> list[TensorFacts]:
-    """Return the trainable parameters that FSDP2 does not shard: scalars, and those of another dtype than most.
+    """Return the trainable parameters that FSDP2 does not shard: scalars, and parameters of another dtype than most.
 
-    They are sharded as in stage 1.
+    tutti shards their optimizer state as in ZeRO stage 1.
 
     Args:
         facts: what the model computes and sends.
@@ -193,6 +217,9 @@ def module_bytes(facts: StepFacts, ranks: int, *, frozen: bool = False) -> dict[
         facts: what the model computes and sends.
         ranks: ranks over which the rows are sharded.
         frozen: include parameters that are not trained, which are gathered and have no gradient.
+
+    Returns:
+        Bytes on all ranks together, by name of the module group; 0 for one without such parameters.
     """
     rest, sizes = unwrapped_tensors(facts), {group.name: 0 for group in facts.workload.groups}
     for tensor in (*facts.tensors, *(facts.frozen if frozen else ())):
@@ -202,18 +229,26 @@ def module_bytes(facts: StepFacts, ranks: int, *, frozen: bool = False) -> dict[
 
 
 def carried(kind: str, ranks: int, size: float, *, cpu: bool, shared: bool, axis: str = "data") -> PeriodicCollective:
-    """Return the collective that carries one of ``Communicator``'s, with its kind and bytes as the communicator counts.
+    """Return the backend collective that tutti's communicator really runs for a requested collective, and its bytes.
 
-    On CPUs a reduce-scatter is an all-to-all, after which each rank adds up its slices, because Gloo's own is an
-    all-reduce; small tensors of ranks on one node are read in shared memory.
+    On CPUs a reduce-scatter runs as an all-to-all, after which each rank adds up its slices, because Gloo's own is an
+    all-reduce. On CPU ranks of one node, a collective of small tensors goes through shared memory: each rank reads the
+    tensors of all ranks. Small is at most 1 MiB (``SMALL_BYTES``) in the tensor that one rank contributes: ``size`` /
+    ``ranks`` for an all-gather, ``size`` for others.
 
     Args:
-        kind: all_reduce, all_gather or reduce_scatter.
+        kind: requested collective: ``all_reduce``, ``all_gather`` or ``reduce_scatter``.
         ranks: number of ranks.
-        size: bytes of the whole tensor.
+        size: bytes of the whole tensor: the vector to sum, or the gathered result.
         cpu: whether the ranks compute on CPUs.
-        shared: whether they carry small tensors in shared memory.
-        axis: axes of the device mesh along which the ranks lie.
+        shared: whether they are on one node and may use shared memory.
+        axis: copied into the result: axis of the device mesh along which the ranks lie, ``data``, ``shard``,
+            ``replica``, ``tensor`` or ``model``.
+
+    Returns:
+        One call in each step. Its ``kind`` is ``shared_memory``, ``all_to_all`` (for a reduce-scatter on CPUs) or the
+        requested kind; its ``bytes`` are all ranks' contributions together for ``shared_memory``, and ``size``
+        otherwise.
 
     >>> carried("reduce_scatter", 2, 1 << 22, cpu=True, shared=True)
     PeriodicCollective(kind='all_to_all', bytes=4194304, period=1, axis='data', stage=0, calls=1)
@@ -225,16 +260,27 @@ def carried(kind: str, ranks: int, size: float, *, cpu: bool, shared: bool, axis
 
 
 def totals_bytes(tensors: Sequence[TensorFacts]) -> int:
-    """Return the bytes of the small all-reduce of a sharded step: loss sums, flags by parameter, and squared norm."""
+    """Return the bytes of the small all-reduce at the end of a sharded step.
+
+    It holds, in float64, digests of the step, loss sums, a flag for each parameter, and the squared gradient norm.
+
+    Args:
+        tensors: trainable parameters.
+    """
     return 8 * (Tail(len(tensors), 0).size + 1)
 
 
 def crossing_groups(uses: Mapping[str, tuple[int, int]], bounds: Sequence[int]) -> tuple[tuple[str, ...], ...]:
     """Return for each cut between pipeline stages the names of the modules whose output a later stage needs.
 
+    A node is one operation of the model's traced forward, in order.
+
     Args:
-        uses: by module name, index of its call in the traced forward, and of the last node that uses its output.
+        uses: by module name, index of the node that calls it, and of the last node that uses its output.
         bounds: index of the first node of each stage, and at the end the number of nodes.
+
+    Returns:
+        One tuple of names for each cut, in order; a stage's outputs are also named at later cuts that they cross.
 
     >>> crossing_groups({"a": (0, 2), "b": (1, 2), "c": (2, 3)}, [0, 1, 2, 3])
     (('a',), ('a', 'b'))

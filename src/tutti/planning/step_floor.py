@@ -40,10 +40,11 @@ from tutti.workload.workload_file import REST
 
 @dataclass(frozen=True, eq=False)
 class StepFloor:
-    """A lower bound of a step.
+    """A lower bound of a training step's seconds.
 
     Attributes:
-        seconds: one element a draw; no draw of the program's is below.
+        seconds: (256,) one for each Monte Carlo draw of the machine's uncertain constants; the simulated step takes as
+            long or longer in each.
         terms: seconds of the median by cause: compute, communication, bubble, idling.
     """
 
@@ -52,18 +53,20 @@ class StepFloor:
 
 
 def step_floor(facts: StepFacts, config: TrainConfig, costs: StepCosts, prices: PassPrices) -> StepFloor | None:
-    """Return a lower bound of a step's seconds in closed form; None for a strategy without one.
-
-    Such a strategy's program must be evaluated (``build_step``).
+    """Return a lower bound of a training step's seconds in closed form, without simulating the step.
 
     Args:
         facts: what the model computes and sends.
-        config: the run.
-        costs: prices of the machine.
-        prices: of the workload's passes.
+        config: the run, with a number of devices.
+        costs: durations on the machine.
+        prices: seconds of the model's passes.
+
+    Returns:
+        The bound; None for a strategy without one, such as parameter servers, whose step must be simulated
+        (``build_step``).
 
     Raises:
-        UsageError: a link cannot be priced, or the devices do not fit the strategy.
+        UsageError: the speed of a link is not known, or the devices do not fit the strategy.
     """
     choice, devices = parallel.parse_strategy(config.strategy), int(config.devices)
     shape, parts = choice.shape(devices), rank_micro_batches(config)
@@ -98,7 +101,7 @@ class _Floor:
     shape: Mapping[str, int]
 
     def whole(self, exchange: AllReduceConfig, parts: Sequence[Sequence[int]], ranks: int) -> StepFloor:
-        """Bound a step of whole replicas: one all-reduce at least follows backward, or all of them its first part."""
+        """Bound a step of replicas that all-reduce gradients: the last all-reduce at least follows backward."""
         tensors, computed = self.facts.tensors, self.computing * self.slow
         samples = Counter(samples for worker in parts for samples in worker)
         for count, number in samples.items() if self.facts.messages else ():
@@ -140,7 +143,7 @@ class _Floor:
         return self.prices.once(("sums", exchange, ranks, apart), add)
 
     def rows(self, stage: int, parts: Sequence[Sequence[int]]) -> StepFloor:
-        """Bound a sharded step: its collectives follow each other, hidden by computing at most."""
+        """Bound a sharded step (ZeRO, FSDP2): its collectives follow each other, hidden by computing at most."""
         tensors, micro_batches, shards = self.facts.tensors, sum(map(len, parts)), self.shape["shard"]
         update = self._update(sum(t.padded(shards) for t in tensors) / shards)
         sent = self._rows_sent(stage) * (micro_batches if stage > 1 else 1)
@@ -193,7 +196,10 @@ class _Floor:
         return self.prices.once((each, ranks), lambda: collective_seconds(self.costs, each, ranks))
 
     def pipeline(self, choice: Any, stages: StageFacts, parts: Sequence[Sequence[int]]) -> StepFloor:
-        """Bound a pipeline: each device waits for its first micro-batch, and earlier stages for its last gradient."""
+        """Bound the seconds of a pipeline's step.
+
+        Each device waits for its first micro-batch, and earlier stages for their last gradient.
+        """
         devices, virtual = self.shape["stage"], len(stages.groups)
         counts = Counter(samples for worker in parts for samples in worker)
         least, choices = min(counts), self.config.activation_checkpointing

@@ -40,11 +40,11 @@ _FLOOR = 0.03
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """What does not change with the number of replicas.
+    """Sizes of a model that do not change with the number of replicas.
 
     Attributes:
-        step: what the step computes and sends.
-        memory: sizes of the model for ``memory_plan``.
+        step: what the training step computes and sends.
+        memory: bytes of parameters, optimizer state and activations before any split.
     """
 
     step: StepFacts
@@ -53,12 +53,12 @@ class ModelSizes:
 
 @dataclass(frozen=True)
 class StepPrediction:
-    """A predicted step.
+    """A predicted training step.
 
     Attributes:
         strategy, devices, batch: of the run.
         micro_batches: samples of each micro-batch of data rank 0.
-        seconds: median over the draws of the constants.
+        seconds: median over Monte Carlo draws of the machine's uncertain constants.
         draws: 5 % and 95 % quantile over the draws alone; no band, because it leaves out what the model misses.
         band: low and high of the 90 % band, None where nothing like this was checked.
         band_text: where the band comes from, or why there is none.
@@ -66,7 +66,7 @@ class StepPrediction:
         samples_per_second: of all devices.
         efficiency: samples a second and device, over those of one device.
         memory: bytes on the fullest device, by kind.
-        messages: vectors that are added up over data ranks in a step, and their bytes.
+        messages: ``vectors``, the number of vectors that are added up over data ranks in a step, and ``bytes``, theirs.
     """
 
     strategy: str
@@ -117,10 +117,15 @@ class TaskSizes:
         self._observed: dict[tuple[Any, ...], StagePlan] = {}
 
     def step(self, config: TrainConfig) -> StepFacts:
-        """Trace what the step of a run computes and sends, or return the trace of an equal earlier run.
+        """Trace what the training step of a run computes and sends, on fake tensors.
+
+        Runs with an equal partition of the model share one trace.
 
         Args:
-            config: a run; of its devices only the number of pipeline stages matters.
+            config: a run; of its devices only the numbers of pipeline stages and tensor ranks matter.
+
+        Returns:
+            Work and parameters of the model by module group, its pipeline stages, and tensor-parallel collectives.
 
         Raises:
             UsageError: the strategy cannot be simulated, or the model cannot be traced or cut.
@@ -144,7 +149,9 @@ class TaskSizes:
         return found
 
     def memory(self, config: TrainConfig) -> Facts:
-        """Return the sizes of the model, as ``memory_plan.plan_memory`` takes them.
+        """Return the bytes of the task's parameters, buffers, optimizer state and activations before any split.
+
+        Computed once for each choice of activation checkpointing.
 
         Args:
             config: a run, whose activation checkpointing decides about the activations.
@@ -155,7 +162,7 @@ class TaskSizes:
         return self._memory[choice]
 
     def device_bytes(self, config: TrainConfig) -> float:
-        """Return the predicted bytes on the device that holds most, by the same formulas as `predict_step`.
+        """Return the predicted bytes that training the task takes on the device that holds most.
 
         Args:
             config: the run, with a number of devices.
@@ -276,7 +283,7 @@ def gather_sizes(task_name: str, config: TrainConfig) -> ModelSizes:
 
     Args:
         task_name: name of the task.
-        config: a run; of its devices only the number of pipeline stages matters.
+        config: a run; of its devices only the numbers of pipeline stages and tensor ranks matter.
 
     Raises:
         UsageError: the strategy cannot be simulated, or the model cannot be traced or cut.
@@ -295,8 +302,8 @@ def predict_step(
         task_name: name of the task.
         sizes: of its model, from ``gather_sizes``.
         config: the run, with a number of devices.
-        costs: prices of the machine.
-        residuals: scores of earlier predictions, by cell, for the band.
+        costs: durations on the machine.
+        residuals: scores of earlier predictions for the 90 % band, by class of prediction and source.
 
     Returns:
         The prediction, and start and end of every action of the step.
@@ -343,16 +350,19 @@ def step_band(
 ) -> tuple[tuple[float, float] | None, str]:
     """Return the interval that should hold a step's seconds with 90 % probability, and in words what it rests on.
 
-    The interval lies around the median of ``seconds``. Its width is the spread of ``seconds`` over the draws, times the
-    factor within which 90 % of earlier predictions of the same cell were right. A cell has the predictions from one
-    kind of prices (measured or published) to a similar multiple of the devices of a measured node. The interval is None
-    where the cell has too few of them.
+    The interval lies around the median of ``seconds``. On the logarithm, its half width is the standard deviation of
+    ``seconds`` (with 3 % added in quadrature) times the factor within which 90 % of earlier predictions of the same
+    cell were right. A cell holds predictions from the same kind of machine data (measured or published) to a similar
+    multiple of the devices of a measured node.
 
     Args:
-        seconds: predicted seconds of a step, one for each draw of the prices.
-        costs: prices, with their basis.
+        seconds: (256,) predicted seconds of a step, one for each Monte Carlo draw of the machine's uncertain constants.
+        costs: durations on the machine, with their basis.
         devices: number of devices of the run.
-        residuals: errors of checked predictions, by cell.
+        residuals: scores of checked predictions, by cell and source.
+
+    Returns:
+        Low and high end in seconds, None where the cell has too few predictions; and the text.
     """
     measured = costs.network.per_node if costs.basis == "measured" else devices
     cell = f"{SIMULATED}, {costs.basis} machine, {distance_class(devices / measured)}"
@@ -365,7 +375,10 @@ def step_band(
 
 
 def alone_config(config: TrainConfig) -> TrainConfig:
-    """Return the same training on one device: the same global batch, in micro-batches of the same size.
+    """Return a run's configuration changed to one device: the same global batch, in micro-batches of the same size.
+
+    Args:
+        config: the run, with a number of devices.
 
     >>> alone_config(TrainConfig(devices="4", batch_size=64)).micro_batch
     16
@@ -375,11 +388,13 @@ def alone_config(config: TrainConfig) -> TrainConfig:
 
 
 def note_partition(choice: Any, costs: StepCosts) -> None:
-    """Add the assumptions about stages and split layers to the guesses of ``costs``; none for whole replicas.
+    """Append the simulation's assumptions about pipeline stages and split layers to the guesses of ``costs``.
+
+    Nothing is appended for whole replicas.
 
     Args:
         choice: the parsed strategy.
-        costs: prices, whose ``note`` is called.
+        costs: durations on the machine, which keep the list of guesses.
     """
     if isinstance(choice.layout, TensorConfig) and choice.layout.tensor != 1:
         costs.note("layers are split as in a run on CPUs, which also splits attention with dropout")
@@ -392,11 +407,11 @@ def note_partition(choice: Any, costs: StepCosts) -> None:
 
 
 def prediction_json(found: Sequence[StepPrediction], costs: StepCosts, task_name: str) -> dict[str, Any]:
-    """Return predictions for a number of runs, and the basis of their prices, as one JSON object.
+    """Return predictions for several runs, and what the durations on the machine rest on, as one JSON object.
 
     Args:
         found: the predictions, one for each number of devices.
-        costs: prices of the machine, with their basis and guesses.
+        costs: durations on the machine, with their basis and guesses.
         task_name: name of the task.
     """
     units = {"seconds": "s", "memory": "byte", "bytes": "byte"}
@@ -412,17 +427,17 @@ def prediction_json(found: Sequence[StepPrediction], costs: StepCosts, task_name
 
 
 def step_shares(times: StepTimes, slow: Array, pipeline: bool) -> dict[str, float]:
-    """Return which fractions of the devices' time go to computing, communication and waiting.
+    """Return which fractions of the devices' time go to computing, communication and waiting, for a typical device.
 
-    The program is of a device as slow as the slowest; a typical device computes less, and waits for the rest.
+    The simulated device is as slow as the slowest; a typical device computes less, and waits for the rest.
 
     Args:
-        times: of the program.
-        slow: factor by which the slowest device computes longer, one element a draw.
+        times: of the simulated step.
+        slow: (256,) ratios by which the slowest device computes longer, one for each Monte Carlo draw.
         pipeline: whether idling of devices is the bubble of a pipeline.
 
     Returns:
-        ``compute``, ``communication``, ``idling``, and for a pipeline ``bubble``.
+        Fractions ``compute``, ``communication``, ``idling``, and for a pipeline ``bubble``, which sum to 1.
     """
     found = times.shares()
     factor = float(np.median(slow))

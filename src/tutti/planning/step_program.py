@@ -25,12 +25,12 @@ UPDATE = "update"
 
 @dataclass(frozen=True)
 class GradientVector:
-    """A flat vector that ranks add up: elements of a gradient bucket and of its tail.
+    """A flat vector that ranks add up: a gradient bucket, to the last of which loss sums and flags may be appended.
 
     Attributes:
-        parameters: places of the parameters in the model's list.
-        elements: of the vector, tail included.
-        itemsize: bytes of an element on the wire.
+        parameters: indices of its parameters in the model's list.
+        elements: of the vector, loss sums and flags included.
+        itemsize: bytes of an element in messages.
     """
 
     parameters: tuple[int, ...]
@@ -39,17 +39,17 @@ class GradientVector:
 
     @property
     def bytes(self) -> int:
-        """Bytes of the vector."""
+        """Bytes of the vector in messages."""
         return self.elements * self.itemsize
 
 
 @dataclass(frozen=True)
 class PeriodicCollective:
-    """A collective over ranks along axes of the device mesh.
+    """A collective over ranks along axes of the device mesh, which recurs every few steps.
 
     Attributes:
-        kind: as ``Communicator.collective_traffic`` names it, such as all_to_all.
-        bytes: of the whole tensor, as counted there.
+        kind: ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``all_to_all`` or ``shared_memory``.
+        bytes: of the whole tensor: the vector to sum, the gathered result, or in shared memory all ranks' tensors.
         period: steps from one to the next.
         axis: the ranks: ``data``, ``shard``, ``replica``, ``tensor``, or ``model`` (the ranks of one replica).
         stage: stage of the pipeline whose ranks make it.
@@ -87,7 +87,7 @@ class StepAction:
 
 @dataclass
 class StepProgram:
-    """The actions of one step, each after the actions that it needs.
+    """The computations and messages (actions) of one simulated training step, each after the actions that it needs.
 
     Attributes:
         devices: number of representative devices.
@@ -108,7 +108,10 @@ class StepProgram:
     flows: list[ServerFlow] = field(default_factory=list)
 
     def add(self, action: StepAction) -> int:
-        """Append an action to the program.
+        """Append a computation or message to the simulated step.
+
+        Args:
+            action: its ``needs`` are indices of actions that were added before.
 
         Returns:
             Its index, for ``needs`` of later actions.
@@ -122,7 +125,7 @@ class StepProgram:
         return len(self.actions) - 1
 
     def count_between_stages(self, source: int, to: int, messages: int, size: int) -> None:
-        """Add messages to the traffic from one device of a pipeline to another; nothing is timed.
+        """Add messages to the simulated step's count of traffic between pipeline ranks; nothing is timed.
 
         Args:
             source: pipeline rank of the sender.
@@ -134,10 +137,15 @@ class StepProgram:
         self.between_stages[source, to] = LinkTraffic(before.messages + messages, before.bytes + size)
 
     def traffic(self, schedule: Schedule) -> Mapping[tuple[int, int], LinkTraffic]:
-        """Return messages and bytes over each link, as (source rank, destination rank), in one step.
+        """Return messages and bytes that the all-reduces of the step's gradients send over each link.
+
+        Other collectives, and messages between pipeline stages, are not included.
 
         Args:
-            schedule: of the all-reduce by which the step's vectors are summed; collectives and stages are not included.
+            schedule: the all-reduce algorithm over the data ranks.
+
+        Returns:
+            Number of messages and bytes, by (source rank, destination rank).
         """
         total: dict[tuple[int, int], LinkTraffic] = {}
         for vector in self.vectors:
@@ -148,10 +156,10 @@ class StepProgram:
 
 
 def collective_totals(collectives: Sequence[PeriodicCollective], steps: int) -> dict[str, LinkTraffic]:
-    """Return calls and bytes of collectives, by kind, over a number of steps.
+    """Return the number of calls and bytes of collectives over a number of steps, by kind of collective.
 
     Args:
-        collectives: each with its period.
+        collectives: each with its period in steps, and its calls and bytes each time.
         steps: number of steps, counted from the start of a period.
 
     >>> collective_totals([PeriodicCollective("all_gather", 8), PeriodicCollective("all_gather", 100, 4)], 6)
@@ -166,11 +174,11 @@ def collective_totals(collectives: Sequence[PeriodicCollective], steps: int) -> 
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Start and end of every action of a program, in seconds, one column a sample.
+    """Start and end of every action (computation or message) of a simulated training step.
 
     Attributes:
-        program: what was evaluated.
-        start, end: (actions, samples).
+        program: the simulated step.
+        start, end: (actions, draws) seconds; each column is a Monte Carlo draw of the machine's uncertain constants.
     """
 
     program: StepProgram
@@ -179,14 +187,15 @@ class StepTimes:
 
     @property
     def seconds(self) -> Array:
-        """Seconds of the step, one element for each random draw of the costs."""
+        """Seconds of the simulated step, (256,), one for each Monte Carlo draw of the machine's uncertain constants."""
         return np.asarray(self.end.max(axis=0))
 
     def shares(self) -> dict[str, float]:
-        """Return the parts of the devices' time as fractions of the step, in the median draw; they sum to 1.
+        """Return the parts of all devices' time in the simulated step as fractions, in the median Monte Carlo draw.
 
-        ``compute`` is forward, backward and update; ``communication`` what no computing of the device covers;
-        ``idling`` the rest.
+        Returns:
+            ``compute``: forward, backward and update; ``communication``: messages while the device does not compute;
+            ``idling``: the rest. They sum to 1.
         """
         place = self.median_sample
         total = float(self.seconds[place])
@@ -203,13 +212,14 @@ class StepTimes:
 
     @property
     def median_sample(self) -> int:
-        """Index of the random draw whose step time is nearest to the median."""
+        """Index of the Monte Carlo draw in which the simulated step's seconds are nearest to their median."""
         return int(np.argmin(np.abs(self.seconds - np.median(self.seconds))))
 
     def rows(self) -> list[list[TimelineSegment]]:
-        """Return the timeline of the median draw: for each device its segments by start time.
+        """Return the simulated step's timeline in the median draw: for each device its segments by start time.
 
-        Communication is a segment only while the same device does not compute.
+        A segment has phase, start and end in seconds, and a text. Communication is a segment only while the same device
+        does not compute.
         """
         place, found = self.median_sample, []
         for device in range(self.program.devices):
@@ -238,11 +248,17 @@ class StepTimes:
 
 
 def evaluate_program(program: StepProgram, samples: int) -> StepTimes:
-    """Compute start and end of every action: each starts when all that it needs have ended and its resource is free.
+    """Simulate a training step: compute start and end of every action.
+
+    An action starts when all actions that it needs have ended and its resource is free. A device has two resources, its
+    compute units and its link.
 
     Args:
         program: the actions, in an order in which they can be evaluated.
-        samples: number of random draws; ``seconds`` of every action has as many elements.
+        samples: number of Monte Carlo draws; ``seconds`` of every action has as many elements.
+
+    Returns:
+        Start and end in seconds of every action, both (actions, samples).
 
     >>> program = StepProgram()
     >>> first = program.add(StepAction(0, "backward", np.array([2.0, 3.0])))

@@ -23,10 +23,13 @@ _SHADES = {
 
 
 def write_sweep_figure(found: Sequence[StepPrediction], title: str, path: Path) -> None:
-    """Draw predicted steps over the number of devices: samples a second with the linear reference, and shares of time.
+    """Draw an SVG of predicted training steps over the number of devices: throughput, and shares of time.
+
+    Throughput is samples a second, beside linear scaling from one device; shares are computing, communication, pipeline
+    bubble and idling.
 
     Args:
-        found: the predictions, by number of devices.
+        found: the predictions, sorted by number of devices.
         title: of the figure.
         path: the SVG file to write.
 

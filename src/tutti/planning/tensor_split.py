@@ -54,10 +54,10 @@ class TensorSplit:
         self.parted, self.closed = is_parted(self._plan, layout), closed_blocks(self._plan)
 
     def build(self, log: MessageLog | None = None) -> nn.Module:
-        """Build the model with the slices of the first tensor rank, which has most of every layer.
+        """Build the task's model with the parameter slices of the first tensor rank, which has most of every layer.
 
         Args:
-            log: receives the collectives of its passes; None for a model of which only the sizes are wanted.
+            log: receives the collectives of the model's passes; None for a model of which only the sizes are wanted.
         """
         model = self._task.model()
         ranks = TensorRanks(cast(Communicator, log or MessageLog(self.ranks)))

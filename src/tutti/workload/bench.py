@@ -31,10 +31,13 @@ def bench_machine(parts: Sequence[str], ranks: Sequence[int], device: str, folde
     """Measure parts of this machine, in processes that the launcher starts; blocks until all are measured.
 
     Args:
-        parts: some of ``PARTS``.
-        ranks: numbers of ranks to measure links and collectives with.
+        parts: some of ``device``, ``links``, ``collectives``, ``data``, ``disk`` and ``optimizer``.
+        ranks: numbers of ranks to measure links and collectives with, one after the other.
         device: auto, cpu or an accelerator.
         folder: on the disk to measure.
+
+    Returns:
+        All measured numbers and curves, with the names of host and device.
 
     Raises:
         TuttiError: a rank failed, whose exit code it has; its own message is printed before.
@@ -88,15 +91,16 @@ class _Failed(TuttiError):
 
 
 def bench_rank(parts: Sequence[str], device: str, begin: float, directory: Path, folder: Path) -> None:
-    """Measure parts of the machine on one rank, which the launcher has started. Collective.
+    """Measure parts of the machine as one of the ranks that the launcher has started.
 
-    Rank 0 writes figures and curves as JSON into ``directory``.
+    Collective: every rank of the launch calls it with equal arguments; it initialises and ends the process group. Rank
+    0 writes figures and curves as JSON into ``directory``.
 
     Args:
-        parts: to measure, some of ``PARTS``.
+        parts: to measure: some of ``device``, ``links``, ``collectives``, ``data``, ``disk`` and ``optimizer``.
         device: auto, cpu or an accelerator.
         begin: ``time.monotonic`` when the launcher was called.
-        directory: for the findings.
+        directory: folder for the JSON file.
         folder: on the disk to measure.
     """
     import torch

@@ -26,13 +26,15 @@ _LONG = 0.5
 
 
 def bench_device(device: torch.device, found: Findings) -> None:
-    """Measure how long operators take on a device, by size and precision.
+    """Measure how many seconds operators take on a device, by size and precision. Not collective.
 
-    These are matrix products, attention, convolutions, copies, elementwise operators and a minimal operation.
+    These are matrix products, attention, convolutions, copies, elementwise operators, normalisation, and a minimal
+    operation, whose seconds are the fixed cost of a call.
 
     Args:
         device: the device.
-        found: receives the curves and figures, whose names begin with ``device/``.
+        found: receives the curves of median seconds over FLOP or bytes, and figures; their names begin with
+            ``device/``.
     """
     accelerator = is_accelerator(device)
     precisions = ("fp32", "bf16", "fp16") if accelerator else ("fp32", "bf16")
@@ -83,11 +85,11 @@ def _keep_results(call: Callable[[Tensor, Tensor], Tensor], one: Tensor, other: 
 
 
 def bench_optimizer(device: torch.device, found: Findings) -> None:
-    """Measure the seconds of a step of SGD with momentum and of Adam, over the number of parameters.
+    """Measure the seconds of a step of SGD with momentum and of Adam, over the number of parameters. Not collective.
 
     Args:
         device: of the parameters.
-        found: receives a curve for each optimizer.
+        found: receives the curves ``optimizer/sgd`` and ``optimizer/adam`` of median seconds.
     """
     for text in _OPTIMIZERS:
         points = []

@@ -23,11 +23,14 @@ _SHARED, _SHARED_ROUNDS = 768, 5
 
 
 def bench_links(world: World, found: Findings) -> None:
-    """Measure messages from each rank to the next: half of a message there and back. Collective.
+    """Measure the seconds of point-to-point messages from each rank to the next: half of the time there and back.
+
+    Collective over all ranks.
 
     Args:
         world: all ranks.
-        found: receives the curves ``links/I-J`` of seconds over bytes.
+        found: receives the curves ``links/I-J`` of median seconds over bytes, I and J being the two ranks; equal on all
+            ranks.
     """
     comms = Communicators(world, Grid(replica=world.identity.size, rank=world.identity.rank))
     line = comms.p2p_channels({"there": 1, "back": -1}, "replica")
@@ -37,11 +40,12 @@ def bench_links(world: World, found: Findings) -> None:
 
 
 def bench_collectives(world: World, found: Findings) -> None:
-    """Measure all-reduce, all-gather, reduce-scatter and broadcast over all ranks. Collective.
+    """Measure the seconds of all-reduce, all-gather, reduce-scatter and broadcast over all ranks. Collective.
 
     Args:
         world: all ranks.
-        found: receives the curves ``collectives/KIND/RANKS`` of seconds over bytes of the whole tensor.
+        found: receives the curves ``collectives/KIND/RANKS`` of this rank's median seconds over bytes of the whole
+            tensor.
     """
     ranks = world.identity.size
     group = Communicators(world, Grid(replica=ranks, rank=world.identity.rank)).world
@@ -60,14 +64,15 @@ def bench_collectives(world: World, found: Findings) -> None:
 
 
 def bench_shared(world: World, found: Findings) -> None:
-    """Measure by how much computing slows down when all ranks of a node compute at once. Collective.
+    """Measure how much longer computing takes when all ranks of a node compute at once. Collective over all ranks.
 
     Rank 0 computes alone, on a CPU with all of its threads, while the others wait; then all compute, each with the
-    threads of a rank. The ratio of both holds the division of threads, and what ranks take from each other.
+    threads of a rank. The ratio of the seconds includes the division of threads, and what ranks take from each other.
 
     Args:
         world: all ranks, on one node.
-        found: receives the ratios ``shared/matmul/RANKS`` and ``shared/elementwise/RANKS``.
+        found: receives the ratios ``shared/matmul/RANKS`` and ``shared/elementwise/RANKS``, of seconds together (mean
+            over ranks) over seconds alone; right on rank 0 only.
     """
     ranks = world.identity.size
     group = Communicators(world, Grid(replica=ranks, rank=world.identity.rank)).world
@@ -94,12 +99,12 @@ def bench_shared(world: World, found: Findings) -> None:
 
 
 def bench_overlap(world: World, found: Findings) -> None:
-    """Measure by how much an all-reduce and computing beside it slow each other down. Collective.
+    """Measure how much longer an all-reduce and matrix products take when they run at the same time. Collective.
 
     Args:
         world: all ranks.
-        found: receives the ratios ``overlap/compute/RANKS`` (computing, over computing alone) and
-            ``overlap/both/RANKS`` (both, over the longer one alone).
+        found: receives two ratios of seconds: ``overlap/compute/RANKS``, the products over products alone, and
+            ``overlap/both/RANKS``, until both have ended over the longer one alone.
     """
     ranks = world.identity.size
     group = Communicators(world, Grid(replica=ranks, rank=world.identity.rank)).world
@@ -132,14 +137,15 @@ def bench_overlap(world: World, found: Findings) -> None:
 
 
 def bench_jitter(world: World, found: Findings) -> None:
-    """Measure how the seconds of equal computing vary over time and over ranks. Collective.
+    """Measure how the seconds of equal computing vary over time and over ranks. Collective over all ranks.
 
-    All ranks compute at once, again and again.
+    All ranks compute the same matrix products at once, 60 times.
 
     Args:
         world: all ranks.
-        found: receives the ratios of standard deviation to mean: ``jitter/time/RANKS`` over the repetitions of a rank,
-            ``jitter/ranks/RANKS`` over the ranks' medians.
+        found: receives two ratios of standard deviation to mean of the seconds: ``jitter/time/RANKS`` over the
+            repetitions of a rank (median over ranks), ``jitter/ranks/RANKS`` over the ranks' medians; equal on all
+            ranks.
     """
     ranks = world.identity.size
     group = Communicators(world, Grid(replica=ranks, rank=world.identity.rank)).world
@@ -160,7 +166,7 @@ def bench_jitter(world: World, found: Findings) -> None:
 
 
 def bench_start(world: World, begin: float, found: Findings) -> None:
-    """Record the seconds from the launcher's call to the meeting of all ranks.
+    """Record the seconds from the launcher's call until now, when all ranks have met. Not collective.
 
     Args:
         world: all ranks, which have met.

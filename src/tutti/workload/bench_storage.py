@@ -19,10 +19,11 @@ _BYTES, _ROUNDS = 64 << 20, 3
 
 
 def bench_data(found: Findings) -> None:
-    """Measure the samples a second of a data loader in this process, and with one and with two loader processes.
+    """Measure the samples a second of tutti's data loader in this process, and with one and with two loader processes.
 
     Args:
-        found: receives the figures ``data/loader/N``, for batches of colour images 32×32 in memory.
+        found: receives the figures ``data/loader/N``, N being the number of processes, for batches of 128 colour images
+            of 32×32 pixels in memory.
     """
     draws = np.random.default_rng(0)
     images = draws.random((_SAMPLES, 3, 32, 32), dtype=np.float32)
@@ -40,11 +41,11 @@ def bench_data(found: Findings) -> None:
 
 
 def bench_disk(folder: Path, found: Findings) -> None:
-    """Measure writing a file of 64 MiB until it is on the disk, and reading it from there.
+    """Measure the speed of writing a file of 64 MiB until it is on the disk, and of reading it from there.
 
     Args:
         folder: on the disk to measure.
-        found: gets the figures, in bytes a second.
+        found: receives the figures ``disk/write`` and ``disk/read``, in bytes a second (median of 3).
 
     Raises:
         DiskError: the file cannot be written.

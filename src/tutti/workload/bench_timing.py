@@ -21,7 +21,7 @@ _LEAST, _MOST = 5, 100
 
 @dataclass
 class Findings:
-    """Figures and curves of one part of a benchmark, as they are measured.
+    """Figures (single numbers) and curves (seconds over size) of a machine, as they are measured.
 
     Attributes:
         show: print each finding to standard error.
@@ -32,12 +32,12 @@ class Findings:
     curves: dict[str, Curve] = field(default_factory=dict)
 
     def add(self, name: str, unit: str, values: Sequence[float]) -> None:
-        """Add a figure: the median of measured values, with their interquartile range.
+        """Add a number to the measured figures of a machine: the median of some values, with their interquartile range.
 
         Args:
             name: of the figure, such as ``disk/read``.
             unit: of the values, such as ``s``, ``byte/s`` or ``ratio``.
-            values: at least one.
+            values: measured values, at least one.
         """
         figure = self.figures[name] = Figure(
             statistics.median(values), unit, len(values), quartile_range(values) if len(values) > 1 else None
@@ -45,7 +45,7 @@ class Findings:
         self._say(f"{name}: {figure.value:.4g} {unit} (n = {figure.n})")
 
     def draw(self, name: str, unit: str, points: Sequence[CurvePoint]) -> None:
-        """Add a curve of seconds over size: the measured points, and the line through them.
+        """Add a curve of seconds over size to the measurements of a machine: the points, and a line fitted to them.
 
         Args:
             name: of the curve, such as ``device/copy``.
@@ -60,7 +60,7 @@ class Findings:
             print(f"  {text}", file=sys.stderr, flush=True)
 
     def content(self) -> dict[str, Any]:
-        """Return all figures and curves as a JSON object, with the keys ``figures`` and ``curves``."""
+        """Return all measured numbers and curves as a JSON object, with the keys ``figures`` and ``curves``."""
         return {
             "figures": {name: asdict(figure) for name, figure in self.figures.items()},
             "curves": {name: asdict(curve) for name, curve in self.curves.items()},
@@ -94,11 +94,11 @@ def time_calls(call: Callable[[], object], device: torch.device, seconds: float 
 
 
 def curve_point(size: float, seconds: Sequence[float]) -> CurvePoint:
-    """Summarise the measurements of one size as a point of a curve: median, interquartile range and number.
+    """Summarise the measurements of one size as a point of a curve of seconds: median, interquartile range and number.
 
     Args:
         size: work or bytes of one call.
-        seconds: of each measurement.
+        seconds: of each measurement, at least two.
     """
     return CurvePoint(size, statistics.median(seconds), quartile_range(seconds), len(seconds))
 

@@ -55,7 +55,7 @@ class OperatorFlop:
 
 
 def count_flop(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> OperatorFlop | None:
-    """Return the floating-point operations of one operator call, by a formula over its shapes.
+    """Return the floating-point operations of one operator call, by a formula over the shapes of its arguments.
 
     Args:
         func: the operator, an overload of ``torch.ops``.
@@ -63,7 +63,7 @@ def count_flop(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], resu
         result: its result.
 
     Returns:
-        None for an operator without a formula; see ``class_without_flop`` and ``lacks_formula``.
+        FLOP with the class of the operator; None for an operator without a formula, such as elementwise ones.
     """
     name = operator_name(func)
     if _ATTENTION.fullmatch(name):
@@ -85,6 +85,8 @@ def operator_name(func: Any) -> str:
 def class_without_flop(func: Any) -> OperatorClass:
     """Return the class of an operator whose seconds depend on the bytes that it reads and writes, not on FLOP.
 
+    It is ``normalisation``, ``transcendental`` (such as GELU or tanh) or ``other``, by the operator's name.
+
     >>> import torch
     >>> aten = torch.ops.aten
     >>> [class_without_flop(each.default) for each in (aten.native_layer_norm, aten.gelu_backward, aten.relu)]
@@ -97,9 +99,9 @@ def class_without_flop(func: Any) -> OperatorClass:
 
 
 def lacks_formula(func: Any) -> bool:
-    """Return whether an operator that ``count_flop`` has no formula for may still do FLOP that should be counted.
+    """Return whether an operator that ``count_flop`` cannot count may still do FLOP, so that a total would be too low.
 
-    That is a product, by its name, or a custom kernel.
+    That is an operator with a product in its name, such as ``linalg_inv_ex``, or a custom kernel.
 
     Args:
         func: the operator, an overload of ``torch.ops``.
@@ -113,9 +115,10 @@ def lacks_formula(func: Any) -> bool:
 
 
 def decoder_flop_per_token(parameters: float, layers: int, width: int, length: int) -> float:
-    """Return the training FLOP of a token of a decoder, 6N + 12·L·(H·Q)·T, causal masking not subtracted.
+    """Return the training FLOP (forward and backward) of a token of a decoder, 6N + 12·L·(H·Q)·T.
 
-    Chowdhery et al. 2022, arXiv 2204.02311, appendix B. Divided by three it is the forward's.
+    What causal masking saves is not subtracted. Chowdhery et al. 2022, arXiv 2204.02311, appendix B. Divided by three
+    it is the forward's.
 
     Args:
         parameters: N, without embeddings that are only looked up.

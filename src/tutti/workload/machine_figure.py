@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def write_machine_figure(machine: Machine, path: Path) -> None:
-    """Draw the measured curves of a machine as an SVG, seconds over size, one panel for each group of curves.
+    """Draw the measured curves of a machine as an SVG: rate (size ÷ seconds) over size, a panel for each group.
 
     Args:
         machine: a measured machine.

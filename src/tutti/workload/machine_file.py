@@ -77,10 +77,10 @@ class Curve:
     error: float
 
     def seconds(self, size: float) -> float:
-        """Return the seconds of a call by the fitted line, fixed + size / rate.
+        """Return the seconds of a call by the line fitted to the measurements, fixed + size / rate.
 
         Args:
-            size: in the curve's unit.
+            size: work or bytes of the call, in the curve's unit.
         """
         return self.fixed + size / self.rate
 
@@ -108,7 +108,9 @@ class Machine:
     seconds: float = 0.0
 
     def figure(self, name: str) -> Figure:
-        """Return a measured number by its name, such as ``device/operation/seconds``.
+        """Return a measured number of the machine by its name, such as ``device/operation/seconds``.
+
+        It has a value (a median), unit, number of measurements and interquartile range.
 
         Raises:
             UsageError: it was not measured; the message names the command that does.
@@ -118,7 +120,7 @@ class Machine:
         return self.figures[name]
 
     def curve(self, name: str) -> Curve:
-        """Return a measured curve of seconds over size by its name, such as ``device/copy``.
+        """Return a measured curve of the machine, seconds over size, by its name, such as ``device/copy``.
 
         Raises:
             UsageError: it was not measured; the message names the command that does.
@@ -137,7 +139,9 @@ class Machine:
 
 
 def peak_name(precision: str, threads: int | None) -> str:
-    """Return the name under which ``Machine.figures`` has the rate of a device's best matrix product.
+    """Return the name of the measured FLOP/s of a device's best matrix product, a key of ``Machine.figures``.
+
+    For example ``device/peak/fp32/threads=8``.
 
     Args:
         precision: such as ``fp32``.
@@ -147,15 +151,15 @@ def peak_name(precision: str, threads: int | None) -> str:
 
 
 def machine_json(machine: Machine) -> dict[str, Any]:
-    """Return a measured machine as the JSON object that ``machine.json`` holds."""
+    """Return the measured numbers and curves of a machine as the JSON object that ``machine.json`` holds."""
     return {"format": FORMAT, "version": VERSION, **asdict(machine)}
 
 
 def write_machine(machine: Machine, path: Path) -> None:
-    """Write a measured machine as ``machine.json``.
+    """Write the measured numbers and curves of a machine as a JSON file, ``machine.json``.
 
     Args:
-        machine: figures and curves of the machine.
+        machine: the measurements.
         path: the file.
 
     Raises:
@@ -168,7 +172,10 @@ def write_machine(machine: Machine, path: Path) -> None:
 
 
 def read_machine(path: Path) -> Machine:
-    """Read a measured machine from the ``machine.json`` that ``tutti bench -o FILE`` writes.
+    """Read the measured numbers and curves of a machine from the file that ``tutti bench -o FILE`` writes.
+
+    Args:
+        path: the ``machine.json``.
 
     Raises:
         UsageError: the file is missing or damaged, of another format or of another version.

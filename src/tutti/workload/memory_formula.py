@@ -56,24 +56,25 @@ class Memory:
 
     @property
     def total(self) -> float:
-        """Bytes of all kinds together."""
+        """Bytes of all kinds on the device together: state, communication buffers, average, activations and buffers."""
         return self.state + self.messages + self.average + self.activations + self.buffers
 
     @property
     def state(self) -> float:
-        """Bytes of parameters, gradients and optimizer state, as the paper counts."""
+        """Bytes of parameters, gradients and optimizer state on the device, as the ZeRO paper counts."""
         return self.parameters + self.gradients + self.optimizer
 
 
 def state_memory(parameters: float, each: State = State(), split: DeviceSplit = DeviceSplit()) -> Memory:
     """Return the bytes of parameters, gradients and optimizer state on one device, assuming equal stages.
 
-    ZeRO stages 1, 2, 3 keep 4Ψ+KΨ/N, 2Ψ+(2+K)Ψ/N and (4+K)Ψ/N bytes of Ψ parameters on N devices (ibid., Fig. 1).
+    ZeRO stages 1, 2, 3 keep 4Ψ+KΨ/N, 2Ψ+(2+K)Ψ/N and (4+K)Ψ/N bytes of Ψ parameters on N devices (Rajbhandari et al.
+    2019, arXiv 1910.02054, Fig. 1), with K bytes of optimizer state for each parameter.
 
     Args:
         parameters: Ψ, the model's number of parameters.
-        each: bytes for each parameter.
-        split: distribution over devices.
+        each: bytes of parameter, gradient and optimizer state for each parameter.
+        split: distribution over devices: sharding ranks, ZeRO stage, pipeline stages and tensor ranks.
 
     >>> mixed = State(2, 2, 12)
     >>> [state_memory(7.5e9, mixed, DeviceSplit(shards=64, zero=z)).state / 1e9 for z in range(4)]
@@ -91,14 +92,14 @@ def state_memory(parameters: float, each: State = State(), split: DeviceSplit = 
 def smallest_split(
     parameters: float, room: float, each: State, most_shards: int, rest: float = 0.0
 ) -> DeviceSplit | None:
-    """Return the split with the fewest devices, and then the lowest ZeRO stage, whose state fits into ``room``.
+    """Return the smallest sharding whose training state fits into a device: fewest devices, then lowest ZeRO stage.
 
     None if no split fits.
 
     Args:
         parameters: the model's number of parameters.
         room: bytes of a device.
-        each: bytes for each parameter.
+        each: bytes of parameter, gradient and optimizer state for each parameter.
         most_shards: largest number of devices to try.
         rest: bytes on every device that do not depend on the split, such as activations.
 

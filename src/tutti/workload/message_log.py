@@ -43,11 +43,11 @@ class _Complete:
     """Handle of a collective that was not made."""
 
     def wait(self) -> None:
-        """Return at once."""
+        """Return at once, because no collective was started."""
 
 
 class MessageLog:
-    """Takes the place of a ``Communicator`` of the tensor ranks: records the collectives and sends nothing.
+    """Stand-in for the communicator of the tensor ranks: records the collectives of a traced model and sends nothing.
 
     Sums are this rank's summand alone and other ranks' slices are zeros, so that only shapes may be used.
 
@@ -68,38 +68,70 @@ class MessageLog:
         self._traces: dict[str, list[tuple[int, list[LoggedCall]]]] = {}
 
     def start_all_reduce(self, flat: Tensor, text: str) -> _Complete:
-        """Record an all-reduce of ``flat``. See ``Communicator.start_all_reduce``."""
+        """Record an all-reduce over the tensor ranks without making it: ``flat`` is left unchanged. Local.
+
+        Args:
+            flat: (n,), the vector that would be summed in place.
+            text: ignored.
+
+        Returns:
+            A handle whose ``wait`` returns at once.
+        """
         self._note("all_reduce", flat.nbytes)
         return _Complete()
 
     def gather_slices(self, mine: Tensor, text: str) -> Tensor:
-        """Record an all-gather; return (size · n,) with this rank's slice in front. See ``Communicator``."""
+        """Record an all-gather over the tensor ranks without making it. Local.
+
+        Args:
+            mine: (n,), this rank's slice.
+            text: ignored.
+
+        Returns:
+            (ranks · n,): ``mine``, followed by zeros in place of the other ranks' slices.
+        """
         self._note("all_gather", mine.nbytes * self.size)
         return torch.cat([mine, mine.new_zeros((self.size - 1) * mine.numel())])
 
     def scatter_sum(self, mine: Tensor, whole: Tensor, text: str) -> None:
-        """Record a reduce-scatter; write this rank's own summand into ``mine``. See ``Communicator.scatter_sum``."""
+        """Record a reduce-scatter over the tensor ranks without making it. Local.
+
+        Args:
+            mine: (n,), overwritten by this rank's own summand of its slice, not by the sum over ranks.
+            whole: (ranks · n,), this rank's summand.
+            text: ignored.
+        """
         self._note("reduce_scatter", whole.nbytes)
         mine.copy_(whole[: mine.numel()])
 
     def begin(self, place: Callable[[], tuple[str, str]]) -> None:
-        """Forget the calls so far, and ask ``place`` from now on where a call belongs."""
+        """Start to record the collectives of a new trace: forget those recorded so far that were not kept.
+
+        Args:
+            place: called at each collective; returns the name of the module group and the pass (``forward``,
+                ``backward`` or ``recompute``) in which it is made.
+        """
         self.place, self._calls = place, []
 
     def keep(self, choice: str, samples: int) -> None:
-        """Store the collectives recorded since ``begin`` as one traced forward and backward, for ``lines``.
+        """Keep the collectives recorded since ``begin`` as those of one traced forward and backward, for ``lines``.
 
         Args:
-            choice: kind of activation checkpointing that the trace was made with, such as ``none`` or ``full``.
+            choice: kind of activation checkpointing that the trace was made with, such as ``none`` or ``blocks``.
             samples: number of samples in the traced micro-batch; two traces or more of each choice make a line.
         """
         self._traces.setdefault(choice, []).append((samples, self._calls))
 
     def lines(self) -> dict[str, tuple[GroupMessage, ...]]:
-        """Return the messages of a micro-batch by choice of activation checkpointing, as lines through the traces.
+        """Return the recorded collectives of a micro-batch, with their bytes as linear functions of its samples.
+
+        The function goes through two traces with different numbers of samples.
+
+        Returns:
+            Collectives in order, each with module group, pass, kind and bytes, by choice of activation checkpointing.
 
         Raises:
-            UsageError: the messages of the traces are not alike, or a third trace is not on the line.
+            UsageError: the traces made different collectives, or a third trace is not on the line.
         """
         return {choice: _lines(traces) for choice, traces in self._traces.items()}
 

@@ -25,7 +25,7 @@ class Tracker(TorchDispatchMode):
 
     @property
     def now(self) -> int:
-        """Bytes of the storages that were made within the block and are still alive."""
+        """Bytes of the tensor storages that were made within the tracker's block and are still alive."""
         storages = [made() for made in list(self._made.values())]
         return sum(storage.nbytes() for storage in storages if storage is not None)
 

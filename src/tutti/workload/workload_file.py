@@ -31,7 +31,7 @@ class Affine:
     per_sample: float = 0.0
 
     def at(self, samples: float) -> float:
-        """Return the quantity for a micro-batch of ``samples`` samples: ``fixed`` + ``per_sample`` · samples."""
+        """Return the quantity, such as FLOP or bytes, for a micro-batch: ``fixed`` + ``per_sample`` · ``samples``."""
         return self.fixed + self.per_sample * samples
 
     def __add__(self, other: Affine) -> Affine:
@@ -62,7 +62,7 @@ transcendental, other."""
 
 @dataclass(frozen=True)
 class GroupWork:
-    """A module group.
+    """Work and sizes of a module group: a module that is sharded as a unit, the rest of the model, or the loss.
 
     Attributes:
         name: name of the module in the model; ``REST`` or ``LOSS``.
@@ -120,18 +120,18 @@ class Workload:
 
     @property
     def parameters(self) -> int:
-        """Number of parameters of the model, trained or not."""
+        """Number of parameters of the traced model, trained or not."""
         return sum(group.parameters for group in self.groups)
 
     def checkpointing(self) -> tuple[str, ...]:
-        """Return the choices of activation checkpointing that were traced; ``none`` is the first."""
+        """Return the choices of activation checkpointing with which the model was traced; ``none`` is the first."""
         return tuple(self.groups[0].recompute)
 
     def model_flop(self, samples: float, *, masked: float = 0.0) -> float:
-        """Return the FLOP of forward and backward of a micro-batch, without recomputation.
+        """Return the FLOP of a forward and backward of the traced model over a micro-batch, without recomputation.
 
         Args:
-            samples: samples of the micro-batch.
+            samples: number of samples in the micro-batch.
             masked: fraction, 0 to 1, of the FLOP saved by causal masking that is counted anyway: 1 for the convention
                 of PaLM.
         """
@@ -142,14 +142,14 @@ class Workload:
         )
 
     def hardware_flop(self, samples: float, choice: str = "none") -> float:
-        """Return the FLOP of forward and backward of a micro-batch, with recomputation.
+        """Return the FLOP of a forward and backward of the traced model over a micro-batch, with recomputation.
 
         Args:
-            samples: samples of the micro-batch.
+            samples: number of samples in the micro-batch.
             choice: activation checkpointing, one of ``checkpointing()``.
 
         Raises:
-            UsageError: the choice was not traced.
+            UsageError: the model was not traced with this choice.
         """
         if choice not in self.checkpointing():
             raise UsageError(
@@ -161,10 +161,10 @@ class Workload:
 
 
 def write_workload(workload: Workload, path: Path) -> None:
-    """Write the workload of a model as ``workload.json``.
+    """Write the FLOP, bytes and calls of a model's training step, by module group, as ``workload.json``.
 
     Args:
-        workload: the work of the model, by module group.
+        workload: the work of the model.
         path: the file.
 
     Raises:
@@ -177,13 +177,19 @@ def write_workload(workload: Workload, path: Path) -> None:
 
 
 def workload_json(workload: Workload) -> dict[str, Any]:
-    """Return the workload of a model as the JSON object that ``workload.json`` holds."""
+    """Return the FLOP, bytes and calls of a model's training step as the JSON object that ``workload.json`` holds."""
     units = {"flop": "FLOP", "bytes": "byte", "calls": "operator calls", "fixed": "", "per_sample": "1/sample"}
     return {"format": FORMAT, "version": VERSION, "units": units, **asdict(workload)}
 
 
 def read_workload(path: Path) -> Workload:
-    """Read the workload of a model from the ``workload.json`` that ``tutti workload TASK -o FILE`` writes.
+    """Read what training a model asks of a device from the file that ``tutti workload TASK -o FILE`` writes.
+
+    Args:
+        path: the ``workload.json``.
+
+    Returns:
+        FLOP, bytes and calls of forward and backward by module group, as functions of the samples of a micro-batch.
 
     Raises:
         UsageError: the file is missing or damaged, of another format or of another version.
@@ -201,12 +207,12 @@ def read_workload(path: Path) -> Workload:
 
 
 def versioned_json(path: Path, form: str, version: int, made_by: str) -> dict[str, Any]:
-    """Read a JSON object from a file, and check its format and version.
+    """Read and return the JSON object in a file, after a check of its entries ``format`` and ``version``.
 
     Args:
         path: the file.
-        form: value of its entry ``format``.
-        version: value of its entry ``version``.
+        form: the ``format`` that it must have.
+        version: the ``version`` that it must have.
         made_by: the command that writes such a file, for the error.
 
     Raises:
