@@ -154,9 +154,9 @@ def identity_of_group(rank: int, size: int, environ: Mapping[str, str]) -> Ident
 
 
 def joined(environ: Mapping[str, str]) -> bool:
-    """Return whether this process is already a rank of a launched job, so that tutti must not launch ranks.
+    """Return whether this process is already a rank that a launcher started, so that tutti must not start ranks.
 
-    A scheduler's job of one task counts as an interactive shell (``srun --pty bash``).
+    A scheduler's job of one task counts as an interactive shell (``srun --pty bash``), and gives False.
 
     Args:
         environ: environment variables.

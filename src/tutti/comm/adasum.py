@@ -40,6 +40,9 @@ def adasum_tree(vectors: Sequence[Tensor]) -> Tensor:
 
     Args:
         vectors: one tensor for each rank, in rank order, all of one shape; their number must be a power of two.
+
+    Returns:
+        One tensor, of the shape and dtype of the first vector.
     """
     level = list(vectors)
     while len(level) > 1:

@@ -64,24 +64,24 @@ class CollectiveCall:
 
     @property
     def key(self) -> tuple[int, str]:
-        """Pair (process set number, name) by which calls of different ranks are matched."""
+        """Pair (process set number, name), by which the ranks' calls of one collective are matched."""
         return self.process_set, self.name
 
     @property
     def signature(self) -> CollectiveCall:
-        """This call with empty ``extents``, the only field that may differ between ranks.
+        """Copy of this description of a collective without the sizes that may differ between ranks (``extents``).
 
-        Calls match if their signatures are equal.
+        Ranks' calls of one name match if their signatures are equal.
         """
         return replace(self, extents=()) if self.extents else self
 
     def to_json(self) -> list[Any]:
-        """Return the values of all fields, in their order, as a list that ``json.dumps`` accepts."""
+        """Return this description of a collective as a JSON list: the values of its fields, in their order."""
         return [getattr(self, field) for field in _FIELDS]
 
     @staticmethod
     def from_json(fields: list[Any]) -> CollectiveCall:
-        """Rebuild a call from the list that ``to_json`` returned, also after a round trip through JSON text."""
+        """Rebuild a description of a collective from the list of ``to_json``, also after a round trip through JSON."""
         values = dict(zip(_FIELDS, fields, strict=True))
         values["shapes"] = tuple(tuple(shape) for shape in values["shapes"])
         for field in ("dtypes", "ranks", "extents"):

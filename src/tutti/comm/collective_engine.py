@@ -101,9 +101,11 @@ class CollectiveHandle:
         return False
 
     def wait(self) -> Any:
-        """Block until the collective is complete and return its result.
+        """Block until this asynchronous collective is complete and return its result.
 
-        The result is that of the blocking function of the same kind, such as ``allreduce``.
+        Returns:
+            What the blocking function of the same kind returns, such as the reduced tensor for ``allreduce_async``, and
+            the list of results for grouped calls.
 
         Raises:
             MismatchError: ranks' calls differ; on every rank, with both calls.
@@ -166,14 +168,15 @@ class CollectiveSession:
         engine.send(["open", number, vars(options)])
 
     def name(self, process_set: int, kind: str) -> str:
-        """Make up the name of a call without a name: ``KIND.noname.EPOCH.COUNT``, from the number of such calls so far.
+        """Make up the name of a collective that the user has not named: ``KIND.noname.EPOCH.COUNT``.
 
-        Ranks that make their unnamed calls in the same order get the same names, by which the calls match. The epoch
-        grows each time that all ranks have joined, which resets the count.
+        COUNT is the number of earlier unnamed calls of this kind and process set on this rank. Ranks that make these
+        calls in the same order so get the same names, by which the calls match. EPOCH counts how often all ranks have
+        called ``join``, which resets COUNT.
 
         Args:
             process_set: number of the process set of the call.
-            kind: prefix of the name; process sets and kinds are counted separately.
+            kind: kind of collective, such as ``allreduce``.
         """
         with self.lock:
             count = self._counters.get((process_set, kind), 0)
@@ -183,8 +186,8 @@ class CollectiveSession:
     def submit(self, handle: CollectiveHandle) -> CollectiveHandle:
         """Start a collective: send its description to the coordinator on rank 0, which matches the ranks' calls.
 
-        Does not wait for other ranks. An all-reduce on one node that was performed before is posted in shared memory
-        instead, without a message.
+        Does not wait for other ranks. Where all ranks are on one node, an all-reduce that was performed before needs no
+        message: its tensors are written to shared memory.
 
         Args:
             handle: the new call with its input tensors.
@@ -226,10 +229,10 @@ class CollectiveSession:
     def join(self) -> int:
         """Declare that this rank has no more data, and contribute zeros to the other ranks' all-reduces from now on.
 
-        Blocks until all ranks have joined.
+        Every rank must call it at last; blocks until all ranks have.
 
         Returns:
-            The rank that joined last, the same on all ranks.
+            The rank that called it last, the same on all ranks.
 
         Raises:
             PeerError: a rank has ended or left.
@@ -244,10 +247,15 @@ class CollectiveSession:
         return int(handle.wait())
 
     def await_(self, handle: CollectiveHandle) -> None:
-        """Block until the call of ``handle`` is complete or has failed; the outcome is left in the handle.
+        """Block until an asynchronous collective is complete or has failed. Returns None.
 
-        If all threads of this rank that make calls wait for longer than two seconds, the coordinator is told, so that
-        it can find a deadlock between ranks that wait for different calls.
+        Result or error are left in ``handle``.
+
+        If all threads of this rank that make collective calls have waited for two seconds, the coordinator on rank 0 is
+        told, so that it can find a deadlock between ranks that wait for different calls.
+
+        Args:
+            handle: the collective, from ``submit``.
         """
         if self.advance(handle):
             return
@@ -290,10 +298,13 @@ class CollectiveSession:
         return True
 
     def advance(self, handle: CollectiveHandle) -> bool:
-        """Check, without blocking, whether the call of ``handle`` is complete; return whether it is.
+        """Return whether an asynchronous collective has ended, successfully or not.
 
-        For a call that is posted in shared memory this also computes the result, once all ranks have posted their
-        tensors. Safe from any thread.
+        Does not block; safe from any thread. An all-reduce in shared memory is finished by this call: once all ranks
+        have written their tensors, it computes the result.
+
+        Args:
+            handle: the collective, from ``submit``.
         """
         reduction = handle.reduction
         if reduction is not None and not handle.finished.is_set():
@@ -331,17 +342,22 @@ class CollectiveSession:
                 self.engine.send(["posted", self.number, numbers])
 
     def forget(self, handle: CollectiveHandle) -> None:
-        """Release the name of a call, so that a new call may use it. Called once the caller has seen the outcome."""
+        """Make the name of a collective free for a new call, once the caller has seen its result or error. Local.
+
+        Args:
+            handle: the collective, from ``submit``.
+        """
         with self.lock:
             if self.pending.get(handle.call.key) is handle:
                 del self.pending[handle.call.key]
             self.turn += 1
 
     def close(self) -> None:
-        """End the session on this rank; a second call does nothing.
+        """End this rank's part in a session of named collectives; a second call does nothing.
 
-        Collectives on which all ranks have agreed already are performed first. Pending calls that other ranks have not
-        made fail with PeerError, on all ranks. Blocks until the coordinator has answered.
+        Not a barrier: other ranks may go on. Collectives on which all ranks have agreed already are performed first.
+        Pending calls that some rank has not made fail with PeerError, on all ranks. Blocks until the coordinator on
+        rank 0 has answered.
         """
         with self.lock:
             if self.closed:
@@ -357,9 +373,12 @@ class CollectiveSession:
         self.engine.sessions.pop(self.number, None)
 
     def fail_all(self, error: TuttiError) -> None:
-        """Make pending calls and joins of this rank fail with ``error``, which their ``wait`` then raises.
+        """Make this rank's pending collectives, and its pending ``join``, fail: their ``wait`` raises ``error``. Local.
 
-        Posted calls that all ranks have made get their results instead.
+        All-reduces in shared memory for which all ranks have written their tensors get their results instead.
+
+        Args:
+            error: the exception.
         """
         with self.lock:
             pending = [*self.pending.values(), *self.joins]
@@ -385,12 +404,18 @@ class CollectiveSession:
     # --- in the engine's thread ------------------------------------------------------------------------------------
 
     def answer(self, kind: str, rest: list[Any]) -> None:
-        """Carry out one message of the coordinator; called in the engine's thread.
+        """Carry out one message of the coordinator, rank 0's thread that matches the ranks' calls.
+
+        Called in the engine's thread, which performs the collectives.
 
         Args:
-            kind: ``run`` or ``post`` (perform agreed collectives), ``again``, ``done``, ``closed``, ``error`` or
-                ``joined``, as ``tutti.comm.negotiation`` describes.
-            rest: further fields of the message, as that module has them.
+            kind: ``run`` (perform collectives on which all ranks agree), ``post`` (write tensors to shared memory, for
+                which other ranks wait), ``again`` (report a pending all-reduce anew), ``done`` (a call without tensors
+                is complete), ``closed`` (the coordinator has noted ``close``), ``error`` (a call failed) or ``joined``
+                (all ranks have called ``join``).
+            rest: further fields of the message: for ``run`` a list of (call, sizes, number, joined), for ``post`` and
+                ``again`` the number of the call, for ``done`` its key and value, for ``error`` its key, reason and
+                text, for ``joined`` the last rank.
         """
         if kind == "run":
             self._run(rest[0])
@@ -642,14 +667,17 @@ class CollectiveEngine:
         return CollectiveSession(self, self._opened, options)
 
     def make_group(self) -> None:
-        """Make the process group of all ranks now instead of at the first collective. Collective; blocks."""
+        """Make the process group of all ranks of the job now instead of at the first collective.
+
+        Collective over all ranks of the job; blocks.
+        """
         process_groups(tuple(range(self.size)), "engine")
 
     def send(self, message: list[Any]) -> None:
-        """Send a message to the coordinator on rank 0, without waiting for an answer.
+        """Send a message to rank 0's coordinator, which matches the ranks' calls, without waiting for an answer.
 
         Args:
-            message: JSON list [kind, session number, …], as ``tutti.comm.negotiation`` describes.
+            message: JSON list: kind, such as ``call`` or ``close``; number of the session; further fields of the kind.
 
         Raises:
             PeerError: rank 0 has ended.
@@ -657,9 +685,10 @@ class CollectiveEngine:
         self._connection.send(message)
 
     def share(self, session: int, number: int, reduction: PostedReduction) -> None:
-        """Tell the coordinator where an all-reduce lies in shared memory, so that it sees which ranks have posted.
+        """Tell the coordinator on rank 0 in which shared memory an all-reduce is performed. Local.
 
-        Does nothing on ranks other than 0, which have no coordinator.
+        The coordinator reads there which ranks have contributed their tensors. Does nothing on ranks other than 0,
+        which have no coordinator.
 
         Args:
             session: number of the session.
@@ -726,14 +755,14 @@ class CollectiveEngine:
                 self._fail(self._lost[lost[0]], "in a collective")
 
     def event(self, call: CollectiveCall, began: float, submitted: float) -> None:
-        """Report the durations of negotiation and execution of a collective to ``sink``, as for a timeline. Local.
+        """Report one collective to the engine's timeline callback, the attribute ``sink``, if there is one. Local.
 
-        Does nothing without a sink.
+        Two spans are reported, of negotiation (``submitted`` to ``began``) and of execution (``began`` to now).
 
         Args:
-            call: the collective, whose execution ends at the time of this call.
-            began: start of the collective itself, in seconds of ``time.perf_counter``.
-            submitted: time of the call on this rank, from which its negotiation counts.
+            call: the collective, which ends at the time of this call.
+            began: start of its execution, in seconds of ``time.perf_counter``.
+            submitted: time at which this rank called it, on the same clock.
         """
         if (sink := self.sink) is not None:
             now = time.perf_counter()
@@ -741,9 +770,10 @@ class CollectiveEngine:
             sink(call.name, call.kind.upper(), began, now)
 
     def close(self) -> None:
-        """Leave the job: close all sessions, so that pending calls fail, and end the connections and threads.
+        """End this rank's collective engine: fail pending collectives with PeerError, end its connections and threads.
 
-        Ranks that still use the engine are told. A second call does nothing.
+        Other ranks that still use their engines are told, and their calls with this rank fail. May block until rank 0
+        has answered. A second call does nothing.
         """
         if self._closing:
             return
@@ -760,7 +790,7 @@ class CollectiveEngine:
             self._hub.close()
 
     def interrupt(self, text: str) -> None:
-        """Make all calls of this process, pending and later ones, fail with PeerError because a rank is lost.
+        """Make all collectives of this process, pending and later ones, raise PeerError because a rank is lost. Local.
 
         Other ranks are not told. Safe from any thread.
 
@@ -772,7 +802,10 @@ class CollectiveEngine:
             session.fail_all(self.broken)
 
     def abandon(self) -> None:
-        """End the engine without telling or awaiting other ranks, some of which may be gone; pending calls fail."""
+        """End this rank's collective engine without telling or awaiting other ranks, some of which may be gone.
+
+        Pending collectives of this rank fail.
+        """
         self._closing = True
         self.interrupt(SHUT_DOWN)
         self._connection.close()
@@ -856,7 +889,7 @@ _lock = threading.Lock()
 
 
 def engine() -> CollectiveEngine:
-    """Return the collective engine of this process, and start it if there is none.
+    """Return the collective engine of this process, whose thread performs collectives; start it if there is none.
 
     Starting needs all ranks: each must call this function, and it blocks until rank 0 has.
 
@@ -878,9 +911,14 @@ def engine() -> CollectiveEngine:
 
 
 def default_session() -> CollectiveSession:
-    """Return the session in which the functions of ``tutti.comm.collectives`` make their calls by default.
+    """Return the session in which ``tutti.allreduce`` and the other public collectives match their calls by default.
 
-    The first call opens the session and starts the engine, which all ranks must do. Raises as ``engine``.
+    The first call opens it and starts the engine's thread, which every rank of the job must do; it blocks until rank 0
+    has.
+
+    Raises:
+        UsageError: before ``tutti.init``.
+        PeerError: rank 0 did not start its engine in time.
     """
     global _default
     running = engine()
@@ -891,7 +929,11 @@ def default_session() -> CollectiveSession:
 
 
 def close_engine() -> None:
-    """Leave the job in an orderly way: ``CollectiveEngine.close`` of this process's engine, if it has one."""
+    """End this process's collective engine, if it has one; pending collectives fail with PeerError.
+
+    Other ranks are told. May block until rank 0 has answered. Called at ``tutti.shutdown`` and at the end of the
+    process.
+    """
     global _engine, _default
     with _lock:
         ending, _engine, _default = _engine, None, None
@@ -909,7 +951,9 @@ def abandon_engine() -> None:
 
 
 def interrupt_engine(text: str) -> None:
-    """Make all calls of this process's engine, if it has one, fail with PeerError; safe from any thread.
+    """Make all collectives of this process, pending and later ones, raise PeerError.
+
+    Local: other ranks are not told. No effect if the collective engine was not started. Safe from any thread.
 
     Args:
         text: the error message, such as why a rank was lost.

@@ -119,7 +119,9 @@ def _reduce_adasum(flat: Tensor, sizes: list[int], ranks: tuple[int, ...], group
 def gather_all(
     tensor: Tensor, counts: Sequence[int], ranks: tuple[int, ...], me: int, group: ProcessGroup | None
 ) -> Tensor:
-    """All-gather: concatenate the ranks' tensors along the first dimension, in rank order. Collective; blocks.
+    """All-gather: concatenate the ranks' tensors along the first dimension, in rank order.
+
+    Collective over ``ranks``; blocks.
 
     Args:
         tensor: this rank's, (counts[me], …).
@@ -165,18 +167,18 @@ def broadcast_from(tensors: Sequence[Tensor], root: int, group: ProcessGroup | N
 
 
 def exchange_all(tensor: Tensor, send: Sequence[int], receive: Sequence[int], group: ProcessGroup | None) -> Tensor:
-    """All-to-all of rows: send ``send[r]`` rows to the r-th member and receive ``receive[r]`` rows from it.
+    """All-to-all of rows: send ``send[r]`` rows to the r-th rank of ``group`` and receive ``receive[r]`` rows from it.
 
-    Collective; blocks. A row is a slice along the first dimension.
+    Collective over the ranks of ``group``; blocks. A row is a slice along the first dimension.
 
     Args:
-        tensor: (sum(send), …), rows for rank 0 first.
+        tensor: (sum(send), …), rows for the first rank of the group first.
         send: rows for each rank.
         receive: rows from each rank.
         group: process group of the ranks; None for one rank.
 
     Returns:
-        (sum(receive), …), rank 0's rows first.
+        (sum(receive), …), the first rank's rows first.
     """
     if group is None:
         return tensor.clone()
@@ -193,18 +195,20 @@ def exchange_all(tensor: Tensor, send: Sequence[int], receive: Sequence[int], gr
 
 
 def scatter_reduced(tensor: Tensor, call: CollectiveCall, me: int, size: int, group: ProcessGroup | None) -> Tensor:
-    """Reduce-scatter: reduce over the ranks and return this rank's part of the first dimension.
+    """Reduce-scatter: reduce over the ranks of ``group`` and return this rank's part of the first dimension.
 
-    Each rank gets rows ÷ size consecutive rows, the first (rows mod size) ranks one more. Collective; blocks.
-
-    Performed as an all-to-all and a local sum in rank order.
+    Each rank gets ⌊rows / ranks⌋ consecutive rows, the first (rows mod ranks) ranks one more. Collective over the ranks
+    of ``group``; blocks. Performed as an all-to-all and a local sum in rank order.
 
     Args:
         tensor: (rows, …), of equal shape on all ranks.
-        call: gives operation (``sum`` or ``average``) and factors.
+        call: gives operation (``sum`` or ``average``), prescale and postscale.
         me: index of this rank among the ranks.
         size: number of ranks.
         group: their process group; None for one rank.
+
+    Returns:
+        (rows of this rank, …).
     """
     counts = [len(tensor) // size + (rank < len(tensor) % size) for rank in range(size)]
     mine = exchange_all(scale(tensor, call.prescale), counts, [counts[me]] * size, group)

@@ -78,7 +78,7 @@ class Schedule:
     rounds: tuple[Round, ...]
 
     def bounds(self, transfer: ChunkTransfer, elements: int) -> tuple[int, int]:
-        """Return the range of vector elements that a transfer carries, as (start, end) with ``end`` exclusive.
+        """Return the range (start, end), end exclusive, of vector elements that one message of this all-reduce carries.
 
         Args:
             transfer: one message of this schedule.
@@ -88,25 +88,35 @@ class Schedule:
         return first.start, even_share(elements, self.chunks, transfer.last - 1).stop
 
     def of_rank(self, rank: int) -> list[tuple[list[ChunkTransfer], list[ChunkTransfer]]]:
-        """Return the transfers of one rank as (sends, receives), a pair for each round in which the rank takes part."""
+        """Return the messages that one rank sends and receives in this all-reduce.
+
+        Args:
+            rank: index of the rank.
+
+        Returns:
+            A pair (sends, receives) for each round in which the rank takes part, in order.
+        """
         own = (([t for t in r if t.source == rank], [t for t in r if t.to == rank]) for r in self.rounds)
         return [(sends, receives) for sends, receives in own if sends or receives]
 
     def links(self) -> list[tuple[int, int]]:
-        """Return the (source, destination) pairs of ranks that exchange messages over the network, sorted.
+        """Return the sorted (source, destination) pairs of ranks that this all-reduce connects over the network.
 
         Transfers within a node go through shared memory and are left out.
         """
         return sorted({(t.source, t.to) for transfers in self.rounds for t in transfers if not t.within_node})
 
     def traffic(self, elements: int, itemsize: int) -> dict[tuple[int, int], LinkTraffic]:
-        """Count messages and bytes on each (source, destination) link for one all-reduce of a vector.
+        """Count messages and bytes on each link that this all-reduce schedule sends for one vector. Arithmetic only.
 
         Chunks without an element are not sent.
 
         Args:
             elements: length of the vector.
             itemsize: bytes of an element.
+
+        Returns:
+            (source rank, destination rank) → number of messages and bytes; links without a message are missing.
 
         >>> ring_schedule(3).traffic(7, 4)[0, 1]
         LinkTraffic(messages=4, bytes=40)
@@ -147,36 +157,48 @@ class Schedule:
 
 
 def ring_schedule(ranks: int) -> Schedule:
-    """Return the schedule of a ring all-reduce: a reduce-scatter and an all-gather, each rank sending to the next one.
+    """Return the messages of a ring all-reduce: a reduce-scatter and an all-gather, each rank sending to the next one.
 
     Cost for N ranks and n bytes, with latency α and bandwidth β of ``LinkCost``: 2(N-1)α + 2(N-1)/N·n/β.
+
+    Args:
+        ranks: number of ranks, N.
     """
     return Schedule("ring", ranks, ranks, tuple(_ring(range(ranks), 0)))
 
 
 def tree_schedule(ranks: int) -> Schedule:
-    """Return the schedule of a binomial-tree all-reduce: whole vectors are added up towards rank 0 and broadcast back.
+    """Return the messages of a binomial-tree all-reduce: whole vectors are added up towards rank 0 and broadcast back.
 
     Cost for N ranks and n bytes, with latency α and bandwidth β of ``LinkCost``: 2⌈log₂N⌉(α + n/β).
+
+    Args:
+        ranks: number of ranks, N.
     """
     return Schedule("tree", ranks, 1, tuple(_tree(ranks)))
 
 
 def halving_schedule(ranks: int) -> Schedule:
-    """Return the schedule of a recursive halving-doubling all-reduce over the largest power of two, 2^k ≤ N ranks.
+    """Return the messages of a recursive halving-doubling all-reduce over the largest power of two, 2^k ≤ N ranks.
 
     Each of the other ranks first adds its whole vector to a partner's, and receives the result from it at the end.
     Cost for n bytes, with latency α and bandwidth β of ``LinkCost``; for N = 2^k: 2log₂N·α + 2(N-1)/N·n/β; else 2(α +
     n/β) more.
+
+    Args:
+        ranks: number of ranks, N.
     """
     power = 1 << (ranks.bit_length() - 1)
     return Schedule("halving", ranks, power, tuple(_halving(ranks, power)))
 
 
 def central_schedule(ranks: int) -> Schedule:
-    """Return the schedule of a central reducer: rank 0 receives all vectors, adds them in rank order and sends the sum.
+    """Return the messages of a central reducer: rank 0 receives all vectors, adds them in rank order and sends the sum.
 
     Cost for n bytes and W = N-1 other ranks, with latency α and bandwidth β of ``LinkCost``: 2α + 2W·n/β.
+
+    Args:
+        ranks: number of ranks, N.
     """
     reduce = tuple(ChunkTransfer(rank, 0, 0, 1, True) for rank in range(1, ranks))
     copy = tuple(ChunkTransfer(0, rank, 0, 1, False) for rank in range(1, ranks))

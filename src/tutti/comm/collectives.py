@@ -42,9 +42,10 @@ class ProcessSet:
 
     @classmethod
     def of_all_ranks(cls) -> ProcessSet:
-        """Make the process set of all ranks, with number 0; it needs no ``add_process_set``.
+        """Return a new process set of all ranks of the job, with number 0.
 
-        Its members are those of the job at the time of use, so that it may be made before ``tutti.init``.
+        Collectives accept it without ``add_process_set``. Its members are those of the job at the time of use, so that
+        it may be made before ``tutti.init``.
         """
         process_set = cls(())
         process_set._ranks, process_set.process_set_id = None, 0
@@ -84,10 +85,12 @@ _current: list[CollectiveSession] = []
 
 
 def use_session(session: CollectiveSession | None) -> None:
-    """Select the session to which all later collectives of this module belong, in this process.
+    """Make all later collectives of this process (``tutti.allreduce`` …) use the given session.
+
+    A session is a namespace in which the ranks' calls are matched by name. Local; every rank must select the same one.
 
     Args:
-        session: the session; None: ``default_session``.
+        session: the session; None: the default one.
     """
     _current[:] = [session] if session is not None else []
 
@@ -458,7 +461,8 @@ def grouped_allgather(
 ) -> list[Tensor]:
     """All-gather several tensors as one call: concatenate the ranks' tensors along the first dimension, for each.
 
-    Collective over ``process_set``; blocks. Differentiable, as ``allgather``.
+    Collective over ``process_set``; blocks. Differentiable: this rank's gradients are its rows of the average of the
+    ranks' gradients.
 
     Args:
         tensors: each (rows, …); trailing dimensions and dtype are equal on all ranks. A scalar counts as one row.
@@ -483,7 +487,7 @@ def grouped_broadcast_async(
     process_set: ProcessSet = all_ranks,
     in_place: bool = False,
 ) -> CollectiveHandle:
-    """Start a broadcast of several tensors as one call; ``wait()`` returns the list of results.
+    """Start a broadcast of several tensors from rank ``root`` as one call; ``wait()`` returns the list of results.
 
     Does not block; collective over ``process_set``; not differentiable.
 
@@ -495,8 +499,8 @@ def grouped_broadcast_async(
         in_place: write the results into ``tensors``; default: into new tensors.
 
     Returns:
-        Handle; its ``wait`` raises MismatchError where ranks' calls differ, and PeerError where a rank has ended, left
-        or did not make the call in time.
+        Handle; its ``wait`` returns ``root``'s tensors, in the same order; it raises MismatchError where ranks' calls
+        differ, and PeerError where a rank has ended, left or did not make the call in time.
 
     Raises:
         UsageError: ``root`` is no member of ``process_set``.
@@ -521,7 +525,7 @@ def broadcast_async(
     process_set: ProcessSet = all_ranks,
     in_place: bool = False,
 ) -> CollectiveHandle:
-    """Start a broadcast; ``wait()`` of the handle returns the result.
+    """Start a broadcast of ``tensor`` from global rank ``root``; ``wait()`` of the handle returns ``root``'s tensor.
 
     Does not block; collective over ``process_set``; not differentiable.
 
@@ -787,7 +791,8 @@ def grouped_reducescatter(
 ) -> list[Tensor]:
     """Reduce-scatter several tensors as one call: return this rank's part of the first dimension of each reduction.
 
-    Collective over ``process_set``; blocks. Differentiable, as ``reducescatter``.
+    Collective over ``process_set``; blocks. Differentiable: the gradients are the all-gathers of the gradients, times
+    the number of ranks for a sum.
 
     Args:
         tensors: each (rows, …), of equal shape and dtype on all ranks.
@@ -798,7 +803,7 @@ def grouped_reducescatter(
         process_set: ranks that take part; default: all ranks.
 
     Returns:
-        (rows of this rank, …) for each of ``tensors``: rows ÷ ranks, one more on each of the first (rows mod ranks)
+        (rows of this rank, …) for each of ``tensors``: ⌊rows / ranks⌋, one more on each of the first (rows mod ranks)
         ranks.
 
     Raises:

@@ -109,26 +109,28 @@ class Communicator:
 
     @property
     def alive_ranks(self) -> Sequence[int]:
-        """Indices, within this communicator, of the ranks that took part in the last control collective.
+        """Indices, within this communicator, of the ranks that took part in the last collective that compares calls.
 
-        All ranks, unless ``Communicators.tolerate_loss`` was called and a rank was killed since.
+        These are ``all_reduce``, ``broadcast``, ``all_gather`` and the methods built on them. All ranks, unless
+        ``Communicators.tolerate_loss`` was called and a rank was killed since. Local.
         """
         return range(self.size) if self.meetings is None else self.meetings.there
 
     def lost_ranks(self) -> Mapping[int, str]:
-        """Return the ranks of the job that were killed while the run continued, each with a description of its end.
+        """Return the ranks of the job that were killed while the run continued: global rank → description of its end.
 
-        Keys are global ranks. Empty unless ``Communicators.tolerate_loss`` was called. Local, not collective.
+        Empty unless ``Communicators.tolerate_loss`` was called. Local, not collective.
         """
         return {} if self.meetings is None else self.meetings.notes.lost()
 
     # --- the gradient path: verified once, no header ---------------------------------------------------------------
 
     def share_memory(self, like: Communicator | None = None) -> None:
-        """Let small CPU tensors travel through shared memory instead of Gloo, which is faster on one node.
+        """Make collectives of small CPU tensors on this communicator use shared memory instead of Gloo.
 
-        Holds for ``sum_numbers``, ``gather_slices`` and ``gather_into``. Collective over the ranks of this
-        communicator. No effect on accelerators, with ranks on several nodes, or where there is no shared memory.
+        Faster on one node. Affects ``sum_numbers``, ``gather_slices``, ``gather_into`` and ``scatter_sum``. Collective
+        over the ranks of this communicator; blocks. No effect on accelerators, with ranks on several nodes, or where
+        there is no shared memory.
 
         Args:
             like: a communicator whose shared memory is used if it has the same ranks; otherwise new memory is made.
@@ -139,9 +141,10 @@ class Communicator:
             self._small = attach_small(self)
 
     def sum_numbers(self, numbers: Tensor, text: str) -> None:
-        """All-reduce (sum) a small tensor ``numbers`` (n,) in place, such as a loss and a count. Collective; blocks.
+        """All-reduce (sum) a small tensor ``numbers`` (n,) in place, such as a loss and a count.
 
-        Shape and dtype must be equal on all ranks, which is not always checked.
+        Collective over the ranks of this communicator; blocks. Shape and dtype must be equal on all ranks, which is not
+        always checked.
 
         Args:
             numbers: (n,), overwritten by the sum over the ranks.
@@ -156,7 +159,7 @@ class Communicator:
     def start_all_reduce(self, flat: Tensor, text: str) -> Pending:
         """Start an all-reduce (sum) of ``flat`` in place, and return a handle to wait for it.
 
-        Collective; does not block.
+        Collective over the ranks of this communicator; does not block.
 
         Args:
             flat: of equal shape and dtype on all ranks, which is not checked; not to be used before ``wait`` of the
@@ -172,7 +175,7 @@ class Communicator:
     def exchange_slices(self, send: Tensor, receive: Tensor, parts: Sequence[int], mine: int, text: str) -> None:
         """All-to-all of rows: send ``mine`` rows to each rank and receive ``parts[s]`` rows from rank ``s``.
 
-        Collective; blocks. A row is a slice along the first dimension.
+        Collective over the ranks of this communicator; blocks. A row is a slice along the first dimension.
 
         Args:
             send: (size · mine, row), rows for rank 0 first.
@@ -191,7 +194,7 @@ class Communicator:
     def exchange_parts(self, send: Tensor, sizes: Sequence[int], come: Sequence[int], text: str) -> Tensor:
         """All-to-all of uneven parts: send ``sizes[r]`` elements to rank r and receive ``come[r]`` elements from it.
 
-        Collective; blocks.
+        Collective over the ranks of this communicator; blocks.
 
         Args:
             send: (sum(sizes),), the part for rank 0 first.
@@ -210,14 +213,14 @@ class Communicator:
         return received
 
     def gather_slices(self, mine: Tensor, text: str) -> Tensor:
-        """All-gather equal slices and concatenate them in rank order. Collective; blocks.
+        """All-gather equal slices and concatenate them in rank order. Collective over the communicator's ranks; blocks.
 
         Args:
             mine: (n,), this rank's slice; equal n and dtype on all ranks.
             text: names the call in error messages.
 
         Returns:
-            (size · n,), equal on all ranks.
+            (size · n,), equal on all ranks; ``size`` is the number of ranks.
         """
         if self.size == 1:
             return mine
@@ -231,7 +234,9 @@ class Communicator:
         return whole
 
     def gather_into(self, whole: Tensor, mine: Tensor, text: str) -> None:
-        """All-gather equal slices (n,) of the ranks into ``whole`` (size · n,), in rank order. Collective; blocks.
+        """All-gather equal slices (n,) of the ranks into ``whole`` (size · n,), in rank order.
+
+        Collective over the ranks of this communicator; blocks.
 
         Args:
             whole: (size · n,), overwritten. With one rank nothing is copied.
@@ -248,7 +253,7 @@ class Communicator:
     def scatter_sum(self, mine: Tensor, whole: Tensor, text: str) -> None:
         """Reduce-scatter: sum ``whole`` over the ranks and write slice r of the sum into ``mine`` on rank r.
 
-        Collective; blocks.
+        Collective over the ranks of this communicator; blocks.
 
         Args:
             mine: (n,), overwritten.
@@ -324,7 +329,8 @@ class Communicator:
     def broadcast_tensors(self, tensor: Tensor, source: int, text: str) -> None:
         """Broadcast one tensor in place from rank ``source``, without a comparison of the ranks' calls beforehand.
 
-        Collective; blocks. Faster than ``broadcast``; for tensors whose shapes are known to agree.
+        Collective over the ranks of this communicator; blocks. Faster than ``broadcast``; for tensors whose shapes are
+        known to agree.
 
         Args:
             tensor: of equal shape and dtype on all ranks, which is not checked.
@@ -350,7 +356,7 @@ class Communicator:
     # --- counters ----------------------------------------------------------------------------------------------------
 
     def count(self, source: int, to: int, size: int) -> None:
-        """Add one message from rank ``source`` to rank ``to`` to the counters that ``traffic`` returns. Local.
+        """Add one message from rank ``source`` to rank ``to`` to this communicator's traffic statistics. Local.
 
         To be called on one of the two ranks only, because ``traffic`` sums over the ranks.
 
@@ -365,11 +371,12 @@ class Communicator:
     def traffic(self) -> dict[tuple[int, int], LinkTraffic]:
         """Return messages and bytes on each link between ranks of this communicator so far, summed over the ranks.
 
-        Collective; blocks.
+        Collective over the ranks of this communicator; blocks. Point-to-point messages and reads of shared memory are
+        counted; the messages inside a collective of the backend are not known to this process.
 
-        Keys are (source, destination), as indices within the communicator; links without traffic are missing.
-        Point-to-point messages and reads of shared memory are counted; the messages inside a collective of the backend
-        are not known to this process.
+        Returns:
+            (source, destination), as indices within the communicator → number of messages and bytes; links without
+            traffic are missing. Equal on all ranks.
         """
         table = torch.zeros(self.size, self.size, 2, dtype=torch.int64)
         for (source, to), counted in self._counted.items():
@@ -398,9 +405,10 @@ class Communicator:
     # --- control: every call compares headers first ----------------------------------------------------------------
 
     def all_reduce(self, tensor: Tensor, name: str) -> None:
-        """All-reduce (sum) ``tensor`` in place, after a comparison of the ranks' calls. Collective; blocks.
+        """All-reduce (sum) ``tensor`` in place, after a comparison of the ranks' calls.
 
-        Once losses are tolerated, the sum is over the ranks that are alive.
+        Collective over the ranks of this communicator; blocks. After ``Communicators.tolerate_loss``, the sum is over
+        the ranks that are alive.
 
         Args:
             tensor: of equal shape and dtype on all ranks.
@@ -420,7 +428,7 @@ class Communicator:
     def broadcast(self, tensor: Tensor, source: int, name: str) -> None:
         """Broadcast ``tensor`` in place from rank ``source``, after a comparison of the ranks' calls.
 
-        Collective; blocks.
+        Collective over the ranks of this communicator; blocks.
 
         Args:
             tensor: of equal shape and dtype on all ranks.
@@ -440,14 +448,17 @@ class Communicator:
             self._wait(work, f"broadcast '{name}'")
 
     def all_gather(self, tensor: Tensor, name: str) -> list[Tensor]:
-        """All-gather a tensor from each rank, after a comparison of the ranks' calls. Collective; blocks.
+        """All-gather a tensor from each rank, after a comparison of the ranks' calls.
+
+        Collective over the ranks of this communicator; blocks.
 
         Args:
             tensor: of equal shape and dtype on all ranks.
             name: names the call in error messages; equal on all ranks.
 
         Returns:
-            The tensors of all ``alive_ranks``, in rank order; ``[tensor]`` for one rank.
+            One tensor for each rank, in rank order, without ranks that were killed while the run goes on
+            (``alive_ranks``); ``[tensor]`` for one rank.
 
         Raises:
             MismatchError: shape, dtype, name or operation differ between ranks.
@@ -459,7 +470,9 @@ class Communicator:
         return self._gather(tensor, f"all_gather '{name}'")
 
     def broadcast_json(self, value: Any, source: int, name: str) -> Any:
-        """Broadcast a JSON value from rank ``source`` to all ranks, without pickle, and return it. Collective; blocks.
+        """Broadcast a JSON value from rank ``source`` to all ranks, without pickle, and return it.
+
+        Collective over the ranks of this communicator; blocks.
 
         Args:
             value: on ``source``, a value that ``json.dumps`` accepts; ignored on other ranks.
@@ -482,9 +495,10 @@ class Communicator:
         return json.loads(bytes(payload.numpy()))
 
     def agree(self, lines: Sequence[str], name: str, remedy: str) -> None:
-        """Check that a text is the same on all ranks; otherwise raise on every rank. Collective; blocks.
+        """Check that a text is the same on all ranks; otherwise raise on every rank.
 
-        Digests of the lines are compared, so that little is sent.
+        Collective over the ranks of this communicator; blocks. Digests of the lines are compared, so that little is
+        sent.
 
         Args:
             lines: the text to compare, line by line.
@@ -526,9 +540,9 @@ class Communicator:
         raise self.calls_differ(f"call {self._sequence}: {text}", other)
 
     def calls_differ(self, call: str, other: int) -> MismatchError:
-        """Build, without raising it, a MismatchError that shows the different calls of two ranks.
+        """Build, without raising it, a MismatchError that shows the different collective calls of two ranks.
 
-        Collective: all-gathers the descriptions of the calls.
+        Collective over the ranks of this communicator, which all-gathers the descriptions of the calls; blocks.
 
         Args:
             call: describes this rank's call.
@@ -544,14 +558,15 @@ class Communicator:
         )
 
     def all_gather_strings(self, text: str, name: str) -> list[str]:
-        """All-gather a string from each rank, cut to 1 KiB. Collective; blocks.
+        """All-gather a string from each rank, cut to 1 KiB. Collective over the ranks of this communicator; blocks.
 
         Args:
             text: this rank's string.
             name: names the call in error messages; equal on all ranks.
 
         Returns:
-            The strings of all ``alive_ranks``, in rank order.
+            One string for each rank, in rank order, without ranks that were killed while the run goes on
+            (``alive_ranks``).
         """
         if self.size == 1:
             return [text]
@@ -607,14 +622,14 @@ class Communicators:
         return self._axes[names]
 
     def tolerate_loss(self) -> bool:
-        """Let the run continue from now on if ranks other than rank 0 are killed. Collective over all ranks.
+        """Let the run continue from now on if ranks other than rank 0 are killed. Collective over all ranks; blocks.
 
-        ``world`` and ``replica`` then make their control collectives (``all_reduce``, ``broadcast``, ``all_gather``)
-        over files, among the ranks that are alive. For algorithms whose training steps need no other rank, with the
-        whole model on every rank.
+        Afterwards the communicators ``world`` (all ranks) and ``replica`` perform ``all_reduce``, ``broadcast`` and
+        ``all_gather`` over files, among the ranks that are alive. For algorithms whose training steps need no other
+        rank, with the whole model on every rank.
 
         Returns:
-            Whether losses are tolerated: not with one data rank, nor under a launcher that ends all ranks with the
+            True if losses are tolerated; False with one data rank, or under a launcher that ends all ranks with the
             first.
         """
         notes = lost_rank_notes.lost_rank_notes()
@@ -628,13 +643,16 @@ class Communicators:
         return True
 
     def p2p_channels(self, kinds: Mapping[str, int], *names: str) -> Communicator:
-        """Make the process groups for ``start_send`` between neighbours along mesh axes, and return ``axis(*names)``.
+        """Make the process groups for ``start_send`` between neighbours along mesh axes.
 
-        Collective over all ranks. Channels connect neighbours, and the last rank with the first.
+        Collective over all ranks of the job. Channels connect neighbours on the axes, and the last rank with the first.
 
         Args:
             kinds: name of each kind of message → its direction: 1 to the next rank, -1 to the previous one.
-            names: mesh axes.
+            names: mesh axes: ``replica``, ``shard``, ``stage``, ``tensor``.
+
+        Returns:
+            The communicator of this rank's line along these axes, as ``axis`` returns it.
         """
         for line in self._lines(*names):
             for (index, rank), (kind, direction) in product(enumerate(line), kinds.items()):
@@ -676,10 +694,11 @@ class Communicators:
     def subgroup(self, name: str, places: Sequence[int], purpose: str) -> Communicator | None:
         """Return a communicator over some of the ranks along a mesh axis, with its own process group.
 
-        Collective over all ranks of the job, members or not. Each line of ranks along the axis gets such a subgroup.
+        Collective over all ranks of the job, members or not. On a mesh with further axes, one such subgroup is made for
+        each of their coordinates; a member gets its own.
 
         Args:
-            name: mesh axis.
+            name: mesh axis: ``replica``, ``shard``, ``stage`` or ``tensor``.
             places: indices of the members on the axis, in increasing order.
             purpose: key of the process group, shown in error messages.
 
@@ -695,9 +714,10 @@ class Communicators:
         return Communicator(purpose, ranks, self._world, *mine) if self._grid.rank in ranks else None
 
     def new_group(self, purpose: str) -> Communicator:
-        """Return a communicator of the ranks of ``replica`` with its own process group. Collective over all ranks.
+        """Return a communicator of the data-parallel ranks (axes replica and shard) with a process group of its own.
 
-        For messages that overlap with the gradient reduction on ``replica``, which one process group would serialise.
+        Collective over all ranks of the job. For messages that overlap with the gradient reduction on ``replica``,
+        which one process group would serialise.
 
         Args:
             purpose: key of the process group, shown in error messages; one key gives one group.

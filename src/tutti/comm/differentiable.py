@@ -68,9 +68,10 @@ class TensorRanks:
         return self._copied[2]
 
     def reduce(self, part: Tensor, name: str) -> Tensor:
-        """All-reduce (sum) ``part`` over the tensor ranks; its backward is the identity. Collective.
+        """All-reduce (sum) ``part`` over the tensor ranks; its backward is the identity.
 
-        This is g of Shoeybi et al. 2019, for the output of layers that are split over the ranks.
+        Collective over the tensor ranks. For the output of layers that are split over the ranks: g of Shoeybi et al.
+        2019.
 
         Args:
             part: this rank's summand, of equal shape on all ranks.
@@ -84,10 +85,10 @@ class TensorRanks:
         return result
 
     def gather(self, part: Tensor, dim: int, length: int, name: str) -> Tensor:
-        """All-gather the ranks' slices along ``dim`` into the whole tensor, in rank order. Collective.
+        """All-gather the ranks' slices along ``dim`` into the whole tensor, in rank order.
 
-        Its backward takes this rank's slice of the gradient and sends nothing, so that the gradient must be equal on
-        all ranks.
+        Collective over the tensor ranks. Its backward takes this rank's slice of the gradient and sends nothing, so
+        that the gradient must be equal on all ranks.
 
         Args:
             part: this rank's slice; its size along ``dim`` is ``len(even_share(length, size, rank))``.
@@ -104,9 +105,9 @@ class TensorRanks:
         return result
 
     def take(self, whole: Tensor, dim: int, length: int, name: str) -> Tensor:
-        """Return this rank's slice along ``dim`` of a tensor that all ranks hold. The forward sends nothing.
+        """Return this rank's slice along ``dim`` of a tensor that all tensor ranks hold. The forward sends nothing.
 
-        Its backward all-gathers the slices' gradients, and is collective.
+        Its backward all-gathers the gradients of the slices, and is collective over the tensor ranks.
 
         Args:
             whole: of ``length`` along ``dim``, equal on all ranks.
@@ -121,9 +122,10 @@ class TensorRanks:
         return result
 
     def scatter(self, part: Tensor, dim: int, length: int, name: str) -> Tensor:
-        """Reduce-scatter: return this rank's slice along ``dim`` of the sum over the ranks. Collective.
+        """Reduce-scatter: return this rank's slice along ``dim`` of the sum of ``part`` over the tensor ranks.
 
-        Its backward all-gathers the gradient: ḡ of Korthikanti et al. 2022.
+        Collective over the tensor ranks, as is its backward, which all-gathers the gradient: ḡ of Korthikanti et al.
+        2022.
 
         Args:
             part: this rank's summand, of ``length`` along ``dim``.
@@ -136,9 +138,10 @@ class TensorRanks:
         return result
 
     def widen(self, part: Tensor, dim: int, length: int, name: str) -> Tensor:
-        """All-gather the ranks' slices along ``dim``, for an input that each rank uses differently. Collective.
+        """All-gather the ranks' slices along ``dim``, for an input that each rank uses differently.
 
-        Its backward reduce-scatters the ranks' different gradients: g of Korthikanti et al. 2022.
+        Collective over the tensor ranks, as is its backward, which reduce-scatters the ranks' different gradients: g of
+        Korthikanti et al. 2022.
 
         Consecutive calls with the same tensor share the all-gather and the reduce-scatter.
 
@@ -158,13 +161,16 @@ class TensorRanks:
         return self._copied[2]
 
     def copies(self, tensors: Sequence[Tensor], name: str) -> Sequence[Tensor]:
-        """Identity for several tensors, whose backward all-reduces (sums) their gradients in one message.
+        """Identity for several tensors; the backward sums their gradients over the tensor ranks in one all-reduce.
 
         For parameters that are not split, whose gradients differ between ranks. The forward sends nothing.
 
         Args:
             tensors: parameters that are equal on all ranks.
             name: the layer that they belong to, for error messages.
+
+        Returns:
+            Tensors equal to ``tensors``, in their order, to be used in their place.
         """
         if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in tensors):
             return tensors
@@ -172,7 +178,7 @@ class TensorRanks:
         return result
 
     def join(self, tensor: Tensor, name: str) -> Tensor:
-        """All-gather tensors of one shape and stack them along a new first dimension. Collective.
+        """All-gather tensors of one shape and stack them along a new first dimension. Collective over the tensor ranks.
 
         Its backward takes this rank's slice of the gradient and sends nothing.
 
@@ -186,7 +192,9 @@ class TensorRanks:
         return self.gather(tensor.unsqueeze(0), 0, self.size, name)
 
     def sum(self, tensor: Tensor, name: str) -> Tensor:
-        """All-reduce (sum) over the tensor ranks into a new contiguous tensor, without autograd. Collective; blocks.
+        """All-reduce (sum) a tensor over the tensor ranks and return the sum, new and contiguous, without autograd.
+
+        Collective over the tensor ranks; blocks.
 
         Args:
             tensor: this rank's summand, of equal shape on all ranks.
@@ -197,9 +205,9 @@ class TensorRanks:
         return total
 
     def all(self, part: Tensor, dim: int, length: int, name: str) -> Tensor:
-        """All-gather the ranks' slices along ``dim``, in rank order, without autograd. Collective; blocks.
+        """All-gather the ranks' slices along ``dim``, in rank order, without autograd.
 
-        Uneven slices are padded to the largest for the message.
+        Collective over the tensor ranks; blocks. Uneven slices are padded to the largest for the message.
 
         Args:
             part: this rank's slice; its size along ``dim`` is ``len(even_share(length, size, rank))``.
@@ -226,7 +234,7 @@ class TensorRanks:
     def sum_share(self, tensor: Tensor, dim: int, length: int, name: str) -> Tensor:
         """Reduce-scatter: return this rank's slice along ``dim`` of the sum over the ranks, without autograd.
 
-        Collective; blocks.
+        Collective over the tensor ranks; blocks.
 
         Uneven slices are padded to the largest for the message.
 

@@ -24,7 +24,7 @@ _NAP = 0.001
 
 
 class FileAllGather:
-    """All-gather among all ranks of a job that have not been lost.
+    """All-gather over files on one node, among the ranks of the job that have not been killed.
 
     Args:
         notes: the launcher's record of lost ranks.
@@ -32,7 +32,8 @@ class FileAllGather:
 
     Attributes:
         notes: as given.
-        there: ranks that took part in the last call; only these take part in later ones.
+        there: global ranks that took part in the last call, ascending; only these take part in later ones. All ranks of
+            the job before the first call.
     """
 
     def __init__(self, notes: LostRankNotes, world: World) -> None:
@@ -44,19 +45,22 @@ class FileAllGather:
         self._number = 0
 
     def gather(self, raw: bytes, text: str) -> list[bytes]:
-        """All-gather bytes over files, without the ranks that are killed meanwhile. Collective over ``there``; blocks.
+        """All-gather bytes over files, among the ranks of the job that are alive, each of which must call it.
 
-        Ranks that are lost during the call leave ``there``, which is the same on all surviving ranks afterwards.
+        Blocks until each rank has written its bytes or is marked as lost by the launcher, at most for twice the job's
+        timeout. A rank that is lost takes no part in this call nor in later ones; all surviving ranks agree on this.
 
         Args:
             raw: this rank's bytes, of any length.
             text: names the call in error messages.
 
         Returns:
-            The bytes of each rank of ``there``, in rank order.
+            The bytes of each rank that took part, in order of global rank, the same list on all ranks. The attribute
+            ``there`` then has these global ranks.
 
         Raises:
             PeerError: a rank that is still alive did not make the call in time.
+            MismatchError: deadlock: all ranks wait, in calls of which none has all of its ranks.
         """
         self._number += 1
         write_whole(self._path(self._rank), raw)
@@ -82,27 +86,35 @@ class FileAllGather:
         return brought
 
     def tensors(self, tensor: Tensor, text: str) -> list[Tensor]:
-        """All-gather a tensor over files, as ``gather`` does with bytes. Collective over ``there``; blocks.
+        """All-gather a tensor over files, among the ranks of the job that are alive, each of which must call it.
+
+        Blocks for twice the job's timeout at most. Ranks that are killed meanwhile are left out.
 
         Args:
-            tensor: of equal shape and dtype on all ranks.
+            tensor: of equal shape and dtype on all ranks, on any device.
             text: names the call in error messages.
 
         Returns:
-            The tensors of the ranks of ``there``, in rank order.
+            A new tensor for each rank that took part, in order of global rank, on the device of ``tensor``; equal on
+            all ranks. The attribute ``there`` then has these global ranks.
+
+        Raises:
+            PeerError: a rank that is still alive did not make the call in time.
         """
         return [_tensor(raw, tensor) for raw in self.gather(_bytes(tensor), text)]
 
     def copy(self, tensor: Tensor, source: int, text: str) -> None:
-        """Broadcast ``tensor`` in place from rank ``source``, over files. Collective over ``there``; blocks.
+        """Broadcast a tensor in place over files to the ranks of the job that are alive, all of which must call it.
+
+        Blocks for twice the job's timeout at most.
 
         Args:
-            tensor: of equal shape and dtype on all ranks.
-            source: rank of the source in the job.
+            tensor: of equal shape and dtype on all ranks, on any device; overwritten by the values of ``source``.
+            source: global rank of the source.
             text: names the call in error messages.
 
         Raises:
-            PeerError: that rank is lost, or a rank did not make the call in time.
+            PeerError: the source is lost, or a rank that is alive did not make the call in time.
         """
         brought = self.gather(_bytes(tensor) if self._rank == source else b"", text)
         if source not in self.there:

@@ -109,9 +109,11 @@ class HubConnection:
             raise PeerError("rank 0 has ended", why=error.strerror) from error
 
     def receive(self) -> list[Any]:
-        """Block until at least one message of rank 0 has arrived, and return all that have, in order.
+        """Block until at least one message of rank 0 has arrived on this connection.
 
-        An empty list means that the connection has ended, on either side.
+        Returns:
+            All messages that have arrived, as decoded JSON values, in the order of sending; empty once either side has
+            closed the connection.
         """
         while True:
             try:
@@ -124,7 +126,7 @@ class HubConnection:
                 return found
 
     def readable(self, seconds: float | None) -> bool:
-        """Wait until a message or the end of the connection has arrived; return whether it has.
+        """Block until a message of rank 0, or the end of this connection, has arrived; return whether it has.
 
         Args:
             seconds: longest wait; None: no limit.
@@ -132,7 +134,7 @@ class HubConnection:
         return bool(select.select([self._socket], [], [], seconds)[0])
 
     def close(self) -> None:
-        """Shut the connection down, from any thread; a ``receive`` that blocks returns an empty list."""
+        """Shut this connection to rank 0 down, from any thread; a ``receive`` that blocks returns an empty list."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
@@ -220,7 +222,7 @@ class MessageHub:
         self._thread.start()
 
     def close(self) -> None:
-        """Send the messages that are still queued, then end all connections and the hub's thread.
+        """Send the messages that are still queued, then end the ranks' connections to rank 0 and this hub's thread.
 
         Waits for the thread for at most five seconds.
         """

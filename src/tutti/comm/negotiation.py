@@ -32,9 +32,13 @@ log = logging.getLogger("tutti.collectives")
 
 
 def loss_line(rank: int, size: int) -> int:
-    """Return the connection number, at the hub of rank 0, on which a rank is told of lost ranks: ``size + rank``.
+    """Return the number of the connection to rank 0 on which a rank is told of lost ranks: ``size + rank``.
 
-    The numbers below ``size`` are the connections for all other messages.
+    The numbers 0 … ``size`` - 1 are the ranks' connections for all other messages.
+
+    Args:
+        rank: the rank.
+        size: number of ranks of the job.
     """
     return size + rank
 
@@ -371,7 +375,7 @@ def _unsupported_with_join(call: CollectiveCall) -> str | None:
 
 
 class Coordinator:
-    """Decides for all sessions of a job.
+    """Rank 0's coordinator of named collectives: matches the ranks' calls and orders their execution.
 
     Args:
         size: number of ranks.
@@ -387,11 +391,12 @@ class Coordinator:
         self._last: list[Post] = []
 
     def receive(self, rank: int, message: list[Any]) -> None:
-        """Process one message of a rank. Answers are collected and returned by ``posts``.
+        """Process one message of a rank about its collectives, such as a new call. ``posts`` returns the answers.
 
         Args:
             rank: global rank of the sender.
-            message: JSON list [kind, session number, …], as the module's docstring describes.
+            message: JSON list: kind (``open``, ``call``, ``hit``, ``posted``, ``join``, ``wait`` or ``close``), number
+                of the session, further fields, as the module's docstring describes.
         """
         kind, number, *rest = message
         session = self._sessions.get(number)
@@ -422,12 +427,12 @@ class Coordinator:
                 del self._sessions[number]
 
     def share(self, number: int, call_number: int, reduction: PostedReduction) -> None:
-        """Record where an all-reduce lies in shared memory, so that the coordinator can see which ranks have posted.
+        """Tell the coordinator in which shared memory an all-reduce runs, so that it sees which ranks have contributed.
 
-        Must be called before any rank can report its post, from rank 0's engine thread.
+        Must be called before any rank can report its contribution, from rank 0's engine thread.
 
         Args:
-            number: number of the session; one that is closed is ignored.
+            number: number of the session; no effect if that is closed.
             call_number: number of the call in its session.
             reduction: buffers and counters of the all-reduce in shared memory.
         """
@@ -435,7 +440,9 @@ class Coordinator:
             session.posted[call_number] = reduction
 
     def lose(self, rank: int, text: str, orderly: bool) -> None:
-        """Fail every pending and later call with ``rank``, because it has ended or a collective failed on it.
+        """Fail every pending and later collective with ``rank``, because it has ended or a collective failed on it.
+
+        Nothing is sent: ``posts`` returns the messages to the other ranks. A second call for a rank does nothing.
 
         Args:
             rank: global rank.
@@ -453,9 +460,11 @@ class Coordinator:
             self._touched[number] = None
 
     def posts(self) -> list[Post]:
-        """Return, and forget, the messages to ranks that were decided since the last call.
+        """Return the coordinator's messages to the ranks that are still to be sent, and forget them.
 
-        Pairs (rank, message), in the order in which they must be sent; a rank ≥ the number of ranks is a ``loss_line``.
+        Returns:
+            Pairs (rank, message), in the order in which they must be sent. A number ≥ the number of ranks is the second
+            connection of a rank, ``loss_line``.
         """
         touched, self._touched = self._touched, {}
         last, self._last = self._last, []
@@ -464,9 +473,10 @@ class Coordinator:
         ]
 
     def check_stalls(self) -> list[str]:
-        """Warn about calls that wait too long for some ranks, and fail calls that wait beyond their time limit.
+        """Warn about collectives that wait too long for some ranks, and fail those that wait beyond their time limit.
 
-        The limits are ``warn`` and ``limit`` of `SessionOptions`. Failed calls are answered through ``posts``.
+        The limits are ``warn`` and ``limit`` of the session's `SessionOptions`. ``posts`` returns the messages by which
+        the ranks learn of failures.
 
         Returns:
             One text for each warning, which names the missing ranks.
@@ -476,6 +486,6 @@ class Coordinator:
         return [text for session in self._sessions.values() for text in session.stalled(now)]
 
     def seconds_to_stall(self) -> float | None:
-        """Return the seconds until ``check_stalls`` must be called next, at least 0; None while no call waits."""
+        """Return the seconds, at least 0, until ``check_stalls`` must be called next; None if no collective waits."""
         times = [at for session in self._sessions.values() if (at := session.next_stall()) is not None]
         return max(0.0, min(times) - self._clock()) if times else None

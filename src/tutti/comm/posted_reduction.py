@@ -68,7 +68,7 @@ def _padded(size: int) -> int:
 
 
 class PostedReduction:
-    """The place of one all-reduce in shared memory.
+    """Buffers and counters of one all-reduce in the shared memory of a node; each rank has such an object.
 
     Args:
         call: the all-reduce.
@@ -91,13 +91,16 @@ class PostedReduction:
         self._total_parts = self._parts(self._total)
 
     def post(self, tensors: Sequence[Tensor]) -> int:
-        """Copy this rank's tensors, times the prescale, into shared memory, where other ranks read them. Does not wait.
+        """Write this rank's tensors, times the prescale factor, into shared memory, to be all-reduced there.
+
+        Does not wait for other ranks.
 
         Args:
-            tensors: of the shapes of the call; may be reused at once.
+            tensors: of the shapes of the all-reduce; may be reused at once.
 
         Returns:
-            Number of the attempt, equal on all ranks for the same repetition of the call; the other methods take it.
+            Attempt number of this repetition of the all-reduce, equal on all ranks, by which ``complete``, ``revoked``
+            and ``reduce_into`` identify it.
         """
         attempt = self._next()
         turn = attempt >> _ATTEMPTS & 1
@@ -109,10 +112,12 @@ class PostedReduction:
             return attempt
 
     def post_again(self, attempt: int) -> int:
-        """Announce the tensors of a revoked attempt, which still lie in shared memory, under a new attempt number.
+        """Contribute the tensors of a cancelled attempt at an all-reduce again, from shared memory, under a new number.
+
+        Local: copies nothing and does not wait for other ranks.
 
         Args:
-            attempt: number that ``post`` or this method returned.
+            attempt: number of the cancelled attempt, as ``post`` or this method returned it.
 
         Returns:
             Number of the new attempt.
@@ -123,13 +128,23 @@ class PostedReduction:
             return attempt
 
     def posted(self, attempt: int) -> list[int]:
-        """Return the ranks that have posted their tensors for ``attempt`` or a later one. Does not wait."""
+        """Return the ranks that have written their tensors for an attempt at this all-reduce, or for a later one.
+
+        Local: reads counters in shared memory; does not wait.
+
+        Args:
+            attempt: number that ``post`` returned.
+        """
         return [rank for rank, words in enumerate(self._words) if words[_POSTED] >= attempt]
 
     def complete(self, attempt: int) -> bool:
-        """Return whether all ranks have posted their tensors for ``attempt``, which then cannot be revoked any more.
+        """Return whether all ranks have written their tensors for an attempt at this all-reduce.
 
-        Does not wait; True allows ``reduce_into``.
+        Local: reads counters in shared memory; does not wait. Once it is True, the attempt cannot be cancelled any
+        more, and ``reduce_into`` may compute the result.
+
+        Args:
+            attempt: number that ``post`` returned.
         """
         for words in self._words:
             if words[_POSTED] < attempt:
@@ -137,14 +152,25 @@ class PostedReduction:
         return not self._overtaken(attempt, _PROPOSED)
 
     def revoked(self, attempt: int) -> bool:
-        """Return whether the coordinator has cancelled ``attempt`` before all ranks had posted; see ``post_again``."""
+        """Return whether rank 0 has cancelled an attempt at this all-reduce before all ranks had written their tensors.
+
+        Local; does not wait. ``post_again`` then starts a new attempt with the same tensors.
+
+        Args:
+            attempt: number that ``post`` returned.
+        """
         return self._overtaken(attempt, _REVOKED)
 
     def revoke(self, attempt: int) -> bool:
-        """Cancel ``attempt``, unless all ranks have posted their tensors already. Only for the coordinator, in rank 0.
+        """Cancel an attempt at this all-reduce, unless all ranks have written their tensors already. Only for rank 0.
+
+        Local; does not wait. Other ranks see the cancellation by ``revoked``.
+
+        Args:
+            attempt: number that ``post`` returned.
 
         Returns:
-            Whether the attempt is cancelled; False if it is complete.
+            True if the attempt is cancelled; False if it is complete.
         """
         if self.complete(attempt):
             return False
@@ -158,12 +184,13 @@ class PostedReduction:
         return False
 
     def reduce_into(self, outputs: Sequence[Tensor], attempt: int) -> None:
-        """Add up all ranks' posted tensors in rank order, finish the average and postscale, and write the results.
+        """Compute the result of an all-reduce from the tensors that all ranks have written into shared memory.
 
-        Local: does not wait for other ranks, and gives the same bits on each.
+        Adds them in rank order, and applies averaging and postscale. Local: does not wait for other ranks, and gives
+        the same bits on each.
 
         Args:
-            outputs: of the shapes of the call; overwritten.
+            outputs: tensors of the shapes of the all-reduce; overwritten by the results.
             attempt: an attempt for which ``complete`` was True.
         """
         total, (first, second, *others) = self._total, self._buffers[attempt >> _ATTEMPTS & 1]
@@ -194,7 +221,7 @@ class PostedReduction:
 
 
 class PostedReductions:
-    """Shared memory for the posted all-reduces of a session, which grows with them.
+    """Allocates shared memory for the repeated all-reduces of a session whose ranks are all on one node.
 
     Args:
         comm: all ranks, on one node.
@@ -207,7 +234,9 @@ class PostedReductions:
         self._refused = False
 
     def make(self, call: CollectiveCall) -> PostedReduction | None:
-        """Reserve shared memory for an all-reduce. Collective over all ranks, which must call it in the same order.
+        """Reserve shared memory in which the ranks of a node will perform one all-reduce repeatedly.
+
+        Collective over all ranks of the job, which must call it in the same order; blocks where a new segment is made.
 
         Args:
             call: description of an all-reduce for which ``posted_bytes`` is not 0.

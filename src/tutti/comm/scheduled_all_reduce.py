@@ -48,7 +48,9 @@ class ScheduledAllReduce:
             )
 
     def start(self, flat: Tensor, text: str) -> ScheduledSum:
-        """Return a handle whose ``wait`` performs the all-reduce of ``flat`` in place. Nothing is sent before ``wait``.
+        """Return a handle whose ``wait`` performs the all-reduce (sum) of ``flat`` over the data ranks, in place.
+
+        Nothing is sent before ``wait``, so that the sum does not overlap with computation.
 
         Args:
             flat: (elements,), of equal shape and dtype on all ranks.
@@ -57,7 +59,9 @@ class ScheduledAllReduce:
         return ScheduledSum(self, flat, text)
 
     def sum(self, flat: Tensor, text: str) -> None:
-        """All-reduce (sum) ``flat`` in place by the schedule, to the same bits on every rank. Collective; blocks.
+        """All-reduce (sum) ``flat`` over the data ranks in place by the schedule, to the same bits on every rank.
+
+        Collective over the data ranks; blocks.
 
         Args:
             flat: (elements,), of equal shape and dtype on all ranks; at most ``size`` bytes.
@@ -129,7 +133,10 @@ class ScheduledSum:
         self._all_reduce, self._flat, self._text = all_reduce, flat, text
 
     def wait(self) -> None:
-        """Perform the all-reduce now, in place in the tensor that ``start`` was given. Collective; blocks."""
+        """Perform the all-reduce (sum) now, in place in the tensor that ``start`` was given.
+
+        Collective over the data ranks; blocks.
+        """
         self._all_reduce.sum(self._flat, self._text)
 
 

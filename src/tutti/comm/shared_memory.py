@@ -70,12 +70,13 @@ class SharedMemorySegment:
         return self._bytes[start : start + self._size]
 
     def part(self, start: int, count: int, dtype: torch.dtype) -> Tensor:
-        """Return a view (count,) of ``dtype`` on the memory of all slots, from byte ``start`` on.
+        """Return a view (count,) of ``dtype`` on this shared-memory segment, from byte ``start`` on. Copies nothing.
 
-        The view has a storage of its own, and so holds nothing but these elements.
+        The view has a storage of its own, which holds only these elements.
 
         Args:
-            start: byte at which the view begins, counted from the first slot; the slots follow one another.
+            start: byte at which the view begins, counted from the slot of the first rank; the ranks' slots follow one
+                another.
             count: number of elements.
             dtype: dtype of the elements.
         """
@@ -180,18 +181,18 @@ class SmallMessages:
 
     @staticmethod
     def takes(tensor: Tensor) -> bool:
-        """Return whether ``gather`` can carry a tensor: it is on the CPU and small enough for half a slot."""
+        """Return whether ``gather`` can send a tensor through shared memory: it is on the CPU and at most 1 MiB."""
         return tensor.nbytes <= SMALL_BYTES and tensor.device.type == "cpu"
 
     def gather(self, mine: Tensor, text: str) -> list[Tensor]:
-        """All-gather a small tensor through shared memory. Collective; blocks.
+        """All-gather a small CPU tensor through shared memory. Collective over the ranks of one communicator; blocks.
 
         Args:
             mine: (n,), this rank's tensor; n and dtype are equal on all ranks.
             text: names the call in error messages; equal on all ranks.
 
         Returns:
-            A view (n,) of each rank's tensor, in rank order. The next call but one overwrites them.
+            A view (n,) of each rank's tensor in shared memory, in rank order. The next call but one overwrites them.
 
         Raises:
             MismatchError: ranks are in different calls, or their tensors differ in size or dtype.
@@ -211,17 +212,25 @@ class SmallMessages:
 
 
 def attach_small(comm: Communicator) -> SmallMessages | None:
-    """Make shared memory for collectives of small CPU tensors among the ranks of ``comm``. Collective; blocks.
+    """Make shared memory for collectives of small CPU tensors among the ranks of ``comm``.
+
+    Collective over the ranks of ``comm``; blocks.
+
+    Args:
+        comm: ranks that compute on the CPU.
 
     Returns:
-        The collectives; None on all ranks where ``attach`` finds no shared memory.
+        An object with the collective ``gather``. None on all ranks where the processor is not x86-64, the ranks are on
+        several nodes, or /dev/shm is too small.
     """
     segment = attach(comm, SmallMessages.BYTES)
     return None if segment is None else SmallMessages(comm, segment)
 
 
 def attach(comm: Communicator, size: int) -> SharedMemorySegment | None:
-    """Make a shared-memory segment with a slot of at least ``size`` bytes for each rank. Collective; blocks.
+    """Make a shared-memory segment with a slot of at least ``size`` bytes for each rank.
+
+    Collective over the ranks of ``comm``; blocks.
 
     Args:
         comm: the ranks that share the memory.

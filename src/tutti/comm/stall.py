@@ -263,12 +263,14 @@ class StallInspector:
 
 
 def is_complete(call: Call, waiting: Mapping[int, Call]) -> bool:
-    """Return whether no rank holds a call up: each of its ranks waits in an equal call, or has begun to send its part.
+    """Return whether a collective call waits for no rank any more.
+
+    That is so if each of its ranks waits in an equal call or, for a point-to-point transfer, has begun to send.
 
     Args:
         call: the call.
-        waiting: for each global rank, all ranks of ``call`` among them, the call in which it waits now. ``sent`` of
-            that call lists the texts of transfers that the rank has begun.
+        waiting: global rank → the call in which it waits now; has all ranks of ``call``. The attribute ``sent`` of such
+            a call lists the transfers that the rank has begun, as texts.
     """
     return all(waiting[rank] == call or call.text in waiting[rank].sent for rank in call.ranks)
 

@@ -26,13 +26,16 @@ def children(node: Node) -> tuple[Node, Node]:
 
 
 def subtree_roots(mine: range, workers: int) -> list[Node]:
-    """Return the roots of the largest subtrees whose workers all belong to one device, from left to right.
+    """Return the largest subtrees of the summation tree whose logical workers all belong to one device, left to right.
+
+    A device sends the sum of each of these subtrees, never one partial sum, whose order would depend on the device.
 
     Args:
         mine: logical workers of the device, contiguous.
         workers: number of all logical workers.
 
-    A device sends the sum of each of these subtrees, never one partial sum, whose order would depend on the device.
+    Returns:
+        The subtrees' ranges of workers (low, high), ``high`` exclusive; empty if the device has no worker.
 
     >>> subtree_roots(range(0, 3), 8), subtree_roots(range(3, 6), 8), subtree_roots(range(6, 8), 8)
     ([(0, 2), (2, 3)], [(3, 4), (4, 6)], [(6, 8)])
@@ -51,11 +54,11 @@ def subtree_roots(mine: range, workers: int) -> list[Node]:
 
 
 def fold(node: Node, pieces: Mapping[Node, T], add: Callable[[T, T], T]) -> T:
-    """Add up the partial sums in ``pieces`` to the sum at ``node``, in the order of the tree.
+    """Add up partial sums over logical workers to the sum at a tree node, in the order of the binary summation tree.
 
     Args:
         node: root of the subtree, a range (low, high) of workers.
-        pieces: partial sums by node; together they cover all workers of ``node``.
+        pieces: range (low, high) of workers → sum of their vectors; together they cover all workers of ``node``.
         add: addition of two sums, the left one first.
 
     Raises:
@@ -73,14 +76,15 @@ def fold(node: Node, pieces: Mapping[Node, T], add: Callable[[T, T], T]) -> T:
 
 
 def merge_siblings(pieces: dict[Node, T], leaf: int, workers: int, add: Callable[[T, T], T]) -> None:
-    """Replace pairs of partial sums of sibling nodes by their parent's sum, in place, from worker ``leaf`` upward.
+    """Add up neighbouring partial sums in ``pieces`` wherever they are siblings in the binary summation tree.
 
-    Called after the vector of worker ``leaf`` was put into ``pieces`` under the node ``(leaf, leaf + 1)``.
+    Called after the vector of worker ``leaf`` was put into ``pieces`` under the key ``(leaf, leaf + 1)``: as long as
+    the sibling's sum is there too, both are replaced by their sum under the parent's range, then the same one level up.
 
-    Workers must come in increasing order; then at most log2(workers) pieces are ever held.
+    If workers come in increasing order, ``pieces`` never holds more than about log2(workers) sums.
 
     Args:
-        pieces: partial sums by node, modified.
+        pieces: range (low, high) of workers → sum of their vectors; modified.
         leaf: the worker added last.
         workers: number of all logical workers, N.
         add: addition of two sums, the left one first.

@@ -15,7 +15,9 @@ from tutti.comm.summation_tree import Node, fold, merge_siblings, subtree_roots
 
 
 def tree_sum_traffic(ranks: int, workers: int, rank: int, length: int, itemsize: int) -> dict[str, int]:
-    """Predict the bytes that one `TreeSum.total` sends on a rank, where ranks do not share logical workers.
+    """Predict the bytes that a rank sends in one reproducible all-reduce of the logical workers' vectors.
+
+    This is `TreeSum.total`. Holds where ranks do not share logical workers.
 
     Args:
         ranks: data ranks R.
@@ -25,7 +27,7 @@ def tree_sum_traffic(ranks: int, workers: int, rank: int, length: int, itemsize:
         itemsize: bytes of an element.
 
     Returns:
-        Bytes of the whole tensor by kind of collective, ``all_to_all`` and ``all_gather``; empty for one rank.
+        Kind of collective, ``all_to_all`` or ``all_gather`` → bytes of the whole tensor; empty for one rank.
 
     >>> tree_sum_traffic(2, 4, 0, 5, 4)
     {'all_to_all': 24, 'all_gather': 24}
@@ -68,10 +70,10 @@ class TreeSum:
         self.addends = workers
 
     def add(self, worker: int, vector: Tensor) -> None:
-        """Add the vector of one logical worker to this rank's partial sums. Local.
+        """Add the vector of one logical worker to this rank's partial sums, which ``total`` adds up over ranks. Local.
 
         Args:
-            worker: index of the worker among all N; calls must be in increasing order.
+            worker: index of the worker among all N logical workers; calls must be in increasing order.
             vector: (length,); kept and overwritten.
         """
         if self._shared:
@@ -81,7 +83,7 @@ class TreeSum:
         merge_siblings(self._pieces, worker, self._workers, Tensor.add_)
 
     def total(self) -> Tensor:
-        """Return the sum over the vectors of all workers, bit-identical on every rank.
+        """Return the sum of the vectors of all logical workers, which ``add`` was given; bit-identical on every rank.
 
         Collective over the data ranks; blocks. The bits do not depend on the number of ranks, unless ranks share
         workers. Forgets the vectors, so that the next sum can begin.

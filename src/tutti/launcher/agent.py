@@ -45,9 +45,9 @@ class OneHost(RendezvousHandler):
         return "tutti"
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Return at once the result of a rendezvous of this node alone: rank 0 of 1.
+        """Return at once the rendezvous result of a job on this node alone: node rank 0 of 1, and a store address.
 
-        The address for the ranks' own store is a free port of the loopback interface, another one at each call.
+        The address is a free port of the loopback interface, another one at each call.
         """
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -59,10 +59,10 @@ class OneHost(RendezvousHandler):
         return False
 
     def set_closed(self) -> None:
-        """Do nothing: there is a single agent."""
+        """Do nothing: the rendezvous of one node has no other agent that would have to learn of its end."""
 
     def num_nodes_waiting(self) -> int:
-        """Return 0: no other node can join."""
+        """Return 0, the number of nodes that wait to join the job: no other node can."""
         return 0
 
     def get_run_id(self) -> str:
@@ -70,7 +70,7 @@ class OneHost(RendezvousHandler):
         return self._run_id
 
     def shutdown(self) -> bool:
-        """Return True: there is nothing to shut down."""
+        """Return True: the rendezvous of one node holds nothing that would have to be shut down."""
         return True
 
 
@@ -82,13 +82,14 @@ class Logs(LogsSpecs):
         self._directory, self._shown = directory, shown
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Tell the elastic agent where the ranks' output goes: nowhere new, because ranks redirect their own output.
+        """Tell PyTorch's elastic agent not to redirect the ranks' output, and which logs to follow on the terminal.
 
         Args:
-            envs: environment of each local rank; only the keys, the ranks, are used.
+            envs: local rank → its environment; only the keys are used.
 
         Returns:
-            Destinations with the log files of ranks above 0 to follow on the terminal, if all ranks are shown.
+            Destinations in which no output is redirected, because ranks do so themselves; if the output of all ranks is
+            shown, with the log file of each rank above 0 to follow.
         """
         nowhere = dict.fromkeys(envs, "")
         shown = {rank: str(failure.log_path(self._directory, rank)) for rank in envs if rank > 0 and self._shown}
@@ -101,7 +102,9 @@ class Logs(LogsSpecs):
 
 
 class Agent:
-    """Starts the ranks of one node and ends them together, except for expendable ranks that were killed.
+    """Starts the ranks of one node, restarts them all after a failure, and ends them together.
+
+    A rank that is killed after it has recorded that the run can go on without it does not end the others.
 
     Args:
         job: entry point, arguments and folders of every rank.
@@ -111,8 +114,9 @@ class Agent:
         grace: seconds between a signal and SIGKILL.
 
     Attributes:
-        deaths: exit code and time of every rank that ended before this agent began to end them.
-        lost: lost ranks: killed while the run goes on without them.
+        deaths: rank → exit code and time (seconds since the epoch), for ranks that ended before this agent began to end
+            them.
+        lost: ranks that were killed while the run goes on without them.
         exhausted: why the ranks were not restarted, if restarts were allowed.
     """
 
@@ -153,9 +157,10 @@ class Agent:
         self._elastic.run()
 
     def failures(self) -> list[Failure]:
-        """Return the failures of the ranks of the last attempt that ended by themselves with an exit code other than 0.
+        """Return the failures, since the last restart, of the ranks that ended by themselves with a non-zero exit code.
 
-        Read from a rank's failure record if there is one, else derived from its exit code. Lost ranks are left out.
+        A failure comes from the record that its rank has written, if there is one, else from the exit code. Ranks that
+        were killed while the run goes on without them are left out.
         """
         ended = self.deaths.items()
         return [self._failure(rank) for rank, (code, _) in ended if code != 0 and rank not in self.lost]
@@ -164,11 +169,11 @@ class Agent:
         return failure.read_failure(self._job.notes, rank) or failure.from_death(rank, *self.deaths[rank])
 
     def exit_codes(self) -> set[int]:
-        """Return the distinct exit codes of all ranks that have ended; negative: killed by a signal."""
+        """Return the distinct exit codes of all ranks of this node that have ended; negative: killed by a signal."""
         return {worker.exitcode for worker in self._workers if worker.exitcode is not None}
 
     def kill(self) -> None:
-        """Kill every rank and its child processes by SIGKILL, and wait a few seconds at most for their end."""
+        """Kill every rank of this node and its child processes by SIGKILL; wait a few seconds at most for their end."""
         self._end(None, 0)
 
     def _start(self, fork: Callable[[], dict[int, Any]]) -> dict[int, Any]:
@@ -274,9 +279,13 @@ def _silence() -> None:
 
 
 def run_agent(agent: Agent) -> signal.Signals | None:
-    """Run ``agent`` until its ranks have ended for good, and make sure that none is left.
+    """Start the ranks of this node by ``agent`` and block until they have ended, restarts included.
 
-    A signal is passed on to the ranks; a second signal kills them at once. After the end, signals are ignored.
+    Ranks that are left are killed. A signal is passed on to the ranks; a second signal kills them at once. After the
+    end, this process ignores signals.
+
+    Args:
+        agent: starts and restarts the ranks.
 
     Returns:
         The first signal that asked the run to stop; None if it ended by itself.

@@ -23,13 +23,13 @@ class Restart:
     saved: int
 
     def describe(self) -> str:
-        """Return the message for the user about this restart: restarts left, pause, and the step to resume from."""
+        """Return the user's message about this restart of a run: restarts left, pause, and the step to resume from."""
         more = [f"in {self.pause:g} s"] * bool(self.pause) + [f"from step {self.saved}"] * bool(self.saved)
         return f"restarting, {self.left} restarts left" + (f" ({', '.join(more)})" if more else "")
 
 
 class Budget:
-    """Counts failures without progress.
+    """Decides whether a failed run is restarted: limits the number of restarts in a row without saved progress.
 
     Args:
         restarts: restarts allowed in a row without progress.
@@ -48,13 +48,17 @@ class Budget:
 
     @property
     def left(self) -> int:
-        """Number of restarts that are still allowed if no further progress is saved."""
+        """Number of restarts of the run that are still allowed if no further progress is saved."""
         return max(0, self._restarts - self._failures)
 
     def spend(self) -> Restart | None:
-        """Count a failure of the run, and return the restart to make after it; None if no restart is left.
+        """Count a failure of the run and decide whether to restart it.
 
-        Progress saved since the last failure refills the budget first. Does not wait: the caller sleeps for ``pause``.
+        Progress saved since the last failure restores the full number of restarts first. Does not wait.
+
+        Returns:
+            The restart to make, with the seconds for which the caller must sleep before it (``pause``), the number of
+            restarts left and the saved step. None if no restart is left.
         """
         saved = self._progress()
         if saved > self._saved:

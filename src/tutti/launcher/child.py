@@ -55,7 +55,7 @@ class Job:
 
     @property
     def notes(self) -> tuple[Path, Path]:
-        """Directories for failure records, to be tried in order: that of the logs, then that of the store.
+        """Directories for the ranks' failure records, to be tried in order: that of the logs, then the store's.
 
         The second is usually on another disk, for the case that the first disk is full.
         """
@@ -74,7 +74,10 @@ def child_main(job: Job) -> NoReturn:
     """Run ``job.entry`` as a rank in this forked process, and exit the process; never returns.
 
     Redirects output to the log, starts the watchdog, and records an exception as the rank's failure. The exit code
-    follows the exception, as ``failure_exit_code`` has it. The rank is read from the environment variable ``RANK``.
+    follows from the exception by ``failure_exit_code``. The rank is read from the environment variable ``RANK``.
+
+    Args:
+        job: entry point and its arguments, folders and limits.
     """
     rank = int(os.environ["RANK"])
     try:

@@ -195,9 +195,9 @@ class _End:
 
 
 def shutdown() -> None:
-    """Leave the job: call the functions of ``before_shutdown``, and destroy the process group if ``init`` made it.
+    """Leave the job: call the functions registered by ``before_shutdown``, then destroy the process group.
 
-    A second call does nothing; ``init`` may be called again.
+    A process group that ``init`` did not make stays. A second call does nothing; ``init`` may be called again.
     """
     global _world
     for function in _before_shutdown:
@@ -210,9 +210,9 @@ def shutdown() -> None:
 
 
 def abandon_world() -> None:
-    """Drop the process groups of a job some of whose ranks may be gone, so that ``init`` can join another job.
+    """Leave the job without waiting for its other ranks, some of which may be gone; ``init`` can then join another job.
 
-    Waits for no other rank, and destroys nothing that would.
+    Destroys the default process group, unless the user's script made it.
     """
     global _world
     leaving, _world = _world, None
@@ -222,7 +222,7 @@ def abandon_world() -> None:
 
 
 def before_shutdown(function: Callable[[], object]) -> None:
-    """Register a function without arguments, to be called first in every ``shutdown`` of this process.
+    """Register a function without arguments, to be called at the start of every ``tutti.shutdown`` of this process.
 
     The process group still exists then.
     """

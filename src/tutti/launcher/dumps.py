@@ -29,7 +29,10 @@ _ELSEWHERE = ("<frozen ", f"{Path(os.__file__).parent}{os.sep}", f"{Path(__file_
 
 
 class Dumps:
-    """One rank's dumps. Stacks are written by ``faulthandler``, which needs neither the GIL nor a lock of its own."""
+    """Dumps of one rank for its watchdog: the stacks of its threads, and its last collectives.
+
+    Stacks are written by ``faulthandler``, which needs neither the GIL nor a lock of its own.
+    """
 
     def __init__(self) -> None:
         self._stacks = _unnamed()
@@ -38,13 +41,13 @@ class Dumps:
 
     @property
     def descriptors(self) -> tuple[int, int]:
-        """File descriptors (stacks, requests) that the forked watchdog must not close."""
+        """File descriptors that the forked watchdog must keep open: file of the rank's stacks, pipe for requests."""
         return self._stacks, self._ask
 
     def answer(self, record: Callable[[], bytes], target: Callable[[], Path | None]) -> None:
         """Start a thread in the rank that writes its recorded collectives to a file once the watchdog requests them.
 
-        Called in the rank, after the watchdog was forked.
+        Called in the rank, after the watchdog was forked. The file is written at most once.
 
         Args:
             record: returns the recording, as the bytes of the file.
@@ -83,9 +86,12 @@ class Dumps:
         return text
 
     def flight(self, path: Path) -> bool:
-        """Make the rank write its recorded collectives to ``path``, and return whether it did. Called in the watchdog.
+        """Make the rank write its recorded collectives to ``path``, and return whether it did.
 
-        Waits up to five seconds; False if the rank never releases the GIL.
+        Called in the watchdog. Waits up to five seconds; False if the rank never releases the GIL, for example.
+
+        Args:
+            path: the file that the rank writes; deleted first.
         """
         path.unlink(missing_ok=True)
         os.write(self._ask, b"?")

@@ -37,13 +37,14 @@ class EngineGone(Exception):
 
 
 class Engine(Protocol):
-    """Starts the ranks of a job on slots, each of which takes one rank with its device.
+    """Protocol of what starts the ranks of a job, such as SSH, Slurm or Ray.
 
-    Rank 0's output is the terminal's; that of the other ranks goes to ``rank{N}.log`` in the engine's log folder.
+    Ranks are started on slots: a slot takes one rank with its device. Rank 0's output is the terminal's; that of the
+    other ranks goes to ``rank{N}.log`` in the engine's log folder.
     """
 
     def slots(self) -> Mapping[str, int]:
-        """Return the number of free slots by node name; a slot takes one rank, and those of running ranks are not free.
+        """Return node name → number of free slots; a slot takes one rank, and the slots of running ranks are not free.
 
         Raises:
             EngineGone: the engine does not answer.
@@ -65,7 +66,7 @@ class Engine(Protocol):
         """
 
     def poll(self) -> Sequence[EndedRank | None]:
-        """Return, by rank, how each rank's process has ended; None for a rank that still runs.
+        """Return how each rank's process has ended, in rank order; None for a rank that still runs.
 
         Does not wait for an end.
 

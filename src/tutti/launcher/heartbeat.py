@@ -36,7 +36,15 @@ class Phase:
 
 
 class Seen(NamedTuple):
-    """A lane's state as the watchdog reads it; two equal readings mean no progress."""
+    """State of one thread of a rank, as its watchdog reads it; two equal readings mean no progress.
+
+    Attributes:
+        phase: an integer of `Phase`.
+        step: the training step.
+        beats: number of heartbeats so far.
+        thread: identifier of the thread, as ``threading.get_ident`` returns it.
+        text: description of the current call.
+    """
 
     phase: int
     step: int
@@ -70,9 +78,9 @@ class Lane(_Block):
     """Heartbeats of one thread of a rank."""
 
     def enter(self, phase: int, step: int | None = None) -> int:
-        """Record that this thread begins a phase of training, which the watchdog limits in time. Counts as a beat.
+        """Record that this thread begins a phase of training, such as a save, whose duration the watchdog limits.
 
-        Blocks for ever if the watchdog has already decided to kill this rank.
+        Counts as a heartbeat. Blocks for ever if the watchdog has already decided to kill this rank.
 
         Args:
             phase: an integer of `Phase`, such as ``Phase.COMPUTE``.
@@ -95,7 +103,13 @@ class Lane(_Block):
 
     @contextmanager
     def during(self, phase: int) -> Iterator[None]:
-        """Context manager: record ``phase``, an integer of `Phase`, for the block, and the former phase after it."""
+        """Context manager: record for the watchdog that this thread is in a phase; the former phase after the block.
+
+        Blocks for ever, at begin or end, if the watchdog has already decided to kill this rank.
+
+        Args:
+            phase: an integer of `Phase`, such as ``Phase.SAVE``.
+        """
         before = self.enter(phase)
         try:
             yield
@@ -103,7 +117,7 @@ class Lane(_Block):
             self.enter(before)
 
     def beat(self, text: str | None = None) -> None:
-        """Record that the present phase makes progress, which restarts its time limit.
+        """Record for the watchdog that this thread makes progress, which restarts the time limit of its present phase.
 
         Args:
             text: description of the current call, for the watchdog's report; None: unchanged.
@@ -113,44 +127,45 @@ class Lane(_Block):
         self._words[_BEATS] += 1
 
     def give_up(self) -> None:
-        """Make the rank block at its next change of phase. Called in the watchdog, before it kills the rank.
+        """Make the rank's thread block for ever when it next enters a phase.
 
-        A rank that the request for its stacks has woken then does not train on while it is being reported as failed.
+        Called in the watchdog, before it kills the rank. So a rank that the watchdog's request for stacks has woken
+        does not train on while it is being reported as failed.
         """
         self._words[_GIVEN_UP] = 1
 
     def seen(self) -> Seen:
-        """Return phase, step, number of beats, thread and current call as they are now. Called in the watchdog."""
+        """Return this thread's phase, step, number of heartbeats, identifier and current call, in the watchdog."""
         words = self._words
         text = self._read_text().decode(errors="replace")
         return Seen(words[_PHASE], words[_STEP], words[_BEATS], words[_THREAD], text)
 
 
 class ProcessHeartbeat(_Block):
-    """Facts about the whole rank that its watchdog needs."""
+    """Facts about a rank's process, in memory that it shares with its watchdog."""
 
     def set_timeout(self, seconds: float) -> None:
-        """Tell the watchdog after how many seconds ranks stop waiting for each other."""
+        """Tell this rank's watchdog after how many seconds ranks stop waiting for each other, the job's timeout."""
         self._words[_TIMEOUT] = int(seconds * 1000)
 
     def timeout(self) -> float | None:
-        """Return the seconds after which ranks stop waiting for each other; None before ``set_timeout``."""
+        """Return the seconds after which ranks stop waiting for each other; None if this rank has not set them."""
         return self._words[_TIMEOUT] / 1000 or None
 
     def set_recorder(self) -> None:
-        """Tell the watchdog that this rank can write its last collectives to a file on request (``Dumps.answer``)."""
+        """Tell this rank's watchdog that the rank can write its last collectives to a file on request."""
         self._words[_RECORDER] = 1
 
     def has_recorder(self) -> bool:
-        """Return whether the rank can write its last collectives to a file on request."""
+        """Return whether the rank can write its last collectives to a file when its watchdog asks for it."""
         return bool(self._words[_RECORDER])
 
     def report_to(self, directory: Path) -> None:
-        """Tell the watchdog in which directory the rank's log and failure record lie."""
+        """Tell this rank's watchdog in which directory the rank's log and failure record lie."""
         self._write_text(os.fsencode(directory))
 
     def directory(self) -> Path | None:
-        """Return the directory of the rank's log and failure record; None before ``report_to``."""
+        """Return the directory of the rank's log and failure record; None if ``report_to`` has not been called."""
         return Path(os.fsdecode(raw)) if (raw := self._read_text()) else None
 
 
@@ -169,7 +184,9 @@ saving = Lane()
 
 
 def beat_into(memory: memoryview) -> None:
-    """Move this process's heartbeats into ``memory``, which it shares with its watchdog, and write there from now on.
+    """Move this process's heartbeats (its threads' phases and progress) into memory that its watchdog reads.
+
+    They are written there from now on.
 
     Args:
         memory: writable, of ``SIZE`` bytes.

@@ -101,7 +101,10 @@ class SlotTable:
             self._running.kill()
 
     def fail(self, host: str, now: float) -> None:
-        """Take one slot of ``host`` away because its rank failed, for the cooldown time or, without one, for good.
+        """Take one slot of ``host`` away because its rank failed, for a time that doubles with each failure.
+
+        The time begins with the shorter cooldown and ends at the longer one; without a cooldown the slot is gone for
+        good.
 
         Args:
             host: host name, as the script prints it.
@@ -113,9 +116,12 @@ class SlotTable:
         self._taken.setdefault(host, []).append(now + seconds)
 
     def slots(self, now: float) -> dict[str, int]:
-        """Return the number of slots of each host at the time ``now``, without slots that failures have taken away.
+        """Return host → number of slots at the time ``now``, without those that failures have taken away.
 
-        Slots of running ranks count. ``now`` is in seconds of the same clock as in ``poll``.
+        A slot takes one rank. Slots that running ranks occupy count. Does not call the discovery script: ``poll`` does.
+
+        Args:
+            now: seconds of the same clock as in ``poll``.
         """
         return {
             host: max(0, count - sum(until > now for until in self._taken.get(host, [])))

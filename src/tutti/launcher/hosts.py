@@ -194,10 +194,12 @@ class TetheredRanks:
         self.started: list[tuple[Host, subprocess.Popen[bytes]]] = []
 
     def start(self, ranks: Sequence[tuple[Host, Sequence[str]]]) -> None:
-        """Start a process for each rank, rank 0 first; does not wait for them. Earlier ranks are forgotten.
+        """Start a process on this node for each rank, such as an ``ssh`` to the rank's host, rank 0 first.
+
+        Does not wait for their end. Ranks of an earlier call are forgotten, and must have ended.
 
         Args:
-            ranks: for each rank its host and the command line to run on this node, such as one of ``ssh``.
+            ranks: for each rank its host and the command line to run on this node.
 
         Raises:
             DiskError: a log cannot be written.
@@ -216,7 +218,7 @@ class TetheredRanks:
             self.started.append((host, running))
 
     def held(self) -> Counter[str]:
-        """Return the number of ranks that still run, by host name."""
+        """Return host name → number of its ranks that still run; hosts without one are missing."""
         return Counter(host.name for host, process in self.started if process.poll() is None)
 
     def stop(self, number: int) -> None:
@@ -261,19 +263,19 @@ class HostsEngine:
         self._gone: dict[str, subprocess.Popen[bytes] | None] = {}
 
     def slots(self) -> Mapping[str, int]:
-        """Return the number of free slots by host name; does not wait.
+        """Return host name → number of free slots on this node and nodes that are reached over SSH; does not wait.
 
-        Whether SSH reaches a host shows only when a rank starts. Hosts whose connection was lost are probed, and left
-        out until they answer.
+        A slot takes one rank. Whether SSH reaches a host shows only when a rank starts. Hosts whose connection was lost
+        are probed, and left out until they answer.
         """
         held = self._ranks.held()
         self._probe()
         return {host.name: host.slots - held[host.name] for host in self._there()}
 
     def start(self, size: int, words: Sequence[str], environment: Mapping[str, str]) -> None:
-        """Start all ranks, on this node and over SSH, filling the hosts in order; see ``Engine.start``.
+        """Start the processes of ranks 0 to ``size`` - 1, on this node and over SSH, filling the hosts in order.
 
-        Each rank's working directory is this process's.
+        Does not wait for their end; earlier ranks must have ended. Each rank's working directory is this process's.
 
         Args:
             size: number of ranks.
@@ -295,7 +297,7 @@ class HostsEngine:
         self._ranks.start([(each.host, command(each, [sys.executable, *words], here)) for each in planned])
 
     def poll(self) -> Sequence[EndedRank | None]:
-        """Return, by rank, how each rank's process has ended; None for a rank that still runs. Does not wait.
+        """Return how each rank's process has ended, in rank order; None for a rank that still runs. Does not wait.
 
         A lost SSH connection counts as the end of its rank, and takes the host's slots away.
         """
@@ -309,7 +311,7 @@ class HostsEngine:
         return found
 
     def stop(self, number: int) -> None:
-        """Send a signal to every running rank, through its standard input; see ``Engine.stop``.
+        """Send a signal to every rank that still runs, on this node or over SSH, through its standard input.
 
         Args:
             number: number of the signal; for SIGKILL the call blocks until the local processes, ``ssh`` included, have

@@ -29,7 +29,7 @@ class Ended:
 
     @property
     def complaint(self) -> str:
-        """One line on why the process failed: the last line of its standard error, or else its exit code or signal."""
+        """One line on why the child process failed: its last line of standard error, else its exit code or signal."""
         lines = [line.strip() for line in self.err.splitlines() if line.strip()]
         if lines:
             return lines[-1]

@@ -113,12 +113,15 @@ def launch(
 
 
 def check_script(script: str, module: bool = False) -> None:
-    """Raise UsageError if a script does not exist; runs none of its code.
+    """Check that a script or module exists, without running any of its code; returns None.
 
     Args:
         script: path of a Python file or of a directory with ``__main__.py``; with ``module`` a dotted module name,
             which is looked up from the working directory.
         module: whether ``script`` names a module.
+
+    Raises:
+        UsageError: it does not exist.
     """
     if not module:
         path = Path(script)

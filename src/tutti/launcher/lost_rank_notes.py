@@ -28,7 +28,10 @@ class LostRankNotes:
         self._spare, self._lost, self.meetings = (folder / name for name in (_SPARE, _LOST, _MEETINGS))
 
     def clear(self) -> None:
-        """Delete all marks and messages and make empty folders for new ones. Called in the launcher."""
+        """Delete all records of expendable and lost ranks of this job, and all messages. Called in the launcher.
+
+        Makes empty folders for new ones.
+        """
         for folder in (self._spare, self._lost, self.meetings):
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir()
@@ -42,7 +45,9 @@ class LostRankNotes:
         return (self._spare / str(rank)).exists()
 
     def mark_lost(self, rank: int, how: str) -> None:
-        """Record that ``rank`` was killed while the run goes on, once its process is gone. Called in the launcher.
+        """Record for all ranks that ``rank`` was killed while the run goes on.
+
+        Called in the launcher, once the process of the rank is gone.
 
         Args:
             rank: the rank.
@@ -51,16 +56,16 @@ class LostRankNotes:
         write_whole(self._lost / str(rank), how.encode())
 
     def lost(self) -> Mapping[int, str]:
-        """Return the ranks that were killed while the run goes on, each with a description of its end."""
+        """Return the ranks that were killed while the run goes on without them: rank → description of its end."""
         # Usually an empty folder, which is fast to list.
         ranks = sorted(int(name) for name in os.listdir(self._lost) if name.isdecimal())
         return {rank: (self._lost / str(rank)).read_text(encoding="utf-8") for rank in ranks}
 
 
 def lost_rank_notes() -> LostRankNotes | None:
-    """Return the marker files of this rank's job, found by ``TUTTI_STORE``; None under a launcher without them.
+    """Return the marker files by which this job's ranks and launcher record lost ranks; None under another launcher.
 
-    A launcher without them ends all ranks when one fails.
+    They are found by the environment variable ``TUTTI_STORE``. A launcher without them ends all ranks when one fails.
     """
     store = os.environ.get("TUTTI_STORE")
     found = LostRankNotes(Path(store).parent) if store else None

@@ -43,11 +43,13 @@ class Membership:
     def join(self, failed: bool, leave: Callable[[], None]) -> None:
         """Leave the present set of ranks (generation) of an elastic job and join the next one.
 
-        Blocks until the driver has formed the next generation. Sets rank, size and store in the environment.
+        Blocks until the launcher has formed the next generation, for which every rank of the present one must have
+        called this or ended. Sets rank, size and store in the environment.
 
         Args:
-            failed: whether this generation failed, so that the driver interrupts its other ranks.
-            leave: gives up the connections of this generation; called once every rank has left it.
+            failed: whether this generation failed, so that the launcher interrupts its other ranks.
+            leave: called without arguments before the new rank is set, once every rank has left this generation; drops
+                its connections.
 
         Raises:
             SystemExit: this rank has no place, because its slot was removed.
@@ -64,7 +66,7 @@ class Membership:
         self._environ.update(TUTTI_STORE=place["store"], TORCHELASTIC_RUN_ID="elastic")
 
     def check(self) -> None:
-        """Raise PeerError if a rank of the present generation is lost. Local; does not block."""
+        """Raise PeerError if a rank of the elastic job has been lost since the present set of ranks began. Local."""
         if self.interrupted is not None:
             raise PeerError(self.interrupted)
 
@@ -96,7 +98,9 @@ _membership: Membership | None = None
 
 
 def connect(line: socket.socket) -> None:
-    """Make this process a rank of an elastic job; ``current_membership`` returns the result from then on.
+    """Make this process a rank of an elastic job: open its connection to the driver, which gives ranks their numbers.
+
+    ``current_membership`` returns the connection from then on.
 
     Args:
         line: socket to the elastic driver, inherited from it.

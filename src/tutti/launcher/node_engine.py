@@ -52,13 +52,13 @@ class NodeEngine:
         self._ranks = TetheredRanks(logs)
 
     def slots(self) -> Mapping[str, int]:
-        """Return the number of free slots of this node, as ``{'localhost': N}``."""
+        """Return the number of this node's free slots (places for a rank) as ``{'localhost': N}``."""
         return {"localhost": self._part.processes - self._ranks.held().total()}
 
     def start(self, size: int, words: Sequence[str], environment: Mapping[str, str]) -> None:
-        """Start the processes of this node's ranks; see ``Engine.start``.
+        """Start the processes of this node's ranks, without waiting for their end; earlier ranks must have ended.
 
-        Every other node starts its own ranks by the same command.
+        Every other node of the job starts its own ranks by the same command.
 
         Args:
             size: number of this node's ranks, the same as in its ``NodePart``.
@@ -79,9 +79,9 @@ class NodeEngine:
         self._ranks.start(commands)
 
     def poll(self) -> Sequence[EndedRank | None]:
-        """Return how each rank's process of this node has ended, by local rank; None for a rank that still runs.
+        """Return how the process of each of this node's ranks has ended; None for a rank that still runs.
 
-        Does not wait.
+        In the order of local ranks. Does not wait.
         """
         codes = [(host, process.poll()) for host, process in self._ranks.started]
         return [None if code is None else EndedRank(code, host.name) for host, code in codes]

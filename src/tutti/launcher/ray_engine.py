@@ -101,7 +101,7 @@ class RayEngine:
             environment: additional variables of every rank; the engine's take precedence.
 
         Raises:
-            SlotsGone: the bundles are not free in time, or an actor has ended.
+            SlotsGone: the resources are not free in time, or an actor has ended.
             EngineGone: the head of the cluster does not answer.
             UsageError: a node cannot run tutti.
         """
@@ -137,7 +137,7 @@ class RayEngine:
         self._get(started)
 
     def poll(self) -> Sequence[EndedRank | None]:
-        """Return, by rank, how each rank's process has ended; None for a rank that still runs.
+        """Return how each rank's process has ended, in rank order; None for a rank that still runs.
 
         Writes new output of the ranks to the terminal (rank 0) and the log files. Waits a fraction of a second for
         answers. A rank whose actor does not answer any more counts as ended, with its slot lost.
@@ -163,7 +163,7 @@ class RayEngine:
         return [rank.end for rank in self._ranks]
 
     def stop(self, number: int) -> None:
-        """Send a signal to every running rank.
+        """Send a signal to every rank that still runs on the Ray cluster.
 
         Args:
             number: number of the signal. For SIGKILL the actors are ended too, and the call blocks until their slots

@@ -37,7 +37,7 @@ class RankSupervisor:
         self._lease, self._heard = lease, time.monotonic()
 
     def visible(self) -> dict[str, str]:
-        """Return the environment variables that limit this actor to the accelerators that Ray has given it.
+        """Return the environment variables that limit this Ray actor to the accelerators that Ray has given it.
 
         Empty where Ray has set none.
         """
@@ -75,9 +75,9 @@ class RankSupervisor:
         threading.Thread(target=self._expire, daemon=True).start()
 
     def poll(self) -> tuple[int | None, bytes, bytes]:
-        """Return the state and the new output of the rank's process, without waiting for its end.
+        """Return the state and the new output of this actor's rank process, without waiting for its end.
 
-        Renews the lease of this actor.
+        To be called regularly: the actor kills the process when no call has come for the ``lease``.
 
         Returns:
             Exit code (negative: a signal; None while it runs), and the bytes that it has written to standard output and

@@ -56,15 +56,17 @@ class SlurmEngine:
         self._ends: dict[int, EndedRank] = {}
 
     def slots(self) -> Mapping[str, int]:
-        """Return the number of free slots by node name, of the nodes that belong to the job still and answer.
+        """Return node name → number of free slots, for the nodes that still belong to the Slurm job and answer.
 
-        Asks Slurm's commands, which may take seconds.
+        A slot takes one rank. Asks Slurm's commands, which may take seconds.
         """
         held = self._ranks.held()
         return {host.name: host.slots - held[host.name] for host in self._there()}
 
     def start(self, size: int, words: Sequence[str], environment: Mapping[str, str]) -> None:
-        """Start all ranks, each as a job step of its own (``srun``), filling the nodes in order; see ``Engine.start``.
+        """Start all ranks, each as its own job step (``srun``) in this Slurm allocation, filling the nodes in order.
+
+        Does not wait for their end; earlier ranks must have ended.
 
         Args:
             size: number of ranks.
@@ -92,10 +94,10 @@ class SlurmEngine:
         self._ranks.start(commands)
 
     def poll(self) -> Sequence[EndedRank | None]:
-        """Return, by rank, how each rank's process has ended; None for a rank that still runs.
+        """Return how each rank's process has ended, in rank order; None for a rank that still runs.
 
-        A rank whose node was taken from the job counts as ended, with its slot lost. Asks Slurm for the job's nodes now
-        and then.
+        A rank whose node Slurm has taken from the job counts as ended, with its slot lost. Asks Slurm for the job's
+        nodes now and then.
         """
         if time.monotonic() - self._looked > _LOOK:
             self._look()

@@ -101,16 +101,18 @@ class _Outcome:
 
 
 def supervise(engine: Engine, job: EngineJob) -> int:
-    """Run a job on an engine, with restarts after failures, and return its exit code, as in ``tutti.errors.ExitCode``.
+    """Run a job on an engine, which starts ranks on this node, over SSH, by Slurm or Ray; return the run's exit code.
 
-    Blocks until the job has ended.
-
-    When a rank fails, all are ended, the first cause is printed, and the job is restarted as often as ``job`` allows,
-    on as many slots as there are. A signal is passed on to all ranks once, and a second one kills them.
+    Blocks until the job has ended. When a rank fails, all are ended, the first cause is printed, and the job is
+    restarted as often as ``job`` allows, on as many slots as there are. A signal is passed on to all ranks once, and a
+    second one kills them.
 
     Args:
         engine: starts, polls and ends the ranks.
         job: command line, permitted numbers of ranks, restarts and grace period.
+
+    Returns:
+        0 for success, the failed rank's exit code, as in ``tutti.errors.ExitCode``, or 128 + the number of a signal.
 
     Raises:
         UsageError: the engine has fewer slots than the smallest size.

@@ -58,12 +58,12 @@ _WHEN = {
 
 
 def phase_limit(limits: WatchdogLimits, phase: int) -> float:
-    """Return the seconds for which a rank may stay in a phase without progress before it is killed.
+    """Return the seconds for which a rank may stay in a phase without progress before its watchdog kills it.
 
     Infinite if the phase has no limit.
 
     Args:
-        limits: limits of start, step and save; None stands for the timeout of the ranks, 0 for no limit.
+        limits: seconds for start, step and save; None stands for the job's timeout, 0 for no limit.
         phase: an integer of ``heartbeat.Phase``.
     """
     wait = heartbeat.process.timeout() or TIMEOUT
@@ -77,7 +77,7 @@ def phase_limit(limits: WatchdogLimits, phase: int) -> float:
 
 
 def polling_interval(limits: WatchdogLimits) -> float:
-    """Return the seconds between two looks at the heartbeats: a twentieth of the shortest limit, at most 1."""
+    """Return the seconds between two readings of the heartbeats: a twentieth of the shortest phase limit, at most 1."""
     return min(1.0, min(phase_limit(limits, phase) for phase in range(len(Phase.NAMES))) / 20)
 
 
@@ -123,7 +123,7 @@ class Stall:
 
 
 class Watch:
-    """Adds up the time without progress of each heartbeat lane."""
+    """Detects that a rank makes no progress: adds up the time since the last heartbeat of each of its threads."""
 
     def __init__(self, limits: WatchdogLimits) -> None:
         self._limits = limits
@@ -131,13 +131,14 @@ class Watch:
         self._stopped = 0.0
 
     def look(self, passed: float, stopped: bool) -> Stall | None:
-        """Read the heartbeats, add ``passed`` to the time without progress, and return a stall if a limit is exceeded.
-
-        None if all is well.
+        """Read the rank's heartbeats once, and report whether it has made no progress for longer than its phase allows.
 
         Args:
-            passed: seconds since the last poll in which this process ran.
+            passed: seconds since the last call in which this process ran, which are added to the time without progress.
             stopped: whether a signal has stopped the rank.
+
+        Returns:
+            Phase, step and duration of the stall; None if no limit is exceeded.
         """
         self._stopped = self._stopped + passed if stopped else 0.0
         if self._stopped >= phase_limit(self._limits, Phase.COMPUTE):
