@@ -61,9 +61,10 @@ class MicroBatch:
 
     @property
     def share(self) -> float:
-        """Factor on this micro-batch's mean loss in backward: its part of the global batch, times the loss scale.
+        """Factor by which backward multiplies this micro-batch's mean loss: part of the global batch × loss scale.
 
-        For a ``whole`` micro-batch it is the loss scale alone.
+        The part is that of the worker's share where ``weight`` is normalised by that; for a ``whole`` micro-batch the
+        loss scale alone.
         """
         return self.weight if self.whole else self.samples * self.weight
 
@@ -136,11 +137,14 @@ class ShardSpec:
         return found
 
     def cut(self, local: Sequence[int], begin: int) -> ShardSpec:
-        """Return the spec of a part of a local tensor along its first dimension, where the tensor has this spec.
+        """Return the position in the global tensor of a run of consecutive rows of a local tensor that has this spec.
 
         Args:
             local: shape of the local tensor.
-            begin: first row of the part, an index in the local tensor.
+            begin: first of these rows, an index in the local tensor.
+
+        Returns:
+            The spec of a tensor that holds these rows; the tensor's own length says how many they are.
         """
         if self.blocks > 1:
             return replace(self, rows=(begin, local[0]))
@@ -428,10 +432,10 @@ class ReplicaRunner(Protocol):
     split_backwards: Sequence[Any]
 
     def connect(self, grad_hook: GradientReadyHook) -> None:
-        """Have ``grad_hook.gradient_ready(parameter)`` called whenever autograd accumulates a gradient, from now on."""
+        """From now on call ``grad_hook.gradient_ready(parameter)`` after autograd has accumulated a gradient."""
 
     def replaced(self, by: Mapping[nn.Parameter, nn.Parameter]) -> None:
-        """Take note that this rank's modules now hold other parameter objects, as after sharding the optimizer state.
+        """Adapt to new parameter objects in this rank's modules, as after sharding the optimizer state.
 
         Args:
             by: for each parameter that was replaced, the new one.
@@ -453,7 +457,7 @@ class ReplicaRunner(Protocol):
         """
 
     def evaluating(self, values: Mapping[str, Tensor]) -> AbstractContextManager[None]:
-        """Within the block the modules hold other values, are in eval mode, and autograd is off.
+        """Return a context in which this rank's modules hold the given values and are in eval mode, without autograd.
 
         Args:
             values: parameters and buffers by their name in the plain model.
@@ -545,10 +549,10 @@ class Average(Protocol):
     updates: int
 
     def update(self) -> None:
-        """Update the average with the present parameters; call it after each optimizer update."""
+        """Update the average of the weights with the present parameters; call it after each optimizer update."""
 
     def adopt(self, names: Collection[str]) -> None:
-        """Average further parameters from now on, whose ``requires_grad`` the script has set to True.
+        """Also average parameters from now on whose ``requires_grad`` the script has newly set to True.
 
         Args:
             names: their names in the plain model.
@@ -558,16 +562,16 @@ class Average(Protocol):
         """
 
     def within(self, merged: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the merged model's tensors with the average in place of each trained parameter; buffers stay.
+        """Return the merged model's tensors by name, with the averaged weights in place of the trained parameters.
 
         Args:
-            merged: this rank's parameters and buffers by name, from ``GradientSync.merged``.
+            merged: this rank's parameters and buffers by name, from ``GradientSync.merged``; buffers stay as they are.
         """
 
     def state(self) -> Mapping[str, Mapping[str, Tensor | TensorSlice]]:
-        """Return this rank's tensors of the average for a checkpoint, by group (``ema``) and name.
+        """Return this rank's tensors and slices of the averaged weights for a checkpoint, by group (``ema``) and name.
 
-        The tensors of all ranks together are the full state, as of ``GradientSync.state``.
+        The tensors of all ranks together are the whole average.
         """
 
     def load(self, saved: SavedState, updates: int) -> None:
@@ -588,7 +592,7 @@ class GradientSync(Protocol):
     optimizers: Sequence[Optimizer]
 
     def attach(self, replica: ReplicaRunner, make_optimizer: OptimizerFactory) -> GradientReadyHook:
-        """Take over this rank's part of the model, build the optimizer, and make all ranks start from one state.
+        """Build the optimizer over this rank's part of the model, and make all ranks start from one state.
 
         Collective: verifies that all ranks hold the same model, and broadcasts data rank 0's parameters and buffers.
 
@@ -597,7 +601,7 @@ class GradientSync(Protocol):
             make_optimizer: builds the optimizer over named parameters; it may be called several times.
 
         Returns:
-            The gradient-ready hook to run the replica with.
+            The gradient-ready hook, to be called with this rank's gradients as backward produces them.
         """
 
     def begin_worker(self, worker: int, step_context: StepContext) -> None:
@@ -606,12 +610,12 @@ class GradientSync(Protocol):
         It is the worker's buffers, such as batch-norm statistics, and its parameters where workers differ (local SGD).
 
         Args:
-            worker: number of the worker, one of this rank's.
+            worker: number of the logical worker, one of those of this rank.
             step_context: facts of the step.
         """
 
     def end_worker(self, worker: int, part: LossSums | None) -> None:
-        """Take over a logical worker's gradients and loss sums after its last micro-batch of the step.
+        """Collect a logical worker's gradients and loss sums for the reduction, after its last micro-batch of the step.
 
         Where workers train parameters of their own (local SGD), this makes the worker's update instead.
 
@@ -624,6 +628,12 @@ class GradientSync(Protocol):
         """Complete the reduction of this step's gradients over ranks; return the reduced loss and metrics.
 
         Call it after the last ``end_worker`` of the step. Collective, except with asynchronous servers.
+
+        Args:
+            step_context: facts of the step.
+
+        Returns:
+            Mean loss and metrics of the global batch, gradient norm, and whether all gradients are finite.
         """
 
     def optimizer_step(self, stats: StepStats, step_context: StepContext) -> UpdateResult:
@@ -638,19 +648,19 @@ class GradientSync(Protocol):
         """
 
     def clear(self) -> None:
-        """Clear this step's gradients, so that the next step starts from none."""
+        """Clear this step's gradients of all trained parameters, so that the next step accumulates from none."""
 
     def merged(self) -> dict[str, Tensor]:
-        """Return this rank's parameters and buffers as *one* model, by name, merged over workers in worker order.
+        """Return this rank's parameters and buffers as *one* model, by name, merged over all ranks' logical workers.
 
-        Collective. Parameters that are split over ranks are this rank's slices.
+        Collective: every rank calls it. Parameters that are split over ranks are this rank's slices.
         """
 
     def replicated(self) -> Mapping[str, Tensor] | None:
-        """Return the tensors, by name, that must be bit-identical on several ranks; None where ranks hold no copies.
+        """Return this rank's tensors, by name, of which several ranks must hold equal copies; None if there are none.
 
-        Names in ``ReplicaRunner.specs`` are slices according to their spec, equal on every rank with the same slice;
-        tensors of other names are full.
+        Where ``ReplicaRunner.specs`` has the name, the tensor is this rank's slice, of which all ranks with the same
+        slice hold copies; tensors of other names are whole.
         """
 
     def state(self) -> Mapping[str, Mapping[str, Tensor | TensorSlice]]:
@@ -677,13 +687,13 @@ class GradientSync(Protocol):
         """
 
     def facts(self) -> Mapping[str, Any]:
-        """Return this strategy's entries of ``summary.json`` by key, on rank 0; empty without any.
+        """Return what this strategy writes into ``summary.json``, such as traffic over ranks, by key; empty if nothing.
 
-        Called on all ranks: it is collective where the strategy counts traffic over ranks.
+        Rank 0's result counts. Called on all ranks: it is collective where the strategy counts traffic over ranks.
         """
 
     def adopt(self, optimizer: Optimizer) -> None:
-        """Include the parameters of groups that the script has added to ``optimizer`` since it was given.
+        """Also update parameters that the script has added to ``optimizer`` in new groups since ``tutti.prepare``.
 
         Args:
             optimizer: one of the script's optimizers.
@@ -693,7 +703,7 @@ class GradientSync(Protocol):
         """Begin to train parameters that were frozen: reduce their gradients and update them from now on. Collective.
 
         Args:
-            names: parameters whose ``requires_grad`` the script has set to True since the last look.
+            names: parameters whose ``requires_grad`` the script has newly set to True.
             late: whether a forward of this step has been computed already.
 
         Raises:
@@ -726,72 +736,81 @@ class CustomLoopSync(GradientSync, Protocol):
         """
 
     def named_trained(self) -> Sequence[tuple[str, nn.Parameter]]:
-        """Return the trainable parameters with their names, as the script's model has them.
+        """Return the (name, parameter) pairs of the trainable parameters, as objects of the script's model.
 
-        With shards these are full parameters or DTensors, not the rows that the optimizer updates.
+        Where parameters or gradients are sharded these are full parameters or DTensors, not the rows that the optimizer
+        updates.
         """
 
     def script_parameters(self) -> Sequence[nn.Parameter]:
-        """Return the trainable parameters as the script's model has them, in the order of ``named_trained``."""
+        """Return the trainable parameters as objects of the script's model, in the order of ``named_trained``.
+
+        Where parameters or gradients are sharded these are full parameters or DTensors, not the rows that the optimizer
+        updates.
+        """
 
     def script_parameters_of(self, optimizer: Optimizer) -> list[nn.Parameter]:
-        """Return the parameters of ``script_parameters`` that one of the script's optimizers updates.
+        """Return the parameters of the script's model that one of the script's optimizers updates.
 
         Args:
             optimizer: the optimizer, which may hold shards in place of these parameters.
         """
 
     def pop_gradients(self) -> dict[nn.Parameter, Tensor]:
-        """Set aside the gradients of earlier reductions that the script has not cleared, before the next backward.
+        """Take the complete gradients that the script has not cleared out of ``.grad``, before the next backward.
 
-        ``.grad`` is None afterwards; ``add_gradients`` adds them back.
+        In this way a custom training loop can accumulate over several reductions: ``.grad`` is None afterwards, and
+        ``add_gradients`` adds these gradients to the next ones.
 
         Returns:
-            The complete gradients, by parameter as the optimizer has it.
+            The gradients, by parameter as the optimizer has it.
         """
 
     def add_gradients(self, held: Mapping[nn.Parameter, Tensor]) -> None:
-        """Add gradients from ``pop_gradients`` to those just reduced, and show the sums in ``.grad``.
+        """Add gradients of earlier reductions to those just reduced, and show the sums in ``.grad``.
 
         Where the script must not read gradients of shards, reading ``.grad`` raises instead.
 
         Args:
-            held: gradients of earlier reductions, by parameter as the optimizer has it; may be empty.
+            held: result of ``pop_gradients``: gradients by parameter as the optimizer has it; may be empty.
         """
 
     def trained_tensors(self) -> list[Tensor]:
-        """Return the trained parameters as this rank stores them: full tensors, slices or shards."""
+        """Return the data of the trained parameters as this rank stores them: full tensors, slices or shards."""
 
     def pop_reached(self) -> list[bool]:
-        """Return which parameters a backward has reached since the last call, and reset the record.
+        """Return for each trained parameter whether a backward gave it a gradient since the last call; reset the flags.
 
-        For strategies whose backward itself reduces gradients (FSDP2); empty for others.
+        For strategies whose backward itself reduces gradients (FSDP2), so that ``.grad`` does not tell; empty or all
+        False for others.
 
         Returns:
-            One flag a parameter, in an order that ``mark_reached`` knows.
+            The flags, in the order that ``mark_reached`` takes.
         """
 
     def mark_reached(self, used: Sequence[bool]) -> None:
-        """Treat parameters as reached by backward in the coming reduction, as by earlier micro-batches.
+        """Treat trained parameters in the coming reduction as if a backward on this rank had given them gradients.
+
+        So that gradients of earlier micro-batches count where backward itself reduces gradients (FSDP2).
 
         Args:
-            used: flags from ``pop_reached``.
+            used: one flag a parameter, as ``pop_reached`` returned them.
         """
 
     def apply_clearing(self) -> None:
-        """Carry over to the shards that the script has cleared ``.grad`` of full parameters since the last step.
+        """Clear the gradients of shards whose full parameters' ``.grad`` the script has cleared since the last step.
 
-        FSDP2 calls for it after a forward; other strategies do nothing.
+        Called after a forward. For FSDP2, where the two are different objects; other strategies do nothing.
         """
 
     def show_gradients(self) -> None:
-        """Set ``.grad`` of full parameters, so that ``apply_clearing`` can see whether the script clears it.
+        """Set ``.grad`` of full parameters, so that ``apply_clearing`` can tell whether the script clears it.
 
-        FSDP2 alone needs it; other strategies do nothing.
+        For FSDP2 alone; other strategies do nothing.
         """
 
     def apply_edits(self) -> None:
-        """Copy edits of ``.grad`` by the script, such as clipping, into the gradients that the update uses."""
+        """Make the coming update use what the script has written into ``.grad``, such as clipped gradients."""
 
     def on_zero_grad(self, optimizer: Optimizer, set_to_none: bool) -> None:
         """Clear the gradients that the script sees, after ``optimizer.zero_grad()`` has cleared those of the optimizer.
@@ -802,7 +821,9 @@ class CustomLoopSync(GradientSync, Protocol):
         """
 
     def norm_of(self, members: Sequence[nn.Parameter], step_context: StepContext) -> float:
-        """Return the 2-norm of the complete gradients of some parameters. Collective where they are split.
+        """Return the L2 norm of the complete gradients of some parameters, for a script that clips them.
+
+        Collective over the ranks among which the gradients are split, if any.
 
         Args:
             members: parameters, as the script's model has them.
@@ -810,7 +831,7 @@ class CustomLoopSync(GradientSync, Protocol):
         """
 
     def stepping(self, index: int | None, members: Sequence[nn.Parameter]) -> AbstractContextManager[None]:
-        """Within the block ``optimizer_step`` updates the parameters of one of the script's optimizers alone.
+        """Return a context in which ``optimizer_step`` updates the parameters of one of the script's optimizers alone.
 
         Args:
             index: the optimizer's index in the order of ``tutti.prepare``; None for all optimizers.

@@ -87,11 +87,14 @@ class WeightsReader:
         self._weights, self._specs, self._kept = weights, specs, kept
 
     def names(self, group: str) -> Collection[str]:
-        """Return all names of the file and of ``kept`` for the group ``model``; none for other groups."""
+        """Return all tensor names of the weights file, and of tensors that replace its own, for the group ``model``.
+
+        Empty for other groups.
+        """
         return self._weights.records.keys() | self._kept.keys() if group == "model" else ()
 
     def get(self, group: str, name: str) -> Tensor:
-        """Return one whole tensor on the CPU: from ``kept`` if it has the name, else read from the weights.
+        """Return one whole tensor: given to the constructor in place of the file's, else the file's, read to the CPU.
 
         Args:
             group: ``model``; not used here, because weights have no other group.
@@ -103,7 +106,12 @@ class WeightsReader:
         return tensor_from_bytes(self._weights.numbers(found), self._weights.records[found].dtype)
 
     def shape(self, group: str, name: str) -> tuple[int, ...]:
-        """Return the shape of one whole tensor, from ``kept`` or from the file's header; ``group`` is not used."""
+        """Return the shape of one whole tensor, from the file's header or of the tensor that replaces the file's.
+
+        Args:
+            group: ``model``; not used here, because weights have no other group.
+            name: the tensor's name in the model; the file may have it under a tied name instead.
+        """
         if name in self._kept:
             return tuple(self._kept[name].shape)
         return tuple(self._weights.records[self._found(name)].shape)

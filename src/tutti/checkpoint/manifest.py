@@ -62,7 +62,10 @@ class FileRecord:
         return f"rank{self.rank}.safetensors"
 
     def as_json(self) -> dict[str, Any]:
-        """Return the record as a JSON object for ``from_json``: ranks report it to rank 0, the manifest stores it."""
+        """Return the record of a tensor file as a JSON object, which ``from_json`` parses.
+
+        Ranks report it to rank 0, and the manifest stores it.
+        """
         slices = [[s.name, s.dtype, s.shape, s.offset, s.part] for s in self.slices]
         return {"group": self.group, "rank": self.rank, "size": self.size, "sha256": self.sha256, "slices": slices}
 

@@ -77,7 +77,7 @@ class PlainFile:
         return np.array(numbers, unsigned(record.dtype)).reshape(record.shape)
 
     def verify(self) -> None:
-        """Hash all weights and compare with the hash in the file's metadata, if there is one.
+        """Hash all weights of the safetensors file and compare with the hash in its metadata, if there is one.
 
         Raises CheckpointError where they differ.
         """

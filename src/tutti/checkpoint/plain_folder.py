@@ -61,7 +61,7 @@ class PlainFolder:
         return self._of[name].numbers(name)
 
     def verify(self) -> None:
-        """Hash the weights of each file and compare with the hash in its metadata, if it has one.
+        """Hash the weights of each safetensors file in the folder and compare with the hash in its metadata, if any.
 
         Raises CheckpointError where they differ.
         """

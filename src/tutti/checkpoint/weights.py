@@ -70,7 +70,8 @@ class SavedWeights:
     def numbers(self, name: str) -> NDArray[Any]:
         """Read one whole tensor, or its EMA, from the checkpoint as unsigned integers of its elements' width.
 
-        See ``Weights.numbers``.
+        The array has the tensor's shape. Bits are unchanged, so that bfloat16 needs no NumPy dtype;
+        ``records[name].dtype`` has the real dtype.
         """
         shape = self.records[name].shape
         return self._reader.numbers(*self._from[name], (0,) * len(shape), shape)
@@ -89,7 +90,10 @@ class SomeWeights:
         self.records: Mapping[str, SliceRecord] = {name: weights.records[name] for name in names}
 
     def numbers(self, name: str) -> NDArray[Any]:
-        """Return one of the kept tensors as unsigned integers of its elements' width; see ``Weights.numbers``."""
+        """Return one of the selected tensors as unsigned integers of its elements' width, in the tensor's shape.
+
+        Bits are unchanged, so that bfloat16 needs no NumPy dtype; ``records[name].dtype`` has the real dtype.
+        """
         return self._weights.numbers(name)
 
 
@@ -109,7 +113,10 @@ def matching_weights(weights: Weights, patterns: str) -> SomeWeights:
 
 
 def weights_hash(weights: Weights) -> str:
-    """Return the SHA-256 over all tensors, equal to ``fingerprint.weights_sha256``; one at a time is in memory."""
+    """Return the SHA-256, in hexadecimal, over name, dtype, shape and bytes of all tensors in sorted order of names.
+
+    Equal to ``fingerprint.weights_sha256`` of the same model; one tensor at a time is in memory.
+    """
     digest = WeightsHash()
     for name in sorted(weights.records):
         record = weights.records[name]

@@ -17,12 +17,18 @@ TO_TARGET = ("to target", "steps to it", "samples to it", "time to it")
 
 
 def headings(ladder: Ladder) -> tuple[str, ...]:
-    """Return a ladder's column headings: ``HEADINGS``, and ``TO_TARGET`` if a run has a target (``--until``)."""
+    """Return the column headings of a comparison's table: rung (configuration), updates, samples, …, samples/s.
+
+    Four more columns follow, on reaching the target, if a run has one (``--until``).
+    """
     return HEADINGS + TO_TARGET if any(rung.config.target_text for rung in ladder.rungs) else HEADINGS
 
 
 def cells(ladder: Ladder, rows: Mapping[str, RungResult], metric: Metric = ACCURACY) -> list[tuple[str, ...]]:
     """Return the table's rows in the ladder's order, one for each rung: texts in the columns of ``headings``.
+
+    Numbers are means over the seeds, those of columns on the target medians; ``range`` is half of largest minus
+    smallest.
 
     Args:
         ladder: the ladder, a series of training configurations (rungs).
@@ -112,9 +118,9 @@ def markdown(
 
 
 def as_csv(ladder: Ladder, rows: Mapping[str, RungResult]) -> str:
-    """Return CSV with a heading and one line a finished run: rung, the rung it changes, seed and results.
+    """Return CSV with a heading and a line for each finished run: its configuration (rung), seed and results.
 
-    ``rows``: results by rung name.
+    The column ``from`` names the rung from which the configuration was changed. ``rows``: results by rung name.
     """
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")

@@ -27,6 +27,8 @@ def available() -> bool:
 def draw_curves(ladder: Ladder, rows: Mapping[str, RungResult], metric: Metric, caption: str, path: Path) -> None:
     """Draw each rung's held-out metric by epoch, and write it as SVG; equal data give equal bytes. Needs matplotlib.
 
+    A thick line shows the mean over the seeds, thin lines the seeds.
+
     Args:
         ladder: the ladder, a series of training configurations (rungs).
         rows: results by rung name; rungs without finished runs are left out.

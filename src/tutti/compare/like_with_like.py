@@ -24,7 +24,7 @@ _WARMUPS = frozenset({"warmup", "warmup_from"})
 
 
 def recipes(ladder: Ladder) -> tuple[Rung, ...]:
-    """Return the rungs whose accuracy is tested against baselines: those at another scale than the first rung.
+    """Return the rungs (training configurations) to test against baselines: at another scale than the first rung.
 
     Scale is workers and batch size. If all have the first rung's, return all rungs but the first.
     """
@@ -34,10 +34,11 @@ def recipes(ladder: Ladder) -> tuple[Rung, ...]:
 
 
 def baselines(ladder: Ladder, rung: Rung) -> tuple[Rung, ...]:
-    """Return the rungs that a rung may be compared with: at the first rung's workers and batch, other options equal.
+    """Return the rungs (training configurations) with which a rung may be compared.
 
-    The learning rate, its rule and its warm-up may differ, because each scale needs its own. The baseline of a rung at
-    the first rung's scale is the first rung, if the two differ in one option.
+    They have the first rung's workers and batch size, and otherwise equal options. The learning rate, its rule and its
+    warm-up may differ, because each scale needs its own. The baseline of a rung at the first rung's scale is the first
+    rung, if the two differ in one option.
     """
     first = ladder.rungs[0]
     if _scale(rung) == _scale(first):
@@ -51,6 +52,10 @@ def other_causes(config: TrainConfig, reference: TrainConfig) -> list[str]:
 
     Options that have no effect at the reference's scale do not count: ``regime_batch`` and the base batch of
     ``gradient_noise`` equal to its batch, and, if it has one worker, ``batch_norm=sync`` and ``identical_batches``.
+
+    Args:
+        config: options of one run.
+        reference: options of the other run, whose scale decides which options have an effect.
     """
     ours, theirs = _compared(config, reference), _compared(reference, reference)
     return [name for name in ours if ours[name] != theirs[name]]

@@ -69,7 +69,11 @@ class Board:
             self._draw("")
 
     def progress(self, progress: Progress) -> None:
-        """Show step, loss and held-out value of the current run; outside a terminal at most every 30 s."""
+        """Show step, loss and held-out value of the comparison's current run; outside a terminal at most every 30 s.
+
+        Args:
+            progress: the run's newest training and evaluation records.
+        """
         text = _words(progress, self._metric)
         if self._live is not None:
             self._draw(text)

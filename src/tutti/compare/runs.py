@@ -31,7 +31,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 @dataclass(frozen=True)
 class Trial:
-    """One rung with one seed."""
+    """One run of a comparison: a rung (training configuration) with one seed."""
 
     rung: str
     seed: int

@@ -61,34 +61,40 @@ class RungResult:
 
     @property
     def mean(self) -> float:
-        """Mean of the rung's held-out metric over its runs, one a seed."""
+        """Mean over the seeds of the configuration's final held-out metric."""
         return sum(outcome.held_out for outcome in self.outcomes) / len(self.outcomes)
 
     @property
     def spread(self) -> float:
-        """Largest minus smallest held-out value over the seeds; 0 for one seed, which gives no estimate."""
+        """Largest minus smallest held-out metric over a configuration's seeds; 0 for one seed, which tells nothing."""
         values = [outcome.held_out for outcome in self.outcomes]
         return max(values) - min(values)
 
     @property
     def finite(self) -> bool:
-        """Whether the held-out value of every seed is finite."""
+        """Whether every seed of the configuration ended with a finite held-out metric."""
         return all(outcome.finite for outcome in self.outcomes)
 
     def average(self, name: str) -> float:
-        """Return the mean over the seeds of a ``RunOutcome`` field, such as ``updates`` or ``seconds``."""
+        """Return the mean over a configuration's seeds of one result of its runs.
+
+        ``name``: a field of ``RunOutcome``, such as ``updates`` or ``seconds``.
+        """
         return sum(float(getattr(outcome, name)) for outcome in self.outcomes) / len(self.outcomes)
 
     @property
     def reached(self) -> int | None:
-        """Number of runs (seeds) that have reached the target of ``--until``; None for a rung without a target."""
+        """Number of a configuration's seeds that reached the target of ``--until``; None without a target."""
         told = [outcome.reached for outcome in self.outcomes if outcome.reached is not None]
         return sum(told) if told else None
 
     def to_target(self, name: str) -> float:
-        """Return the median over the seeds of ``steps``, ``samples`` or ``seconds`` to the target.
+        """Return the median over a configuration's seeds of what it took to reach the target of ``--until``.
 
         A seed that misses the target counts as infinite: the median is infinite if half of them do.
+
+        Args:
+            name: ``steps``, ``samples`` or ``seconds``.
         """
         values = [getattr(outcome, f"{name}_to_target") for outcome in self.outcomes]
         return statistics.median(math.inf if value is None else float(value) for value in values)
@@ -113,12 +119,12 @@ class Effect:
 
     @property
     def clear(self) -> bool:
-        """Whether the difference from the parent, a gain or a loss, exceeds the noise of seeds."""
+        """Whether the change's gain or loss exceeds the noise: the larger range over seeds of both rungs."""
         return abs(self.gain) > self.noise
 
 
 def effects(ladder: Ladder, rows: Mapping[str, RungResult], metric: Metric = ACCURACY) -> list[Effect]:
-    """Return the effect of each rung's change of options: its results compared with those of its parent rung.
+    """Return what each rung's change of options gains: the mean of its held-out metric compared with its parent rung's.
 
     Rungs of which it or its parent has no finished run are left out.
 
@@ -126,6 +132,10 @@ def effects(ladder: Ladder, rows: Mapping[str, RungResult], metric: Metric = ACC
         ladder: the ladder, a series of training configurations (rungs).
         rows: results by rung name, of rungs with finished runs.
         metric: the metric that is compared.
+
+    Returns:
+        For each rung the gain (positive if better), the noise (larger of the two rungs' ranges over seeds), and the
+        gain as a share of the naive rung's drop from the first; None where that does not apply.
     """
     drop = _drop(ladder, rows, metric)
     asked = {rung.name for rung in recipes(ladder)} - {ladder.naive}
@@ -141,9 +151,10 @@ def effects(ladder: Ladder, rows: Mapping[str, RungResult], metric: Metric = ACC
 
 
 def verdict(ladder: Ladder, rows: Mapping[str, RungResult], metric: Metric = ACCURACY) -> list[str]:
-    """Return the verdict on a ladder in sentences: the drop of accuracy, its causes by share, and the best recipe.
+    """Return the verdict on a ladder in sentences: the drop of the metric, its causes by share, and the best recipe.
 
-    A rung holds only against a like-with-like baseline (``like_with_like.baselines``), never across two causes.
+    The drop is that from the first rung to the naive one. A rung holds only against a baseline at the first rung's
+    workers and batch size with otherwise equal options (``like_with_like.baselines``), never across two causes.
 
     Args:
         ladder: the ladder, a series of training configurations (rungs).
@@ -174,7 +185,7 @@ def verdict(ladder: Ladder, rows: Mapping[str, RungResult], metric: Metric = ACC
 def to_target(ladder: Ladder, rows: Mapping[str, RungResult]) -> list[str]:
     """Return a sentence for each rung with a target (``--until``): steps, samples and seconds until it was reached.
 
-    Each is compared with the first rung's by their ratio.
+    They are medians over the seeds; each is also given as a multiple of the first rung's, if that has the same target.
 
     Args:
         ladder: the ladder, a series of training configurations (rungs).
@@ -224,15 +235,19 @@ def recipe_holds(ladder: Ladder, rows: Mapping[str, RungResult], metric: Metric 
 def baseline(
     ladder: Ladder, rung: Rung, rows: Mapping[str, RungResult], metric: Metric = ACCURACY
 ) -> RungResult | None:
-    """Return the results that a rung is compared with: the best finished of its ``like_with_like.baselines``.
+    """Return the results with which a rung is compared: of the baseline rung whose mean over the seeds is best.
 
-    None if no baseline has finished.
+    Baselines have the first rung's workers and batch size, and but for the learning rate the rung's options
+    (``like_with_like.baselines``).
 
     Args:
         ladder: the ladder, a series of training configurations (rungs).
         rung: the rung to compare.
         rows: results by rung name, of rungs with finished runs.
         metric: the metric by whose mean over the seeds the best is chosen.
+
+    Returns:
+        The results over the seeds; None if no baseline has finished runs.
     """
     found = [rows[other.name] for other in baselines(ladder, rung) if other.name in rows]
     return max(found, key=lambda row: metric.gain(0.0, row.mean), default=None)
@@ -327,7 +342,8 @@ def as_json(ladder: Ladder, rows: Mapping[str, RungResult], metric: Metric) -> d
         metric: the metric that is compared.
 
     Returns:
-        Ladder, metric, rungs with their runs, effects, verdict and whether a recipe holds, as JSON values.
+        Ladder, metric, rungs with their runs, effects, verdict, and whether a rung at another scale is as good as its
+        baseline and the first rung (``held``), as JSON values.
     """
     _, finite = _without_numbers(ladder, rows)
     return {

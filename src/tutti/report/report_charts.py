@@ -164,7 +164,7 @@ def stack_chart(
         rows: label of each bar, and its parts' lengths by name, a member of ``PARTS``.
         unit: of the parts.
         caption: text of the chart.
-        share: divide each bar by its length.
+        share: show each part as per cent of its bar's sum.
     """
     parts = [name for name in PARTS if any(row.get(name, 0) > 0 for _, row in rows)]
     height = 1.0 + 0.36 * len(rows)

@@ -87,13 +87,13 @@ class RunRecord:
 
     @property
     def task(self) -> str:
-        """Name of the task that the run trains; ``unknown task`` if no file has it."""
+        """Name of the task that the run trains; ``unknown task`` if no file of the run directory states it."""
         found = self.summary.get("task", self.config.get("task"))
         return found if isinstance(found, str) and found else "unknown task"
 
     @property
     def devices(self) -> int | None:
-        """Number of devices; None if no file has it."""
+        """Number of devices of the run; None if no file of the run directory states it."""
         found = finite(self.summary.get("devices"))
         if found is None:
             text = self.config.get("devices")
@@ -125,7 +125,7 @@ class RunRecord:
 
     @cached_property
     def steps(self) -> list[MeasuredStep]:
-        """Steps with a duration: all but the first of each start, whose time includes the start."""
+        """Steps of the run with a known duration, without the first after each start, which includes start-up."""
         found = []
         for before, line in zip(self.trained, self.trained[1:], strict=False):
             now, then = finite(line.get("seconds")), finite(before.get("seconds"))
@@ -139,12 +139,12 @@ class RunRecord:
 
     @property
     def step_seconds(self) -> float | None:
-        """Median duration of a step in seconds; None if fewer than two steps were recorded."""
+        """Median duration of the run's steps in seconds; None if fewer than two steps were recorded."""
         return statistics.median(step.seconds for step in self.steps) if self.steps else None
 
     @property
     def data_seconds(self) -> float | None:
-        """Median wait of a step for its batch in seconds; None if not recorded."""
+        """Median time in seconds that a step of the run waited for its batch; None if not recorded."""
         waits = [step.data for step in self.steps if step.data is not None]
         return statistics.median(waits) if waits else None
 

@@ -50,11 +50,11 @@ class BodyComparison:
         self._hooked = False
 
     def begin_batch(self) -> None:
-        """Forget the calls of the last global batch, before the loop's body first runs for a new one."""
+        """Forget what the script's loop body did in the last global batch, before it first runs for a new one."""
         self._first = None
 
     def begin_body(self, final: bool) -> None:
-        """Begin to record the calls of the script's loop body, which runs once for each of this rank's micro-batches.
+        """Begin to record the backward passes and optimizer steps that the script's loop body makes for a micro-batch.
 
         Args:
             final: whether this is the rank's last micro-batch in the global batch.
@@ -65,12 +65,14 @@ class BodyComparison:
             self._watch_forward()
 
     def end_body(self) -> None:
-        """Compare the calls of the loop's body that has just run with those of its first run in this global batch.
+        """Check that the loop body has made as many backward passes and optimizer steps as for the first micro-batch.
 
-        Does nothing where the rank has one micro-batch.
+        It is called after each micro-batch, compares with the rank's first in this global batch, and does nothing where
+        the rank has only one.
 
         Raises:
-            UsageError: the calls differ, or the body has registered a gradient hook after its forward.
+            UsageError: the numbers differ; or, before the rank's last micro-batch, the loop body has written
+                parameters, or registered a gradient hook after its forward.
         """
         if not self.several:
             return
@@ -88,19 +90,22 @@ class BodyComparison:
             self.refuse_different()
 
     def end_batch(self) -> None:
-        """Count a global batch after its last body; parameters are compared by value in the first few only."""
+        """Count a global batch of the custom training loop as done, after its last micro-batch.
+
+        In the first few global batches the check that the loop body writes no parameters also compares their values.
+        """
         self._batches += 1
 
     def note(self, kind: str, index: int) -> None:
-        """Record that the loop's body has made a call on gradients or an optimizer.
+        """Record that the script's loop body has computed gradients or stepped an optimizer for a micro-batch.
 
         Args:
             kind: "backward", "gradients" (computed without ``run.backward``) or "step".
             index: the optimizer's index for "step"; -1 for all; else 0.
 
         Raises:
-            UsageError: the call is undefined with several micro-batches a rank, such as a second update in one body, or
-                differs from that of the first body at this place.
+            UsageError: the event is undefined with several micro-batches a rank, such as a second update for one
+                micro-batch, or is another one than at this place for the rank's first micro-batch of the global batch.
         """
         if self.several:
             if kind == "step" and _is_called_by(torch.amp.GradScaler.step):
@@ -130,7 +135,7 @@ class BodyComparison:
         self._at_forward = None
 
     def refuse_different(self) -> NoReturn:
-        """Raise UsageError: the loop's body made different calls for the micro-batches of one global batch."""
+        """Raise UsageError: the script's loop body did different things for the micro-batches of one global batch."""
         raise UsageError(
             "the loop's body did not do the same for each micro-batch of one global batch",
             where=f"step {self._run.clock + 1}",
@@ -160,10 +165,10 @@ class BodyComparison:
         return [len(getattr(p, GRADIENT_HOOK_ATTRIBUTES[0]) or ()) for _, p in parameters(self._run.replica.parts)]
 
     def retrained(self) -> None:
-        """Accept that the script has changed ``requires_grad`` of parameters in the loop's body that runs now.
+        """Accept that the script's loop body has changed ``requires_grad`` of parameters for a micro-batch.
 
         Raises:
-            UsageError: the body's forward had begun before.
+            UsageError: the micro-batch's forward had begun before, and the rank has several micro-batches.
         """
         if self.several and self._at_forward is not None and self._at_forward != self._trained():
             self.refuse_different()

@@ -53,14 +53,17 @@ class Callbacks:
         self._inside = self._begun = False
 
     def names(self) -> list[str]:
-        """Return each callback's name with the ranks that call it, in order; they must be equal on all ranks."""
+        """Return ``NAME on RANKS`` for each callback of the run, in order.
+
+        RANKS is ``first`` (rank 0 alone) or ``all``. The texts must be equal on all ranks.
+        """
         return [f"{_name(each)} on {_ranks(each)}" for each in self.own]
 
     def stop(self, reason: str) -> None:
         """Ask for the end of training on all ranks once the event under way is over; only a callback may ask.
 
         Args:
-            reason: text for ``reason``; the first one given counts.
+            reason: why training ends, for messages; the first one given counts.
 
         Raises:
             UsageError: no callback is being called.
@@ -74,11 +77,14 @@ class Callbacks:
         return self.reason is not None
 
     def handles(self, event: str) -> bool:
-        """Return whether a callback has a method for the event, one of ``EVENTS``."""
+        """Return whether a callback of the run has the method ``event``, such as ``on_evaluation``."""
         return any(_handler(each, event) is not None for each in self.own)
 
     def begin(self, run: Run) -> None:
-        """Call ``on_train_begin`` of the callbacks, in the first call of this method only. Collective as ``call``."""
+        """Call ``on_train_begin`` of the run's callbacks, once: later calls of this method do nothing.
+
+        Collective over all ranks if a callback has the method: an all-gather of the reasons to stop.
+        """
         if not self._begun:
             self._begun = True
             self.call("on_train_begin", run)
@@ -133,7 +139,7 @@ class Callbacks:
         self.call("on_evaluation", run, replace(evaluation, loss=loss, metrics=metrics))
 
     def facts(self) -> list[Any]:
-        """Return each callback's ``state_dict()`` as a JSON value for a checkpoint; None for one without it."""
+        """Return each callback's ``state_dict()``, in order, as a JSON value for a checkpoint; None if it has none."""
         return [_state(each) for each in self.own]
 
     def saved(self) -> dict[str, Any]:
@@ -304,7 +310,7 @@ class BestModel(_Follower):
         self.path: Path | None = None
 
     def on_evaluation(self, run: Run, evaluation: Evaluation) -> None:
-        """Save a checkpoint if the evaluation's metric is the best so far. Collective then, as ``Run.save``.
+        """Save a checkpoint if the evaluation's metric is the best so far; that is collective over all ranks.
 
         Raises:
             UsageError: the evaluation does not report the metric.

@@ -80,7 +80,7 @@ class CustomLoop:
 
     @property
     def within_batch(self) -> bool:
-        """Whether a global batch has begun, and neither its update nor its last run of the loop's body is over."""
+        """Whether the custom loop has begun a global batch, and neither its update nor its last micro-batch is over."""
         return self._begun
 
     # --- the micro-batches -----------------------------------------------------------------------------------------
@@ -88,8 +88,8 @@ class CustomLoop:
     def microbatches(self, number: int, start: int | None = None) -> Iterator[Batch]:
         """Iterate over the micro-batches of this rank in an epoch; the script's loop body runs on each.
 
-        If this rank has no sample in a global batch, a dummy micro-batch of weight 0 stands in. Collectives run in the
-        last body of each global batch. See ``Run.microbatches``.
+        If this rank has no sample in a global batch, a dummy micro-batch of weight 0 stands in. Gradients are reduced
+        over ranks while the loop body runs on the rank's last micro-batch of each global batch.
 
         Args:
             number: the epoch, from 0.
@@ -216,7 +216,7 @@ class CustomLoop:
     def backward(self, loss: Any, retain_graph: bool = False) -> None:
         """Compute the gradients of a micro-batch, in place of ``loss.backward()``; reduce them in the last one.
 
-        Collective in the rank's last micro-batch of a global batch. See ``Run.backward``.
+        Collective in the rank's last micro-batch of a global batch; ``.grad`` is then the gradient of the global batch.
 
         Args:
             loss: mean over the micro-batch's samples, ``(sum, count)``, or a 1-d tensor of one loss a sample in place
@@ -446,9 +446,10 @@ class CustomLoop:
         return True
 
     def reduce_gradients(self) -> None:
-        """Reduce gradients over ranks that the script assigned to ``.grad`` as means over the micro-batch.
+        """Reduce gradients over ranks that the script assigned to ``.grad`` as means over the micro-batch's samples.
 
-        Collective in the rank's last micro-batch of a global batch. See ``Run.reduce_gradients``.
+        In the rank's last micro-batch of a global batch ``.grad`` becomes the gradient of the global batch; that is
+        collective.
         """
         micro_batch = self._micro_batch
         if micro_batch is None or not self._inside:
@@ -575,7 +576,7 @@ class CustomLoop:
         return loss
 
     def cleared(self, index: int, set_to_none: bool) -> None:
-        """Carry a ``zero_grad()`` of the script's optimizer over to the gradients that the script sees in ``.grad``.
+        """Clear the gradients that the script sees in ``.grad``, after its ``zero_grad()`` of one optimizer.
 
         Args:
             index: index of the optimizer in ``optimizers``.

@@ -53,17 +53,16 @@ class Evaluation:
 
     @property
     def values(self) -> dict[str, float]:
-        """Loss and metrics by name: ``{"loss": …, "accuracy": …}``."""
+        """Mean loss and mean of each metric over the held-out samples, by name: ``{"loss": …, "accuracy": …}``."""
         return {"loss": self.loss, **self.metrics}
 
 
 def evaluate_samples(
     run: Run, source: Any, batch: int, loss: LossFn | None, averaged: bool, collate: Collate | None = None
 ) -> Evaluation:
-    """Evaluate the workers' merged model on held-out samples, each counted once. Collective.
+    """Evaluate the logical workers' merged model on held-out samples, each counted once. Collective over all ranks.
 
     Every rank evaluates its part of the samples; where a rank is killed meanwhile, the ranks alive evaluate again.
-    For the user's call see ``Run.evaluate``.
 
     Args:
         run: the run.
@@ -73,6 +72,9 @@ def evaluate_samples(
         loss: the loss function; None: the run's.
         averaged: whether to evaluate the average of the weights.
         collate: makes a batch of a list of samples; None: as PyTorch's ``DataLoader``.
+
+    Returns:
+        Mean loss, mean of each metric, and number of samples, over all held-out samples on every rank.
 
     Raises:
         UsageError: no loss function; one that updates metric objects, with sharded weights; or ``averaged`` without an
@@ -154,20 +156,21 @@ def _held_out(data: Any, collate: Collate | None, drop_last: bool = False, proce
 
 
 def described(held_out: Blocks) -> str:
-    """Return a text for messages: the number of held-out samples, or the name of their stream."""
+    """Return what is evaluated as a phrase for messages: ``{N} samples``, or ``the stream {name}`` for a stream."""
     return f"{held_out.samples} samples" if isinstance(held_out, HeldOut) else f"the stream {held_out.stream.name}"
 
 
 def micro_batches(run: Run, held_out: Blocks, ranks: int, rank: int, even: bool) -> Iterator[tuple[int, MicroBatch]]:
     """Yield the blocks of held-out samples that this data rank evaluates, as (block number, micro-batch on the device).
 
-    A block is a list of samples that is evaluated as one batch. Collective for a stream, whose samples are compared.
+    A block is a list of samples that is evaluated as one batch. Collective over all ranks for a stream, whose samples
+    are compared.
 
     Args:
         run: the run.
-        held_out: the samples.
+        held_out: the samples, divided into blocks.
         ranks: number of data ranks.
-        rank: this data rank.
+        rank: index of this data rank.
         even: give every rank equally many blocks, padded with dummy micro-batches.
     """
     if isinstance(held_out, HeldOutStream):

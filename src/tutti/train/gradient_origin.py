@@ -52,7 +52,7 @@ class GradientOrigin:
         self._in_own_backward = False
 
     def script_parameters(self) -> Sequence[nn.Parameter]:
-        """Return the trained parameters, as the script's model has them."""
+        """Return the run's trained parameters as objects of the script's model: the script reads their ``.grad``."""
         return self._sync.script_parameters()
 
     def members(self, index: int | None) -> list[nn.Parameter]:
@@ -66,10 +66,10 @@ class GradientOrigin:
         return self._sync.script_parameters_of(self._optimizers[index])
 
     def carried(self) -> list[nn.Parameter]:
-        """Return the parameters whose ``.grad`` from an earlier reduction the script cannot read and has not cleared.
+        """Return the parameters that keep a gradient of an earlier reduction which the script cannot read.
 
-        Such a gradient (an ``IncompleteGradient`` stands for it) would be added to the next one. Only parameters of the
-        script's optimizers count.
+        The script has not cleared it. Such a gradient (in ``.grad`` an ``IncompleteGradient`` stands for it) would be
+        added to the next one. Only parameters of the script's optimizers count; all, if the script has none.
         """
         updated = self._optimizers and {p for o in self._optimizers for p in self._sync.script_parameters_of(o)}
         return [
@@ -81,10 +81,10 @@ class GradientOrigin:
     # --- records ---------------------------------------------------------------------------------------------------
 
     def watch(self) -> None:
-        """Register hooks on the parameters that detect a plain ``loss.backward()``, whose gradients are local.
+        """Register hooks on the trained parameters that detect a plain ``loss.backward()``, whose gradients are local.
 
-        Parameters that have a hook already keep it. No hooks where such gradients cannot be told apart (FSDP2), or
-        where they are complete.
+        Parameters that have such a hook already keep it. No hooks where such gradients cannot be told apart (FSDP2), or
+        where they are complete because this rank computes the whole global batch.
         """
         place = self._sync.gradient_at
         if place == "shards" or (self.alone and place != "slices"):
@@ -96,7 +96,7 @@ class GradientOrigin:
 
     @contextmanager
     def own_backward(self) -> Iterator[None]:
-        """Within the block the hooks of ``watch`` ignore gradients, because ``run.backward`` accumulates them."""
+        """Within the block, that of ``run.backward``, the hooks that detect a plain ``loss.backward()`` do nothing."""
         self._in_own_backward = True
         try:
             yield
@@ -113,7 +113,7 @@ class GradientOrigin:
             self._mixed[parameter] = script_line()
 
     def remember(self) -> None:
-        """Record every present ``.grad`` as complete (reduced over the global batch) and not yet edited."""
+        """Record every present ``.grad`` as complete (reduced over the global batch) and not edited by the script."""
         self._complete = {p: (p.grad, tensor_version(p.grad)) for p in self.script_parameters() if p.grad is not None}
         self._mixed.clear()
         self._made.clear()
@@ -223,7 +223,7 @@ class GradientOrigin:
     # --- edits of complete gradients -------------------------------------------------------------------------------
 
     def edited(self, members: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-        """Return the parameters whose complete gradient the script has written to or replaced since its reduction.
+        """Return the parameters whose ``.grad`` the script has written to or assigned since the last reduction.
 
         Args:
             members: parameters to look at.
@@ -241,10 +241,10 @@ class GradientOrigin:
         return found
 
     def check_edits(self) -> None:
-        """Check that the script has edited ``.grad`` alike on every rank, and not on a rank's slice of the gradient.
+        """Check, after the script has edited complete gradients, that ``.grad`` has the same values on every rank.
 
-        Collective where every data rank has the complete gradient: an all-gather of each gradient's sum and sum of
-        squares.
+        Collective over the data ranks where each has the complete gradient: an all-gather of each gradient's sum and
+        sum of squares. Gradients that are sharded over ranks are not checked.
 
         Raises:
             UsageError: tensor parallelism: gradients of split layers cannot be edited.

@@ -23,7 +23,7 @@ def title(task: str, config: TrainConfig) -> str:
 def derived(
     task: Task, config: TrainConfig, run: Run, world: World, total: int | None, facts: Mapping[str, Any]
 ) -> Mapping[str, str]:
-    """Return the header's lines, label to text, in the order to print them.
+    """Return the lines of the run's header, such as data, model, devices and learning rate, in the order to print them.
 
     Args:
         task: the built-in task.
@@ -32,6 +32,9 @@ def derived(
         world: ranks and device.
         total: steps of the run; None if unknown.
         facts: the result of ``run_identity``.
+
+    Returns:
+        The text of each line by its label.
     """
     size, threads = facts["parameters"], facts["threads"]
     grid = run.context.grid

@@ -44,7 +44,7 @@ class HookWatch:
         self._elsewhere = self._hooked if self._stages else None
 
     def watch(self, parts: Sequence[nn.Module]) -> None:
-        """Take the modules whose hooks are checked in each step from now on.
+        """From now on check, in each step, the gradient hooks on these modules and their parameters.
 
         Args:
             parts: this rank's parts of the model.
@@ -128,13 +128,13 @@ class HookWatch:
         self._hooked = f"the hook on the gradients of {name}"
 
     def check_part(self, part: LossSums) -> None:
-        """Check one worker's loss sums against the hooks on gradients that the script has registered.
+        """Raise UsageError if a gradient hook of the script saw a worker's gradient at another scale than the update's.
 
-        Hooks see gradients that are divided by samples; where the loss counts another unit, such as tokens, they have
-        seen gradients of another scale. For strategies whose workers make updates of their own. Not collective.
+        Hooks see gradients that are divided by samples; where the loss counts another unit, such as tokens, the update
+        divides by that. For strategies whose workers make updates of their own. Not collective.
 
         Args:
-            part: the worker's loss sums in this step.
+            part: the worker's loss sums in this step, with samples and count.
 
         Raises:
             UsageError: a hook saw a gradient of another scale, or the strategy cannot call a hook.
@@ -144,11 +144,11 @@ class HookWatch:
             self._refuse(float(part.sums[1]), part.samples)
 
     def check_sum(self, stats: StepStats, step_context: StepContext) -> None:
-        """Check the step's loss sums against the hooks on gradients that the script has registered, before the update.
+        """Raise UsageError, before the update, if a gradient hook of the script saw gradients of another scale.
 
-        As ``check_part``, for the complete gradient of the global batch. Collective under pipeline stages, if the loss
-        counts another unit than samples: an all-gather of the hooks' names, as a stage sees only its own, and all must
-        raise.
+        Hooks see gradients that are divided by the global batch's samples; where the loss counts another unit, such as
+        tokens, the update divides by that. Collective under pipeline stages, if the loss counts another unit: an
+        all-gather of the hooks' names, as a stage sees only its own, and all must raise.
 
         Args:
             stats: the reduced results of the step.

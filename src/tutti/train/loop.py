@@ -53,7 +53,10 @@ class Means:
             self.metrics[name] = self.metrics.get(name, 0.0) + value * count
 
     def facts(self) -> dict[str, Any]:
-        """Return the weighted sums as a JSON value for a checkpoint; non-finite numbers become null."""
+        """Return the epoch's sums so far as a JSON value for a checkpoint; non-finite numbers become null.
+
+        Keys: ``count``, and ``loss`` and ``metrics`` (by name), which are sums weighted by the steps' counts.
+        """
         metrics = {name: _finite(value) for name, value in self.metrics.items()}
         return {"loss": _finite(self.loss), "count": _finite(self.count), "metrics": metrics}
 
@@ -76,7 +79,7 @@ class Means:
             raise CheckpointError("the checkpoint's 'means' are not numbers", why=repr(error), remedy=REMEDY) from error
 
     def summary(self) -> dict[str, float]:
-        """Return the mean loss and metrics of the steps so far, by name: ``{"loss": …, "accuracy": …}``."""
+        """Return the mean loss and metrics of the epoch's steps so far, by name: ``{"loss": …, "accuracy": …}``."""
         count = self.count or 1.0
         return {"loss": self.loss / count, **{name: value / count for name, value in self.metrics.items()}}
 
@@ -109,10 +112,10 @@ class Speed:
         self._factors: Mapping[str, float] = {}
 
     def worth(self, throughput: DeviceThroughput) -> None:
-        """Report figures of a device, such as FLOP/s and MFU, besides samples per second from now on.
+        """Report a device's tokens/s, MFU and HFU besides samples per second from now on, as far as known.
 
         Args:
-            throughput: what one sample is worth to a device.
+            throughput: tokens and FLOP of one sample, and number and peak FLOP/s of the devices.
         """
         self._factors = throughput.factors()
 
@@ -162,7 +165,7 @@ class Speed:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Within the block time does not count as training, such as that of callbacks."""
+        """Exclude the time spent within the block, such as that of callbacks, from the run's time of training."""
         begin = time.perf_counter()
         try:
             yield
@@ -206,7 +209,7 @@ class TrainPlan:
 
 
 def passed(length: Length, run: Run) -> int:
-    """Return how many whole times the run's position contains ``length``, for events at an interval.
+    """Return how many whole intervals of ``length`` the run has trained so far; an event is due when the number grows.
 
     Args:
         length: an interval in steps, samples or epochs.
@@ -218,9 +221,13 @@ def passed(length: Length, run: Run) -> int:
 
 
 def ended(length: Length, run: Run) -> bool:
-    """Return whether the run has trained for ``length``.
+    """Return whether the run has trained for ``length``, counted from its first start.
 
     A length in steps counts the schedule's steps (``Run.progress``), which differ from steps of the run with AdaScale.
+
+    Args:
+        length: in steps, samples or epochs.
+        run: the run.
     """
     return run.progress >= length if isinstance(length, int) else passed(length, run) > 0
 

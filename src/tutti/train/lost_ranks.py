@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class LostRanks:
-    """Tracker of one run's lost ranks, on rank 0.
+    """Finds the ranks of one run that were killed while the others continue; used on rank 0.
 
     Args:
         run: the run.
@@ -28,7 +28,10 @@ class LostRanks:
         self.found: list[dict[str, Any]] = []
 
     def look(self) -> None:
-        """Look for ranks that were killed since the last call; add each to ``found`` and warn. Not collective."""
+        """Look for ranks of the run that were killed since the last call; add a dict for each to ``found``, and warn.
+
+        Keys: ``rank``, ``workers`` (its logical workers), ``steps`` (that they made) and ``cause``. Not collective.
+        """
         lost = self._run.context.comms.world.lost_ranks()
         if len(lost) == len(self.found):
             return

@@ -345,6 +345,9 @@ def built(task: Task, config: TrainConfig, world: World) -> nn.Module:
         task: the task.
         config: the resolved configuration.
         world: all ranks.
+
+    Returns:
+        The whole model, not yet split over ranks.
     """
     if not parallel.parse_strategy(config.strategy).parts(world.identity.size):
         return task.model()

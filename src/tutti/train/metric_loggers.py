@@ -90,7 +90,11 @@ class MetricLogger(ABC):
         return {"identity": self.identity}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over the name of the saved logger's run, which ``open`` then continues."""
+        """Restore the name of the saved logger's run from a checkpoint; ``open`` then continues that run.
+
+        Args:
+            state: the result of ``state_dict``.
+        """
         self.identity = None if state["identity"] is None else str(state["identity"])
 
     def _close(self, failed: bool) -> None:

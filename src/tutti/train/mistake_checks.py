@@ -94,8 +94,8 @@ class Checks:
     def look(self, batch: Batch, work: Work, loss: LossFn | None, given: bool) -> None:
         """Check batches, loss function and learning rate of the first steps for classic mistakes.
 
-        Rank 0 reports findings as warnings. Call it before a step while ``looking`` is True. Collective with several
-        logical workers.
+        One of them is that two workers train on the same samples. Rank 0 reports findings as warnings. Call it before a
+        step while ``looking`` is True. Collective over the data ranks with several logical workers.
 
         Args:
             batch: this rank's batch of the step that begins.
@@ -255,7 +255,9 @@ class Checks:
         return look
 
     def planned(self, steps: int) -> None:
-        """Report a run whose updates are too few for its data, as with a very large batch. Not collective.
+        """Report, as a finding, a run whose number of updates is too small for its data, as with a very large batch.
+
+        Not collective.
 
         Args:
             steps: steps of the whole run.
@@ -297,7 +299,7 @@ class Checks:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Within the block forwards are tutti's own, not the script's use of one worker's model, and not reported."""
+        """Within the block tutti evaluates: do not report a forward in eval mode as a mistake of the script."""
         before, self._aside = self._aside, True
         try:
             yield
@@ -362,9 +364,10 @@ def _nothing(model: nn.Module) -> None:
 
 
 def group_rates(optimizers: Sequence[Optimizer]) -> list[Rate]:
-    """Return kind, largest known learning rate and momentum of each parameter group of the first optimizer.
+    """Return optimizer class, learning rate and momentum of each parameter group of the first optimizer.
 
-    With local updates there are several optimizers, which have the same rates.
+    The rate is the largest of the group's ``lr``, ``initial_lr`` and ``max_lr``. With local updates there are several
+    optimizers, which have the same rates.
     """
     return [
         Rate(

@@ -128,11 +128,14 @@ class NoiseProbe:
         return self._latest
 
     def state(self) -> dict[str, Any]:
-        """Return the running averages as a JSON value for a checkpoint."""
+        """Return the running averages of the gradient noise estimates as a JSON value for a checkpoint.
+
+        ``load`` restores them.
+        """
         return {"simple": self._simple.state(), "adam": self._scaled.state()}
 
     def load(self, saved: Mapping[str, Any]) -> None:
-        """Restore the running averages of a checkpoint.
+        """Restore the running averages of the gradient noise estimates from a checkpoint.
 
         Args:
             saved: the result of ``state``.

@@ -144,7 +144,7 @@ def _trials(
 
 
 def describe_optimizers(optimizer: Sequence[Optimizer] | OptimizerChoice, lr_scale: object) -> list[str]:
-    """Return lines about class and settings of each optimizer, to compare over ranks.
+    """Return lines that state each optimizer's class and its options by parameter group, to be compared over ranks.
 
     Args:
         optimizer: options, or the script's optimizers.

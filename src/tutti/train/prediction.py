@@ -24,8 +24,7 @@ def predict_samples(
 ) -> Any:
     """Compute a function of the workers' merged model and held-out samples, and gather the results on every rank.
 
-    Collective: every rank computes its part of the samples; an all-gather of each tensor. For the user's call see
-    ``Run.predict``.
+    Collective over all ranks: every rank computes its part of the samples; an all-gather of each tensor.
 
     Args:
         run: the run.

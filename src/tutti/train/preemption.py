@@ -30,7 +30,7 @@ class StopReason:
 
     @property
     def exit_code(self) -> int:
-        """Exit code for after the checkpoint: 130 after Ctrl-C, else 75 (preempted, resumable)."""
+        """Exit code of a process that a signal stopped, after its checkpoint: 130 after Ctrl-C, else 75 (resumable)."""
         return int(ExitCode.INTERRUPTED if self.interrupted else ExitCode.PREEMPTED)
 
     def error(self, stop: Preempted) -> Preempted | Interrupted:

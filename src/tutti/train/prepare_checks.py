@@ -86,7 +86,7 @@ class CheckedRun:
     optimizer_settings: list[dict[str, Any]]
 
     def settings(self, o: RunOptions) -> list[str]:
-        """Return lines about the settings that must be equal on all ranks, such as strategy and batch size.
+        """Return a line of text for each setting that must be equal on all ranks, such as strategy and batch size.
 
         Args:
             o: the options of ``tutti.prepare``.

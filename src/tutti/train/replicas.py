@@ -67,7 +67,7 @@ def check_replicas(run: Run, what: str) -> None:
 
 
 def seldom(run: Run) -> bool:
-    """Return whether at least ``SELDOM`` steps have passed since replicas were last compared over ranks.
+    """Return whether at least 100 steps (``SELDOM``) have passed since copies of tensors were last compared over ranks.
 
     The end of an epoch compares them again only then, because the comparison reads every tensor.
     """

@@ -40,6 +40,9 @@ def optimizer_settings(trainer: Sequence[Optimizer] | OptimizerChoice) -> list[d
 
     Args:
         trainer: the script's optimizers, or options.
+
+    Returns:
+        A dict of values by option name, such as ``lr``, for each parameter group in order; a single one for options.
     """
     if isinstance(trainer, OptimizerChoice):
         chosen = trainer.options
@@ -63,12 +66,17 @@ def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def find_differences(facts: Mapping[str, Any], run_facts: Mapping[str, Any], run: Run) -> list[SettingDifference]:
-    """Return the settings that a checkpoint and a run both state, with different values.
+    """Return the settings that a checkpoint and the run that resumes it both state, with different values.
+
+    Settings are those of the run, such as batch size and seed, and the options of each parameter group.
 
     Args:
         facts: facts of the checkpoint.
         run_facts: facts of the run.
         run: the run, for the settings of its optimizer.
+
+    Returns:
+        Name, saved value and present value of each.
     """
     found = [
         SettingDifference(name, facts[key], run_facts[key])
@@ -89,7 +97,13 @@ def find_differences(facts: Mapping[str, Any], run_facts: Mapping[str, Any], run
 
 
 def refuse_unnamed(differences: Sequence[SettingDifference], named: NamedChanges, where: str) -> None:
-    """Raise CheckpointError for differences that are not named, with both values of each."""
+    """Raise CheckpointError if a setting differs from the checkpoint's and the user has not named it as changed.
+
+    Args:
+        differences: all settings that differ; the error states both values of each.
+        named: names of the settings that the user allows to differ (``--change``).
+        where: path of the checkpoint, for the error.
+    """
     wrong = [each for each in differences if not named.covers(each.name)]
     if not wrong:
         return
@@ -103,11 +117,14 @@ def refuse_unnamed(differences: Sequence[SettingDifference], named: NamedChanges
 
 
 def check_changes(manifest: Manifest, differences: Sequence[SettingDifference], run: Run) -> None:
-    """Raise CheckpointError if a named change is not possible at the checkpoint's position or in this run.
+    """Raise CheckpointError if a setting that the user changes on resuming cannot change at this point or in this run.
+
+    Batch size, data and seed can change only at the end of an epoch; batch size and data not with batch growth,
+    AdaScale or a strategy whose options are in epochs.
 
     Args:
         manifest: the checkpoint.
-        differences: the changes, all of them named.
+        differences: the changes, all of them named by the user.
         run: the run that resumes.
     """
     names = [each.name for each in differences]
@@ -141,7 +158,9 @@ def check_changes(manifest: Manifest, differences: Sequence[SettingDifference], 
 
 
 def apply_changes(manifest: Manifest, differences: Sequence[SettingDifference], run: Run) -> None:
-    """Tell the run which epochs had other batches, and record the changes.
+    """Tell a resumed run with which batch size and number of samples its earlier epochs were trained.
+
+    Batch size or data may have been changed on resuming. The changes are added, with their step, to ``run.changes``.
 
     Args:
         manifest: the checkpoint.
@@ -164,7 +183,12 @@ def apply_changes(manifest: Manifest, differences: Sequence[SettingDifference], 
 
 
 def change_facts(run: Run) -> dict[str, Any]:
-    """Return the entries of a checkpoint's facts about the optimizer's settings and about changes."""
+    """Return what a checkpoint records about the optimizer's settings and about settings changed on resuming.
+
+    Returns:
+        JSON values by key: the options of each parameter group; if there are any, earlier epochs with another batch
+        size or number of samples, and the changes so far.
+    """
     earlier = run.feed.epochs.earlier
     return {
         SETTINGS: run.optimizer_settings,

@@ -227,7 +227,7 @@ class Run:
 
     @property
     def place(self) -> Position:
-        """Position in the data after ``clock`` steps: whole epochs, and global batches of the current epoch."""
+        """Position in the data after the run's steps so far: whole epochs, and global batches of the current epoch."""
         return self.at if self.taken == self.clock else Position(*self.feed.epochs.place(self.clock))
 
     def ask_to_stop(self) -> None:
@@ -430,12 +430,12 @@ class Run:
 
     @property
     def within_batch(self) -> bool:
-        """Whether a custom training loop is within a global batch: its first body has begun, and the update has not."""
+        """Whether a custom training loop has begun a global batch, and the batch's update is not over."""
         return self.custom.within_batch or self._stepping
 
     @property
     def stepping(self) -> bool:
-        """Whether the run is making an update, within which the optimizer's own ``step`` is called."""
+        """Whether the run is making an update: a call of ``optimizer.step()`` is then its own and not the script's."""
         return self._stepping
 
     @contextmanager
@@ -566,13 +566,23 @@ class Run:
         return self.custom.microbatches(number, start)
 
     def cells(self, number: int, start: int | None = None) -> Iterator[Batch]:
-        """Iterate over micro-batches: ``microbatches`` under its former name."""
+        """Iterate over the micro-batches of this rank's logical workers in an epoch, for a custom training loop.
+
+        Deprecated name of ``microbatches``.
+
+        Args:
+            number: the epoch, from 0.
+            start: first global batch; default: 0, or after ``restore`` the batch after the last one consumed.
+        """
         warnings.warn("run.cells is now run.microbatches", DeprecationWarning, stacklevel=2)
         return self.microbatches(number, start)
 
     @property
     def agreed(self) -> StepStats | None:
-        """Results of the last step, reduced over the global batch: ``stats`` under its former name."""
+        """Loss, metrics and gradient norm of the last step, reduced over the global batch; None before the first step.
+
+        Deprecated name of ``stats``.
+        """
         warnings.warn("run.agreed is now run.stats", DeprecationWarning, stacklevel=2)
         return self.stats
 
@@ -609,10 +619,9 @@ class Run:
 
     @property
     def stepped(self) -> bool:
-        """Whether the last ``optimizer.step()`` of a custom loop was an update.
+        """Whether the last ``optimizer.step()`` of a custom training loop updated parameters.
 
-        It is one in the loop's body for the rank's last micro-batch of a global batch, and does nothing in earlier
-        bodies.
+        It does so for the rank's last micro-batch of a global batch, and does nothing for earlier micro-batches.
         """
         return self.custom.stepped
 
@@ -781,12 +790,12 @@ class Run:
         return gathered_model(self.replica, self.context.comms, self.merged(averaged), at_first_shard)
 
     def merged(self, averaged: bool, as_trained: bool = False) -> dict[str, Tensor]:
-        """Return this rank's tensors of the model, merged over logical workers, by name. Collective.
+        """Return this rank's tensors of the model, merged over logical workers, by name. Collective over all ranks.
 
         Tensors that are split over ranks stay this rank's slices.
 
         Args:
-            averaged: the average of the weights in place of the trained parameters.
+            averaged: return the average of the weights in place of the trained parameters.
             as_trained: cast the average to the dtypes of the weights.
 
         Raises:
@@ -890,9 +899,9 @@ class Run:
         return None if facts is None else run_state.restore_run(self, facts, named)
 
     def together(self, call: str) -> None:
-        """Check that all ranks make the same call after the same step, before the call's collectives could meet others.
+        """Check that all ranks make the same call after the same step, before the call's own collectives.
 
-        Collective.
+        Collective over all ranks.
 
         Args:
             call: text of the call, compared over ranks and shown in the error.

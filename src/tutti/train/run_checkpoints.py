@@ -65,7 +65,7 @@ class Checkpoints(CheckpointManager):
         """Write a checkpoint of the run, in the background where memory has room for a copy of this rank's state.
 
         Every rank writes its own tensors. Collective; copies of a tensor on several ranks are compared first, by
-        digest. Waits for the save before.
+        digest. Blocks until the previous save is complete.
 
         Args:
             extra: facts to store in the manifest besides the run's own.
@@ -73,7 +73,7 @@ class Checkpoints(CheckpointManager):
 
         Raises:
             DiskError: too many consecutive saves have failed.
-            PeerError: the save before did not finish.
+            PeerError: the previous save did not finish.
             UsageError: ``evaluated`` lacks the metric that decides which checkpoint is the best.
             CheckpointError: the ranks do not share the folder.
             MismatchError: ranks hold different copies of a parameter; nothing is written.

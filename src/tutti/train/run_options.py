@@ -72,12 +72,15 @@ class RunOptions:
 
     @cached_property
     def lr_rule(self) -> NoRule:
-        """The learning-rate rule of ``lr_scale``; ``NoRule`` is the base class of all rules. Raises UsageError."""
+        """The rule that scales the learning rate with the batch size, from ``lr_scale``, parsed if it is text.
+
+        ``NoRule`` is the base class of all rules. Raises UsageError if the text is malformed.
+        """
         return check_rule(self.lr_scale) if isinstance(self.lr_scale, str) else self.lr_scale
 
     @cached_property
     def batch_norm_options(self) -> BatchNormConfig:
-        """The options of ``batch_norm``, parsed if it is text. Raises UsageError if the text is malformed."""
+        """The options of batch norm, from ``batch_norm``, parsed if it is text. Raises UsageError if malformed."""
         return check_batch_norm(self.batch_norm) if isinstance(self.batch_norm, str) else self.batch_norm
 
     @cached_property
@@ -90,7 +93,10 @@ class RunOptions:
 
     @cached_property
     def checkpointing(self) -> Checkpointing:
-        """Options of activation checkpointing, or names and classes of modules; None for none. Raises UsageError."""
+        """The modules for activation checkpointing, from ``activation_checkpointing``; None for none.
+
+        They are parsed options, or names and classes of modules. Raises UsageError if malformed.
+        """
         return check_checkpointing(self.activation_checkpointing)
 
     @cached_property
@@ -101,7 +107,7 @@ class RunOptions:
 
     @cached_property
     def initial_map(self) -> InitMap | None:
-        """The options of ``init_map``, which adapt initial weights of another model; None without it.
+        """Renames and allowed differences of tensors for a warm start from another model; None without ``init_map``.
 
         Raises UsageError if they are malformed, or ``init_from`` is missing.
         """

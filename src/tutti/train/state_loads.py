@@ -151,11 +151,11 @@ class GivenState:
         self._tensors, self._specs, self._optim = tensors, specs, optim or {}
 
     def names(self, group: str) -> Collection[str]:
-        """Return the names of the tensors in a group: ``model`` or ``optim``; none for other groups."""
+        """Return the names of the full tensors held for a group: ``model`` or ``optim``; none for other groups."""
         return {"model": self._tensors, "optim": self._optim}.get(group, {}).keys()
 
     def get(self, group: str, name: str) -> Tensor:
-        """Return one full tensor; a tied weight by any of its names.
+        """Return one of the full tensors in memory, without a copy; a tied weight by any of its names.
 
         Args:
             group: ``model`` or ``optim``.

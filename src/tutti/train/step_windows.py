@@ -136,7 +136,7 @@ class Window:
             self._open.close()
 
     def close(self) -> None:
-        """End profiling or tracing if the run ends within the window; nothing otherwise."""
+        """Stop profiling or tracing now, if the run has ended within the window of steps; nothing otherwise."""
         self._open.close()
 
     def table(self) -> str:

@@ -64,11 +64,11 @@ class TargetWatch:
 
     @property
     def option(self) -> str:
-        """The option that names the watched metric: ``--until``, else ``--patience``."""
+        """The option that names the watched metric: ``--until`` if the run has a target, else ``--patience``."""
         return "--until" if self.target is not None else "--patience"
 
     def check(self, reported: Sequence[str], averaged: bool) -> None:
-        """Raise UsageError, naming the nearest, unless evaluations report the metric.
+        """Raise UsageError, which suggests the nearest name, unless the run's evaluations report the watched metric.
 
         Args:
             reported: names of the values that the loss function reports, with ``loss``.
@@ -77,7 +77,10 @@ class TargetWatch:
         check_metric(self.metric.name, self.option, reported, averaged)
 
     def evaluated(self, at: EvaluatedAt) -> None:
-        """Count an evaluation, and set ``ending`` if it ends the run: the target is reached, or patience is exhausted.
+        """Compare the watched metric at an evaluation with its target and its best so far, and decide if the run ends.
+
+        Sets ``ending`` to ``target`` once the target has been reached, or to ``patience`` after that many evaluations
+        in a row without a better value.
 
         Args:
             at: position of the run at the evaluation, and the metric's value.
@@ -98,7 +101,12 @@ class TargetWatch:
             self.ending = "patience"
 
     def state(self) -> dict[str, Any]:
-        """Return best value, target and counts as a JSON value for a checkpoint; ``load`` restores it."""
+        """Return the state of target and early stopping as a JSON value for a checkpoint; ``load`` restores it.
+
+        Keys: ``metric``, ``value`` (the target, or None), ``best``, ``reached`` and ``last`` (evaluations, or None),
+        ``evaluations`` and ``stale`` (numbers of all, and of those since the best), ``samples_before`` (the target was
+        reached).
+        """
         return {
             "metric": asdict(self.metric),
             "value": None if self.target is None else self.target.value,
@@ -111,10 +119,10 @@ class TargetWatch:
         }
 
     def load(self, saved: Mapping[str, Any]) -> bool:
-        """Continue from a checkpoint's state if it is of the same metric.
+        """Continue to watch for target and early stopping from a checkpoint's state, if it is of the same metric.
 
-        A target of another value is judged by the evaluations from now on; the best value and the evaluations without
-        a better one are kept.
+        A target of another value is judged by the evaluations from now on; the best value and the evaluations without a
+        better one are kept.
 
         Args:
             saved: the result of ``state``.

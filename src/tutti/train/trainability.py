@@ -12,7 +12,7 @@ from tutti.types import Average, GradientSync, ReplicaRunner
 
 
 class TrainabilityWatch:
-    """Compares ``requires_grad`` and the optimizers' groups with the last look, and updates gradient synchronisation.
+    """Carries changes of ``requires_grad`` and of the optimizers' groups over to gradient synchronisation.
 
     Args:
         replica: this rank's part of the model.

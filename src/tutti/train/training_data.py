@@ -32,6 +32,9 @@ def choose_sampling(dataset: Any, o: RunOptions) -> Sampling:
         dataset: the samples, or a ``DataLoader``.
         o: the options of ``tutti.prepare``.
 
+    Returns:
+        Data set, batch size, order, collate function and loader processes.
+
     Raises:
         UsageError: an option differs from that of the ``DataLoader``, or the loader does what tutti cannot keep.
     """
@@ -44,7 +47,7 @@ def choose_sampling(dataset: Any, o: RunOptions) -> Sampling:
 
 
 def wrap_training_data(sampling: Sampling, choice: Choice, o: RunOptions) -> Source | Stream:
-    """Wrap the data set as a ``Source`` or ``Stream``, and check the options against it.
+    """Wrap the data set for reading by index (``Source``) or in order (``Stream``), and check the options against it.
 
     Args:
         sampling: the data set with its global batches.

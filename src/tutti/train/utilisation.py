@@ -29,7 +29,7 @@ from tutti.workload.workload_trace import TracedModel, tokens_of, trace_workload
 def measured_throughput(
     task: Task, config: TrainConfig, world: World, run: Run, warn: Callable[[str], None], batch: Batch
 ) -> DeviceThroughput:
-    """Measure what one sample is worth to a device: its tokens and FLOP, to report tokens/s, FLOP/s and MFU.
+    """Return the tokens and FLOP of one sample, from which tokens/s and MFU of a device are reported. Not collective.
 
     FLOP are counted by tracing the model, which calls the loss function, if the device's peak FLOP/s are known.
 
@@ -40,6 +40,10 @@ def measured_throughput(
         run: the run, for its batches.
         warn: called where a peak is known and the FLOP are not, or where a stated machine has no peak.
         batch: this rank's first batch, whose first sample is traced.
+
+    Returns:
+        Number of devices, tokens and FLOP of a sample (forward and backward), and peak FLOP/s of a device; None for
+        what is unknown.
     """
     devices = world.identity.size
     if not length(batch):
@@ -77,13 +81,16 @@ def measured_throughput(
 
 
 def device_peak(config: TrainConfig, device: Any, threads: int, warn: Callable[[str], None]) -> float | None:
-    """Return the peak FLOP/s of this device in the run's precision: measured, else published; None if unknown.
+    """Return the peak FLOP/s of this device in the run's precision; None if unknown.
+
+    It is the measured peak of the configuration's machine file; without such a file the published peak of an
+    accelerator.
 
     Args:
         config: the configuration.
         device: this rank's device.
         threads: CPU threads of this rank.
-        warn: called where the stated machine is another one, or its peak was measured otherwise.
+        warn: called where the stated machine is another one, or has no peak for this precision and number of threads.
     """
     accelerator = is_accelerator(device)
     here = device_names()[device.index or 0] if accelerator else cpu_model()
